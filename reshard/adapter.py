@@ -1,0 +1,48 @@
+"""What a format answers: is this yours, what is in it, and, for a target, what would yours look like. No method takes a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from reshard.canonical import Canonical
+from reshard.files import Files
+from reshard.index import Index
+from reshard.layout import Layout
+from reshard.model_files import ModelFiles
+from reshard.plans import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What the user has said that the files may not say: the model's Hugging Face config."""
+
+    config: Mapping[str, Any] | None = None
+
+
+class Reader(Protocol):
+    """A format that can be read. `owns` are globs of the file names that hold its weights and indexes."""
+
+    name: str
+    summary: str
+    owns: tuple[str, ...]
+
+    def detect(self, files: Files) -> str | None:
+        """Why this is a checkpoint of this format, in a few words; None if it is not. Reads a listing, and little else."""
+
+    def read(self, files: Files, hints: Hints) -> Index:
+        """The index, from headers and metadata alone.
+
+        Raises: CheckpointError if something is missing, truncated or contradicts itself.
+        """
+
+
+class Writer(Reader, Protocol):
+    """A format that is a target, too."""
+
+    def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+        """The files that hold `content` for `target`: names, fusions and framing, everything but the weights' bytes.
+
+        Raises: RequestError if the model or the degrees do not allow it.
+        """

@@ -1,0 +1,1 @@
+"""One file per `model_type`, each ending in its one public object, ARCHITECTURE."""

@@ -1,0 +1,162 @@
+"""Box: a hyper-rectangle in a tensor's coordinates, and what one does with boxes.
+
+Literal coordinates: nothing clamps, wraps or rounds. Two boxes that do not meet intersect in None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Where a part of a tensor starts (`offsets`) and how long it is (`sizes`), in elements per axis.
+
+    A scalar's box has no axes and one element. A size may be 0: such a box holds nothing.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offsets) != len(self.sizes):
+            raise ValueError(f"{len(self.offsets)} offsets, {len(self.sizes)} sizes")
+        if any(offset < 0 for offset in self.offsets) or any(size < 0 for size in self.sizes):
+            raise ValueError(f"a box lies at non-negative coordinates, not {self.offsets} + {self.sizes}")
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """The box of all of a tensor of that shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+    @property
+    def volume(self) -> int:
+        """The number of elements."""
+        return math.prod(self.sizes)
+
+    def intersect(self, other: Box) -> Box | None:
+        """What both hold; None if they share no element."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        sizes = tuple(min(a, b) - start for a, b, start in zip(self.stops, other.stops, offsets, strict=True))
+        return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+    def contains(self, other: Box) -> bool:
+        """Whether every element of `other` is one of ours."""
+        return all(
+            a <= b and b_stop <= a_stop
+            for a, b, a_stop, b_stop in zip(self.offsets, other.offsets, self.stops, other.stops, strict=True)
+        )
+
+    def relative_to(self, origin: tuple[int, ...]) -> Box:
+        """The same box in the coordinates of a part that starts at `origin`."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
+
+    def shifted(self, by: tuple[int, ...]) -> Box:
+        """The same box, `by` further along each axis."""
+        return Box(tuple(a + b for a, b in zip(self.offsets, by, strict=True)), self.sizes)
+
+    def narrow(self, axis: int, start: int, stop: int) -> Box:
+        """The slice start..stop of this box along one axis, counted from the box's own start.
+
+        Raises: ValueError if that leaves the box.
+        """
+        if not 0 <= start <= stop <= self.sizes[axis]:
+            raise ValueError(f"{start}..{stop} is not within 0..{self.sizes[axis]}")
+        return Box(
+            self.offsets[:axis] + (self.offsets[axis] + start,) + self.offsets[axis + 1 :],
+            self.sizes[:axis] + (stop - start,) + self.sizes[axis + 1 :],
+        )
+
+    def split(self, axis: int, parts: int) -> tuple[Box, ...]:
+        """`parts` equal slices along one axis.
+
+        Raises: ValueError if the axis does not divide.
+        """
+        size, rest = divmod(self.sizes[axis], parts)
+        if rest:
+            raise ValueError(f"axis {axis} of {self.sizes} does not divide by {parts}")
+        return tuple(self.narrow(axis, i * size, (i + 1) * size) for i in range(parts))
+
+    def chunk(self, axis: int, parts: int) -> tuple[Box, ...]:
+        """`parts` slices as torch.chunk makes them: ceil(n / parts) each, the last ones smaller or empty."""
+        size = -(-self.sizes[axis] // parts)
+        cuts = [min(self.sizes[axis], i * size) for i in range(parts + 1)]
+        return tuple(self.narrow(axis, start, stop) for start, stop in zip(cuts, cuts[1:], strict=False))
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.offsets, self.stops, strict=True)) + "]"
+
+
+def row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides, in elements, of an array of those sizes that lies in row-major order."""
+    strides, step = [], 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The boxes of the elements start..stop of a row-major tensor, in order: a part of a row, whole rows, a part of a row.
+
+    There are at most 2 * ndim - 1 of them; they are disjoint and hold exactly stop - start elements.
+
+    Raises: ValueError if the range leaves the tensor.
+    """
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"elements {start}..{stop} of a tensor of shape {shape}")
+    if start == stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    inner = math.prod(shape[1:])
+    first, last = start // inner, (stop - 1) // inner
+    if first == last and stop - start < inner:
+        yield from _in_row(shape, first, start - first * inner, stop - first * inner)
+        return
+    if start % inner:
+        yield from _in_row(shape, first, start - first * inner, inner)
+        first += 1
+    whole_stop = stop // inner
+    if whole_stop > first:
+        yield Box((first,) + (0,) * (len(shape) - 1), (whole_stop - first, *shape[1:]))
+    if stop % inner:
+        yield from _in_row(shape, whole_stop, 0, stop - whole_stop * inner)
+
+
+def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
+    for box in flat_boxes(shape[1:], start, stop):
+        yield Box((row, *box.offsets), (1, *box.sizes))
+
+
+# A block holds at most this many elements: 4 MiB of bfloat16. The fingerprint is defined in blocks, so this number
+# belongs to its definition (digests.py) and not to tuning.
+BLOCK_ELEMENTS = 1 << 21
+
+
+def blocks(shape: tuple[int, ...]) -> Iterator[Box]:
+    """The canonical blocks of a tensor, in row-major order: runs of whole rows of at most BLOCK_ELEMENTS elements.
+
+    Rows are those of the first axis whose rows fit into a block; axes before it are walked one index at a time. A block is
+    always contiguous in the row-major tensor. It depends on the shape alone, never on how a checkpoint is sharded.
+    """
+    if 0 in shape:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    axis = next(a for a in range(len(shape)) if math.prod(shape[a + 1 :]) <= BLOCK_ELEMENTS)
+    rows = BLOCK_ELEMENTS // math.prod(shape[axis + 1 :])
+    inner_zeros, inner = (0,) * (len(shape) - axis - 1), shape[axis + 1 :]
+    for outer in product(*map(range, shape[:axis])):
+        for start in range(0, shape[axis], rows):
+            size = min(rows, shape[axis] - start)
+            yield Box((*outer, start, *inner_zeros), ((1,) * axis) + (size, *inner))

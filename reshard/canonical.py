@@ -1,0 +1,193 @@
+"""Canonical content: the tensors of a checkpoint that matter to a question, under the model's own names.
+
+An index holds what is stored; this chooses and renames. What is left out is named, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from reshard.architecture import Model
+from reshard.errors import CheckpointError, RequestError
+from reshard.index import ROLES, Index, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which tensors are meant. Globs match names after `strip_prefix` has been taken off.
+
+    weights: "model" for the copy that the model computes with, "master" for the optimizer's full-precision one; None
+    takes the model's if it is stored.
+    """
+
+    weights: Literal["model", "master"] | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    strip_prefix: str = ""
+
+    @property
+    def is_partial(self) -> bool:
+        return bool(self.include or self.exclude)
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A stored tensor that is left out, and why."""
+
+    name: str
+    role: str
+    nbytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Canonical:
+    """The chosen tensors by canonical name, what was left out, and the model they belong to, if it is known.
+
+    `tied` names the stored tensors that are counted as copies of another.
+    """
+
+    tensors: Mapping[str, Tensor]
+    drops: tuple[Drop, ...]
+    model: Model | None
+    tied: tuple[str, ...] = ()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+
+def canonical(index: Index, model: Model | None, selection: Selection) -> Canonical:
+    """The tensors that `selection` means, with a tied head counted as a copy of the embedding.
+
+    Raises: RequestError if nothing is chosen, or renaming makes two tensors one.
+    """
+    chosen, drops = _of_role(index, selection)
+    chosen = _renamed(chosen, selection.strip_prefix)
+    for name in [name for name in chosen if not _is_meant(name, selection)]:
+        drops.append(_drop(chosen.pop(name), "left out by --include or --exclude"))
+    tied: tuple[str, ...] = ()
+    if model:
+        for name in [name for name in chosen if model.reason_to_drop(name)]:
+            drops.append(_drop(chosen.pop(name), str(model.reason_to_drop(name))))
+        if model.is_tied:
+            tied = _tie(chosen, *model.architecture.tied)
+    if not chosen:
+        raise RequestError(
+            "no tensor is left to work on",
+            why=f"The checkpoint holds {len(index.tensors)} tensors, {len(drops)} of them were left out",
+            do="Look at the names with `reshard inspect`, and at --include, --exclude and --weights",
+        )
+    return Canonical(chosen, tuple(drops), model, tied)
+
+
+def check_against_model(content: Canonical, *, partial: bool, strict: bool) -> None:
+    """Raises CheckpointError if a weight of the model is missing (unless `partial`) or has another shape than the config says; with
+    `strict` also if a tensor is none of the model's."""
+    model = content.model
+    if model is None:
+        return
+    missing = [name for name in model.weights if name not in content.tensors]
+    unknown = [name for name in content.tensors if name not in model.weights]
+    for name, weight in model.weights.items():
+        tensor = content.tensors.get(name)
+        if tensor is not None and tensor.shape != weight.shape:
+            raise CheckpointError(
+                f"its shape is {list(tensor.shape)}, the config says {list(weight.shape)}",
+                where=name,
+                why="The config belongs to another model, or the vocabulary was padded in training",
+                do="Give the config that this model was trained with by --model DIR",
+            )
+    if missing and not partial:
+        raise CheckpointError(
+            f"the checkpoint has no such weight, nor {len(missing) - 1} others that a {model.architecture.model_type} model needs"
+            if len(missing) > 1
+            else f"the checkpoint has no such weight, which a {model.architecture.model_type} model needs",
+            where=missing[0],
+            why=f"It has, for example, {unknown[0]}, which is no name of this model" if unknown else "An engine would serve unset memory",
+            do=_prefix_hint(unknown, model) or "Check that all files of the save are there, and that --model is this model's config",
+        )
+    if unknown and strict:
+        raise CheckpointError(
+            f"there is no place for it in a {model.architecture.model_type} model"
+            + (f", nor for {len(unknown) - 1} more" if len(unknown) > 1 else ""),
+            where=unknown[0],
+            why="A serving engine refuses weights that it does not know",
+            do="Leave it out with --exclude, or name the right model with --model DIR",
+        )
+
+
+def _of_role(index: Index, selection: Selection) -> tuple[dict[str, Tensor], list[Drop]]:
+    stored, masters = index.by_role("weight"), index.by_role("master")
+    if selection.weights == "master" and not masters:
+        raise RequestError(
+            "this checkpoint stores no full-precision masters", why="--weights master asks for them", do="Use --weights model, or leave it out"
+        )
+    use_masters = bool(masters) and (selection.weights == "master" or not stored)
+    if selection.weights == "model" and not stored:
+        raise RequestError("this checkpoint stores no model copy of the weights", do="Use --weights master, or leave it out")
+    # What has no master (buffers, frozen weights) exists once and belongs to both.
+    chosen = {**stored, **masters} if use_masters else dict(stored)
+    kept = {id(tensor) for tensor in chosen.values()}
+    reasons = {role: f"{what}: serving needs none" for role, what in ROLES.items()}
+    reasons["weight"] = "the model copy; --weights master was chosen"
+    reasons["master"] = "the full-precision master; the model copy was taken (--weights master takes this one)"
+    return chosen, [_drop(tensor, reasons[tensor.role]) for tensor in index.tensors if id(tensor) not in kept]
+
+
+def _renamed(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    if not prefix:
+        return tensors
+    if not any(name.startswith(prefix) for name in tensors):
+        raise RequestError(
+            f"--strip-prefix {prefix}: no tensor's name starts with it", do=f"The first name is {next(iter(tensors), 'none at all')}"
+        )
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        new = name.removeprefix(prefix)
+        if not new or new in renamed:
+            raise RequestError(f"--strip-prefix {prefix} makes {new!r} the name of two tensors", where=name)
+        renamed[new] = replace(tensor, name=new)
+    return renamed
+
+
+def _is_meant(name: str, selection: Selection) -> bool:
+    if selection.include and not any(fnmatchcase(name, glob) for glob in selection.include):
+        return False
+    return not any(fnmatchcase(name, glob) for glob in selection.exclude)
+
+
+def _tie(tensors: dict[str, Tensor], head: str, embedding: str) -> tuple[str, ...]:
+    """Make a stored tied head a copy of the embedding, which is compared with it whenever it is read. Returns what became a copy."""
+    if head not in tensors:
+        return ()
+    copy = tensors.pop(head)
+    kept = tensors.get(embedding)
+    if kept is None:
+        tensors[embedding] = replace(copy, name=embedding)
+        return ()
+    if (kept.dtype, kept.shape) != (copy.dtype, copy.shape):
+        raise CheckpointError(
+            f"it is {copy.dtype} {list(copy.shape)}, {embedding} is {kept.dtype} {list(kept.shape)}",
+            where=head,
+            why="The config ties the two (tie_word_embeddings), so they must be one tensor",
+            do="Give the right config with --model DIR",
+        )
+    tensors[embedding] = replace(kept, shards=kept.shards.with_copy(copy.shards))
+    return (head,)
+
+
+def _prefix_hint(unknown: list[str], model: Model) -> str | None:
+    """The prefix whose removal would turn an unknown name into a known one."""
+    for name in unknown[:8]:
+        for known in model.weights:
+            if name.endswith("." + known) or (name.endswith(known) and name != known):
+                return f"Take the prefix off with --strip-prefix {name.removesuffix(known)}"
+    return None
+
+
+def _drop(tensor: Tensor, reason: str) -> Drop:
+    return Drop(tensor.name, tensor.role, tensor.nbytes, reason)

@@ -1,0 +1,326 @@
+"""Files of torch.save: what the pickle holds, with every tensor replaced by where its bytes lie.
+
+Since torch 1.6 such a file is a zip:
+
+    <root>/data.pkl            protocol 2; a tensor names its storage by a persistent id and its view by offset, size, stride
+    <root>/byteorder           "little"; absent in old files
+    <root>/data/<key>          the raw bytes of one storage; tensors that share memory share it
+    <root>/version, ...
+
+<root> is the name the file was saved under, or "archive". A DCP file (.distcp) is many such zips end to end. Before 1.6, and with
+_use_new_zipfile_serialization=False, it is a sequence of pickles, then for each storage its count and bytes (`_read_old`).
+
+Nothing is imported or run (inert_pickle), no tensor data is read. Measured on torch 2.13, sources of 2.2..2.9.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+from reshard.containers import looks
+from reshard.containers.inert_pickle import DTypeName, Function, Inert, Rebuild, StorageClass, end_of, load, sealed
+from reshard.containers.zip_directory import Directory, Member, Range, payload, read_directory
+from reshard.dtypes import DType, from_storage, from_torch
+from reshard.errors import CheckpointError
+from reshard.files import Files
+
+
+@sealed
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor's elements lie: element (i, j, ...) is at byte_offset + itemsize * (i * strides[0] + j * strides[1] + ...).
+
+    Every element lies within the bytes of the storage. Tensors with the same `storage` key share memory. Of a tensor without
+    elements the byte offset means nothing.
+    """
+
+    path: str
+    byte_offset: int
+    dtype: DType
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    storage: str
+
+
+def read(files: Files, path: str, *, start: int = 0, nbytes: int | None = None) -> Any:
+    """The root object of a torch.save file, or of the byte range of a file that is one.
+
+    Tensors and Parameters are StoredTensors; subclasses (ShardedTensor, DTensor) are Inerts whose `args` are those of
+    _rebuild_wrapper_subclass and whose `state` is the subclass's own. Other objects are plain values and Inerts.
+    Raises: CheckpointError, saying what the file looks like if it is none of torch's.
+    """
+    source = Range(files, path, start, nbytes)
+    if source.read(0, min(len(_OLD_MAGIC), source.nbytes)) == _OLD_MAGIC:
+        return _read_old(source)
+    return _read_zip(source)
+
+
+def entry_extent(files: Files, path: str, start: int, nbytes: int) -> StoredTensor:
+    """The one tensor of a DCP entry: bytes [start, start + nbytes) of a .distcp file, a whole zip. Two or three small reads."""
+    source = Range(files, path, start, nbytes)
+    tensor = _read_zip(source)
+    if not isinstance(tensor, StoredTensor):
+        source.refuse(f"the entry should be one tensor, it holds {_kind(tensor)}")
+    return tensor
+
+
+class _Storage(NamedTuple):
+    """A storage's key, its element type (None: bytes without one), and its bytes in the file."""
+
+    key: str
+    dtype: DType | None
+    byte_offset: int
+    nbytes: int
+
+
+def _read_zip(source: Range) -> Any:
+    directory = read_directory(source)
+    root = _root(source, directory)
+
+    def content(member: Member) -> bytes:
+        return source.read(payload(source, directory, member), member.nbytes)
+
+    order = directory.members.get(root + "byteorder")
+    if order and order.nbytes < 100 and (text := content(order)) != b"little":
+        source.refuse(f"the file's byte order is {text.decode('latin1')!r}; reshard reads little", do=_SAVE_AGAIN)
+    storages: dict[str, _Storage] = {}
+
+    def storage(pid: tuple[Any, ...]) -> object:
+        key, dtype, count = _reference(pid, source)
+        if key not in storages:
+            member = directory.members.get(f"{root}data/{key}")
+            if member is None:
+                source.refuse(f"the storage {key!r} of a tensor is not in the file: there is no member {root}data/{key}")
+            storages[key] = _Storage(key, dtype, source.start + payload(source, directory, member), member.nbytes)
+        return _claimed(storages[key], dtype, count, source)
+
+    pickle = directory.members[root + "data.pkl"]
+    return load(content(pickle), where=source.where, storage=storage, rebuild=_rebuild_functions(source))
+
+
+_SAVE_AGAIN = "Load it with torch on a machine you do not mind, and save the tensors again"
+
+
+def _root(source: Range, directory: Directory) -> str:
+    """The folder in which data.pkl and everything else lies, with its slash."""
+    names = [name for name in directory.members if name.endswith("/data.pkl")]
+    if len(names) != 1:
+        found = f"{len(names)} members called data.pkl" if names else "no data.pkl"
+        source.refuse(f"the file is a zip, but not torch.save's: it holds {found}", do="Get the file again")
+    root = names[0].removesuffix("data.pkl")
+    if root + "constants.pkl" in directory.members:
+        source.refuse("the file is a TorchScript archive: a program, not a checkpoint", do="Save the model's state_dict with torch.save")
+    return root
+
+
+def _reference(pid: tuple[Any, ...], source: Range) -> tuple[str, DType | None, int]:
+    """Key, element type and count of elements that ('storage', class, key, location, count) names."""
+    if len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], StorageClass) or type(pid[2]) is not str or not _is_count(pid[4]):
+        source.refuse(f"a tensor's storage is written as {_kind(pid)} {str(pid)[:100]}, not as ('storage', class, key, device, count)")
+    dtype = None if pid[1] == "UntypedStorage" else from_storage(pid[1], where=source.where)
+    return pid[2], dtype, pid[4]
+
+
+def _claimed(storage: _Storage, dtype: DType | None, count: int, source: Range) -> _Storage:
+    """The storage as one reference to it sees it: two may name different types."""
+    nbytes = count * (dtype.itemsize if dtype else 1)
+    if nbytes > storage.nbytes:
+        source.refuse(f"the storage {storage.key!r} claims {count:,} x {dtype or 'bytes'}, which is {nbytes:,} bytes; the file has {storage.nbytes:,}")
+    return storage._replace(dtype=dtype, nbytes=nbytes)
+
+
+def _rebuild_functions(source: Range) -> Rebuild:
+    """torch's functions that make tensors, as functions that make StoredTensors."""
+
+    def tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: DType | None = None, metadata: Any = None) -> StoredTensor:
+        if not isinstance(storage, _Storage):
+            source.refuse(f"a tensor's storage is {_kind(storage)}")
+        if metadata:  # {"conj": True}: the values are to be conjugated after reading
+            source.refuse(f"a tensor carries {_kind(metadata)} {str(metadata)[:100]}, which changes its values", do=_SAVE_AGAIN)
+        if (dtype := dtype or storage.dtype) is None:
+            source.refuse("a tensor has neither an element type of its own nor one of its storage")
+        return _view(source, storage, offset, size, stride, dtype)
+
+    def tensor_v2(
+        storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any = None, hooks: Any = None, metadata: Any = None
+    ) -> StoredTensor:
+        return tensor(storage, offset, size, stride, metadata=metadata)
+
+    def tensor_v3(
+        storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
+    ) -> StoredTensor:
+        name = dtype if isinstance(dtype, DTypeName) else getattr(dtype, "class_name", _kind(dtype))
+        return tensor(storage, offset, size, stride, from_torch(str(name), where=source.where), metadata)
+
+    def parameter(data: Any, *_: Any) -> Any:
+        return data
+
+    return {
+        "torch._utils._rebuild_tensor": tensor_v2,
+        "torch._utils._rebuild_tensor_v2": tensor_v2,
+        "torch._utils._rebuild_tensor_v3": tensor_v3,
+        "torch._utils._rebuild_parameter": parameter,
+        "torch._utils._rebuild_parameter_with_state": parameter,
+        "torch._tensor._rebuild_from_type": _from_type,
+        "torch._tensor._rebuild_from_type_v2": _from_type,
+    }
+
+
+# Classes that add nothing to a tensor but attributes, such as FSDP's _has_been_cloned.
+_PLAIN = {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter", "torch.nn.parameter.Buffer"}
+
+
+def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    """A tensor of a class of its own, built by `function(*args)`: the tensor if the class is one of torch's plain ones, else an Inert."""
+    if not (isinstance(kind, type) and issubclass(kind, Inert)) or not isinstance(args, tuple):
+        raise TypeError(f"a tensor of class {_kind(kind)} with arguments {_kind(args)}")
+    if kind.class_name in _PLAIN and isinstance(function, Function):
+        return function(*args)
+    stand_in = kind(*args)
+    stand_in.__setstate__(state)
+    return stand_in
+
+
+def _view(source: Range, storage: _Storage, offset: Any, size: Any, stride: Any, dtype: DType) -> StoredTensor:
+    """The tensor, after checking that its first and its last element lie in the storage."""
+    sizes, strides = _counts(size), _counts(stride)
+    if sizes is None or strides is None or len(sizes) != len(strides) or len(sizes) > 64 or not _is_count(offset):
+        source.refuse(f"a tensor of storage {storage.key!r} claims offset {offset!r}, size {size!r}, strides {stride!r}")
+    if math.prod(sizes) * dtype.itemsize >= 1 << 63:
+        source.refuse(f"a tensor of storage {storage.key!r} claims the size {sizes}, which is more than any memory holds")
+    if 0 in sizes:
+        return StoredTensor(source.path, storage.byte_offset, dtype, sizes, strides, storage.key)
+    last = offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+    if (last + 1) * dtype.itemsize > storage.nbytes:
+        source.refuse(
+            f"a tensor of size {sizes}, strides {strides}, offset {offset:,} needs {(last + 1) * dtype.itemsize:,} bytes ({dtype}); "
+            f"its storage {storage.key!r} has {storage.nbytes:,}"
+        )
+    return StoredTensor(source.path, storage.byte_offset + offset * dtype.itemsize, dtype, sizes, strides, storage.key)
+
+
+def _counts(value: Any) -> tuple[int, ...] | None:
+    return tuple(value) if isinstance(value, tuple | list) and all(map(_is_count, value)) else None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _kind(value: Any) -> str:
+    name = getattr(value, "class_name", None)
+    return name if isinstance(name, str) else f"a {type(value).__name__}"
+
+
+# The old container: five pickles, then the storages in the order of the fourth... see _read_old. The first is this number.
+_OLD_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_OLD_LIMIT = 1 << 30
+
+
+def _read_old(source: Range) -> Any:
+    """The root object of an old file:
+
+    | magic | protocol 1001 | system | object | list of storage keys | per key: int64 count of elements, bytes |
+
+    Where a storage lies is known only after the object was read once; so it is read twice.
+    Source: torch/serialization.py, _legacy_save.
+    """
+    pickles, data = _leading_pickles(source, 5)
+    _, protocol, system, root, key_list = pickles
+
+    def plain(pickle: bytes) -> Any:
+        return load(pickle, where=source.where)
+
+    if (version := plain(protocol)) != 1001:
+        source.refuse(f"the old torch container has protocol {version!r}, known is 1001")
+    facts = plain(system)
+    if not isinstance(facts, dict) or facts.get("little_endian") is not True:
+        source.refuse("the file's byte order is big; reshard reads little", do=_SAVE_AGAIN)
+
+    types: dict[str, DType | None] = {}
+
+    def note(pid: tuple[Any, ...]) -> object:
+        if pid[:1] == ("module",):  # ("module", class, file, source text) of a pickled nn.Module
+            return pid[1] if len(pid) > 1 else None
+        key, dtype, _ = _reference(pid, source)
+        types.setdefault(key, dtype)
+        return pid
+
+    load(root, where=source.where, storage=note, rebuild={})
+    storages = _old_storages(source, plain(key_list), types, data)
+
+    def storage(pid: tuple[Any, ...]) -> object:
+        if pid[:1] == ("module",):
+            return note(pid)
+        key, dtype, count = _reference(pid, source)
+        if key not in storages:
+            source.refuse(f"the storage {key!r} of a tensor is not in the file")
+        return _claimed(_old_view(storages[key], dtype, pid, source), dtype, count, source)
+
+    return load(root, where=source.where, storage=storage, rebuild=_rebuild_functions(source))
+
+
+def _leading_pickles(source: Range, count: int) -> tuple[list[bytes], int]:
+    """The first pickles of the range and the byte after them, from a window that grows until they fit."""
+    window = 1 << 16
+    while True:
+        data = source.read(0, min(window, source.nbytes))
+        try:
+            return _split(data, count)
+        except EOFError:
+            if len(data) == source.nbytes or window >= _OLD_LIMIT:
+                source.refuse(f"the old torch container's {count} pickles do not end within {len(data):,} bytes")
+        except Exception as error:
+            source.refuse(f"this is no torch.save file; it looks like {looks.describe(data[:260])}: {error}", do="Get the file again")
+        window *= 4
+
+
+def _split(data: bytes, count: int) -> tuple[list[bytes], int]:
+    pickles, stop = [], 0
+    for _ in range(count):
+        start, stop = stop, end_of(data, stop)
+        pickles.append(data[start:stop])
+    return pickles, stop
+
+
+def _old_storages(source: Range, keys: Any, types: dict[str, DType | None], data: int) -> dict[str, _Storage]:
+    """The storages from byte `data` on, in the order of `keys`."""
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        source.refuse("the list of storage keys is no list of names")
+    storages: dict[str, _Storage] = {}
+    for key in keys:
+        if key not in types:
+            _refuse_unnamed(source, key)
+        if data + 8 > source.nbytes:
+            source.refuse(f"the storage {key!r} should start at byte {data:,}, the file ends at {source.nbytes:,}")
+        (count,) = struct.unpack("<q", source.read(data, 8, ahead=8))
+        dtype = types[key]
+        nbytes = count * (dtype.itemsize if dtype else 1)
+        if count < 0 or data + 8 + nbytes > source.nbytes:
+            source.refuse(f"the storage {key!r} claims {count:,} elements from byte {data:,} on, the file ends at {source.nbytes:,}")
+        storages[key] = _Storage(key, dtype, source.start + data + 8, nbytes)
+        data += 8 + nbytes
+    return storages
+
+
+def _refuse_unnamed(source: Range, key: str) -> NoReturn:
+    source.refuse(f"the storage {key!r} is listed, but no tensor says its element type, so what follows it cannot be found")
+
+
+def _old_view(storage: _Storage, dtype: DType | None, pid: tuple[Any, ...], source: Range) -> _Storage:
+    """The part of a storage that a reference's sixth element (key of the view, offset, count) selects: files of torch < 0.4."""
+    if len(pid) < 6 or pid[5] is None:
+        return storage
+    view = pid[5]
+    if not isinstance(view, tuple) or len(view) != 3 or not _is_count(view[1]) or not _is_count(view[2]):
+        source.refuse(f"the storage {storage.key!r} has a view written as {_kind(view)}")
+    itemsize = dtype.itemsize if dtype else 1
+    start, nbytes = view[1] * itemsize, view[2] * itemsize
+    if start + nbytes > storage.nbytes:
+        source.refuse(f"a view of the storage {storage.key!r} ends at byte {start + nbytes:,} of {storage.nbytes:,}")
+    return storage._replace(byte_offset=storage.byte_offset + start, nbytes=nbytes)
+
+

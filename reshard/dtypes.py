@@ -1,0 +1,109 @@
+"""Element types: one table; nothing else knows how a framework spells them.
+
+A DType moves as an unsigned word of its size: copying, comparing and hashing never interpret the bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type under its safetensors name; `torch` is the attribute of the torch module, `storage` the
+    class that old pickles name for it."""
+
+    name: str
+    itemsize: int
+    torch: str
+    storage: str
+    floating: bool
+
+    @property
+    def word(self) -> np.dtype[np.generic]:
+        """The numpy type that the bits move as: an unsigned integer, or raw bytes where there is none as wide."""
+        return np.dtype(f"<u{self.itemsize}" if self.itemsize <= 8 else f"V{self.itemsize}")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+# Names: safetensors 0.8 (tensor.rs, enum Dtype). Sub-byte types (F4, F6_*) are left out: their elements have no byte
+# of their own, so a box of them need not lie at a byte offset.
+_TABLE = (
+    DType("F64", 8, "float64", "DoubleStorage", True),
+    DType("F32", 4, "float32", "FloatStorage", True),
+    DType("F16", 2, "float16", "HalfStorage", True),
+    DType("BF16", 2, "bfloat16", "BFloat16Storage", True),
+    DType("F8_E4M3", 1, "float8_e4m3fn", "Float8_e4m3fnStorage", True),
+    DType("F8_E5M2", 1, "float8_e5m2", "Float8_e5m2Storage", True),
+    DType("F8_E4M3FNUZ", 1, "float8_e4m3fnuz", "Float8_e4m3fnuzStorage", True),
+    DType("F8_E5M2FNUZ", 1, "float8_e5m2fnuz", "Float8_e5m2fnuzStorage", True),
+    DType("F8_E8M0", 1, "float8_e8m0fnu", "Float8_e8m0fnuStorage", True),
+    DType("I64", 8, "int64", "LongStorage", False),
+    DType("I32", 4, "int32", "IntStorage", False),
+    DType("I16", 2, "int16", "ShortStorage", False),
+    DType("I8", 1, "int8", "CharStorage", False),
+    DType("U64", 8, "uint64", "UInt64Storage", False),
+    DType("U32", 4, "uint32", "UInt32Storage", False),
+    DType("U16", 2, "uint16", "UInt16Storage", False),
+    DType("U8", 1, "uint8", "ByteStorage", False),
+    DType("BOOL", 1, "bool", "BoolStorage", False),
+    DType("C64", 8, "complex64", "ComplexFloatStorage", False),
+    DType("C128", 16, "complex128", "ComplexDoubleStorage", False),
+)
+
+_BY_NAME = {dtype.name: dtype for dtype in _TABLE}
+_BY_TORCH = {dtype.torch: dtype for dtype in _TABLE} | {
+    alias: _BY_NAME[name]
+    for alias, name in {
+        "float": "F32", "double": "F64", "half": "F16", "long": "I64", "int": "I32", "short": "I16",
+        "cfloat": "C64", "cdouble": "C128",
+    }.items()
+}  # fmt: skip
+_BY_STORAGE = {dtype.storage: dtype for dtype in _TABLE}
+_BY_USER = _BY_TORCH | {dtype.name.lower(): dtype for dtype in _TABLE} | {"fp32": _BY_NAME["F32"], "fp16": _BY_NAME["F16"], "fp8": _BY_NAME["F8_E4M3"]}
+
+
+def from_safetensors(name: str, *, where: str) -> DType:
+    """The dtype that a safetensors header spells `name`.
+
+    Raises: CheckpointError for any other name, naming the ones that are known.
+    """
+    return _look_up(_BY_NAME, name, where)
+
+
+def from_torch(name: str, *, where: str) -> DType:
+    """The dtype of `torch.<name>`."""
+    return _look_up(_BY_TORCH, name.removeprefix("torch."), where)
+
+
+def from_storage(name: str, *, where: str) -> DType:
+    """The dtype of a legacy storage class, such as BFloat16Storage."""
+    return _look_up(_BY_STORAGE, name, where)
+
+
+def from_user(name: str) -> DType | None:
+    """The dtype that a person means by bf16, bfloat16, BF16 or fp8; None if it is none that we know."""
+    return _BY_USER.get(name.lower().removeprefix("torch."))
+
+
+def known_names() -> tuple[str, ...]:
+    """The spellings that `--dtype` takes, one per dtype."""
+    return tuple(dtype.torch for dtype in _TABLE)
+
+
+def _look_up(table: dict[str, DType], name: str, where: str) -> DType:
+    try:
+        return table[name]
+    except (KeyError, TypeError):
+        raise CheckpointError(
+            f"the element type {name!r} is not one that reshard reads",
+            where=where,
+            why=f"Known are {', '.join(table)}",
+            do="Check that the file is whole; if the type is new, it needs a row in reshard/dtypes.py",
+        ) from None

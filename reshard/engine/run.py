@@ -1,0 +1,204 @@
+"""Running a plan: into a work folder, block by block, then all files at once under their names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from reshard.boxes import Box, blocks
+from reshard.digests import Fingerprint, block_digest, fingerprint, tensor_digest
+from reshard.engine.journal import BlockKey, Journal, read_journal
+from reshard.engine.pool import run_jobs, workers_within
+from reshard.engine.transfer import Pieces, Worker, block_bytes, cast
+from reshard.errors import RequestError
+from reshard.layout import Sidecar
+from reshard.outputs import WORK_FOLDER, Staging
+from reshard.plans import Plan, Route
+
+MANIFEST = "reshard.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A block that has arrived: how many canonical bytes it holds, and of which tensor."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    key: BlockKey
+    route: Route
+    source: Pieces
+    target: Pieces
+    box: Box
+
+
+class Conversion:
+    """One run of a plan into a directory. Iterate `run()` to the end; then `fingerprint` is that of the result."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        root: str | Path,
+        *,
+        resume: bool = False,
+        replaces: tuple[str, ...] = (),
+        workers: int | None = None,
+        memory: int | None = None,
+    ) -> None:
+        self.plan = plan
+        self.fingerprint: Fingerprint | None = None
+        self.resumed_bytes = 0
+        self._staging = Staging(root)
+        self._resume, self._replaces = resume, replaces
+        self._identity = plan.identity()
+        self._itemsize = max((max(r.source.dtype.itemsize, r.target.dtype.itemsize) for r in plan.routes), default=1)
+        self._workers = workers_within(memory, workers, self._itemsize, buffers=3 if any(r.is_cast for r in plan.routes) else 2)
+
+    @property
+    def total(self) -> int:
+        """How many bytes `run` will report in all."""
+        return sum(route.target.nbytes for route in self.plan.routes)
+
+    def run(self) -> Iterator[Done]:
+        """Do the work. Whatever stops it, no file has its final name unless all are whole, and what is finished is noted."""
+        if self._resume and is_finished(self._staging.root, self._identity):
+            self.fingerprint = recorded_fingerprint(self._staging.root)
+            self.resumed_bytes = self.total
+            return
+        resume = self._resume and self._staging.journal.exists()
+        if self._resume and not resume:
+            self._check_nothing_else_is_there()
+        finished = read_journal(self._staging.journal, self._identity) if resume else {}
+        sizes = {file.path: file.nbytes for file in self.plan.layout.files}
+        try:
+            self._staging.prepare(sizes, resume=resume)
+        except RequestError:
+            if not resume:
+                self._staging.abandon()
+            raise
+        journal = Journal(self._staging, self._identity, self._replaces, resumed=resume)
+        try:
+            digests = dict(finished)
+            yield from self._blocks(digests, journal)
+        finally:
+            journal.close()
+        self.fingerprint = self._fingerprint(digests)
+        self._finish(journal.replaces)
+
+    def _check_nothing_else_is_there(self) -> None:
+        """Resuming where nothing was noted yet is starting; but not over somebody's files."""
+        root = self._staging.root
+        others = [entry.name for entry in root.iterdir() if entry.name != WORK_FOLDER] if root.exists() else []
+        if others:
+            raise RequestError(
+                f"there is no interrupted run of this conversion here, but {others[0]} and {len(others) - 1} other entries",
+                where=str(root),
+                why="They are the result of another conversion, or none at all; going on would mix the two",
+                do="Repeat the options of the interrupted run, or start anew with --overwrite",
+            )
+
+    def _blocks(self, digests: dict[BlockKey, bytes], journal: Journal) -> Iterator[Done]:
+        staging, plan = self._staging, self.plan
+        if not digests:
+            self._write_framing()
+        finished = frozenset(digests)
+
+        def make_worker() -> Callable[[_Job], tuple[_Job, bytes]]:
+            worker = Worker(plan.source_files, self._itemsize, staging.write)
+
+            def perform(job: _Job) -> tuple[_Job, bytes]:
+                block = cast(worker.gather(job.source, job.box), job.route.source.dtype, job.route.target.dtype)
+                digest = block_digest(block_bytes(block))
+                worker.scatter(block, job.target, job.box)
+                return job, digest
+
+            return perform
+
+        for job, digest in run_jobs(self._jobs(finished), make_worker, self._workers):
+            digests[job.key] = digest
+            journal.add(job.key, digest)
+            yield Done(job.route.name, job.box.volume * job.route.target.dtype.itemsize)
+
+    def _jobs(self, finished: frozenset[BlockKey]) -> Iterator[_Job]:
+        for i, route in enumerate(self.plan.routes):
+            source, target = Pieces(route.source), Pieces(route.target)
+            for j, box in enumerate(blocks(route.target.shape)):
+                if (i, j) in finished:
+                    self.resumed_bytes += box.volume * route.target.dtype.itemsize
+                else:
+                    yield _Job((i, j), route, source, target, box)
+
+    def _write_framing(self) -> None:
+        """What the plan knows already: headers, and constants that are not zero (a new file reads as zeros)."""
+        for file in self.plan.layout.files:
+            for offset, data in file.literals:
+                self._staging.write(file.path, offset, memoryview(data))
+        for each in self.plan.target_index.constants:
+            if each.expected.strip(b"\0"):
+                self._staging.write(each.path, each.byte_offset, memoryview(each.expected * (each.nbytes // len(each.expected))))
+
+    def _fingerprint(self, digests: dict[BlockKey, bytes]) -> Fingerprint:
+        by_route: dict[int, list[tuple[int, bytes]]] = {}
+        for (i, j), digest in digests.items():
+            by_route.setdefault(i, []).append((j, digest))
+        return fingerprint(
+            {
+                route.name: tensor_digest(
+                    route.name, route.target.dtype, route.target.shape, (digest for _, digest in sorted(by_route.get(i, [])))
+                )
+                for i, route in enumerate(self.plan.routes)
+            }
+        )
+
+    def _finish(self, replaces: tuple[str, ...]) -> None:
+        staging, layout = self._staging, self.plan.layout
+        staging.sync()
+        sidecars = (Sidecar(MANIFEST, self._manifest()), *layout.sidecars)
+        for sidecar in sidecars:
+            staging.add(sidecar.path, sidecar.content)
+        names = [file.path for file in layout.files] + [sidecar.path for sidecar in sidecars]
+        staging.commit(names, replaces=[path for path in replaces if path not in names])
+
+    def _manifest(self) -> bytes:
+        """What a later reader cannot see in the files: for which engine and degrees they are, and their fingerprint."""
+        assert self.fingerprint is not None
+        document = {
+            "format": self.plan.layout.format,
+            "tp": self.plan.layout.parallel.tp,
+            "pp": self.plan.layout.parallel.pp,
+            "ep": self.plan.layout.parallel.ep,
+            "engine_version": self.plan.target.engine_version,
+            "fingerprint": self.fingerprint.root,
+            "plan": self._identity,
+            "source_format": self.plan.source.format,
+            "files": {file.path: file.nbytes for file in self.plan.layout.files},
+        }
+        return (json.dumps(document, indent=2) + "\n").encode()
+
+
+def is_finished(root: Path, identity: str) -> bool:
+    """Whether the directory holds the whole result of that very plan."""
+    manifest = read_manifest(root)
+    if manifest is None or manifest.get("plan") != identity or (root / WORK_FOLDER).exists():
+        return False
+    files = manifest.get("files")
+    return isinstance(files, dict) and all((root / path).is_file() and (root / path).stat().st_size == size for path, size in files.items())
+
+
+def recorded_fingerprint(root: Path) -> Fingerprint:
+    """The fingerprint that the conversion noted when it finished; without the single tensors'."""
+    return Fingerprint(str((read_manifest(root) or {}).get("fingerprint")), {})
+
+
+def read_manifest(root: Path) -> dict[str, object] | None:
+    """The manifest of a directory that a conversion wrote; None if there is none."""
+    try:
+        value = json.loads((root / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None

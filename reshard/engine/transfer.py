@@ -1,0 +1,149 @@
+"""Gather a block from its pieces, cast it, scatter it to its pieces. One worker, its buffers, no decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.boxes import BLOCK_ELEMENTS, Box
+from reshard.dtypes import DType
+from reshard.errors import CheckpointError
+from reshard.extents import Piece, is_row_major, spans
+from reshard.files import Files
+from reshard.index import Tensor, primary_rows
+from reshard.join import rows_meeting
+
+Block = npt.NDArray[Any]
+Write = Callable[[str, int, memoryview], None]
+
+
+class Pieces:
+    """A tensor's pieces, ready to be asked which of them meet a block."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        shards = tensor.shards
+        self._offsets, self._stops = shards.offsets, shards.offsets + shards.sizes
+        self._primary = primary_rows(shards)
+
+    def meeting(self, box: Box) -> Iterator[tuple[Piece, Box, bool]]:
+        """Each piece that meets the box, the part they share, and whether the piece is primary; primary ones first."""
+        shards = self.tensor.shards
+        rows = np.zeros(1, np.int64) if len(shards) == 1 else rows_meeting(self._offsets, self._stops, box)
+        if len(rows) > 1:
+            rows = np.concatenate([rows[self._primary[rows]], rows[~self._primary[rows]]])
+        for row in rows.tolist():
+            piece = shards.piece(row)
+            shared = piece.box.intersect(box)
+            if shared is not None:
+                yield piece, shared, bool(self._primary[row])
+
+
+class Worker:
+    """The buffers of one thread: two blocks of the widest element. Reads with `files`, writes with `write`."""
+
+    def __init__(self, files: Files, itemsize: int, write: Write | None = None) -> None:
+        self._files, self._write = files, write
+        self._block = np.empty(BLOCK_ELEMENTS * itemsize, np.uint8)
+        self._scratch = np.empty(BLOCK_ELEMENTS * itemsize, np.uint8)
+
+    def gather(self, pieces: Pieces, box: Box) -> Block:
+        """The box's elements as unsigned words, row-major. The array is this worker's, good until its next gather.
+
+        Raises: CheckpointError if a replica differs from the piece that it repeats, naming both files and the element.
+        """
+        tensor = pieces.tensor
+        block = _array(self._block, box.sizes, tensor.dtype)
+        filled_by: list[tuple[Box, str]] = []
+        for piece, shared, primary in pieces.meeting(box):
+            if piece.extent.dtype != tensor.dtype:
+                raise CheckpointError(
+                    f"{piece.box} is stored as {piece.extent.dtype}, the tensor is {tensor.dtype}", where=f"{tensor.name} in {piece.extent.path}"
+                )
+            part = _part(block, shared.relative_to(box.offsets))
+            if primary:
+                self._fill(part, piece, shared)
+                filled_by.append((shared, piece.extent.path))
+            else:
+                self._compare(part, piece, shared, tensor.name, filled_by)
+        return block
+
+    def scatter(self, block: Block, pieces: Pieces, box: Box) -> int:
+        """Write the block's elements to every piece that holds some; returns how many bytes were written."""
+        assert self._write is not None
+        written = 0
+        for piece, shared, _ in pieces.meeting(box):
+            part = _part(block, shared.relative_to(box.offsets))
+            path = piece.extent.path
+            if part.flags.c_contiguous and is_row_major(shared.sizes, piece.extent.strides):
+                self._write(path, piece.byte_offset_of(shared), _bytes(part))
+            else:
+                for span in spans(piece, shared, self._scratch.nbytes, dense=True):
+                    staged = _array(self._scratch, span.box.sizes, piece.extent.dtype, span.strides)
+                    staged[...] = _part(part, span.box.relative_to(shared.offsets))
+                    self._write(path, span.byte_offset, memoryview(self._scratch)[: span.nbytes])
+            written += part.nbytes
+        return written
+
+    def _fill(self, part: Block, piece: Piece, shared: Box) -> None:
+        if part.flags.c_contiguous and is_row_major(shared.sizes, piece.extent.strides):
+            self._files.read_into(piece.extent.path, piece.byte_offset_of(shared), _bytes(part))
+            return
+        for box, staged in self._staged(piece, shared):
+            _part(part, box.relative_to(shared.offsets))[...] = staged
+
+    def _compare(self, part: Block, piece: Piece, shared: Box, name: str, filled_by: list[tuple[Box, str]]) -> None:
+        for box, staged in self._staged(piece, shared):
+            expected = _part(part, box.relative_to(shared.offsets))
+            if not np.array_equal(expected, staged):
+                at = np.argwhere(np.asarray(expected != staged))[0] if box.sizes else np.zeros(0, np.int64)
+                element = tuple(int(i) + start for i, start in zip(at, box.offsets, strict=True))
+                first = next((path for held, path in filled_by if held.contains(Box(element, (1,) * len(element)))), "another file")
+                raise CheckpointError(
+                    f"two copies of {shared} disagree, first at element {list(element)}: {first} and {piece.extent.path}",
+                    where=name,
+                    why="Ranks that should hold the same values have drifted apart, or a file is from another save; which is right cannot be known",
+                    do="Find out which file is wrong and replace it",
+                )
+
+    def _staged(self, piece: Piece, shared: Box) -> Iterator[tuple[Box, Block]]:
+        """The shared box in parts, each read into the scratch buffer and seen through its strides."""
+        for span in spans(piece, shared, self._scratch.nbytes, dense=False):
+            self._files.read_into(piece.extent.path, span.byte_offset, memoryview(self._scratch)[: span.nbytes])
+            yield span.box, _array(self._scratch, span.box.sizes, piece.extent.dtype, span.strides)
+
+
+def cast(block: Block, source: DType, target: DType) -> Block:
+    """The block's values in another element type, exactly as torch converts them (round to nearest even)."""
+    if source == target:
+        return block
+    import torch
+
+    tensor = torch.frombuffer(_bytes(block), dtype=getattr(torch, source.torch)).to(getattr(torch, target.torch))
+    words = tensor.view(torch.uint8).numpy().view(target.word)
+    result: Block = words.reshape(block.shape)
+    return result
+
+
+def block_bytes(block: Block) -> memoryview:
+    """The bytes of a row-major block."""
+    return _bytes(block)
+
+
+def _array(buffer: npt.NDArray[np.uint8], sizes: tuple[int, ...], dtype: DType, strides: tuple[int, ...] | None = None) -> Block:
+    """An array over the start of a buffer. strides: in elements; row-major if None."""
+    in_bytes = None if strides is None else tuple(stride * dtype.itemsize for stride in strides)
+    return np.ndarray(sizes, dtype.word, buffer.data, 0, in_bytes)
+
+
+def _part(block: Block, box: Box) -> Block:
+    """A view of a box of the block; also for a scalar, which plain indexing would copy."""
+    view: Block = block[(*(slice(a, b) for a, b in zip(box.offsets, box.stops, strict=True)), ...)]
+    return view
+
+
+def _bytes(part: Block) -> memoryview:
+    return memoryview(part.reshape(-1).view(np.uint8))

@@ -1,0 +1,46 @@
+"""What goes wrong, as one paragraph: what, where, why, what to do.
+
+CheckpointError is about the input, RequestError about what was asked, DifferenceFound about two checkpoints
+that should be equal. Anything else that escapes is a defect of reshard.
+"""
+
+from __future__ import annotations
+
+
+class ReshardError(Exception):
+    """One paragraph for the user: what is wrong, where, why it matters, what to do about it."""
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, where: str | None = None, why: str | None = None, do: str | None = None) -> None:
+        super().__init__(what)
+        self.what, self.where, self.why, self.do = what, where, why, do
+
+    def __str__(self) -> str:
+        head = f"{self.where}: {self.what}" if self.where else self.what
+        return " ".join(_sentence(part) for part in (head, self.why, self.do) if part)
+
+    def at(self, where: str) -> ReshardError:
+        """The same error, told with the place where it happened in front of the place it names already."""
+        self.where = f"{where}: {self.where}" if self.where else where
+        return self
+
+
+class CheckpointError(ReshardError):
+    """The files do not hold what a whole checkpoint of their format holds."""
+
+
+class RequestError(ReshardError):
+    """What was asked for cannot be done with this model, these degrees or these options."""
+
+
+class DifferenceFound(ReshardError):
+    """Two checkpoints that should be equal are not."""
+
+    exit_code = 1
+
+
+def _sentence(text: str) -> str:
+    text = text.strip()
+    text = text[:1].upper() + text[1:] if " " in text.split(":")[0] else text
+    return text if text.endswith((".", "!", "?")) else text + "."

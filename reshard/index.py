@@ -1,0 +1,259 @@
+"""Index: which box of which tensor lies in which bytes of which file, and what is known about the run that wrote it.
+
+The pieces of a tensor are columns of numbers; objects are made when someone asks for one. A thousand ranks times a
+thousand tensors are then a thousand small arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.boxes import Box
+from reshard.dtypes import DType
+from reshard.errors import CheckpointError
+from reshard.extents import Extent, Piece
+
+Columns = npt.NDArray[np.int64]
+Role = Literal["weight", "master", "moment1", "moment2", "step", "state"]
+ROLES: dict[Role, str] = {
+    "weight": "model weights and buffers",
+    "master": "full-precision copies kept by the optimizer",
+    "moment1": "optimizer: first moments",
+    "moment2": "optimizer: second moments",
+    "step": "optimizer: step counts",
+    "state": "other state of the run",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shards:
+    """The pieces of one tensor as columns: one row per stored box.
+
+    offsets, sizes: [n, ndim], in elements of the whole tensor. files: [n], indexes into `paths`. positions: [n], a byte
+    offset in that file near the data, to walk files in order. `extent(i)` says exactly where row i lies; it may read
+    a few bytes of framing to know. primary: [n], whether a row counts for coverage; the others are replicas, to be
+    compared with it. None: the first row of each box is primary.
+    """
+
+    paths: tuple[str, ...]
+    offsets: Columns
+    sizes: Columns
+    files: Columns
+    positions: Columns
+    extent: Callable[[int], Extent]
+    primary: npt.NDArray[np.bool_] | None = None
+
+    @classmethod
+    def of(cls, pieces: Iterable[Piece]) -> Shards:
+        """The columns of pieces that exist already."""
+        found = tuple(pieces)
+        ndim = len(found[0].box.sizes) if found else 0
+        paths = tuple(dict.fromkeys(piece.extent.path for piece in found))
+        numbers = {path: i for i, path in enumerate(paths)}
+        return cls(
+            paths=paths,
+            offsets=np.array([piece.box.offsets for piece in found], np.int64).reshape(len(found), ndim),
+            sizes=np.array([piece.box.sizes for piece in found], np.int64).reshape(len(found), ndim),
+            files=np.array([numbers[piece.extent.path] for piece in found], np.int64),
+            positions=np.array([piece.extent.byte_offset for piece in found], np.int64),
+            extent=tuple(piece.extent for piece in found).__getitem__,
+        )
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def box(self, i: int) -> Box:
+        return Box(tuple(self.offsets[i].tolist()), tuple(self.sizes[i].tolist()))
+
+    def path(self, i: int) -> str:
+        """The file that row i lies in; reads nothing."""
+        return self.paths[self.files[i]]
+
+    def piece(self, i: int) -> Piece:
+        return Piece(self.box(i), self.extent(i))
+
+    def with_copy(self, other: Shards) -> Shards:
+        """These pieces, and those of another tensor that holds the same values, as replicas whatever their boxes."""
+        own = len(self)
+        return Shards(
+            paths=self.paths + other.paths,
+            offsets=np.concatenate([self.offsets, other.offsets]),
+            sizes=np.concatenate([self.sizes, other.sizes]),
+            files=np.concatenate([self.files, other.files + len(self.paths)]),
+            positions=np.concatenate([self.positions, other.positions]),
+            extent=lambda i: self.extent(i) if i < own else other.extent(i - own),
+            primary=np.concatenate([primary_rows(self), np.zeros(len(other), np.bool_)]),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """A canonical tensor: name, element type, global shape, what it is to the run, and its pieces."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    role: Role
+    shards: Shards
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+    def pieces(self) -> Iterator[Piece]:
+        return (self.shards.piece(i) for i in range(len(self.shards)))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One file of the checkpoint and its length in bytes."""
+
+    path: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Bytes that a format demands beside the weights: a scale that is always 1, rows of zeros. `expected` repeats."""
+
+    name: str
+    path: str
+    byte_offset: int
+    nbytes: int
+    expected: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What the files tell about the run that wrote them, as far as they do.
+
+    `parallel` maps words such as "tp" to sizes; `config` is the Hugging Face config; `notes` are sentences for a reader.
+    """
+
+    producer: str | None = None
+    version: str | None = None
+    step: int | None = None
+    parallel: Mapping[str, int] = field(default_factory=dict)
+    config: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Index:
+    """One checkpoint: its tensors, its files and the run's facts. `objects` names what is stored but is no tensor."""
+
+    format: str
+    tensors: tuple[Tensor, ...]
+    files: tuple[StoredFile, ...]
+    facts: RunFacts
+    objects: tuple[str, ...] = ()
+    constants: tuple[Constant, ...] = ()
+
+    def by_role(self, role: Role) -> dict[str, Tensor]:
+        """The tensors of one role by name."""
+        return {tensor.name: tensor for tensor in self.tensors if tensor.role == role}
+
+    def check(self) -> None:
+        """Raises CheckpointError for the first tensor that has a hole or pieces that overlap without being equal."""
+        seen: set[tuple[str, str]] = set()
+        for tensor in self.tensors:
+            if (tensor.role, tensor.name) in seen:
+                raise CheckpointError("two tensors have this name", where=tensor.name, why="Which one is meant cannot be known")
+            seen.add((tensor.role, tensor.name))
+            check_coverage(tensor)
+
+
+def primary_rows(shards: Shards) -> npt.NDArray[np.bool_]:
+    """[n]: for each row whether it is the first of its box; the others are replicas of that first one."""
+    if shards.primary is not None:
+        return shards.primary
+    if len(shards) < 2:
+        return np.ones(len(shards), np.bool_)
+    _, first = np.unique(np.concatenate([shards.offsets, shards.sizes], axis=1), axis=0, return_index=True)
+    primary = np.zeros(len(shards), np.bool_)
+    primary[first] = True
+    return primary
+
+
+def check_coverage(tensor: Tensor) -> None:
+    """Raises CheckpointError unless the tensor's boxes, replicas aside, cover it exactly once."""
+    shards, shape = tensor.shards, np.array(tensor.shape, np.int64)
+    rows = np.flatnonzero(primary_rows(shards) & (shards.sizes > 0).all(axis=1))
+    stops = shards.offsets[rows] + shards.sizes[rows]
+    if (stops > shape).any():
+        row = int(rows[np.flatnonzero((stops > shape).any(axis=1))[0]])
+        raise CheckpointError(
+            f"the box {shards.box(row)} in {shards.path(row)} reaches beyond the tensor's shape {list(tensor.shape)}", where=tensor.name
+        )
+    region = Box.whole(tensor.shape)
+    if region.volume and (fault := _first_fault(shards.offsets[rows], stops, rows, region, 0)):
+        box, holders = fault
+        if not len(holders):
+            raise CheckpointError(
+                f"{box} of {list(tensor.shape)} is in no file",
+                where=tensor.name,
+                why=f"The {len(rows)} stored boxes lie in {_some(sorted({shards.path(int(r)) for r in rows}))}; "
+                "without the rest the weight would be left partly unset",
+                do="Copy the missing rank's file from where the checkpoint was written, or save it again",
+            )
+        first, second = (int(row) for row in holders[:2])
+        raise CheckpointError(
+            f"two stored boxes overlap without being equal: {shards.box(first)} in {shards.path(first)} and "
+            f"{shards.box(second)} in {shards.path(second)}",
+            where=tensor.name,
+            why="They were saved under different shardings, or one of the files belongs to another save",
+            do="Remove what does not belong to this save",
+        )
+
+
+def _first_fault(starts: Columns, stops: Columns, rows: Columns, region: Box, axis: int) -> tuple[Box, Columns] | None:
+    """The first box of `region` that no row covers, or several do, with those rows; None if each element has one."""
+    if axis == len(region.sizes):
+        return None if len(rows) == 1 else (region, rows)
+    if not len(rows):
+        return region, rows
+    cuts = np.unique(np.concatenate([starts[:, axis], stops[:, axis], [0, region.sizes[axis]]]))
+    order = np.argsort(starts[:, axis], kind="stable")
+    starts, stops, rows = starts[order], stops[order], rows[order]
+    if len(cuts) == 2:
+        return _first_fault(starts, stops, rows, region, axis + 1)
+    begin, known = np.searchsorted(starts[:, axis], cuts[1:], side="left"), None
+    for i in range(len(cuts) - 1):
+        held = np.flatnonzero(stops[: begin[i], axis] > cuts[i])
+        within = region.narrow(axis, int(cuts[i]), int(cuts[i + 1]))
+        key = rows[held].tobytes()
+        if key == known and len(held):
+            continue
+        known = key
+        if fault := _first_fault(starts[held], stops[held], rows[held], within, axis + 1):
+            return fault
+    return None
+
+
+def _some(names: list[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def sharding_text(tensor: Tensor) -> str:
+    """How a tensor is cut, for a reader: "whole", "4 along axis 0", "2 x 4 along axes 0, 1", with replicas."""
+    shards = tensor.shards
+    rows = np.flatnonzero(primary_rows(shards) & (shards.sizes > 0).all(axis=1))
+    if not len(rows):
+        return "empty"
+    parts = [len(np.unique(shards.offsets[rows, axis])) for axis in range(len(tensor.shape))]
+    cut = [axis for axis, count in enumerate(parts) if count > 1]
+    text = "whole"
+    if cut:
+        text = " x ".join(str(parts[axis]) for axis in cut) + f" along {'axis' if len(cut) == 1 else 'axes'} {', '.join(map(str, cut))}"
+    filled = int((shards.sizes > 0).all(axis=1).sum())
+    return text if filled == len(rows) else f"{text}, {filled} copies of {len(rows)} boxes"

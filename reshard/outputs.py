@@ -1,0 +1,149 @@
+"""Writing bytes: files grow under a temporary name and get their own when they are whole.
+
+Everything lies in a work folder inside the target, `.reshard`, until `commit`: preallocated files, and the journal. Nothing
+under a final name is ever partly written, whatever stops the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from reshard.errors import RequestError
+from reshard.files import Descriptors
+
+WORK_FOLDER = ".reshard"
+
+
+class Staging:
+    """The files of one target directory, on their way."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+        self.work = self.root / WORK_FOLDER
+        self._descriptors: Descriptors | None = None
+        self._sizes: dict[str, int] = {}
+
+    @property
+    def journal(self) -> Path:
+        return self.work / "journal.jsonl"
+
+    def prepare(self, sizes: dict[str, int], *, resume: bool) -> None:
+        """Make every file at its full length, reading as zeros; with `resume`, keep what an earlier run has written.
+
+        Raises: RequestError if the disk has no room, before anything is written.
+        """
+        self._sizes = dict(sizes)
+        if not resume and self.work.exists():
+            shutil.rmtree(self.work)
+        present = {path: self._length(path) for path in sizes}
+        needed = sum(size for path, size in sizes.items() if present[path] is None)
+        existing = next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())
+        free = shutil.disk_usage(existing).free
+        if needed > free:
+            raise RequestError(
+                f"{needed:,} bytes are needed, {free:,} are free",
+                where=str(self.root),
+                why="The disk would be full before the end; nothing was written",
+                do="Free some space, or choose another disk",
+            )
+        self.work.mkdir(parents=True, exist_ok=True)
+        self._descriptors = Descriptors(self.work, os.O_RDWR)
+        for path, size in sizes.items():
+            if present[path] is None:
+                self._create(path, size)
+
+    def is_committed(self, path: str) -> bool:
+        """Whether a file has its final name already: an earlier run was stopped while committing."""
+        final = self.root / path
+        return not (self.work / path).exists() and final.exists() and final.stat().st_size == self._sizes[path]
+
+    def write(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        """Put bytes into a file that is not yet committed. Raises RequestError if the disk is full."""
+        assert self._descriptors is not None
+        try:
+            with self._descriptors.borrow(path) as descriptor:
+                done = 0
+                while done < len(buffer):
+                    done += os.pwrite(descriptor, buffer[done:], byte_offset + done)
+        except OSError as error:
+            raise self._told(error) from error
+
+    def sync(self) -> None:
+        """Return when all that was written so far is on the disk."""
+        assert self._descriptors is not None
+        for path in self._sizes:
+            if (self.work / path).exists():
+                try:
+                    with self._descriptors.borrow(path) as descriptor:
+                        os.fdatasync(descriptor)
+                except OSError as error:
+                    raise self._told(error) from error
+
+    def add(self, path: str, content: bytes) -> None:
+        """A small file beside the weights, on the disk when this returns."""
+        place = self.work / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            place.write_bytes(content)
+            _sync(place)
+        except OSError as error:
+            raise self._told(error) from error
+
+    def commit(self, paths: Iterable[str], *, replaces: Iterable[str] = ()) -> None:
+        """Give the files their final names, in that order, after removing those that they replace; then remove the work folder."""
+        assert self._descriptors is not None
+        self._descriptors.close()
+        for path in replaces:
+            (self.root / path).unlink(missing_ok=True)
+        for path in paths:
+            if (self.work / path).exists():
+                (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(self.work / path, self.root / path)
+        _sync(self.root)
+        shutil.rmtree(self.work)
+        _sync(self.root)
+
+    def abandon(self) -> None:
+        """Remove all traces of an unfinished write."""
+        if self._descriptors:
+            self._descriptors.close()
+        shutil.rmtree(self.work, ignore_errors=True)
+        if self.root.exists() and not any(self.root.iterdir()):
+            self.root.rmdir()
+
+    def _length(self, path: str) -> int | None:
+        for place in (self.work / path, self.root / path):
+            if place.exists() and place.stat().st_size == self._sizes[path] and self.journal.exists():
+                return self._sizes[path]
+        return None
+
+    def _create(self, path: str, size: int) -> None:
+        place = self.work / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(place, "wb") as file:
+                os.truncate(file.fileno(), size)
+        except OSError as error:
+            raise self._told(error) from error
+
+    def _told(self, error: OSError) -> RequestError:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return RequestError(
+                f"the disk is full: {sum(self._sizes.values()):,} bytes are needed in all, {shutil.disk_usage(self.root).free:,} are free now",
+                where=str(self.root),
+                why="What was finished is kept and noted",
+                do="Free some space and run the same command with --resume",
+            )
+        return RequestError(f"cannot be written: {error.strerror}", where=str(error.filename or self.root))
+
+
+def _sync(place: Path) -> None:
+    descriptor = os.open(place, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

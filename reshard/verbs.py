@@ -1,0 +1,269 @@
+"""What one does with checkpoints: open, plan, convert, verify, fingerprint, roundtrip. The command line calls just these."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from reshard import dtypes, registry
+from reshard.adapter import Hints
+from reshard.architecture import Model, find_model
+from reshard.canonical import Canonical, Selection, canonical, check_against_model
+from reshard.compare import Comparison, Side, compare, fingerprint_blocks, fingerprint_of
+from reshard.digests import Fingerprint
+from reshard.engine.run import MANIFEST, Conversion
+from reshard.errors import RequestError
+from reshard.files import Files, LocalFiles, VirtualFiles
+from reshard.fusion import StoredTensor, whole
+from reshard.index import Index
+from reshard.model_files import CARRIED, CONFIG, ModelFiles, find_model_files
+from reshard.outputs import WORK_FOLDER
+from reshard.parallel import Parallel
+from reshard.plans import Plan, Target, make_plan
+from reshard.proof import RoundTrip, compose, prove
+from reshard.views import View
+
+PathLike = str | os.PathLike[str]
+Progress = Callable[[int], None]
+Weights = Literal["model", "master"] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """An opened checkpoint: its index, and the files it can read from. No weight has been read."""
+
+    path: str
+    files: Files
+    index: Index
+    model_files: ModelFiles
+    detected: str
+
+    @property
+    def format(self) -> str:
+        return self.index.format
+
+    @cached_property
+    def model(self) -> Model | None:
+        """The model, if a config is there and its architecture is declared."""
+        return find_model(self.model_files.config)
+
+    def content(self, selection: Selection | None = None, *, model: Model | None = None) -> Canonical:
+        """The weights under the model's own names."""
+        return canonical(self.index, model or self.model, selection or Selection())
+
+    def tensors(self, selection: Selection | None = None) -> View:
+        """Every weight under its canonical name, read when asked for."""
+        content = self.content(selection)
+        stored = {name: whole(name, tensor.dtype, tensor.shape) for name, tensor in content.tensors.items()}
+        return View(stored, content.tensors, self.files)
+
+    def view(self, *, to: str, rank: int = 0, pp_rank: int = 0, **options: Any) -> View:
+        """What one rank of a target holds, by the names that its engine gives it; takes the options of `plan`.
+
+        Raises: RequestError if the target has no such rank.
+        """
+        made = plan(self, to=to, **options)
+        wanted = {"tp": rank, "pp": pp_rank}
+        stored: dict[str, StoredTensor] = {}
+        for file in made.layout.files:
+            if all(file.ranks.get(axis, 0) == number for axis, number in wanted.items()):
+                stored.update({item.tensor.name: item.tensor for item in file.tensors})
+        if not stored:
+            raise RequestError(f"the target has no rank {rank} of stage {pp_rank}", why=f"It is laid out for {made.layout.parallel}")
+        return View(stored, made.content.tensors, self.files)
+
+
+def open(path: PathLike, *, format: str | None = None, model: PathLike | None = None) -> Checkpoint:  # noqa: A001
+    """The checkpoint in a directory or file: Index and files, nothing read but metadata.
+
+    format: its name, where it should not be detected. model: a directory with the Hugging Face config, where the checkpoint has none.
+
+    Raises: CheckpointError if it is incomplete or contradicts itself, RequestError if its format is unknown.
+    """
+    files = LocalFiles(path)
+    found, reason = (registry.reader(format), "named by --format") if format else registry.detect(files)
+    model_files = find_model_files(LocalFiles(model) if model is not None else files)
+    if model is not None and model_files.config is None:
+        raise RequestError(f"there is no {CONFIG} in {os.fspath(model)!r}", do="Give --model the directory that holds the model's config")
+    index = found.read(files, Hints(model_files.config))
+    index.check()
+    return Checkpoint(os.fspath(path), files, index, model_files, reason)
+
+
+def plan(
+    source: Checkpoint | PathLike,
+    *,
+    to: str,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    dtype: str | None = None,
+    keep_dtype: tuple[str, ...] = (),
+    include: tuple[str, ...] = (),
+    exclude: tuple[str, ...] = (),
+    strip_prefix: str = "",
+    weights: Weights = None,
+    engine_version: str | None = None,
+    max_shard_bytes: int | None = None,
+    model: PathLike | None = None,
+) -> Plan:
+    """The proven plan of a conversion to format `to`. Nothing is written, no weight is read.
+
+    Raises: RequestError if the model or the degrees do not allow it, CheckpointError if the source does not hold the whole model.
+    """
+    opened = source if isinstance(source, Checkpoint) else open(source, model=model)
+    writer = registry.writer(to)
+    target = Target(to, Parallel(tp, pp, ep), _dtype(dtype), keep_dtype, engine_version, max_shard_bytes)
+    selection = Selection(weights, include, exclude, strip_prefix)
+    content = opened.content(selection)
+    check_against_model(content, partial=selection.is_partial, strict=False)
+    layout = writer.lay_out(content, target, opened.model_files)
+    made = make_plan(opened.index, opened.files, content, target, layout)
+    prove(made)
+    return made
+
+
+def convert(
+    made: Plan,
+    target: PathLike,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    workers: int | None = None,
+    memory: int | None = None,
+    progress: Progress | None = None,
+) -> Fingerprint:
+    """Run a plan into the directory `target`; returns the fingerprint of what was written.
+
+    Raises: RequestError if the target exists and neither `resume` nor `overwrite` was said, or the disk has no room.
+    """
+    running = conversion(made, target, resume=resume, overwrite=overwrite, workers=workers, memory=memory)
+    for done in running.run():
+        if progress:
+            progress(done.nbytes)
+    assert running.fingerprint is not None
+    return running.fingerprint
+
+
+def conversion(
+    made: Plan,
+    target: PathLike,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    workers: int | None = None,
+    memory: int | None = None,
+) -> Conversion:
+    """A conversion that has not begun, for those who show its progress; `convert` is the short way."""
+    root = Path(target)
+    replaces = _replaceable(root, made, resume=resume, overwrite=overwrite)
+    return Conversion(made, root, resume=resume, replaces=replaces, workers=workers, memory=memory)
+
+
+def verify(
+    left: Checkpoint | PathLike,
+    right: Checkpoint | PathLike,
+    *,
+    cast: bool = False,
+    selection: Selection | None = None,
+    workers: int | None = None,
+    memory: int | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Whether two checkpoints hold the same weights, whatever their layouts: names, shapes, element types, every bit.
+
+    Where only one of them has a config, it speaks for both. cast: where element types differ, compare after casting the left's.
+    """
+    a, b = (side if isinstance(side, Checkpoint) else open(side) for side in (left, right))
+    model = a.model or b.model
+    sides = [Side(side.files, side.index, side.content(selection, model=model)) for side in (a, b)]
+    result = Comparison()
+    for nbytes in compare(*sides, result, with_cast=cast, workers=workers, memory=memory):
+        if progress:
+            progress(nbytes)
+    return result
+
+
+def fingerprint(
+    source: Checkpoint | PathLike,
+    *,
+    selection: Selection | None = None,
+    workers: int | None = None,
+    memory: int | None = None,
+    progress: Progress | None = None,
+) -> Fingerprint:
+    """The layout-independent digest of a checkpoint's weights; digests.py says what it hashes."""
+    opened = source if isinstance(source, Checkpoint) else open(source)
+    side = Side(opened.files, opened.index, opened.content(selection))
+    digests: dict[str, dict[int, bytes]] = {}
+    for name, number, nbytes, digest in fingerprint_blocks(side, workers=workers, memory=memory):
+        digests.setdefault(name, {})[number] = digest
+        if progress:
+            progress(nbytes)
+    return fingerprint_of(side, digests)
+
+
+def roundtrip(made: Plan) -> RoundTrip:
+    """Proof, by composing plans, that the way there and back is the identity; no weight is read.
+
+    The target's own reader is given the planned headers, and nothing else, to say where it would find each weight.
+    """
+    virtual = VirtualFiles(f"the planned {made.layout.format} checkpoint")
+    for file in made.layout.files:
+        virtual.add(file.path, file.nbytes, file.literals)
+    for sidecar in made.layout.sidecars:
+        virtual.add(sidecar.path, len(sidecar.content), ((0, sidecar.content),))
+    config = find_model_files(virtual).config or (made.content.model.config if made.content.model else None)
+    read_back = registry.reader(made.layout.format).read(virtual, Hints(config))
+    return compose(made, read_back)
+
+
+def _dtype(name: str | None) -> dtypes.DType | None:
+    if name is None:
+        return None
+    found = dtypes.from_user(name)
+    if found is None or not found.floating:
+        raise RequestError(f"--dtype {name}: not a floating-point type that is known", do="Use one of " + ", ".join(dtypes.known_names()))
+    return found
+
+
+def _replaceable(root: Path, made: Plan, *, resume: bool, overwrite: bool) -> tuple[str, ...]:
+    """The files in the target that a conversion may replace. Raises RequestError if it may not go there."""
+    if root.exists() and not root.is_dir():
+        raise RequestError("the target is a file; a directory is written", where=str(root))
+    entries = sorted(entry.name for entry in root.iterdir()) if root.exists() else []
+    if not entries:
+        return ()
+    if root.resolve() == Path(made.source_files.root).resolve():
+        raise RequestError("source and target are the same directory", where=str(root), do="Choose another target; nothing is converted in place")
+    interrupted = WORK_FOLDER in entries
+    if resume and (interrupted or MANIFEST in entries):
+        return ()
+    if not overwrite:
+        raise RequestError(
+            "an interrupted conversion lies here" if interrupted else f"the target exists and holds {len(entries)} entries",
+            where=str(root),
+            why="Nothing was written",
+            do="Finish it with --resume, or start anew with --overwrite" if interrupted else "Choose another directory, or say --overwrite",
+        )
+    globs = [glob for found in registry.formats().values() for glob in found.owns]
+    weights = [name for name in entries if any(fnmatchcase(name, glob) for glob in globs)]
+    if not weights and not interrupted:
+        raise RequestError(
+            f"--overwrite: {', '.join(entries[:3])} and what else lies there is no checkpoint",
+            where=str(root),
+            why="Only checkpoints are replaced",
+            do="Choose another directory, or remove its content yourself",
+        )
+    carried = [name for name in entries if any(fnmatchcase(name, glob) for glob in (*CARRIED, CONFIG, MANIFEST))]
+    return tuple(weights + carried)
+
+
+def whole_bytes(content: Canonical) -> int:
+    """How many bytes the chosen weights have."""
+    return sum(tensor.nbytes for tensor in content.tensors.values())
