@@ -1,1 +1,89 @@
-def main(): ...
+"""The `reshard` command: a static table of commands, each loaded when it is called; and what an error looks like."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+
+import click
+
+# name -> (module, what `--help` says). Static, so that help and start-up load nothing else.
+COMMANDS = {
+    "inspect": (".inspect", "Show what a checkpoint holds, and where each part lies."),
+    "convert": (".convert", "Make of a checkpoint what another engine or framework loads."),
+    "verify": (".verify", "Check that two checkpoints hold the same weights, whatever their layouts."),
+    "fingerprint": (".fingerprint", "Digest a checkpoint's weights, whatever their layout."),
+    "roundtrip": (".roundtrip", "Prove that a conversion and its way back lose nothing."),
+    "formats": (".formats", "List the formats that this installation reads and writes."),
+    "architectures": (".architectures", "List the models whose split over ranks is declared."),
+}
+
+EPILOG = "Exit codes: 0 fine; 1 the check found differences; 2 bad input or usage; 130 interrupted."
+
+
+class LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(COMMANDS[cmd_name][0], __package__).command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.command(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.version_option(package_name="reshard")
+def cli(debug: bool) -> None:
+    """Training checkpoints into what serving engines load: bit-exact, in constant memory, without any framework."""
+
+
+def main() -> None:
+    """Run the command line; exits with its code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """The exit code of a command line. Errors become one paragraph on stderr; with --debug, a traceback."""
+    try:
+        code = cli.main(arguments, prog_name="reshard", standalone_mode=False)
+        sys.stdout.flush()
+        return int(code or 0)
+    except click.exceptions.Exit as exit_:
+        return int(exit_.exit_code)
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except (KeyboardInterrupt, click.Abort):
+        print("reshard: interrupted; what is finished is kept, --resume goes on from there", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone, as `| head` does. That is no error; keep Python from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        return _report(error, "--debug" in arguments)
+
+
+def _report(error: Exception, debug: bool) -> int:
+    from reshard.errors import ReshardError
+
+    if debug or not isinstance(error, ReshardError):
+        import traceback
+
+        traceback.print_exception(error)
+    if isinstance(error, ReshardError):
+        print(f"reshard: {error}", file=sys.stderr)
+        return error.exit_code
+    print("reshard: this is a defect of reshard, not of your input; please report it with the lines above", file=sys.stderr)
+    return 70
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from reshard.adapter import Hints
-from reshard.boxes import Box
+from reshard.boxes import Box, row_major
 from reshard.canonical import Canonical
 from reshard.containers import safetensors, torch_zip
 from reshard.dtypes import DType
@@ -27,9 +27,8 @@ from reshard.files import Files, inside, missing
 from reshard.fusion import StoredTensor, whole
 from reshard.index import Index, RunFacts, Shards, StoredFile, Tensor
 from reshard.layout import Layout, Placed, Sidecar, TargetFile
-from reshard.boxes import row_major
 from reshard.model_files import ModelFiles, read_json
-from reshard.parallel import Parallel
+from reshard.parallel import ONE_RANK
 from reshard.plans import Target
 
 _SAFETENSORS, _PICKLES = ".safetensors", (".bin", ".pt", ".pth")
@@ -71,7 +70,8 @@ class HuggingFace:
                 found[tensor.name] = tensor
         if lost := [name for name in named if name not in found]:
             raise CheckpointError(
-                f"the index places it in {named[lost[0]]}, which does not hold it" + (f" (nor {len(lost) - 1} others)" if len(lost) > 1 else ""),
+                f"the index places it in {named[lost[0]]}, which does not hold it"
+                + (f" (nor {len(lost) - 1} others)" if len(lost) > 1 else ""),
                 where=lost[0],
                 why="The index and the files are from different saves, or a file was replaced",
                 do="Get the index and the files from the same save",
@@ -83,8 +83,10 @@ class HuggingFace:
         return Index(self.name, tuple(found.values()), stored, facts, objects=tuple(objects))
 
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
-        if target.parallel != Parallel():
-            raise RequestError(f"a Hugging Face checkpoint is whole, not split: {target.parallel} does not apply", do="Leave out --tp, --pp, --ep")
+        if target.parallel != ONE_RANK:
+            raise RequestError(
+                f"a Hugging Face checkpoint is whole, not split: {target.parallel} does not apply", do="Leave out --tp, --pp, --ep"
+            )
         if target.engine_version is not None:
             raise RequestError("--engine-version does not apply to a Hugging Face checkpoint", do="Leave it out")
         dtypes = {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}
@@ -92,7 +94,11 @@ class HuggingFace:
         stored = [whole(name, dtypes[name], content.tensors[name].shape) for name in order]
         # Wide elements first keeps every tensor aligned to its element size (what the safetensors library does as well).
         shards = list(_cut(sorted(stored, key=lambda s: -s.dtype.itemsize), target.max_shard_bytes or _MAX_SHARD_BYTES))
-        paths = ["model.safetensors"] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        paths = (
+            ["model.safetensors"]
+            if len(shards) == 1
+            else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        )
         files = tuple(_framed(path, shard) for path, shard in zip(paths, shards, strict=True))
         sidecars = companions.sidecars(dtypes.values())
         notes = [] if companions.config is not None else ["no config.json is known: give one with --model DIR, engines need it"]
@@ -107,17 +113,25 @@ def _weight_files(files: Files) -> list[str]:
     found = [path for path in listing if path.endswith(_SAFETENSORS) and not _NOT_OURS.match(path)]
     if found or len(listing) == 1:
         return found or [path for path in listing if path.endswith(_PICKLES)]
-    return [path for path in listing if path.endswith(".bin") and re.match(r"(pytorch_model|adapter_model|model)[-.\w]*\.bin$", path) and "fsdp" not in path]
+    return [
+        path
+        for path in listing
+        if path.endswith(".bin") and re.match(r"(pytorch_model|adapter_model|model)[-.\w]*\.bin$", path) and "fsdp" not in path
+    ]
 
 
 def _files_to_read(files: Files) -> tuple[list[str], Mapping[str, str], list[str]]:
     """The files to read, in order; which file an index assigns to each name (empty without one); notes for a reader."""
     found, notes = _weight_files(files), list[str]()
     indexes = [path for path in files.list() if path.endswith(".index.json")]
-    kind = _SAFETENSORS if any(path.endswith(_SAFETENSORS) for path in [*found, *(p.removesuffix(".index.json") for p in indexes)]) else ".bin"
+    kind = (
+        _SAFETENSORS if any(path.endswith(_SAFETENSORS) for path in [*found, *(p.removesuffix(".index.json") for p in indexes)]) else ".bin"
+    )
     fitting = [path for path in indexes if path.endswith(kind + ".index.json")]
     if len(fitting) > 1:
-        raise CheckpointError(f"there are {len(fitting)} indexes: {', '.join(fitting)}", where=files.root, do="Give one file instead of the folder")
+        raise CheckpointError(
+            f"there are {len(fitting)} indexes: {', '.join(fitting)}", where=files.root, do="Give one file instead of the folder"
+        )
     if fitting:
         named = _weight_map(files, fitting[0])
         paths = sorted(set(named.values()), key=_natural)
@@ -141,7 +155,9 @@ def _files_to_read(files: Files) -> tuple[list[str], Mapping[str, str], list[str
 def _weight_map(files: Files, path: str) -> dict[str, str]:
     value = read_json(files, path, limit=1 << 28).get("weight_map")
     if not isinstance(value, dict) or not all(isinstance(file, str) for file in value.values()) or not value:
-        raise CheckpointError("it has no weight_map from names to files", where=path, do="Get the index again, or remove it to read all files")
+        raise CheckpointError(
+            "it has no weight_map from names to files", where=path, do="Get the index again, or remove it to read all files"
+        )
     return {name: inside(file, where=path) for name, file in value.items()}
 
 

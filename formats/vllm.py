@@ -106,7 +106,7 @@ class Vllm:
         rules = replace(_RULES, constants=version.constants)
         check_degrees(model, rules, target.parallel)
         dtypes = {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}
-        files = []
+        files: list[TargetFile] = []
         for pp_rank in range(target.parallel.pp):
             for tp_rank in range(target.parallel.tp):
                 stored = rank_tensors(model, dtypes, rules, target.parallel, tp_rank, pp_rank)
@@ -191,7 +191,9 @@ def _degrees(ranks: Mapping[tuple[int, int], list[str]], files: Files) -> Parall
     """The parallel sizes, from the numbers in the file names. Raises CheckpointError if a rank between the first and last is missing."""
     staged = {path.startswith("model-pp-") for paths in ranks.values() for path in paths}
     if len(staged) > 1:
-        raise CheckpointError("files of a run with stages and of one without lie together", where=files.root, do="Remove those of one of the two")
+        raise CheckpointError(
+            "files of a run with stages and of one without lie together", where=files.root, do="Remove those of one of the two"
+        )
     parallel = Parallel(tp=1 + max(tp for _, tp in ranks), pp=1 + max(pp for pp, _ in ranks))
     for pp_rank in range(parallel.pp):
         for tp_rank in range(parallel.tp):

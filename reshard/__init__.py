@@ -1,12 +1,12 @@
 """reshard: training checkpoints into what serving engines load, on one CPU machine, in constant memory, bit-exact, proven.
 
-    import reshard
+import reshard
 
-    ckpt = reshard.open("step-1000")                       # what is in it; no weight is read
-    plan = reshard.plan(ckpt, to="vllm", tp=8)             # what goes where, proven
-    reshard.convert(plan, "out/")
-    reshard.verify("step-1000", "out/").raise_if_different()
-    rank3 = ckpt.view(to="vllm", tp=8, rank=3)             # name -> array, read when asked for
+ckpt = reshard.open("step-1000")                       # what is in it; no weight is read
+plan = reshard.plan(ckpt, to="vllm", tp=8)             # what goes where, proven
+reshard.convert(plan, "out/")
+reshard.verify("step-1000", "out/").raise_if_different()
+rank3 = ckpt.view(to="vllm", tp=8, rank=3)             # name -> array, read when asked for
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
+from types import EllipsisType
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,12 @@ class Box:
         """The number of elements."""
         return math.prod(self.sizes)
 
+    @property
+    def index(self) -> tuple[slice | EllipsisType, ...]:
+        """What to index an array with to get a view of this box; also of a scalar, which plain indexing would copy."""
+        ranges = [slice(start, stop) for start, stop in zip(self.offsets, self.stops, strict=True)]
+        return (*ranges, ...)
+
     def intersect(self, other: Box) -> Box | None:
         """What both hold; None if they share no element."""
         offsets = tuple(map(max, self.offsets, other.offsets))
@@ -50,8 +57,7 @@ class Box:
     def contains(self, other: Box) -> bool:
         """Whether every element of `other` is one of ours."""
         return all(
-            a <= b and b_stop <= a_stop
-            for a, b, a_stop, b_stop in zip(self.offsets, other.offsets, self.stops, other.stops, strict=True)
+            a <= b and b_stop <= a_stop for a, b, a_stop, b_stop in zip(self.offsets, other.offsets, self.stops, other.stops, strict=True)
         )
 
     def relative_to(self, origin: tuple[int, ...]) -> Box:
@@ -70,8 +76,8 @@ class Box:
         if not 0 <= start <= stop <= self.sizes[axis]:
             raise ValueError(f"{start}..{stop} is not within 0..{self.sizes[axis]}")
         return Box(
-            self.offsets[:axis] + (self.offsets[axis] + start,) + self.offsets[axis + 1 :],
-            self.sizes[:axis] + (stop - start,) + self.sizes[axis + 1 :],
+            (*self.offsets[:axis], self.offsets[axis] + start, *self.offsets[axis + 1 :]),
+            (*self.sizes[:axis], stop - start, *self.sizes[axis + 1 :]),
         )
 
     def split(self, axis: int, parts: int) -> tuple[Box, ...]:
@@ -88,7 +94,7 @@ class Box:
         """`parts` slices as torch.chunk makes them: ceil(n / parts) each, the last ones smaller or empty."""
         size = -(-self.sizes[axis] // parts)
         cuts = [min(self.sizes[axis], i * size) for i in range(parts + 1)]
-        return tuple(self.narrow(axis, start, stop) for start, stop in zip(cuts, cuts[1:], strict=False))
+        return tuple(self.narrow(axis, start, stop) for start, stop in pairwise(cuts))
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.offsets, self.stops, strict=True)) + "]"

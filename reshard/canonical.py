@@ -124,7 +124,9 @@ def _of_role(index: Index, selection: Selection) -> tuple[dict[str, Tensor], lis
     stored, masters = index.by_role("weight"), index.by_role("master")
     if selection.weights == "master" and not masters:
         raise RequestError(
-            "this checkpoint stores no full-precision masters", why="--weights master asks for them", do="Use --weights model, or leave it out"
+            "this checkpoint stores no full-precision masters",
+            why="--weights master asks for them",
+            do="Use --weights model, or leave it out",
         )
     use_masters = bool(masters) and (selection.weights == "master" or not stored)
     if selection.weights == "model" and not stored:
@@ -132,7 +134,8 @@ def _of_role(index: Index, selection: Selection) -> tuple[dict[str, Tensor], lis
     # What has no master (buffers, frozen weights) exists once and belongs to both.
     chosen = {**stored, **masters} if use_masters else dict(stored)
     kept = {id(tensor) for tensor in chosen.values()}
-    reasons = {role: f"{what}: serving needs none" for role, what in ROLES.items()}
+    reasons: dict[str, str] = dict.fromkeys(ROLES, "optimizer state, which serving does not need")
+    reasons["state"] = "state of the run, which serving does not need"
     reasons["weight"] = "the model copy; --weights master was chosen"
     reasons["master"] = "the full-precision master; the model copy was taken (--weights master takes this one)"
     return chosen, [_drop(tensor, reasons[tensor.role]) for tensor in index.tensors if id(tensor) not in kept]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,8 +11,8 @@ from reshard.boxes import Box, blocks
 from reshard.canonical import Canonical
 from reshard.digests import Fingerprint, block_digest, fingerprint, tensor_digest
 from reshard.engine.pool import run_jobs, workers_within
-from reshard.engine.transfer import Pieces, Worker, block_bytes, cast
-from reshard.errors import CheckpointError, DifferenceFound
+from reshard.engine.transfer import Block, Pieces, Worker, bytes_of, cast
+from reshard.errors import DifferenceFound
 from reshard.files import Files, read
 from reshard.index import Index, Tensor
 
@@ -63,9 +63,7 @@ class _Job:
     sides: tuple[Pieces, ...]
 
 
-def fingerprint_blocks(
-    side: Side, *, workers: int | None = None, memory: int | None = None
-) -> Iterator[tuple[str, int, int, bytes]]:
+def fingerprint_blocks(side: Side, *, workers: int | None = None, memory: int | None = None) -> Iterator[tuple[str, int, int, bytes]]:
     """Every block of every chosen tensor, once: (tensor, block number, bytes, digest), in the order in which they are done."""
     tensors = side.content.tensors
 
@@ -80,7 +78,7 @@ def fingerprint_blocks(
         worker = Worker(side.files, itemsize)
 
         def perform(job: _Job) -> tuple[str, int, int, bytes]:
-            data = block_bytes(worker.gather(job.sides[0], job.box))
+            data = bytes_of(worker.gather(job.sides[0], job.box))
             return job.name, job.number, len(data), block_digest(data)
 
         return perform
@@ -160,16 +158,16 @@ def _wrong_constants(side: Side) -> Iterator[Difference]:
             size = min(step, each.nbytes - start)
             found = read(side.files, each.path, each.byte_offset + start, size)
             if found != (each.expected * (size // len(each.expected) + 1))[:size]:
-                yield Difference(each.name, "values", f"bytes that must hold a constant (padding or a scale) hold something else, in {each.path}")
+                yield Difference(
+                    each.name, "values", f"bytes that must hold a constant (padding or a scale) hold something else, in {each.path}"
+                )
                 break
 
 
-def _first_difference(a: np.ndarray, b: np.ndarray, box: Box) -> Box:  # type: ignore[type-arg]
+def _first_difference(a: Block, b: Block, box: Box) -> Box:
     at = np.argwhere(np.asarray(a != b))[0] if a.shape else np.zeros(0, np.int64)
     return Box(tuple(int(i) + start for i, start in zip(at, box.offsets, strict=True)), (1,) * len(box.sizes))
 
 
-def _widest(tensors: object) -> int:
-    return max((tensor.dtype.itemsize for tensor in tensors), default=1)  # type: ignore[attr-defined]
-
-
+def _widest(tensors: Iterable[Tensor]) -> int:
+    return max((tensor.dtype.itemsize for tensor in tensors), default=1)

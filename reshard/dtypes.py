@@ -66,7 +66,11 @@ _BY_TORCH = {dtype.torch: dtype for dtype in _TABLE} | {
     }.items()
 }  # fmt: skip
 _BY_STORAGE = {dtype.storage: dtype for dtype in _TABLE}
-_BY_USER = _BY_TORCH | {dtype.name.lower(): dtype for dtype in _TABLE} | {"fp32": _BY_NAME["F32"], "fp16": _BY_NAME["F16"], "fp8": _BY_NAME["F8_E4M3"]}
+_BY_USER = (
+    _BY_TORCH
+    | {dtype.name.lower(): dtype for dtype in _TABLE}
+    | {"fp32": _BY_NAME["F32"], "fp16": _BY_NAME["F16"], "fp8": _BY_NAME["F8_E4M3"]}
+)
 
 
 def from_safetensors(name: str, *, where: str) -> DType:

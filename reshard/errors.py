@@ -42,5 +42,7 @@ class DifferenceFound(ReshardError):
 
 def _sentence(text: str) -> str:
     text = text.strip()
-    text = text[:1].upper() + text[1:] if " " in text.split(":")[0] else text
+    first = text.split(" ", 1)[0]
+    # Names (of tensors, files, vLLM) keep their spelling.
+    text = text[:1].upper() + text[1:] if first.isalpha() and first.islower() else text
     return text if text.endswith((".", "!", "?")) else text + "."

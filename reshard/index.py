@@ -73,7 +73,7 @@ class Shards:
 
     def path(self, i: int) -> str:
         """The file that row i lies in; reads nothing."""
-        return self.paths[self.files[i]]
+        return self.paths[int(self.files[i])]
 
     def piece(self, i: int) -> Piece:
         return Piece(self.box(i), self.extent(i))

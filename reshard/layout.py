@@ -14,8 +14,8 @@ from reshard.errors import RequestError
 from reshard.extents import Extent, Piece
 from reshard.fusion import StoredTensor, constant, stack
 from reshard.index import Constant, Index, RunFacts, Shards, StoredFile, Tensor
-from reshard.parallel import Parallel, stage_layers
-from reshard.roles import SPLITS
+from reshard.parallel import ONE_RANK, Parallel, stage_layers
+from reshard.roles import SPLITS, Heads
 from reshard.splits import SplitRules, local_part, problem
 
 
@@ -56,7 +56,7 @@ class Layout:
     format: str
     files: tuple[TargetFile, ...]
     sidecars: tuple[Sidecar, ...]
-    parallel: Parallel = Parallel()
+    parallel: Parallel = ONE_RANK
     notes: tuple[str, ...] = ()
 
     def index(self, shapes: Mapping[str, tuple[int, ...]]) -> Index:
@@ -159,8 +159,8 @@ def legal_tensor_parallel_sizes(model: Model, rules: EngineRules) -> tuple[int, 
 
 def _first_problem(model: Model, rules: EngineRules, tp: int) -> tuple[str, str] | None:
     split_rules = rules.split_rules(model)
-    ordered = sorted(_one_per_role(model), key=lambda weight: not weight.role.startswith("attention"))
-    for weight in ordered:
+    # Heads first: that they do not divide is what a person understands best.
+    for weight in sorted(_one_per_role(model), key=lambda weight: not isinstance(SPLITS[weight.role], Heads)):
         if reason := problem(SPLITS[weight.role], weight.shape, tp, split_rules):
             return weight.name, reason
     return None

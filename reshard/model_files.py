@@ -32,6 +32,11 @@ class ModelFiles:
     folder: str
     config: Mapping[str, Any] | None
 
+    @property
+    def path(self) -> str | None:
+        """The directory that `--model` would name to get this config; None without a config."""
+        return f"{self.files.root}/{self.folder}" if self.config is not None else None
+
     def sidecars(self, dtypes: Iterable[DType]) -> tuple[Sidecar, ...]:
         """The files to put beside weights of those element types; config.json comes last, so that it completes the directory.
 

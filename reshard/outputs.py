@@ -132,8 +132,9 @@ class Staging:
 
     def _told(self, error: OSError) -> RequestError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            needed, free = sum(self._sizes.values()), shutil.disk_usage(self.root).free
             return RequestError(
-                f"the disk is full: {sum(self._sizes.values()):,} bytes are needed in all, {shutil.disk_usage(self.root).free:,} are free now",
+                f"the disk is full: {needed:,} bytes are needed in all, {free:,} are free now",
                 where=str(self.root),
                 why="What was finished is kept and noted",
                 do="Free some space and run the same command with --resume",

@@ -29,6 +29,9 @@ class Parallel:
         return " ".join(f"{name.upper()} {size}" for name in ("tp", "pp", "ep") if (size := getattr(self, name)) > 1) or "one rank"
 
 
+ONE_RANK = Parallel()
+
+
 def stage_layers(counts: tuple[int, ...], pp_rank: int) -> range:
     """The layers of one pipeline stage, when stage i holds counts[i] consecutive ones."""
     start = sum(counts[:pp_rank])

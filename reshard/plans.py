@@ -21,7 +21,7 @@ from reshard.files import Files
 from reshard.index import Index, Tensor, primary_rows
 from reshard.join import meetings
 from reshard.layout import Layout
-from reshard.parallel import Parallel
+from reshard.parallel import ONE_RANK, Parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Target:
     """
 
     format: str
-    parallel: Parallel = Parallel()
+    parallel: Parallel = ONE_RANK
     dtype: DType | None = None
     keep_dtype: tuple[str, ...] = ()
     engine_version: str | None = None
@@ -184,7 +184,12 @@ class Plan:
             },
             "totals": _fields(self.totals()),
             "files": [
-                {"path": file.path, "bytes": file.nbytes, "ranks": dict(file.ranks), "tensors": [_stored_json(item) for item in file.tensors]}
+                {
+                    "path": file.path,
+                    "bytes": file.nbytes,
+                    "ranks": dict(file.ranks),
+                    "tensors": [_stored_json(item) for item in file.tensors],
+                }
                 for file in self.layout.files
             ],
             "sidecars": [sidecar.path for sidecar in self.layout.sidecars],

@@ -35,7 +35,9 @@ def writer(name: str) -> Writer:
     """The format of that name, if it can be written."""
     found = reader(name)
     if not can_write(found):
-        raise RequestError(f"the format {name} is read, not written", do=f"Targets are {', '.join(n for n, f in formats().items() if can_write(f))}")
+        raise RequestError(
+            f"the format {name} is read, not written", do=f"Targets are {', '.join(n for n, f in formats().items() if can_write(f))}"
+        )
     return found  # type: ignore[return-value]
 
 
@@ -59,7 +61,9 @@ def detect(files: Files) -> tuple[Reader, str]:
         )
     listing = files.list()
     raise RequestError(
-        f"no known format lies here; the {len(listing)} entries start with {', '.join(listing[:5])}" if listing else "the directory is empty",
+        f"no known format lies here; the {len(listing)} entries start with {', '.join(listing[:5])}"
+        if listing
+        else "the directory is empty",
         where=files.root,
         do="`reshard formats` tells what is looked for. Give the directory that holds the checkpoint's files",
     )

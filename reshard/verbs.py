@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from reshard import dtypes, registry
@@ -78,7 +79,7 @@ class Checkpoint:
         return View(stored, made.content.tensors, self.files)
 
 
-def open(path: PathLike, *, format: str | None = None, model: PathLike | None = None) -> Checkpoint:  # noqa: A001
+def open(path: PathLike, *, format: str | None = None, model: PathLike | None = None) -> Checkpoint:
     """The checkpoint in a directory or file: Index and files, nothing read but metadata.
 
     format: its name, where it should not be detected. model: a directory with the Hugging Face config, where the checkpoint has none.
@@ -93,6 +94,11 @@ def open(path: PathLike, *, format: str | None = None, model: PathLike | None = 
     index = found.read(files, Hints(model_files.config))
     index.check()
     return Checkpoint(os.fspath(path), files, index, model_files, reason)
+
+
+def open_beside(path: PathLike, model: PathLike | None) -> Checkpoint:
+    """The checkpoint, with `model` for its config only if it has none of its own."""
+    return open(path, model=None if model is None or find_model_files(LocalFiles(path)).config is not None else model)
 
 
 def plan(
@@ -181,9 +187,9 @@ def verify(
     """
     a, b = (side if isinstance(side, Checkpoint) else open(side) for side in (left, right))
     model = a.model or b.model
-    sides = [Side(side.files, side.index, side.content(selection, model=model)) for side in (a, b)]
+    a_side, b_side = (Side(side.files, side.index, side.content(selection, model=model)) for side in (a, b))
     result = Comparison()
-    for nbytes in compare(*sides, result, with_cast=cast, workers=workers, memory=memory):
+    for nbytes in compare(a_side, b_side, result, with_cast=cast, workers=workers, memory=memory):
         if progress:
             progress(nbytes)
     return result
@@ -223,6 +229,48 @@ def roundtrip(made: Plan) -> RoundTrip:
     return compose(made, read_back)
 
 
+def materialize(
+    made: Plan,
+    source: Checkpoint,
+    *,
+    work: PathLike | None = None,
+    workers: int | None = None,
+    memory: int | None = None,
+    progress: Progress | None = None,
+) -> list[str]:
+    """Convert there and back for real, below `work`, and compare every bit with the source; returns what was lost, as sentences.
+
+    The way back ends in the source's own format where that can be written, otherwise in whole tensors (hf).
+    """
+    effort: dict[str, Any] = {"workers": workers, "memory": memory, "progress": progress}
+    back_format = source.format if registry.can_write(registry.reader(source.format)) else _WHOLE
+    with TemporaryDirectory(prefix="reshard-", dir=work) as folder:
+        there, back = Path(folder, "there"), Path(folder, "back")
+        convert(made, there, **effort)
+        there_opened = open(there, model=source.model_files.path)
+        sizes = source.index.facts.parallel if back_format == source.format else {}
+        convert(plan(there_opened, to=back_format, tp=sizes.get("tp", 1), pp=sizes.get("pp", 1)), back, **effort)
+        content = made.content
+        left = Side(source.files, source.index, content)
+        losses: list[str] = []
+        for name, found in (
+            (f"there ({made.layout.format})", there_opened),
+            (f"back ({back_format})", open(back, model=source.model_files.path)),
+        ):
+            result = Comparison()
+            for nbytes in compare(
+                left, Side(found.files, found.index, found.content(model=content.model)), result, workers=workers, memory=memory
+            ):
+                if progress:
+                    progress(nbytes)
+            losses.extend(f"{difference.name}: {name}: {difference.detail}" for difference in result.differences)
+        return losses
+
+
+# The format that holds every tensor whole, under its canonical name.
+_WHOLE = "hf"
+
+
 def _dtype(name: str | None) -> dtypes.DType | None:
     if name is None:
         return None
@@ -240,7 +288,7 @@ def _replaceable(root: Path, made: Plan, *, resume: bool, overwrite: bool) -> tu
     if not entries:
         return ()
     if root.resolve() == Path(made.source_files.root).resolve():
-        raise RequestError("source and target are the same directory", where=str(root), do="Choose another target; nothing is converted in place")
+        raise RequestError("source and target are the same directory", where=str(root), do="Choose another target")
     interrupted = WORK_FOLDER in entries
     if resume and (interrupted or MANIFEST in entries):
         return ()

@@ -78,7 +78,7 @@ class LazyTensor:
         )
         for box in blocks(section.box.sizes):
             block = worker.gather(pieces, box.shifted(section.box.offsets))
-            into[(*(slice(a, b) for a, b in zip(box.offsets, box.stops, strict=True)), ...)] = cast(block, source.dtype, self.dtype)
+            into[box.index] = cast(block, source.dtype, self.dtype)
 
 
 class View(Mapping[str, LazyTensor]):

@@ -1,6 +1,7 @@
 """The journal: which blocks of a conversion are on the disk, with their digests, so that a stopped one can go on.
 
-JSON lines. The first names the plan, and which files of an older checkpoint the result will replace; each other lists blocks as [route, block, digest]. A line is written only after the bytes that it
+JSON lines. The first names the plan, and which files of an older checkpoint the result will replace; each other lists
+blocks as [route, block, digest]. A line is written only after the bytes that it
 speaks for have been synced, and a torn last line counts for nothing.
 """
 

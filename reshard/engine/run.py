@@ -11,7 +11,7 @@ from reshard.boxes import Box, blocks
 from reshard.digests import Fingerprint, block_digest, fingerprint, tensor_digest
 from reshard.engine.journal import BlockKey, Journal, read_journal
 from reshard.engine.pool import run_jobs, workers_within
-from reshard.engine.transfer import Pieces, Worker, block_bytes, cast
+from reshard.engine.transfer import Pieces, Worker, bytes_of, cast
 from reshard.errors import RequestError
 from reshard.layout import Sidecar
 from reshard.outputs import WORK_FOLDER, Staging
@@ -113,7 +113,7 @@ class Conversion:
 
             def perform(job: _Job) -> tuple[_Job, bytes]:
                 block = cast(worker.gather(job.source, job.box), job.route.source.dtype, job.route.target.dtype)
-                digest = block_digest(block_bytes(block))
+                digest = block_digest(bytes_of(block))
                 worker.scatter(block, job.target, job.box)
                 return job, digest
 

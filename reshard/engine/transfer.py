@@ -61,9 +61,10 @@ class Worker:
         for piece, shared, primary in pieces.meeting(box):
             if piece.extent.dtype != tensor.dtype:
                 raise CheckpointError(
-                    f"{piece.box} is stored as {piece.extent.dtype}, the tensor is {tensor.dtype}", where=f"{tensor.name} in {piece.extent.path}"
+                    f"{piece.box} is stored as {piece.extent.dtype}, the tensor is {tensor.dtype}",
+                    where=f"{tensor.name} in {piece.extent.path}",
                 )
-            part = _part(block, shared.relative_to(box.offsets))
+            part = block[shared.relative_to(box.offsets).index]
             if primary:
                 self._fill(part, piece, shared)
                 filled_by.append((shared, piece.extent.path))
@@ -76,28 +77,28 @@ class Worker:
         assert self._write is not None
         written = 0
         for piece, shared, _ in pieces.meeting(box):
-            part = _part(block, shared.relative_to(box.offsets))
+            part = block[shared.relative_to(box.offsets).index]
             path = piece.extent.path
             if part.flags.c_contiguous and is_row_major(shared.sizes, piece.extent.strides):
-                self._write(path, piece.byte_offset_of(shared), _bytes(part))
+                self._write(path, piece.byte_offset_of(shared), bytes_of(part))
             else:
                 for span in spans(piece, shared, self._scratch.nbytes, dense=True):
                     staged = _array(self._scratch, span.box.sizes, piece.extent.dtype, span.strides)
-                    staged[...] = _part(part, span.box.relative_to(shared.offsets))
-                    self._write(path, span.byte_offset, memoryview(self._scratch)[: span.nbytes])
+                    staged[...] = part[span.box.relative_to(shared.offsets).index]
+                    self._write(path, span.byte_offset, self._scratch.data[: span.nbytes])
             written += part.nbytes
         return written
 
     def _fill(self, part: Block, piece: Piece, shared: Box) -> None:
         if part.flags.c_contiguous and is_row_major(shared.sizes, piece.extent.strides):
-            self._files.read_into(piece.extent.path, piece.byte_offset_of(shared), _bytes(part))
+            self._files.read_into(piece.extent.path, piece.byte_offset_of(shared), bytes_of(part))
             return
         for box, staged in self._staged(piece, shared):
-            _part(part, box.relative_to(shared.offsets))[...] = staged
+            part[box.relative_to(shared.offsets).index] = staged
 
     def _compare(self, part: Block, piece: Piece, shared: Box, name: str, filled_by: list[tuple[Box, str]]) -> None:
         for box, staged in self._staged(piece, shared):
-            expected = _part(part, box.relative_to(shared.offsets))
+            expected = part[box.relative_to(shared.offsets).index]
             if not np.array_equal(expected, staged):
                 at = np.argwhere(np.asarray(expected != staged))[0] if box.sizes else np.zeros(0, np.int64)
                 element = tuple(int(i) + start for i, start in zip(at, box.offsets, strict=True))
@@ -105,14 +106,15 @@ class Worker:
                 raise CheckpointError(
                     f"two copies of {shared} disagree, first at element {list(element)}: {first} and {piece.extent.path}",
                     where=name,
-                    why="Ranks that should hold the same values have drifted apart, or a file is from another save; which is right cannot be known",
+                    why="Ranks that should hold the same values have drifted apart, or a file is from another save; "
+                    "which is right cannot be known",
                     do="Find out which file is wrong and replace it",
                 )
 
     def _staged(self, piece: Piece, shared: Box) -> Iterator[tuple[Box, Block]]:
         """The shared box in parts, each read into the scratch buffer and seen through its strides."""
         for span in spans(piece, shared, self._scratch.nbytes, dense=False):
-            self._files.read_into(piece.extent.path, span.byte_offset, memoryview(self._scratch)[: span.nbytes])
+            self._files.read_into(piece.extent.path, span.byte_offset, self._scratch.data[: span.nbytes])
             yield span.box, _array(self._scratch, span.box.sizes, piece.extent.dtype, span.strides)
 
 
@@ -122,28 +124,19 @@ def cast(block: Block, source: DType, target: DType) -> Block:
         return block
     import torch
 
-    tensor = torch.frombuffer(_bytes(block), dtype=getattr(torch, source.torch)).to(getattr(torch, target.torch))
+    tensor = torch.frombuffer(bytes_of(block), dtype=getattr(torch, source.torch)).to(getattr(torch, target.torch))
     words = tensor.view(torch.uint8).numpy().view(target.word)
     result: Block = words.reshape(block.shape)
     return result
 
 
-def block_bytes(block: Block) -> memoryview:
-    """The bytes of a row-major block."""
-    return _bytes(block)
+def bytes_of(part: Block) -> memoryview:
+    """The bytes of a row-major array, shared with it."""
+    return part.reshape(-1).view(np.uint8).data
 
 
 def _array(buffer: npt.NDArray[np.uint8], sizes: tuple[int, ...], dtype: DType, strides: tuple[int, ...] | None = None) -> Block:
     """An array over the start of a buffer. strides: in elements; row-major if None."""
     in_bytes = None if strides is None else tuple(stride * dtype.itemsize for stride in strides)
-    return np.ndarray(sizes, dtype.word, buffer.data, 0, in_bytes)
-
-
-def _part(block: Block, box: Box) -> Block:
-    """A view of a box of the block; also for a scalar, which plain indexing would copy."""
-    view: Block = block[(*(slice(a, b) for a, b in zip(box.offsets, box.stops, strict=True)), ...)]
-    return view
-
-
-def _bytes(part: Block) -> memoryview:
-    return memoryview(part.reshape(-1).view(np.uint8))
+    array: Block = np.ndarray(sizes, dtype.word, buffer.data, 0, in_bytes)
+    return array

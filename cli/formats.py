@@ -1,0 +1,21 @@
+"""reshard formats: what this installation reads and writes."""
+
+from __future__ import annotations
+
+import click
+
+from . import options
+from .tables import show, show_json, table
+
+
+@click.command("formats")
+@options.as_json
+def command(as_json: bool) -> None:
+    """List the formats that this installation reads and writes."""
+    from reshard import registry
+
+    found = [(name, "read, write" if registry.can_write(each) else "read", each.summary) for name, each in registry.formats().items()]
+    if as_json:
+        show_json([{"name": name, "reads": True, "writes": "write" in what, "summary": summary} for name, what, summary in found])
+    else:
+        show(table(found, ("format", "", "what it is")))

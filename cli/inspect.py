@@ -1,0 +1,149 @@
+"""reshard inspect: what is in a checkpoint, from its metadata alone."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import options
+from .tables import count_text, nbytes_text, shape_text, show, show_json, table
+
+if TYPE_CHECKING:
+    from reshard.index import Tensor
+    from reshard.verbs import Checkpoint
+
+
+@click.command("inspect")
+@click.argument("checkpoint")
+@click.option("--tensor", "globs", multiple=True, metavar="GLOB", help="Show the boxes of tensors of these names.")
+@options.format_name
+@options.model
+@options.as_json
+def command(checkpoint: str, globs: tuple[str, ...], format_name: str | None, model: str | None, as_json: bool) -> None:
+    """Show what CHECKPOINT holds, and where each part lies. Reads no weights."""
+    from reshard import verbs
+    from reshard.errors import RequestError
+
+    opened = verbs.open(checkpoint, format=format_name, model=model)
+    chosen = [t for t in opened.index.tensors if not globs or any(fnmatchcase(t.name, glob) for glob in globs)]
+    if not chosen and globs:
+        raise RequestError(f"no tensor is called {' or '.join(globs)}", do="`reshard inspect` without --tensor lists the names")
+    if as_json:
+        show_json(document(opened, chosen))
+    elif globs:
+        for tensor in chosen:
+            _show_tensor(tensor)
+    else:
+        _show_checkpoint(opened)
+
+
+def document(opened: Checkpoint, chosen: list[Tensor]) -> dict[str, Any]:
+    """Everything about a checkpoint, with stable keys."""
+    from reshard import summaries
+    from reshard.index import sharding_text
+
+    index, model = opened.index, opened.model
+    return {
+        "path": opened.path,
+        "format": index.format,
+        "detected_by": opened.detected,
+        "producer": index.facts.producer,
+        "version": index.facts.version,
+        "step": index.facts.step,
+        "parallel": dict(index.facts.parallel),
+        "model_type": (opened.model_files.config or {}).get("model_type"),
+        "architecture_known": model is not None,
+        "parameters": _parameters(opened),
+        "bytes": sum(file.nbytes for file in index.files),
+        "files": [{"path": file.path, "bytes": file.nbytes} for file in index.files],
+        "roles": [
+            {"role": r.role, "dtype": r.dtype, "tensors": r.tensors, "elements": r.elements, "bytes": r.nbytes}
+            for r in summaries.roles(index)
+        ],
+        "tensors": [
+            {
+                "name": tensor.name,
+                "role": tensor.role,
+                "dtype": tensor.dtype.name,
+                "shape": list(tensor.shape),
+                "bytes": tensor.nbytes,
+                "sharding": sharding_text(tensor),
+                "pieces": _pieces(tensor),
+            }
+            for tensor in chosen
+        ],
+        "objects": list(index.objects),
+        "notes": list(index.facts.notes),
+    }
+
+
+def _pieces(tensor: Tensor) -> list[dict[str, Any]]:
+    from reshard.index import primary_rows
+
+    shards, primary = tensor.shards, primary_rows(tensor.shards)
+    return [
+        {"file": shards.path(i), "offsets": offsets, "sizes": sizes, "replica": not primary[i]}
+        for i, (offsets, sizes) in enumerate(zip(shards.offsets.tolist(), shards.sizes.tolist(), strict=True))
+    ]
+
+
+def _parameters(opened: Checkpoint) -> int:
+    from reshard import summaries
+    from reshard.errors import ReshardError
+
+    try:
+        return summaries.parameters(opened.content())
+    except ReshardError:
+        return 0
+
+
+def _show_checkpoint(opened: Checkpoint) -> None:
+    from reshard import summaries
+
+    index, facts = opened.index, opened.index.facts
+    show(opened.path)
+    producer = " ".join(word for word in (facts.producer, facts.version) if word)
+    show(f"  format    {index.format}" + (f" ({producer})" if producer else "") + f", recognised by {opened.detected}")
+    show(f"  model     {_model_text(opened)}")
+    if facts.step is not None:
+        show(f"  step      {facts.step}")
+    if facts.parallel:
+        show("  run       " + ", ".join(f"{name} {size}" for name, size in facts.parallel.items()))
+    show(f"  files     {len(index.files)}, {nbytes_text(sum(file.nbytes for file in index.files))}")
+    if index.objects:
+        show(f"  objects   {len(index.objects)} that are no tensors, such as {index.objects[0]}")
+    for note in facts.notes:
+        show(f"  note      {note}")
+    show()
+    rows = [(r.role, r.dtype, r.tensors, r.elements, nbytes_text(r.nbytes)) for r in summaries.roles(index)]
+    show(table(rows, ("role", "dtype", "tensors", "elements", "bytes")))
+    show()
+    named = [(g.name, g.role, g.dtype, shape_text(g.shape), g.sharding, g.count) for g in summaries.groups(index.tensors)]
+    show(table(named, ("tensor", "role", "dtype", "shape", "cut", "times")))
+
+
+def _model_text(opened: Checkpoint) -> str:
+    text = f"{count_text(_parameters(opened))} parameters"
+    config = opened.model_files.config
+    if config is None:
+        return text + "; no config.json here (--model DIR gives one)"
+    if opened.model is None:
+        return f"{config.get('model_type')} (not declared: converts wherever nothing is split by role), {text}"
+    d = opened.model.dimensions
+    tied = ", tied head" if opened.model.is_tied else ""
+    sizes = f"{d['layers']} layers, hidden {d['hidden']}, {d['heads']} heads ({d['kv_heads']} KV), vocabulary {d['vocab']}"
+    return f"{config.get('model_type')}, {text}: {sizes}{tied}"
+
+
+def _show_tensor(tensor: Tensor) -> None:
+    from reshard.index import primary_rows, sharding_text
+
+    show(f"{tensor.name}  {tensor.role} {tensor.dtype} {shape_text(tensor.shape)}, {sharding_text(tensor)}, {nbytes_text(tensor.nbytes)}")
+    primary = primary_rows(tensor.shards)
+    rows = []
+    for i, piece in enumerate(tensor.pieces()):
+        kind = "empty" if not piece.box.volume else "" if primary[i] else "copy"
+        rows.append((str(piece.box), piece.extent.path, piece.extent.byte_offset, shape_text(piece.extent.strides), kind))
+    show(table(rows, ("box", "file", "byte offset", "strides", "")))

@@ -1,0 +1,72 @@
+"""Every option of the command line, declared once; and how words become values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+class Size(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic in newer versions of click
+    """A number of bytes: 512MiB, 5GB, 1000000."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", str(value).lower())
+        if not match:
+            self.fail(f"{value!r} is not a size such as 512MiB or 5GB", param, ctx)
+        return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def _all(*decorators: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    def decorate(function: Function) -> Function:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+format_name = click.option("--format", "format_name", metavar="FORMAT", help="The checkpoint's format, instead of detecting it.")
+model = click.option("--model", metavar="DIR", help="A directory with the model's Hugging Face config, where the checkpoint has none.")
+
+selection = _all(
+    click.option("--weights", type=click.Choice(["model", "master"]), help="The model's copy or the optimizer's full-precision one."),
+    click.option("--include", multiple=True, metavar="GLOB", help="Only tensors of these names."),
+    click.option("--exclude", multiple=True, metavar="GLOB", help="No tensors of these names."),
+    click.option("--strip-prefix", default="", metavar="P", help="Take this off the front of names before anything else."),
+)
+
+target = _all(
+    click.option("--to", required=True, metavar="FORMAT", help="The format to make; `reshard formats` lists them."),
+    click.option("--tp", default=1, metavar="N", help="Tensor-parallel size."),
+    click.option("--pp", default=1, metavar="N", help="Pipeline-parallel size."),
+    click.option("--ep", default=1, metavar="N", help="Expert-parallel size."),
+    click.option("--dtype", metavar="DTYPE", help="Cast floating-point tensors, as torch does: bf16, fp16, fp32, fp8 ..."),
+    click.option("--keep-dtype", multiple=True, metavar="GLOB", help="Exempt tensors of these names from --dtype."),
+    click.option("--engine-version", metavar="V", help="The serving engine's version (default: the newest known)."),
+    click.option("--max-shard-size", type=Size(), metavar="SIZE", help="Start a new file where one would grow beyond this."),
+)
+
+effort = _all(
+    click.option("--workers", type=click.IntRange(1), metavar="N", help="Threads (default: processors, at most 8)."),
+    click.option("--memory", type=Size(), metavar="SIZE", help="Ceiling for buffers (default 256MiB)."),
+    click.option("--progress/--no-progress", "shown", default=None, help="Show a progress bar (default: on a terminal)."),
+)
+
+
+def selection_of(weights: Any, include: tuple[str, ...], exclude: tuple[str, ...], strip_prefix: str) -> Any:
+    """The Selection that the options of `selection` mean."""
+    from reshard.canonical import Selection
+
+    return Selection(weights, include, exclude, strip_prefix)

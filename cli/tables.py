@@ -1,0 +1,56 @@
+"""Plain text: columns, byte counts, lists."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+
+def nbytes_text(nbytes: int) -> str:
+    """1.5 GB, 148 kB, 12 B: three digits, decimal units."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
+        if value < 999.5 or unit == "PB":
+            break
+        value /= 1000
+    return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}"
+
+
+def count_text(count: int) -> str:
+    """8.03 B, 74,016: exact below a million."""
+    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:,}"
+
+
+def table(rows: Sequence[Sequence[object]], headings: Sequence[str], *, indent: str = "  ") -> str:
+    """Aligned columns under headings; numbers to the right."""
+    texts = [[_text(cell) for cell in row] for row in rows]
+    widths = [max([len(heading), *(len(row[i]) for row in texts)]) for i, heading in enumerate(headings)]
+    right = [bool(rows) and all(isinstance(row[i], int) for row in rows) for i in range(len(headings))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (cell.rjust(width) if flush else cell.ljust(width) for cell, width, flush in zip(cells, widths, right, strict=True))
+        return (indent + "  ".join(padded)).rstrip()
+
+    return "\n".join([line(list(headings)), *(line(row) for row in texts)])
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def show(text: str = "") -> None:
+    click.echo(text)
+
+
+def show_json(document: Any) -> None:
+    click.echo(json.dumps(document, indent=2))
+
+
+def _text(cell: object) -> str:
+    return f"{cell:,}" if isinstance(cell, int) else str(cell)

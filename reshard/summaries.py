@@ -1,0 +1,159 @@
+"""What a person wants to know of an index or a plan, as plain values that text and JSON both print."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from reshard.architecture import Model
+from reshard.canonical import Canonical
+from reshard.index import Index, Tensor, sharding_text
+from reshard.layout import TargetFile
+from reshard.plans import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSummary:
+    """How much of an index is of one role and element type."""
+
+    role: str
+    dtype: str
+    tensors: int
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGroup:
+    """Tensors that differ by their numbers only: the same weight in every layer."""
+
+    name: str
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    sharding: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankSummary:
+    """What one rank of a target holds. Ranges are half-open (start, stop); None where the model is not known."""
+
+    ranks: dict[str, int]
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    layers: tuple[int, int] | None
+    query_heads: tuple[int, int] | None
+    kv_heads: tuple[int, int] | None
+    vocabulary: tuple[int, int] | None
+    padding_rows: int
+
+
+def roles(index: Index) -> tuple[RoleSummary, ...]:
+    """Bytes by role and element type, in the roles' order."""
+    groups: dict[tuple[str, str], list[Tensor]] = {}
+    for tensor in index.tensors:
+        groups.setdefault((tensor.role, tensor.dtype.name), []).append(tensor)
+    return tuple(
+        RoleSummary(role, dtype, len(found), sum(t.elements for t in found), sum(t.nbytes for t in found))
+        for (role, dtype), found in groups.items()
+    )
+
+
+def parameters(content: Canonical) -> int:
+    """The number of the model's elements; a tied table counts once."""
+    return sum(tensor.elements for tensor in content.tensors.values())
+
+
+def groups(tensors: tuple[Tensor, ...]) -> tuple[TensorGroup, ...]:
+    """The tensors with the numbers in their names taken together: `layers.{0..31}` where only the number differs."""
+    found: dict[tuple[object, ...], list[Tensor]] = {}
+    for tensor in tensors:
+        key = (re.sub(r"\d+", "#", tensor.name), tensor.role, tensor.dtype, tensor.shape, sharding_text(tensor))
+        found.setdefault(key, []).append(tensor)
+    return tuple(
+        TensorGroup(
+            _common_name([t.name for t in same]), same[0].role, same[0].dtype.name, same[0].shape, sharding_text(same[0]), len(same)
+        )
+        for same in found.values()
+    )
+
+
+def _common_name(names: list[str]) -> str:
+    """One name for several: each number that varies becomes {first..last}, or {a,b} where the numbers are not consecutive."""
+    rows = [re.findall(r"\d+", name) for name in names]
+    words = re.split(r"\d+", names[0])
+    text = words[0]
+    for column, word in zip(zip(*rows, strict=True), words[1:], strict=True):
+        text += _range_text(sorted({int(number) for number in column})) + word
+    return text
+
+
+def _range_text(numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{{{numbers[0]}..{numbers[-1]}}}"
+    return "{" + ",".join(map(str, numbers[:6])) + (",..." if len(numbers) > 6 else "") + "}"
+
+
+def shardings(index: Index) -> tuple[tuple[str, int], ...]:
+    """How the tensors are cut, the most frequent first, with how many tensors are cut so."""
+    return tuple(Counter(sharding_text(tensor) for tensor in index.tensors).most_common())
+
+
+def ranks(plan: Plan) -> tuple[RankSummary, ...]:
+    """What each rank of a target holds; a target that is not split has one entry for all its files."""
+    by_rank: dict[tuple[tuple[str, int], ...], list[TargetFile]] = {}
+    for file in plan.layout.files:
+        by_rank.setdefault(tuple(file.ranks.items()), []).append(file)
+    return tuple(_rank(dict(key), files, plan.content.model) for key, files in by_rank.items())
+
+
+def _rank(numbers: dict[str, int], files: list[TargetFile], model: Model | None) -> RankSummary:
+    stored = [item.tensor for file in files for item in file.tensors]
+    rows: dict[str, list[tuple[int, int]]] = {}
+    layers: set[int] = set()
+    padding = 0
+    for tensor in stored:
+        for section in tensor.sections:
+            weight = model.weights.get(section.name) if model else None
+            if weight is None or not section.box.sizes:
+                continue
+            rows.setdefault(weight.role, []).append((section.box.offsets[0], section.box.stops[0]))
+            layers |= {weight.layer} if weight.layer is not None else set()
+        if len(tensor.shape) > 1:
+            padding = max(padding, tensor.filled // max(1, _row_length(tensor.shape)))
+    head_dim = model.dimensions.get("head_dim", 1) if model else 1
+    return RankSummary(
+        ranks=numbers,
+        files=tuple(file.path for file in files),
+        tensors=len(stored),
+        nbytes=sum(file.nbytes for file in files),
+        layers=(min(layers), max(layers) + 1) if layers else None,
+        query_heads=_hull(rows.get("attention.q"), head_dim),
+        kv_heads=_hull(rows.get("attention.k"), head_dim),
+        vocabulary=_hull(rows.get("embedding", rows.get("head")), 1),
+        padding_rows=padding,
+    )
+
+
+def _row_length(shape: tuple[int, ...]) -> int:
+    length = 1
+    for size in shape[1:]:
+        length *= size
+    return length
+
+
+def _hull(ranges: list[tuple[int, int]] | None, unit: int) -> tuple[int, int] | None:
+    return (min(start for start, _ in ranges) // unit, -(-max(stop for _, stop in ranges) // unit)) if ranges else None
+
+
+def casts(plan: Plan) -> Iterator[tuple[str, str, int]]:
+    """(from, to, number of tensors) of each cast in a plan."""
+    counted = Counter((str(route.source.dtype), str(route.target.dtype)) for route in plan.routes if route.is_cast)
+    for (source, target), count in counted.items():
+        yield source, target, count
