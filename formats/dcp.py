@@ -73,7 +73,7 @@ class Dcp:
             producer="torch.distributed.checkpoint",
             version=metadata.version,
             step=int(step[1]) if step else None,
-            parallel={"files": len(stored), "writers": len({_writer(path) for path in stored})},
+            parallel={"writing ranks": len({_writer(path) for path in stored})},
             config=hints.config,
         )
         return Index(self.name, tuple(tensors), tuple(stored.values()), facts, objects=tuple(objects))

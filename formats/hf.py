@@ -148,6 +148,9 @@ def _files_to_read(files: Files) -> tuple[list[str], Mapping[str, str], list[str
         return paths, named, notes
     if not found:
         raise CheckpointError("no file here holds weights", where=files.root)
+    if "model.safetensors" in found and len(found) > 1:
+        notes.append(f"beside model.safetensors and in no index, so not read: {', '.join(p for p in found if p != 'model.safetensors')}")
+        found = ["model.safetensors"]
     _check_numbering(files, found)
     return sorted(found, key=_natural), {}, notes
 

@@ -44,7 +44,7 @@ class Shards:
     paths: tuple[str, ...]
     offsets: Columns
     sizes: Columns
-    files: Columns
+    files: npt.NDArray[np.integer[Any]]
     positions: Columns
     extent: Callable[[int], Extent]
     primary: npt.NDArray[np.bool_] | None = None

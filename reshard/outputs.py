@@ -39,8 +39,8 @@ class Staging:
         self._sizes = dict(sizes)
         if not resume and self.work.exists():
             shutil.rmtree(self.work)
-        present = {path: self._length(path) for path in sizes}
-        needed = sum(size for path, size in sizes.items() if present[path] is None)
+        present = {path: self._present(path) for path in sizes}
+        needed = sum(size - _allocated(present[path], size) for path, size in sizes.items())
         existing = next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())
         free = shutil.disk_usage(existing).free
         if needed > free:
@@ -115,11 +115,11 @@ class Staging:
         if self.root.exists() and not any(self.root.iterdir()):
             self.root.rmdir()
 
-    def _length(self, path: str) -> int | None:
-        for place in (self.work / path, self.root / path):
-            if place.exists() and place.stat().st_size == self._sizes[path] and self.journal.exists():
-                return self._sizes[path]
-        return None
+    def _present(self, path: str) -> Path | None:
+        """The file as an earlier run has left it, unfinished or committed; only a journal says that it is ours."""
+        places = (self.work / path, self.root / path)
+        whole = (place for place in places if place.exists() and place.stat().st_size == self._sizes[path])
+        return next(whole, None) if self.journal.exists() else None
 
     def _create(self, path: str, size: int) -> None:
         place = self.work / path
@@ -140,6 +140,11 @@ class Staging:
                 do="Free some space and run the same command with --resume",
             )
         return RequestError(f"cannot be written: {error.strerror}", where=str(error.filename or self.root))
+
+
+def _allocated(place: Path | None, size: int) -> int:
+    """How many of a file's bytes have their place on the disk already: it was made at full length, but sparse."""
+    return min(size, place.stat().st_blocks * 512) if place else 0
 
 
 def _sync(place: Path) -> None:

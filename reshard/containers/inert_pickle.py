@@ -20,7 +20,7 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, TypeVar
 
@@ -146,13 +146,12 @@ def sealed(cls: T) -> T:
     def reduce(self: object) -> tuple[type[Any], tuple[Any, ...]]:
         return cls, tuple(getattr(self, field.name) for field in fields(cls))
 
-    cls.__setstate__, cls.__reduce__ = refuse, reduce
+    cls.__setstate__ = refuse
+    cls.__reduce__ = reduce  # type: ignore[assignment]
     return cls
 
 
-def load(
-    data: bytes, *, where: str, storage: Callable[[tuple[Any, ...]], object] | None = None, rebuild: Rebuild | None = None
-) -> Any:
+def load(data: bytes, *, where: str, storage: Callable[[tuple[Any, ...]], object] | None = None, rebuild: Rebuild | None = None) -> Any:
     """What the pickle holds, as plain values and Inerts.
 
     `storage` answers persistent ids (torch: references to tensor data), `rebuild` names further functions that may be called.
@@ -268,9 +267,9 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> object:
         if self._storage is None:
-            raise pickle.UnpicklingError(f"it refers to {pid!r} outside of itself")
+            raise pickle.UnpicklingError(f"it refers to {shown(pid)} outside of itself")
         if not isinstance(pid, tuple):
-            raise pickle.UnpicklingError(f"it refers to tensor data by {pid!r}, not by a tuple")
+            raise pickle.UnpicklingError(f"it refers to tensor data by {shown(pid)}, not by a tuple")
         return self._storage(pid)
 
     def find_class(self, module: str, name: str) -> object:
@@ -301,6 +300,21 @@ class _Unpickler(pickle.Unpickler):
             return function(*args)
 
         return counted
+
+
+def shown(value: Any) -> str:
+    """A value of a pickle in a message: short, and never by a repr of containers, which can be deep, huge or both."""
+    if isinstance(value, Inert):
+        return value.class_name
+    if isinstance(value, str):
+        return repr(value[:100])
+    if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 1 << 64):
+        return repr(value)
+    if isinstance(value, tuple) and len(value) <= 16 and all(isinstance(part, str | int | None) for part in value):
+        return f"({', '.join(map(shown, value))})"
+    if isinstance(value, type) and issubclass(value, Inert):
+        return f"the class {value.class_name}"
+    return f"a {type(value).__name__}"
 
 
 def inert_class(name: str) -> type[Inert]:
@@ -344,14 +358,14 @@ def _new(cls: Any, *args: Any) -> Inert:
     return cls(*args)
 
 
-def _encode(text: str, encoding: str = "utf-8") -> bytes:
+def _encode(text: Any, encoding: Any = "utf-8") -> bytes:
     """How protocol 2 writes bytes."""
-    if type(text) is not str or encoding.replace("-", "").lower() not in ("latin1", "utf8"):
-        raise TypeError(f"text is encoded as {encoding!r}")
+    if type(text) is not str or type(encoding) is not str or encoding.replace("-", "").lower() not in ("latin1", "utf8"):
+        raise TypeError(f"text is encoded as {shown(encoding)}")
     return text.encode(encoding)
 
 
-def _bytes(value: Any = b"", encoding: str = "latin1") -> bytes:
+def _bytes(value: Any = b"", encoding: Any = "latin1") -> bytes:
     """bytes(b"..."), bytes("...", "latin1"), bytes([1, 2]); bytes(10**12) would allocate as much."""
     if isinstance(value, str):
         return _encode(value, encoding)
@@ -366,8 +380,10 @@ def _size(value: Any = ()) -> tuple[Any, ...]:
     return value
 
 
-def _device(kind: str, index: int | None = None) -> str:
-    return str(kind) if index is None else f"{kind!s}:{index}"
+def _device(kind: Any, index: Any = None) -> str:
+    if not isinstance(kind, str) or not isinstance(index, int | None):
+        raise TypeError(f"a device is called {shown(kind)}, {shown(index)}")
+    return kind if index is None else f"{kind}:{index}"
 
 
 def _path(*parts: Any) -> str:

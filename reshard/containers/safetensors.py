@@ -112,9 +112,9 @@ def _header_length(files: Files, path: str, size: int) -> int:
         _refuse(path, f"this is no safetensors file; it looks like {looks.describe(head)}", do="Get the file again")
     if not 2 <= length <= MAX_HEADER:
         _refuse(path, f"the header claims {length:,} bytes; between 2 and {MAX_HEADER:,} are allowed", do="Get the file again")
-    _refuse(
-        path,
+    raise CheckpointError(
         f"the header claims {length:,} bytes, the file has {size:,}",
+        where=path,
         why="The file was cut short, or is still being written",
         do="Copy the file again",
     )
@@ -135,8 +135,8 @@ def _parse(raw: bytes, path: str) -> dict[str, object]:
 def _unique(pairs: list[tuple[str, object]], path: str) -> dict[str, object]:
     claims = dict(pairs)
     if len(claims) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         _refuse(path, f"the header names {twice!r} twice", why="Which of the two is meant, nobody can tell", do="Get the file again")
     return claims
 
@@ -187,7 +187,11 @@ def _check_tiling(entries: list[Entry], data: int, size: int, path: str) -> None
         return
     cut = [entry for entry in entries if entry.byte_offset + entry.nbytes > size]
     if not cut:
-        _refuse(path, f"the tensors end at byte {stop:,}, the file has {size:,}: {size - stop:,} bytes belong to no tensor", do="Get the file again")
+        _refuse(
+            path,
+            f"the tensors end at byte {stop:,}, the file has {size:,}: {size - stop:,} bytes belong to no tensor",
+            do="Get the file again",
+        )
     _refuse(
         f"{path}: {cut[0].name}",
         f"the tensor's bytes are {cut[0].byte_offset:,}..{cut[0].byte_offset + cut[0].nbytes:,}, the file ends at {size:,}; "
@@ -198,8 +202,8 @@ def _check_tiling(entries: list[Entry], data: int, size: int, path: str) -> None
 
 
 def _counts(claim: object) -> bool:
-    """Whether a claim is a list of integers from 0 on; JSON's true and false are none."""
-    return isinstance(claim, list) and all(type(number) is int and number >= 0 for number in claim)
+    """Whether a claim is a short list of integers from 0 on that fit 63 bits; JSON's true and false are none."""
+    return isinstance(claim, list) and len(claim) <= 64 and all(type(number) is int and 0 <= number < 1 << 63 for number in claim)
 
 
 def _printable(name: str, path: str) -> str:

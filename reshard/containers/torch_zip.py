@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from reshard.containers import looks
-from reshard.containers.inert_pickle import DTypeName, Function, Inert, Rebuild, StorageClass, end_of, load, sealed
+from reshard.containers.inert_pickle import DTypeName, Function, Inert, Rebuild, StorageClass, end_of, load, sealed, shown
 from reshard.containers.zip_directory import Directory, Member, Range, payload, read_directory
 from reshard.dtypes import DType, from_storage, from_torch
-from reshard.errors import CheckpointError
 from reshard.files import Files
 
 
@@ -63,7 +62,7 @@ def entry_extent(files: Files, path: str, start: int, nbytes: int) -> StoredTens
     source = Range(files, path, start, nbytes)
     tensor = _read_zip(source)
     if not isinstance(tensor, StoredTensor):
-        source.refuse(f"the entry should be one tensor, it holds {_kind(tensor)}")
+        source.refuse(f"the entry should be one tensor, it holds {shown(tensor)}")
     return tensor
 
 
@@ -119,7 +118,7 @@ def _root(source: Range, directory: Directory) -> str:
 def _reference(pid: tuple[Any, ...], source: Range) -> tuple[str, DType | None, int]:
     """Key, element type and count of elements that ('storage', class, key, location, count) names."""
     if len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], StorageClass) or type(pid[2]) is not str or not _is_count(pid[4]):
-        source.refuse(f"a tensor's storage is written as {_kind(pid)} {str(pid)[:100]}, not as ('storage', class, key, device, count)")
+        source.refuse(f"a tensor's storage is written as {shown(pid)}, not as ('storage', class, key, device, count)")
     dtype = None if pid[1] == "UntypedStorage" else from_storage(pid[1], where=source.where)
     return pid[2], dtype, pid[4]
 
@@ -128,7 +127,9 @@ def _claimed(storage: _Storage, dtype: DType | None, count: int, source: Range) 
     """The storage as one reference to it sees it: two may name different types."""
     nbytes = count * (dtype.itemsize if dtype else 1)
     if nbytes > storage.nbytes:
-        source.refuse(f"the storage {storage.key!r} claims {count:,} x {dtype or 'bytes'}, which is {nbytes:,} bytes; the file has {storage.nbytes:,}")
+        source.refuse(
+            f"the storage {storage.key!r} claims {count:,} x {dtype or 'bytes'}, which is {nbytes:,} bytes; the file has {storage.nbytes:,}"
+        )
     return storage._replace(dtype=dtype, nbytes=nbytes)
 
 
@@ -137,9 +138,9 @@ def _rebuild_functions(source: Range) -> Rebuild:
 
     def tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: DType | None = None, metadata: Any = None) -> StoredTensor:
         if not isinstance(storage, _Storage):
-            source.refuse(f"a tensor's storage is {_kind(storage)}")
+            source.refuse(f"a tensor's storage is {shown(storage)}")
         if metadata:  # {"conj": True}: the values are to be conjugated after reading
-            source.refuse(f"a tensor carries {_kind(metadata)} {str(metadata)[:100]}, which changes its values", do=_SAVE_AGAIN)
+            source.refuse(f"a tensor carries {shown(metadata)}, which changes its values", do=_SAVE_AGAIN)
         if (dtype := dtype or storage.dtype) is None:
             source.refuse("a tensor has neither an element type of its own nor one of its storage")
         return _view(source, storage, offset, size, stride, dtype)
@@ -152,7 +153,7 @@ def _rebuild_functions(source: Range) -> Rebuild:
     def tensor_v3(
         storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
     ) -> StoredTensor:
-        name = dtype if isinstance(dtype, DTypeName) else getattr(dtype, "class_name", _kind(dtype))
+        name = dtype if isinstance(dtype, DTypeName) else getattr(dtype, "class_name", shown(dtype))
         return tensor(storage, offset, size, stride, from_torch(str(name), where=source.where), metadata)
 
     def parameter(data: Any, *_: Any) -> Any:
@@ -176,7 +177,7 @@ _PLAIN = {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter", 
 def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     """A tensor of a class of its own, built by `function(*args)`: the tensor if the class is one of torch's plain ones, else an Inert."""
     if not (isinstance(kind, type) and issubclass(kind, Inert)) or not isinstance(args, tuple):
-        raise TypeError(f"a tensor of class {_kind(kind)} with arguments {_kind(args)}")
+        raise TypeError(f"a tensor of class {shown(kind)} with arguments {shown(args)}")
     if kind.class_name in _PLAIN and isinstance(function, Function):
         return function(*args)
     stand_in = kind(*args)
@@ -188,7 +189,7 @@ def _view(source: Range, storage: _Storage, offset: Any, size: Any, stride: Any,
     """The tensor, after checking that its first and its last element lie in the storage."""
     sizes, strides = _counts(size), _counts(stride)
     if sizes is None or strides is None or len(sizes) != len(strides) or len(sizes) > 64 or not _is_count(offset):
-        source.refuse(f"a tensor of storage {storage.key!r} claims offset {offset!r}, size {size!r}, strides {stride!r}")
+        source.refuse(f"a tensor of storage {storage.key!r} claims offset {shown(offset)}, size {shown(size)}, strides {shown(stride)}")
     if math.prod(sizes) * dtype.itemsize >= 1 << 63:
         source.refuse(f"a tensor of storage {storage.key!r} claims the size {sizes}, which is more than any memory holds")
     if 0 in sizes:
@@ -208,11 +209,6 @@ def _counts(value: Any) -> tuple[int, ...] | None:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 62
-
-
-def _kind(value: Any) -> str:
-    name = getattr(value, "class_name", None)
-    return name if isinstance(name, str) else f"a {type(value).__name__}"
 
 
 # The old container: five pickles, then the storages in the order of the fourth... see _read_old. The first is this number.
@@ -235,7 +231,7 @@ def _read_old(source: Range) -> Any:
         return load(pickle, where=source.where)
 
     if (version := plain(protocol)) != 1001:
-        source.refuse(f"the old torch container has protocol {version!r}, known is 1001")
+        source.refuse(f"the old torch container has protocol {shown(version)}, known is 1001")
     facts = plain(system)
     if not isinstance(facts, dict) or facts.get("little_endian") is not True:
         source.refuse("the file's byte order is big; reshard reads little", do=_SAVE_AGAIN)
@@ -316,11 +312,9 @@ def _old_view(storage: _Storage, dtype: DType | None, pid: tuple[Any, ...], sour
         return storage
     view = pid[5]
     if not isinstance(view, tuple) or len(view) != 3 or not _is_count(view[1]) or not _is_count(view[2]):
-        source.refuse(f"the storage {storage.key!r} has a view written as {_kind(view)}")
+        source.refuse(f"the storage {storage.key!r} has a view written as {shown(view)}")
     itemsize = dtype.itemsize if dtype else 1
     start, nbytes = view[1] * itemsize, view[2] * itemsize
     if start + nbytes > storage.nbytes:
         source.refuse(f"a view of the storage {storage.key!r} ends at byte {start + nbytes:,} of {storage.nbytes:,}")
     return storage._replace(byte_offset=storage.byte_offset + start, nbytes=nbytes)
-
-

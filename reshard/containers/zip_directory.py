@@ -119,7 +119,8 @@ def payload(source: Range, directory: Directory, member: Member) -> int:
     start = member.header_offset + 30 + name_length + extra_length
     if name_length != len(name) or start + member.nbytes > directory.byte_offset:
         source.refuse(
-            f"the zip's member {member.name!r} has bytes {start:,}..{start + member.nbytes:,}, the payloads end at {directory.byte_offset:,}"
+            f"the zip's member {member.name!r} has bytes {start:,}..{start + member.nbytes:,}, "
+            f"the payloads end at {directory.byte_offset:,}"
         )
     return int(start)
 
@@ -202,4 +203,4 @@ def _wide(source: Range, name: str, extra: bytes, narrow: tuple[int, int, int]) 
             first, second, third = (next(values) if value == 0xFFFFFFFF else value for value in narrow)
             return first, second, third
         at += 4 + length
-    source.refuse(f"the zip's member {name!r} says its size is in a 64-bit field, and has none")
+    raise CheckpointError(f"the zip's member {name!r} says its size is in a 64-bit field, and has none", where=source.where)

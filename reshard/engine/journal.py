@@ -43,6 +43,12 @@ class Journal:
         with self._lock:
             self._pending.append((*key, digest.hex()))
 
+    def abandon(self) -> None:
+        """Stop without noting what is pending."""
+        self._stop.set()
+        self._thread.join()
+        self._file.close()
+
     def close(self) -> None:
         """Note all that is pending and stop; safe to call twice."""
         self._stop.set()

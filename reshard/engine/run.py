@@ -12,7 +12,7 @@ from reshard.digests import Fingerprint, block_digest, fingerprint, tensor_diges
 from reshard.engine.journal import BlockKey, Journal, read_journal
 from reshard.engine.pool import run_jobs, workers_within
 from reshard.engine.transfer import Pieces, Worker, bytes_of, cast
-from reshard.errors import RequestError
+from reshard.errors import CheckpointError, RequestError
 from reshard.layout import Sidecar
 from reshard.outputs import WORK_FOLDER, Staging
 from reshard.plans import Plan, Route
@@ -82,9 +82,14 @@ class Conversion:
                 self._staging.abandon()
             raise
         journal = Journal(self._staging, self._identity, self._replaces, resumed=resume)
+        digests = dict(finished)
         try:
-            digests = dict(finished)
             yield from self._blocks(digests, journal)
+        except CheckpointError:
+            # The input is wrong: there is nothing to go on with, and nothing is left behind.
+            journal.abandon()
+            self._staging.abandon()
+            raise
         finally:
             journal.close()
         self.fingerprint = self._fingerprint(digests)
