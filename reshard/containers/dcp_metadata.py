@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -303,7 +303,7 @@ def _attribute(root: Any, name: str, where: str) -> dict[Any, Any]:
     return found
 
 
-def _are_counts(values: Any) -> bool:
+def _are_counts(values: Any) -> TypeGuard[tuple[int, ...]]:
     """Whether it is a tuple of integers from 0 on that fit 62 bits; true and false are none."""
     return type(values) is tuple and all(type(value) is int and 0 <= value < 1 << 62 for value in values)
 

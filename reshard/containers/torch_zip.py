@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from pickle import UnpicklingError
 from typing import Any, NamedTuple, NoReturn
 
 from reshard.containers import looks
@@ -211,7 +212,7 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 62
 
 
-# The old container: five pickles, then the storages in the order of the fourth... see _read_old. The first is this number.
+# The first pickle of an old file: the number 0x1950a86a20f9469cfc6c.
 _OLD_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _OLD_LIMIT = 1 << 30
 
@@ -269,7 +270,7 @@ def _leading_pickles(source: Range, count: int) -> tuple[list[bytes], int]:
         except EOFError:
             if len(data) == source.nbytes or window >= _OLD_LIMIT:
                 source.refuse(f"the old torch container's {count} pickles do not end within {len(data):,} bytes")
-        except Exception as error:
+        except (UnpicklingError, ValueError) as error:
             source.refuse(f"this is no torch.save file; it looks like {looks.describe(data[:260])}: {error}", do="Get the file again")
         window *= 4
 

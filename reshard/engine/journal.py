@@ -16,13 +16,15 @@ from typing import Any
 from reshard.errors import RequestError
 from reshard.outputs import Staging
 
-SECONDS_BETWEEN_SYNCS = 5.0
+# Short, so that the disk works while blocks are still being copied: with 5 s the last sync alone took a third of the time of a
+# 2 GB conversion; a sync that takes longer than this simply delays the next one.
+SECONDS_BETWEEN_SYNCS = 0.2
 
 BlockKey = tuple[int, int]
 
 
 class Journal:
-    """Appends what is finished, every few seconds, from a thread of its own."""
+    """Appends what is finished, several times a second, from a thread of its own."""
 
     def __init__(self, staging: Staging, identity: str, replaces: tuple[str, ...], *, resumed: bool) -> None:
         self._staging = staging
