@@ -56,10 +56,13 @@ _TABLE = (
     DType("C64", 8, "complex64", "ComplexFloatStorage", False),
     DType("C128", 16, "complex128", "ComplexDoubleStorage", False),
 )
+# Known to torch, not to safetensors.
+_NOT_IN_SAFETENSORS = {"C128"}
 
-_BY_NAME = {dtype.name: dtype for dtype in _TABLE}
+_ALL = {dtype.name: dtype for dtype in _TABLE}
+_BY_NAME = {name: dtype for name, dtype in _ALL.items() if name not in _NOT_IN_SAFETENSORS}
 _BY_TORCH = {dtype.torch: dtype for dtype in _TABLE} | {
-    alias: _BY_NAME[name]
+    alias: _ALL[name]
     for alias, name in {
         "float": "F32", "double": "F64", "half": "F16", "long": "I64", "int": "I32", "short": "I16",
         "cfloat": "C64", "cdouble": "C128",
@@ -79,6 +82,11 @@ def from_safetensors(name: str, *, where: str) -> DType:
     Raises: CheckpointError for any other name, naming the ones that are known.
     """
     return _look_up(_BY_NAME, name, where)
+
+
+def is_in_safetensors(dtype: DType) -> bool:
+    """Whether a safetensors file can hold it."""
+    return dtype.name in _BY_NAME
 
 
 def from_torch(name: str, *, where: str) -> DType:

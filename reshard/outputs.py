@@ -104,7 +104,11 @@ class Staging:
                 (self.root / path).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(self.work / path, self.root / path)
         _sync(self.root)
-        shutil.rmtree(self.work)
+        self.clean()
+
+    def clean(self) -> None:
+        """Remove the work folder."""
+        shutil.rmtree(self.work, ignore_errors=True)
         _sync(self.root)
 
     def abandon(self) -> None:

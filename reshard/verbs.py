@@ -287,7 +287,8 @@ def _replaceable(root: Path, made: Plan, *, resume: bool, overwrite: bool) -> tu
     entries = sorted(entry.name for entry in root.iterdir()) if root.exists() else []
     if not entries:
         return ()
-    if root.resolve() == Path(made.source_files.root).resolve():
+    source = Path(made.source_files.root)
+    if root.resolve() == (source if source.is_dir() else source.parent).resolve():
         raise RequestError("source and target are the same directory", where=str(root), do="Choose another target")
     interrupted = WORK_FOLDER in entries
     if resume and (interrupted or MANIFEST in entries):

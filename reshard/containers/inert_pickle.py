@@ -54,6 +54,10 @@ class Inert:
         self._items = self._mapping = None
         return self
 
+    def __call__(self, *args: Any) -> Inert:
+        """A stand-in for what a stand-in returns (functools.partial(...)()); the first of its args is what was called."""
+        return inert_class(f"{self.class_name[:1000]}()")(self, *args)
+
     def get(self, attribute: str, default: Any = None) -> Any:
         """The attribute of that name; `default` if there is none, or if the state is no dict."""
         return self.state.get(attribute, default) if isinstance(self.state, dict) else default

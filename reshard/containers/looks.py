@@ -20,7 +20,7 @@ _SIGNS = (
 
 
 def describe(head: bytes) -> str:
-    """What the file that starts with `head` (260 bytes are enough) looks like, as the end of "it looks like ..."."""
+    """What the file that starts with `head` (262 bytes are enough) looks like, as the end of "it looks like ..."."""
     if not head:
         return "an empty file"
     if not head.strip(b"\0"):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from reshard.containers import looks
-from reshard.dtypes import DType, from_safetensors
+from reshard.dtypes import DType, from_safetensors, is_in_safetensors
 from reshard.errors import CheckpointError, RequestError
 from reshard.files import Files, missing, read
 
@@ -78,7 +78,7 @@ def frame(tensors: Iterable[tuple[str, DType, tuple[int, ...]]], metadata: Mappi
     """The header of a file that holds those tensors one after the other in the order given, the first at a multiple of 8.
 
     Every tensor is aligned to its dtype if the wider ones come first. Raises: RequestError if the header becomes longer than
-    readers accept.
+    readers accept, or for a dtype that safetensors does not have.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     placed: list[tuple[str, DType, tuple[int, ...], int, int]] = []
@@ -86,6 +86,8 @@ def frame(tensors: Iterable[tuple[str, DType, tuple[int, ...]]], metadata: Mappi
     for name, dtype, shape in tensors:
         if name in header or name == "__metadata__":
             raise ValueError(f"{name!r} cannot be the name of one more tensor of the file")
+        if not is_in_safetensors(dtype):
+            raise RequestError(f"safetensors has no {dtype}", where=name, do="Leave the tensor out with --exclude")
         start, stop = stop, stop + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": dtype.name, "shape": list(shape), "data_offsets": [start, stop]}
         placed.append((name, dtype, tuple(shape), start, stop))
@@ -107,7 +109,7 @@ def _header_length(files: Files, path: str, size: int) -> int:
     length: int = struct.unpack("<Q", read(files, path, 0, 8))[0]
     if 2 <= length <= min(size - 8, MAX_HEADER):
         return length
-    head = read(files, path, 0, min(size, 260))
+    head = read(files, path, 0, min(size, 262))
     if head[8:9] != b"{":
         _refuse(path, f"this is no safetensors file; it looks like {looks.describe(head)}", do="Get the file again")
     if not 2 <= length <= MAX_HEADER:

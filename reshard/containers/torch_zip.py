@@ -83,6 +83,7 @@ def _read_zip(source: Range) -> Any:
     def content(member: Member) -> bytes:
         return source.read(payload(source, directory, member), member.nbytes)
 
+    pickle = content(directory.members[root + "data.pkl"])  # first: what follows it comes with the same read
     order = directory.members.get(root + "byteorder")
     if order and order.nbytes < 100 and (text := content(order)) != b"little":
         source.refuse(f"the file's byte order is {text.decode('latin1')!r}; reshard reads little", do=_SAVE_AGAIN)
@@ -97,8 +98,7 @@ def _read_zip(source: Range) -> Any:
             storages[key] = _Storage(key, dtype, source.start + payload(source, directory, member), member.nbytes)
         return _claimed(storages[key], dtype, count, source)
 
-    pickle = directory.members[root + "data.pkl"]
-    return load(content(pickle), where=source.where, storage=storage, rebuild=_rebuild_functions(source))
+    return load(pickle, where=source.where, storage=storage, rebuild=_rebuild_functions(source))
 
 
 _SAVE_AGAIN = "Load it with torch on a machine you do not mind, and save the tensors again"
@@ -271,7 +271,7 @@ def _leading_pickles(source: Range, count: int) -> tuple[list[bytes], int]:
             if len(data) == source.nbytes or window >= _OLD_LIMIT:
                 source.refuse(f"the old torch container's {count} pickles do not end within {len(data):,} bytes")
         except (UnpicklingError, ValueError) as error:
-            source.refuse(f"this is no torch.save file; it looks like {looks.describe(data[:260])}: {error}", do="Get the file again")
+            source.refuse(f"this is no torch.save file; it looks like {looks.describe(data[:262])}: {error}", do="Get the file again")
         window *= 4
 
 

@@ -135,7 +135,7 @@ def _find_end(tail: bytes) -> int:
 
 
 def _refuse_no_end(source: Range) -> NoReturn:
-    head = source.read(0, min(source.nbytes, 260))
+    head = source.read(0, min(source.nbytes, 262))
     if head[:4] == _LOCAL:
         raise CheckpointError(
             f"the file starts as a zip, but its {source.nbytes:,} bytes do not end with a zip's directory",

@@ -36,6 +36,10 @@ class _Job:
     target: Pieces
     box: Box
 
+    @property
+    def nbytes(self) -> int:
+        return self.box.volume * self.route.target.dtype.itemsize
+
 
 class Conversion:
     """One run of a plan into a directory. Iterate `run()` to the end; then `fingerprint` is that of the result."""
@@ -67,6 +71,7 @@ class Conversion:
     def run(self) -> Iterator[Done]:
         """Do the work. Whatever stops it, no file has its final name unless all are whole, and what is finished is noted."""
         if self._resume and is_finished(self._staging.root, self._identity):
+            self._staging.clean()
             self.fingerprint = recorded_fingerprint(self._staging.root)
             self.resumed_bytes = self.total
             return
@@ -112,6 +117,10 @@ class Conversion:
         if not digests:
             self._write_framing()
         finished = frozenset(digests)
+        for job in self._jobs():
+            if job.key in finished:
+                self.resumed_bytes += job.nbytes
+                yield Done(job.route.name, job.nbytes)
 
         def make_worker() -> Callable[[_Job], tuple[_Job, bytes]]:
             worker = Worker(plan.source_files, self._itemsize, staging.write)
@@ -124,19 +133,16 @@ class Conversion:
 
             return perform
 
-        for job, digest in run_jobs(self._jobs(finished), make_worker, self._workers):
+        for job, digest in run_jobs((job for job in self._jobs() if job.key not in finished), make_worker, self._workers):
             digests[job.key] = digest
             journal.add(job.key, digest)
-            yield Done(job.route.name, job.box.volume * job.route.target.dtype.itemsize)
+            yield Done(job.route.name, job.nbytes)
 
-    def _jobs(self, finished: frozenset[BlockKey]) -> Iterator[_Job]:
+    def _jobs(self) -> Iterator[_Job]:
         for i, route in enumerate(self.plan.routes):
             source, target = Pieces(route.source), Pieces(route.target)
             for j, box in enumerate(blocks(route.target.shape)):
-                if (i, j) in finished:
-                    self.resumed_bytes += box.volume * route.target.dtype.itemsize
-                else:
-                    yield _Job((i, j), route, source, target, box)
+                yield _Job((i, j), route, source, target, box)
 
     def _write_framing(self) -> None:
         """What the plan knows already: headers, and constants that are not zero (a new file reads as zeros)."""
@@ -163,7 +169,8 @@ class Conversion:
     def _finish(self, replaces: tuple[str, ...]) -> None:
         staging, layout = self._staging, self.plan.layout
         staging.sync()
-        sidecars = (Sidecar(MANIFEST, self._manifest()), *layout.sidecars)
+        # The manifest comes last of all: where it is, everything is.
+        sidecars = (*layout.sidecars, Sidecar(MANIFEST, self._manifest()))
         for sidecar in sidecars:
             staging.add(sidecar.path, sidecar.content)
         names = [file.path for file in layout.files] + [sidecar.path for sidecar in sidecars]
@@ -187,9 +194,9 @@ class Conversion:
 
 
 def is_finished(root: Path, identity: str) -> bool:
-    """Whether the directory holds the whole result of that very plan."""
+    """Whether the directory holds the whole result of that very plan (a stop after the last file was named leaves a work folder)."""
     manifest = read_manifest(root)
-    if manifest is None or manifest.get("plan") != identity or (root / WORK_FOLDER).exists():
+    if manifest is None or manifest.get("plan") != identity:
         return False
     files = manifest.get("files")
     return isinstance(files, dict) and all((root / path).is_file() and (root / path).stat().st_size == size for path, size in files.items())
