@@ -189,16 +189,18 @@ def check_coverage(tensor: Tensor) -> None:
     """Raises CheckpointError unless the tensor's boxes, replicas aside, cover it exactly once."""
     shards, shape = tensor.shards, np.array(tensor.shape, np.int64)
     rows = np.flatnonzero(primary_rows(shards) & (shards.sizes > 0).all(axis=1))
-    stops = shards.offsets[rows] + shards.sizes[rows]
+    # Without a single piece the columns do not know how many axes there are.
+    offsets, sizes = (column[rows].reshape(-1, len(shape)) for column in (shards.offsets, shards.sizes))
+    stops = offsets + sizes
     if (stops > shape).any():
         row = int(rows[np.flatnonzero((stops > shape).any(axis=1))[0]])
         raise CheckpointError(
             f"the box {shards.box(row)} in {shards.path(row)} reaches beyond the tensor's shape {list(tensor.shape)}", where=tensor.name
         )
     region = Box.whole(tensor.shape)
-    if _is_cut_once(shards.offsets[rows], stops, shape):
+    if _is_cut_once(offsets, stops, shape):
         return
-    if region.volume and (fault := _first_fault(shards.offsets[rows], stops, rows, region, 0)):
+    if region.volume and (fault := _first_fault(offsets, stops, rows, region, 0)):
         box, holders = fault
         if not len(holders):
             raise CheckpointError(
