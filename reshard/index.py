@@ -190,7 +190,7 @@ def check_coverage(tensor: Tensor) -> None:
     shards, shape = tensor.shards, np.array(tensor.shape, np.int64)
     rows = np.flatnonzero(primary_rows(shards) & (shards.sizes > 0).all(axis=1))
     # Without a single piece the columns do not know how many axes there are.
-    offsets, sizes = (column[rows].reshape(-1, len(shape)) for column in (shards.offsets, shards.sizes))
+    offsets, sizes = (column[rows].reshape(len(rows), len(shape)) for column in (shards.offsets, shards.sizes))
     stops = offsets + sizes
     if (stops > shape).any():
         row = int(rows[np.flatnonzero((stops > shape).any(axis=1))[0]])

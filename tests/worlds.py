@@ -22,7 +22,9 @@ def array(shape: tuple[int, ...], dtype: DType, seed: int) -> np.ndarray:
     return data.view(dtype.word).reshape(shape)
 
 
-def store(root: Path, name: str, values: np.ndarray, dtype: DType, boxes: Sequence[Box], *, files: int = 2, transposed: bool = False) -> Tensor:
+def store(
+    root: Path, name: str, values: np.ndarray, dtype: DType, boxes: Sequence[Box], *, files: int = 2, transposed: bool = False
+) -> Tensor:
     """The boxes of `values` in a few files below `root`, each box row-major, or with its axes reversed; by numpy alone."""
     root.mkdir(parents=True, exist_ok=True)
     pieces = []

@@ -1,0 +1,106 @@
+"""Every DCP fixture against the truth that was gathered inside its training processes."""
+
+import shutil
+
+import pytest
+from places import CASES, DCP, described, open_case, truth
+
+import reshard
+from reshard.errors import CheckpointError, RequestError
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_tensor_of_every_role_reads_back_bit_exactly(case):
+    opened, expected = open_case(case), truth(case)
+    found = {(t.name, t.role): described(t, opened.files) for t in opened.index.tensors if t.role != "state"}
+    assert found.keys() == expected.keys()
+    assert found == expected
+
+
+def test_opening_reads_metadata_only(monkeypatch):
+    from reshard.files import LocalFiles
+
+    reads = []
+    real = LocalFiles.read_into
+    monkeypatch.setattr(LocalFiles, "read_into", lambda self, path, *rest: (reads.append(path), real(self, path, *rest))[1])
+    open_case("fsdp2")
+    assert set(reads) == {".metadata", "config.json"}
+
+
+def test_optimizer_tensors_have_roles_and_are_named_as_dropped():
+    plan = reshard.plan(open_case("fsdp2"), to="vllm", tp=2)
+    assert {drop.role for drop in plan.drops} == {"moment1", "moment2", "step"}
+    assert len(plan.drops) + len(plan.routes) == len(plan.source.tensors)
+
+
+def test_chunks_of_a_2d_mesh_are_boxes():
+    tensor = open_case("fsdp2-tp").index.by_role("weight")["model.layers.0.self_attn.o_proj.weight"]
+    assert len(tensor.shards) == 4 and {tuple(s) for s in tensor.shards.sizes.tolist()} != {tensor.shape}
+
+
+def test_strides_of_saved_views_are_honoured():
+    opened = open_case("odd")
+    strided = [t for t in opened.index.tensors if len(t.shape) > 1 and t.shards.extent(0).strides[-1] != 1]
+    assert strided, "the fixture holds a transposed tensor"
+
+
+def test_a_tied_head_is_a_copy_of_the_embedding_where_the_config_says_so():
+    opened = open_case("fsdp2-tied")
+    content = opened.content()
+    assert content.tied == ("lm_head.weight",) and "lm_head.weight" not in content.tensors
+    plain = reshard.open(DCP / "fsdp2-tied" / "checkpoint").content()
+    assert "lm_head.weight" in plain.tensors
+
+
+def test_the_step_of_the_run_is_known_from_its_directory():
+    assert open_case("titan").index.facts.step == 2
+
+
+@pytest.mark.parametrize("case", ["fsdp2", "fsdp2-3", "threads", "per-file", "nocollectives", "accelerate"])
+def test_a_missing_file_is_named(case, tmp_path):
+    copy = shutil.copytree(DCP / case / "checkpoint", tmp_path / "c")
+    lost = sorted(path for path in copy.rglob("*.distcp"))[-1]
+    lost.unlink()
+    with pytest.raises(CheckpointError, match=lost.name):
+        reshard.open(copy)
+
+
+def test_a_missing_rank_of_a_save_without_collectives_is_a_hole(tmp_path):
+    copy = shutil.copytree(DCP / "nocollectives" / "checkpoint", tmp_path / "c")
+    (copy / "__1.metadata").unlink()
+    with pytest.raises(CheckpointError, match="is in no file"):
+        reshard.open(copy)
+
+
+def test_a_truncated_file_is_named(tmp_path):
+    copy = shutil.copytree(DCP / "fsdp2" / "checkpoint", tmp_path / "c")
+    path = copy / "__2_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match="__2_0.distcp.*bytes"):
+        reshard.open(copy)
+
+
+def test_an_unfinished_save_is_refused_with_the_reason(tmp_path):
+    copy = shutil.copytree(DCP / "fsdp2" / "checkpoint", tmp_path / "c")
+    (copy / ".metadata").rename(copy / ".metadata.tmp")
+    with pytest.raises(CheckpointError, match="not finished"):
+        reshard.open(copy)
+
+
+def test_of_several_steps_one_must_be_named(tmp_path):
+    for step in (2, 10):
+        shutil.copytree(DCP / "titan" / "checkpoint" / "step-2", tmp_path / f"step-{step}")
+    with pytest.raises(RequestError, match="step-10"):
+        reshard.open(tmp_path)
+    assert reshard.open(tmp_path / "step-10").index.facts.step == 10
+
+
+def test_files_of_another_save_are_noticed(tmp_path):
+    """A shard file of the same size but of other tensors: what .metadata says and the entries hold disagree."""
+    copy = shutil.copytree(DCP / "fsdp2" / "checkpoint", tmp_path / "c")
+    first, second = copy / "__0_0.distcp", copy / "__3_0.distcp"
+    size = max(first.stat().st_size, second.stat().st_size)
+    data = second.read_bytes()
+    first.write_bytes(data + bytes(size - len(data)))
+    with pytest.raises(CheckpointError, match="__0_0.distcp"):
+        reshard.fingerprint(copy)

@@ -1,0 +1,210 @@
+"""sharded_state against what real vLLM's rank processes held (fixtures/vllm), and back again."""
+
+import json
+import shutil
+
+import pytest
+from places import HF, MODELS, REFERENCES, open_case, patch_stored, ranks, stored
+
+import reshard
+from reshard import registry
+from reshard.errors import CheckpointError, RequestError
+
+
+@pytest.mark.parametrize("reference", REFERENCES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_every_rank_holds_bit_by_bit_what_real_vllm_holds(reference, tmp_path):
+    expected = json.loads(reference.read_text())
+    plan = reshard.plan(HF / expected["model"], to="vllm", tp=expected["tp"], pp=expected["pp"])
+    reshard.convert(plan, tmp_path / "out")
+    assert ranks(tmp_path / "out") == expected["ranks"]
+
+
+def test_there_are_references_for_every_model_and_degree():
+    found = {(path.parent.name, path.stem) for path in REFERENCES}
+    assert found >= {(model, degree) for model in MODELS for degree in ("tp1", "tp2", "tp4", "tp8", "tp2-pp2")}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2)])
+def test_what_was_written_reads_back(model, tp, pp, tmp_path):
+    printed = reshard.convert(reshard.plan(HF / model, to="vllm", tp=tp, pp=pp), tmp_path / "out")
+    assert reshard.verify(HF / model, tmp_path / "out").equal
+    assert reshard.fingerprint(tmp_path / "out").root == printed.root == reshard.fingerprint(HF / model).root
+
+
+@pytest.mark.parametrize("there, back", [((8, 1), (1, 1)), ((4, 1), (2, 2)), ((2, 2), (8, 1)), ((1, 2), (4, 1))])
+def test_from_any_degree_to_any_other_is_as_from_the_whole_model(there, back, tmp_path):
+    reshard.convert(reshard.plan(HF / "llama-tied", to="vllm", tp=there[0], pp=there[1]), tmp_path / "a")
+    reshard.convert(reshard.plan(tmp_path / "a", to="vllm", tp=back[0], pp=back[1]), tmp_path / "b")
+    reshard.convert(reshard.plan(HF / "llama-tied", to="vllm", tp=back[0], pp=back[1]), tmp_path / "c")
+    assert ranks(tmp_path / "b") == ranks(tmp_path / "c")
+
+
+@pytest.mark.parametrize("case", ["fsdp2", "fsdp2-tp", "fsdp2-tied", "fsdp2-3", "accelerate"])
+def test_a_training_checkpoint_becomes_what_its_hf_form_becomes(case, tmp_path):
+    opened = open_case(case)
+    reshard.convert(reshard.plan(opened, to="vllm", tp=4), tmp_path / "direct")
+    reshard.convert(reshard.plan(opened, to="hf"), tmp_path / "hf")
+    reshard.convert(reshard.plan(tmp_path / "hf", to="vllm", tp=4), tmp_path / "detour")
+    assert ranks(tmp_path / "direct") == ranks(tmp_path / "detour")
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("tp, pp", [(1, 1), (8, 1), (2, 2)])
+def test_the_round_trip_is_proven_from_the_plans(model, tp, pp):
+    proof = reshard.roundtrip(reshard.plan(HF / model, to="vllm", tp=tp, pp=pp))
+    assert proof.losses == () and proof.boxes >= proof.tensors
+
+
+@pytest.mark.parametrize("tp", [3, 5, 6, 7, 16])
+def test_an_illegal_degree_is_refused_with_the_legal_ones(tp):
+    with pytest.raises(RequestError, match=r"Legal tensor-parallel sizes are 1, 2, 4, 8\."):
+        reshard.plan(HF / "llama", to="vllm", tp=tp)
+
+
+@pytest.mark.parametrize("version, scales", [("0.8.5", 0), ("0.13.0", 0), ("0.14.0", 8), ("0.30", 8), ("v0.32.0", 8), ("0.32.1rc1", 8)])
+def test_the_scale_buffers_are_there_from_0_14_on(version, scales, tmp_path):
+    reshard.convert(reshard.plan(HF / "llama", to="vllm", engine_version=version), tmp_path / "out")
+    names = stored(tmp_path / "out" / "model-rank-0-part-0.safetensors")
+    assert sum(name.endswith("_scale") for name in names) == scales
+    assert reshard.verify(HF / "llama", tmp_path / "out").equal
+
+
+def test_stages_need_a_version_that_names_them():
+    with pytest.raises(RequestError, match=r"0\.30 cannot load pre-sharded stages"):
+        reshard.plan(HF / "llama", to="vllm", pp=2, engine_version="0.30")
+    with pytest.raises(RequestError, match="oldest"):
+        reshard.plan(HF / "llama", to="vllm", engine_version="0.6")
+    with pytest.raises(RequestError, match="a version such as"):
+        reshard.plan(HF / "llama", to="vllm", engine_version="latest")
+
+
+@pytest.mark.parametrize(
+    "layers, pp, expected",
+    [
+        (4, 3, (1, 2, 1)),
+        (7, 4, (2, 2, 2, 1)),
+        (10, 4, (2, 3, 3, 2)),
+        (61, 8, (7, 7, 8, 8, 8, 8, 8, 7)),
+        (32, 5, (6, 6, 7, 7, 6)),
+        (2, 5, (0, 0, 1, 1, 0)),
+    ],
+)
+def test_layers_are_dealt_to_stages_as_vllm_deals_them(layers, pp, expected):
+    import sys
+
+    partition = sys.modules[type(registry.reader("vllm")).__module__].partition
+    assert partition(layers, pp) == expected
+
+
+def test_parts_start_where_the_size_would_be_passed(tmp_path):
+    reshard.convert(reshard.plan(HF / "llama", to="vllm", tp=2, max_shard_bytes=20_000), tmp_path / "out")
+    parts = sorted(path.name for path in (tmp_path / "out").glob("model-rank-1-part-*.safetensors"))
+    assert parts == [f"model-rank-1-part-{i}.safetensors" for i in range(len(parts))] and len(parts) > 2
+    assert reshard.verify(HF / "llama", tmp_path / "out").equal
+
+
+@pytest.mark.parametrize(
+    "name, at",
+    [("lm_head.weight", 127 * 64 + 5), ("model.layers.0.self_attn.attn._k_scale", 3)],
+    ids=["a padding row", "a scale that must be 1"],
+)
+def test_verify_finds_a_constant_that_is_another(name, at, tmp_path):
+    reshard.convert(reshard.plan(HF / "llama", to="vllm", tp=2), tmp_path / "out")
+    patch_stored(tmp_path / "out" / "model-rank-1-part-0.safetensors", name, at)
+    result = reshard.verify(HF / "llama", tmp_path / "out")
+    assert [difference.name for difference in result.differences] == [name]
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.qkv_proj.weight"])
+def test_a_drifted_replica_is_found_and_both_files_are_named(name, tmp_path):
+    """The norm is on all ranks; at TP 8 each of the 2 KV heads is on four."""
+    reshard.convert(reshard.plan(HF / "llama", to="vllm", tp=8), tmp_path / "out")
+    last_row = -2 if name.endswith("qkv_proj.weight") else 0
+    path = tmp_path / "out" / "model-rank-6-part-0.safetensors"
+    patch_stored(path, name, len(stored(path)[name][2]) + last_row if last_row else 0)
+    for act in (
+        lambda: reshard.fingerprint(tmp_path / "out"),
+        lambda: reshard.convert(reshard.plan(tmp_path / "out", to="hf"), tmp_path / "hf"),
+    ):
+        with pytest.raises(CheckpointError, match=r"two copies.*model-rank-\d.*model-rank-\d"):
+            act()
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_missing_rank_is_named(tmp_path):
+    reshard.convert(reshard.plan(HF / "llama", to="vllm", tp=4), tmp_path / "out")
+    (tmp_path / "out" / "model-rank-2-part-0.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="rank 2 is not there"):
+        reshard.open(tmp_path / "out")
+
+
+def test_the_last_rank_missing_shows_in_the_shapes_of_the_others(tmp_path):
+    reshard.convert(reshard.plan(HF / "llama", to="vllm", tp=4), tmp_path / "out")
+    (tmp_path / "out" / "model-rank-3-part-0.safetensors").unlink()
+    with pytest.raises((CheckpointError, RequestError)):
+        reshard.open(tmp_path / "out")
+    (tmp_path / "out" / "model-rank-2-part-0.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"\[\d+, 32\] is expected"):
+        reshard.open(tmp_path / "out")
+
+
+def test_a_tensor_too_many_or_too_few_is_refused(tmp_path):
+    reshard.convert(reshard.plan(HF / "llama", to="vllm", max_shard_bytes=20_000), tmp_path / "out")
+    parts = sorted((tmp_path / "out").glob("*part*"))
+    lost = shutil.move(parts[-1], tmp_path / "kept")
+    with pytest.raises(CheckpointError, match="does not hold it"):
+        reshard.open(tmp_path / "out")
+    shutil.move(lost, parts[-1])
+    config = tmp_path / "out" / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
+    with pytest.raises(CheckpointError, match="layers"):
+        reshard.open(tmp_path / "out")
+
+
+def test_without_a_config_the_model_is_asked_for(tmp_path):
+    with pytest.raises(RequestError, match="--model"):
+        reshard.plan(open_case("fsdp2").path, to="vllm")
+    with pytest.raises(CheckpointError, match="config"):
+        reshard.plan(reshard.open(open_case("fsdp2").path, model=HF / "qwen3"), to="vllm")
+
+
+def test_weights_that_the_engine_does_not_know_are_refused_by_name(tmp_path):
+    import safetensors.torch
+    import torch
+
+    copy = shutil.copytree(HF / "llama", tmp_path / "m")
+    tensors = safetensors.torch.load_file(copy / "model.safetensors")
+    safetensors.torch.save_file({**tensors, "value_head.weight": torch.zeros(1, 32)}, copy / "model.safetensors")
+    with pytest.raises(CheckpointError, match="value_head.weight.*no place"):
+        reshard.plan(copy, to="vllm")
+    reshard.convert(reshard.plan(copy, to="vllm", exclude=("value_head*",)), tmp_path / "out")
+    assert reshard.verify(HF / "llama", tmp_path / "out").equal
+
+
+def test_experts_are_refused_where_there_are_none():
+    with pytest.raises(RequestError, match="no experts"):
+        reshard.plan(HF / "llama", to="vllm", tp=2, ep=2)
+
+
+def test_a_view_holds_what_the_file_would(tmp_path):
+    opened = open_case("fsdp2-tp")
+    reshard.convert(reshard.plan(opened, to="vllm", tp=4), tmp_path / "out")
+    for rank in range(4):
+        view = opened.view(to="vllm", tp=4, rank=rank)
+        expected = stored(tmp_path / "out" / f"model-rank-{rank}-part-0.safetensors")
+        assert {name: (str(view[name].dtype), list(view[name].shape), view[name].words().tobytes()) for name in view} == expected
+    with pytest.raises(RequestError, match="no rank 4"):
+        opened.view(to="vllm", tp=4, rank=4)
+
+
+def test_a_view_reads_only_its_ranks_bytes(monkeypatch):
+    from reshard.files import LocalFiles
+
+    opened = reshard.open(HF / "llama")
+    view = opened.view(to="vllm", tp=8, rank=3)
+    read = []
+    real = LocalFiles.read_into
+    monkeypatch.setattr(LocalFiles, "read_into", lambda self, path, at, buffer: (read.append(len(buffer)), real(self, path, at, buffer))[1])
+    tensor = view["model.layers.0.self_attn.qkv_proj.weight"]
+    assert tensor.torch().shape == (96, 32) and sum(read) == tensor.nbytes

@@ -1,0 +1,72 @@
+"""Where the fixtures lie, and what the tests need to know of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import reshard
+from reshard.fusion import whole
+from reshard.index import Tensor
+from reshard.views import LazyTensor
+
+FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
+HF, DCP, VLLM = FIXTURES / "hf", FIXTURES / "dcp", FIXTURES / "vllm"
+MODELS = ("llama", "llama-tied", "mistral", "qwen2", "qwen3")
+CASES = sorted(path.name for path in DCP.iterdir() if path.is_dir())
+REFERENCES = sorted(VLLM.glob("*/*.json"))
+assert len(CASES) >= 12 and len(REFERENCES) >= 25, "without fixtures these tests would pass by testing nothing"
+
+
+def open_case(case: str) -> reshard.Checkpoint:
+    """A DCP fixture, with the config that it does not hold."""
+    model = DCP / case / "model"
+    return reshard.open(DCP / case / "checkpoint", model=model if model.exists() else None)
+
+
+def truth(case: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """(name, role) -> dtype, shape, sha256, gathered inside the training processes."""
+    tensors = json.loads((DCP / case / "truth.json").read_text())["tensors"]
+    return {(name, role): value for name, roles in tensors.items() for role, value in roles.items()}
+
+
+def described(tensor: Tensor, files: Any) -> dict[str, Any]:
+    """A tensor as the truth describes it, read by the library."""
+    words = LazyTensor(whole(tensor.name, tensor.dtype, tensor.shape), {tensor.name: tensor}, files).words()
+    return {"dtype": tensor.dtype.name, "shape": list(tensor.shape), "sha256": hashlib.sha256(words.tobytes()).hexdigest()}
+
+
+def stored(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    """A safetensors file by plain json and slicing: name -> dtype, shape, bytes."""
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    header.pop("__metadata__", None)
+    start = 8 + length
+    return {
+        name: (entry["dtype"], entry["shape"], raw[start + entry["data_offsets"][0] : start + entry["data_offsets"][1]])
+        for name, entry in header.items()
+    }
+
+
+def ranks(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """A sharded_state folder in the form of the references: rank -> key -> dtype, shape, sha256."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for path in sorted(folder.glob("model-*-part-*.safetensors")):
+        rank = path.name.removeprefix("model-").split("-part-")[0]
+        for name, (dtype, shape, data) in stored(path).items():
+            assert name not in found.setdefault(rank, {})
+            found[rank][name] = {"dtype": dtype, "shape": shape, "sha256": hashlib.sha256(data).hexdigest()}
+    return found
+
+
+def patch_stored(path: Path, name: str, at: int = 0) -> None:
+    """Flip one bit of one tensor of a safetensors file."""
+    raw = bytearray(path.read_bytes())
+    (length,) = struct.unpack("<Q", raw[:8])
+    start = 8 + length + json.loads(raw[8 : 8 + length])[name]["data_offsets"][0]
+    raw[start + at] ^= 1
+    path.write_bytes(bytes(raw))
