@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from reshard.errors import printable
+
 
 def nbytes_text(nbytes: int) -> str:
     """1.5 GB, 148 kB, 12 B: three digits, decimal units."""
@@ -45,7 +47,8 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def show(text: str = "") -> None:
-    click.echo(text)
+    """Print lines; what comes from a file cannot act on the terminal."""
+    click.echo("\n".join(printable(line) for line in text.split("\n")))
 
 
 def show_json(document: Any) -> None:
@@ -53,4 +56,4 @@ def show_json(document: Any) -> None:
 
 
 def _text(cell: object) -> str:
-    return f"{cell:,}" if isinstance(cell, int) else str(cell)
+    return f"{cell:,}" if isinstance(cell, int) else printable(str(cell))

@@ -18,7 +18,7 @@ class ReshardError(Exception):
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
-        return " ".join(_sentence(part) for part in (head, self.why, self.do) if part)
+        return printable(" ".join(_sentence(part) for part in (head, self.why, self.do) if part))
 
     def at(self, where: str) -> ReshardError:
         """The same error, told with the place where it happened in front of the place it names already."""
@@ -38,6 +38,11 @@ class DifferenceFound(ReshardError):
     """Two checkpoints that should be equal are not."""
 
     exit_code = 1
+
+
+def printable(text: str) -> str:
+    """The text with control characters spelled out: names come from files, and must not act on a terminal."""
+    return "".join(char if char.isprintable() or char == " " else ascii(char)[1:-1] for char in text)
 
 
 def _sentence(text: str) -> str:

@@ -168,7 +168,10 @@ def _first_problem(model: Model, rules: EngineRules, tp: int) -> tuple[str, str]
 
 def _one_per_role(model: Model) -> list[ModelWeight]:
     """The first weight of each role and shape: what the legality of a degree depends on."""
-    return list({(w.role, w.shape): w for w in reversed(model.weights.values())}.values())
+    first: dict[tuple[str, tuple[int, ...]], ModelWeight] = {}
+    for weight in model.weights.values():
+        first.setdefault((weight.role, weight.shape), weight)
+    return list(first.values())
 
 
 def rank_tensors(

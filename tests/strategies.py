@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from hypothesis import strategies as st
 
@@ -26,7 +27,7 @@ def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
     boxes = [Box.whole(shape)]
     for axis, size in enumerate(shape):
         cuts = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))})
-        boxes = [box.narrow(axis, a, b) for box in boxes for a, b in zip(cuts, cuts[1:], strict=False)]
+        boxes = [box.narrow(axis, a, b) for box in boxes for a, b in pairwise(cuts)]
     return boxes
 
 
@@ -53,7 +54,7 @@ def flats(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
 
     count = math.prod(shape)
     cuts = sorted({0, count, *draw(st.lists(st.integers(0, count), max_size=4))})
-    return [box for a, b in zip(cuts, cuts[1:], strict=False) for box in flat_boxes(shape, a, b)]
+    return [box for a, b in pairwise(cuts) for box in flat_boxes(shape, a, b)]
 
 
 def partitions(shape: tuple[int, ...]) -> st.SearchStrategy[list[Box]]:

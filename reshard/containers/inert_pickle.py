@@ -336,17 +336,6 @@ def _dtype_name(full: str) -> DTypeName | None:
         return None
 
 
-def _from_container(kind: Callable[..., object]) -> Callable[..., object]:
-    """The constructor of a container, for at most one argument that is a container itself."""
-
-    def construct(value: Any = ()) -> object:
-        if not isinstance(value, list | tuple | dict | set | frozenset):
-            raise TypeError(f"a container is made from a {type(value).__name__}")
-        return kind(value)
-
-    return construct
-
-
 def _attribute(owner: Any, name: str) -> type[Inert]:
     """`getattr(Outer, "Inner")`: how protocol 2 names a class inside a class."""
     full = f"{getattr(owner, 'class_name', type(owner).__name__)}.{name}"
@@ -418,17 +407,17 @@ _FUNCTIONS: dict[str, Callable[..., object]] = {
     "torch.Size": _size,
     "torch.device": _device,
 }
-# Those whose result is as large as their arguments.
+# Those whose result is as large as their arguments. Containers are made from containers only: nothing else here is iterable.
 _COPYING: dict[str, Callable[..., object]] = {
-    "builtins.set": _from_container(set),
-    "builtins.frozenset": _from_container(frozenset),
-    "builtins.list": _from_container(list),
-    "builtins.tuple": _from_container(tuple),
-    "builtins.dict": _from_container(Dict),
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "builtins.list": list,
+    "builtins.tuple": tuple,
+    "builtins.dict": Dict,
     "builtins.bytes": _bytes,
     "builtins.bytearray": _bytes,
     "builtins.getattr": _attribute,
-    "collections.OrderedDict": _from_container(Dict),
+    "collections.OrderedDict": Dict,
     "_codecs.encode": _encode,
 }
 

@@ -48,8 +48,8 @@ class StoredTensor:
 def read(files: Files, path: str, *, start: int = 0, nbytes: int | None = None) -> Any:
     """The root object of a torch.save file, or of the byte range of a file that is one.
 
-    Tensors and Parameters are StoredTensors; subclasses (ShardedTensor, DTensor) are Inerts whose `args` are those of
-    _rebuild_wrapper_subclass and whose `state` is the subclass's own. Other objects are plain values and Inerts.
+    Tensors and Parameters are StoredTensors. Subclasses are Inerts with the subclass's own `state`: one that wraps other tensors
+    (ShardedTensor, DTensor) has the `args` of _rebuild_wrapper_subclass, any other has its StoredTensor as its only one. Other objects are plain values and Inerts.
     Raises: CheckpointError, saying what the file looks like if it is none of torch's.
     """
     source = Range(files, path, start, nbytes)
@@ -179,9 +179,10 @@ def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     """A tensor of a class of its own, built by `function(*args)`: the tensor if the class is one of torch's plain ones, else an Inert."""
     if not (isinstance(kind, type) and issubclass(kind, Inert)) or not isinstance(args, tuple):
         raise TypeError(f"a tensor of class {shown(kind)} with arguments {shown(args)}")
-    if kind.class_name in _PLAIN and isinstance(function, Function):
+    if kind.class_name in _PLAIN:
         return function(*args)
-    stand_in = kind(*args)
+    # What a plain function of torch builds is the tensor itself; what wraps other tensors has them in its state.
+    stand_in = kind(function(*args)) if isinstance(function, Function) else kind(*args)
     stand_in.__setstate__(state)
     return stand_in
 

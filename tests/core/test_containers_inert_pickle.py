@@ -116,6 +116,16 @@ def test_attributes_are_found_by_name(protocol: int) -> None:
     assert stand_in.get("value") == [1, "two"] and stand_in.get("none", 5) == 5
 
 
+class SlotsAndMore(Slots):
+    pass
+
+
+def test_slots_and_others_are_attributes_together() -> None:
+    thing = SlotsAndMore()
+    thing.left, thing.more = 1, 2  # type: ignore[attr-defined]
+    assert loaded(thing).state == {"left": 1, "more": 2}
+
+
 def test_slots_are_attributes_too() -> None:
     thing = Slots()
     thing.left, thing.right = 1, 2

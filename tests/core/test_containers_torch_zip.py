@@ -61,6 +61,8 @@ TENSORS = {
     "0-d view": X[3, 5],
     "empty": torch.empty(0, 3),
     "empty view": X[4:],
+    "no columns": torch.empty(3, 0),
+    "no columns between": torch.empty(5, 0, 7),
     "parameter": torch.nn.Parameter(X + 1),
     "parameter with an attribute": torch.nn.Parameter(X + 1),
     "tensor with an attribute": X + 2,
@@ -150,6 +152,19 @@ def test_a_sparse_tensor_is_a_stand_in_around_tensors(tmp_path: Path) -> None:
     with torch.sparse.check_sparse_tensor_invariants():
         sparse = saved(tmp_path, torch.sparse_coo_tensor([[0]], [1.0], (2,)))
     assert sparse.class_name == "torch._utils._rebuild_sparse_tensor"
+
+
+class Scaled(torch.Tensor):
+    """A tensor whose attributes matter."""
+
+
+def test_a_tensor_of_a_class_of_its_own_is_a_stand_in_with_its_attributes(tmp_path: Path) -> None:
+    scaled = torch.ones(2).as_subclass(Scaled)
+    scaled.scale = 3
+    for zipped in CONTAINERS:
+        read = saved(tmp_path, scaled, zipped=zipped)
+        assert read.class_name == f"{__name__}.Scaled" and read.get("scale") == 3
+        assert len(read.args) == 1 and same(tmp_path, read.args[0], torch.ones(2))
 
 
 def test_a_mesh_tensor_is_a_stand_in_with_its_parts(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_compare_finds_any_single_bit(small_blocks, tmp_path_factory, data, shap
     assert str(list(element)) in result.differences[0].detail
 
 
-FLOATS = [name for name in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")]
+FLOATS = ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
 
 
 @pytest.mark.parametrize("source", FLOATS)

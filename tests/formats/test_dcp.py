@@ -76,7 +76,7 @@ def test_a_truncated_file_is_named(tmp_path):
     copy = shutil.copytree(DCP / "fsdp2" / "checkpoint", tmp_path / "c")
     path = copy / "__2_0.distcp"
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(CheckpointError, match="__2_0.distcp.*bytes"):
+    with pytest.raises(CheckpointError, match=r"__2_0\.distcp.*bytes"):
         reshard.open(copy)
 
 
@@ -102,5 +102,5 @@ def test_files_of_another_save_are_noticed(tmp_path):
     size = max(first.stat().st_size, second.stat().st_size)
     data = second.read_bytes()
     first.write_bytes(data + bytes(size - len(data)))
-    with pytest.raises(CheckpointError, match="__0_0.distcp"):
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp"):
         reshard.fingerprint(copy)

@@ -116,6 +116,46 @@ def bombs() -> dict[str, bytes]:
     }
 
 
+def old_file(
+    *,
+    protocol: object = 1001,
+    system: object = None,
+    keys: object = None,
+    count: int = 6,
+    data: bytes | None = None,
+    code: bytes | None = None,
+) -> bytes:
+    """The honest tensor in torch's container from before 1.6, but for what is given."""
+    system = {"little_endian": True} if system is None else system
+    parts = [0x1950A86A20F9469CFC6C, protocol, system]
+    head = b"".join(pickle.dumps(part, 2) for part in parts)
+    storages = struct.pack("<q", count) + TENSOR_BYTES if data is None else data
+    return head + running(code or tensor(where=old_storage())) + pickle.dumps(["0"] if keys is None else keys, 2) + storages
+
+
+def old_storage(key: str = "0", count: object = 6, view: object = None) -> bytes:
+    return b"(" + value("storage") + name("torch", "FloatStorage") + value(key) + value("cpu") + value(count) + value(view) + b"tQ"
+
+
+def second_directory() -> bytes:
+    """A zip in a zip: the locator names a directory hidden in a payload, in which data/0 is other bytes."""
+    real = torch_file()
+
+    def hidden(start: int) -> bytes:
+        listed = real[real.index(b"PK\1\2") : real.index(b"PK\6\6")]
+        count = listed.count(b"PK\1\2")
+        return listed + struct.pack("<4sQHHLLQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(listed), start)
+
+    def whole(start: int) -> bytes:
+        members = {"archive/data.pkl": running(tensor()), "archive/byteorder": b"little", "archive/data/0": TENSOR_BYTES}
+        directory = hidden(start)
+        at = start + directory.index(b"PK\6\6")
+        wide = {"count": 0xFFFF, "size": 0xFFFFFFFF, "offset": 0xFFFFFFFF}
+        return archive(members | {"archive/version": b"3\n", "archive/z": directory}, end=wide, end64={"at": at})
+
+    return whole(whole(0).index(b"PK\1\2"))
+
+
 def damaged() -> dict[str, bytes]:
     """Pickles that end early, or are no pickles."""
     good = pickle.dumps({"weight": list(range(100)), "name": "x" * 300}, 2)

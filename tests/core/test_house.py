@@ -1,0 +1,138 @@
+"""The house: what may import what, that the package lists are the tree, and that nothing heavy is loaded on the way."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomllib_compat
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+# A file imports only from files above it. architectures/* count as one; nothing in the core looks down at formats or cli.
+ORDER = [
+    "errors", "dtypes", "boxes", "extents", "parallel", "roles", "files", "outputs",
+    "containers.looks", "containers.safetensors", "containers.inert_pickle", "containers.zip_directory", "containers.torch_zip",
+    "containers.dcp_metadata",
+    "architecture", "architectures", "index", "canonical", "join", "splits", "fusion", "layout", "model_files", "digests", "plans", "proof",
+    "summaries", "engine.pool", "engine.journal", "engine.transfer", "engine.run", "compare", "views", "adapter", "registry", "verbs",
+]  # fmt: skip
+OUTSIDE = {"__init__", "__main__", "containers", "engine"}
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT / "reshard").with_suffix("").parts
+    return "architectures" if parts[0] == "architectures" else ".".join(parts).removesuffix(".__init__")
+
+
+def imported(path):
+    """The modules of reshard that a file imports at its top level or inside functions, types aside."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "reshard":
+            base = node.module.removeprefix("reshard").removeprefix(".")
+            for alias in node.names:
+                inner = f"{base}.{alias.name}".removeprefix(".")
+                yield inner if inner in ORDER else base
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.removeprefix("reshard.") for alias in node.names if alias.name.startswith("reshard."))
+
+
+def core_files():
+    return [path for path in sorted((ROOT / "reshard").rglob("*.py")) if module_name(path) not in OUTSIDE]
+
+
+def test_every_file_has_its_place_in_the_order():
+    assert {module_name(path) for path in core_files()} == set(ORDER)
+
+
+@pytest.mark.parametrize("path", core_files(), ids=module_name)
+def test_imports_point_up_the_list_only(path):
+    own = module_name(path)
+    for other in imported(path):
+        if other.startswith("architectures") and own in ("architecture", "architectures"):
+            continue  # the lookup imports the one file that it is asked for; that one may build on a relative
+        assert ORDER.index(other) < ORDER.index(own), f"{own} imports {other}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "formats").glob("*.py")), ids=lambda path: path.stem)
+def test_no_format_imports_another(path):
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and "formats" not in (node.module or "").split(".") and "cli" not in (node.module or "").split(".")
+
+
+def format_names():
+    return [path.stem for path in sorted((ROOT / "formats").glob("*.py")) if path.stem != "__init__"]
+
+
+@pytest.mark.parametrize("path", core_files(), ids=module_name)
+def test_the_core_names_no_format(path):
+    """As a word of its own in a string that the code uses; docstrings may tell examples. `verbs` names the one that is whole."""
+    tree = ast.parse(path.read_text())
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+    words = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation
+    }
+    assert not words & set(format_names()) - ({"hf"} if module_name(path) == "verbs" else set())
+
+
+def project():
+    return tomllib_compat.load(ROOT / "pyproject.toml")
+
+
+def test_the_packages_listed_are_the_tree():
+    tools = project()["tool"]["setuptools"]
+    folders = {"reshard": "reshard", "formats": "reshard.formats", "cli": "reshard.cli"}
+    found = {
+        ".".join([folders[top], *init.parent.relative_to(ROOT / top).parts])
+        for top in folders
+        for init in (ROOT / top).rglob("__init__.py")
+    }
+    assert set(tools["packages"]) == found
+
+
+def test_the_entry_points_are_the_files():
+    points = project()["project"]["entry-points"]["reshard.formats"]
+    assert points == {name: f"reshard.formats.{name}:FORMAT" for name in format_names()}
+
+
+def test_the_installed_formats_are_those_of_the_tree():
+    from reshard import registry
+
+    assert sorted(registry.formats()) == format_names()
+
+
+def loaded_after(code):
+    """The modules loaded after a piece of code has run in a fresh interpreter."""
+    script = f"import sys\nsys.argv = ['reshard']\n{code}\nprint(chr(10).join(sys.modules), file=sys.stderr)"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(found.stderr.split())
+
+
+RUN = "import importlib; importlib.import_module('reshard.cli.main').run({})"
+
+
+def test_help_loads_neither_numpy_nor_torch():
+    assert not loaded_after(RUN.format(["--help"])) & {"numpy", "torch", "tqdm"}
+    assert not loaded_after(RUN.format(["convert", "--help"])) & {"numpy", "torch", "tqdm"}
+    assert not loaded_after("import reshard") & {"numpy", "torch", "click"}
+
+
+@pytest.mark.parametrize("arguments", [["inspect"], ["fingerprint"], ["roundtrip", "--to", "hf"]])
+def test_without_a_cast_torch_is_never_loaded(arguments):
+    source = str(ROOT / "fixtures" / "dcp" / "fsdp2" / "checkpoint")
+    loaded = loaded_after(RUN.format([arguments[0], source, *arguments[1:]]))
+    assert "numpy" in loaded and "torch" not in loaded

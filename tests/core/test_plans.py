@@ -1,0 +1,163 @@
+"""Plans account for every byte; a plan that is changed in any way is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from places import HF, open_case
+
+import reshard
+from reshard.boxes import Box
+from reshard.extents import Extent, Piece
+from reshard.fusion import Section
+from reshard.index import Shards
+from reshard.layout import Placed
+from reshard.proof import ProofFailed, compose, prove
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return reshard.plan(HF / "llama", to="vllm", tp=4, pp=2)
+
+
+def test_the_totals_add_up(plan):
+    totals = plan.totals()
+    assert totals.read == sum(tensor.nbytes for tensor in plan.source.tensors) and totals.compared == 0
+    assert totals.written == totals.copied + totals.filled + totals.framing == sum(file.nbytes for file in plan.layout.files)
+    assert totals.tensors == len(plan.source.tensors) and totals.dropped == 0
+
+
+def test_copies_hold_every_byte_that_is_copied(plan):
+    itemsize = 2
+    assert sum(copy.box.volume for copy in plan.copies()) * itemsize == plan.totals().copied
+
+
+def test_tasks_share_no_file_and_no_tensor(plan):
+    tasks = plan.tasks()
+    assert len(tasks) == 2, "the two stages have nothing in common"
+    files, tensors = ([item for task in tasks for item in getattr(task, what)] for what in ("files", "tensors"))
+    assert sorted(files) == sorted(file.path for file in plan.layout.files)
+    assert sorted(tensors) == sorted(route.name for route in plan.routes)
+
+
+def test_each_file_of_a_plain_cut_is_a_task_of_its_own():
+    plan = reshard.plan(HF / "llama", to="hf", max_shard_bytes=30_000)
+    assert len(plan.tasks()) == len(plan.layout.files) > 3
+
+
+def test_the_plan_is_data(plan):
+    document = json.loads(json.dumps(plan.to_json(copies=True)))
+    assert list(document) == ["source", "target", "totals", "files", "sidecars", "tensors", "dropped", "tasks", "notes", "copies"]
+    assert document == json.loads(json.dumps(reshard.plan(HF / "llama", to="vllm", tp=4, pp=2).to_json(copies=True)))
+
+
+def test_the_identity_changes_with_options_and_with_the_source(tmp_path):
+    import os
+    import shutil
+
+    copy = shutil.copytree(HF / "llama", tmp_path / "m")
+    first = reshard.plan(copy, to="vllm", tp=2).identity()
+    assert reshard.plan(copy, to="vllm", tp=2).identity() == first
+    assert reshard.plan(copy, to="vllm", tp=4).identity() != first
+    assert reshard.plan(copy, to="vllm", tp=2, dtype="fp16").identity() != first
+    os.utime(copy / "model.safetensors", (1, 1))
+    assert reshard.plan(copy, to="vllm", tp=2).identity() != first
+
+
+def with_file(plan, number, **changes):
+    files = list(plan.layout.files)
+    files[number] = replace(files[number], **changes)
+    return replace(plan, layout=replace(plan.layout, files=tuple(files)))
+
+
+def with_stored(plan, number, **changes):
+    """The plan with one stored tensor of its first file changed."""
+    file = plan.layout.files[0]
+    tensors = list(file.tensors)
+    tensors[number] = Placed(replace(tensors[number].tensor, **changes), tensors[number].byte_offset)
+    return with_file(plan, 0, tensors=tuple(tensors))
+
+
+def test_a_hole_in_a_file_is_refused(plan):
+    file = plan.layout.files[0]
+    with pytest.raises(ProofFailed, match="no origins"):
+        prove(with_file(plan, 0, tensors=file.tensors[:3] + file.tensors[4:]))
+    with pytest.raises(ProofFailed):
+        prove(with_file(plan, 0, nbytes=file.nbytes + 1))
+
+
+def test_two_tensors_in_one_place_are_refused(plan):
+    file = plan.layout.files[0]
+    moved = Placed(file.tensors[-1].tensor, file.tensors[-1].byte_offset - 2)
+    with pytest.raises(ProofFailed, match="two origins"):
+        prove(with_file(plan, 0, tensors=(*file.tensors[:-1], moved)))
+
+
+def test_two_sections_in_one_place_are_refused(plan):
+    number, stored = next((i, item.tensor) for i, item in enumerate(plan.layout.files[0].tensors) if len(item.tensor.sections) == 3)
+    first, second, third = stored.sections
+    with pytest.raises(ProofFailed, match="same bytes"):
+        prove(with_stored(plan, number, sections=(first, replace(second, start=second.start - 32), third)))
+
+
+def test_a_weight_without_a_place_is_refused(plan):
+    with pytest.raises(ProofFailed, match="no place"):
+        prove(replace(plan, routes=plan.routes[1:]))
+
+
+def test_a_source_tensor_that_is_neither_used_nor_dropped_is_refused():
+    plan = reshard.plan(open_case("fsdp2"), to="hf")
+    prove(plan)
+    with pytest.raises(ProofFailed, match="accounts for"):
+        prove(replace(plan, content=replace(plan.content, drops=plan.content.drops[1:])))
+
+
+def read_back(plan, change):
+    """The target's index, as a reader would make it, with the first piece of one tensor changed."""
+    index = plan.layout.index(plan.content.shapes)
+    tensors = []
+    for tensor in index.tensors:
+        if tensor.name.endswith("layers.0.self_attn.k_proj.weight"):
+            pieces = list(tensor.pieces())
+            tensor = replace(tensor, shards=Shards.of(change(pieces)))
+        tensors.append(tensor)
+    return replace(index, tensors=tuple(tensors))
+
+
+def shifted(pieces):
+    first = pieces[0]
+    extent = first.extent
+    return [Piece(first.box, Extent(extent.path, extent.byte_offset + 2, extent.strides, extent.dtype)), *pieces[1:]]
+
+
+def exchanged(pieces):
+    """Heads exchanged between two ranks: the mistake that nobody sees."""
+    boxes = [piece.box for piece in pieces]
+    return [Piece(box, piece.extent) for box, piece in zip(reversed(boxes), pieces, strict=True)]
+
+
+def transposed(pieces):
+    return [Piece(piece.box, replace(piece.extent, strides=tuple(reversed(piece.extent.strides)))) for piece in pieces]
+
+
+def test_the_composition_with_the_own_reader_is_the_identity(plan):
+    assert compose(plan, read_back(plan, lambda pieces: pieces)).losses == ()
+
+
+@pytest.mark.parametrize("change", [shifted, exchanged, transposed])
+def test_a_reader_that_understands_otherwise_is_found(plan, change):
+    losses = compose(plan, read_back(plan, change)).losses
+    assert losses and all("k_proj" in loss for loss in losses)
+
+
+def test_a_narrowing_cast_is_no_round_trip_and_a_widening_one_is():
+    assert reshard.roundtrip(reshard.plan(HF / "llama", to="hf", dtype="fp32")).losses == ()
+    narrowed = reshard.roundtrip(reshard.plan(HF / "llama", to="hf", dtype="fp16"))
+    assert len(narrowed.losses) == 21 and "does not come back" in narrowed.losses[0]
+
+
+def test_a_section_is_a_box_of_its_weight():
+    plan = reshard.plan(HF / "qwen2", to="vllm", tp=8)
+    sections = [section for file in plan.layout.files for item in file.tensors for section in item.tensor.sections]
+    assert all(isinstance(section, Section) for section in sections)
+    assert all(Box.whole(plan.content.tensors[section.name].shape).contains(section.box) for section in sections)
