@@ -63,8 +63,9 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         print("reshard: interrupted; what is finished is kept, --resume goes on from there", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader of our output has gone, as `| head` does. That is no error; keep Python from complaining at exit.
+    except (BrokenPipeError, SystemExit):
+        # The reader of our output has gone, as `| head` does (click turns that into an exit of its own). It is no error; keep
+        # Python from complaining when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:

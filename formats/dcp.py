@@ -97,6 +97,8 @@ def _folders(files: Files) -> list[str]:
         return sorted(accelerate, reverse=True)
     if len(inner) == 1:
         return inner
+    if not inner:
+        raise CheckpointError(f"there is no {_METADATA}", where=files.root, do="Give the directory that holds it, or another --format")
     newest = max(inner, key=lambda path: [int(number) for number in re.findall(r"\d+", path)])
     raise RequestError(
         f"{len(inner)} checkpoints lie here: {', '.join(inner[:4])}{' ...' if len(inner) > 4 else ''}",

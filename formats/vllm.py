@@ -189,6 +189,8 @@ def _ranks(files: Files) -> dict[tuple[int, int], list[str]]:
 
 def _degrees(ranks: Mapping[tuple[int, int], list[str]], files: Files) -> Parallel:
     """The parallel sizes, from the numbers in the file names. Raises CheckpointError if a rank between the first and last is missing."""
+    if not ranks:
+        raise CheckpointError("no file here is called model-rank-*-part-*.safetensors", where=files.root, do="Give another --format")
     staged = {path.startswith("model-pp-") for paths in ranks.values() for path in paths}
     if len(staged) > 1:
         raise CheckpointError(

@@ -1,0 +1,232 @@
+"""The contract of the command line: words, exit codes, documents with stable keys."""
+
+import json
+import subprocess
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from command import command, reshard, tree
+from places import CASES, DCP, HF, MODELS, stored
+
+COMMANDS = ("inspect", "convert", "verify", "fingerprint", "roundtrip", "formats", "architectures")
+FSDP2 = (DCP / "fsdp2" / "checkpoint", "--model", DCP / "fsdp2" / "model")
+
+
+def model_of(case):
+    return ("--model", DCP / case / "model") if (DCP / case / "model").exists() else ()
+
+
+def test_help_lists_every_command_and_the_exit_codes():
+    shown = reshard("--help")
+    assert shown.code == 0 and all(name in shown.out for name in COMMANDS) and "130" in shown.out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name):
+    shown = reshard(name, "--help")
+    assert shown.code == 0 and shown.out.startswith(f"Usage: reshard {name}") and shown.err == ""
+
+
+def test_usage_errors_are_exit_code_2():
+    for arguments in (("nonsense",), ("convert",), ("inspect", HF / "llama", "--nonsense"), ("convert", "a", "b")):
+        result = reshard(*arguments)
+        assert result.code == 2 and result.out == "" and result.err
+
+
+@pytest.mark.parametrize("folder", [HF / model for model in MODELS] + [HF / "llama-bin", HF / "llama-sharded"], ids=lambda path: path.name)
+def test_inspect_shows_a_hugging_face_folder(folder):
+    shown = reshard("inspect", folder)
+    assert shown.code == 0 and "parameters" in shown.out and "model.layers." in shown.out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_inspect_shows_a_training_checkpoint(case):
+    shown = reshard("inspect", DCP / case / "checkpoint", *model_of(case))
+    assert shown.code == 0 and "dcp" in shown.out and "weight" in shown.out
+
+
+def test_inspect_says_roles_sharding_and_the_run():
+    out = reshard("inspect", *FSDP2).out
+    for words in ("llama, 61,728 parameters: 2 layers", "moment1", "moment2", "step", "4 along axis 0", "model.layers.{0..1}."):
+        assert words in out
+
+
+def test_inspect_shows_which_file_holds_which_box():
+    out = reshard("inspect", *FSDP2, "--tensor", "*embed_tokens*").out
+    assert "[0:63, 0:32]" in out and "__0_0.distcp" in out and "lm_head" not in out
+    result = reshard("inspect", *FSDP2, "--tensor", "nonsense")
+    assert result.code == 2 and "nonsense" in result.err
+
+
+def test_inspects_document_has_stable_keys():
+    document = reshard("inspect", *FSDP2, "--json").document
+    assert list(document) == [
+        "path", "format", "detected_by", "producer", "version", "step", "parallel", "model_type", "architecture_known", "parameters",
+        "bytes", "files", "roles", "tensors", "objects", "notes",
+    ]  # fmt: skip
+    assert document["format"] == "dcp" and document["parameters"] == 61728 and len(document["files"]) == 4
+    assert list(document["tensors"][0]) == ["name", "role", "dtype", "shape", "bytes", "sharding", "pieces"]
+    assert list(document["tensors"][0]["pieces"][0]) == ["file", "offsets", "sizes", "replica"]
+    assert sum(np.prod(piece["sizes"]) for t in document["tensors"] if t["role"] == "weight" for piece in t["pieces"]) == 61728
+
+
+def test_a_dry_run_shows_each_rank_and_writes_nothing(tmp_path):
+    shown = reshard("convert", *FSDP2[:1], tmp_path / "out", *FSDP2[1:], "--to", "vllm", "--tp", 4, "--dry-run", "--dtype", "fp16")
+    assert shown.code == 0 and not (tmp_path / "out").exists()
+    for words in (
+        "model-rank-3-part-0.safetensors",
+        "6..7",
+        "192..249",
+        "cast",
+        "21 tensors from BF16 to F16",
+        "21 moment1",
+        "optimizer state",
+        "proven",
+    ):
+        assert words in shown.out
+    line = next(line for line in shown.out.splitlines() if "model-rank-3" in line)
+    assert line.split()[-1] == "6", "250 rows are padded to 256"
+
+
+def test_converts_document_has_stable_keys(tmp_path):
+    arguments = ("convert", HF / "llama", tmp_path / "out", "--to", "vllm", "--tp", 2, "--json")
+    planned, done = reshard(*arguments, "--dry-run").document, reshard(*arguments).document
+    keys = ["source", "target", "totals", "files", "sidecars", "tensors", "dropped", "tasks", "notes", "ranks"]
+    assert list(planned) == keys and list(done) == [*keys, "path", "fingerprint", "seconds"]
+    assert [rank["query_heads"] for rank in done["ranks"]] == [[0, 4], [4, 8]] and [rank["padding_rows"] for rank in done["ranks"]] == [
+        0,
+        6,
+    ]
+    assert done["fingerprint"] == reshard("fingerprint", HF / "llama", "--json").document["fingerprint"]
+    assert {file["path"]: file["bytes"] for file in done["files"]} == {
+        path.name: path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")
+    }
+
+
+def test_the_companions_go_along(tmp_path):
+    (tmp_path / "m").mkdir()
+    for name, content in tree(HF / "llama").items():
+        (tmp_path / "m" / name).write_bytes(content)
+    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    (tmp_path / "m" / "optimizer.pt").write_text("no")
+    assert reshard("convert", tmp_path / "m", tmp_path / "out", "--to", "vllm", "--tp", 2).code == 0
+    found = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "reshard.json"} <= found and "optimizer.pt" not in found
+    assert (tmp_path / "out" / "config.json").read_bytes() == (HF / "llama" / "config.json").read_bytes()
+
+
+def test_only_what_is_asked_for_is_cast_and_as_torch_casts(tmp_path):
+    assert (
+        reshard(
+            "convert", HF / "llama", tmp_path / "out", "--to", "hf", "--dtype", "fp8", "--keep-dtype", "*norm*", "--keep-dtype", "lm_head*"
+        ).code
+        == 0
+    )
+    before = safetensors.torch.load_file(HF / "llama" / "model.safetensors")
+    after = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in before.items():
+        expected = tensor if "norm" in name or "lm_head" in name else tensor.to(torch.float8_e4m3fn)
+        assert after[name].dtype == expected.dtype
+        assert torch.equal(after[name].view(torch.uint8), expected.view(torch.uint8)), name
+    result = reshard("convert", HF / "llama", tmp_path / "x", "--to", "hf", "--dtype", "int8")
+    assert result.code == 2 and "--dtype int8" in result.err
+
+
+def test_names_are_chosen_by_globs(tmp_path):
+    assert reshard("convert", HF / "llama", tmp_path / "out", "--to", "hf", "--include", "*.layers.1.*", "--exclude", "*mlp*").code == 0
+    names = set(stored(tmp_path / "out" / "model.safetensors"))
+    assert names == {n for n in stored(HF / "llama" / "model.safetensors") if ".layers.1." in n and "mlp" not in n}
+    result = reshard("convert", HF / "llama", tmp_path / "x", "--to", "hf", "--include", "nonsense")
+    assert result.code == 2 and "no tensor is left" in result.err.lower()
+
+
+def test_masters_are_refused_where_there_are_none(tmp_path):
+    result = reshard("convert", *FSDP2[:1], tmp_path / "x", *FSDP2[1:], "--to", "hf", "--weights", "master")
+    assert result.code == 2 and "no full-precision masters" in result.err
+    assert reshard("fingerprint", *FSDP2, "--weights", "model").code == 0
+
+
+def test_one_fingerprint_for_the_same_weights_in_any_layout(tmp_path):
+    expected = reshard("fingerprint", *FSDP2, "--json").document["fingerprint"]
+    for number, options in enumerate(
+        (("hf",), *(("vllm", "--tp", tp) for tp in (1, 2, 4, 8)), ("vllm", "--tp", 2, "--pp", 2), ("hf", "--max-shard-size", "20kB"))
+    ):
+        target = tmp_path / str(number)
+        assert reshard("convert", FSDP2[0], target, *FSDP2[1:], "--to", *options).code == 0
+        assert reshard("fingerprint", target).out == f"{expected}  {target}\n"
+        assert json.loads((target / "reshard.json").read_text())["fingerprint"] == expected
+
+
+def test_verify_tells_equal_from_different(tmp_path):
+    same = reshard("verify", HF / "llama", HF / "llama-bin")
+    assert same.code == 0 and same.out.startswith("equal: 21 tensors")
+    different = reshard("verify", HF / "llama", HF / "qwen3")
+    assert different.code == 1 and "q_norm" in different.out
+    document = reshard("verify", HF / "llama", HF / "qwen3", "--json").document
+    assert list(document) == ["equal", "tensors", "bytes", "differences"] and not document["equal"]
+    assert list(document["differences"][0]) == ["name", "kind", "detail"]
+
+
+def test_verify_casts_only_when_told(tmp_path):
+    assert reshard("convert", HF / "llama", tmp_path / "half", "--to", "vllm", "--tp", 2, "--dtype", "fp16").code == 0
+    assert reshard("verify", HF / "llama", tmp_path / "half").code == 1
+    assert reshard("verify", HF / "llama", tmp_path / "half", "--cast").code == 0
+
+
+def test_verify_takes_one_sides_config_for_both(tmp_path):
+    case = DCP / "fsdp2-tied"
+    assert reshard("convert", case / "checkpoint", tmp_path / "out", "--to", "vllm", "--tp", 2, "--model", case / "model").code == 0
+    assert reshard("verify", case / "checkpoint", tmp_path / "out").code == 0
+    assert reshard("verify", tmp_path / "out", case / "checkpoint", "--model", case / "model").code == 0
+
+
+@pytest.mark.parametrize("how", [(), ("--materialize",)])
+def test_a_round_trip_is_lossless_and_says_how_it_knows(how):
+    shown = reshard("roundtrip", *FSDP2, "--to", "vllm", "--tp", 8, *how)
+    assert shown.code == 0 and shown.out.startswith("lossless: 21 tensors") and ("converted" in shown.out) == bool(how)
+    document = reshard("roundtrip", *FSDP2, "--to", "vllm", "--tp", 8, *how, "--json").document
+    assert list(document) == ["lossless", "materialized", "tensors", "boxes", "bytes", "losses"] and document["lossless"]
+
+
+@pytest.mark.parametrize("how", [(), ("--materialize",)])
+def test_a_lossy_round_trip_is_exit_code_1(how):
+    shown = reshard("roundtrip", HF / "llama", "--to", "hf", "--dtype", "fp8", *how)
+    assert shown.code == 1 and "F8_E4M3" in shown.out
+
+
+def test_formats_and_architectures_are_listed():
+    assert reshard("formats", "--json").document[0].keys() == {"name", "reads", "writes", "summary"}
+    assert {"llama", "mistral", "qwen2", "qwen3"} <= set(reshard("architectures").out.split())
+
+
+def test_a_format_can_be_named_and_must_fit():
+    assert reshard("inspect", HF / "llama", "--format", "hf").code == 0
+    for name in ("dcp", "vllm", "nonsense"):
+        assert reshard("inspect", HF / "llama", "--format", name).code == 2
+
+
+def test_workers_and_memory_are_bounds(tmp_path):
+    for number, options in enumerate((("--workers", 1), ("--workers", 5), ("--memory", "32MiB"))):
+        assert reshard("convert", HF / "llama", tmp_path / str(number), "--to", "vllm", *options).code == 0
+    result = reshard("convert", HF / "llama", tmp_path / "x", "--to", "vllm", "--memory", "1MiB")
+    assert result.code == 2 and "8,388,608" in result.err and not (tmp_path / "x").exists()
+    assert reshard("convert", HF / "llama", tmp_path / "x", "--to", "vllm", "--memory", "much").code == 2
+
+
+def test_an_error_is_one_paragraph_and_debug_adds_the_traceback(tmp_path):
+    plain = reshard("inspect", tmp_path / "absent")
+    assert plain.code == 2 and plain.err.count("\n") == 1 and "Traceback" not in plain.err
+    assert "Traceback" in reshard("--debug", "inspect", tmp_path / "absent").err
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    process = subprocess.Popen(command("inspect", *FSDP2, "--json"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 0
+
+
+def test_progress_is_on_a_terminal_or_when_asked_for(tmp_path):
+    assert reshard("convert", HF / "llama", tmp_path / "a", "--to", "hf").err == ""
+    assert "100%" in reshard("convert", HF / "llama", tmp_path / "b", "--to", "hf", "--progress").err
