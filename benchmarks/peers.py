@@ -1,0 +1,91 @@
+"""What torch and accelerate do on the same work, and the checkpoints that they do it on. Runs in an environment with both.
+
+    python peers.py save-dcp HF_DIR DCP_DIR           4 ranks save the weights of HF_DIR as an FSDP2 run does
+    python peers.py save-hf-shards HF_DIR DIR         the same through torch's HuggingFaceStorageWriter
+    python peers.py dcp_to_torch_save DCP_DIR OUT
+    python peers.py accelerate-merge DCP_DIR OUT
+    python peers.py hf-consolidation DIR OUT
+
+Environment: pip install torch==2.13.0 (CPU) accelerate safetensors transformers.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+RANKS = 4
+
+
+def _rank(rank: int, source: str, target: str, kind: str) -> None:
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from safetensors import safe_open
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT="29611")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
+    state = {}
+    with safe_open(Path(source) / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            part = file.get_slice(name)
+            rows = part.get_shape()[0]
+            size = -(-rows // RANKS)
+            local = part[min(rows, rank * size) : min(rows, (rank + 1) * size)].clone()
+            shape = torch.Size(part.get_shape())
+            stride = torch.empty(shape, device="meta").stride()
+            state[name] = DTensor.from_local(local, mesh, [Shard(0)], shape=shape, stride=stride, run_check=False)
+    if kind == "dcp":
+        dcp.save({"model": state}, checkpoint_id=target)
+    else:
+        from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+        dcp.save(state, storage_writer=HuggingFaceStorageWriter(target, save_distributed=True))
+    dist.barrier()
+    os._exit(0)
+
+
+def save(source: str, target: str, kind: str) -> None:
+    import torch.multiprocessing as multiprocessing
+
+    multiprocessing.spawn(_rank, (source, target, kind), nprocs=RANKS)
+
+
+def _names(path: Path) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
+
+
+def main() -> None:
+    job, source, target = sys.argv[1:4]
+    if job == "save-dcp":
+        save(source, target, "dcp")
+    elif job == "save-hf-shards":
+        save(source, target, "hf")
+    elif job == "dcp_to_torch_save":
+        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+        dcp_to_torch_save(source, target)
+    elif job == "accelerate-merge":
+        from accelerate.utils import merge_fsdp_weights
+
+        merge_fsdp_weights(source, target)
+    elif job == "hf-consolidation":
+        from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+        os.makedirs(target, exist_ok=True)
+        names = [name for path in Path(source).glob("*.safetensors") for name in _names(path)]
+        # Three files of about equal size: its threads share the work by output file.
+        mapping = {name: 1 + 3 * i // len(set(names)) for i, name in enumerate(sorted(set(names)))}
+        consolidate_safetensors_files(source, target, fqn_to_index_mapping=mapping, num_threads=2)
+    else:
+        raise SystemExit(__doc__)
+
+
+if __name__ == "__main__":
+    main()

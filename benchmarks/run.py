@@ -1,0 +1,142 @@
+"""How fast and how small: reshard against `cp` of the same bytes, and against what torch and accelerate offer, in one run.
+
+    python benchmarks/run.py [--size 4] [--memory-sizes 1,4,8] [--pairs 5] [--work DIR] [--peers PYTHON]
+
+Every measurement is of a whole process, its start included. `cp` and reshard take turns, on a warm cache; `cp` is followed by a
+`sync` of the copies, because reshard syncs what it writes. The ratio is taken pair by pair; its median counts. PYTHON is an interpreter
+with torch and accelerate (peers.py says how to make one); without it the peers and the cases that start from their files are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from synthetic import llama, write_hugging_face
+
+HERE = Path(__file__).resolve().parent
+RESHARD = [sys.executable, "-m", "reshard"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One process: wall seconds, and its own or its largest child's peak resident memory in MB."""
+
+    seconds: float
+    megabytes: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=float, default=4, help="GB of the checkpoint that is timed")
+    parser.add_argument("--memory-sizes", default="1,4,8", help="GB of the checkpoints whose peak memory is measured")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--work", type=Path, default=None)
+    parser.add_argument("--peers", help="a Python with torch and accelerate")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="reshard-benchmark-", dir=options.work) as work:
+        speed(Path(work), options.size, options.pairs, options.peers)
+        memory(Path(work), [float(size) for size in options.memory_sizes.split(",")])
+
+
+def speed(work: Path, gigabytes: float, pairs: int, peers: str | None) -> None:
+    hf, sharded, dcp, parts, out = (work / name for name in ("hf", "tp8", "dcp", "parts", "out"))
+    write_hugging_face(llama(gigabytes), hf)
+    measured([*RESHARD, "convert", hf, sharded, "--to", "vllm", "--tp", "8"])
+    cases = [("hf -> vllm tp8", hf, ["--to", "vllm", "--tp", "8"]), ("vllm tp8 -> vllm tp4", sharded, ["--to", "vllm", "--tp", "4"])]
+    if peers:
+        measured([peers, HERE / "peers.py", "save-dcp", hf, dcp])
+        cases.append(("dcp -> hf", dcp, ["--to", "hf", "--model", hf]))
+    print(
+        f"\n| {gigabytes:g} GB, {pairs} pairs | reshard s | cp + sync s | ratio (min..max) | peak MB |\n|---|---|---|---|---|", flush=True
+    )
+    medians = {}
+    for name, source, arguments in cases:
+        found = in_turn(source, out, [*RESHARD, "convert", source, out, *arguments], pairs)
+        ratios = sorted(ours.seconds / copied.seconds for ours, copied in found)
+        medians[name] = statistics.median(ours.seconds for ours, _ in found)
+        print(
+            f"| {name} | {medians[name]:.2f} | {statistics.median(copied.seconds for _, copied in found):.2f} "
+            f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f}..{ratios[-1]:.2f}) | {max(ours.megabytes for ours, _ in found):.0f} |",
+            flush=True,
+        )
+    if peers:
+        measured([peers, HERE / "peers.py", "save-hf-shards", hf, parts])
+        print("\n| the same weights into whole files | s | x reshard | peak MB |\n|---|---|---|---|")
+        print(f"| reshard (dcp -> hf) | {medians['dcp -> hf']:.2f} | 1.0 | |", flush=True)
+        for job, source in (("hf-consolidation", parts), ("dcp_to_torch_save", dcp), ("accelerate-merge", dcp)):
+            found = []
+            for _ in range(3):
+                found.append(
+                    measured([peers, HERE / "peers.py", job, source, out if job != "dcp_to_torch_save" else out.with_suffix(".pt")])
+                )
+                remove(out)
+                out.with_suffix(".pt").unlink(missing_ok=True)
+            best = min(run.seconds for run in found)
+            print(f"| {job} | {best:.2f} | {best / medians['dcp -> hf']:.1f} | {max(run.megabytes for run in found):.0f} |", flush=True)
+    for folder in (hf, sharded, dcp, parts):
+        remove(folder)
+
+
+def in_turn(source: Path, out: Path, command: list[object], pairs: int) -> list[tuple[Run, Run]]:
+    """Pairs of (reshard, cp + sync) on a warm cache; one pair before them is not counted."""
+    found = []
+    for _ in range(pairs + 1):
+        ours = measured(command)
+        remove(out)
+        copied = measured(["sh", "-c", 'cp -r "$0" "$1" && sync "$1"/*', source, out])
+        remove(out)
+        found.append((ours, copied))
+    return found[1:]
+
+
+def memory(work: Path, sizes: list[float]) -> None:
+    print("\n| peak MB, torch not imported | hf -> vllm tp8 | vllm tp8 -> tp4 | fingerprint |\n|---|---|---|---|", flush=True)
+    for gigabytes in sizes:
+        hf, tp8, tp4 = (work / name for name in ("hf", "tp8", "tp4"))
+        write_hugging_face(llama(gigabytes), hf)
+        runs = [
+            measured([*RESHARD, "convert", hf, tp8, "--to", "vllm", "--tp", "8"]),
+            measured([*RESHARD, "convert", tp8, tp4, "--to", "vllm", "--tp", "4"]),
+            measured([*RESHARD, "fingerprint", tp4]),
+        ]
+        print(f"| {gigabytes:g} GB | " + " | ".join(f"{run.megabytes:.0f}" for run in runs) + " |", flush=True)
+        for folder in (hf, tp8, tp4):
+            remove(folder)
+
+
+# A process's peak memory counts from before its exec, when it still was a copy of its parent: so a small parent starts it.
+_MEASURE = """
+import json, os, sys, time
+began = time.monotonic()
+pid = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ, file_actions=[(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)])
+_, status, usage = os.wait4(pid, 0)
+print(json.dumps([os.waitstatus_to_exitcode(status), time.monotonic() - began, usage.ru_maxrss * 1024 / 1e6]))
+"""
+
+
+def measured(command: list[object]) -> Run:
+    """Run a process to its end; its time and memory as the operating system accounts for them."""
+    words = [sys.executable, "-S", "-E", "-c", _MEASURE, *map(str, command)]
+    found = subprocess.run(words, capture_output=True, text=True, check=True)
+    code, seconds, megabytes = json.loads(found.stdout)
+    if code:
+        raise SystemExit(f"{command} failed:\n{found.stderr[-3000:]}")
+    return Run(seconds, megabytes)
+
+
+def remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.sync()
+
+
+if __name__ == "__main__":
+    main()

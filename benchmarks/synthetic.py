@@ -1,0 +1,59 @@
+"""Large checkpoints to measure on: real formats and shapes, random bytes, made without holding a model in memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from reshard.architecture import Model, find_model
+from reshard.containers import safetensors
+from reshard.dtypes import from_safetensors
+
+_CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+_POOL = 64 << 20
+
+
+def llama(gigabytes: float) -> Model:
+    """A model with the layers of Llama-3.1-8B, as many as come nearest to so many GB of bfloat16."""
+    sizes = [_nbytes(_model(layers)) for layers in (1, 2)]
+    layer = sizes[1] - sizes[0]
+    return _model(max(1, round((gigabytes * 1e9 - sizes[0] + layer) / layer)))
+
+
+def write_hugging_face(model: Model, folder: Path) -> None:
+    """One safetensors file and its config."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(dict(model.config), indent=2))
+    dtype = from_safetensors("BF16", where="synthetic")
+    frame = safetensors.frame([(w.name, dtype, w.shape) for w in model.weights.values()], {"format": "pt"})
+    pool = np.random.default_rng(0).integers(0, 256, _POOL + 8191, dtype=np.uint8).tobytes()
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(frame.header)
+        left, turn = frame.nbytes - len(frame.header), 0
+        while left:
+            start = (turn * 997) % 8191  # every stretch is another one, so that no tensor equals another
+            file.write(pool[start : start + min(left, _POOL)])
+            left, turn = left - min(left, _POOL), turn + 1
+
+
+def _model(layers: int) -> Model:
+    model = find_model({**_CONFIG, "num_hidden_layers": layers})
+    assert model is not None
+    return model
+
+
+def _nbytes(model: Model) -> int:
+    return sum(2 * int(np.prod(weight.shape)) for weight in model.weights.values())
