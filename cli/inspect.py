@@ -120,8 +120,9 @@ def _show_checkpoint(opened: Checkpoint) -> None:
     rows = [(r.role, r.dtype, r.tensors, r.elements, nbytes_text(r.nbytes)) for r in summaries.roles(index)]
     show(table(rows, ("role", "dtype", "tensors", "elements", "bytes")))
     show()
-    named = [(g.name, g.role, g.dtype, shape_text(g.shape), g.sharding, g.count) for g in summaries.groups(index.tensors)]
-    show(table(named, ("tensor", "role", "dtype", "shape", "cut", "times")))
+    groups = summaries.groups(index.tensors)
+    named = [(g.name, g.count, g.role, g.dtype, shape_text(g.shape), g.sharding, g.state) for g in groups]
+    show(table(named, ("tensor", "times", "role", "dtype", "shape", "cut", "with" if any(g.state for g in groups) else "")))
 
 
 def _model_text(opened: Checkpoint) -> str:

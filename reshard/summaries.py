@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from reshard.architecture import Model
@@ -27,13 +27,17 @@ class RoleSummary:
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Tensors that differ by their numbers only: the same weight in every layer."""
+    """Tensors that differ by the numbers in their names only: the same weight in every layer.
+
+    `state` tells what the optimizer keeps of the same shape and cut, such as "moment1, moment2 (F32)".
+    """
 
     name: str
     role: str
     dtype: str
     shape: tuple[int, ...]
     sharding: str
+    state: str
     count: int
 
 
@@ -68,18 +72,41 @@ def parameters(content: Canonical) -> int:
     return sum(tensor.elements for tensor in content.tensors.values())
 
 
-def groups(tensors: tuple[Tensor, ...]) -> tuple[TensorGroup, ...]:
-    """The tensors with the numbers in their names taken together: `layers.{0..31}` where only the number differs."""
-    found: dict[tuple[object, ...], list[Tensor]] = {}
+def groups(tensors: Iterable[Tensor]) -> tuple[TensorGroup, ...]:
+    """The tensors with the numbers in their names taken together, and with what an optimizer keeps of each; weights first.
+
+    Of step counts, one per weight and all alike, there is one group.
+    """
+    by_name: dict[str, list[Tensor]] = {}
     for tensor in tensors:
-        key = (re.sub(r"\d+", "#", tensor.name), tensor.role, tensor.dtype, tensor.shape, sharding_text(tensor))
-        found.setdefault(key, []).append(tensor)
-    return tuple(
-        TensorGroup(
-            _common_name([t.name for t in same]), same[0].role, same[0].dtype.name, same[0].shape, sharding_text(same[0]), len(same)
-        )
-        for same in found.values()
-    )
+        by_name.setdefault(tensor.name, []).append(tensor)
+    found: dict[tuple[object, ...], list[Tensor]] = {}
+    for same_name in by_name.values():
+        for first, state in _with_state(same_name):
+            pattern = first.role if first.role == "step" else re.sub(r"\d+", "#", first.name)
+            found.setdefault((pattern, first.role, first.dtype, first.shape, sharding_text(first), state), []).append(first)
+    rows = [
+        TensorGroup(_group_name(same), same[0].role, same[0].dtype.name, same[0].shape, sharding_text(same[0]), str(key[-1]), len(same))
+        for key, same in found.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: row.role != "weight"))
+
+
+def _with_state(same_name: list[Tensor]) -> Iterator[tuple[Tensor, str]]:
+    """The weight of a name with the roles of what has its shape and cut; and what has not, by itself."""
+    first = next((tensor for tensor in same_name if tensor.role == "weight"), same_name[0])
+    form = first.shape, sharding_text(first)
+    alike = [t for t in same_name if t is not first and t.role != "step" and (t.shape, sharding_text(t)) == form]
+    by_dtype: dict[str, list[str]] = {}
+    for tensor in alike:
+        by_dtype.setdefault(tensor.dtype.name, []).append(tensor.role)
+    yield first, "; ".join(f"{', '.join(roles)} ({dtype})" for dtype, roles in by_dtype.items())
+    known = {id(tensor) for tensor in (first, *alike)}
+    yield from ((tensor, "") for tensor in same_name if id(tensor) not in known)
+
+
+def _group_name(same: list[Tensor]) -> str:
+    return "(of each weight)" if same[0].role == "step" and len(same) > 1 else _common_name([tensor.name for tensor in same])
 
 
 def _common_name(names: list[str]) -> str:

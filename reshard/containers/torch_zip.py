@@ -48,8 +48,9 @@ class StoredTensor:
 def read(files: Files, path: str, *, start: int = 0, nbytes: int | None = None) -> Any:
     """The root object of a torch.save file, or of the byte range of a file that is one.
 
-    Tensors and Parameters are StoredTensors. Subclasses are Inerts with the subclass's own `state`: one that wraps other tensors
-    (ShardedTensor, DTensor) has the `args` of _rebuild_wrapper_subclass, any other has its StoredTensor as its only one. Other objects are plain values and Inerts.
+    Tensors and Parameters are StoredTensors. Subclasses are Inerts with the subclass's own `state`: one that wraps other
+    tensors (ShardedTensor, DTensor) has the `args` of _rebuild_wrapper_subclass, any other has its StoredTensor as its only
+    one. Other objects are plain values and Inerts.
     Raises: CheckpointError, saying what the file looks like if it is none of torch's.
     """
     source = Range(files, path, start, nbytes)
