@@ -72,7 +72,14 @@ _BY_STORAGE = {dtype.storage: dtype for dtype in _TABLE}
 _BY_USER = (
     _BY_TORCH
     | {dtype.name.lower(): dtype for dtype in _TABLE}
-    | {"fp32": _BY_NAME["F32"], "fp16": _BY_NAME["F16"], "fp8": _BY_NAME["F8_E4M3"]}
+    | {
+        "fp32": _BY_NAME["F32"],
+        "fp16": _BY_NAME["F16"],
+        "fp64": _BY_NAME["F64"],
+        "fp8": _BY_NAME["F8_E4M3"],
+        "fp8_e4m3": _BY_NAME["F8_E4M3"],
+        "fp8_e5m2": _BY_NAME["F8_E5M2"],
+    }
 )
 
 

@@ -17,14 +17,14 @@ from reshard.errors import RequestError
 from reshard.outputs import Staging
 
 # Short, so that the disk works while blocks are still being copied: with 5 s the last sync alone took a third of the time of a
-# 2 GB conversion; a sync that takes longer than this simply delays the next one.
-SECONDS_BETWEEN_SYNCS = 0.2
+# 2 GB conversion. A sync that takes longer than this simply delays the next one.
+SECONDS_BETWEEN_SYNCS = 1.0
 
 BlockKey = tuple[int, int]
 
 
 class Journal:
-    """Appends what is finished, several times a second, from a thread of its own."""
+    """Appends what is finished, every second or so, from a thread of its own."""
 
     def __init__(self, staging: Staging, identity: str, replaces: tuple[str, ...], *, resumed: bool) -> None:
         self._staging = staging
