@@ -79,7 +79,9 @@ class HuggingFace:
         if extra:
             notes.append(f"{len(extra)} tensors are in the files but not in the index, such as {extra[0]}; they are read")
         stored = tuple(StoredFile(path, files.size(path) or 0) for path in paths)
-        facts = RunFacts(producer=_producer(files, paths[0]), config=hints.config, notes=tuple(notes))
+        facts = RunFacts(
+            producer="safetensors" if paths[0].endswith(_SAFETENSORS) else "torch.save", config=hints.config, notes=tuple(notes)
+        )
         return Index(self.name, tuple(found.values()), stored, facts, objects=tuple(objects))
 
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
@@ -211,12 +213,6 @@ def _state_dict(files: Files, path: str, objects: list[str]) -> Iterator[tuple[s
             yield str(name), value
         else:
             objects.append(str(name))
-
-
-def _producer(files: Files, path: str) -> str | None:
-    if not path.endswith(_SAFETENSORS):
-        return "torch.save"
-    return "safetensors"
 
 
 def _in_model_order(content: Canonical) -> list[str]:

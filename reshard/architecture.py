@@ -59,10 +59,6 @@ class Architecture:
         kept = tuple(weight for weight in self.weights if weight.name not in names)
         return replace(self, model_type=model_type, weights=kept + weights)
 
-    def minus(self, *names: str, model_type: str) -> Architecture:
-        """This architecture without the weights of those names."""
-        return replace(self, model_type=model_type, weights=tuple(w for w in self.weights if w.name not in names))
-
     def called(self, model_type: str) -> Architecture:
         """The same under another name."""
         return replace(self, model_type=model_type)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 from types import EllipsisType
 
 
@@ -89,12 +89,6 @@ class Box:
         if rest:
             raise ValueError(f"axis {axis} of {self.sizes} does not divide by {parts}")
         return tuple(self.narrow(axis, i * size, (i + 1) * size) for i in range(parts))
-
-    def chunk(self, axis: int, parts: int) -> tuple[Box, ...]:
-        """`parts` slices as torch.chunk makes them: ceil(n / parts) each, the last ones smaller or empty."""
-        size = -(-self.sizes[axis] // parts)
-        cuts = [min(self.sizes[axis], i * size) for i in range(parts + 1)]
-        return tuple(self.narrow(axis, start, stop) for start, stop in pairwise(cuts))
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.offsets, self.stops, strict=True)) + "]"

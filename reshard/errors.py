@@ -20,11 +20,6 @@ class ReshardError(Exception):
         head = f"{self.where}: {self.what}" if self.where else self.what
         return printable(" ".join(_sentence(part) for part in (head, self.why, self.do) if part))
 
-    def at(self, where: str) -> ReshardError:
-        """The same error, told with the place where it happened in front of the place it names already."""
-        self.where = f"{where}: {self.where}" if self.where else where
-        return self
-
 
 class CheckpointError(ReshardError):
     """The files do not hold what a whole checkpoint of their format holds."""

@@ -56,11 +56,6 @@ class Staging:
             if present[path] is None:
                 self._create(path, size)
 
-    def is_committed(self, path: str) -> bool:
-        """Whether a file has its final name already: an earlier run was stopped while committing."""
-        final = self.root / path
-        return not (self.work / path).exists() and final.exists() and final.stat().st_size == self._sizes[path]
-
     def write(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Put bytes into a file that is not yet committed. Raises RequestError if the disk is full."""
         assert self._descriptors is not None

@@ -20,11 +20,6 @@ class Parallel:
             if getattr(self, name) < 1:
                 raise RequestError(f"--{name} {getattr(self, name)}: a parallel size is 1 or more")
 
-    @property
-    def world(self) -> int:
-        """The number of ranks; expert parallelism shares the tensor-parallel ones."""
-        return self.tp * self.pp
-
     def __str__(self) -> str:
         return " ".join(f"{name.upper()} {size}" for name in ("tp", "pp", "ep") if (size := getattr(self, name)) > 1) or "one rank"
 

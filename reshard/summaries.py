@@ -127,11 +127,6 @@ def _range_text(numbers: list[int]) -> str:
     return "{" + ",".join(map(str, numbers[:6])) + (",..." if len(numbers) > 6 else "") + "}"
 
 
-def shardings(index: Index) -> tuple[tuple[str, int], ...]:
-    """How the tensors are cut, the most frequent first, with how many tensors are cut so."""
-    return tuple(Counter(sharding_text(tensor) for tensor in index.tensors).most_common())
-
-
 def ranks(plan: Plan) -> tuple[RankSummary, ...]:
     """What each rank of a target holds; a target that is not split has one entry for all its files."""
     by_rank: dict[tuple[tuple[str, int], ...], list[TargetFile]] = {}

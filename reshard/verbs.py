@@ -311,8 +311,3 @@ def _replaceable(root: Path, made: Plan, *, resume: bool, overwrite: bool) -> tu
         )
     carried = [name for name in entries if any(fnmatchcase(name, glob) for glob in (*CARRIED, CONFIG, MANIFEST))]
     return tuple(weights + carried)
-
-
-def whole_bytes(content: Canonical) -> int:
-    """How many bytes the chosen weights have."""
-    return sum(tensor.nbytes for tensor in content.tensors.values())

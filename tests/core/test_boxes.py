@@ -43,14 +43,6 @@ def test_intersection_holds_what_both_hold(data, shape):
         assert (marks[shared.index] == 2).all() and a.contains(shared) and b.contains(shared)
 
 
-@given(st.integers(0, 40), st.integers(1, 9))
-def test_chunk_is_torch_chunk_with_empty_ranks(size, parts):
-    box = Box((0, 0), (size, 3))
-    ceiling = math.ceil(size / parts)
-    expected = [max(0, min(size, ceiling * (i + 1)) - min(size, ceiling * i)) for i in range(parts)]
-    assert [part.sizes[0] for part in box.chunk(0, parts)] == expected
-
-
 @pytest.mark.parametrize("most", [1, 2, 7, 30, 1000])
 @given(shapes(max_dims=4, most=6))
 def test_blocks_are_contiguous_cover_in_order_and_are_small(most, shape):
