@@ -117,6 +117,21 @@ def test_what_is_finished_is_not_done_again(plan, tmp_path, after, monkeypatch):
     assert tree(target) == tree(whole) and printed.root == reshard.fingerprint(HF / "llama").root
 
 
+def test_a_block_is_noted_only_after_its_bytes_are_on_the_disk(plan, tmp_path, monkeypatch):
+    from reshard.engine.journal import Journal
+    from reshard.outputs import Staging
+
+    happened = []
+    sync, append = Staging.sync, Journal._append
+    monkeypatch.setattr(Staging, "sync", lambda self: (happened.append("sync"), sync(self))[1])
+    monkeypatch.setattr(
+        Journal, "_append", lambda self, record: (happened.append("blocks" if "blocks" in record else "head"), append(self, record))[1]
+    )
+    stopped(plan, tmp_path / "out", 5)
+    assert happened[0] == "head" and "blocks" in happened
+    assert all(happened[i - 1] == "sync" for i, what in enumerate(happened) if what == "blocks")
+
+
 def test_a_torn_last_line_of_the_journal_is_harmless(plan, tmp_path):
     stopped(plan, tmp_path / "out", 5)
     journal = tmp_path / "out" / ".reshard" / "journal.jsonl"

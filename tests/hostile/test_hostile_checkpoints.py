@@ -102,6 +102,24 @@ def test_a_chunk_beyond_its_tensor(dcp, tmp_path):
     refused(dcp, tmp_path, EMBEDDING, "200", options=("--model", MODEL))
 
 
+def test_entries_of_another_shape_than_the_metadata_says(dcp, tmp_path):
+    """As many elements, cut otherwise: the files of one save under the .metadata of another."""
+    name = "model.model.layers.0.self_attn.q_proj.weight"
+
+    def change(metadata):
+        item = metadata.state_dict_metadata[name]
+        rows, columns = item.size
+        item.size = torch.Size([rows // 2, columns * 2])
+        for i, chunk in enumerate(list(item.chunks)):
+            offsets = torch.Size([chunk.offsets[0] // 2, 0])
+            item.chunks[i] = ChunkStorageMetadata(offsets, torch.Size([chunk.sizes[0] // 2, columns * 2]))
+            info = metadata.storage_data.pop(MetadataIndex(name, chunk.offsets))
+            metadata.storage_data[MetadataIndex(name, offsets)] = info
+
+    edited(dcp / ".metadata", change)
+    refused(dcp, tmp_path, name, "[64, 32]", "[32, 64]", "different saves", to=("hf",))
+
+
 @pytest.mark.parametrize("path", ["../outside.distcp", "/etc/hostname"])
 def test_a_storage_path_that_leaves_the_directory(dcp, tmp_path, path):
     (tmp_path / "outside.distcp").write_bytes(bytes(1 << 20))
