@@ -31,7 +31,7 @@ from reshard.model_files import ModelFiles, read_json
 from reshard.parallel import ONE_RANK
 from reshard.plans import Target
 
-_SAFETENSORS, _PICKLES = ".safetensors", (".bin", ".pt", ".pth")
+_SAFETENSORS = ".safetensors"
 _INDEX = "model.safetensors.index.json"
 # Pre-sharded weights of a serving engine and of distributed savers end in .safetensors, too, but hold parts of tensors.
 _NOT_OURS = re.compile(r"(model-rank-\d+-part-|model-pp-\d+-tp-\d+-part-|shard-\d+-model-|rank\d+\.safetensors$)")
@@ -113,9 +113,7 @@ def _weight_files(files: Files) -> list[str]:
     """The files of the folder that may hold whole tensors; safetensors if there are any, else pickles."""
     listing = [path for path in files.list() if not path.endswith("/")]
     found = [path for path in listing if path.endswith(_SAFETENSORS) and not _NOT_OURS.match(path)]
-    if found or len(listing) == 1:
-        return found or [path for path in listing if path.endswith(_PICKLES)]
-    return [
+    return found or [
         path
         for path in listing
         if path.endswith(".bin") and re.match(r"(pytorch_model|adapter_model|model)[-.\w]*\.bin$", path) and "fsdp" not in path

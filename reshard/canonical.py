@@ -13,6 +13,7 @@ from typing import Literal
 from reshard.architecture import Model
 from reshard.errors import CheckpointError, RequestError
 from reshard.index import ROLES, Index, Tensor
+from reshard.wrappers import is_wrapper
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +146,8 @@ def _renamed(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     if not prefix:
         return tensors
     if not any(name.startswith(prefix) for name in tensors):
+        if is_wrapper(prefix):
+            return tensors  # it was taken off when the checkpoint was opened
         raise RequestError(
             f"--strip-prefix {prefix}: no tensor's name starts with it", do=f"The first name is {next(iter(tensors), 'none at all')}"
         )

@@ -18,6 +18,7 @@ from reshard.boxes import Box
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError
 from reshard.extents import Extent, Piece
+from reshard.meshes import Distribution, Mesh
 
 Columns = npt.NDArray[np.int64]
 Role = Literal["weight", "master", "moment1", "moment2", "step", "state"]
@@ -38,7 +39,8 @@ class Shards:
     offsets, sizes: [n, ndim], in elements of the whole tensor. files: [n], indexes into `paths`. positions: [n], a byte
     offset in that file near the data, to walk files in order. `extent(i)` says exactly where row i lies; it may read
     a few bytes of framing to know. primary: [n], whether a row counts for coverage; the others are replicas, to be
-    compared with it. None: the first row of each box is primary.
+    compared with it. None: the first row of each box is primary. ranks: [n], the rank that held each row while training; None
+    where the files do not tell.
     """
 
     paths: tuple[str, ...]
@@ -48,6 +50,7 @@ class Shards:
     positions: Columns
     extent: Callable[[int], Extent]
     primary: npt.NDArray[np.bool_] | None = None
+    ranks: Columns | None = None
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> Shards:
@@ -89,18 +92,23 @@ class Shards:
             positions=np.concatenate([self.positions, other.positions]),
             extent=lambda i: self.extent(i) if i < own else other.extent(i - own),
             primary=np.concatenate([primary_rows(self), np.zeros(len(other), np.bool_)]),
+            ranks=None if self.ranks is None or other.ranks is None else np.concatenate([self.ranks, other.ranks]),
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """A canonical tensor: name, element type, global shape, what it is to the run, and its pieces."""
+    """A canonical tensor: name, element type, global shape, what it is to the run, and its pieces.
+
+    distribution: how it lay on the run's mesh, where the files tell.
+    """
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     role: Role
     shards: Shards
+    distribution: Distribution | None = None
 
     @property
     def elements(self) -> int:
@@ -137,7 +145,8 @@ class Constant:
 class RunFacts:
     """What the files tell about the run that wrote them, as far as they do.
 
-    `parallel` maps words such as "tp" to sizes; `config` is the Hugging Face config; `notes` are sentences for a reader.
+    `parallel` maps words such as "tp" to sizes; `mesh` is the run's device mesh; `config` is the Hugging Face config; `notes` are
+    sentences for a reader.
     """
 
     producer: str | None = None
@@ -146,11 +155,23 @@ class RunFacts:
     parallel: Mapping[str, int] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
+    mesh: Mesh | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParamGroup:
+    """A param group of the optimizer: its parameters' names, and its settings ("lr", "betas", ...) as plain values."""
+
+    names: tuple[str, ...]
+    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Index:
-    """One checkpoint: its tensors, its files and the run's facts. `objects` names what is stored but is no tensor."""
+    """One checkpoint: its tensors, its files and the run's facts. `objects` names what is stored but is no tensor.
+
+    param_groups: of the optimizer, read when asked for.
+    """
 
     format: str
     tensors: tuple[Tensor, ...]
@@ -158,6 +179,7 @@ class Index:
     facts: RunFacts
     objects: tuple[str, ...] = ()
     constants: tuple[Constant, ...] = ()
+    param_groups: Callable[[], tuple[ParamGroup, ...]] = tuple
 
     def by_role(self, role: Role) -> dict[str, Tensor]:
         """The tensors of one role by name."""

@@ -28,6 +28,7 @@ from reshard.parallel import Parallel
 from reshard.plans import Plan, Target, make_plan
 from reshard.proof import RoundTrip, compose, prove
 from reshard.views import View
+from reshard.wrappers import without_wrappers
 
 PathLike = str | os.PathLike[str]
 Progress = Callable[[int], None]
@@ -91,7 +92,7 @@ def open(path: PathLike, *, format: str | None = None, model: PathLike | None = 
     model_files = find_model_files(LocalFiles(model) if model is not None else files)
     if model is not None and model_files.config is None:
         raise RequestError(f"there is no {CONFIG} in {os.fspath(model)!r}", do="Give --model the directory that holds the model's config")
-    index = found.read(files, Hints(model_files.config))
+    index = without_wrappers(found.read(files, Hints(model_files.config)))
     index.check()
     return Checkpoint(os.fspath(path), files, index, model_files, reason)
 

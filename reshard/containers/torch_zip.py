@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from reshard.containers import looks
 from reshard.containers.inert_pickle import DTypeName, Function, Inert, Rebuild, StorageClass, end_of, load, sealed, shown
-from reshard.containers.zip_directory import Directory, Member, Range, payload, read_directory
+from reshard.containers.zip_directory import Directory, Member, Range, payload, payload_start, read_directory
 from reshard.dtypes import DType, from_storage, from_torch
 from reshard.files import Files
 
@@ -45,8 +45,30 @@ class StoredTensor:
     storage: str
 
 
-def read(files: Files, path: str, *, start: int = 0, nbytes: int | None = None) -> Any:
+@sealed
+@dataclass(frozen=True, slots=True)
+class UnlocatedTensor:
+    """As StoredTensor, but only its zip member is known, not yet where the member's payload starts: `locate` looks it up.
+
+    member: byte offset in the file of the member's local header. skipped: bytes of the payload before the first element.
+    """
+
+    path: str
+    member: int
+    skipped: int
+    dtype: DType
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    storage: str
+
+
+AnyTensor = StoredTensor | UnlocatedTensor
+
+
+def read(files: Files, path: str, *, start: int = 0, nbytes: int | None = None, locate: bool = True) -> Any:
     """The root object of a torch.save file, or of the byte range of a file that is one.
+
+    locate: finding where a storage's bytes start takes a small read for each; without it the tensors of a zip are UnlocatedTensors.
 
     Tensors and Parameters are StoredTensors. Subclasses are Inerts with the subclass's own `state`: one that wraps other
     tensors (ShardedTensor, DTensor) has the `args` of _rebuild_wrapper_subclass, any other has its StoredTensor as its only
@@ -56,28 +78,39 @@ def read(files: Files, path: str, *, start: int = 0, nbytes: int | None = None) 
     source = Range(files, path, start, nbytes)
     if source.read(0, min(len(_OLD_MAGIC), source.nbytes)) == _OLD_MAGIC:
         return _read_old(source)
-    return _read_zip(source)
+    return _read_zip(source, locate=locate)
+
+
+def located(files: Files, path: str, member: int) -> int:
+    """The byte offset in the file of the payload of a member, given that of its local header.
+
+    Raises: CheckpointError if no storage lies there.
+    """
+    source = Range(files, path, member)
+    return member + payload_start(source, 0, "/data/")
 
 
 def entry_extent(files: Files, path: str, start: int, nbytes: int) -> StoredTensor:
     """The one tensor of a DCP entry: bytes [start, start + nbytes) of a .distcp file, a whole zip. Two or three small reads."""
     source = Range(files, path, start, nbytes)
-    tensor = _read_zip(source)
+    tensor = _read_zip(source, locate=True)
     if not isinstance(tensor, StoredTensor):
         source.refuse(f"the entry should be one tensor, it holds {shown(tensor)}")
     return tensor
 
 
 class _Storage(NamedTuple):
-    """A storage's key, its element type (None: bytes without one), and its bytes in the file."""
+    """A storage's key, its element type (None: bytes without one), and its bytes in the file: from `byte_offset` on, or the payload
+    of the zip member whose local header is there."""
 
     key: str
     dtype: DType | None
     byte_offset: int
     nbytes: int
+    is_member: bool = False
 
 
-def _read_zip(source: Range) -> Any:
+def _read_zip(source: Range, *, locate: bool) -> Any:
     directory = read_directory(source)
     root = _root(source, directory)
 
@@ -96,7 +129,8 @@ def _read_zip(source: Range) -> Any:
             member = directory.members.get(f"{root}data/{key}")
             if member is None:
                 source.refuse(f"the storage {key!r} of a tensor is not in the file: there is no member {root}data/{key}")
-            storages[key] = _Storage(key, dtype, source.start + payload(source, directory, member), member.nbytes)
+            at = payload(source, directory, member) if locate else member.header_offset
+            storages[key] = _Storage(key, dtype, source.start + at, member.nbytes, is_member=not locate)
         return _claimed(storages[key], dtype, count, source)
 
     return load(pickle, where=source.where, storage=storage, rebuild=_rebuild_functions(source))
@@ -138,7 +172,7 @@ def _claimed(storage: _Storage, dtype: DType | None, count: int, source: Range) 
 def _rebuild_functions(source: Range) -> Rebuild:
     """torch's functions that make tensors, as functions that make StoredTensors."""
 
-    def tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: DType | None = None, metadata: Any = None) -> StoredTensor:
+    def tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: DType | None = None, metadata: Any = None) -> AnyTensor:
         if not isinstance(storage, _Storage):
             source.refuse(f"a tensor's storage is {shown(storage)}")
         if metadata:  # {"conj": True}: the values are to be conjugated after reading
@@ -149,12 +183,12 @@ def _rebuild_functions(source: Range) -> Rebuild:
 
     def tensor_v2(
         storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any = None, hooks: Any = None, metadata: Any = None
-    ) -> StoredTensor:
+    ) -> AnyTensor:
         return tensor(storage, offset, size, stride, metadata=metadata)
 
     def tensor_v3(
         storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
-    ) -> StoredTensor:
+    ) -> AnyTensor:
         name = dtype if isinstance(dtype, DTypeName) else getattr(dtype, "class_name", shown(dtype))
         return tensor(storage, offset, size, stride, from_torch(str(name), where=source.where), metadata)
 
@@ -188,7 +222,7 @@ def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     return stand_in
 
 
-def _view(source: Range, storage: _Storage, offset: Any, size: Any, stride: Any, dtype: DType) -> StoredTensor:
+def _view(source: Range, storage: _Storage, offset: Any, size: Any, stride: Any, dtype: DType) -> AnyTensor:
     """The tensor, after checking that its first and its last element lie in the storage."""
     sizes, strides = _counts(size), _counts(stride)
     if sizes is None or strides is None or len(sizes) != len(strides) or len(sizes) > 64 or not _is_count(offset):
@@ -196,14 +230,22 @@ def _view(source: Range, storage: _Storage, offset: Any, size: Any, stride: Any,
     if math.prod(sizes) * dtype.itemsize >= 1 << 63:
         source.refuse(f"a tensor of storage {storage.key!r} claims the size {sizes}, which is more than any memory holds")
     if 0 in sizes:
-        return StoredTensor(source.path, storage.byte_offset, dtype, sizes, strides, storage.key)
+        return _placed(source, storage, 0, dtype, sizes, strides)
     last = offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
     if (last + 1) * dtype.itemsize > storage.nbytes:
         source.refuse(
             f"a tensor of size {sizes}, strides {strides}, offset {offset:,} needs {(last + 1) * dtype.itemsize:,} bytes ({dtype}); "
             f"its storage {storage.key!r} has {storage.nbytes:,}"
         )
-    return StoredTensor(source.path, storage.byte_offset + offset * dtype.itemsize, dtype, sizes, strides, storage.key)
+    return _placed(source, storage, offset * dtype.itemsize, dtype, sizes, strides)
+
+
+def _placed(
+    source: Range, storage: _Storage, skipped: int, dtype: DType, sizes: tuple[int, ...], strides: tuple[int, ...]
+) -> AnyTensor:
+    if storage.is_member:
+        return UnlocatedTensor(source.path, storage.byte_offset, skipped, dtype, sizes, strides, storage.key)
+    return StoredTensor(source.path, storage.byte_offset + skipped, dtype, sizes, strides, storage.key)
 
 
 def _counts(value: Any) -> tuple[int, ...] | None:

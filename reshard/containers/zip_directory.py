@@ -125,6 +125,21 @@ def payload(source: Range, directory: Directory, member: Member) -> int:
     return int(start)
 
 
+def payload_start(source: Range, header_offset: int, holding: str) -> int:
+    """The byte offset, within `source`, of the payload behind the local header at `header_offset`; `holding` is part of its name.
+
+    For members that a directory has listed; nothing else vouches for the payload's length.
+    Raises: CheckpointError if there is no such header.
+    """
+    header = source.read(header_offset, min(30 + 256, source.nbytes - header_offset), ahead=0)
+    if len(header) < 30 or header[:4] != _LOCAL:
+        source.refuse(f"a zip member's header should lie at byte {header_offset:,}, where another thing lies")
+    name_length, extra_length = struct.unpack_from("<HH", header, 26)
+    if holding.encode() not in header[30 : 30 + name_length]:
+        source.refuse(f"the zip member at byte {header_offset:,} is called {header[30 : 30 + name_length]!r}; a storage was expected")
+    return int(header_offset + 30 + name_length + extra_length)
+
+
 def _find_end(tail: bytes) -> int:
     """Where in the tail the end record lies; -1 if there is none whose comment ends where the zip ends."""
     end = len(tail)

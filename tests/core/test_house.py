@@ -12,10 +12,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # A file imports only from files above it. architectures/* count as one; nothing in the core looks down at formats or cli.
 ORDER = [
-    "errors", "dtypes", "boxes", "extents", "parallel", "roles", "files", "outputs",
+    "errors", "dtypes", "boxes", "extents", "meshes", "parallel", "roles", "files", "outputs",
     "containers.looks", "containers.safetensors", "containers.inert_pickle", "containers.zip_directory", "containers.torch_zip",
-    "containers.dcp_metadata",
-    "architecture", "architectures", "index", "canonical", "join", "splits", "fusion", "layout", "model_files", "digests", "plans", "proof",
+    "containers.distributed_tensors", "containers.dcp_metadata",
+    "architecture", "architectures", "index", "optimizers", "state_dicts", "collect", "rank_files",
+    "flat_parameters", "wrappers", "canonical", "join", "splits", "fusion", "layout", "model_files", "digests", "plans", "proof",
     "summaries", "engine.pool", "engine.journal", "engine.transfer", "engine.run", "compare", "views", "adapter", "registry", "verbs",
 ]  # fmt: skip
 OUTSIDE = {"__init__", "__main__", "containers", "engine"}
@@ -73,7 +74,7 @@ def test_no_format_imports_another(path):
 
 
 def format_names():
-    return [path.stem for path in sorted((ROOT / "formats").glob("*.py")) if path.stem != "__init__"]
+    return sorted(path.stem.replace("_", "-") for path in (ROOT / "formats").glob("*.py") if path.stem != "__init__")
 
 
 @pytest.mark.parametrize("path", core_files(), ids=module_name)
@@ -106,7 +107,7 @@ def test_the_packages_listed_are_the_tree():
 
 def test_the_entry_points_are_the_files():
     points = project()["project"]["entry-points"]["reshard.formats"]
-    assert points == {name: f"reshard.formats.{name}:FORMAT" for name in format_names()}
+    assert points == {name: f"reshard.formats.{name.replace('-', '_')}:FORMAT" for name in format_names()}
 
 
 def test_the_installed_formats_are_those_of_the_tree():

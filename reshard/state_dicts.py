@@ -1,0 +1,71 @@
+"""State dicts as trainers save them: what lies at the root of a file, and which part of it is the model or the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from reshard.containers import torch_zip
+from reshard.containers.distributed_tensors import class_of
+from reshard.containers.torch_zip import StoredTensor, UnlocatedTensor
+from reshard.errors import CheckpointError
+from reshard.files import Files
+from reshard.optimizers import ROOTS
+
+# Words under which trainers keep the model's state dict, the outermost first.
+MODEL_ROOTS = ("model", "module", "state_dict", "model_state_dict", "net", "network", "ema", "app")
+
+
+# What FSDP1 calls the one flat parameter of a wrapped module in LOCAL_STATE_DICT.
+FLAT = "_flat_param"
+
+
+def has_flat_parameters(files: Files, path: str) -> bool:
+    """Whether a torch.save file holds flat parameters; False also for a file that cannot be read, which its reader will tell."""
+    try:
+        content, _ = model_part(torch_zip.read(files, path, locate=False))
+    except CheckpointError:
+        return False
+    return content is not None and any(str(name).endswith(FLAT) for name in content)
+
+
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, StoredTensor | UnlocatedTensor) or class_of(value) in ("DTensor", "ShardedTensor")
+
+
+def model_part(root: Any) -> tuple[Mapping[Any, Any] | None, list[str]]:
+    """The dict of the model's tensors, which is the root itself or lies below words that say so; and the names of what lies beside it."""
+    beside: list[str] = []
+    while isinstance(root, Mapping):
+        if any(is_tensor(value) for value in root.values()):
+            return root, beside
+        inner = next((word for word in MODEL_ROOTS if isinstance(root.get(word), Mapping)), None)
+        if inner is None:
+            return None, beside
+        beside.extend(str(key) for key in root if key != inner)
+        root = root[inner]
+    return None, beside
+
+
+def optimizer_part(root: Any) -> Mapping[str, Any] | None:
+    """The dict with "state" and "param_groups", which is the root itself or lies below a word that says so."""
+    if not isinstance(root, Mapping):
+        return None
+    if isinstance(root.get("state"), Mapping) and "param_groups" in root:
+        return root
+    found = (optimizer_part(root[word]) for word in ROOTS if word in root)
+    return next((part for part in found if part is not None), None)
+
+
+def states(optimizer: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any]]:
+    """(parameter's name or number, kind of state, value) of everything that an optimizer's state dict keeps of its parameters."""
+    for parameter, kinds in optimizer["state"].items():
+        if isinstance(kinds, Mapping):
+            yield from ((parameter, str(kind), value) for kind, value in kinds.items())
+
+
+def group_numbers(optimizer: Mapping[str, Any]) -> tuple[tuple[Any, ...], ...]:
+    """The parameters, by name or number, of each param group."""
+    groups = optimizer.get("param_groups")
+    listed = [group.get("params") for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
+    return tuple(tuple(params) for params in listed if isinstance(params, list | tuple))
