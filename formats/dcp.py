@@ -13,35 +13,35 @@ Measured on torch 2.13 (fixtures/dcp); older ones from the facts of their source
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from reshard.adapter import Hints
+from reshard.architecture import find_model
+from reshard.codecs import check_known
 from reshard.containers import dcp_metadata, torch_zip
 from reshard.errors import CheckpointError, RequestError
 from reshard.extents import Extent
 from reshard.files import Files, inside, read_whole
-from reshard.index import Index, Role, RunFacts, Shards, StoredFile, Tensor
+from reshard.index import Index, ParamGroup, Role, RunFacts, Shards, StoredFile, Tensor
+from reshard.optimizers import ROOTS as OPTIMIZER_ROOTS
+from reshard.optimizers import is_plain, names_for, plain_groups, state_role
+from reshard.state_dicts import MODEL_ROOTS
 
 _METADATA, _DATA = ".metadata", ".distcp"
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+/")
 _STEP = re.compile(r"(?:step|checkpoint|global_step|iter)[-_]?(\d+)")
 _METADATA_LIMIT = 4 << 30
 
-# Words by which trainers name the parts of what they save, at the root of the state dict.
-_MODEL_ROOTS = {"model", "module", "state_dict", "app", "model_state_dict"}
-_OPTIMIZER_ROOTS = {"optim", "optimizer", "optimizers", "optimizer_state_dict"}
+# What an entry has beside its elements: torch.save's framing, about 1.5 kB, and what pads it.
+_FRAMING = 1 << 16
+_OBJECT_LIMIT = 1 << 28
+# Words by which trainers name what is neither the model's nor the optimizer's, at the root of the state dict.
 _RUN_ROOTS = {"train_state", "lr_scheduler", "scheduler", "lr_schedulers", "dataloader", "rng", "rng_state", "extra_state", "random_states"}
-_STATE_ROLES: dict[str, Role] = {
-    "exp_avg": "moment1",
-    "momentum_buffer": "moment1",
-    "exp_avg_sq": "moment2",
-    "step": "step",
-    "master_param": "master",
-    "fp32_param": "master",
-}
 
 
 class Dcp:
@@ -61,13 +61,20 @@ class Dcp:
         tensors: list[Tensor] = []
         stored: dict[str, StoredFile] = {}
         objects: list[str] = []
+        notes: list[str] = []
+        optimizers: list[_Optimizer] = []
+        # The model's parameters in its own order: what an optimizer's numbers count.
+        parameters: dict[str, tuple[int, ...]] = {}
         folders = _folders(files)
         for folder in folders:
             metadata = _metadata(files, folder)
             paths = tuple(inside(folder + path, where=folder + _METADATA) for path in metadata.paths)
             stored.update((file.path, file) for file in _checked_files(files, folder, metadata, paths))
             objects.extend(folder + name for name in metadata.objects)
-            tensors.extend(_tensors(files, metadata, paths))
+            optimizer = _Optimizer(files, folder, metadata)
+            parameters.update(_parameters(metadata, hints))
+            optimizers.append(optimizer)
+            tensors.extend(_tensors(files, metadata, paths, optimizer.names(parameters, notes)))
         step = _STEP.fullmatch(f"{files.root}/{folders[0]}".rstrip("/").rpartition("/")[2])
         facts = RunFacts(
             producer="torch.distributed.checkpoint",
@@ -75,8 +82,13 @@ class Dcp:
             step=int(step[1]) if step else None,
             parallel={"writing ranks": len({_writer(path) for path in stored})},
             config=hints.config,
+            notes=tuple(notes),
         )
-        return Index(self.name, tuple(tensors), tuple(stored.values()), facts, objects=tuple(objects))
+
+        def param_groups() -> tuple[ParamGroup, ...]:
+            return tuple(group for optimizer in optimizers for group in optimizer.param_groups(parameters))
+
+        return Index(self.name, tuple(tensors), tuple(stored.values()), facts, objects=tuple(objects), param_groups=param_groups)
 
 
 def _folders(files: Files) -> list[str]:
@@ -144,30 +156,24 @@ def _held(metadata: dcp_metadata.DcpMetadata, file: int) -> str:
     return f"it holds parts of {len(names)} tensors, such as {names[0]}" if names else "it holds none of the weights"
 
 
-def _tensors(files: Files, metadata: dcp_metadata.DcpMetadata, paths: tuple[str, ...]) -> Iterator[Tensor]:
+def _tensors(
+    files: Files, metadata: dcp_metadata.DcpMetadata, paths: tuple[str, ...], names: Mapping[Any, str]
+) -> Iterator[Tensor]:
     # Entries are looked up when their piece is asked for; neighbouring blocks ask for the same one.
     locate = lru_cache(maxsize=4096)(lambda path, start, nbytes: torch_zip.entry_extent(files, path, start, nbytes))
     for fqn, item in metadata.tensors.items():
-        if item.transforms:
-            raise CheckpointError(
-                f"its entries were transformed by {', '.join(item.transforms)}",
-                where=fqn,
-                why="Only entries stored as they are can be read",
-                do="Save the checkpoint without stream extensions",
-            )
-        role, name = _place((metadata.planner or {}).get(fqn) or (fqn,))
+        check_known(item.transforms, where=fqn)
+        role, name = _role(_key(metadata, fqn), names)
         chunks = item.chunks
+        located = _Located(files, paths, fqn, item, locate)
         yield Tensor(
-            name,
-            item.dtype,
-            item.shape,
-            role,
-            Shards(paths, chunks.offsets, chunks.sizes, chunks.files, chunks.entry_offsets, _extent(_Located(paths, fqn, item, locate))),
+            name, item.dtype, item.shape, role, Shards(paths, chunks.offsets, chunks.sizes, chunks.files, chunks.entry_offsets, _extent(located))
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Located:
+    files: Files
     paths: tuple[str, ...]
     fqn: str
     item: dcp_metadata.TensorItem
@@ -180,7 +186,12 @@ def _extent(of: _Located) -> Callable[[int], Extent]:
     def extent(i: int) -> Extent:
         chunks = of.item.chunks
         path, sizes = of.paths[chunks.files[i]], tuple(chunks.sizes[i].tolist())
-        stored = of.locate(path, int(chunks.entry_offsets[i]), int(chunks.entry_nbytes[i]))
+        start, nbytes = int(chunks.entry_offsets[i]), int(chunks.entry_nbytes[i])
+        if of.item.transforms:
+            limit = math.prod(sizes) * of.item.dtype.itemsize + _FRAMING
+            path = of.files.decoded(path, start, nbytes, of.item.transforms, limit=limit)
+            start, nbytes = 0, of.files.size(path) or 0
+        stored = of.locate(path, start, nbytes)
         if stored.shape != sizes or stored.dtype != of.item.dtype:
             raise CheckpointError(
                 f"the entry holds {stored.dtype} {list(stored.shape)}, {_METADATA} says {of.item.dtype} {list(sizes)}",
@@ -193,24 +204,138 @@ def _extent(of: _Located) -> Callable[[int], Extent]:
     return extent
 
 
-def _place(path: tuple[str | int, ...]) -> tuple[Role, str]:
-    """What a tensor is to the run, and its name in the model, from its path in the saved state dict.
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A key of an optimizer's state dict: of which optimizer, of which parameter (name or number), what."""
 
-    Paths: ("model", fqn), (fqn,), ("optim", "state", fqn, "exp_avg"), ("optimizer", "state.<fqn>.exp_avg"), ("app", "optim", ...).
-    """
-    words = [str(word) for word in path]
-    while len(words) > 1 and words[0] in _MODEL_ROOTS:
+    root: str
+    parameter: str | int
+    kind: str
+
+
+_Key = tuple[str | int, ...]
+
+
+def _key(metadata: dcp_metadata.DcpMetadata, fqn: str) -> _Key:
+    """The path of a key in the state dict that was saved; the dotted name alone where the planner did not say."""
+    words = (metadata.planner or {}).get(fqn) or (fqn,)
+    while len(words) > 1 and words[0] in MODEL_ROOTS:
         words = words[1:]
-    root, dotted = words[0], ".".join(words)
-    if root in _RUN_ROOTS or root.split(".")[0] in _RUN_ROOTS:
-        return "state", dotted
-    if root in _OPTIMIZER_ROOTS or root.split(".")[0] in _OPTIMIZER_ROOTS:
-        inner = dotted.partition(".")[2]
-        name, _, kind = inner.removeprefix("state.").rpartition(".")
-        if inner.startswith("state.") and kind in _STATE_ROLES:
-            return _STATE_ROLES[kind], name
+    return words
+
+
+def _state(words: _Key) -> _State | None:
+    """What an optimizer's key means: ("optim", "state", fqn, "exp_avg"), ("optimizer", "state.<fqn>.exp_avg"), or with a number
+    in place of the fqn."""
+    root, rest = _optimizer(words)
+    if rest[:1] == ("state",) and len(rest) > 2:
+        return _State(root, rest[1], ".".join(map(str, rest[2:])))
+    if len(rest) == 1 and str(rest[0]).startswith("state."):
+        name, _, kind = str(rest[0]).removeprefix("state.").rpartition(".")
+        return _State(root, int(name) if name.isdecimal() else name, kind) if name else None
+    return None
+
+
+def _optimizer(words: _Key) -> tuple[str, _Key]:
+    """The word by which the optimizer is called and what follows it; ("", ()) if the key is of something else."""
+    first, dot, others = str(words[0]).partition(".")
+    if first not in OPTIMIZER_ROOTS:
+        return "", ()
+    rest: _Key = (others, *words[1:]) if dot else words[1:]
+    while rest and isinstance(rest[0], int):  # a list of optimizers
+        first, rest = f"{first}.{rest[0]}", rest[1:]
+    return first, rest
+
+
+def _role(words: _Key, names: Mapping[Any, str]) -> tuple[Role, str]:
+    """What a tensor is to the run, and its name in the model."""
+    dotted = ".".join(map(str, words))
+    if (state := _state(words)) is not None:
+        name = state.parameter if isinstance(state.parameter, str) else names.get((state.root, state.parameter))
+        return state_role(name, state.parameter, state.kind)
+    if _optimizer(words)[0] or str(words[0]).partition(".")[0] in _RUN_ROOTS:
         return "state", dotted
     return "weight", dotted
+
+
+def _parameters(metadata: dcp_metadata.DcpMetadata, hints: Hints) -> dict[str, tuple[int, ...]]:
+    """The shapes of the model's floating-point tensors, in the order in which they were saved; a tied head is no parameter of its own."""
+    order = [fqn for fqn in metadata.planner or () if fqn in metadata.tensors] or list(metadata.tensors)
+    model = find_model(hints.config)
+    tied = model.architecture.tied[0] if model and model.is_tied else None
+    found = ((_role(_key(metadata, fqn), {}), metadata.tensors[fqn]) for fqn in order)
+    return {name: item.shape for (role, name), item in found if role == "weight" and item.dtype.floating and name != tied}
+
+
+class _Optimizer:
+    """The optimizer's part of one metadata: which names its numbers stand for, and its param groups."""
+
+    def __init__(self, files: Files, folder: str, metadata: dcp_metadata.DcpMetadata) -> None:
+        self._files, self._folder, self._metadata = files, folder, metadata
+        self._shapes: dict[str, dict[int, tuple[int, ...]]] = {}
+        for fqn, item in metadata.tensors.items():
+            state = _state(_key(metadata, fqn))
+            if state and isinstance(state.parameter, int) and state.kind != "step":
+                self._shapes.setdefault(state.root, {})[state.parameter] = item.shape
+
+    def names(self, parameters: Mapping[str, tuple[int, ...]], notes: list[str]) -> Mapping[Any, str]:
+        """(optimizer, number) -> name of a parameter, as far as it is certain; adds a note on how it is known, or why not."""
+        found: dict[Any, str] = {}
+        for root, shapes in self._shapes.items():
+            groups = [settings for _, settings in sorted(self._groups(root, {"params", "param_names"}).items())]
+            numbers = [group["params"] for group in groups if isinstance(group.get("params"), list)]
+            names, told = names_for({"param_groups": groups}, numbers, shapes, list(parameters.items()))
+            notes.extend(told)
+            found.update({(root, number): name for number, name in names.items()})
+        return found
+
+    def param_groups(self, parameters: Mapping[str, tuple[int, ...]]) -> tuple[ParamGroup, ...]:
+        """The param groups of every optimizer here. Those of a flattened state dict are taken together by equal settings."""
+        names = self.names(parameters, [])
+        roots = dict.fromkeys(_optimizer(_key(self._metadata, fqn))[0] for fqn in self._metadata.objects)
+        found: list[ParamGroup] = []
+        for root in filter(None, roots):
+            by_key = self._groups(root, None)
+            listed = [settings for key, settings in sorted(by_key.items()) if isinstance(key, int)]
+            own = {number: name for (of, number), name in names.items() if of == root}
+            own |= {each: each for group in listed for each in group.get("params", ()) if isinstance(each, str)}
+            found.extend(plain_groups(listed, own))
+            found.extend(_together({key: settings for key, settings in by_key.items() if isinstance(key, str)}))
+        return tuple(found)
+
+    def _groups(self, root: str, wanted: set[str] | None) -> dict[str | int, dict[str, Any]]:
+        """Settings by param group (its number, or in a flattened state dict the parameter's name); only the wanted ones are read."""
+        found: dict[str | int, dict[str, Any]] = {}
+        for fqn, item in self._metadata.objects.items():
+            of, rest = _optimizer(_key(self._metadata, fqn))
+            if of != root or not rest or not str(rest[0]).startswith("param_groups"):
+                continue
+            group: str | int
+            if rest[0] == "param_groups" and len(rest) > 2:
+                group, setting = rest[1], ".".join(map(str, rest[2:]))
+            else:
+                name, _, setting = str(rest[0]).removeprefix("param_groups.").rpartition(".")
+                group = int(name) if name.isdecimal() else name
+            if wanted is None or setting in wanted:
+                found.setdefault(group, {})[setting] = self._value(fqn, item)
+        return found
+
+    def _value(self, fqn: str, item: dcp_metadata.BytesItem) -> Any:
+        path, start, nbytes = inside(self._folder + item.path, where=fqn), item.entry_offset, item.entry_nbytes
+        if item.transforms:
+            check_known(item.transforms, where=fqn)
+            path, start = self._files.decoded(path, start, nbytes, item.transforms, limit=_OBJECT_LIMIT), 0
+            nbytes = self._files.size(path) or 0
+        return torch_zip.read(self._files, path, start=start, nbytes=nbytes)
+
+
+def _together(by_parameter: Mapping[str, Mapping[str, Any]]) -> Iterator[ParamGroup]:
+    """A flattened state dict repeats the settings for every parameter; those with equal ones were a group."""
+    found: dict[str, tuple[list[str], Mapping[str, Any]]] = {}
+    for name, settings in by_parameter.items():
+        plain = {key: value for key, value in settings.items() if is_plain(value)}
+        found.setdefault(repr(sorted(plain.items())), ([], plain))[0].append(name)
+    yield from (ParamGroup(tuple(names), settings) for names, settings in found.values())
 
 
 def _writer(path: str) -> str:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import stat
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from reshard.codecs import DecodedRanges
 from reshard.errors import CheckpointError, RequestError
 
 
@@ -34,6 +36,9 @@ class Files(Protocol):
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill the buffer with the file's bytes from `byte_offset` on. Raises CheckpointError if they are not there."""
+
+    def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
+        """The path under which bytes [start, start + nbytes) of a file can be read with `codecs` undone (codecs.py)."""
 
 
 def inside(path: str, *, where: str) -> str:
@@ -132,6 +137,7 @@ class LocalFiles:
         self.folder = path if path.is_dir() else path.parent
         self._only = None if path.is_dir() else path.name
         self._descriptors = Descriptors(self.folder, os.O_RDONLY)
+        self._decoded = DecodedRanges(self.read_into)
 
     def list(self, folder: str = "") -> tuple[str, ...]:
         if self._only is not None:
@@ -143,7 +149,12 @@ class LocalFiles:
         except (FileNotFoundError, NotADirectoryError):
             return ()
 
+    def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
+        return self._decoded.add(path, start, nbytes, codecs, limit=limit)
+
     def size(self, path: str) -> int | None:
+        if path in self._decoded:
+            return self._decoded.size(path)
         try:
             status = os.stat(self.folder / path)
         except (FileNotFoundError, NotADirectoryError):
@@ -154,6 +165,9 @@ class LocalFiles:
         return str(os.stat(self.folder / path).st_mtime_ns)
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        if path in self._decoded:
+            self._decoded.read_into(path, byte_offset, buffer)
+            return
         try:
             with self._descriptors.borrow(path) as descriptor:
                 self._fill(descriptor, path, byte_offset, buffer)
@@ -178,7 +192,7 @@ class LocalFiles:
 
 
 class VirtualFiles:
-    """Files of which only some bytes exist, in memory: a planned checkpoint's headers. Reading any other byte is an error."""
+    """Files of which only some bytes exist, in memory: a planned checkpoint's headers. Reading none but other bytes is an error."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -201,9 +215,22 @@ class VirtualFiles:
     def stamp(self, path: str) -> str:
         return "planned"
 
+    def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
+        raise CheckpointError(f"it is planned with {', '.join(codecs)}; nothing that is planned is encoded", where=path)
+
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        for start, data in self._known.get(path, ()):
-            if start <= byte_offset and byte_offset + len(buffer) <= start + len(data):
-                buffer[:] = data[byte_offset - start : byte_offset - start + len(buffer)]
-                return
-        raise CheckpointError(f"bytes {byte_offset:,}..{byte_offset + len(buffer):,} are planned, not written", where=path)
+        """What is known of the range; bytes that are not read as 0xA5. Raises CheckpointError if none of it is known."""
+        end, known = byte_offset + len(buffer), False
+        if byte_offset < 0 or end > self._sizes[path]:
+            raise CheckpointError(f"bytes {byte_offset:,}..{end:,} are wanted, {self._sizes[path]:,} are planned", where=path)
+        buffer[:] = b"\xa5" * len(buffer)
+        ranges = self._known.get(path, [])
+        for start, data in ranges[max(0, bisect_right(ranges, byte_offset, key=lambda each: each[0]) - 1) :]:
+            if start >= end:
+                break
+            first, last = max(start, byte_offset), min(start + len(data), end)
+            if first < last:
+                buffer[first - byte_offset : last - byte_offset] = data[first - start : last - start]
+                known = True
+        if not known and buffer:
+            raise CheckpointError(f"bytes {byte_offset:,}..{end:,} are planned, not written", where=path)
