@@ -45,6 +45,7 @@ selection = _all(
     click.option("--include", multiple=True, metavar="GLOB", help="Only tensors of these names."),
     click.option("--exclude", multiple=True, metavar="GLOB", help="No tensors of these names."),
     click.option("--strip-prefix", default="", metavar="P", help="Take this off the front of names before anything else."),
+    click.option("--optimizer", is_flag=True, help="The optimizer's state of these weights, too."),
 )
 
 target = _all(
@@ -52,6 +53,7 @@ target = _all(
     click.option("--tp", default=1, metavar="N", help="Tensor-parallel size."),
     click.option("--pp", default=1, metavar="N", help="Pipeline-parallel size."),
     click.option("--ep", default=1, metavar="N", help="Expert-parallel size."),
+    click.option("--dp", default=1, metavar="N", help="How many data-parallel ranks share every tensor (FSDP)."),
     click.option("--dtype", metavar="DTYPE", help="Cast floating-point tensors, as torch does: bf16, fp16, fp32, fp8 ..."),
     click.option("--keep-dtype", multiple=True, metavar="GLOB", help="Exempt tensors of these names from --dtype."),
     click.option("--engine-version", metavar="V", help="The serving engine's version (default: the newest known)."),
@@ -65,8 +67,8 @@ effort = _all(
 )
 
 
-def selection_of(weights: Any, include: tuple[str, ...], exclude: tuple[str, ...], strip_prefix: str) -> Any:
+def selection_of(weights: Any, include: tuple[str, ...], exclude: tuple[str, ...], strip_prefix: str, optimizer: bool) -> Any:
     """The Selection that the options of `selection` mean."""
     from reshard.canonical import Selection
 
-    return Selection(weights, include, exclude, strip_prefix)
+    return Selection(weights, include, exclude, strip_prefix, optimizer)

@@ -16,20 +16,27 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from reshard.adapter import Hints
 from reshard.architecture import find_model
+from reshard.boxes import Box
+from reshard.canonical import Canonical
 from reshard.codecs import check_known
-from reshard.containers import dcp_metadata, torch_zip
+from reshard.containers import dcp_metadata, torch_frame, torch_pickle, torch_zip
+from reshard.dtypes import DType
 from reshard.errors import CheckpointError, RequestError
 from reshard.extents import Extent
 from reshard.files import Files, inside, read_whole
+from reshard.fusion import part
 from reshard.index import Index, ParamGroup, Role, RunFacts, Shards, StoredFile, Tensor
+from reshard.layout import Layout, Placed, Sidecar, TargetFile, row_shard
+from reshard.model_files import ModelFiles
 from reshard.optimizers import ROOTS as OPTIMIZER_ROOTS
-from reshard.optimizers import is_plain, names_for, plain_groups, state_role
+from reshard.optimizers import is_plain, names_for, parameter_and_kind, plain_groups, state_role
+from reshard.plans import Target
 from reshard.state_dicts import MODEL_ROOTS
 
 _METADATA, _DATA = ".metadata", ".distcp"
@@ -89,6 +96,119 @@ class Dcp:
             return tuple(group for optimizer in optimizers for group in optimizer.param_groups(parameters))
 
         return Index(self.name, tuple(tensors), tuple(stored.values()), facts, objects=tuple(objects), param_groups=param_groups)
+
+    def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+        target.parallel.allow("dp", what="a DCP checkpoint, which any number of ranks can load")
+        target.refuse_engine_version("a DCP checkpoint")
+        dtypes = {key: target.dtype_of(tensor) for key, tensor in content.tensors.items()}
+        growing = list(_laid_out(content, dtypes, target.parallel.dp))
+        files = tuple(
+            TargetFile(file.path, file.nbytes, tuple(file.literals), tuple(file.placed), {"dp": rank} if len(growing) > 1 else {})
+            for rank, file in enumerate(growing)
+        )
+        metadata = Sidecar(_METADATA, _written_metadata(content, dtypes, growing))
+        # torch writes .metadata last as well: where it is, everything is.
+        return Layout(self.name, files, (*companions.sidecars(dtypes.values()), metadata), target.parallel)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An entry to be written: its place in the state dict, its box (None: an object), and where it lies."""
+
+    path: tuple[str | int, ...]
+    box: Box | None
+    file: str
+    start: int
+    nbytes: int
+
+    @property
+    def fqn(self) -> str:
+        return ".".join(map(str, self.path))
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A file of entries, as far as it is laid out."""
+
+    path: str
+    nbytes: int = 0
+    literals: list[tuple[int, bytes]] = field(default_factory=list)
+    placed: list[Placed] = field(default_factory=list)
+    entries: list[_Entry] = field(default_factory=list)
+
+    def add_tensor(self, path: tuple[str | int, ...], key: str, dtype: DType, box: Box) -> None:
+        pickle, storages = torch_pickle.dumps(torch_pickle.Plain(dtype, box.sizes))
+        frame = torch_frame.frame("archive", pickle, storages, start=self.nbytes)
+        self.placed.append(Placed(part(".".join(map(str, path)), key, dtype, box), frame.storages[0]))
+        self.literals.extend(frame.literals)
+        self._close(path, box, frame.nbytes)
+
+    def add_object(self, path: tuple[str | int, ...], value: object) -> None:
+        frame = torch_frame.frame("archive", torch_pickle.dumps(value)[0], (), start=self.nbytes)
+        self.literals.extend(frame.literals)
+        self._close(path, None, frame.nbytes)
+
+    def _close(self, path: tuple[str | int, ...], box: Box | None, stop: int) -> None:
+        self.entries.append(_Entry(path, box, self.path, self.nbytes, stop - self.nbytes))
+        self.nbytes = stop
+
+
+def _laid_out(content: Canonical, dtypes: Mapping[str, DType], ranks: int) -> Iterator[_Growing]:
+    """One file per rank: its rows of every tensor; objects and scalars in the first one's."""
+    groups = content.param_groups() if content.states else ()
+    for rank in range(ranks):
+        file = _Growing(f"__{rank}_0{_DATA}")
+        for path, value in _group_objects(groups) if rank == 0 else ():
+            file.add_object(path, value)
+        for key, tensor in content.tensors.items():
+            box = row_shard(tensor.shape, ranks, rank)
+            if box is not None:
+                file.add_tensor(_state_path(key, bool(content.states)), key, dtypes[key], box)
+        yield file
+
+
+def _state_path(key: str, has_optimizer: bool) -> tuple[str | int, ...]:
+    """Where a tensor is in the state dict: the model's alone, or {"model": ..., "optim": ...} as get_state_dict gives them."""
+    if not has_optimizer:
+        return (key,)
+    if key.startswith("optim.state."):
+        return ("optim", "state", *parameter_and_kind(key))
+    return ("model", key)
+
+
+def _group_objects(groups: tuple[ParamGroup, ...]) -> Iterator[tuple[tuple[str | int, ...], object]]:
+    for number, group in enumerate(groups):
+        yield ("optim", "param_groups", number, "params"), list(group.names)
+        yield from ((("optim", "param_groups", number, name), value) for name, value in group.settings.items())
+
+
+def _written_metadata(content: Canonical, dtypes: Mapping[str, DType], files: list[_Growing]) -> bytes:
+    """The .metadata of the entries, made of torch's own classes, so that it is what the installed torch reads."""
+    import pickle
+
+    import torch
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    listed: dict[str, Any] = {}
+    storage: dict[Any, Any] = {}
+    for entry in (entry for file in files for entry in file.entries):
+        info = _StorageInfo(entry.file, entry.start, entry.nbytes)
+        if entry.box is None:
+            listed[entry.fqn] = dcp.BytesStorageMetadata()
+            storage[dcp.MetadataIndex(entry.fqn)] = info
+            continue
+        key = ".".join(map(str, entry.path)) if entry.path[0] == "optim" else str(entry.path[-1])
+        known = listed.get(entry.fqn)
+        if known is None:
+            properties = dcp.TensorProperties(dtype=getattr(torch, dtypes[key].torch))
+            size = torch.Size(content.tensors[key].shape)
+            known = listed[entry.fqn] = dcp.TensorStorageMetadata(properties=properties, size=size, chunks=[])
+        offsets = torch.Size(entry.box.offsets)
+        storage[dcp.MetadataIndex(entry.fqn, offsets, len(known.chunks))] = info
+        known.chunks.append(dcp.ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(entry.box.sizes)))
+    planner = {entry.fqn: entry.path for file in files for entry in file.entries}
+    return pickle.dumps(dcp.Metadata(state_dict_metadata=listed, planner_data=planner, storage_data=storage), protocol=4)
 
 
 def _folders(files: Files) -> list[str]:

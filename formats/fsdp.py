@@ -11,19 +11,28 @@ Measured on torch 2.13 (fixtures/fsdp) and on files of older versions (fixtures/
 
 from __future__ import annotations
 
+import json
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 from reshard.adapter import Hints
+from reshard.boxes import Box, row_major
+from reshard.canonical import Canonical
 from reshard.collect import Collector
-from reshard.containers import torch_zip
+from reshard.containers import torch_frame, torch_pickle, torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
-from reshard.errors import CheckpointError
+from reshard.dtypes import DType
+from reshard.errors import CheckpointError, RequestError
 from reshard.files import Files
-from reshard.index import Index, ParamGroup, RunFacts, StoredFile
-from reshard.meshes import Mesh
-from reshard.optimizers import names_for, plain_groups, state_role
-from reshard.rank_files import RankFiles, check_steps, example, missing_ranks, open_folder, step_of
+from reshard.fusion import StoredTensor, part
+from reshard.index import Index, ParamGroup, RunFacts, StoredFile, Tensor
+from reshard.layout import Layout, Placed, Sidecar, TargetFile
+from reshard.meshes import Mesh, chunk
+from reshard.model_files import ModelFiles
+from reshard.optimizers import names_for, parameter_and_kind, plain_groups, state_role
+from reshard.plans import Target
+from reshard.rank_files import RankFiles, example, missing_ranks, open_folder, step_of
 from reshard.state_dicts import group_numbers, has_flat_parameters, model_part, optimizer_part, states
 
 
@@ -46,7 +55,6 @@ class Fsdp:
         tensors = tuple(run.collector.tensors())
         ranks = folder.ranks(run.mesh.ranks if run.mesh else 1)
         notes = [*run.notes, *missing_ranks(folder, ranks, tensors)]
-        check_steps(files, tensors)
         facts = RunFacts(
             producer=run.producer,
             step=step_of(files.root),
@@ -58,6 +66,103 @@ class Fsdp:
         stored = tuple(StoredFile(path, files.size(path) or 0) for path in folder.paths())
         others = [path for found in folder.others for path in found.paths.values()]
         return Index(self.name, tensors, stored, facts, objects=(*dict.fromkeys(run.objects), *others), param_groups=lambda: run.groups)
+
+    def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+        target.parallel.allow("dp", what="FSDP files, where the data-parallel ranks share every tensor (--dp)")
+        target.refuse_engine_version("FSDP files")
+        groups = content.param_groups() if content.states else ()
+        if content.states and not groups:
+            raise RequestError(
+                "--optimizer: the source has no param groups (learning rate, weight decay, ...)",
+                why="torch's optimizers do not load state without them",
+                do="Leave out --optimizer, or write --to dcp",
+            )
+        dtypes = {key: target.dtype_of(tensor) for key, tensor in content.tensors.items()}
+        ranks, files = target.parallel.dp, list[TargetFile]()
+        for rank in range(ranks):
+            specs = _Specs(ranks, rank)
+            files.append(_framed(f"model_world_size_{ranks}_rank_{rank}.pt", _model_dict(content, dtypes, specs), specs))
+            if groups:
+                files.append(_framed(f"optim_world_size_{ranks}_rank_{rank}.pt", _optimizer_dict(content, dtypes, groups, specs), specs))
+        config = json.dumps({"FSDP_version": 2, "world_size": ranks}, indent=2).encode() + b"\n"
+        beside = (Sidecar(f"huggingface/{each.path}", each.content) for each in companions.sidecars(dtypes.values()))
+        return Layout(self.name, tuple(files), (*beside, Sidecar("fsdp_config.json", config)), target.parallel)
+
+
+# ---- writing ----
+
+
+class _Specs:
+    """torch's own descriptions of one rank's part of tensors that are cut into rows; and what fills each (`parts`)."""
+
+    def __init__(self, ranks: int, rank: int) -> None:
+        import torch
+        from torch.distributed.device_mesh import DeviceMesh
+
+        self.ranks, self.rank = ranks, rank
+        # Without a process group there is nobody to ask for the rank; this is the constructor that init_device_mesh ends in.
+        self._mesh = DeviceMesh("cpu", torch.arange(ranks), mesh_dim_names=(_DIMENSION,), _init_backend=False, _rank=rank)
+        self.parts: dict[torch_pickle.Plain, StoredTensor] = {}
+
+    def distributed(self, key: str, name: str, tensor: Tensor, dtype: DType) -> torch_pickle.Distributed | torch_pickle.Plain:
+        """The rank's rows of a tensor; its part is noted. Scalars are whole on every rank."""
+        import torch
+        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+        if not tensor.shape:
+            return self._noted(part(name, key, dtype, Box((), ())))
+        start, size = chunk(tensor.shape[0], self.ranks, self.rank)
+        box = Box.whole(tensor.shape).narrow(0, start, start + size)
+        meta = TensorMeta(torch.Size(tensor.shape), row_major(tensor.shape), getattr(torch, dtype.torch))
+        local = self._noted(part(name, key, dtype, box))
+        return torch_pickle.Distributed(local, tensor.shape, DTensorSpec(self._mesh, (Shard(0),), tensor_meta=meta))
+
+    def _noted(self, stored: StoredTensor) -> torch_pickle.Plain:
+        described = torch_pickle.Plain(stored.dtype, stored.shape)
+        self.parts[described] = stored
+        return described
+
+
+# What verl calls the only dimension of its mesh.
+_DIMENSION = "fsdp"
+
+
+def _model_dict(content: Canonical, dtypes: Mapping[str, DType], specs: _Specs) -> OrderedDict[str, Any]:
+    return OrderedDict((name, specs.distributed(name, name, tensor, dtypes[name])) for name, tensor in content.weights.items())
+
+
+def _optimizer_dict(
+    content: Canonical, dtypes: Mapping[str, DType], groups: tuple[ParamGroup, ...], specs: _Specs
+) -> dict[str, Any]:
+    """Optimizer.state_dict(): parameters numbered through the groups, with their names beside, as torch >= 2.6 keeps them."""
+    numbers = {name: number for number, name in enumerate(name for group in groups for name in group.names)}
+    state: dict[int, dict[str, Any]] = {number: {} for number in numbers.values()}
+    for key, tensor in content.states.items():
+        parameter, kind = parameter_and_kind(key)
+        if parameter in numbers:
+            state[numbers[parameter]][kind] = specs.distributed(key, f"state.{numbers[parameter]}.{kind}", tensor, dtypes[key])
+        else:
+            raise RequestError("--optimizer: it is in no param group", where=parameter, do="Leave out --optimizer")
+    listed = [
+        {**group.settings, "params": [numbers[name] for name in group.names], "param_names": list(group.names)} for group in groups
+    ]
+    return {"state": state, "param_groups": listed}
+
+
+def _framed(path: str, root: Mapping[str, Any], specs: _Specs) -> TargetFile:
+    """The file around the parts that `root` describes."""
+    pickle, storages = torch_pickle.dumps(root)
+    frame = torch_frame.frame(path.removesuffix(".pt"), pickle, storages)
+    placed = tuple(
+        Placed(specs.parts[content], place)
+        for place, content in zip(frame.storages, storages, strict=True)
+        if isinstance(content, torch_pickle.Plain)
+    )
+    return TargetFile(path, frame.nbytes, frame.literals, placed, {"dp": specs.rank})
+
+
+# ---- reading ----
 
 
 class _Run:

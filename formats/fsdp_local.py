@@ -28,7 +28,7 @@ from reshard.files import Files
 from reshard.flat_parameters import Slot, boxes_of, slots
 from reshard.index import Index, ParamGroup, RunFacts, StoredFile
 from reshard.optimizers import names_for, plain_groups, state_role
-from reshard.rank_files import RankFiles, check_steps, example, missing_ranks, open_folder, step_of
+from reshard.rank_files import RankFiles, example, missing_ranks, open_folder, step_of
 from reshard.state_dicts import FLAT, group_numbers, has_flat_parameters, model_part, optimizer_part, states
 from reshard.wrappers import unwrapped
 
@@ -83,7 +83,6 @@ class FsdpLocal:
         tensors = tuple(reading.collector.tensors())
         ranks = folder.ranks(1)
         notes = [*reading.notes, *missing_ranks(folder, ranks, tensors)]
-        check_steps(files, tensors)
         facts = RunFacts("FSDP1 (LOCAL_STATE_DICT)", step=step_of(files.root), parallel={"ranks": ranks}, config=hints.config, notes=tuple(notes))
         stored = tuple(StoredFile(path, files.size(path) or 0) for path in folder.paths())
         return Index(self.name, tensors, stored, facts, objects=tuple(dict.fromkeys(reading.objects)), param_groups=lambda: reading.groups)

@@ -28,7 +28,6 @@ from reshard.fusion import StoredTensor, whole
 from reshard.index import Index, RunFacts, Shards, StoredFile, Tensor
 from reshard.layout import Layout, Placed, Sidecar, TargetFile
 from reshard.model_files import ModelFiles, read_json
-from reshard.parallel import ONE_RANK
 from reshard.plans import Target
 
 _SAFETENSORS = ".safetensors"
@@ -85,12 +84,10 @@ class HuggingFace:
         return Index(self.name, tuple(found.values()), stored, facts, objects=tuple(objects))
 
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
-        if target.parallel != ONE_RANK:
-            raise RequestError(
-                f"a Hugging Face checkpoint is whole, not split: {target.parallel} does not apply", do="Leave out --tp, --pp, --ep"
-            )
-        if target.engine_version is not None:
-            raise RequestError("--engine-version does not apply to a Hugging Face checkpoint", do="Leave it out")
+        target.parallel.allow(what="a Hugging Face checkpoint, which is whole")
+        target.refuse_engine_version("a Hugging Face checkpoint")
+        if content.states:
+            raise RequestError("a Hugging Face checkpoint holds weights, no optimizer state", do="Leave out --optimizer")
         dtypes = {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}
         order = _in_model_order(content)
         stored = [whole(name, dtypes[name], content.tensors[name].shape) for name in order]

@@ -101,6 +101,9 @@ class Vllm:
         model = _model(content.model, companions.config)
         check_against_model(content, partial=False, strict=True)
         version, notes = _version(target.engine_version, target.parallel)
+        if content.states:
+            raise RequestError("vLLM loads weights, no optimizer state", do="Leave out --optimizer")
+        target.parallel.allow("tp", "pp", "ep", what="vLLM, where each rank serves its own part")
         if target.parallel.ep > 1:
             raise RequestError(f"--ep {target.parallel.ep}: a {model.architecture.model_type} model has no experts", do="Leave out --ep")
         rules = replace(_RULES, constants=version.constants)

@@ -5,14 +5,15 @@ An index holds what is stored; this chooses and renames. What is left out is nam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from reshard.architecture import Model
 from reshard.errors import CheckpointError, RequestError
-from reshard.index import ROLES, Index, Tensor
+from reshard.index import ROLES, Index, ParamGroup, Tensor
+from reshard.optimizers import is_unnamed, parameter_and_kind, state_key
 from reshard.wrappers import is_wrapper
 
 
@@ -21,13 +22,14 @@ class Selection:
     """Which tensors are meant. Globs match names after `strip_prefix` has been taken off.
 
     weights: "model" for the copy that the model computes with, "master" for the optimizer's full-precision one; None
-    takes the model's if it is stored.
+    takes the model's if it is stored. optimizer: also what the optimizer keeps of the chosen weights.
     """
 
     weights: Literal["model", "master"] | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     strip_prefix: str = ""
+    optimizer: bool = False
 
     @property
     def is_partial(self) -> bool:
@@ -48,13 +50,25 @@ class Drop:
 class Canonical:
     """The chosen tensors by canonical name, what was left out, and the model they belong to, if it is known.
 
-    `tied` names the stored tensors that are counted as copies of another.
+    `tied` names the stored tensors that are counted as copies of another. Optimizer state, where it was chosen, follows the
+    weights under the keys of `optimizers.state_key`, with its role.
     """
 
     tensors: Mapping[str, Tensor]
     drops: tuple[Drop, ...]
     model: Model | None
     tied: tuple[str, ...] = ()
+    param_groups: Callable[[], tuple[ParamGroup, ...]] = tuple
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors that are the model's."""
+        return {name: tensor for name, tensor in self.tensors.items() if tensor.role in ("weight", "master")}
+
+    @property
+    def states(self) -> dict[str, Tensor]:
+        """The optimizer's tensors, by `optimizers.state_key`."""
+        return {name: tensor for name, tensor in self.tensors.items() if tensor.role not in ("weight", "master")}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -66,7 +80,8 @@ def canonical(index: Index, model: Model | None, selection: Selection) -> Canoni
 
     Raises: RequestError if nothing is chosen, or renaming makes two tensors one.
     """
-    chosen, drops = _of_role(index, selection)
+    chosen, left = _of_role(index, selection)
+    drops: list[Drop] = []
     chosen = _renamed(chosen, selection.strip_prefix)
     for name in [name for name in chosen if not _is_meant(name, selection)]:
         drops.append(_drop(chosen.pop(name), "left out by --include or --exclude"))
@@ -82,7 +97,24 @@ def canonical(index: Index, model: Model | None, selection: Selection) -> Canoni
             why=f"The checkpoint holds {len(index.tensors)} tensors, {len(drops)} of them were left out",
             do="Look at the names with `reshard inspect`, and at --include, --exclude and --weights",
         )
-    return Canonical(chosen, tuple(drops), model, tied)
+    if selection.optimizer:
+        states = _states(index, chosen, selection)
+        kept = {id(tensor) for tensor in states.values()}
+        drops = [_drop(tensor, reason) for tensor, reason in left if id(tensor) not in kept] + drops
+        chosen |= {key: replace(tensor, name=key) for key, tensor in states.items()}
+    else:
+        drops = [_drop(tensor, reason) for tensor, reason in left] + drops
+    return Canonical(chosen, tuple(drops), model, tied, lambda: _groups(index, chosen, selection))
+
+
+def _groups(index: Index, chosen: Mapping[str, Tensor], selection: Selection) -> tuple[ParamGroup, ...]:
+    """The optimizer's param groups, as far as they are about the chosen weights."""
+    found = []
+    for group in index.param_groups():
+        names = (name.removeprefix(selection.strip_prefix) for name in group.names)
+        if kept := tuple(name for name in names if name in chosen):
+            found.append(replace(group, names=kept))
+    return tuple(found)
 
 
 def check_against_model(content: Canonical, *, partial: bool, strict: bool) -> None:
@@ -92,7 +124,7 @@ def check_against_model(content: Canonical, *, partial: bool, strict: bool) -> N
     if model is None:
         return
     missing = [name for name in model.weights if name not in content.tensors]
-    unknown = [name for name in content.tensors if name not in model.weights]
+    unknown = [name for name in content.weights if name not in model.weights]
     for name, weight in model.weights.items():
         tensor = content.tensors.get(name)
         if tensor is not None and tensor.shape != weight.shape:
@@ -121,7 +153,44 @@ def check_against_model(content: Canonical, *, partial: bool, strict: bool) -> N
         )
 
 
-def _of_role(index: Index, selection: Selection) -> tuple[dict[str, Tensor], list[Drop]]:
+def keyed(index: Index) -> dict[str, Tensor]:
+    """The weights by name, and what the optimizer keeps of them by `optimizers.state_key`."""
+    weights = index.by_role("weight") or index.by_role("master")
+    return {**weights, **{key: tensor for tensor in index.tensors if (key := _state_key(tensor, weights)) is not None}}
+
+
+def _states(index: Index, chosen: Mapping[str, Tensor], selection: Selection) -> dict[str, Tensor]:
+    """What the optimizer keeps of the chosen weights. Raises RequestError if there is none, or if it is not known whose it is."""
+    if unnamed := [tensor for tensor in index.tensors if is_unnamed(tensor)]:
+        why = next((note for note in index.facts.notes if "optimizer" in note), "The files do not give its name")
+        raise RequestError(
+            f"--optimizer: the parameter of {unnamed[0].name} is not known",
+            why=why,
+            do="Save the optimizer with names (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict), or leave out --optimizer",
+        )
+    stored = index.by_role("weight") or index.by_role("master")
+    found: dict[str, Tensor] = {}
+    for tensor in index.tensors:
+        key = _state_key(tensor, stored)
+        if key is not None:
+            parameter, kind = parameter_and_kind(key)
+            short = parameter.removeprefix(selection.strip_prefix)
+            if short in chosen:
+                found[f"optim.state.{short}.{kind}"] = tensor
+    if not found:
+        raise RequestError("--optimizer: there is no optimizer state of the chosen weights here", do="Leave out --optimizer")
+    return found
+
+
+def _state_key(tensor: Tensor, weights: Mapping[str, Tensor]) -> str | None:
+    if tensor.role == "state":
+        name, _, _ = tensor.name.rpartition(".")
+        return f"optim.state.{tensor.name}" if name in weights else None
+    return state_key(tensor)
+
+
+def _of_role(index: Index, selection: Selection) -> tuple[dict[str, Tensor], list[tuple[Tensor, str]]]:
+    """The tensors of the wanted role, and the others with the reason why they are left out."""
     stored, masters = index.by_role("weight"), index.by_role("master")
     if selection.weights == "master" and not masters:
         raise RequestError(
@@ -139,7 +208,7 @@ def _of_role(index: Index, selection: Selection) -> tuple[dict[str, Tensor], lis
     reasons["state"] = "state of the run, which serving does not need"
     reasons["weight"] = "the model copy; --weights master was chosen"
     reasons["master"] = "the full-precision master; the model copy was taken (--weights master takes this one)"
-    return chosen, [_drop(tensor, reasons[tensor.role]) for tensor in index.tensors if id(tensor) not in kept]
+    return chosen, [(tensor, reasons[tensor.role]) for tensor in index.tensors if id(tensor) not in kept]
 
 
 def _renamed(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from reshard.architecture import Model, ModelWeight
+from reshard.boxes import Box
 from reshard.dtypes import DType
 from reshard.errors import RequestError
 from reshard.extents import Extent, Piece
 from reshard.fusion import StoredTensor, constant, stack
 from reshard.index import Constant, Index, RunFacts, Shards, StoredFile, Tensor
+from reshard.meshes import chunk
 from reshard.parallel import ONE_RANK, Parallel, stage_layers
 from reshard.roles import SPLITS, Heads
 from reshard.splits import SplitRules, local_part, problem
@@ -62,6 +64,16 @@ class Layout:
     def index(self, shapes: Mapping[str, tuple[int, ...]]) -> Index:
         """The index of what will be there; `shapes` are the canonical tensors' global shapes."""
         return index_of(self.format, ((file, placed) for file in self.files for placed in file.tensors), shapes, files=self.files)
+
+
+def row_shard(shape: tuple[int, ...], ranks: int, rank: int) -> Box | None:
+    """The rows of a tensor that one of so many data-parallel ranks holds, as FSDP2 cuts them: runs of ceil(n / ranks), the last ones
+    shorter. None where it holds nothing; scalars are the first rank's."""
+    if not shape:
+        return Box((), ()) if rank == 0 else None
+    start, size = chunk(shape[0], ranks, rank)
+    box = Box.whole(shape).narrow(0, start, start + size)
+    return box if size or (rank == 0 and not shape[0]) else None
 
 
 def index_of(

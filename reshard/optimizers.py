@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.index import ParamGroup, Role
+from reshard.index import ParamGroup, Role, Tensor
 
 Shape = tuple[int, ...]
 
@@ -26,7 +26,8 @@ STATE_ROLES: Mapping[str, Role] = {
     "fp32_param": "master",
 }
 # The other way: by what name torch's optimizers keep a role.
-STATE_KINDS: Mapping[str, str] = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "step": "step"}
+_KINDS: Mapping[Role, str] = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "step": "step"}
+_PREFIX = "optim.state."
 
 
 def state_role(name: str | None, parameter: Any, kind: str) -> tuple[Role, str]:
@@ -61,6 +62,24 @@ def names_for(
     if isinstance(found, Unnamed):
         return {}, [f"the optimizer numbers its parameters, and which is which is not certain: {found.reason}"]
     return found, ["the optimizer numbers its parameters; their names follow from the recorded order and the shapes"]
+
+
+def state_key(tensor: Tensor) -> str | None:
+    """One name for a parameter's state among all tensors, "optim.state.<parameter>.<kind>"; None if it belongs to no parameter."""
+    if tensor.role in _KINDS:
+        return f"{_PREFIX}{tensor.name}.{_KINDS[tensor.role]}"
+    return None
+
+
+def parameter_and_kind(key: str) -> tuple[str, str]:
+    """The two parts of a `state_key`; no kind of torch's has a dot in it."""
+    name, _, kind = key.removeprefix(_PREFIX).rpartition(".")
+    return name, kind
+
+
+def is_unnamed(tensor: Tensor) -> bool:
+    """Whether it is the state of a parameter that is known by its number only."""
+    return tensor.role == "state" and tensor.name.startswith(_PREFIX)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,21 +9,30 @@ from reshard.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Tensor-, pipeline- and expert-parallel sizes of a target."""
+    """Tensor-, pipeline- and expert-parallel sizes of a target; dp: how many data-parallel ranks share every tensor (FSDP)."""
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    dp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "ep"):
+        for name in _NAMES:
             if getattr(self, name) < 1:
                 raise RequestError(f"--{name} {getattr(self, name)}: a parallel size is 1 or more")
 
     def __str__(self) -> str:
-        return " ".join(f"{name.upper()} {size}" for name in ("tp", "pp", "ep") if (size := getattr(self, name)) > 1) or "one rank"
+        return " ".join(f"{name.upper()} {size}" for name in _NAMES if (size := getattr(self, name)) > 1) or "one rank"
 
 
+    def allow(self, *names: str, what: str) -> None:
+        """Raises RequestError for a size above 1 that `what` does not have."""
+        for name in _NAMES:
+            if name not in names and getattr(self, name) > 1:
+                raise RequestError(f"--{name} {getattr(self, name)} does not apply to {what}", do=f"Leave out --{name}")
+
+
+_NAMES = ("tp", "pp", "ep", "dp")
 ONE_RANK = Parallel()
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from reshard.boxes import Box
 from reshard.canonical import Canonical, Drop
 from reshard.dtypes import DType
+from reshard.errors import RequestError
 from reshard.files import Files
 from reshard.index import Index, Tensor, primary_rows
 from reshard.join import meetings
@@ -28,7 +29,7 @@ from reshard.parallel import ONE_RANK, Parallel
 class Target:
     """What is asked for: a format, parallel sizes, and what a format's own options say.
 
-    dtype: cast floating-point tensors to it, but for names that match a glob of keep_dtype. engine_version: of the serving engine
+    dtype: cast floating-point weights to it, but for names that match a glob of keep_dtype. engine_version: of the serving engine
     that will load the result. max_shard_bytes: where a format cuts files, the most that one holds.
     """
 
@@ -41,9 +42,15 @@ class Target:
 
     def dtype_of(self, tensor: Tensor) -> DType:
         """The element type that a tensor will be stored with."""
-        if self.dtype is None or not tensor.dtype.floating or any(fnmatchcase(tensor.name, glob) for glob in self.keep_dtype):
+        is_weight = tensor.role in ("weight", "master")
+        if self.dtype is None or not tensor.dtype.floating or not is_weight or any(fnmatchcase(tensor.name, glob) for glob in self.keep_dtype):
             return tensor.dtype
         return self.dtype
+
+    def refuse_engine_version(self, what: str) -> None:
+        """Raises RequestError if one was asked for, where there are no engines."""
+        if self.engine_version is not None:
+            raise RequestError(f"--engine-version does not apply to {what}", do="Leave it out")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,6 +186,7 @@ class Plan:
                 "tp": self.layout.parallel.tp,
                 "pp": self.layout.parallel.pp,
                 "ep": self.layout.parallel.ep,
+                "dp": self.layout.parallel.dp,
                 "dtype": str(self.target.dtype) if self.target.dtype else None,
                 "engine_version": self.target.engine_version,
             },

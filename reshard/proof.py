@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.boxes import Box
+from reshard.canonical import keyed
 from reshard.errors import ReshardError
 from reshard.extents import Extent, Piece, runs
 from reshard.fusion import StoredTensor
@@ -87,7 +88,7 @@ def compose(plan: Plan, read_back: Index) -> RoundTrip:
     For every box of every tensor the bytes that the plan writes must be the bytes that the reader takes for that box, at the same
     offset, with the same strides and element type; and all boxes must be read. Then the way back ends where it began.
     """
-    back = read_back.by_role("weight")
+    back = keyed(read_back)
     losses: list[str] = []
     boxes = nbytes = 0
     for route in plan.routes:

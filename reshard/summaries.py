@@ -69,7 +69,7 @@ def roles(index: Index) -> tuple[RoleSummary, ...]:
 
 def parameters(content: Canonical) -> int:
     """The number of the model's elements; a tied table counts once."""
-    return sum(tensor.elements for tensor in content.tensors.values())
+    return sum(tensor.elements for tensor in content.weights.values())
 
 
 def groups(tensors: Iterable[Tensor]) -> tuple[TensorGroup, ...]:

@@ -27,6 +27,7 @@ from reshard.outputs import WORK_FOLDER
 from reshard.parallel import Parallel
 from reshard.plans import Plan, Target, make_plan
 from reshard.proof import RoundTrip, compose, prove
+from reshard.rank_files import check_steps
 from reshard.views import View
 from reshard.wrappers import without_wrappers
 
@@ -94,6 +95,7 @@ def open(path: PathLike, *, format: str | None = None, model: PathLike | None = 
         raise RequestError(f"there is no {CONFIG} in {os.fspath(model)!r}", do="Give --model the directory that holds the model's config")
     index = without_wrappers(found.read(files, Hints(model_files.config)))
     index.check()
+    check_steps(files, index.tensors)
     return Checkpoint(os.fspath(path), files, index, model_files, reason)
 
 
@@ -109,12 +111,14 @@ def plan(
     tp: int = 1,
     pp: int = 1,
     ep: int = 1,
+    dp: int = 1,
     dtype: str | None = None,
     keep_dtype: tuple[str, ...] = (),
     include: tuple[str, ...] = (),
     exclude: tuple[str, ...] = (),
     strip_prefix: str = "",
     weights: Weights = None,
+    optimizer: bool = False,
     engine_version: str | None = None,
     max_shard_bytes: int | None = None,
     model: PathLike | None = None,
@@ -125,8 +129,8 @@ def plan(
     """
     opened = source if isinstance(source, Checkpoint) else open(source, model=model)
     writer = registry.writer(to)
-    target = Target(to, Parallel(tp, pp, ep), _dtype(dtype), keep_dtype, engine_version, max_shard_bytes)
-    selection = Selection(weights, include, exclude, strip_prefix)
+    target = Target(to, Parallel(tp, pp, ep, dp), _dtype(dtype), keep_dtype, engine_version, max_shard_bytes)
+    selection = Selection(weights, include, exclude, strip_prefix, optimizer)
     content = opened.content(selection)
     check_against_model(content, partial=selection.is_partial, strict=False)
     layout = writer.lay_out(content, target, opened.model_files)

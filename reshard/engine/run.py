@@ -184,6 +184,7 @@ class Conversion:
             "tp": self.plan.layout.parallel.tp,
             "pp": self.plan.layout.parallel.pp,
             "ep": self.plan.layout.parallel.ep,
+            "dp": self.plan.layout.parallel.dp,
             "engine_version": self.plan.target.engine_version,
             "fingerprint": self.fingerprint.root,
             "plan": self._identity,

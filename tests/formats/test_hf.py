@@ -126,7 +126,7 @@ def test_an_index_may_not_point_outside(tmp_path, path):
 
 
 def test_parallel_sizes_do_not_apply():
-    with pytest.raises(RequestError, match="whole, not split"):
+    with pytest.raises(RequestError, match="is whole"):
         reshard.plan(HF / "llama", to="hf", tp=2)
 
 

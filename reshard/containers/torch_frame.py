@@ -1,0 +1,108 @@
+"""What stands around the tensors of a torch.save file: the zip, its pickle, and where each storage's bytes go.
+
+The same members in the same order as torch 2.13 writes, payloads at multiples of 64 bytes. The checksums of storages are left 0, as
+torch.serialization.set_crc32_options(False) does: torch never checks them (caffe2/serialize builds its reader without), and they
+would have to be known before the bytes are.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from reshard.containers.torch_pickle import Plain
+
+ALIGNMENT = 64
+_WIDE = 0xFFFFFFFF
+_UTF8 = 0x0800
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The framing as (byte offset, bytes), the byte offset of each storage, and the length of the whole."""
+
+    literals: tuple[tuple[int, bytes], ...]
+    storages: tuple[int, ...]
+    nbytes: int
+
+
+def frame(root: str, pickle: bytes, storages: Sequence[Plain | bytes], *, start: int = 0) -> Frame:
+    """The zip that begins at byte `start` of its file. storages: what fills each, or its bytes where they are known already."""
+    return _Zip(root, start).whole(pickle, [each.nbytes if isinstance(each, Plain) else each for each in storages])
+
+
+class _Zip:
+    def __init__(self, root: str, start: int) -> None:
+        self._root, self._start = root, start
+        self._at = 0
+        self._pending = bytearray()
+        self._pending_at = 0
+        self._literals: list[tuple[int, bytes]] = []
+        self._directory: list[bytes] = []
+
+    def whole(self, pickle: bytes, storages: Sequence[int | bytes]) -> Frame:
+        self._member("data.pkl", pickle)
+        self._member(".format_version", b"1")
+        self._member(".storage_alignment", str(ALIGNMENT).encode())
+        self._member("byteorder", b"little")
+        places = [self._member(f"data/{key}", content) for key, content in enumerate(storages)]
+        self._member("version", b"3\n")
+        self._end()
+        self._flush()
+        return Frame(tuple(self._literals), tuple(places), self._start + self._at)
+
+    def _member(self, name: str, content: int | bytes) -> int:
+        """Adds a member, and returns the byte offset of its payload in the file."""
+        full, header_offset = f"{self._root}/{name}".encode(), self._at
+        nbytes, crc = (content, 0) if isinstance(content, int) else (len(content), zlib.crc32(content))
+        wide = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) if nbytes >= _WIDE else b""
+        payload = header_offset + 30 + len(full) + len(wide) + 4
+        padding = -payload % ALIGNMENT
+        extra = wide + struct.pack("<HH", 0x4246, padding) + b"Z" * padding
+        shown = min(nbytes, _WIDE)
+        self._write(struct.pack("<4s5HLLLHH", b"PK\3\4", 0, _UTF8, 0, 0, 0, crc, shown, shown, len(full), len(extra)) + full + extra)
+        place = self._start + self._at
+        if isinstance(content, int):
+            self._skip(content)
+        else:
+            self._write(content)
+        self._directory.append(_central(full, crc, nbytes, header_offset))
+        return place
+
+    def _end(self) -> None:
+        start, count = self._at, len(self._directory)
+        self._write(b"".join(self._directory))
+        size, stop = self._at - start, self._at
+        self._write(struct.pack("<4sQHHLLQQQQ", b"PK\6\6", 44, 0x31E, 45, 0, 0, count, count, size, start))
+        self._write(struct.pack("<4sLQL", b"PK\6\7", 0, stop, 1))
+        counted = min(count, 0xFFFF)
+        self._write(struct.pack("<4s4HLLH", b"PK\5\6", 0, 0, counted, counted, min(size, _WIDE), min(start, _WIDE), 0))
+
+    def _write(self, data: bytes) -> None:
+        self._pending += data
+        self._at += len(data)
+
+    def _skip(self, nbytes: int) -> None:
+        self._flush()
+        self._at += nbytes
+        self._pending_at = self._at
+
+    def _flush(self) -> None:
+        if self._pending:
+            self._literals.append((self._start + self._pending_at, bytes(self._pending)))
+        self._pending = bytearray()
+        self._pending_at = self._at
+
+
+def _central(name: bytes, crc: int, nbytes: int, header_offset: int) -> bytes:
+    wide = b""
+    if nbytes >= _WIDE:
+        wide += struct.pack("<QQ", nbytes, nbytes)
+    if header_offset >= _WIDE:
+        wide += struct.pack("<Q", header_offset)
+    extra = struct.pack("<HH", 1, len(wide)) + wide if wide else b""
+    shown = min(nbytes, _WIDE)
+    fixed = (0, 0, _UTF8, 0, 0, 0, crc, shown, shown, len(name), len(extra), 0, 0, 0, 0, min(header_offset, _WIDE))
+    return struct.pack("<4s6H3L5H2L", b"PK\1\2", *fixed) + name + extra
