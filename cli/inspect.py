@@ -12,6 +12,7 @@ from .tables import count_text, nbytes_text, shape_text, show, show_json, table
 
 if TYPE_CHECKING:
     from reshard.index import Tensor
+    from reshard.meshes import Distribution, Mesh
     from reshard.verbs import Checkpoint
 
 
@@ -53,6 +54,7 @@ def document(opened: Checkpoint, chosen: list[Tensor]) -> dict[str, Any]:
         "version": index.facts.version,
         "step": index.facts.step,
         "parallel": dict(index.facts.parallel),
+        "mesh": _mesh(index.facts.mesh),
         "model_type": (opened.model_files.config or {}).get("model_type"),
         "architecture_known": model is not None,
         "parameters": _parameters(opened),
@@ -70,6 +72,7 @@ def document(opened: Checkpoint, chosen: list[Tensor]) -> dict[str, Any]:
                 "shape": list(tensor.shape),
                 "bytes": tensor.nbytes,
                 "sharding": sharding_text(tensor),
+                "placements": _placements(tensor),
                 "pieces": _pieces(tensor),
             }
             for tensor in chosen
@@ -83,10 +86,24 @@ def _pieces(tensor: Tensor) -> list[dict[str, Any]]:
     from reshard.index import primary_rows
 
     shards, primary = tensor.shards, primary_rows(tensor.shards)
+    ranks = shards.ranks.tolist() if shards.ranks is not None else [None] * len(shards)
     return [
-        {"file": shards.path(i), "offsets": offsets, "sizes": sizes, "replica": not primary[i]}
+        {"file": shards.path(i), "rank": ranks[i], "offsets": offsets, "sizes": sizes, "replica": not primary[i]}
         for i, (offsets, sizes) in enumerate(zip(shards.offsets.tolist(), shards.sizes.tolist(), strict=True))
     ]
+
+
+def _mesh(mesh: Mesh | None) -> list[dict[str, Any]] | None:
+    return [{"dimension": name, "ranks": size} for name, size in zip(mesh.names, mesh.sizes, strict=True)] if mesh else None
+
+
+def _placements(tensor: Tensor) -> list[dict[str, Any]] | None:
+    """What each dimension of the tensor's mesh does to it; None where the files do not tell."""
+    found = tensor.distribution
+    if found is None:
+        return None
+    steps = zip(found.mesh.names, found.mesh.sizes, found.placements, strict=True)
+    return [{"dimension": name, "ranks": size, "placement": str(each), "meaning": each.meaning} for name, size, each in steps]
 
 
 def _parameters(opened: Checkpoint) -> int:
@@ -109,7 +126,9 @@ def _show_checkpoint(opened: Checkpoint) -> None:
     show(f"  model     {_model_text(opened)}")
     if facts.step is not None:
         show(f"  step      {facts.step}")
-    if facts.parallel:
+    if facts.mesh:
+        show(f"  mesh      {facts.mesh}: {facts.mesh.ranks} ranks")
+    elif facts.parallel:
         show("  run       " + ", ".join(f"{name} {size}" for name, size in facts.parallel.items()))
     show(f"  files     {len(index.files)}, {nbytes_text(sum(file.nbytes for file in index.files))}")
     if index.objects:
@@ -123,6 +142,24 @@ def _show_checkpoint(opened: Checkpoint) -> None:
     groups = summaries.groups(index.tensors)
     named = [(g.name, g.count, g.role, g.dtype, shape_text(g.shape), g.sharding, g.state) for g in groups]
     show(table(named, ("tensor", "times", "role", "dtype", "shape", "cut", "with" if any(g.state for g in groups) else "")))
+    _show_placements(index.tensors)
+
+
+def _show_placements(tensors: tuple[Tensor, ...]) -> None:
+    """Every way in which weights lie on the mesh, and what it means."""
+    found: dict[Distribution, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.distribution is not None and tensor.role == "weight":
+            found.setdefault(tensor.distribution, []).append(tensor)
+    for distribution, held in found.items():
+        show()
+        others = f" and {len(held) - 1} more" if len(held) > 1 else ""
+        show(f"on the mesh {distribution.mesh}: {held[0].name}{others}")
+        show(table(_placement_rows(held[0]), ()))
+
+
+def _placement_rows(tensor: Tensor) -> list[tuple[str, ...]]:
+    return [(f"  {each['dimension']}", each["placement"], each["meaning"]) for each in _placements(tensor) or ()]
 
 
 def _model_text(opened: Checkpoint) -> str:
@@ -142,9 +179,13 @@ def _show_tensor(tensor: Tensor) -> None:
     from reshard.index import primary_rows, sharding_text
 
     show(f"{tensor.name}  {tensor.role} {tensor.dtype} {shape_text(tensor.shape)}, {sharding_text(tensor)}, {nbytes_text(tensor.nbytes)}")
-    primary = primary_rows(tensor.shards)
+    if tensor.distribution is not None:
+        show(f"on the mesh {tensor.distribution.mesh}")
+        show(table(_placement_rows(tensor), ()))
+    primary, ranks = primary_rows(tensor.shards), tensor.shards.ranks
     rows = []
     for i, piece in enumerate(tensor.pieces()):
         kind = "empty" if not piece.box.volume else "" if primary[i] else "copy"
-        rows.append((str(piece.box), piece.extent.path, piece.extent.byte_offset, shape_text(piece.extent.strides), kind))
-    show(table(rows, ("box", "file", "byte offset", "strides", "")))
+        rank = "" if ranks is None else int(ranks[i])
+        rows.append((rank, str(piece.box), piece.extent.path, piece.extent.byte_offset, shape_text(piece.extent.strides), kind))
+    show(table(rows, ("rank" if ranks is not None else "", "box", "file", "byte offset", "strides", "")))

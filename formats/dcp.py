@@ -349,11 +349,16 @@ def _state(words: _Key) -> _State | None:
     in place of the fqn."""
     root, rest = _optimizer(words)
     if rest[:1] == ("state",) and len(rest) > 2:
-        return _State(root, rest[1], ".".join(map(str, rest[2:])))
+        return _State(root, _number_or_name(rest[1]), ".".join(map(str, rest[2:])))
     if len(rest) == 1 and str(rest[0]).startswith("state."):
         name, _, kind = str(rest[0]).removeprefix("state.").rpartition(".")
-        return _State(root, int(name) if name.isdecimal() else name, kind) if name else None
+        return _State(root, _number_or_name(name), kind) if name else None
     return None
+
+
+def _number_or_name(word: str | int) -> str | int:
+    """The planner turns a dict's numbers into text; no parameter is called by a number alone."""
+    return int(word) if isinstance(word, str) and word.isdecimal() else word
 
 
 def _optimizer(words: _Key) -> tuple[str, _Key]:

@@ -102,6 +102,8 @@ class _Specs:
         self.ranks, self.rank = ranks, rank
         # Without a process group there is nobody to ask for the rank; this is the constructor that init_device_mesh ends in.
         self._mesh = DeviceMesh("cpu", torch.arange(ranks), mesh_dim_names=(_DIMENSION,), _init_backend=False, _rank=rank)
+        # The name that torch gives the default process group, which a mesh of all ranks uses: there the file's tensors communicate.
+        self._mesh._dim_group_names = ["0"]
         self.parts: dict[torch_pickle.Plain, StoredTensor] = {}
 
     def distributed(self, key: str, name: str, tensor: Tensor, dtype: DType) -> torch_pickle.Distributed | torch_pickle.Plain:
