@@ -155,11 +155,14 @@ def _show_placements(tensors: tuple[Tensor, ...]) -> None:
         show()
         others = f" and {len(held) - 1} more" if len(held) > 1 else ""
         show(f"on the mesh {distribution.mesh}: {held[0].name}{others}")
-        show(table(_placement_rows(held[0]), ()))
+        show(table(_placement_rows(held[0]), _PLACEMENT_COLUMNS))
 
 
 def _placement_rows(tensor: Tensor) -> list[tuple[str, ...]]:
-    return [(f"  {each['dimension']}", each["placement"], each["meaning"]) for each in _placements(tensor) or ()]
+    return [(each["dimension"], each["ranks"], each["placement"], each["meaning"]) for each in _placements(tensor) or ()]
+
+
+_PLACEMENT_COLUMNS = ("dimension", "ranks", "placement", "meaning")
 
 
 def _model_text(opened: Checkpoint) -> str:
@@ -181,7 +184,7 @@ def _show_tensor(tensor: Tensor) -> None:
     show(f"{tensor.name}  {tensor.role} {tensor.dtype} {shape_text(tensor.shape)}, {sharding_text(tensor)}, {nbytes_text(tensor.nbytes)}")
     if tensor.distribution is not None:
         show(f"on the mesh {tensor.distribution.mesh}")
-        show(table(_placement_rows(tensor), ()))
+        show(table(_placement_rows(tensor), _PLACEMENT_COLUMNS))
     primary, ranks = primary_rows(tensor.shards), tensor.shards.ranks
     rows = []
     for i, piece in enumerate(tensor.pieces()):
