@@ -59,8 +59,9 @@ class _Flat:
         for run in runs:
             for slot in self.slots:
                 start, stop = max(slot.start, run.start), min(slot.stop, run.start + run.count)
-                shards = tuple(boxes_of(slot.shape, start - slot.start, run.stored, start - run.start, max(0, stop - start)))
-                yield slot, run, LocalTensor(run.stored.dtype, slot.shape, shards)
+                if start < stop:
+                    shards = tuple(boxes_of(slot.shape, start - slot.start, run.stored, start - run.start, stop - start))
+                    yield slot, run, LocalTensor(run.stored.dtype, slot.shape, shards)
 
 
 class FsdpLocal:

@@ -54,10 +54,20 @@ class Architecture:
     dropped: Mapping[str, str] = field(default_factory=dict)
 
     def plus(self, *weights: Weight, model_type: str) -> Architecture:
-        """This architecture with some weights more; one of a name that is there already takes its place."""
-        names = {weight.name for weight in weights}
-        kept = tuple(weight for weight in self.weights if weight.name not in names)
-        return replace(self, model_type=model_type, weights=kept + weights)
+        """This architecture with some weights more.
+
+        One of a name that is there already takes its place; a new one comes last in its module, where a subclass registers it. So the
+        order stays that of the model's parameters.
+        """
+        own = list(self.weights)
+        for weight in weights:
+            names = [each.name for each in own]
+            if weight.name in names:
+                own[names.index(weight.name)] = weight
+                continue
+            module = weight.name.rsplit(".", 2)[0] + "."
+            own.insert(1 + max(i for i, name in enumerate(names) if name.startswith(module)), weight)
+        return replace(self, model_type=model_type, weights=tuple(own))
 
     def called(self, model_type: str) -> Architecture:
         """The same under another name."""

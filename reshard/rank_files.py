@@ -77,11 +77,10 @@ def find(listing: Sequence[str]) -> list[RankFiles]:
 
 def example(files: Files) -> str | None:
     """A file of a rank that holds a model or an optimizer, here or in a folder here; None if there is none."""
-    for folder in ("", *_folders(files)):
-        for found in find(files.list(folder)):
-            if found.is_model or (found.is_optimizer and not folder):
-                return found.first
-    return None
+    own = find(files.list())
+    inner = [found for folder in _folders(files) for found in find(files.list(folder)) if found.is_model]
+    sets = [found for found in own if found.is_model] or [found for found in own if found.is_optimizer] or inner
+    return sets[0].first if sets else None
 
 
 def open_folder(files: Files) -> RankFolder:

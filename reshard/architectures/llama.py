@@ -1,4 +1,4 @@
-"""Llama 1 to 3 and what shares its layers. Source: transformers, models/llama/{configuration,modeling}_llama.py."""
+"""Llama 1 to 3 and what shares its layers; in the order of the model's parameters. Source: transformers, models/llama/{configuration,modeling}_llama.py."""
 
 from reshard.architecture import Architecture, Dimension, Weight
 
@@ -18,18 +18,18 @@ ARCHITECTURE = Architecture(
     weights=(
         Weight("model.embed_tokens.weight", "embedding", ("vocab", "hidden")),
         Weight(_LAYER + "self_attn.q_proj.weight", "attention.q", ("heads * head_dim", "hidden")),
-        Weight(_LAYER + "self_attn.k_proj.weight", "attention.k", ("kv_heads * head_dim", "hidden")),
-        Weight(_LAYER + "self_attn.v_proj.weight", "attention.v", ("kv_heads * head_dim", "hidden")),
-        Weight(_LAYER + "self_attn.o_proj.weight", "attention.o", ("hidden", "heads * head_dim")),
         Weight(_LAYER + "self_attn.q_proj.bias", "attention.q", ("heads * head_dim",), when="attention_bias"),
+        Weight(_LAYER + "self_attn.k_proj.weight", "attention.k", ("kv_heads * head_dim", "hidden")),
         Weight(_LAYER + "self_attn.k_proj.bias", "attention.k", ("kv_heads * head_dim",), when="attention_bias"),
+        Weight(_LAYER + "self_attn.v_proj.weight", "attention.v", ("kv_heads * head_dim", "hidden")),
         Weight(_LAYER + "self_attn.v_proj.bias", "attention.v", ("kv_heads * head_dim",), when="attention_bias"),
+        Weight(_LAYER + "self_attn.o_proj.weight", "attention.o", ("hidden", "heads * head_dim")),
         Weight(_LAYER + "self_attn.o_proj.bias", "attention.o", ("hidden",), when="attention_bias"),
         Weight(_LAYER + "mlp.gate_proj.weight", "mlp.gate", ("intermediate", "hidden")),
-        Weight(_LAYER + "mlp.up_proj.weight", "mlp.up", ("intermediate", "hidden")),
-        Weight(_LAYER + "mlp.down_proj.weight", "mlp.down", ("hidden", "intermediate")),
         Weight(_LAYER + "mlp.gate_proj.bias", "mlp.gate", ("intermediate",), when="mlp_bias"),
+        Weight(_LAYER + "mlp.up_proj.weight", "mlp.up", ("intermediate", "hidden")),
         Weight(_LAYER + "mlp.up_proj.bias", "mlp.up", ("intermediate",), when="mlp_bias"),
+        Weight(_LAYER + "mlp.down_proj.weight", "mlp.down", ("hidden", "intermediate")),
         Weight(_LAYER + "mlp.down_proj.bias", "mlp.down", ("hidden",), when="mlp_bias"),
         Weight(_LAYER + "input_layernorm.weight", "norm", ("hidden",)),
         Weight(_LAYER + "post_attention_layernorm.weight", "norm", ("hidden",)),
