@@ -136,10 +136,10 @@ class _Growing:
     placed: list[Placed] = field(default_factory=list)
     entries: list[_Entry] = field(default_factory=list)
 
-    def add_tensor(self, path: tuple[str | int, ...], key: str, dtype: DType, box: Box) -> None:
+    def add_tensor(self, path: tuple[str | int, ...], key: str, tensor: Tensor, dtype: DType, box: Box) -> None:
         pickle, storages = torch_pickle.dumps(torch_pickle.Plain(dtype, box.sizes))
         frame = torch_frame.frame("archive", pickle, storages, start=self.nbytes)
-        self.placed.append(Placed(part(".".join(map(str, path)), key, dtype, box), frame.storages[0]))
+        self.placed.append(Placed(part(".".join(map(str, path)), key, dtype, tensor.shape, box), frame.storages[0]))
         self.literals.extend(frame.literals)
         self._close(path, box, frame.nbytes)
 
@@ -163,7 +163,7 @@ def _laid_out(content: Canonical, dtypes: Mapping[str, DType], ranks: int) -> It
         for key, tensor in content.tensors.items():
             box = row_shard(tensor.shape, ranks, rank)
             if box is not None:
-                file.add_tensor(_state_path(key, bool(content.states)), key, dtypes[key], box)
+                file.add_tensor(_state_path(key, bool(content.states)), key, tensor, dtypes[key], box)
         yield file
 
 

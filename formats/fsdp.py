@@ -113,11 +113,11 @@ class _Specs:
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
         if not tensor.shape:
-            return self._noted(part(name, key, dtype, Box((), ())))
+            return self._noted(part(name, key, dtype, (), Box((), ())))
         start, size = chunk(tensor.shape[0], self.ranks, self.rank)
         box = Box.whole(tensor.shape).narrow(0, start, start + size)
         meta = TensorMeta(torch.Size(tensor.shape), row_major(tensor.shape), getattr(torch, dtype.torch))
-        local = self._noted(part(name, key, dtype, box))
+        local = self._noted(part(name, key, dtype, tensor.shape, box))
         return torch_pickle.Distributed(local, tensor.shape, DTensorSpec(self._mesh, (Shard(0),), tensor_meta=meta))
 
     def _noted(self, stored: StoredTensor) -> torch_pickle.Plain:

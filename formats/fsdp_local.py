@@ -154,6 +154,13 @@ class _Reading:
     def _add_named(self, name: str, held: list[tuple[int, str, AnyTensor]]) -> None:
         """A tensor under its own name: a buffer, whole on every rank; or a parameter's runs, which in the order of ranks are all of it."""
         shape = self._parameters.get(name)
+        if shape is None and len({stored.shape for _, _, stored in held}) > 1:
+            raise CheckpointError(
+                "every rank holds a run of it, but the config knows no such weight",
+                where=name,
+                why="Its shape is in the config only, so the config belongs to another model",
+                do="Give the config that the model was trained with by --model DIR",
+            )
         if shape is None or all(stored.shape == shape for _, _, stored in held) and math.prod(shape) > 0 and len(held) > 1:
             for rank, path, stored in held:
                 whole = LocalTensor(stored.dtype, stored.shape, ((Box.whole(stored.shape), stored),))

@@ -48,9 +48,9 @@ def whole(name: str, dtype: DType, shape: tuple[int, ...]) -> StoredTensor:
     return StoredTensor(name, dtype, shape, (Section(name, Box.whole(shape), 0, row_major(shape)),))
 
 
-def part(name: str, canonical: str, dtype: DType, box: Box) -> StoredTensor:
-    """A box of a canonical tensor stored as a row-major tensor of its own; it may be empty."""
-    sections = (Section(canonical, box, 0, row_major(box.sizes)),) if box.volume else ()
+def part(name: str, canonical: str, dtype: DType, shape: tuple[int, ...], box: Box) -> StoredTensor:
+    """A box of a canonical tensor of that shape, stored as a row-major tensor of its own; it may be empty."""
+    sections = (Section(canonical, box, 0, row_major(box.sizes)),) if box.volume or 0 in shape else ()
     return StoredTensor(name, dtype, box.sizes, sections)
 
 

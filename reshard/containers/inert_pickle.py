@@ -17,10 +17,13 @@ Known globals: every kind of file that torch 2.2..2.13, DeepSpeed 0.14..0.19 and
 
 from __future__ import annotations
 
+import gc
 import io
 import pickle
+import re
 import pickletools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, ClassVar, TypeVar
 
@@ -164,7 +167,8 @@ def load(data: bytes, *, where: str, storage: Callable[[tuple[Any, ...]], object
     try:
         if (stop := end_of(data)) != len(data):
             raise pickle.UnpicklingError(f"it ends at byte {stop:,}, but {len(data) - stop:,} more follow")
-        return _Unpickler(data, storage, rebuild or {}).load()
+        with _uncollected():
+            return _Unpickler(data, storage, rebuild or {}).load()
     except ReshardError:
         raise
     except Exception as error:
@@ -176,6 +180,18 @@ def load(data: bytes, *, where: str, storage: Callable[[tuple[Any, ...]], object
         ) from error
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector, which would walk through all that was made so far again and again, and find nothing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def end_of(data: bytes, start: int = 0) -> int:
     """The byte after the pickle that starts at `start`.
 
@@ -185,13 +201,12 @@ def end_of(data: bytes, start: int = 0) -> int:
     at = start
     try:
         while True:
-            length = _LENGTHS[data[at]]
-            if length > 0:
-                at += length
-            elif data[at] == _STOP:
+            if run := _PLAIN_RUN.match(data, at):
+                at = run.end()
+            if data[at] == _STOP:
                 return at + 1
-            else:
-                at = _after(data, at)
+            length = _LENGTHS[data[at]]
+            at = at + length if length > 0 else _after(data, at)
     except IndexError:
         raise EOFError(f"it goes on after its {len(data) - start:,} bytes") from None
 
@@ -211,6 +226,20 @@ def _lengths() -> list[int]:
 
 
 _LENGTHS = _lengths()
+
+
+def _plain_run() -> re.Pattern[bytes]:
+    """Opcodes of fixed length, as many as follow each other; and memo numbers below 65,536, which never need much."""
+    by_length: dict[int, bytes] = {}
+    for code, length in enumerate(_LENGTHS):
+        if length > 0:
+            by_length[length] = by_length.get(length, b"") + re.escape(bytes([code]))
+    fixed = (b"[" + codes + b"]" + b"[\\x00-\\xff]" * (length - 1) for length, codes in sorted(by_length.items()))
+    memo = re.escape(pickle.LONG_BINPUT) + b"[\\x00-\\xff]{2}\\x00\\x00"
+    return re.compile(b"(?:" + b"|".join([*fixed, memo]) + b")+")
+
+
+_PLAIN_RUN = _plain_run()
 # Opcodes whose argument says its own length: how many bytes that takes.
 _COUNTED = {
     ord(opcode.code): {

@@ -1,20 +1,12 @@
-"""Every DCP fixture against the truth that was gathered inside its training processes."""
+"""DCP directories: what is in them, what is missing in them, and what real torch makes of those that were written."""
 
 import shutil
 
 import pytest
-from places import CASES, DCP, described, open_case, truth
+from places import DCP, open_case
 
 import reshard
 from reshard.errors import CheckpointError, RequestError
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_tensor_of_every_role_reads_back_bit_exactly(case):
-    opened, expected = open_case(case), truth(case)
-    found = {(t.name, t.role): described(t, opened.files) for t in opened.index.tensors if t.role != "state"}
-    assert found.keys() == expected.keys()
-    assert found == expected
 
 
 def test_opening_reads_metadata_only(monkeypatch):

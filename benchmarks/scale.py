@@ -1,0 +1,114 @@
+"""Checkpoints of thousands of parts, written by torch without their data: what is measured is metadata.
+
+    python benchmarks/scale.py ranks DIR [--ranks 1024] [--part I/N]    FSDP2 files of a 405B Llama, one per rank, sparse
+    python benchmarks/scale.py metadata DIR [--entries 128000]          a DCP .metadata and its empty files
+
+torch.save under torch.serialization.skip_data writes all but the tensors' bytes, and leaves holes for them. Needs torch only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+# Llama-3.1-405B.
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["ranks", "metadata"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--part", default="0/1", help="I/N: write every Nth rank's file, from the Ith on")
+    parser.add_argument("--entries", type=int, default=128_000)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    (options.folder / "config.json").write_text(json.dumps(CONFIG))
+    if options.what == "metadata":
+        write_metadata(options.folder, options.entries)
+        return
+    first, step = map(int, options.part.split("/"))
+    for rank in range(first, options.ranks, step):
+        write_rank(options.folder, rank, options.ranks)
+
+
+def write_rank(folder: Path, rank: int, ranks: int) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(ranks), mesh_dim_names=("fsdp",), _init_backend=False, _rank=rank)
+    mesh._dim_group_names = ["0"]
+    state = OrderedDict()
+    for name, shape in shapes().items():
+        rows = -(-shape[0] // ranks)
+        start = min(shape[0], rank * rows)
+        stride = (shape[1], 1) if len(shape) > 1 else (1,)
+        spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(torch.Size(shape), stride, torch.bfloat16))
+        local = torch.empty((min(shape[0], start + rows) - start, *shape[1:]), dtype=torch.bfloat16)
+        state[name] = DTensor(local, spec, requires_grad=False)
+    with torch.serialization.skip_data():
+        torch.save(state, folder / f"model_world_size_{ranks}_rank_{rank}.pt")
+
+
+def write_metadata(folder: Path, entries: int) -> None:
+    """Tensors of the 405B model over as many ranks as give that many entries; the files are there, and hold nothing."""
+    model = shapes()
+    ranks = -(-entries // len(model))
+    tensors, storage, ends = {}, {}, [0] * ranks
+    for name, shape in model.items():
+        chunks = []
+        rows = -(-shape[0] // ranks)
+        for rank in range(ranks):
+            start, stop = min(shape[0], rank * rows), min(shape[0], (rank + 1) * rows)
+            if start == stop:
+                continue
+            sizes, offsets = torch.Size((stop - start, *shape[1:])), torch.Size((start,) + (0,) * (len(shape) - 1))
+            nbytes = 2 * sizes.numel() + 1600
+            chunks.append(dcp.ChunkStorageMetadata(offsets=offsets, sizes=sizes))
+            storage[dcp.MetadataIndex(name, offsets, len(chunks) - 1)] = _StorageInfo(f"__{rank}_0.distcp", ends[rank], nbytes)
+            ends[rank] += nbytes
+        properties = dcp.TensorProperties(dtype=torch.bfloat16)
+        tensors[name] = dcp.TensorStorageMetadata(properties=properties, size=torch.Size(shape), chunks=chunks)
+    planner = {name: (name,) for name in tensors}
+    (folder / ".metadata").write_bytes(pickle.dumps(dcp.Metadata(tensors, planner, storage)))
+    for rank, nbytes in enumerate(ends):
+        with open(folder / f"__{rank}_0.distcp", "wb") as file:
+            file.truncate(nbytes)
+    print(f"{len(storage):,} entries")
+
+
+def shapes() -> OrderedDict[str, tuple[int, ...]]:
+    hidden, inner, vocab, kv = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["vocab_size"], 8 * 128
+    found = OrderedDict({"model.embed_tokens.weight": (vocab, hidden)})
+    for layer in range(CONFIG["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        found |= {prefix + f"self_attn.{name}_proj.weight": (rows, hidden) for name, rows in (("q", hidden), ("k", kv), ("v", kv))}
+        found[prefix + "self_attn.o_proj.weight"] = (hidden, hidden)
+        found |= {prefix + f"mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+        found[prefix + "mlp.down_proj.weight"] = (hidden, inner)
+        found |= {prefix + f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    return found | {"model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+
+
+if __name__ == "__main__":
+    main()

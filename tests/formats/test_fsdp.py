@@ -1,0 +1,267 @@
+"""Files of one rank each: what is missing, what does not belong, what has drifted apart; and whole files with wrapped names."""
+
+import shutil
+
+import pytest
+from places import DCP, FIXTURES, FSDP, HF, described, open_case, truth
+
+import reshard
+from reshard.containers import torch_zip
+from reshard.errors import CheckpointError, RequestError
+from reshard.files import LocalFiles
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A function that copies a fixture's checkpoint, so that it can be damaged."""
+
+    def made(case):
+        return shutil.copytree(FSDP / case / "checkpoint", tmp_path / "copy")
+
+    return made
+
+
+def rank_file(folder, rank, kind="model"):
+    return next(path for path in sorted(folder.glob(f"*rank*{rank}.*")) if kind in path.name)
+
+
+def flip(path, tensor):
+    """Change one bit of a tensor of a torch.save file."""
+    found = torch_zip.read(LocalFiles(path), path.name)
+    for key in tensor:
+        found = found.get("_local_tensor") if key == "local" else found[key]
+    raw = bytearray(path.read_bytes())
+    raw[found.byte_offset] ^= 1
+    path.write_bytes(bytes(raw))
+
+
+# ---- what is missing ----
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_a_missing_rank_is_named(copy, rank):
+    folder = copy("verl")
+    rank_file(folder, rank).unlink()
+    with pytest.raises(CheckpointError, match=rf"of 5 ranks, rank {rank} has no file beside model_world_size_5"):
+        reshard.open(folder)
+
+
+def test_a_missing_rank_of_the_optimizer_is_named(copy):
+    folder = copy("verl")
+    rank_file(folder, 2, "optim").unlink()
+    with pytest.raises(CheckpointError, match="rank 2 has no file beside optim_world_size_5"):
+        reshard.open(folder)
+
+
+def test_a_missing_replica_loses_nothing_and_is_told(copy):
+    folder = copy("hsdp")
+    for kind in ("model", "optim"):
+        rank_file(folder, 3, kind).unlink()
+    opened = reshard.open(folder)
+    assert any("rank 3 has no file" in note for note in opened.index.facts.notes)
+    weights = {(t.name, t.role): described(t, opened.files) for t in opened.index.tensors}
+    assert weights == truth(FSDP / "hsdp")
+
+
+def test_both_replicas_of_a_part_missing_is_a_loss(copy):
+    folder = copy("hsdp")
+    for rank in (1, 3):
+        rank_file(folder, rank).unlink()
+    with pytest.raises(CheckpointError, match="of 4 ranks, ranks 1, 3 have no file"):
+        reshard.open(folder)
+
+
+def test_a_rank_file_alone_is_not_a_checkpoint():
+    with pytest.raises(CheckpointError, match="have no file beside"):
+        reshard.open(rank_file(FSDP / "verl" / "checkpoint", 0))
+
+
+# ---- what does not belong ----
+
+
+def test_replicas_that_disagree_are_named_with_both_files(copy):
+    folder = copy("hsdp")
+    flip(rank_file(folder, 2), ["model.layers.0.mlp.down_proj.weight", "local"])
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight: two copies of .* disagree.*rank_0\.pt and model_world_size_4_rank_2\.pt"):
+        reshard.fingerprint(folder)
+
+
+def test_a_file_of_another_step_is_found_on_opening(copy):
+    folder = copy("verl")
+    flip(rank_file(folder, 4, "optim"), ["state", 0, "step"])
+    with pytest.raises(CheckpointError, match="different steps"):
+        reshard.open(folder)
+
+
+def test_files_of_another_number_of_ranks_beside_them(copy):
+    folder = copy("verl-groups")
+    shutil.copy(rank_file(FSDP / "verl" / "checkpoint", 0), folder)
+    with pytest.raises(CheckpointError, match="2 and 5 ranks"):
+        reshard.open(folder)
+
+
+def test_a_renamed_file_is_noticed(copy):
+    folder = copy("verl")
+    first, second = rank_file(folder, 0), rank_file(folder, 1)
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    with pytest.raises(CheckpointError, match="says it is rank 1's, its name says rank 0"):
+        reshard.open(folder)
+
+
+def test_a_file_of_a_run_on_another_mesh(copy):
+    folder = copy("hsdp")
+    shutil.copy(rank_file(FSDP / "tp" / "checkpoint", 3), rank_file(folder, 3))
+    with pytest.raises(CheckpointError, match="on the mesh .*ddp 2 x fsdp 2.*dp 2 x tp 2"):
+        reshard.open(folder)
+
+
+def test_a_file_of_another_model(copy):
+    folder = copy("hsdp")
+    shutil.copy(rank_file(FSDP / "fsdp1-hsdp" / "checkpoint", 3), rank_file(folder, 3))
+    shutil.copy(rank_file(FSDP / "verl-groups" / "checkpoint", 1), rank_file(folder, 1))
+    with pytest.raises(CheckpointError, match=r"model\."):
+        reshard.open(folder)
+
+
+def test_the_files_of_two_models_in_one_folder(copy):
+    folder = copy("fsdp1-mesh")
+    for path in list(folder.glob("pytorch_model_fsdp_0*")):
+        shutil.copy(path, folder / path.name.replace("fsdp_0", "fsdp_1"))
+    with pytest.raises(CheckpointError, match="2 sets of files"):
+        reshard.open(folder)
+
+
+def test_of_an_actor_and_a_critic_one_must_be_named(tmp_path):
+    for name in ("actor", "critic"):
+        shutil.copytree(FSDP / "verl-groups" / "checkpoint", tmp_path / "global_step_20" / name)
+    with pytest.raises(RequestError, match="actor/, critic/"):
+        reshard.open(tmp_path / "global_step_20")
+    assert reshard.open(tmp_path / "global_step_20" / "actor").index.facts.step == 20
+
+
+# ---- flat parameters ----
+
+
+@pytest.mark.parametrize("case", ["fsdp1-local", "fsdp1-local-orig"])
+def test_flat_parameters_need_the_models_config(case, tmp_path):
+    with pytest.raises(RequestError, match="--model"):
+        reshard.open(FSDP / case / "checkpoint")
+    with pytest.raises(CheckpointError, match="--model"):
+        reshard.open(FSDP / case / "checkpoint", model=HF / "llama")
+
+
+@pytest.mark.parametrize("case", ["fsdp1-local", "fsdp1-local-orig"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_missing_run_of_a_flat_parameter(copy, case, rank):
+    folder = copy(case)
+    rank_file(folder, rank).unlink()
+    with pytest.raises(CheckpointError):
+        reshard.open(folder, model=FSDP / case / "model")
+
+
+# ---- names ----
+
+
+def test_what_wrappers_put_into_names_is_taken_off_and_told():
+    for case, part in (("full-compile", "_orig_mod."), ("full-ddp", "module."), ("full-wrapped", "_checkpoint_wrapped_module.")):
+        notes = open_case(FSDP / case).index.facts.notes
+        assert any("taken off the names" in note and part in note for note in notes), case
+
+
+def test_two_names_that_become_one_are_refused(tmp_path):
+    import torch
+
+    torch.save({"_orig_mod.a": torch.zeros(2), "a": torch.ones(2)}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"_orig_mod\.a and a are the same"):
+        reshard.open(tmp_path)
+
+
+def test_numbers_of_an_ambiguous_optimizer_stay_numbers_and_are_not_carried(tmp_path):
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    groups = [{"params": [model[1].weight, model[1].bias]}, {"params": [model[0].weight, model[0].bias]}]
+    optimizer = torch.optim.AdamW(groups)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "model.pt")
+    opened = reshard.open(tmp_path)
+    assert any("not certain" in note for note in opened.index.facts.notes)
+    assert not [t for t in opened.index.tensors if t.role == "moment1"]
+    with pytest.raises(RequestError, match="is not known"):
+        reshard.plan(opened, to="dcp", optimizer=True)
+
+
+# ---- there and back ----
+
+
+def test_from_fsdp_by_hf_and_dcp_to_fsdp_and_every_bit_comes_back(tmp_path):
+    source = FSDP / "verl" / "checkpoint"
+    steps = [("hf", {}), ("dcp", {"dp": 4}), ("fsdp", {"dp": 3}), ("dcp", {}), ("fsdp", {"dp": 7})]
+    before = source
+    for number, (to, sizes) in enumerate(steps):
+        reshard.convert(reshard.plan(before, to=to, model=source / "huggingface", **sizes), tmp_path / str(number))
+        before = tmp_path / str(number)
+        assert reshard.verify(source, before).equal
+    assert reshard.fingerprint(before).root == reshard.fingerprint(source).root
+
+
+@pytest.mark.parametrize("to", ["dcp", "fsdp"])
+@pytest.mark.parametrize("case", ["verl", "verl-groups", "verl-tied", "tp", "full-compile", "fsdp1-local-orig"])
+def test_the_optimizers_state_is_carried_along(case, to, tmp_path):
+    source = open_case(FSDP / case)
+    made = reshard.plan(source, to=to, dp=3, optimizer=True)
+    assert reshard.roundtrip(made).losses == ()
+    reshard.convert(made, tmp_path / "out")
+    written = reshard.open(tmp_path / "out", model=FSDP / case / "model")
+    expected = truth(FSDP / case)
+    if case == "verl-tied":
+        del expected["lm_head.weight", "weight"]
+    assert {(t.name, t.role): described(t, written.files) for t in written.index.tensors} == expected
+    groups = written.index.param_groups()
+    assert [group.settings["lr"] for group in groups] == [0.01] * len(groups) and groups
+    assert [group.names for group in groups] == [group.names for group in source.index.param_groups()]
+
+
+def test_state_of_another_kind_is_carried_under_its_own_name(tmp_path):
+    reshard.convert(reshard.plan(open_case("groups"), to="dcp", optimizer=True), tmp_path / "out")
+    written = reshard.open(tmp_path / "out")
+    assert {(t.name, t.role): described(t, written.files) for t in written.index.tensors} == truth("groups")
+
+
+@pytest.mark.parametrize("to", ["hf", "vllm"])
+def test_what_serves_holds_no_optimizer(to):
+    with pytest.raises(RequestError, match="no optimizer state"):
+        reshard.plan(open_case("fsdp2"), to=to, optimizer=True)
+
+
+def test_without_an_optimizer_there_is_none_to_carry():
+    with pytest.raises(RequestError, match="no optimizer state"):
+        reshard.plan(HF / "llama", to="dcp", optimizer=True)
+
+
+@pytest.mark.parametrize("to, sizes", [("hf", {"dp": 2}), ("vllm", {"dp": 2}), ("dcp", {"tp": 2}), ("fsdp", {"pp": 2})])
+def test_sizes_that_a_format_does_not_have(to, sizes):
+    with pytest.raises(RequestError, match=f"--{next(iter(sizes))} 2"):
+        reshard.plan(HF / "llama", to=to, **sizes)
+
+
+@pytest.mark.parametrize("folder", [FIXTURES / "torch_versions" / "2.2.2" / "full-legacy" / "checkpoint", DCP / "zstd" / "checkpoint"])
+@pytest.mark.parametrize("to", ["dcp", "fsdp"])
+def test_any_source_can_be_written(folder, to, tmp_path):
+    reshard.convert(reshard.plan(folder, to=to, dp=2), tmp_path / "out")
+    assert reshard.verify(folder, tmp_path / "out").equal
+
+
+def test_inspect_shows_the_mesh_and_the_ranks(capsys):
+    from command import reshard as run
+
+    text = run("inspect", FSDP / "tp" / "checkpoint").out
+    assert "dp 2 x tp 2: 4 ranks" in text and "_StridedShard(0, split_factor=2)" in text
+    name = "model.norm.weight"
+    pieces = run("inspect", FSDP / "hsdp-tp" / "checkpoint", "--tensor", name, "--json").document["tensors"][0]
+    assert sorted(piece["rank"] for piece in pieces["pieces"]) == list(range(8))
+    assert sum(piece["replica"] for piece in pieces["pieces"]) == 6
+    assert [each["placement"] for each in pieces["placements"]] == ["Replicate", "Shard(0)", "Replicate"]

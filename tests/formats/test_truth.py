@@ -1,0 +1,34 @@
+"""Every fixture of every framework, format and version against the truth that was gathered inside its training processes."""
+
+import json
+
+import pytest
+from places import FIXTURES, TRUTHS, described, open_case, truth
+
+import reshard
+from reshard.errors import CheckpointError
+
+
+def label(folder):
+    return str(folder.relative_to(FIXTURES))
+
+
+@pytest.mark.parametrize("case", TRUTHS, ids=label)
+def test_every_tensor_of_every_role_reads_back_bit_exactly(case):
+    opened, expected = open_case(case), truth(case)
+    of_the_run = {(t.name, t.role) for t in opened.index.tensors if t.role == "state"} - expected.keys()
+    found = {(t.name, t.role): described(t, opened.files) for t in opened.index.tensors if (t.name, t.role) not in of_the_run}
+    assert found.keys() == expected.keys()
+    assert found == expected
+
+
+@pytest.mark.parametrize("case", [case for case in TRUTHS if case.parent.name in ("fsdp", "torch_versions") or case.parent.parent.name == "torch_versions"], ids=label)
+def test_the_mesh_is_the_one_that_was_trained_on(case):
+    about, found = json.loads((case / "truth.json").read_text()), open_case(case).index.facts
+    if found.mesh:
+        assert sorted(found.mesh.sizes) == sorted(about["mesh"].values()) and found.mesh.ranks == about["world"]
+
+
+def test_an_extension_that_is_not_known_is_refused_by_name():
+    with pytest.raises(CheckpointError, match=r"stream\.rot13/1"):
+        reshard.open(FIXTURES / "dcp" / "rot" / "checkpoint")
