@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.adapter import Hints
@@ -32,6 +32,7 @@ from reshard.meshes import Mesh, chunk
 from reshard.model_files import ModelFiles
 from reshard.optimizers import names_for, parameter_and_kind, plain_groups, state_role
 from reshard.plans import Target
+from reshard.processes import in_processes
 from reshard.rank_files import RankFiles, example, missing_ranks, open_folder, step_of
 from reshard.state_dicts import group_numbers, has_flat_parameters, model_part, optimizer_part, states
 
@@ -52,7 +53,7 @@ class Fsdp:
             run.read_model(folder.model)
         if folder.optimizer:
             run.read_optimizer(folder.optimizer)
-        tensors = tuple(run.collector.tensors())
+        tensors = tuple(run.collector.tensors(files))
         ranks = folder.ranks(run.mesh.ranks if run.mesh else 1)
         notes = [*run.notes, *missing_ranks(folder, ranks, tensors)]
         facts = RunFacts(
@@ -168,11 +169,11 @@ def _framed(path: str, root: Mapping[str, Any], specs: _Specs) -> TargetFile:
 
 
 class _Run:
-    """What has been read of a run so far."""
+    """What has been read of a run."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self.collector = Collector(files)
+        self.collector = Collector()
         self.objects: list[str] = []
         self.notes: list[str] = []
         self.groups: tuple[ParamGroup, ...] = ()
@@ -182,50 +183,89 @@ class _Run:
         self._parameters: dict[str, tuple[int, ...]] = {}
 
     def read_model(self, found: RankFiles) -> None:
-        for rank, path in found.paths.items():
+        for part in in_processes(list(found.paths.items()), lambda ranks: _Part(self._files).read_model(ranks)):
+            self._join(part)
+            self._parameters = self._parameters or part.parameters
+
+    def read_optimizer(self, found: RankFiles) -> None:
+        optimizer = _optimizer_of(self._files, found.first)
+        numbers, decoder = group_numbers(optimizer), Decoder(found.first)
+        shapes = {
+            parameter: local.shape
+            for parameter, kind, value in states(optimizer)
+            if kind != "step" and (local := decoder.decode(f"{parameter}.{kind}", value))
+        }
+        names, notes = names_for(optimizer, numbers, shapes, list(self._parameters.items()))
+        self.notes.extend(notes)
+        self.groups = plain_groups(optimizer["param_groups"], names)
+        for part in in_processes(
+            list(found.paths.items()), lambda ranks: _Part(self._files).read_optimizer(ranks, names, numbers, found.first)
+        ):
+            self._join(part)
+
+    def _join(self, part: _Part) -> None:
+        self.collector.join(part.collector)
+        self.objects.extend(part.objects)
+        if part.mesh and (self.mesh is None or len(part.mesh.sizes) > len(self.mesh.sizes)):
+            self.mesh = part.mesh
+        self.producer = part.producer if self.producer == "torch.save" else self.producer
+
+
+def _optimizer_of(files: Files, path: str) -> Mapping[str, Any]:
+    optimizer = optimizer_part(torch_zip.read(files, path, locate=False))
+    if optimizer is None:
+        raise CheckpointError("it holds no optimizer state (state and param_groups)", where=path)
+    return optimizer
+
+
+class _Part:
+    """What has been read of some ranks, maybe in a process of its own; it is pickled to come back."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self.collector = Collector()
+        self.objects: list[str] = []
+        self.mesh: Mesh | None = None
+        self.producer = "torch.save"
+        self.parameters: dict[str, tuple[int, ...]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": None}
+
+    def read_model(self, ranks: Sequence[tuple[int, str]]) -> _Part:
+        for rank, path in ranks:
             content, beside = model_part(torch_zip.read(self._files, path, locate=False))
             if content is None:
                 raise CheckpointError("it holds no dict of tensors", where=path, do="Give the files that hold the model's state dict")
             self.objects.extend(beside)
-            decoder, seen = Decoder(path), set[object]()
+            decoder, seen, is_first = Decoder(path), set[object](), not self.parameters
             for name, value in content.items():
                 local = self._local(decoder, str(name), value, rank, path)
                 if local is None:
                     self.objects.append(str(name))
                     continue
                 self.collector.add("weight", str(name), local, path, rank)
-                if rank == min(found.paths) and local.dtype.floating and local.memory not in seen:
-                    self._parameters[str(name)] = local.shape
+                if is_first and local.dtype.floating and local.memory not in seen:
+                    self.parameters[str(name)] = local.shape
                     seen |= {local.memory} - {None}
+        return self
 
-    def read_optimizer(self, found: RankFiles) -> None:
-        names: Mapping[Any, str] = {}
-        numbers: tuple[tuple[Any, ...], ...] | None = None
-        for rank, path in found.paths.items():
-            optimizer = optimizer_part(torch_zip.read(self._files, path, locate=False))
-            if optimizer is None:
-                raise CheckpointError("it holds no optimizer state (state and param_groups)", where=path)
-            decoder = Decoder(path)
-            kept = [
-                (parameter, kind, local)
-                for parameter, kind, value in states(optimizer)
-                if (local := self._local(decoder, f"{parameter}.{kind}", value, rank, path))
-            ]
-            if numbers is None:
-                numbers = group_numbers(optimizer)
-                shapes = {parameter: local.shape for parameter, kind, local in kept if kind != "step"}
-                names, notes = names_for(optimizer, numbers, shapes, list(self._parameters.items()))
-                self.notes.extend(notes)
-                self.groups = plain_groups(optimizer["param_groups"], names)
-            elif group_numbers(optimizer) != numbers:
+    def read_optimizer(
+        self, ranks: Sequence[tuple[int, str]], names: Mapping[Any, str], numbers: tuple[tuple[Any, ...], ...], first: str
+    ) -> _Part:
+        for rank, path in ranks:
+            optimizer, decoder = _optimizer_of(self._files, path), Decoder(path)
+            if group_numbers(optimizer) != numbers:
                 raise CheckpointError(
-                    f"its param groups are others than those of {found.first}",
+                    f"its param groups are others than those of {first}",
                     where=path,
                     why="The files are from different runs",
                     do="Keep the files of one save only",
                 )
-            for parameter, kind, local in kept:
-                self.collector.add(*state_role(names.get(parameter), parameter, kind), local, path, rank)
+            for parameter, kind, value in states(optimizer):
+                if local := self._local(decoder, f"{parameter}.{kind}", value, rank, path):
+                    self.collector.add(*state_role(names.get(parameter), parameter, kind), local, path, rank)
+        return self
 
     def _local(self, decoder: Decoder, name: str, value: Any, rank: int, path: str) -> LocalTensor | None:
         local = decoder.decode(name, value)

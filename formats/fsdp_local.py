@@ -81,7 +81,7 @@ class FsdpLocal:
         reading.read_model(folder.model)
         if folder.optimizer:
             reading.read_optimizer(folder.optimizer)
-        tensors = tuple(reading.collector.tensors())
+        tensors = tuple(reading.collector.tensors(files))
         ranks = folder.ranks(1)
         notes = [*reading.notes, *missing_ranks(folder, ranks, tensors)]
         facts = RunFacts("FSDP1 (LOCAL_STATE_DICT)", step=step_of(files.root), parallel={"ranks": ranks}, config=hints.config, notes=tuple(notes))
@@ -106,7 +106,7 @@ def _declared(hints: Hints, path: str) -> Model:
 class _Reading:
     def __init__(self, files: Files, model: Model) -> None:
         self._files, self._model = files, model
-        self.collector = Collector(files)
+        self.collector = Collector()
         self.objects: list[str] = []
         self.notes: list[str] = []
         self.groups: tuple[ParamGroup, ...] = ()

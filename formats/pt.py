@@ -54,7 +54,7 @@ class TorchSave:
         reading = _Reading(files)
         for path in (*models, *optimizers):
             reading.read(path)
-        tensors = tuple(reading.collector.tensors())
+        tensors = tuple(reading.collector.tensors(files))
         if not tensors:
             raise CheckpointError(
                 "it holds no dict of tensors", where=(*models, *optimizers)[0], do="Give the file that holds the model's state dict"
@@ -79,7 +79,7 @@ def _candidates(files: Files) -> tuple[list[str], list[str]]:
 class _Reading:
     def __init__(self, files: Files) -> None:
         self._files = files
-        self.collector = Collector(files)
+        self.collector = Collector()
         self.objects: list[str] = []
         self.notes: list[str] = []
         self.groups: tuple[ParamGroup, ...] = ()

@@ -47,8 +47,7 @@ class _Columns:
 class Collector:
     """The tensors of a checkpoint, as far as its files have been read."""
 
-    def __init__(self, files: Files) -> None:
-        self._files = files
+    def __init__(self) -> None:
         self._paths: dict[str, int] = {}
         self._found: dict[tuple[Role, str], _Columns] = {}
         # The same few boxes and strides occur in every layer: one object for all equal ones.
@@ -62,8 +61,8 @@ class Collector:
         known = self._found.get((role, name))
         if known is None:
             known = self._found[role, name] = _Columns(local.dtype, local.shape, local.distribution, path)
-        elif (known.dtype, known.shape, known.distribution) != (local.dtype, local.shape, local.distribution):
-            self._refuse(name, known, local, path)
+        else:
+            self._check(name, known, local, path)
         number = self._paths.setdefault(path, len(self._paths))
         for box, stored in local.shards:
             known.boxes.append(self._one(box))
@@ -73,13 +72,29 @@ class Collector:
             known.members.append(stored.member if isinstance(stored, UnlocatedTensor) else -1)
             known.offsets.append(stored.skipped if isinstance(stored, UnlocatedTensor) else stored.byte_offset)
 
-    def tensors(self) -> Iterator[Tensor]:
+    def join(self, other: Collector) -> None:
+        """Take over what another one has collected. Raises CheckpointError as `add` does."""
+        paths = list(other._paths)
+        numbers = np.array([self._paths.setdefault(path, len(self._paths)) for path in paths], np.int64)
+        for (role, name), found in other._found.items():
+            known = self._found.get((role, name))
+            if known is None:
+                known = self._found[role, name] = _Columns(found.dtype, found.shape, found.distribution, found.first)
+            else:
+                self._check(name, known, found, found.first)
+            known.boxes.extend(found.boxes)
+            known.strides.extend(found.strides)
+            known.files.frombytes(numbers[np.frombuffer(found.files, np.int64)].tobytes())
+            for mine, theirs in ((known.ranks, found.ranks), (known.members, found.members), (known.offsets, found.offsets)):
+                mine.extend(theirs)
+
+    def tensors(self, files: Files) -> Iterator[Tensor]:
         """The tensors, in the order in which they were first seen."""
         paths = tuple(self._paths)
         for (role, name), known in self._found.items():
-            yield Tensor(name, known.dtype, known.shape, role, self._shards(known, paths), known.distribution)
+            yield Tensor(name, known.dtype, known.shape, role, self._shards(files, known, paths), known.distribution)
 
-    def _shards(self, known: _Columns, paths: tuple[str, ...]) -> Shards:
+    def _shards(self, tree: Files, known: _Columns, paths: tuple[str, ...]) -> Shards:
         ndim, count = len(known.shape), len(known.boxes)
         members, offsets = np.array(known.members, np.int64), np.array(known.offsets, np.int64)
         files = np.array(known.files, np.int64)
@@ -89,14 +104,16 @@ class Collector:
             np.array([box.sizes for box in known.boxes], np.int64).reshape(count, ndim),
             files,
             np.where(members >= 0, members, 0) + offsets,
-            _extent(self._files, paths, files, members, offsets, known.strides, known.dtype),
+            _extent(tree, paths, files, members, offsets, known.strides, known.dtype),
             ranks=np.array(known.ranks, np.int64),
         )
 
     def _one(self, value: T) -> T:
         return self._same.setdefault(value, value)  # type: ignore[return-value]
 
-    def _refuse(self, name: str, known: _Columns, local: LocalTensor, path: str) -> None:
+    def _check(self, name: str, known: _Columns, local: LocalTensor | _Columns, path: str) -> None:
+        if (known.dtype, known.shape, known.distribution) == (local.dtype, local.shape, local.distribution):
+            return
         if (known.dtype, known.shape) != (local.dtype, local.shape):
             raise CheckpointError(
                 f"{known.first} says {known.dtype} {list(known.shape)}, {path} says {local.dtype} {list(local.shape)}",

@@ -15,6 +15,7 @@ from reshard import dtypes, registry
 from reshard.adapter import Hints
 from reshard.architecture import Model, find_model
 from reshard.canonical import Canonical, Selection, canonical, check_against_model
+from reshard.containers.inert_pickle import uncollected
 from reshard.compare import Comparison, Side, compare, fingerprint_blocks, fingerprint_of
 from reshard.digests import Fingerprint
 from reshard.engine.run import MANIFEST, Conversion
@@ -93,7 +94,8 @@ def open(path: PathLike, *, format: str | None = None, model: PathLike | None = 
     model_files = find_model_files(LocalFiles(model) if model is not None else files)
     if model is not None and model_files.config is None:
         raise RequestError(f"there is no {CONFIG} in {os.fspath(model)!r}", do="Give --model the directory that holds the model's config")
-    index = without_wrappers(found.read(files, Hints(model_files.config)))
+    with uncollected():
+        index = without_wrappers(found.read(files, Hints(model_files.config)))
     index.check()
     check_steps(files, index.tensors)
     return Checkpoint(os.fspath(path), files, index, model_files, reason)

@@ -98,15 +98,15 @@ class Decoder:
         return LocalTensor(local.dtype, shape, ((box, local),), found, mesh.rank)
 
     def _distribution(self, spec: Inert, mesh: _MeshFacts, where: str) -> Distribution:
-        stored = _attribute(spec, "placements")
+        stored, order = spec.get("placements"), spec.get("shard_order")
         if not isinstance(stored, tuple | list):
             raise CheckpointError(f"its placements are {shown(stored)}", where=where)
-        placements = tuple(_placement(each, where) for each in stored)
-        order = _shard_order(spec.get("shard_order"))
-        key = (mesh.mesh, placements, order)
+        # Few kinds of specs occur, in many objects: what they say is compared before it is understood.
+        key = (id(mesh), tuple(map(_said, stored)), tuple(map(_said, order)) if isinstance(order, tuple) else None)
         found = self._distributions.get(key)
         if found is None:
-            found = self._distributions[key] = distribution(mesh.mesh, placements, order, where=where)
+            placements = tuple(_placement(each, where) for each in stored)
+            found = self._distributions[key] = distribution(mesh.mesh, placements, _shard_order(order), where=where)
         return found
 
     def _mesh(self, value: Any, where: str) -> _MeshFacts:
@@ -187,6 +187,13 @@ def _product(values: Any) -> int:
     for value in values:
         total *= value
     return total
+
+
+def _said(value: Any) -> tuple[Any, ...]:
+    """All that a stand-in of a placement or of an entry of the shard order says, as something to compare by."""
+    if not isinstance(value, Inert):
+        return (repr(value)[:200],)
+    return value.class_name, repr(value.args)[:200], repr(value.state)[:200]
 
 
 def _placement(value: Any, where: str) -> Placement:

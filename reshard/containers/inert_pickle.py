@@ -25,6 +25,7 @@ import pickletools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any, ClassVar, TypeVar
 
 from reshard.dtypes import from_torch
@@ -167,8 +168,12 @@ def load(data: bytes, *, where: str, storage: Callable[[tuple[Any, ...]], object
     try:
         if (stop := end_of(data)) != len(data):
             raise pickle.UnpicklingError(f"it ends at byte {stop:,}, but {len(data) - stop:,} more follow")
-        with _uncollected():
-            return _Unpickler(data, storage, rebuild or {}).load()
+        with uncollected():
+            unpickler = _Unpickler(data, storage, rebuild or {})
+            try:
+                return unpickler.load()
+            finally:
+                unpickler.close()
     except ReshardError:
         raise
     except Exception as error:
@@ -181,7 +186,7 @@ def load(data: bytes, *, where: str, storage: Callable[[tuple[Any, ...]], object
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Without the garbage collector, which would walk through all that was made so far again and again, and find nothing."""
     was_on = gc.isenabled()
     gc.disable()
@@ -298,6 +303,11 @@ class _Unpickler(pickle.Unpickler):
         # A pickle can name one long list a thousand times; what copies it may not be had for two bytes each.
         self._copies_left = 1_000_000 + 64 * len(data)
 
+    def close(self) -> None:
+        """Let go of everything: its functions refer to it, and it would keep all objects until the collector comes."""
+        self.memo.clear()
+        self._known.clear()
+
     def persistent_load(self, pid: Any) -> object:
         if self._storage is None:
             raise pickle.UnpicklingError(f"it refers to {shown(pid)} outside of itself")
@@ -350,8 +360,9 @@ def shown(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
+@lru_cache(maxsize=4096)
 def inert_class(name: str) -> type[Inert]:
-    """A new class of Inerts called `name`."""
+    """The class of Inerts called `name`. Nothing can change a class, so pickles may share it."""
     return type("Inert", (Inert,), {"__slots__": (), "class_name": name})
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # A file imports only from files above it. architectures/* count as one; nothing in the core looks down at formats or cli.
 ORDER = [
-    "errors", "dtypes", "boxes", "extents", "meshes", "parallel", "roles", "codecs", "files", "outputs",
+    "errors", "dtypes", "boxes", "extents", "meshes", "parallel", "roles", "codecs", "files", "processes", "outputs",
     "containers.looks", "containers.safetensors", "containers.inert_pickle", "containers.zip_directory", "containers.torch_zip",
     "containers.torch_pickle", "containers.torch_frame", "containers.distributed_tensors", "containers.dcp_metadata",
     "architecture", "architectures", "index", "optimizers", "state_dicts", "collect", "rank_files",
