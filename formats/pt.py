@@ -22,7 +22,7 @@ from reshard.files import Files
 from reshard.index import Index, ParamGroup, RunFacts, StoredFile
 from reshard.optimizers import names_for, plain_groups, state_role
 from reshard.rank_files import find, step_of
-from reshard.state_dicts import group_numbers, model_part, optimizer_part, states
+from reshard.state_dicts import group_numbers, holds_parts, model_part, optimizer_part, states
 
 _ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 # Where one of these lies, it holds the weights, and a torch.save file beside it something else.
@@ -67,6 +67,8 @@ class TorchSave:
 def _candidates(files: Files) -> tuple[list[str], list[str]]:
     """The files that may hold a model, and those that by their names hold an optimizer."""
     listing = files.list()
+    if len(listing) > 1 and (first := next((path for path in listing if path.endswith("_0.pt")), None)) and holds_parts(files, first):
+        return [], []  # a file per rank
     if find(listing) or any(path.endswith(_OTHERS) or _HUGGING_FACE.fullmatch(path) for path in listing):
         return [], []
     fitting = [path for path in listing if path.endswith(_ENDINGS) and (len(listing) == 1 or not _NOT_OURS.fullmatch(path))]

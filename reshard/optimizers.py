@@ -158,8 +158,9 @@ def plain_groups(groups: Any, names: Mapping[Any, str]) -> tuple[ParamGroup, ...
     """The param groups of a state dict, with names for their parameters; settings that are no plain values are left out."""
     found = []
     for group in groups if isinstance(groups, list) else ():
-        if isinstance(group, Mapping) and isinstance(group.get("params"), list):
-            named = tuple(names[each] for each in group["params"] if each in names)
+        listed = group.get("params", group.get("param_names")) if isinstance(group, Mapping) else None
+        if isinstance(listed, list | tuple):
+            named = tuple(names.get(each, each) for each in listed if each in names or isinstance(each, str))
             settings = {key: value for key, value in group.items() if key not in ("params", "param_names") and is_plain(value)}
             found.append(ParamGroup(named, settings))
     return tuple(found)

@@ -29,6 +29,15 @@ def has_flat_parameters(files: Files, path: str) -> bool:
     return content is not None and any(str(name).endswith(FLAT) for name in content)
 
 
+def holds_parts(files: Files, path: str) -> bool:
+    """Whether a torch.save file holds tensors of which other files have the rest; False also for a file that cannot be read."""
+    try:
+        content, _ = model_part(torch_zip.read(files, path, locate=False))
+    except CheckpointError:
+        return False
+    return content is not None and any(class_of(value) in ("DTensor", "ShardedTensor") for value in content.values())
+
+
 def is_tensor(value: Any) -> bool:
     return isinstance(value, StoredTensor | UnlocatedTensor) or class_of(value) in ("DTensor", "ShardedTensor")
 
