@@ -54,7 +54,6 @@ def document(opened: Checkpoint, chosen: list[Tensor]) -> dict[str, Any]:
         "version": index.facts.version,
         "step": index.facts.step,
         "parallel": dict(index.facts.parallel),
-        "mesh": _mesh(index.facts.mesh),
         "model_type": (opened.model_files.config or {}).get("model_type"),
         "architecture_known": model is not None,
         "parameters": _parameters(opened),
@@ -72,13 +71,14 @@ def document(opened: Checkpoint, chosen: list[Tensor]) -> dict[str, Any]:
                 "shape": list(tensor.shape),
                 "bytes": tensor.nbytes,
                 "sharding": sharding_text(tensor),
-                "placements": _placements(tensor),
                 "pieces": _pieces(tensor),
+                "placements": _placements(tensor),
             }
             for tensor in chosen
         ],
         "objects": list(index.objects),
         "notes": list(index.facts.notes),
+        "mesh": _mesh(index.facts.mesh),
     }
 
 
@@ -88,7 +88,7 @@ def _pieces(tensor: Tensor) -> list[dict[str, Any]]:
     shards, primary = tensor.shards, primary_rows(tensor.shards)
     ranks = shards.ranks.tolist() if shards.ranks is not None else [None] * len(shards)
     return [
-        {"file": shards.path(i), "rank": ranks[i], "offsets": offsets, "sizes": sizes, "replica": not primary[i]}
+        {"file": shards.path(i), "offsets": offsets, "sizes": sizes, "replica": not primary[i], "rank": ranks[i]}
         for i, (offsets, sizes) in enumerate(zip(shards.offsets.tolist(), shards.sizes.tolist(), strict=True))
     ]
 

@@ -276,19 +276,16 @@ def _held(metadata: dcp_metadata.DcpMetadata, file: int) -> str:
     return f"it holds parts of {len(names)} tensors, such as {names[0]}" if names else "it holds none of the weights"
 
 
-def _tensors(
-    files: Files, metadata: dcp_metadata.DcpMetadata, paths: tuple[str, ...], names: Mapping[Any, str]
-) -> Iterator[Tensor]:
+def _tensors(files: Files, metadata: dcp_metadata.DcpMetadata, paths: tuple[str, ...], names: Mapping[Any, str]) -> Iterator[Tensor]:
     # Entries are looked up when their piece is asked for; neighbouring blocks ask for the same one.
     locate = lru_cache(maxsize=4096)(lambda path, start, nbytes: torch_zip.entry_extent(files, path, start, nbytes))
     for fqn, item in metadata.tensors.items():
         check_known(item.transforms, where=fqn)
         role, name = _role(_key(metadata, fqn), names)
         chunks = item.chunks
-        located = _Located(files, paths, fqn, item, locate)
-        yield Tensor(
-            name, item.dtype, item.shape, role, Shards(paths, chunks.offsets, chunks.sizes, chunks.files, chunks.entry_offsets, _extent(located))
-        )
+        extent = _extent(_Located(files, paths, fqn, item, locate))
+        shards = Shards(paths, chunks.offsets, chunks.sizes, chunks.files, chunks.entry_offsets, extent)
+        yield Tensor(name, item.dtype, item.shape, role, shards)
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ class _Specs:
         # Without a process group there is nobody to ask for the rank; this is the constructor that init_device_mesh ends in.
         self._mesh = DeviceMesh("cpu", torch.arange(ranks), mesh_dim_names=(_DIMENSION,), _init_backend=False, _rank=rank)
         # The name that torch gives the default process group, which a mesh of all ranks uses: there the file's tensors communicate.
-        self._mesh._dim_group_names = ["0"]
+        self._mesh._dim_group_names = ["0"]  # type: ignore[list-item]
         self.parts: dict[torch_pickle.Plain, StoredTensor] = {}
 
     def distributed(self, key: str, name: str, tensor: Tensor, dtype: DType) -> torch_pickle.Distributed | torch_pickle.Plain:
@@ -135,9 +135,7 @@ def _model_dict(content: Canonical, dtypes: Mapping[str, DType], specs: _Specs) 
     return OrderedDict((name, specs.distributed(name, name, tensor, dtypes[name])) for name, tensor in content.weights.items())
 
 
-def _optimizer_dict(
-    content: Canonical, dtypes: Mapping[str, DType], groups: tuple[ParamGroup, ...], specs: _Specs
-) -> dict[str, Any]:
+def _optimizer_dict(content: Canonical, dtypes: Mapping[str, DType], groups: tuple[ParamGroup, ...], specs: _Specs) -> dict[str, Any]:
     """Optimizer.state_dict(): parameters numbered through the groups, with their names beside, as torch >= 2.6 keeps them."""
     numbers = {name: number for number, name in enumerate(name for group in groups for name in group.names)}
     state: dict[int, dict[str, Any]] = {number: {} for number in numbers.values()}
@@ -147,9 +145,7 @@ def _optimizer_dict(
             state[numbers[parameter]][kind] = specs.distributed(key, f"state.{numbers[parameter]}.{kind}", tensor, dtypes[key])
         else:
             raise RequestError("--optimizer: it is in no param group", where=parameter, do="Leave out --optimizer")
-    listed = [
-        {**group.settings, "params": [numbers[name] for name in group.names], "param_names": list(group.names)} for group in groups
-    ]
+    listed = [{**group.settings, "params": [numbers[name] for name in group.names], "param_names": list(group.names)} for group in groups]
     return {"state": state, "param_groups": listed}
 
 
@@ -183,9 +179,9 @@ class _Run:
         self._parameters: dict[str, tuple[int, ...]] = {}
 
     def read_model(self, found: RankFiles) -> None:
-        for part in in_processes(list(found.paths.items()), lambda ranks: _Part(self._files).read_model(ranks)):
-            self._join(part)
-            self._parameters = self._parameters or part.parameters
+        for read in in_processes(list(found.paths.items()), lambda ranks: _Part(self._files).read_model(ranks)):
+            self._join(read)
+            self._parameters = self._parameters or read.parameters
 
     def read_optimizer(self, found: RankFiles) -> None:
         optimizer = _optimizer_of(self._files, found.first)
@@ -198,17 +194,17 @@ class _Run:
         names, notes = names_for(optimizer, numbers, shapes, list(self._parameters.items()))
         self.notes.extend(notes)
         self.groups = plain_groups(optimizer["param_groups"], names)
-        for part in in_processes(
+        for read in in_processes(
             list(found.paths.items()), lambda ranks: _Part(self._files).read_optimizer(ranks, names, numbers, found.first)
         ):
-            self._join(part)
+            self._join(read)
 
-    def _join(self, part: _Part) -> None:
-        self.collector.join(part.collector)
-        self.objects.extend(part.objects)
-        if part.mesh and (self.mesh is None or len(part.mesh.sizes) > len(self.mesh.sizes)):
-            self.mesh = part.mesh
-        self.producer = part.producer if self.producer == "torch.save" else self.producer
+    def _join(self, read: _Part) -> None:
+        self.collector.join(read.collector)
+        self.objects.extend(read.objects)
+        if read.mesh and (self.mesh is None or len(read.mesh.sizes) > len(self.mesh.sizes)):
+            self.mesh = read.mesh
+        self.producer = read.producer if self.producer == "torch.save" else self.producer
 
 
 def _optimizer_of(files: Files, path: str) -> Mapping[str, Any]:

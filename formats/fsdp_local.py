@@ -83,10 +83,11 @@ class FsdpLocal:
             reading.read_optimizer(folder.optimizer)
         tensors = tuple(reading.collector.tensors(files))
         ranks = folder.ranks(1)
-        notes = [*reading.notes, *missing_ranks(folder, ranks, tensors)]
-        facts = RunFacts("FSDP1 (LOCAL_STATE_DICT)", step=step_of(files.root), parallel={"ranks": ranks}, config=hints.config, notes=tuple(notes))
+        notes = (*reading.notes, *missing_ranks(folder, ranks, tensors))
+        facts = RunFacts("FSDP1 (LOCAL_STATE_DICT)", None, step_of(files.root), {"ranks": ranks}, hints.config, notes)
         stored = tuple(StoredFile(path, files.size(path) or 0) for path in folder.paths())
-        return Index(self.name, tensors, stored, facts, objects=tuple(dict.fromkeys(reading.objects)), param_groups=lambda: reading.groups)
+        objects = tuple(dict.fromkeys(reading.objects))
+        return Index(self.name, tensors, stored, facts, objects, param_groups=lambda: reading.groups)
 
 
 def _declared(hints: Hints, path: str) -> Model:
@@ -161,7 +162,7 @@ class _Reading:
                 why="Its shape is in the config only, so the config belongs to another model",
                 do="Give the config that the model was trained with by --model DIR",
             )
-        if shape is None or all(stored.shape == shape for _, _, stored in held) and math.prod(shape) > 0 and len(held) > 1:
+        if shape is None or (all(stored.shape == shape for _, _, stored in held) and math.prod(shape) > 0 and len(held) > 1):
             for rank, path, stored in held:
                 whole = LocalTensor(stored.dtype, stored.shape, ((Box.whole(stored.shape), stored),))
                 self.collector.add("weight", name, whole, path, rank)
@@ -201,6 +202,7 @@ class _Reading:
                     kept.append((rank, path, parameter, kind, local))
                     if local.shape:
                         sizes.setdefault(parameter, {})[rank] = math.prod(local.shape)
+
         # A parameter is recognised by how many elements each rank holds of it.
         def held(flat: _Flat) -> Shape:
             return tuple(sum(run.count for run in flat.runs if run.rank == rank) for rank in found.paths)

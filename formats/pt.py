@@ -29,7 +29,9 @@ _ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _OTHERS = (".safetensors", ".distcp", ".metadata", ".index.json")
 _HUGGING_FACE = re.compile(r"(pytorch_model|adapter_model|model)(-\d{5}-of-\d{5}|\.\w+)?\.bin")
 # Files of other formats, and what trainers save beside weights: random states, schedulers, arguments.
-_NOT_OURS = re.compile(r".*(mp_rank_\d|_states\.pt$|training_args|rng_state|random_states|scheduler|scaler|extra_state|tokenizer|model_optim_rng).*")
+_NOT_OURS = re.compile(
+    r".*(mp_rank_\d|_states\.pt$|training_args|rng_state|random_states|scheduler|scaler|extra_state|tokenizer|model_optim_rng).*"
+)
 
 
 class TorchSave:

@@ -28,7 +28,7 @@ from reshard.containers.torch_zip import AnyTensor, StoredTensor, UnlocatedTenso
 from reshard.dtypes import DType, from_torch
 from reshard.errors import CheckpointError
 from reshard.files import Files, inside, missing, read_whole
-from reshard.index import Index, ParamGroup, RunFacts, StoredFile
+from reshard.index import Index, ParamGroup, Role, RunFacts, StoredFile
 from reshard.meshes import Distribution, Mesh, Placement, Replicated, Sharded, StridedSharded, distribution
 from reshard.optimizers import ROOTS as OPTIMIZER_ROOTS
 from reshard.optimizers import names_for, plain_groups, state_role
@@ -196,7 +196,8 @@ def _file(item: str, rank: int, layout: Any) -> tuple[str, str]:
 
 def _said(group: Mapping[str, Any], where: str) -> Iterator[tuple[int, _Said]]:
     packed = group.get("sharding_metadata")
-    kind, data = (packed.get("type"), packed.get("data")) if isinstance(packed, dict) else (None, None)
+    kind: Any = packed.get("type") if isinstance(packed, dict) else None
+    data: Any = packed.get("data") if isinstance(packed, dict) else None
     try:
         if kind == "DTensorShardingMetadata":
             yield from _dtensor(data, group["ranks"], where)
@@ -273,7 +274,8 @@ class _Run:
                 names = self._names(root, leaves)
             for parts, local in leaves:
                 self._note(local)
-                self.collector.add(*_role(item, parts, names), local, path, rank)
+                role, name = _role(item, parts, names)
+                self.collector.add(role, name, local, path, rank)
                 if rank == 0 and item.name in MODEL_ROOTS and local.dtype.floating:
                     self._parameters.setdefault(".".join(map(str, parts)), local.shape)
 
@@ -334,7 +336,7 @@ def _walk(value: Any, parts: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield from _walk(inner, (*parts, key if type(key) is int else str(key)))
 
 
-def _role(item: _Item, parts: Path, names: Mapping[Any, str]) -> Any:
+def _role(item: _Item, parts: Path, names: Mapping[Any, str]) -> tuple[Role, str]:
     if item.is_optimizer and parts[:1] == ("state",) and len(parts) > 2:
         name = parts[1] if isinstance(parts[1], str) else names.get(parts[1])
         return state_role(name, parts[1], ".".join(map(str, parts[2:])))

@@ -80,7 +80,7 @@ class DecodedRanges:
         return name
 
     def size(self, path: str) -> int:
-        return self._with_file(path, lambda found: found.size)
+        return int(self._with_file(path, lambda found: found.size))
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         def fill(found: _Range) -> None:

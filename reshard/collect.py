@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import TypeVar
 
 import numpy as np
@@ -23,7 +23,6 @@ from reshard.extents import Extent
 from reshard.files import Files
 from reshard.index import Role, Shards, Tensor
 from reshard.meshes import Distribution
-
 
 T = TypeVar("T")
 
@@ -141,7 +140,7 @@ def _extent(
 ) -> Callable[[int], Extent]:
     """A function from a row to where its bytes lie; of a zip member the payload's start is looked up once, when it is asked for."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def start(path: str, member: int) -> int:
         return located(files, path, member)
 

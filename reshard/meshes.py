@@ -112,7 +112,8 @@ def distribution(mesh: Mesh, placements: tuple[Placement, ...], cuts: tuple[int,
             before = math.prod(mesh.sizes[j] for j in order[:place] if getattr(placements[j], "axis", None) == placement.axis and j > i)
             if before != placement.split_factor:
                 raise CheckpointError(
-                    f"{placement} on the mesh dimension {mesh.names[i]}, but the dimensions to its right cut axis {placement.axis} into {before}",
+                    f"{placement} on the mesh dimension {mesh.names[i]}, "
+                    f"but the dimensions to its right cut axis {placement.axis} into {before}",
                     where=where,
                     why=f"Which elements a rank holds of it ({mesh}) is then not one box",
                     do="Save the tensor with placements that FSDP2 makes",

@@ -121,7 +121,7 @@ def names_of_numbers(
     (found,) = ways.values()
     if len(found) > 1:
         return Unnamed(_difference(*found))
-    return {number: name for number, name in _steps(found[0])}
+    return dict(_steps(found[0]))
 
 
 _MOST_WAYS = 4096

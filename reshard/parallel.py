@@ -24,7 +24,6 @@ class Parallel:
     def __str__(self) -> str:
         return " ".join(f"{name.upper()} {size}" for name in _NAMES if (size := getattr(self, name)) > 1) or "one rank"
 
-
     def allow(self, *names: str, what: str) -> None:
         """Raises RequestError for a size above 1 that `what` does not have."""
         for name in _NAMES:

@@ -43,7 +43,12 @@ class Target:
     def dtype_of(self, tensor: Tensor) -> DType:
         """The element type that a tensor will be stored with."""
         is_weight = tensor.role in ("weight", "master")
-        if self.dtype is None or not tensor.dtype.floating or not is_weight or any(fnmatchcase(tensor.name, glob) for glob in self.keep_dtype):
+        if (
+            self.dtype is None
+            or not tensor.dtype.floating
+            or not is_weight
+            or any(fnmatchcase(tensor.name, glob) for glob in self.keep_dtype)
+        ):
             return tensor.dtype
         return self.dtype
 

@@ -27,8 +27,7 @@ def in_processes(jobs: Sequence[J], perform: Callable[[Sequence[J]], R]) -> list
     count = min(os.cpu_count() or 1, 8, max(1, len(jobs) // _FEWEST))
     if count == 1 or threading.active_count() > 1 or not sys.platform.startswith("linux"):
         return [perform(jobs)]
-    bounds = [len(jobs) * i // count for i in range(count + 1)]
-    runs = [jobs[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+    runs = [jobs[len(jobs) * i // count : len(jobs) * (i + 1) // count] for i in range(count)]
     fork = multiprocessing.get_context("fork")
     pipes, children = [], []
     for run in runs[1:]:

@@ -1,6 +1,6 @@
 """Files of one rank each, in one folder: which belong together, and whether all are there.
 
-    model_world_size_{N}_rank_{r}.pt, optim_world_size_{N}_rank_{r}.pt, pytorch_model_fsdp_{i}_rank{r}.bin, ..rank<r>.pt
+model_world_size_{N}_rank_{r}.pt, optim_world_size_{N}_rank_{r}.pt, pytorch_model_fsdp_{i}_rank{r}.bin, ..rank<r>.pt
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from reshard import dtypes, registry
 from reshard.adapter import Hints
 from reshard.architecture import Model, find_model
 from reshard.canonical import Canonical, Selection, canonical, check_against_model
-from reshard.containers.inert_pickle import uncollected
 from reshard.compare import Comparison, Side, compare, fingerprint_blocks, fingerprint_of
+from reshard.containers.inert_pickle import uncollected
 from reshard.digests import Fingerprint
 from reshard.engine.run import MANIFEST, Conversion
 from reshard.errors import RequestError

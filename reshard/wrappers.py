@@ -1,9 +1,9 @@
 """Names as a wrapped model spells them: what wrappers put into the names of the parameters inside, and taking it out again.
 
-    _fsdp_wrapped_module.        FSDP1
-    _orig_mod.                   torch.compile
-    _checkpoint_wrapped_module.  activation checkpointing
-    module.                      DistributedDataParallel, DeepSpeed; only at the front of all names, where it cannot be the model's own
+_fsdp_wrapped_module.        FSDP1
+_orig_mod.                   torch.compile
+_checkpoint_wrapped_module.  activation checkpointing
+module.                      DistributedDataParallel, DeepSpeed; only at the front of all names, where it cannot be the model's own
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Llama 1 to 3 and what shares its layers; in the order of the model's parameters. Source: transformers, models/llama/{configuration,modeling}_llama.py."""
+"""Llama 1 to 3 and what shares its layers; weights in the order of the model's parameters.
+
+Source: transformers, models/llama/{configuration,modeling}_llama.py.
+"""
 
 from reshard.architecture import Architecture, Dimension, Weight
 

@@ -10,7 +10,7 @@ Measured on torch 2.13 and on the files in fixtures/torch_versions; class names 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from reshard.boxes import Box
 from reshard.containers.inert_pickle import Inert, shown
@@ -90,7 +90,8 @@ class Decoder:
         box = found.box(shape, mesh.coordinates)
         if box.sizes != local.shape:
             raise CheckpointError(
-                f"rank {mesh.rank} holds {list(local.shape)} of {list(shape)}; at {_named(mesh)} of {found} it should hold {list(box.sizes)}",
+                f"rank {mesh.rank} holds {list(local.shape)} of {list(shape)}; "
+                f"at {_named(mesh)} of {found} it should hold {list(box.sizes)}",
                 where=where,
                 why="The tensor was cut by other rules than torch's, or the file was put together by hand",
                 do="Save it again with torch.distributed.checkpoint, which writes every box",
@@ -264,5 +265,5 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 40
 
 
-def _are_counts(values: Any) -> bool:
+def _are_counts(values: Any) -> TypeGuard[tuple[int, ...]]:
     return isinstance(values, tuple | list) and all(map(_is_count, values))

@@ -20,8 +20,8 @@ from __future__ import annotations
 import gc
 import io
 import pickle
-import re
 import pickletools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields

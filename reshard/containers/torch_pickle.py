@@ -80,7 +80,7 @@ class _Pickler(pickle.Pickler):
 
         key = str(len(self.storages))
         self.storages.append(content)
-        place = (0, value.shape, row_major(value.shape), False, OrderedDict())
+        place: tuple[Any, ...] = (0, value.shape, row_major(value.shape), False, OrderedDict())
         dtype = getattr(torch, value.dtype.torch)
         if dtype in torch.storage._new_dtypes():
             storage = _Storage(torch.storage.UntypedStorage, key, value.nbytes)

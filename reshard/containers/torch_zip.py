@@ -240,9 +240,7 @@ def _view(source: Range, storage: _Storage, offset: Any, size: Any, stride: Any,
     return _placed(source, storage, offset * dtype.itemsize, dtype, sizes, strides)
 
 
-def _placed(
-    source: Range, storage: _Storage, skipped: int, dtype: DType, sizes: tuple[int, ...], strides: tuple[int, ...]
-) -> AnyTensor:
+def _placed(source: Range, storage: _Storage, skipped: int, dtype: DType, sizes: tuple[int, ...], strides: tuple[int, ...]) -> AnyTensor:
     if storage.is_member:
         return UnlocatedTensor(source.path, storage.byte_offset, skipped, dtype, sizes, strides, storage.key)
     return StoredTensor(source.path, storage.byte_offset + skipped, dtype, sizes, strides, storage.key)

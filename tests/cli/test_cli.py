@@ -64,11 +64,11 @@ def test_inspects_document_has_stable_keys():
     document = reshard("inspect", *FSDP2, "--json").document
     assert list(document) == [
         "path", "format", "detected_by", "producer", "version", "step", "parallel", "model_type", "architecture_known", "parameters",
-        "bytes", "files", "roles", "tensors", "objects", "notes",
+        "bytes", "files", "roles", "tensors", "objects", "notes", "mesh",
     ]  # fmt: skip
     assert document["format"] == "dcp" and document["parameters"] == 61728 and len(document["files"]) == 4
-    assert list(document["tensors"][0]) == ["name", "role", "dtype", "shape", "bytes", "sharding", "pieces"]
-    assert list(document["tensors"][0]["pieces"][0]) == ["file", "offsets", "sizes", "replica"]
+    assert list(document["tensors"][0]) == ["name", "role", "dtype", "shape", "bytes", "sharding", "pieces", "placements"]
+    assert list(document["tensors"][0]["pieces"][0]) == ["file", "offsets", "sizes", "replica", "rank"]
     assert sum(np.prod(piece["sizes"]) for t in document["tensors"] if t["role"] == "weight" for piece in t["pieces"]) == 61728
 
 

@@ -82,7 +82,7 @@ def test_a_rank_file_alone_is_not_a_checkpoint():
 def test_replicas_that_disagree_are_named_with_both_files(copy):
     folder = copy("hsdp")
     flip(rank_file(folder, 2), ["model.layers.0.mlp.down_proj.weight", "local"])
-    with pytest.raises(CheckpointError, match=r"down_proj\.weight: two copies of .* disagree.*rank_0\.pt and model_world_size_4_rank_2\.pt"):
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight: two copies .*rank_0\.pt and model_world_size_4_rank_2\.pt"):
         reshard.fingerprint(folder)
 
 
@@ -113,7 +113,7 @@ def test_a_renamed_file_is_noticed(copy):
 def test_a_file_of_a_run_on_another_mesh(copy):
     folder = copy("hsdp")
     shutil.copy(rank_file(FSDP / "tp" / "checkpoint", 3), rank_file(folder, 3))
-    with pytest.raises(CheckpointError, match="on the mesh .*ddp 2 x fsdp 2.*dp 2 x tp 2"):
+    with pytest.raises(CheckpointError, match=r"on the mesh .*ddp 2 x fsdp 2.*dp 2 x tp 2"):
         reshard.open(folder)
 
 
