@@ -4,7 +4,8 @@
 
 Every measurement is of a whole process, its start included. `cp` and reshard take turns, on a warm cache; `cp` is followed by a
 `sync` of the copies, because reshard syncs what it writes. The ratio is taken pair by pair; its median counts. PYTHON is an interpreter
-with torch and accelerate (peers.py says how to make one); without it the peers and the cases that start from their files are left out.
+with torch, accelerate and verl (peers.py says how to make one); without it the peers and the cases that start from their files are
+left out.
 """
 
 from __future__ import annotations
@@ -45,16 +46,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="reshard-benchmark-", dir=options.work) as work:
         speed(Path(work), options.size, options.pairs, options.peers)
         memory(Path(work), [float(size) for size in options.memory_sizes.split(",")])
+        if options.peers:
+            scale(Path(work), options.peers)
 
 
 def speed(work: Path, gigabytes: float, pairs: int, peers: str | None) -> None:
-    hf, sharded, dcp, parts, out = (work / name for name in ("hf", "tp8", "dcp", "parts", "out"))
+    hf, sharded, dcp, parts, verl, out = (work / name for name in ("hf", "tp8", "dcp", "parts", "verl", "out"))
     write_hugging_face(llama(gigabytes), hf)
     measured([*RESHARD, "convert", hf, sharded, "--to", "vllm", "--tp", "8"])
     cases = [("hf -> vllm tp8", hf, ["--to", "vllm", "--tp", "8"]), ("vllm tp8 -> vllm tp4", sharded, ["--to", "vllm", "--tp", "4"])]
     if peers:
         measured([peers, HERE / "peers.py", "save-dcp", hf, dcp])
         cases.append(("dcp -> hf", dcp, ["--to", "hf", "--model", hf]))
+        measured([peers, HERE / "peers.py", "save-verl", hf, verl])
+        cases.append(("fsdp -> hf", verl, ["--to", "hf"]))
+        cases.append(("fsdp -> dcp", verl, ["--to", "dcp"]))
     print(
         f"\n| {gigabytes:g} GB, {pairs} pairs | reshard s | cp + sync s | ratio (min..max) | peak MB |\n|---|---|---|---|---|", flush=True
     )
@@ -72,7 +78,8 @@ def speed(work: Path, gigabytes: float, pairs: int, peers: str | None) -> None:
         measured([peers, HERE / "peers.py", "save-hf-shards", hf, parts])
         print("\n| the same weights into whole files | s | x reshard | peak MB |\n|---|---|---|---|")
         print(f"| reshard (dcp -> hf) | {medians['dcp -> hf']:.2f} | 1.0 | |", flush=True)
-        for job, source in (("hf-consolidation", parts), ("dcp_to_torch_save", dcp), ("accelerate-merge", dcp)):
+        print(f"| reshard (fsdp -> hf) | {medians['fsdp -> hf']:.2f} | {medians['fsdp -> hf'] / medians['dcp -> hf']:.1f} | |", flush=True)
+        for job, source in (("hf-consolidation", parts), ("dcp_to_torch_save", dcp), ("accelerate-merge", dcp), ("verl-merge", verl)):
             found = []
             for _ in range(3):
                 found.append(
@@ -82,7 +89,7 @@ def speed(work: Path, gigabytes: float, pairs: int, peers: str | None) -> None:
                 out.with_suffix(".pt").unlink(missing_ok=True)
             best = min(run.seconds for run in found)
             print(f"| {job} | {best:.2f} | {best / medians['dcp -> hf']:.1f} | {max(run.megabytes for run in found):.0f} |", flush=True)
-    for folder in (hf, sharded, dcp, parts):
+    for folder in (hf, sharded, dcp, parts, verl):
         remove(folder)
 
 
@@ -112,6 +119,24 @@ def memory(work: Path, sizes: list[float]) -> None:
         print(f"| {gigabytes:g} GB | " + " | ".join(f"{run.megabytes:.0f}" for run in runs) + " |", flush=True)
         for folder in (hf, tp8, tp4):
             remove(folder)
+
+
+def scale(work: Path, peers: str) -> None:
+    """What it takes to understand very many parts; the files are sparse (scale.py)."""
+    metadata, ranks, out = work / "metadata", work / "ranks", work / "out"
+    measured([peers, HERE / "scale.py", "metadata", metadata])
+    measured([peers, HERE / "scale.py", "ranks", ranks])
+    print("\n| metadata alone | s | peak MB |\n|---|---|---|", flush=True)
+    cases = [
+        ("inspect a DCP of 126,000 entries", ["inspect", metadata]),
+        ("inspect 1,024 FSDP2 files of a 405B model", ["inspect", ranks]),
+        ("the same, planned to vllm tp8", ["convert", ranks, out, "--to", "vllm", "--tp", "8", "--dry-run"]),
+    ]
+    for name, arguments in cases:
+        found = [measured([*RESHARD, *arguments]) for _ in range(2)]
+        print(f"| {name} | {min(run.seconds for run in found):.1f} | {max(run.megabytes for run in found):.0f} |", flush=True)
+    for folder in (metadata, ranks):
+        remove(folder)
 
 
 # A process's peak memory counts from before its exec, when it still was a copy of its parent: so a small parent starts it.
