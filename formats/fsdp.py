@@ -33,7 +33,7 @@ from reshard.model_files import ModelFiles
 from reshard.optimizers import names_for, parameter_and_kind, plain_groups, state_role
 from reshard.plans import Target
 from reshard.processes import in_processes
-from reshard.rank_files import RankFiles, example, missing_ranks, open_folder, step_of
+from reshard.rank_files import RankFiles, check_progress, example, missing_ranks, open_folder, step_of
 from reshard.state_dicts import group_numbers, has_flat_parameters, model_part, optimizer_part, states
 
 
@@ -48,6 +48,7 @@ class Fsdp:
 
     def read(self, files: Files, hints: Hints) -> Index:
         folder = open_folder(files)
+        check_progress(files, folder.others)
         run = _Run(files)
         if folder.model:
             run.read_model(folder.model)

@@ -22,7 +22,7 @@ from reshard.files import Files
 from reshard.index import Index, ParamGroup, RunFacts, StoredFile
 from reshard.optimizers import names_for, plain_groups, state_role
 from reshard.rank_files import find, step_of
-from reshard.state_dicts import group_numbers, holds_parts, model_part, optimizer_part, states
+from reshard.state_dicts import group_numbers, holds_parts, holds_tensors, model_part, optimizer_part, states
 
 _ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 # Where one of these lies, it holds the weights, and a torch.save file beside it something else.
@@ -75,6 +75,8 @@ def _candidates(files: Files) -> tuple[list[str], list[str]]:
         return [], []
     fitting = [path for path in listing if path.endswith(_ENDINGS) and (len(listing) == 1 or not _NOT_OURS.fullmatch(path))]
     models = [path for path in fitting if "optim" not in path]
+    if len(models) > 1:  # what else lies there is told by its content: samplers, states of the loop
+        models = [path for path in models if holds_tensors(files, path)] or models
     if not models and len(listing) > 1:
         return [], []
     return models, [path for path in fitting if path not in models]

@@ -6,14 +6,15 @@ model_world_size_{N}_rank_{r}.pt, optim_world_size_{N}_rank_{r}.pt, pytorch_mode
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from reshard.containers import torch_zip
 from reshard.errors import CheckpointError, RequestError
 from reshard.files import Files, read
 from reshard.index import Tensor, check_coverage
 
-_NAME = re.compile(r"(?P<kind>.+?)(_world_size_(?P<world>\d+))?[_.-]?rank[_.-]?(?P<rank>\d+)\.(pt|pth|bin|ckpt)")
+_NAME = re.compile(r"(?P<kind>.*?)(_world_size_(?P<world>\d+))?[_.-]?rank[_.-]?(?P<rank>\d+)\.(pt|pth|bin|ckpt)")
 _STEP = re.compile(r"(?:global_)?(?:step|checkpoint|iter)[-_]?(\d+)")
 
 
@@ -31,7 +32,7 @@ class RankFiles:
 
     @property
     def is_model(self) -> bool:
-        return not self.is_optimizer and not re.search(r"extra|rng|random|sched|data|train_state", self.kind)
+        return not self.is_optimizer and not re.search(r"extra|rng|random|sched|data|sampler|train_state", self.kind)
 
     @property
     def first(self) -> str:
@@ -158,6 +159,25 @@ def check_steps(files: Files, tensors: Sequence[Tensor]) -> None:
                     do="Keep the files of one save only",
                 )
             return
+
+
+def check_progress(files: Files, others: Sequence[RankFiles]) -> None:
+    """Raises CheckpointError if the ranks' learning-rate schedules are at different steps: what they save beside the weights tells."""
+    for found in others:
+        first: tuple[object, str] | None = None
+        for path in found.paths.values():
+            root = torch_zip.read(files, path, locate=False)
+            schedule = root.get("lr_scheduler") if isinstance(root, Mapping) else None
+            if not isinstance(schedule, Mapping) or type(step := schedule.get("last_epoch")) is not int:
+                break
+            first = first or (step, path)
+            if step != first[0]:
+                raise CheckpointError(
+                    f"its learning-rate schedule is at step {step}, that of {first[1]} at {first[0]}",
+                    where=path,
+                    why="The ranks' files are from different steps of the run, so the weights beside them are not of one moment",
+                    do="Keep the files of one save only",
+                )
 
 
 def step_of(root: str) -> int | None:

@@ -29,6 +29,14 @@ def has_flat_parameters(files: Files, path: str) -> bool:
     return content is not None and any(str(name).endswith(FLAT) for name in content)
 
 
+def holds_tensors(files: Files, path: str) -> bool:
+    """Whether a torch.save file holds a dict of tensors; False also for a file that cannot be read."""
+    try:
+        return model_part(torch_zip.read(files, path, locate=False))[0] is not None
+    except CheckpointError:
+        return False
+
+
 def holds_parts(files: Files, path: str) -> bool:
     """Whether a torch.save file holds tensors of which other files have the rest; False also for a file that cannot be read."""
     try:

@@ -265,3 +265,35 @@ def test_inspect_shows_the_mesh_and_the_ranks(capsys):
     assert sorted(piece["rank"] for piece in pieces["pieces"]) == list(range(8))
     assert sum(piece["replica"] for piece in pieces["pieces"]) == 6
     assert [each["placement"] for each in pieces["placements"]] == ["Replicate", "Shard(0)", "Replicate"]
+
+
+def test_extra_state_of_another_step(copy):
+    import torch
+
+    folder = copy("verl")
+    path = rank_file(folder, 3, "extra_state")
+    state = torch.load(path, weights_only=False)
+    state["lr_scheduler"]["last_epoch"] += 1
+    torch.save(state, path)
+    with pytest.raises(CheckpointError, match=r"extra_state_world_size_5_rank_3\.pt: its learning-rate schedule is at step 3"):
+        reshard.open(folder)
+
+
+@pytest.mark.parametrize("name", ["rank_{}.pt", "rank{}.bin", "model-rank-{}.pth", "checkpoint.rank.{}.ckpt"])
+def test_any_name_that_ends_in_a_rank_will_do(copy, tmp_path, name):
+    folder = copy("verl-groups")
+    for path in list(folder.iterdir()):
+        if "model" not in path.name:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for rank in (0, 1):
+        rank_file(folder, rank).rename(folder / name.format(rank))
+    assert reshard.verify(FSDP / "verl-groups" / "checkpoint", folder).equal
+
+
+def test_what_accelerate_lays_beside_a_full_state_dict_is_not_taken_for_it(copy):
+    import torch
+
+    folder = copy("full-fsdp1")
+    torch.save({"last_epoch": 2}, folder / "scheduler.bin")
+    torch.save({"epoch": 1, "seed": 3}, folder / "sampler.bin")
+    assert reshard.verify(FSDP / "full-fsdp1" / "checkpoint", folder).equal
