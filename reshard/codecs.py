@@ -23,7 +23,7 @@ _KEPT = 16
 
 
 class _Decoder(Protocol):
-    eof: bool
+    """Bytes in, bytes out. One with frames also has `eof`, true once its frame has ended."""
 
     def decompress(self, data: bytes) -> bytes: ...
 
@@ -154,9 +154,9 @@ def _undone(data: Iterator[bytes], decoder: _Decoder, where: str) -> Iterator[by
                 raise CheckpointError(
                     f"it cannot be decompressed: {str(error).splitlines()[0]}", where=where, why="The file is damaged", do="Copy it again"
                 ) from None
-            if decoder.eof:
+            if getattr(decoder, "eof", False):
                 return
-    if not decoder.eof:
+    if not getattr(decoder, "eof", True):
         raise CheckpointError("its compressed bytes end too early", where=where, why="The file was cut short", do="Copy it again")
 
 
