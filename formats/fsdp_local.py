@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.adapter import Hints
@@ -210,7 +210,10 @@ class _Reading:
         shapes = {each: tuple(by_rank.get(rank, 0) for rank in found.paths) for each, by_rank in sizes.items()} if self._has_names else {}
         names, notes = names_for(optimizer, group_numbers(optimizer), shapes, [(unit, held(flat)) for unit, flat in numbered])
         self.notes.extend(notes)
-        self.groups = plain_groups(optimizer["param_groups"], {number: unit for number, unit in names.items() if self._has_names})
+        self.groups = tuple(
+            replace(group, names=tuple(slot.name for unit in group.names for slot in self._flats[unit].slots))
+            for group in plain_groups(optimizer["param_groups"], names)
+        )
         for rank, path, parameter, kind, local in kept:
             unit = names.get(parameter)
             flat = self._flats.get(unit) if unit is not None else None

@@ -247,17 +247,24 @@ def materialize(
 ) -> list[str]:
     """Convert there and back for real, below `work`, and compare every bit with the source; returns what was lost, as sentences.
 
-    The way back ends in the source's own format where that can be written, otherwise in whole tensors (hf).
+    The way back ends in the source's own format where that can be written, otherwise in whole tensors (hf; with optimizer state,
+    which hf has none of, in the target's own format on one rank).
     """
     effort: dict[str, Any] = {"workers": workers, "memory": memory, "progress": progress}
-    back_format = source.format if registry.can_write(registry.reader(source.format)) else _WHOLE
+    whole_format = made.layout.format if made.content.states else _WHOLE
+    back_format = source.format if registry.can_write(registry.reader(source.format)) else whole_format
     with TemporaryDirectory(prefix="reshard-", dir=work) as folder:
         there, back = Path(folder, "there"), Path(folder, "back")
         convert(made, there, **effort)
         there_opened = open(there, model=source.model_files.path)
-        sizes = source.index.facts.parallel if back_format == source.format else {}
-        convert(plan(there_opened, to=back_format, tp=sizes.get("tp", 1), pp=sizes.get("pp", 1)), back, **effort)
-        content = made.content
+        content, facts = made.content, source.index.facts
+        selection = Selection(optimizer=bool(content.states))
+        sizes = {name: facts.parallel[name] for name in ("tp", "pp") if name in facts.parallel}
+        if back_format != source.format:
+            sizes = {}
+        elif facts.mesh:
+            sizes = {"dp": facts.mesh.ranks}
+        convert(plan(there_opened, to=back_format, optimizer=selection.optimizer, **sizes), back, **effort)
         left = Side(source.files, source.index, content)
         losses: list[str] = []
         for name, found in (
@@ -266,7 +273,7 @@ def materialize(
         ):
             result = Comparison()
             for nbytes in compare(
-                left, Side(found.files, found.index, found.content(model=content.model)), result, workers=workers, memory=memory
+                left, Side(found.files, found.index, found.content(selection, model=content.model)), result, workers=workers, memory=memory
             ):
                 if progress:
                     progress(nbytes)
