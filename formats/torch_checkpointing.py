@@ -14,9 +14,12 @@ Source: torch_checkpointing 0.1.1 (distributed_metadata.py, dtensor_metadata.py,
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import product
 from typing import Any, NoReturn
 
 from reshard.adapter import Hints
@@ -37,7 +40,7 @@ from reshard.state_dicts import MODEL_ROOTS, group_numbers, holds_parts
 
 _METADATA = "metadata.pkl"
 _LIMIT = 4 << 30
-_NUMBERED = re.compile(r"(?P<item>[\w-]+?)_(?P<rank>\d+)\.(pt|json)")
+_NUMBERED = re.compile(r"(?P<item>[\w-]+?)_(?P<rank>\d{1,6})\.(pt|json)")
 
 Path = tuple[str | int, ...]
 # What a rank holds of a tensor: dtype, global shape, distribution if it has one, and its boxes with where they start in the local tensor.
@@ -124,7 +127,7 @@ def _metadata(files: Files) -> Mapping[str, Any] | None:
     if files.size(_METADATA) is None:
         return None
     root = inert_pickle.load(read_whole(files, _METADATA, limit=_LIMIT), where=_METADATA)
-    if not isinstance(root, dict) or not isinstance(root.get("metadata"), dict) or type(root.get("world_size")) is not int:
+    if not isinstance(root, dict) or not isinstance(root.get("metadata"), dict) or not _is_rank(root.get("world_size")):
         _refuse("it is no metadata of torch_checkpointing: version, world_size and metadata are expected")
     version = root.get("version", "1.0")
     if version not in ("1.0", "2.0"):
@@ -208,7 +211,7 @@ def _said(group: Mapping[str, Any], where: str) -> Iterator[tuple[int, _Said]]:
             boxes = tuple((Box(tuple(at), tuple(size)), tuple(local)) for at, size, local in zip(*columns, strict=True))
             yield from ((rank, _Said(dtype, shape, None, boxes)) for rank in group["ranks"])
             return
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, AssertionError) as error:
         raise CheckpointError(f"its sharding metadata cannot be understood: {error!r:.200}", where=f"{where} in {_METADATA}") from None
     raise CheckpointError(
         f"its sharding metadata is of the kind {inert_pickle.shown(kind)}",
@@ -220,17 +223,22 @@ def _said(group: Mapping[str, Any], where: str) -> Iterator[tuple[int, _Said]]:
 
 def _dtensor(data: Mapping[str, Any], ranks: tuple[int, ...], where: str) -> Iterator[tuple[int, _Said]]:
     spec = data["mesh_spec"]
-    sizes, grid = tuple(spec["mesh_shape"]), list(spec["mesh_data"])
+    sizes, grid = tuple(spec["mesh_shape"]), tuple(spec["mesh_data"])
     names = spec["mesh_dim_names"] or tuple(f"dim{i}" for i in range(len(sizes)))
     found = distribution(Mesh(tuple(names), sizes), tuple(_placement(each, where) for each in data["placements"]), where=where)
     shape, dtype = tuple(data["global_shape"]), from_torch(data["dtype"], where=where)
+    at = _coordinates(sizes, grid)
     for rank in ranks:
-        left, coordinates = grid.index(rank), list[int]()
-        for size in reversed(sizes):
-            left, at = divmod(left, size)
-            coordinates.insert(0, at)
-        box = found.box(shape, tuple(coordinates))
+        box = found.box(shape, at[rank])
         yield rank, _Said(dtype, shape, found, ((box, (0,) * len(shape)),))
+
+
+@lru_cache(maxsize=64)
+def _coordinates(sizes: tuple[int, ...], grid: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    """Where each rank is on a mesh, whose ranks are listed row by row."""
+    if len(grid) != math.prod(sizes):
+        raise ValueError(f"{len(grid)} ranks on a mesh of {sizes}")
+    return dict(zip(grid, product(*map(range, sizes)), strict=True))
 
 
 def _placement(value: Mapping[str, Any], where: str) -> Placement:
@@ -242,6 +250,10 @@ def _placement(value: Mapping[str, Any], where: str) -> Placement:
     if kind == "StridedShard":
         return StridedSharded(value["dim"], value["split_factor"])
     raise CheckpointError(f"the placement {inert_pickle.shown(kind)} is not known", where=where)
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1_000_000
 
 
 def _refuse(what: str) -> NoReturn:
@@ -326,14 +338,16 @@ class _Run:
             self.mesh = local.distribution.mesh
 
 
-def _walk(value: Any, parts: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The leaves of nested dicts and lists."""
+def _walk(value: Any, parts: Path = (), seen: set[int] | None = None) -> Iterator[tuple[Path, Any]]:
+    """The leaves of nested dicts and lists; of one that is there twice, once."""
     pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else None
+    seen = set() if seen is None else seen
     if pairs is None or len(parts) > 32:
         yield parts, value
-        return
-    for key, inner in pairs:
-        yield from _walk(inner, (*parts, key if type(key) is int else str(key)))
+    elif id(value) not in seen:
+        seen.add(id(value))
+        for key, inner in pairs:
+            yield from _walk(inner, (*parts, key if type(key) is int else str(key)), seen)
 
 
 def _role(item: _Item, parts: Path, names: Mapping[Any, str]) -> tuple[Role, str]:

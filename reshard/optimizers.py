@@ -115,7 +115,7 @@ def names_of_numbers(
                     known.extend((way, number, name) for way in reached[: 2 - len(known)])
         if not further:
             return Unnamed(f"no param group goes on with a parameter of the shape {list(shape)}, which {name} has")
-        if len(further) > _MOST_WAYS:
+        if len(further) * len(groups) > _MOST_WAYS:
             return Unnamed("parameters of the same shape are in several param groups, in too many possible orders")
         ways = further
     (found,) = ways.values()
@@ -124,7 +124,7 @@ def names_of_numbers(
     return dict(_steps(found[0]))
 
 
-_MOST_WAYS = 4096
+_MOST_WAYS = 1 << 14
 # A linked list from the last assignment to the first.
 _Way = Any
 
@@ -166,10 +166,12 @@ def plain_groups(groups: Any, names: Mapping[Any, str]) -> tuple[ParamGroup, ...
     return tuple(found)
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value of a pickle is made of numbers, text, None and tuples, lists and dicts of them."""
+def is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether a value of a pickle is made of numbers, text, None and tuples, lists and dicts of them, not many and not deep."""
+    if isinstance(value, tuple | list | dict) and (depth == 4 or len(value) > 1000):
+        return False
     if isinstance(value, tuple | list):
-        return all(map(is_plain, value))
+        return all(is_plain(each, depth + 1) for each in value)
     if isinstance(value, dict):
-        return all(isinstance(key, str) and is_plain(each) for key, each in value.items())
+        return all(isinstance(key, str) and is_plain(each, depth + 1) for key, each in value.items())
     return value is None or type(value) in (bool, int, float, str)

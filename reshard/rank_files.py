@@ -14,7 +14,7 @@ from reshard.errors import CheckpointError, RequestError
 from reshard.files import Files, read
 from reshard.index import Tensor, check_coverage
 
-_NAME = re.compile(r"(?P<kind>.*?)(_world_size_(?P<world>\d+))?[_.-]?rank[_.-]?(?P<rank>\d+)\.(pt|pth|bin|ckpt)")
+_NAME = re.compile(r"(?P<kind>.*?)(_world_size_(?P<world>\d{1,6}))?[_.-]?rank[_.-]?(?P<rank>\d{1,6})\.(pt|pth|bin|ckpt)")
 _STEP = re.compile(r"(?:global_)?(?:step|checkpoint|iter)[-_]?(\d+)")
 
 

@@ -16,6 +16,8 @@ from reshard.optimizers import ROOTS
 MODEL_ROOTS = ("model", "module", "state_dict", "model_state_dict", "net", "network", "ema", "app")
 
 
+# A dict of a file can hold itself.
+_DEEPEST = 8
 # What FSDP1 calls the one flat parameter of a wrapped module in LOCAL_STATE_DICT.
 FLAT = "_flat_param"
 
@@ -53,7 +55,9 @@ def is_tensor(value: Any) -> bool:
 def model_part(root: Any) -> tuple[Mapping[Any, Any] | None, list[str]]:
     """The dict of the model's tensors, which is the root itself or lies below words that say so; and the names of what lies beside it."""
     beside: list[str] = []
-    while isinstance(root, Mapping):
+    for _ in range(_DEEPEST):
+        if not isinstance(root, Mapping):
+            break
         if any(is_tensor(value) for value in root.values()):
             return root, beside
         inner = next((word for word in MODEL_ROOTS if isinstance(root.get(word), Mapping)), None)
@@ -64,13 +68,13 @@ def model_part(root: Any) -> tuple[Mapping[Any, Any] | None, list[str]]:
     return None, beside
 
 
-def optimizer_part(root: Any) -> Mapping[str, Any] | None:
+def optimizer_part(root: Any, depth: int = 0) -> Mapping[str, Any] | None:
     """The dict with "state" and "param_groups", which is the root itself or lies below a word that says so."""
-    if not isinstance(root, Mapping):
+    if not isinstance(root, Mapping) or depth == _DEEPEST:
         return None
     if isinstance(root.get("state"), Mapping) and "param_groups" in root:
         return root
-    found = (optimizer_part(root[word]) for word in ROOTS if word in root)
+    found = (optimizer_part(root[word], depth + 1) for word in ROOTS if word in root)
     return next((part for part in found if part is not None), None)
 
 

@@ -259,11 +259,10 @@ def materialize(
         there_opened = open(there, model=source.model_files.path)
         content, facts = made.content, source.index.facts
         selection = Selection(optimizer=bool(content.states))
-        sizes = {name: facts.parallel[name] for name in ("tp", "pp") if name in facts.parallel}
-        if back_format != source.format:
-            sizes = {}
-        elif facts.mesh:
-            sizes = {"dp": facts.mesh.ranks}
+        sizes: dict[str, Any] = {}
+        if back_format == source.format:
+            sizes = {name: facts.parallel[name] for name in ("tp", "pp") if name in facts.parallel}
+            sizes = {"dp": facts.mesh.ranks} if facts.mesh else sizes
         convert(plan(there_opened, to=back_format, optimizer=selection.optimizer, **sizes), back, **effort)
         left = Side(source.files, source.index, content)
         losses: list[str] = []

@@ -81,12 +81,14 @@ class Decoder:
     def _dtensor(self, name: str, value: Inert) -> LocalTensor:
         where = f"{name} in {self._where}"
         shape, local, spec = value.args[2] if len(value.args) > 2 else None, value.get("_local_tensor"), value.get("_spec")
-        if not isinstance(shape, tuple) or not isinstance(local, StoredTensor | UnlocatedTensor) or not isinstance(spec, Inert):
+        if not _are_counts(shape) or not isinstance(local, StoredTensor | UnlocatedTensor) or not isinstance(spec, Inert):
             raise CheckpointError(
                 f"the DTensor has the size {shown(shape)}, the local tensor {shown(local)}, the spec {shown(spec)}", where=where
             )
         mesh = self._mesh(_attribute(spec, "mesh", "device_mesh"), where)
         found = self._distribution(spec, mesh, where)
+        if any(axis >= len(shape) for placement in found.placements if (axis := getattr(placement, "axis", -1)) >= 0):
+            raise CheckpointError(f"it has {len(shape)} axes, and lies on the mesh as {found}", where=where)
         box = found.box(shape, mesh.coordinates)
         if box.sizes != local.shape:
             raise CheckpointError(
@@ -178,9 +180,9 @@ def _layout_sizes(layout: Any) -> tuple[int, ...] | None:
             return tuple(_product(shape) for shape in shapes)
         return None
     shape = _attribute(layout, "shape")
-    if isinstance(shape, tuple | list):
+    if isinstance(shape, tuple | list) and all(_is_count(each) or _are_counts(each) for each in shape):
         return tuple(_product(each) if isinstance(each, tuple | list) else each for each in shape)
-    return (shape,) if isinstance(shape, int) else None
+    return (shape,) if _is_count(shape) else None
 
 
 def _product(values: Any) -> int:
@@ -192,9 +194,16 @@ def _product(values: Any) -> int:
 
 def _said(value: Any) -> tuple[Any, ...]:
     """All that a stand-in of a placement or of an entry of the shard order says, as something to compare by."""
-    if not isinstance(value, Inert):
-        return (repr(value)[:200],)
-    return value.class_name, repr(value.args)[:200], repr(value.state)[:200]
+    if isinstance(value, Inert) and len(value.args) <= 4 and all(map(_is_short, value.args)):
+        state = value.state
+        if state is None or (isinstance(state, dict) and len(state) <= 4 and all(map(_is_short, state.values()))):
+            return value.class_name, value.args, tuple(state.items()) if state else ()
+    return ("", id(value))
+
+
+def _is_short(value: Any) -> bool:
+    """Whether a value is a number or text, or a few numbers: what can be compared and hashed without a second thought."""
+    return value is None or type(value) in (int, str) or (type(value) is tuple and len(value) <= 8 and all(map(_is_count, value)))
 
 
 def _placement(value: Any, where: str) -> Placement:
