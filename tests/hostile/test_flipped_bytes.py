@@ -1,0 +1,41 @@
+"""Bytes changed anywhere in what describes a checkpoint: it opens, or it is refused in a paragraph. Nothing else ever happens."""
+
+import random
+import shutil
+
+import pytest
+from places import FIXTURES
+
+import reshard
+from reshard.errors import ReshardError
+
+DESCRIPTIONS = [
+    ("fsdp/tp", "model_rank1.pt"),
+    ("fsdp/verl", "optim_world_size_5_rank_0.pt"),
+    ("fsdp/fsdp1-sharded", "pytorch_model_fsdp_0_rank1.bin"),
+    ("fsdp/fsdp1-local", "pytorch_model_fsdp_rank0.bin"),
+    ("fsdp/full-compile", "checkpoint.pt"),
+    ("torch_versions/2.2.2/placements", "model_world_size_4_rank_0.pt"),
+    ("torch_checkpointing/tp", "metadata.pkl"),
+    ("dcp_safetensors/tp", "shard-00002-model-00001-of-00001.safetensors"),
+    ("dcp/int-keyed", ".metadata"),
+]
+
+
+@pytest.mark.parametrize("case, name", DESCRIPTIONS)
+def test_flipped_bytes_are_refused_or_harmless(case, name, tmp_path):
+    folder = shutil.copytree(FIXTURES / case / "checkpoint", tmp_path / "copy")
+    model = FIXTURES / case / "model"
+    raw, chance, refused = (folder / name).read_bytes(), random.Random(name), 0
+    for _ in range(60):
+        changed = bytearray(raw)
+        for _ in range(chance.choice((1, 1, 2, 4))):
+            changed[chance.randrange(min(len(raw), 16_000))] = chance.randrange(256)
+        (folder / name).write_bytes(changed)
+        try:
+            opened = reshard.open(folder, model=model if model.exists() else None)
+            opened.index.param_groups()
+        except ReshardError as error:
+            assert str(error) and "\n" not in str(error)
+            refused += 1
+    assert refused, "none of the changes was noticed: the test changes what nobody reads"
