@@ -308,3 +308,17 @@ def test_there_and_back_for_real(case, to, options):
         pytest.skip("heads of 6 elements and biases of the MLP: no engine serves that model")
     source = open_case(case)
     assert reshard.verbs.materialize(reshard.plan(source, to=to, **options), source) == []
+
+
+def test_a_local_tensor_of_another_size_than_its_placements_say(copy):
+    import torch
+    from torch.distributed.tensor import DTensor  # noqa: F401  # torch.load needs it
+
+    folder = copy("verl")
+    path = rank_file(folder, 2)
+    state = torch.load(path, weights_only=True)
+    tensor = state["model.layers.0.mlp.up_proj.weight"]
+    tensor._local_tensor = tensor._local_tensor[:-1].clone()
+    torch.save(state, path)
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight in .*rank_2\.pt: rank 2 holds \[4, 16\] of \[24, 16\]; at fsdp 2"):
+        reshard.open(folder)
