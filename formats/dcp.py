@@ -25,7 +25,8 @@ from reshard.architecture import find_model
 from reshard.boxes import Box
 from reshard.canonical import Canonical
 from reshard.codecs import check_known
-from reshard.containers import dcp_metadata, torch_frame, torch_pickle, torch_zip
+from reshard.containers import dcp_metadata, pickle_writer, torch_frame, torch_pickle, torch_zip
+from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, RequestError
 from reshard.extents import Extent
@@ -137,14 +138,14 @@ class _Growing:
     entries: list[_Entry] = field(default_factory=list)
 
     def add_tensor(self, path: tuple[str | int, ...], key: str, tensor: Tensor, dtype: DType, box: Box) -> None:
-        pickle, storages = torch_pickle.dumps(torch_pickle.Plain(dtype, box.sizes))
+        pickle, storages = torch_pickle.tensor_pickle(torch_pickle.Plain(dtype, box.sizes))
         frame = torch_frame.frame("archive", pickle, storages, start=self.nbytes)
         self.placed.append(Placed(part(".".join(map(str, path)), key, dtype, tensor.shape, box), frame.storages[0]))
         self.literals.extend(frame.literals)
         self._close(path, box, frame.nbytes)
 
     def add_object(self, path: tuple[str | int, ...], value: object) -> None:
-        frame = torch_frame.frame("archive", torch_pickle.dumps(value)[0], (), start=self.nbytes)
+        frame = torch_frame.frame("archive", pickle_writer.dumps(value), (), start=self.nbytes)
         self.literals.extend(frame.literals)
         self._close(path, None, frame.nbytes)
 
@@ -183,32 +184,47 @@ def _group_objects(groups: tuple[ParamGroup, ...]) -> Iterator[tuple[tuple[str |
 
 
 def _written_metadata(content: Canonical, dtypes: Mapping[str, DType], files: list[_Growing]) -> bytes:
-    """The .metadata of the entries, made of torch's own classes, so that it is what the installed torch reads."""
-    import pickle
-
-    import torch
-    from torch.distributed.checkpoint import metadata as dcp
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
+    """The .metadata of the entries, as torch 2.13 pickles it; torch 2.4 and later read it."""
     listed: dict[str, Any] = {}
+    chunks: dict[str, list[Instance]] = {}
     storage: dict[Any, Any] = {}
     for entry in (entry for file in files for entry in file.entries):
-        info = _StorageInfo(entry.file, entry.start, entry.nbytes)
+        info = Instance(_STORAGE_INFO, {"relative_path": entry.file, "offset": entry.start, "length": entry.nbytes})
+        index: dict[str, Any] = {"fqn": entry.fqn}
         if entry.box is None:
-            listed[entry.fqn] = dcp.BytesStorageMetadata()
-            storage[dcp.MetadataIndex(entry.fqn)] = info
-            continue
-        key = ".".join(map(str, entry.path)) if entry.path[0] == "optim" else str(entry.path[-1])
-        known = listed.get(entry.fqn)
-        if known is None:
-            properties = dcp.TensorProperties(dtype=getattr(torch, dtypes[key].torch))
-            size = torch.Size(content.tensors[key].shape)
-            known = listed[entry.fqn] = dcp.TensorStorageMetadata(properties=properties, size=size, chunks=[])
-        offsets = torch.Size(entry.box.offsets)
-        storage[dcp.MetadataIndex(entry.fqn, offsets, len(known.chunks))] = info
-        known.chunks.append(dcp.ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(entry.box.sizes)))
+            listed[entry.fqn] = Instance(_class("BytesStorageMetadata"), {})
+        else:
+            held = chunks.setdefault(entry.fqn, [])
+            if not held:
+                key = ".".join(map(str, entry.path)) if entry.path[0] == "optim" else str(entry.path[-1])
+                listed[entry.fqn] = _tensor_metadata(dtypes[key], content.tensors[key].shape, held)
+            index |= {"offset": _size(entry.box.offsets), "index": len(held)}
+            held.append(Instance(_class("ChunkStorageMetadata"), {"offsets": _size(entry.box.offsets), "sizes": _size(entry.box.sizes)}))
+        storage[Instance(_class("MetadataIndex"), index)] = info
     planner = {entry.fqn: entry.path for file in files for entry in file.entries}
-    return pickle.dumps(dcp.Metadata(state_dict_metadata=listed, planner_data=planner, storage_data=storage), protocol=4)
+    state = {"state_dict_metadata": listed, "planner_data": planner, "storage_data": storage, "storage_meta": None, "version": "1.0.0"}
+    return pickle_writer.dumps(Instance(_class("Metadata"), state))
+
+
+def _tensor_metadata(dtype: DType, shape: tuple[int, ...], chunks: list[Instance]) -> Instance:
+    layout = Call(Name("torch.serialization", "_get_layout"), ("torch.strided",))
+    # dtype, layout, whether it wants gradients, memory format, whether it is pinned.
+    state = (Name("torch", dtype.torch), layout, False, Call(_class("_MEM_FORMAT_ENCODING"), (0,)), False)
+    return Instance(
+        _class("TensorStorageMetadata"),
+        {"properties": Instance(_class("TensorProperties"), state), "size": _size(shape), "chunks": chunks},
+    )
+
+
+def _class(name: str) -> Name:
+    return Name("torch.distributed.checkpoint.metadata", name)
+
+
+def _size(values: tuple[int, ...]) -> Call:
+    return Call(Name("torch", "Size"), (values,))
+
+
+_STORAGE_INFO = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
 
 def _folders(files: Files) -> list[str]:

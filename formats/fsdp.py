@@ -98,14 +98,8 @@ class _Specs:
     """torch's own descriptions of one rank's part of tensors that are cut into rows; and what fills each (`parts`)."""
 
     def __init__(self, ranks: int, rank: int) -> None:
-        import torch
-        from torch.distributed.device_mesh import DeviceMesh
-
         self.ranks, self.rank = ranks, rank
-        # Without a process group there is nobody to ask for the rank; this is the constructor that init_device_mesh ends in.
-        self._mesh = DeviceMesh("cpu", torch.arange(ranks), mesh_dim_names=(_DIMENSION,), _init_backend=False, _rank=rank)
-        # The name that torch gives the default process group, which a mesh of all ranks uses: there the file's tensors communicate.
-        self._mesh._dim_group_names = ["0"]  # type: ignore[list-item]
+        self._mesh = _mesh_of(ranks, rank)
         self.parts: dict[torch_pickle.Plain, StoredTensor] = {}
 
     def distributed(self, key: str, name: str, tensor: Tensor, dtype: DType) -> torch_pickle.Distributed | torch_pickle.Plain:
@@ -130,6 +124,24 @@ class _Specs:
 
 # What verl calls the only dimension of its mesh.
 _DIMENSION = "fsdp"
+# The name that torch gives the default process group, which a mesh of all ranks uses: there the file's tensors communicate.
+_GROUP = "0"
+
+
+def _mesh_of(ranks: int, rank: int) -> Any:
+    """torch's DeviceMesh of all ranks as one of them has it, without a process group to ask for the rank."""
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    grid = torch.arange(ranks, dtype=torch.int32)
+    try:
+        mesh = DeviceMesh("cpu", grid, mesh_dim_names=(_DIMENSION,), _init_backend=False, _rank=rank)
+    except TypeError:  # torch until 2.9; the attributes that its own have (fixtures/torch_versions)
+        mesh = DeviceMesh.__new__(DeviceMesh)
+        mesh.__dict__.update(device_type="cpu", mesh=grid, mesh_dim_names=(_DIMENSION,), _flatten_mesh_list=tuple(range(ranks)))
+        mesh.__dict__.update(_thread_id=None, _coordinate_on_dim=[rank], _hash=None, _dim_group_infos=[("", list(range(ranks)), _GROUP)])
+    mesh.__dict__["_dim_group_names"] = [_GROUP]
+    return mesh
 
 
 def _model_dict(content: Canonical, dtypes: Mapping[str, DType], specs: _Specs) -> OrderedDict[str, Any]:

@@ -28,6 +28,12 @@ class DType:
         """The numpy type that the bits move as: an unsigned integer, or raw bytes where there is none as wide."""
         return np.dtype(f"<u{self.itemsize}" if self.itemsize <= 8 else f"V{self.itemsize}")
 
+    @property
+    def has_storage_class(self) -> bool:
+        """Whether torch pickles such tensors by their storage's class; of newer types the pickle names the dtype instead
+        (torch/storage.py, _new_dtypes)."""
+        return not self.torch.startswith(("float8", "uint16", "uint32", "uint64"))
+
     def __str__(self) -> str:
         return self.name
 

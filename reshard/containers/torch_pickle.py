@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.boxes import row_major
+from reshard.containers import pickle_writer
+from reshard.containers.pickle_writer import Call, Name, Reference
 from reshard.dtypes import DType
 
 
@@ -81,10 +83,9 @@ class _Pickler(pickle.Pickler):
         key = str(len(self.storages))
         self.storages.append(content)
         place: tuple[Any, ...] = (0, value.shape, row_major(value.shape), False, OrderedDict())
-        dtype = getattr(torch, value.dtype.torch)
-        if dtype in torch.storage._new_dtypes():
+        if not value.dtype.has_storage_class:
             storage = _Storage(torch.storage.UntypedStorage, key, value.nbytes)
-            return torch._utils._rebuild_tensor_v3, (storage, *place, dtype)
+            return torch._utils._rebuild_tensor_v3, (storage, *place, getattr(torch, value.dtype.torch))
         storage = _Storage(getattr(torch, value.dtype.storage), key, value.nbytes // value.dtype.itemsize)
         return torch._utils._rebuild_tensor_v2, (storage, *place)
 
@@ -99,6 +100,17 @@ class _Pickler(pickle.Pickler):
 
 
 _DTYPE_OF_MAP = DType("I32", 4, "int32", "IntStorage", False)
+
+
+def tensor_pickle(tensor: Plain) -> tuple[bytes, list[Plain | bytes]]:
+    """As `dumps` of one tensor alone; made without torch."""
+    count, dtype = tensor.nbytes // tensor.dtype.itemsize, tensor.dtype
+    place = (0, tensor.shape, row_major(tensor.shape), False, Call(Name("collections", "OrderedDict")))
+    if dtype.has_storage_class:
+        storage = Reference(("storage", Name("torch", dtype.storage), "0", "cpu", count))
+        return pickle_writer.dumps(Call(Name("torch._utils", "_rebuild_tensor_v2"), (storage, *place))), [tensor]
+    storage = Reference(("storage", Name("torch.storage", "UntypedStorage"), "0", "cpu", tensor.nbytes))
+    return pickle_writer.dumps(Call(Name("torch._utils", "_rebuild_tensor_v3"), (storage, *place, Name("torch", dtype.torch)))), [tensor]
 
 
 def dumps(root: object) -> tuple[bytes, list[Plain | bytes]]:

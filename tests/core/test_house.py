@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 ORDER = [
     "errors", "dtypes", "boxes", "extents", "meshes", "parallel", "roles", "codecs", "files", "processes", "outputs",
     "containers.looks", "containers.safetensors", "containers.inert_pickle", "containers.zip_directory", "containers.torch_zip",
-    "containers.torch_pickle", "containers.torch_frame", "containers.distributed_tensors", "containers.dcp_metadata",
+    "containers.pickle_writer", "containers.torch_pickle", "containers.torch_frame",
+    "containers.distributed_tensors", "containers.dcp_metadata",
     "architecture", "architectures", "index", "optimizers", "state_dicts", "collect", "rank_files",
     "flat_parameters", "wrappers", "canonical", "join", "splits", "fusion", "layout", "model_files", "digests", "plans", "proof",
     "summaries", "engine.pool", "engine.journal", "engine.transfer", "engine.run", "compare", "views", "adapter", "registry", "verbs",

@@ -1,0 +1,130 @@
+"""Pickles that name classes and functions which need not be there: the other direction of inert_pickle.
+
+Protocol 2, as torch.save writes it. Text and names are memoised, as they repeat thousands of times; nothing else is.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A class or function, "torch.Size": whoever unpickles it imports the module and takes the last part."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """What `function` returns for `args`."""
+
+    function: Name
+    args: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Instance:
+    """An object of a class, made without arguments, with its `state`: a dict of attributes, or whatever the class takes."""
+
+    kind: Name
+    state: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """A persistent id: what it means is between writer and reader."""
+
+    value: Any
+
+
+def dumps(value: Any) -> bytes:
+    """The pickle of a value made of the classes above, numbers, text, None, tuples, lists and dicts.
+
+    Raises: TypeError for anything else.
+    """
+    writer = _Writer()
+    writer.write(value)
+    return b"\x80\x02" + b"".join(writer.parts) + pickle.STOP
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self._memo: dict[str | Name, bytes] = {}
+
+    def write(self, value: Any) -> None:
+        put = self.parts.append
+        kind = type(value)
+        if kind is str or kind is Name:
+            self._repeated(value)
+        elif value is None or kind is bool:
+            put(pickle.NONE if value is None else pickle.NEWTRUE if value else pickle.NEWFALSE)
+        elif kind is int:
+            put(_int(value))
+        elif kind is float:
+            put(pickle.BINFLOAT + struct.pack(">d", value))
+        elif kind is tuple:
+            self._tuple(value)
+        elif kind is list:
+            put(pickle.EMPTY_LIST + pickle.MARK)
+            for each in value:
+                self.write(each)
+            put(pickle.APPENDS)
+        elif kind is dict:
+            put(pickle.EMPTY_DICT + pickle.MARK)
+            for key, each in value.items():
+                self.write(key)
+                self.write(each)
+            put(pickle.SETITEMS)
+        else:
+            self._object(value)
+
+    def _object(self, value: Any) -> None:
+        if isinstance(value, Call):
+            self.write(value.function)
+            self._tuple(value.args)
+            self.parts.append(pickle.REDUCE)
+        elif isinstance(value, Instance):
+            self.write(value.kind)
+            self.parts.append(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+            self.write(value.state)
+            self.parts.append(pickle.BUILD)
+        elif isinstance(value, Reference):
+            self.write(value.value)
+            self.parts.append(pickle.BINPERSID)
+        else:
+            raise TypeError(f"a {type(value).__name__} in a pickle to be written")
+
+    def _tuple(self, value: tuple[Any, ...]) -> None:
+        if len(value) > 3:
+            self.parts.append(pickle.MARK)
+        for each in value:
+            self.write(each)
+        self.parts.append((pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)[len(value)] if len(value) < 4 else pickle.TUPLE)
+
+    def _repeated(self, value: str | Name) -> None:
+        if (known := self._memo.get(value)) is not None:
+            self.parts.append(known)
+            return
+        if isinstance(value, str):
+            raw = value.encode("utf-8", "surrogatepass")
+            self.parts.append(pickle.BINUNICODE + struct.pack("<I", len(raw)) + raw)
+        else:
+            self.parts.append(pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode())
+        number = len(self._memo)
+        self.parts.append(pickle.BINPUT + bytes([number]) if number < 256 else pickle.LONG_BINPUT + struct.pack("<I", number))
+        self._memo[value] = pickle.BINGET + bytes([number]) if number < 256 else pickle.LONG_BINGET + struct.pack("<I", number)
+
+
+def _int(value: int) -> bytes:
+    if 0 <= value < 256:
+        return pickle.BININT1 + bytes([value])
+    if -(1 << 31) <= value < 1 << 31:
+        return pickle.BININT + struct.pack("<i", value)
+    raw = pickle.encode_long(value)
+    return pickle.LONG1 + bytes([len(raw)]) + raw
