@@ -38,11 +38,11 @@ from reshard.model_files import ModelFiles
 from reshard.optimizers import ROOTS as OPTIMIZER_ROOTS
 from reshard.optimizers import is_plain, names_for, parameter_and_kind, plain_groups, state_role
 from reshard.plans import Target
+from reshard.rank_files import step_of
 from reshard.state_dicts import MODEL_ROOTS
 
 _METADATA, _DATA = ".metadata", ".distcp"
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+/")
-_STEP = re.compile(r"(?:step|checkpoint|global_step|iter)[-_]?(\d+)")
 _METADATA_LIMIT = 4 << 30
 
 # What an entry has beside its elements: torch.save's framing, about 1.5 kB, and what pads it.
@@ -83,11 +83,10 @@ class Dcp:
             parameters.update(_parameters(metadata, hints))
             optimizers.append(optimizer)
             tensors.extend(_tensors(files, metadata, paths, optimizer.names(parameters, notes)))
-        step = _STEP.fullmatch(f"{files.root}/{folders[0]}".rstrip("/").rpartition("/")[2])
         facts = RunFacts(
             producer="torch.distributed.checkpoint",
             version=metadata.version,
-            step=int(step[1]) if step else None,
+            step=step_of(f"{files.root}/{folders[0]}"),
             parallel={"writing ranks": len({_writer(path) for path in stored})},
             config=hints.config,
             notes=tuple(notes),
