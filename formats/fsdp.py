@@ -177,6 +177,9 @@ def _framed(path: str, root: Mapping[str, Any], specs: _Specs) -> TargetFile:
 # ---- reading ----
 
 
+_FLAT_STATE = "optim.state."
+
+
 class _Run:
     """What has been read of a run."""
 
@@ -207,10 +210,15 @@ class _Run:
         names, notes = names_for(optimizer, numbers, shapes, list(self._parameters.items()))
         self.notes.extend(notes)
         self.groups = plain_groups(optimizer["param_groups"], names)
+        objects = len(self.objects)
         for read in in_processes(
             list(found.paths.items()), lambda ranks: _Part(self._files).read_optimizer(ranks, names, numbers, found.first)
         ):
             self._join(read)
+        if any(name.startswith(_FLAT_STATE) for name in self.objects[objects:]):
+            self.notes.append(
+                "the optimizer's state is each rank's own run of flat parameters, whose units are not in the files; it is left out"
+            )
 
     def _join(self, read: _Part) -> None:
         self.collector.join(read.collector)
@@ -272,7 +280,10 @@ class _Part:
                     do="Keep the files of one save only",
                 )
             for parameter, kind, value in states(optimizer):
-                if local := self._local(decoder, f"{parameter}.{kind}", value, rank, path):
+                local = self._local(decoder, f"{parameter}.{kind}", value, rank, path)
+                if local and parameter not in names and local.shape and local.distribution is None and local.rank is None:
+                    self.objects.append(f"{_FLAT_STATE}{parameter}.{kind}")  # FSDP1's raw state: a run of elements, not a tensor
+                elif local:
                     self.collector.add(*state_role(names.get(parameter), parameter, kind), local, path, rank)
         return self
 

@@ -53,16 +53,17 @@ def is_tensor(value: Any) -> bool:
 
 
 def model_part(root: Any) -> tuple[Mapping[Any, Any] | None, list[str]]:
-    """The dict of the model's tensors, which is the root itself or lies below words that say so; and the names of what lies beside it."""
+    """The dict of the model's tensors, which lies below words that say so or is the root itself; and the names of what lies beside it.
+
+    A word counts before the root's own tensors: {"model": {...}, "step": a tensor} is no model with one weight called "step".
+    """
     beside: list[str] = []
     for _ in range(_DEEPEST):
         if not isinstance(root, Mapping):
             break
-        if any(is_tensor(value) for value in root.values()):
-            return root, beside
-        inner = next((word for word in MODEL_ROOTS if isinstance(root.get(word), Mapping)), None)
+        inner = next((word for word in MODEL_ROOTS if isinstance(root.get(word), Mapping) and root[word]), None)
         if inner is None:
-            return None, beside
+            return (root if any(is_tensor(value) for value in root.values()) else None), beside
         beside.extend(str(key) for key in root if key != inner)
         root = root[inner]
     return None, beside

@@ -322,3 +322,18 @@ def test_a_local_tensor_of_another_size_than_its_placements_say(copy):
     torch.save(state, path)
     with pytest.raises(CheckpointError, match=r"up_proj\.weight in .*rank_2\.pt: rank 2 holds \[4, 16\] of \[24, 16\]; at fsdp 2"):
         reshard.open(folder)
+
+
+def test_a_raw_optimizer_of_flat_parameters_does_not_stand_in_the_way():
+    opened = open_case(FSDP / "fsdp1-raw")
+    assert any("flat parameters" in note for note in opened.index.facts.notes)
+    assert not [t for t in opened.index.tensors if t.role in ("moment1", "moment2")]
+    with pytest.raises(RequestError, match="--optimizer"):
+        reshard.plan(opened, to="dcp", optimizer=True)
+
+
+def test_a_tensor_beside_the_model_is_no_weight(tmp_path):
+    import torch
+
+    torch.save({"model": {"a.weight": torch.ones(2)}, "step": torch.tensor(5)}, tmp_path / "model.pt")
+    assert [(t.name, t.role) for t in reshard.open(tmp_path).index.tensors] == [("a.weight", "weight")]
