@@ -101,10 +101,11 @@ class Dcp:
         target.parallel.allow("dp", what="a DCP checkpoint, which any number of ranks can load")
         target.refuse_engine_version("a DCP checkpoint")
         dtypes = {key: target.dtype_of(tensor) for key, tensor in content.tensors.items()}
-        growing = list(_laid_out(content, dtypes, target.parallel.dp))
+        ranks = target.parallel.dp
+        growing = list(_laid_out(content, dtypes, ranks, target.max_shard_bytes))
         files = tuple(
-            TargetFile(file.path, file.nbytes, tuple(file.literals), tuple(file.placed), {"dp": rank} if len(growing) > 1 else {})
-            for rank, file in enumerate(growing)
+            TargetFile(file.path, file.nbytes, tuple(file.literals), tuple(file.placed), {"dp": file.rank} if ranks > 1 else {})
+            for file in growing
         )
         metadata = Sidecar(_METADATA, _written_metadata(content, dtypes, growing))
         # torch writes .metadata last as well: where it is, everything is.
@@ -128,9 +129,10 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Growing:
-    """A file of entries, as far as it is laid out."""
+    """A file of entries, as far as it is laid out, and the rank that it is for."""
 
     path: str
+    rank: int
     nbytes: int = 0
     literals: list[tuple[int, bytes]] = field(default_factory=list)
     placed: list[Placed] = field(default_factory=list)
@@ -153,16 +155,21 @@ class _Growing:
         self.nbytes = stop
 
 
-def _laid_out(content: Canonical, dtypes: Mapping[str, DType], ranks: int) -> Iterator[_Growing]:
-    """One file per rank: its rows of every tensor; objects and scalars in the first one's."""
+def _laid_out(content: Canonical, dtypes: Mapping[str, DType], ranks: int, most: int | None) -> Iterator[_Growing]:
+    """The files of every rank: its rows of every tensor; objects and scalars in the first one's. A file that would grow beyond
+    `most` bytes is followed by another."""
     groups = content.param_groups() if content.states else ()
     for rank in range(ranks):
-        file = _Growing(f"__{rank}_0{_DATA}")
+        file, number = _Growing(f"__{rank}_0{_DATA}", rank), 0
         for path, value in _group_objects(groups) if rank == 0 else ():
             file.add_object(path, value)
         for key, tensor in content.tensors.items():
             box = row_shard(tensor.shape, ranks, rank)
             if box is not None:
+                if most and file.entries and file.nbytes + box.volume * dtypes[key].itemsize > most:
+                    yield file
+                    number += 1
+                    file = _Growing(f"__{rank}_{number}{_DATA}", rank)
                 file.add_tensor(_state_path(key, bool(content.states)), key, tensor, dtypes[key], box)
         yield file
 

@@ -72,6 +72,8 @@ class Fsdp:
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
         target.parallel.allow("dp", what="FSDP files, where the data-parallel ranks share every tensor (--dp)")
         target.refuse_engine_version("FSDP files")
+        if target.max_shard_bytes is not None:
+            raise RequestError("--max-shard-size: a rank's file is one file", do="Leave it out, or choose more ranks with --dp")
         groups = content.param_groups() if content.states else ()
         if content.states and not groups:
             raise RequestError(

@@ -133,7 +133,7 @@ def test_help_loads_neither_numpy_nor_torch():
     assert not loaded_after("import reshard") & {"numpy", "torch", "click"}
 
 
-@pytest.mark.parametrize("arguments", [["inspect"], ["fingerprint"], ["roundtrip", "--to", "hf"]])
+@pytest.mark.parametrize("arguments", [["inspect"], ["fingerprint"], ["roundtrip", "--to", "hf"], ["roundtrip", "--to", "dcp"]])
 def test_without_a_cast_torch_is_never_loaded(arguments):
     source = str(ROOT / "fixtures" / "dcp" / "fsdp2" / "checkpoint")
     loaded = loaded_after(RUN.format([arguments[0], source, *arguments[1:]]))
