@@ -28,16 +28,17 @@ _ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 # Where one of these lies, it holds the weights, and a torch.save file beside it something else.
 _OTHERS = (".safetensors", ".distcp", ".metadata", ".index.json")
 _HUGGING_FACE = re.compile(r"(pytorch_model|adapter_model|model)(-\d{5}-of-\d{5}|\.\w+)?\.bin")
-# Files of other formats, and what trainers save beside weights: random states, schedulers, arguments.
-_NOT_OURS = re.compile(
-    r".*(mp_rank_\d|_states\.pt$|training_args|rng_state|random_states|scheduler|scaler|extra_state|tokenizer|model_optim_rng).*"
-)
+# One rank's part in formats that are not this one (DeepSpeed, Megatron): never a whole model.
+_PARTS = re.compile(r".*(mp_rank_\d|_states\.pt$|model_optim_rng|zero_pp_rank).*")
+# What trainers save beside weights.
+_BESIDE = re.compile(r".*(training_args|rng_state|random_states|scheduler|scaler|extra_state|tokenizer).*")
 
 
 class TorchSave:
     name = "pt"
     summary = "whole tensors in torch.save files (.pt, .pth, .bin, .ckpt): FULL_STATE_DICT, trainers' own"
-    owns = ("*.pt", "*.pth", "*.ckpt", "pytorch_model_fsdp*.bin", "optimizer.bin")
+    # Not *.pt: --overwrite removes what formats own, and anything may be called so.
+    owns = ("pytorch_model_fsdp*.bin",)
 
     def detect(self, files: Files) -> str | None:
         models, optimizers = _candidates(files)
@@ -73,7 +74,8 @@ def _candidates(files: Files) -> tuple[list[str], list[str]]:
         return [], []  # a file per rank
     if find(listing) or any(path.endswith(_OTHERS) or _HUGGING_FACE.fullmatch(path) for path in listing):
         return [], []
-    fitting = [path for path in listing if path.endswith(_ENDINGS) and (len(listing) == 1 or not _NOT_OURS.fullmatch(path))]
+    fitting = [path for path in listing if path.endswith(_ENDINGS) and not _PARTS.fullmatch(path)]
+    fitting = [path for path in fitting if len(listing) == 1 or not _BESIDE.fullmatch(path)]
     models = [path for path in fitting if "optim" not in path]
     if len(models) > 1:  # what else lies there is told by its content: samplers, states of the loop
         models = [path for path in models if holds_tensors(files, path)] or models

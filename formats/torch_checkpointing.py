@@ -73,7 +73,7 @@ class _Item:
 class TorchCheckpointing:
     name = "torch-checkpointing"
     summary = "torch_checkpointing (before 1.0): a file per item and rank, and metadata.pkl"
-    owns = (_METADATA, "*_[0-9]*.pt")
+    owns = (_METADATA, "model_[0-9]*.pt", "optimizer_[0-9]*.pt")
 
     def detect(self, files: Files) -> str | None:
         if files.size(_METADATA) is not None:

@@ -337,3 +337,12 @@ def test_a_tensor_beside_the_model_is_no_weight(tmp_path):
 
     torch.save({"model": {"a.weight": torch.ones(2)}, "step": torch.tensor(5)}, tmp_path / "model.pt")
     assert [(t.name, t.role) for t in reshard.open(tmp_path).index.tensors] == [("a.weight", "weight")]
+
+
+def test_one_ranks_part_of_another_format_is_not_taken_for_a_model(tmp_path):
+    import torch
+
+    for name in ("model_optim_rng.pt", "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        torch.save({"model": {"a": torch.ones(2)}}, tmp_path / name)
+        with pytest.raises(RequestError, match="no known format"):
+            reshard.open(tmp_path / name)
