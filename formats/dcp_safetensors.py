@@ -15,6 +15,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
 
 from reshard.adapter import Hints
 from reshard.architecture import find_model
@@ -114,7 +117,8 @@ def _tensor(name: str, pieces: list[Piece]) -> Tensor:
                 do="Keep the files of one save only",
             )
     shape = tuple(max(stops) for stops in zip(*(piece.box.stops for piece in pieces), strict=True))
-    return Tensor(name, first.dtype, shape, "weight", Shards.of(pieces))
+    ranks = np.array([_number(piece.extent.path, "rank") - 1 for piece in pieces], np.int64)
+    return Tensor(name, first.dtype, shape, "weight", replace(Shards.of(pieces), ranks=ranks))
 
 
 def _check_files(files: Files, paths: list[str], tensors: tuple[Tensor, ...]) -> None:
