@@ -30,6 +30,7 @@ from reshard.index import Index, ParamGroup, RunFacts, StoredFile, Tensor
 from reshard.layout import Layout, Placed, Sidecar, TargetFile
 from reshard.meshes import Mesh, chunk
 from reshard.model_files import ModelFiles
+from reshard.optimizers import ROOTS as OPTIMIZER_ROOTS
 from reshard.optimizers import names_for, parameter_and_kind, plain_groups, state_role
 from reshard.plans import Target
 from reshard.processes import in_processes
@@ -54,6 +55,8 @@ class Fsdp:
             run.read_model(folder.model)
         if folder.optimizer:
             run.read_optimizer(folder.optimizer)
+        elif folder.model and optimizer_part(torch_zip.read(files, folder.model.first, locate=False)):
+            run.read_optimizer(folder.model)  # both in one file: {"model": ..., "optimizer": ...}
         tensors = tuple(run.collector.tensors(files))
         ranks = folder.ranks(run.mesh.ranks if run.mesh else 1)
         notes = [*run.notes, *missing_ranks(folder, ranks, tensors)]
@@ -256,7 +259,7 @@ class _Part:
             content, beside = model_part(torch_zip.read(self._files, path, locate=False))
             if content is None:
                 raise CheckpointError("it holds no dict of tensors", where=path, do="Give the files that hold the model's state dict")
-            self.objects.extend(beside)
+            self.objects.extend(name for name in beside if name not in OPTIMIZER_ROOTS)
             decoder, seen, is_first = Decoder(path), set[object](), not self.parameters
             for name, value in content.items():
                 local = self._local(decoder, str(name), value, rank, path)

@@ -346,3 +346,16 @@ def test_one_ranks_part_of_another_format_is_not_taken_for_a_model(tmp_path):
         torch.save({"model": {"a": torch.ones(2)}}, tmp_path / name)
         with pytest.raises(RequestError, match="no known format"):
             reshard.open(tmp_path / name)
+
+
+def test_model_and_optimizer_in_one_file_of_each_rank(tmp_path):
+    import torch
+    from torch.distributed.tensor import DTensor  # noqa: F401  # torch.load needs it
+
+    source = FSDP / "verl-groups" / "checkpoint"
+    for rank in (0, 1):
+        model, optimizer = (torch.load(rank_file(source, rank, kind), weights_only=True) for kind in ("model", "optim"))
+        torch.save({"model": model, "optimizer": optimizer, "step": torch.tensor(2)}, tmp_path / f"state_rank{rank}.pt")
+    opened = reshard.open(tmp_path)
+    assert {(t.name, t.role): described(t, opened.files) for t in opened.index.tensors} == truth(FSDP / "verl-groups")
+    assert len(opened.index.param_groups()) == 2
