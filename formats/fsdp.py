@@ -198,11 +198,12 @@ class _Run:
         self.producer = "torch.save"
         # The model's parameters in its own order; tied ones once.
         self._parameters: dict[str, tuple[int, ...]] = {}
+        self._plain: set[str] = set()
 
     def read_model(self, found: RankFiles) -> None:
         for read in in_processes(list(found.paths.items()), lambda ranks: _Part(self._files).read_model(ranks)):
             self._join(read)
-            self._parameters = self._parameters or read.parameters
+            self._parameters, self._plain = (self._parameters, self._plain) if self._parameters else (read.parameters, read.plain)
 
     def read_optimizer(self, found: RankFiles) -> None:
         optimizer = _optimizer_of(self._files, found.first)
@@ -213,6 +214,10 @@ class _Run:
             if kind != "step" and (local := decoder.decode(f"{parameter}.{kind}", value))
         }
         names, notes = names_for(optimizer, numbers, shapes, list(self._parameters.items()))
+        if not names and self._plain:
+            sharded = [(name, shape) for name, shape in self._parameters.items() if name not in self._plain]
+            again = names_for(optimizer, numbers, shapes, sharded)
+            names, notes = again if again[0] else (names, notes)
         self.notes.extend(notes)
         self.groups = plain_groups(optimizer["param_groups"], names)
         objects = len(self.objects)
@@ -250,6 +255,8 @@ class _Part:
         self.mesh: Mesh | None = None
         self.producer = "torch.save"
         self.parameters: dict[str, tuple[int, ...]] = {}
+        # Those of them that are whole on every rank: buffers, as a rule, or parameters that FSDP was told to ignore.
+        self.plain: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": None}
@@ -270,6 +277,8 @@ class _Part:
                 if is_first and local.dtype.floating and local.memory not in seen:
                     self.parameters[str(name)] = local.shape
                     seen |= {local.memory} - {None}
+                    if local.distribution is None and local.rank is None:
+                        self.plain.add(str(name))
         return self
 
     def read_optimizer(

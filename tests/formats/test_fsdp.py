@@ -359,3 +359,18 @@ def test_model_and_optimizer_in_one_file_of_each_rank(tmp_path):
     opened = reshard.open(tmp_path)
     assert {(t.name, t.role): described(t, opened.files) for t in opened.index.tensors} == truth(FSDP / "verl-groups")
     assert len(opened.index.param_groups()) == 2
+
+
+def test_buffers_are_not_counted_by_an_optimizers_numbers(copy):
+    import torch
+    from torch.distributed.tensor import DTensor  # noqa: F401  # torch.load needs it
+
+    folder = copy("verl")
+    for rank in range(5):
+        path = rank_file(folder, rank)
+        state = torch.load(path, weights_only=True)
+        torch.save({"model.scale": torch.arange(5.0), **state}, path)
+    opened = reshard.open(folder)
+    found = {(t.name, t.role): described(t, opened.files) for t in opened.index.tensors}
+    assert found.pop(("model.scale", "weight"))["shape"] == [5]
+    assert found == truth(FSDP / "verl")
