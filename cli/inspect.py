@@ -83,7 +83,7 @@ def document(opened: Checkpoint, chosen: list[Tensor]) -> dict[str, Any]:
 
 
 def _pieces(tensor: Tensor) -> list[dict[str, Any]]:
-    from reshard.index import primary_rows
+    from reshard.shards import primary_rows
 
     shards, primary = tensor.shards, primary_rows(tensor.shards)
     ranks = shards.ranks.tolist() if shards.ranks is not None else [None] * len(shards)
@@ -179,7 +179,8 @@ def _model_text(opened: Checkpoint) -> str:
 
 
 def _show_tensor(tensor: Tensor) -> None:
-    from reshard.index import primary_rows, sharding_text
+    from reshard.index import sharding_text
+    from reshard.shards import primary_rows
 
     show(f"{tensor.name}  {tensor.role} {tensor.dtype} {shape_text(tensor.shape)}, {sharding_text(tensor)}, {nbytes_text(tensor.nbytes)}")
     if tensor.distribution is not None:

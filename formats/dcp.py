@@ -32,13 +32,14 @@ from reshard.errors import CheckpointError, RequestError
 from reshard.extents import Extent
 from reshard.files import Files, inside, read_whole
 from reshard.fusion import part
-from reshard.index import Index, ParamGroup, Role, RunFacts, Shards, StoredFile, Tensor
+from reshard.index import Index, ParamGroup, Role, RunFacts, StoredFile, Tensor
 from reshard.layout import Layout, Placed, Sidecar, TargetFile, row_shard
 from reshard.model_files import ModelFiles
 from reshard.optimizers import ROOTS as OPTIMIZER_ROOTS
 from reshard.optimizers import is_plain, names_for, parameter_and_kind, plain_groups, state_role
 from reshard.plans import Target
 from reshard.rank_files import step_of
+from reshard.shards import Shards
 from reshard.state_dicts import MODEL_ROOTS
 
 _METADATA, _DATA = ".metadata", ".distcp"

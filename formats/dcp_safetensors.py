@@ -26,8 +26,9 @@ from reshard.containers import safetensors
 from reshard.errors import CheckpointError
 from reshard.extents import Extent, Piece
 from reshard.files import Files
-from reshard.index import Index, RunFacts, Shards, StoredFile, Tensor, check_coverage
+from reshard.index import Index, RunFacts, StoredFile, Tensor, check_coverage
 from reshard.rank_files import step_of
+from reshard.shards import Shards
 
 _NAME = re.compile(r"(?:.*/)?shard-(?P<rank>\d{5})-model-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 _INFO = "DCP_SHARDING_INFO"

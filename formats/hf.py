@@ -25,10 +25,11 @@ from reshard.errors import CheckpointError, RequestError
 from reshard.extents import Extent, Piece
 from reshard.files import Files, inside, missing
 from reshard.fusion import StoredTensor, whole
-from reshard.index import Index, RunFacts, Shards, StoredFile, Tensor
+from reshard.index import Index, RunFacts, StoredFile, Tensor
 from reshard.layout import Layout, Placed, Sidecar, TargetFile
 from reshard.model_files import ModelFiles, read_json
 from reshard.plans import Target
+from reshard.shards import Shards
 
 _SAFETENSORS = ".safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -22,7 +22,7 @@ class Selection:
     """Which tensors are meant. Globs match names after `strip_prefix` has been taken off.
 
     weights: "model" for the copy that the model computes with, "master" for the optimizer's full-precision one; None
-    takes the model's if it is stored. optimizer: also what the optimizer keeps of the chosen weights.
+    takes for each weight the model's copy if there is one. optimizer: also what the optimizer keeps of the chosen weights.
     """
 
     weights: Literal["model", "master"] | None = None
@@ -155,7 +155,7 @@ def check_against_model(content: Canonical, *, partial: bool, strict: bool) -> N
 
 def keyed(index: Index) -> dict[str, Tensor]:
     """The weights by name, and what the optimizer keeps of them by `optimizers.state_key`."""
-    weights = index.by_role("weight") or index.by_role("master")
+    weights = {**index.by_role("master"), **index.by_role("weight")}
     return {**weights, **{key: tensor for tensor in index.tensors if (key := _state_key(tensor, weights)) is not None}}
 
 
@@ -168,7 +168,7 @@ def _states(index: Index, chosen: Mapping[str, Tensor], selection: Selection) ->
             why=why,
             do="Save the optimizer with names (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict), or leave out --optimizer",
         )
-    stored = index.by_role("weight") or index.by_role("master")
+    stored = {**index.by_role("master"), **index.by_role("weight")}
     found: dict[str, Tensor] = {}
     for tensor in index.tensors:
         key = _state_key(tensor, stored)
@@ -198,11 +198,17 @@ def _of_role(index: Index, selection: Selection) -> tuple[dict[str, Tensor], lis
             why="--weights master asks for them",
             do="Use --weights model, or leave it out",
         )
-    use_masters = bool(masters) and (selection.weights == "master" or not stored)
+    if selection.weights == "model" and (only := next((name for name in masters if name not in stored), None)):
+        raise RequestError(
+            "--weights model: it is stored as a full-precision master only",
+            where=only,
+            why="The run kept no copy in the type that it computes with",
+            do="Leave out --weights, and name the type with --dtype if the masters' is not wanted",
+        )
     if selection.weights == "model" and not stored:
         raise RequestError("this checkpoint stores no model copy of the weights", do="Use --weights master, or leave it out")
-    # What has no master (buffers, frozen weights) exists once and belongs to both.
-    chosen = {**stored, **masters} if use_masters else dict(stored)
+    # What there is once (buffers and frozen weights have no master, ZeRO-3 has no model copy of what is trained) belongs to both.
+    chosen = {**stored, **masters} if selection.weights == "master" else {**masters, **stored}
     kept = {id(tensor) for tensor in chosen.values()}
     reasons: dict[str, str] = dict.fromkeys(ROLES, "optimizer state, which serving does not need")
     reasons["state"] = "state of the run, which serving does not need"

@@ -8,7 +8,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TypeVar
 
 import numpy as np
@@ -16,13 +15,14 @@ import numpy.typing as npt
 
 from reshard.boxes import Box
 from reshard.containers.distributed_tensors import LocalTensor
-from reshard.containers.torch_zip import UnlocatedTensor, located
+from reshard.containers.torch_zip import Locations, UnlocatedTensor
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError
 from reshard.extents import Extent
 from reshard.files import Files
-from reshard.index import Role, Shards, Tensor
+from reshard.index import Role, Tensor
 from reshard.meshes import Distribution
+from reshard.shards import Shards
 
 T = TypeVar("T")
 
@@ -140,13 +140,11 @@ def _extent(
 ) -> Callable[[int], Extent]:
     """A function from a row to where its bytes lie; of a zip member the payload's start is looked up once, when it is asked for."""
 
-    @cache
-    def start(path: str, member: int) -> int:
-        return located(files, path, member)
+    locations = Locations(files)
 
     def extent(i: int) -> Extent:
         path, member = paths[numbers[i]], int(members[i])
-        return Extent(path, (start(path, member) if member >= 0 else 0) + int(offsets[i]), strides[i], dtype)
+        return Extent(path, (locations.start(path, member) if member >= 0 else 0) + int(offsets[i]), strides[i], dtype)
 
     return extent
 

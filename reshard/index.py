@@ -1,26 +1,21 @@
-"""Index: which box of which tensor lies in which bytes of which file, and what is known about the run that wrote it.
-
-The pieces of a tensor are columns of numbers; objects are made when someone asks for one. A thousand ranks times a
-thousand tensors are then a thousand small arrays.
-"""
+"""Index: which box of which tensor lies in which bytes of which file, and what is known about the run that wrote it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from reshard.boxes import Box
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError
-from reshard.extents import Extent, Piece
+from reshard.extents import Piece
 from reshard.meshes import Distribution, Mesh
+from reshard.shards import Columns, Shards, primary_rows
 
-Columns = npt.NDArray[np.int64]
 Role = Literal["weight", "master", "moment1", "moment2", "step", "state"]
 ROLES: dict[Role, str] = {
     "weight": "model weights and buffers",
@@ -30,70 +25,6 @@ ROLES: dict[Role, str] = {
     "step": "optimizer: step counts",
     "state": "other state of the run",
 }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Shards:
-    """The pieces of one tensor as columns: one row per stored box.
-
-    offsets, sizes: [n, ndim], in elements of the whole tensor. files: [n], indexes into `paths`. positions: [n], a byte
-    offset in that file near the data, to walk files in order. `extent(i)` says exactly where row i lies; it may read
-    a few bytes of framing to know. primary: [n], whether a row counts for coverage; the others are replicas, to be
-    compared with it. None: the first row of each box is primary. ranks: [n], the rank that held each row while training; None
-    where the files do not tell.
-    """
-
-    paths: tuple[str, ...]
-    offsets: Columns
-    sizes: Columns
-    files: npt.NDArray[np.integer[Any]]
-    positions: Columns
-    extent: Callable[[int], Extent]
-    primary: npt.NDArray[np.bool_] | None = None
-    ranks: Columns | None = None
-
-    @classmethod
-    def of(cls, pieces: Iterable[Piece]) -> Shards:
-        """The columns of pieces that exist already."""
-        found = tuple(pieces)
-        ndim = len(found[0].box.sizes) if found else 0
-        paths = tuple(dict.fromkeys(piece.extent.path for piece in found))
-        numbers = {path: i for i, path in enumerate(paths)}
-        return cls(
-            paths=paths,
-            offsets=np.array([piece.box.offsets for piece in found], np.int64).reshape(len(found), ndim),
-            sizes=np.array([piece.box.sizes for piece in found], np.int64).reshape(len(found), ndim),
-            files=np.array([numbers[piece.extent.path] for piece in found], np.int64),
-            positions=np.array([piece.extent.byte_offset for piece in found], np.int64),
-            extent=tuple(piece.extent for piece in found).__getitem__,
-        )
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def box(self, i: int) -> Box:
-        return Box(tuple(self.offsets[i].tolist()), tuple(self.sizes[i].tolist()))
-
-    def path(self, i: int) -> str:
-        """The file that row i lies in; reads nothing."""
-        return self.paths[int(self.files[i])]
-
-    def piece(self, i: int) -> Piece:
-        return Piece(self.box(i), self.extent(i))
-
-    def with_copy(self, other: Shards) -> Shards:
-        """These pieces, and those of another tensor that holds the same values, as replicas whatever their boxes."""
-        own = len(self)
-        return Shards(
-            paths=self.paths + other.paths,
-            offsets=np.concatenate([self.offsets, other.offsets]),
-            sizes=np.concatenate([self.sizes, other.sizes]),
-            files=np.concatenate([self.files, other.files + len(self.paths)]),
-            positions=np.concatenate([self.positions, other.positions]),
-            extent=lambda i: self.extent(i) if i < own else other.extent(i - own),
-            primary=np.concatenate([primary_rows(self), np.zeros(len(other), np.bool_)]),
-            ranks=None if self.ranks is None or other.ranks is None else np.concatenate([self.ranks, other.ranks]),
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,18 +124,6 @@ class Index:
                 raise CheckpointError("two tensors have this name", where=tensor.name, why="Which one is meant cannot be known")
             seen.add((tensor.role, tensor.name))
             check_coverage(tensor)
-
-
-def primary_rows(shards: Shards) -> npt.NDArray[np.bool_]:
-    """[n]: for each row whether it is the first of its box; the others are replicas of that first one."""
-    if shards.primary is not None:
-        return shards.primary
-    if len(shards) < 2:
-        return np.ones(len(shards), np.bool_)
-    _, first = np.unique(np.concatenate([shards.offsets, shards.sizes], axis=1), axis=0, return_index=True)
-    primary = np.zeros(len(shards), np.bool_)
-    primary[first] = True
-    return primary
 
 
 def check_coverage(tensor: Tensor) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.boxes import Box
-from reshard.index import Columns, Shards
+from reshard.shards import Columns, Shards
 
 
 def rows_meeting(offsets: Columns, stops: Columns, box: Box) -> npt.NDArray[np.int64]:

@@ -14,10 +14,11 @@ from reshard.dtypes import DType
 from reshard.errors import RequestError
 from reshard.extents import Extent, Piece
 from reshard.fusion import StoredTensor, constant, stack
-from reshard.index import Constant, Index, RunFacts, Shards, StoredFile, Tensor
+from reshard.index import Constant, Index, RunFacts, StoredFile, Tensor
 from reshard.meshes import chunk
 from reshard.parallel import ONE_RANK, Parallel, stage_layers
 from reshard.roles import SPLITS, Heads
+from reshard.shards import Shards
 from reshard.splits import SplitRules, local_part, problem
 
 

@@ -19,10 +19,11 @@ from reshard.canonical import Canonical, Drop
 from reshard.dtypes import DType
 from reshard.errors import RequestError
 from reshard.files import Files
-from reshard.index import Index, Tensor, primary_rows
+from reshard.index import Index, Tensor
 from reshard.join import meetings
 from reshard.layout import Layout
 from reshard.parallel import ONE_RANK, Parallel
+from reshard.shards import primary_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ import numpy as np
 from reshard.boxes import Box, row_major
 from reshard.dtypes import DType
 from reshard.extents import Extent, Piece
-from reshard.index import Index, RunFacts, Shards, StoredFile, Tensor
+from reshard.index import Index, RunFacts, StoredFile, Tensor
+from reshard.shards import Shards
 
 GAP = b"\xee" * 5  # between pieces: nothing is aligned, and what is read too far shows
 

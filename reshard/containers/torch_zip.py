@@ -90,6 +90,26 @@ def located(files: Files, path: str, member: int) -> int:
     return member + payload_start(source, 0, "/data/")
 
 
+class Locations:
+    """Where tensors' first elements lie in their files; the payload of a zip member is looked up once, when it is first asked for."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._starts: dict[tuple[str, int], int] = {}
+
+    def of(self, tensor: AnyTensor) -> int:
+        """The byte offset of the tensor's first element."""
+        if isinstance(tensor, StoredTensor):
+            return tensor.byte_offset
+        return self.start(tensor.path, tensor.member) + tensor.skipped
+
+    def start(self, path: str, member: int) -> int:
+        """The byte offset of a member's payload."""
+        if (path, member) not in self._starts:
+            self._starts[path, member] = located(self._files, path, member)
+        return self._starts[path, member]
+
+
 def entry_extent(files: Files, path: str, start: int, nbytes: int) -> StoredTensor:
     """The one tensor of a DCP entry: bytes [start, start + nbytes) of a .distcp file, a whole zip. Two or three small reads."""
     source = Range(files, path, start, nbytes)

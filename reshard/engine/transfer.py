@@ -13,8 +13,9 @@ from reshard.dtypes import DType
 from reshard.errors import CheckpointError
 from reshard.extents import Piece, is_row_major, spans
 from reshard.files import Files
-from reshard.index import Tensor, primary_rows
+from reshard.index import Tensor
 from reshard.join import rows_meeting
+from reshard.shards import primary_rows
 
 Block = npt.NDArray[Any]
 Write = Callable[[str, int, memoryview], None]

@@ -7,7 +7,8 @@ from reshard.boxes import Box, row_major
 from reshard.dtypes import from_safetensors
 from reshard.errors import CheckpointError
 from reshard.extents import Extent, Piece
-from reshard.index import Shards, Tensor, check_coverage, primary_rows, sharding_text
+from reshard.index import Tensor, check_coverage, sharding_text
+from reshard.shards import Shards, primary_rows
 
 BF16 = from_safetensors("BF16", where="test")
 

@@ -16,7 +16,7 @@ ORDER = [
     "containers.looks", "containers.safetensors", "containers.inert_pickle", "containers.zip_directory", "containers.torch_zip",
     "containers.pickle_writer", "containers.torch_pickle", "containers.torch_frame",
     "containers.distributed_tensors", "containers.dcp_metadata",
-    "architecture", "architectures", "index", "optimizers", "state_dicts", "collect", "rank_files",
+    "architecture", "architectures", "shards", "index", "optimizers", "state_dicts", "collect", "rank_files",
     "flat_parameters", "wrappers", "canonical", "join", "splits", "fusion", "layout", "model_files", "digests", "plans", "proof",
     "summaries", "engine.pool", "engine.journal", "engine.transfer", "engine.run", "compare", "views", "adapter", "registry", "verbs",
 ]  # fmt: skip
@@ -66,16 +66,28 @@ def test_imports_point_up_the_list_only(path):
         assert ORDER.index(other) < ORDER.index(own), f"{own} imports {other}"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "formats").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "formats").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT / "formats")))
 def test_no_format_imports_another(path):
-    tree = ast.parse(path.read_text())
+    """A format that is a folder imports its own files relatively."""
+    tree, most = ast.parse(path.read_text()), len(path.relative_to(ROOT / "formats").parts) - 1
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and "formats" not in (node.module or "").split(".") and "cli" not in (node.module or "").split(".")
+            assert node.level <= most and "formats" not in (node.module or "").split(".") and "cli" not in (node.module or "").split(".")
+
+
+def format_modules():
+    """Name -> module of every file that ends in a FORMAT; that of a folder's __init__ is called after the folder."""
+    found = {}
+    for path in (ROOT / "formats").rglob("*.py"):
+        if "\nFORMAT = " in path.read_text():
+            parts = path.relative_to(ROOT / "formats").with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            found[parts[-1].replace("_", "-")] = ".".join(("reshard", "formats", *parts))
+    return found
 
 
 def format_names():
-    return sorted(path.stem.replace("_", "-") for path in (ROOT / "formats").glob("*.py") if path.stem != "__init__")
+    return sorted(format_modules())
 
 
 @pytest.mark.parametrize("path", core_files(), ids=module_name)
@@ -108,7 +120,7 @@ def test_the_packages_listed_are_the_tree():
 
 def test_the_entry_points_are_the_files():
     points = project()["project"]["entry-points"]["reshard.formats"]
-    assert points == {name: f"reshard.formats.{name.replace('-', '_')}:FORMAT" for name in format_names()}
+    assert points == {name: f"{module}:FORMAT" for name, module in format_modules().items()}
 
 
 def test_the_installed_formats_are_those_of_the_tree():

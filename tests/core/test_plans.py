@@ -10,9 +10,9 @@ import reshard
 from reshard.boxes import Box
 from reshard.extents import Extent, Piece
 from reshard.fusion import Section
-from reshard.index import Shards
 from reshard.layout import Placed
 from reshard.proof import ProofFailed, compose, prove
+from reshard.shards import Shards
 
 
 @pytest.fixture(scope="module")

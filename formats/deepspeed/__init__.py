@@ -1,0 +1,42 @@
+"""DeepSpeed: a tag's folder of ZeRO-0, 1, 2 or 3, with what surrounds them (pipeline, experts, tensor parallelism).
+
+tag.py                which files there are
+states.py             what each says
+partitions.py         where parameters lie in flat buffers
+tensor_parallel.py    how tensor-parallel ranks' parts make a whole
+experts.py            whose experts are whose
+reading.py            from all that to an index
+
+Measured on DeepSpeed 0.14.5, 0.16.9 and 0.19.8 (fixtures/deepspeed).
+"""
+
+from __future__ import annotations
+
+from reshard.adapter import Hints
+from reshard.errors import CheckpointError
+from reshard.files import Files
+from reshard.index import Index
+
+from .reading import read
+from .tag import find_tag, is_file_of_a_tag, open_tag
+
+
+class DeepSpeed:
+    name = "deepspeed"
+    summary = "DeepSpeed ZeRO-0 to 3, pipeline, MoE, AutoTP: a tag's folder, or its parent with `latest`"
+    owns = ("*_model_states.pt", "*_optim_states.pt", "latest", "global_step*/*")
+
+    def detect(self, files: Files) -> str | None:
+        folder = find_tag(files)
+        if folder is None or f"{folder}zero/" in files.list(folder):
+            return None
+        return next((path for path in files.list(folder) if is_file_of_a_tag(path)), None)
+
+    def read(self, files: Files, hints: Hints) -> Index:
+        folder = find_tag(files)
+        if folder is None:
+            raise CheckpointError("there is no tag here: no *_model_states.pt, and no folder with any", where=files.root)
+        return read(files, open_tag(files, folder), hints)
+
+
+FORMAT = DeepSpeed()

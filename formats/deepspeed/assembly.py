@@ -1,0 +1,109 @@
+"""Parameters, put together from what every rank's files hold of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from reshard.adapter import Hints
+from reshard.containers.torch_zip import AnyTensor, Locations
+from reshard.dtypes import DType
+from reshard.errors import CheckpointError
+from reshard.files import Files
+from reshard.index import ParamGroup, Role, Tensor
+from reshard.shards import Shards, concatenated
+
+from .partitions import as_it_is
+from .states import Shape
+from .tag import Tag
+from .tensor_parallel import Joins
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one tensor-parallel rank of one pipeline stage holds of a parameter."""
+
+    stage: int
+    tp_rank: int
+    dtype: DType
+    shape: Shape
+    shards: Shards
+
+
+@dataclass(slots=True)
+class Topology:
+    """The degrees of the run: mp_rank = stage * tp + tp_rank."""
+
+    pp: int
+    tp: int
+    dp: int
+    ep: int = 1
+
+    def place(self, mp_rank: int) -> tuple[int, int]:
+        return divmod(mp_rank, self.tp)
+
+
+@dataclass(slots=True)
+class Reading:
+    """What has been read so far."""
+
+    files: Files
+    tag: Tag
+    hints: Hints
+    locations: Locations = field(init=False)
+    parts: dict[tuple[Role, str], list[Part]] = field(default_factory=dict)
+    objects: dict[str, None] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    groups: dict[int, list[ParamGroup]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.locations = Locations(self.files)
+
+    def add(self, role: Role, name: str, part: Part) -> None:
+        self.parts.setdefault((role, name), []).append(part)
+
+    def add_whole(self, role: Role, name: str, tensor: AnyTensor, place: tuple[int, int], rank: int = 0) -> None:
+        self.add(role, name, Part(*place, tensor.dtype, tensor.shape, as_it_is(tensor, rank, self.locations)))
+
+    def tensors(self, joins: Joins, tp: int) -> Iterator[Tensor]:
+        """Every parameter whole: joined over the tensor-parallel ranks; what several stages hold are copies."""
+        for (role, name), found in self.parts.items():
+            stages: dict[int, list[Part]] = {}
+            for part in found:
+                stages.setdefault(part.stage, []).append(part)
+            joined = [_joined(name, parts, joins, tp) for parts in stages.values()]
+            (shape, shards), copies = joined[0], joined[1:]
+            for other, copy in copies:
+                if other != shape:
+                    raise CheckpointError(f"one pipeline stage holds {list(shape)}, another {list(other)}", where=name)
+                shards = shards.with_copy(copy)
+            yield Tensor(name, found[0].dtype, shape, role, shards)
+
+
+def _joined(name: str, parts: Sequence[Part], joins: Joins, tp: int) -> tuple[Shape, Shards]:
+    if len({part.dtype for part in parts}) > 1:
+        raise CheckpointError(f"its parts are of the types {', '.join(sorted({str(part.dtype) for part in parts}))}", where=name)
+    held: dict[int, list[Part]] = {}
+    for part in parts:
+        held.setdefault(part.tp_rank, []).append(part)
+    by_rank = {rank: (found[0].shape, concatenated([part.shards for part in found])) for rank, found in held.items()}
+    if tp == 1:
+        return by_rank[0]
+    if len(by_rank) < tp:
+        raise CheckpointError(
+            f"of {tp} tensor-parallel ranks only {', '.join(map(str, by_rank))} {'hold' if len(by_rank) > 1 else 'holds'} it",
+            where=name,
+            do="Copy the missing ranks' files from where the checkpoint was written",
+        )
+    shapes = [by_rank[rank][0] for rank in range(tp)]
+    if not any(shapes):  # a step count: the same on all
+        whole, *copies = (by_rank[rank][1] for rank in range(tp))
+    else:
+        found = joins.whole(name, shapes)
+        moved = [concatenated([by_rank[rank][1].moved(box, at) for box, at in moves]) for rank, moves in enumerate(found.moves) if moves]
+        if not found.copies:
+            return found.shape, concatenated(moved)
+        (whole, *copies), shapes = moved, [found.shape]
+    for copy in copies:
+        whole = whole.with_copy(copy)
+    return shapes[0], whole

@@ -1,0 +1,195 @@
+"""What the optimizer keeps: ZeRO's masters and states in flat groups; without ZeRO, a state dict that numbers the parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from reshard.containers.torch_zip import AnyTensor
+from reshard.errors import CheckpointError
+from reshard.index import ParamGroup
+from reshard.optimizers import names_for, plain_groups, state_role
+from reshard.state_dicts import group_numbers, optimizer_part
+from reshard.state_dicts import states as states_of
+
+from . import experts
+from .assembly import Part, Reading, Topology
+from .partitions import Row, Slice, on_every_rank, part_of_stage_3, ranks_of, slices_of_stage_2, slices_of_stage_3
+from .states import ModelStates, OptimizerStates, Parameters, Shape, elements, is_stored
+
+
+def read_zero(reading: Reading, model: ModelStates, own: Mapping[int, OptimizerStates], topology: Topology, place: tuple[int, int]) -> None:
+    """Masters and states of one mp rank's groups."""
+    first = own[0]
+    groups = model.groups if model.groups is not None else experts.groups_without_shapes(reading, model, own)
+    if len(groups) != len(first.masters):
+        raise CheckpointError(
+            f"it has {len(first.masters)} flat groups, param_shapes in {model.path} lists {len(groups)}",
+            where=first.path,
+            why="The files are from different saves",
+            do="Keep the files of one save only",
+        )
+    _check_not_swapped(reading, first, groups)
+    names: dict[int, list[str]] = {}
+    for g, parameters in enumerate(groups):
+        for members, renamed, placed in experts.families(reading, model, own, g, parameters, topology):
+            for name in _read_group(reading, g, renamed, placed, {dp: own[dp] for dp in members}, place):
+                names.setdefault(g, []).append(name)
+    reading.groups.setdefault(place[0] * topology.tp + place[1], []).extend(_param_groups(own, names))
+
+
+def _read_group(
+    reading: Reading,
+    g: int,
+    parameters: Parameters,
+    placed: Mapping[str, experts.Placed],
+    members: Mapping[int, OptimizerStates],
+    place: tuple[int, int],
+) -> Iterator[str]:
+    """One flat group, of the ranks that share it; yields the names of its parameters."""
+    cuts, needed = _slices(g, parameters, members)
+    paths = {dp: states.path for dp, states in members.items()}
+    rows = {"master": _row(reading, paths, {dp: states.masters[g] for dp, states in members.items()})}
+    copies: dict[str, dict[int, AnyTensor]] = {}
+    for kind in dict.fromkeys(kind for states in members.values() for kind in states.states[g]):
+        held = {dp: value for dp in members if is_stored(value := members[dp].states[g].get(kind))}
+        if missing := [paths[dp] for dp in members if dp not in held and held]:
+            raise CheckpointError(f"it holds no {kind} of group {g}, other ranks do", where=missing[0], do="Copy the file again")
+        if held and next(iter(held.values())).shape == ():
+            copies[kind] = held
+        elif held and all(len(value.shape) == 1 for value in held.values()):
+            rows[kind] = _row(reading, paths, held)
+    for kind, row in rows.items():
+        row.check(needed, f"{kind} of group {g}")
+    for cut in cuts:
+        yield cut.name
+        for kind, row in rows.items():
+            role, name = ("master", cut.name) if kind == "master" else state_role(cut.name, cut.name, kind)
+            shape, shards = cut.shape, row.shards(cut)
+            if cut.name in placed:
+                shape, shards = placed[cut.name].apply(shards, shape)
+            reading.add(role, name, Part(*place, row.dtype, shape, shards))
+    for kind, held in copies.items():
+        shards = on_every_rank(held, paths, reading.locations)
+        for cut in cuts:
+            reading.add(*state_role(cut.name, cut.name, kind), Part(*place, held[min(held)].dtype, (), shards))
+
+
+def _slices(g: int, parameters: Parameters, members: Mapping[int, OptimizerStates]) -> tuple[list[Slice], list[int]]:
+    """Where a group's parameters lie, and how many elements each rank must therefore have of its row."""
+    ranks, first = len(members), next(iter(members.values()))
+    if first.stage == 3:
+        return list(slices_of_stage_3(parameters, ranks)), [sum(part_of_stage_3(shape, ranks) for _, shape in parameters)] * ranks
+    lengths = {states.path: states.masters[g].shape[0] + states.paddings[g] for states in members.values()}
+    partition = max(lengths.values())
+    if odd := [path for path, length in lengths.items() if length != partition]:
+        raise CheckpointError(
+            f"with its padding its part of group {g} has {lengths[odd[0]]:,} elements, others have {partition:,}",
+            where=odd[0],
+            why="All ranks' parts are equally long, so this file is from another save",
+            do="Copy that file from where the checkpoint was written",
+        )
+    alignments = first.alignments[g] if g < len(first.alignments) else ()
+    cuts = list(slices_of_stage_2(parameters, alignments, partition, ranks, where=first.path))
+    end = max((cut.first * partition + cut.start + math.prod(cut.shape) for cut in cuts), default=0)
+    # Rows end with 2 elements of alignment per rank, or with what BF16_Optimizer was told (nccl_start_alignment_factor).
+    if partition * ranks - end > _MOST_PADDING * ranks:
+        raise CheckpointError(
+            f"the parameters of param_shapes end at element {end:,} of a row of {partition * ranks:,}",
+            where=first.path,
+            why="The rest is more than padding: the files are from different saves, or this version aligns parameters in an unknown way",
+            do="Keep the files of one save only",
+        )
+    return cuts, [max(0, min(partition, end - i * partition)) for i in range(ranks)]
+
+
+_MOST_PADDING = 256
+
+
+def _row(reading: Reading, paths: Mapping[int, str], held: Mapping[int, AnyTensor]) -> Row:
+    return Row(tuple(paths.values()), ranks_of(paths), tuple(held.values()), reading.locations)
+
+
+def _check_not_swapped(reading: Reading, first: OptimizerStates, groups: Sequence[Parameters]) -> None:
+    expected = sum(math.prod(shape) for group in groups for _, shape in group)
+    if expected and not any(elements(flat) for flat in first.masters):
+        raise CheckpointError(
+            "its full-precision groups are empty"
+            + (": they were swapped to NVMe, and offloaded_tensors/ holds them" if reading.tag.swapped else ""),
+            where=first.path,
+            why="Which parameter is in which swapped file is known to the training process only",
+            do="Load the checkpoint once with DeepSpeed and save it without NVMe offload",
+        )
+
+
+def _param_groups(own: Mapping[int, OptimizerStates], names: Mapping[int, Sequence[str]]) -> Iterator[ParamGroup]:
+    """The settings of each param group, with the steps that some optimizers keep as plain numbers."""
+    first = own[0]
+    for j, settings in enumerate(first.settings):
+        numbers = settings.get("params") if first.stage == 3 else [j]
+        listed = [number for number in numbers if type(number) is int] if isinstance(numbers, list) else [j]
+        kept = {key: value for key, value in settings.items() if key != "params"}
+        told = (states.states[g].get("step") for states in own.values() for g in listed if g < len(states.states))
+        steps = {step for step in told if type(step) is int}
+        if len(steps) > 1:
+            raise CheckpointError(
+                f"the ranks' optimizers have counted {' and '.join(map(str, sorted(steps)))} steps",
+                where=first.path,
+                why="Files of different steps of the run lie under the same tag, so the weights are not of one moment",
+                do="Keep the files of one save only",
+            )
+        yield ParamGroup(tuple(name for g in listed for name in names.get(g, ())), kept | ({"step": steps.pop()} if steps else {}))
+
+
+def merged_groups(groups: Mapping[int, Sequence[ParamGroup]]) -> tuple[ParamGroup, ...]:
+    """The ranks' groups of the same number as one: a pipeline stage knows its own parameters only."""
+    merged: list[ParamGroup] = []
+    for own in groups.values():
+        for j, group in enumerate(own):
+            if j < len(merged):
+                merged[j] = replace(merged[j], names=tuple(dict.fromkeys((*merged[j].names, *group.names))))
+            else:
+                merged.append(group)
+    return tuple(merged)
+
+
+def read_plain_optimizer(reading: Reading, model: ModelStates, place: tuple[int, int]) -> None:
+    """Without ZeRO: the optimizer's own state dict in the model's file, its parameters by number; and the masters of a wrapper."""
+    wrapper = model.optimizer
+    inner = wrapper.get("optimizer_state_dict") if isinstance(wrapper.get("optimizer_state_dict"), Mapping) else wrapper
+    optimizer = optimizer_part(inner)
+    if optimizer is None:
+        return
+    parameters = _parameters_in_order(model)
+    numbers = group_numbers(optimizer)
+    kept = [(parameter, kind, value) for parameter, kind, value in states_of(optimizer) if is_stored(value)]
+    shapes = {parameter: value.shape for parameter, kind, value in kept if kind != "step"}
+    names, notes = names_for(optimizer, numbers, shapes, parameters)
+    reading.notes.extend(notes)
+    for parameter, kind, value in kept:
+        role, name = state_role(names.get(parameter), parameter, kind)
+        reading.add_whole(role, name, value, place)
+    masters = wrapper.get("fp32_groups")
+    listed = (
+        [each for group in masters for each in group] if isinstance(masters, list) and all(isinstance(g, list) for g in masters) else []
+    )
+    order = [number for group in numbers for number in group]
+    if listed and len(listed) == len(order) and all(is_stored(value) for value in listed):
+        for number, value in zip(order, listed, strict=True):
+            role, name = ("master", names[number]) if number in names else ("state", f"optim.fp32_groups.{number}")
+            reading.add_whole(role, name, value, place)
+    reading.groups.setdefault(place[0], []).extend(plain_groups(optimizer["param_groups"], names))
+
+
+def _parameters_in_order(model: ModelStates) -> list[tuple[str, Shape]]:
+    """The module's parameters, tied ones once, in its order; buffers are told by their names or, without, by their types."""
+    found, seen = [], set()
+    for name, value in (model.module or {}).items():
+        if not is_stored(value) or str(name) in (model.buffers or ()) or not value.dtype.floating:
+            continue
+        memory = value.storage, value.skipped if hasattr(value, "skipped") else value.byte_offset, value.shape
+        if memory not in seen or not elements(value):
+            seen.add(memory)
+            found.append((str(name), value.shape))
+    return found

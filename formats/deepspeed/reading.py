@@ -1,0 +1,115 @@
+"""From the files of a tag to its index."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+from reshard.adapter import Hints
+from reshard.architecture import find_model
+from reshard.errors import CheckpointError
+from reshard.files import Files
+from reshard.index import Index, RunFacts, StoredFile
+from reshard.processes import in_processes
+
+from . import experts
+from .assembly import Reading
+from .checks import check_steps_agree, data_parallel_ranks, topology_of
+from .optimizer import merged_groups, read_plain_optimizer, read_zero
+from .states import ModelStates, OptimizerStates, read_model, read_optimizer
+from .tag import Tag
+from .tensor_parallel import Joins
+from .weights import add_aliases, name_tied_layers, read_fragments, read_weights
+
+
+def read(files: Files, tag: Tag, hints: Hints) -> Index:
+    """The index of a tag."""
+    reading = Reading(files, tag, hints)
+    is_stage_3 = bool(tag.zero_models)
+    if tag.models and tag.zero_models:
+        raise CheckpointError(
+            f"{next(iter(tag.models.values()))} is of a save without ZeRO-3, {next(iter(tag.zero_models.values()))} of one with it",
+            where=files.root,
+            why="Two saves lie under the same tag; which of them is meant cannot be known",
+            do="Move the files of the older save away",
+        )
+    models = _models(files, tag)
+    topology = topology_of(tag, models)
+    check_steps_agree(models)
+    optimizers = _optimizers(files, tag)
+    topology.dp = data_parallel_ranks(tag, models, optimizers, topology)
+    first = next(iter(models.values()))
+    for mp_rank in range(topology.pp * topology.tp):
+        place = topology.place(mp_rank)
+        own = {dp: states for (dp, mp), states in models.items() if mp == mp_rank}
+        states = own[min(own)]
+        reading.objects.update(dict.fromkeys(states.client))
+        kept = {dp: found for (dp, mp), found in optimizers.items() if mp == mp_rank}
+        read_weights(reading, states, topology, place)
+        if is_stage_3:
+            read_fragments(reading, own, topology, place)
+            if not kept:
+                raise CheckpointError(
+                    "the optimizer's files are missing, and with ZeRO-3 they hold the only copy of the weights",
+                    where=states.path,
+                    do="Copy *_optim_states.pt from where the checkpoint was written",
+                )
+        if kept:
+            read_zero(reading, states, kept, topology, place)
+        elif isinstance(states.optimizer, Mapping):
+            read_plain_optimizer(reading, states, place)
+    experts.read(reading, models, topology)
+    name_tied_layers(reading)
+    add_aliases(reading, first.aliases)
+    model = find_model(hints.config)
+    joins = Joins(first.universal, {name: weight.shape for name, weight in model.weights.items()} if model else {}, first.path)
+    tensors = tuple(reading.tensors(joins, topology.tp))
+    if tag.swapped:
+        reading.notes.append("offloaded_tensors/ holds copies of what was swapped to NVMe; it is not read")
+    facts = RunFacts(
+        _producer(first, optimizers),
+        first.version or next((found.version for found in optimizers.values() if found.version), None),
+        first.step,
+        {"dp": topology.dp, "tp": topology.tp, "pp": topology.pp} | ({"ep": topology.ep} if topology.ep > 1 else {}),
+        hints.config,
+        tuple(dict.fromkeys(reading.notes)),
+    )
+    stored = tuple(StoredFile(path, files.size(path) or 0) for path in tag.paths())
+    merged = merged_groups(reading.groups)
+    return Index("deepspeed", tensors, stored, facts, objects=tuple(reading.objects), param_groups=lambda: merged)
+
+
+def _models(files: Files, tag: Tag) -> dict[tuple[int, int], ModelStates]:
+    """The model states by (data-parallel rank, mp rank); of ZeRO-3 the module of each mp rank's first file only."""
+    jobs = list(tag.zero_models.items()) or [((0, *numbers), path) for numbers, path in tag.models.items()]
+    if not jobs:
+        raise CheckpointError(
+            "there is no file with model states (mp_rank_.._model_states.pt, or zero_pp_rank_.. with ZeRO-3)",
+            where=f"{files.root}/{tag.folder}",
+            why="It tells the names and shapes of what the optimizer's files hold",
+            do="Copy it from where the checkpoint was written",
+        )
+
+    def perform(some: Sequence[tuple[tuple[int, ...], str]]) -> dict[tuple[int, int], ModelStates]:
+        found = {}
+        for (dp, mp), path in some:
+            states = read_model(files, path)
+            found[dp, mp] = states if dp == 0 else states.without_module()
+        return found
+
+    return dict(chain.from_iterable(found.items() for found in in_processes(jobs, perform)))
+
+
+def _optimizers(files: Files, tag: Tag) -> dict[tuple[int, int], OptimizerStates]:
+    def perform(some: Sequence[tuple[tuple[int, ...], str]]) -> dict[tuple[int, int], OptimizerStates]:
+        return {(dp, mp): read_optimizer(files, path) for (dp, mp), path in some}
+
+    return dict(chain.from_iterable(found.items() for found in in_processes(list(tag.optimizers.items()), perform)))
+
+
+def _producer(first: ModelStates, optimizers: Mapping[tuple[int, int], OptimizerStates]) -> str:
+    found = next(iter(optimizers.values()), None)
+    if found is None:
+        return "DeepSpeed"
+    stage = first.config.get("zero_optimization", {}).get("stage") if isinstance(first.config.get("zero_optimization"), Mapping) else None
+    return f"DeepSpeed ZeRO-{3 if found.stage == 3 else stage if stage in (1, 2) else '1/2'}"

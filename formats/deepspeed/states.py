@@ -1,0 +1,248 @@
+"""What the pickles of a tag say, as plain values: the model's states and the optimizer's, of one rank each.
+
+Keys that are not known are client states: DeepSpeed merges what a trainer adds into the same dict. Every key but `module` may be missing
+(older versions lack many). Measured on DeepSpeed 0.14.5, 0.16.9 and 0.19.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
+
+from reshard.containers import torch_zip
+from reshard.containers.inert_pickle import Inert, shown
+from reshard.containers.torch_zip import AnyTensor, StoredTensor, UnlocatedTensor
+from reshard.errors import CheckpointError
+from reshard.files import Files
+from reshard.optimizers import is_plain
+
+Shape = tuple[int, ...]
+Parameters = tuple[tuple[str, Shape], ...]
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_KNOWN = {
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "lr_scheduler",
+    "data_sampler", "random_ltd", "sparse_tensor_module_names", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions",
+    "ds_config", "ds_version", "universal_checkpoint_info", "num_experts", "ds_autoep_layers", "autoep_layers", *_COUNTERS,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStates:
+    """One file of model states.
+
+    groups: the trained parameters of each optimizer group (ZeRO-1, 2) or sub-group (ZeRO-3), in the order of the flat buffers; None
+    where the file does not tell. module: None with a PipelineModule. aliases: tied name -> the name that is stored.
+    """
+
+    path: str
+    module: Mapping[str, Any] | None
+    buffers: frozenset[str] | None
+    groups: tuple[Parameters, ...] | None
+    frozen_shapes: Parameters
+    frozen_fragments: Mapping[str, AnyTensor]
+    aliases: Mapping[str, str]
+    optimizer: Any
+    step: int | None
+    dp: int | None
+    mp: int | None
+    pp_and_tp: tuple[int, int] | None
+    version: str | None
+    config: Mapping[str, Any]
+    universal: Mapping[str, Any]
+    experts: tuple[int, ...]
+    autoep: tuple[Mapping[str, Any], ...]
+    client: tuple[str, ...]
+
+    def without_module(self) -> ModelStates:
+        """What is needed of the ranks after the first, where all modules are the same."""
+        return replace(self, module=None, optimizer=None, universal={}, client=())
+
+
+def read_model(files: Files, path: str) -> ModelStates:
+    """The model's states in a file. Raises CheckpointError if they are none."""
+    root = torch_zip.read(files, path, locate=False)
+    if not isinstance(root, Mapping) or "module" not in root:
+        raise CheckpointError(f"it holds {shown(root)}, not the states of a model", where=path, do="Copy the file again")
+    module, shapes, shared = root["module"], root.get("param_shapes"), root.get("shared_params")
+    if not isinstance(module, Mapping | None):
+        raise CheckpointError(f"its `module` is {shown(module)}", where=path)
+    degrees, buffers = root.get("checkpoint_parallel_dimensions"), root.get("buffer_names")
+    fragments = _mapping(root.get("frozen_param_fragments"))
+    autoep = root.get("ds_autoep_layers") or root.get("autoep_layers")
+    return ModelStates(
+        path,
+        module,
+        frozenset(map(str, buffers)) if isinstance(buffers, list | tuple) else None,
+        tuple(_shapes(group, path) for group in shapes) if isinstance(shapes, list | tuple) else None,
+        _shapes(root.get("frozen_param_shapes"), path),
+        {str(name): value for name, value in fragments.items() if is_stored(value)},
+        {str(alias): str(name) for alias, name in _mapping(shared).items()},
+        root.get("optimizer"),
+        _count(root.get("global_steps")),
+        _count(root.get("dp_world_size")),
+        _count(root.get("mp_world_size")),
+        _degrees(degrees),
+        _text(root.get("ds_version")),
+        _mapping(root.get("ds_config")),
+        _mapping(root.get("universal_checkpoint_info")),
+        tuple(filter(None, map(_count, _listed(root.get("num_experts"))))),
+        tuple(each for each in _listed(autoep) if isinstance(each, Mapping)),
+        tuple(str(key) for key, value in root.items() if key not in _KNOWN and value is not None),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStates:
+    """One file of a ZeRO optimizer's states. The lists have an entry per group (ZeRO-1, 2) or sub-group (ZeRO-3).
+
+    stage: 3, or 2 for both of the others, which lie alike. ranks: how many data-parallel ranks share a group. masters: this rank's part of
+    each flat group. states: what the base optimizer keeps of it, by kind. paddings: elements at its end that belong to no parameter, where
+    they are told and not in `masters`. alignments: elements of padding after each parameter. names: the parameters of which this rank
+    holds a part. settings: the param groups, with the numbers of their groups under "params".
+    """
+
+    path: str
+    stage: int
+    ranks: tuple[int, ...]
+    masters: tuple[AnyTensor, ...]
+    states: tuple[Mapping[str, Any], ...]
+    paddings: tuple[int, ...]
+    alignments: tuple[tuple[int, ...], ...]
+    names: tuple[tuple[str, ...], ...]
+    settings: tuple[Mapping[str, Any], ...]
+    expert_partitions: tuple[Mapping[str, Any], ...]
+    version: str | None
+
+
+def read_optimizer(files: Files, path: str) -> OptimizerStates:
+    """The ZeRO optimizer's states in a file. Raises CheckpointError if they are none, or contradict themselves."""
+    root = torch_zip.read(files, path, locate=False)
+    states = root.get("optimizer_state_dict") if isinstance(root, Mapping) else None
+    if not isinstance(states, Mapping):
+        raise CheckpointError("it holds no optimizer_state_dict", where=path, do="Copy the file again")
+    if "fp32_flat_groups" in states:
+        return _stage_3(states, _text(root.get("ds_version")), path)
+    if "single_partition_of_fp32_groups" in states:
+        return _stage_2(states, path)
+    raise CheckpointError(
+        f"its optimizer state has no full-precision groups, but {', '.join(list(map(str, states))[:6])}",
+        where=path,
+        why="Only what ZeRO writes is laid out in a known way",
+        do="Name the optimizer that wrote it in an issue",
+    )
+
+
+def _stage_2(states: Mapping[str, Any], path: str) -> OptimizerStates:
+    masters = _flats(states["single_partition_of_fp32_groups"], "single_partition_of_fp32_groups", path)
+    count, base = len(masters), states.get("base_optimizer_state")
+    elastic = isinstance(base, list | tuple)
+    kept = dict(enumerate(base)) if elastic else _mapping(_mapping(base).get("state"))  # type: ignore[arg-type]
+    step = states.get("base_optimizer_state_step")
+    if elastic and is_stored(step):
+        kept = {i: {"step": step, **state} for i, state in kept.items() if isinstance(state, Mapping)}
+    ranks = states.get("partition_count")
+    is_zero = "zero_stage" in states
+    paddings = _counts(states.get("group_paddings"), count)
+    # BF16_Optimizer writes masters with their padding, and no stage (deepspeed/runtime/bf16_optimizer.py).
+    return OptimizerStates(
+        path,
+        2,
+        _counts(ranks if isinstance(ranks, list | tuple) else [ranks] * count, count),
+        masters,
+        tuple(_mapping(kept.get(i)) for i in range(count)),
+        paddings if is_zero else (0,) * count,
+        tuple(tuple(map(_number, _listed(group))) for group in _listed(states.get("param_alignment_paddings"))),
+        tuple(tuple(map(str, _mapping(group))) for group in _listed(states.get("param_slice_mappings"))),
+        tuple(_settings(_listed(_mapping(base).get("param_groups")))),
+        (),
+        _text(states.get("ds_version")),
+    )
+
+
+def _stage_3(states: Mapping[str, Any], version: str | None, path: str) -> OptimizerStates:
+    masters = _flats(states["fp32_flat_groups"], "fp32_flat_groups", path)
+    base, ranks = _mapping(states.get("optimizer_state_dict")), states.get("partition_count")
+    kept = _mapping(base.get("state"))
+    count = len(masters)
+    return OptimizerStates(
+        path,
+        3,
+        _counts(ranks if isinstance(ranks, list | tuple) else [ranks] * count, count),
+        masters,
+        tuple(_mapping(kept.get(i)) for i in range(count)),
+        (0,) * count,
+        (),
+        (),
+        tuple(_settings(_listed(base.get("param_groups")))),
+        tuple(each for each in _listed(states.get("ds_zero_partition_groups")) if isinstance(each, Mapping)),
+        version,
+    )
+
+
+def _flats(value: Any, what: str, path: str) -> tuple[AnyTensor, ...]:
+    """One row of elements per group."""
+    found = tuple(value) if isinstance(value, list | tuple) else ()
+    for i, flat in enumerate(found):
+        if not is_stored(flat) or len(flat.shape) != 1 or (flat.shape[0] > 1 and flat.strides != (1,)):
+            raise CheckpointError(f"{what}[{i}] should be one row of elements, it is {shown(flat)}", where=path, do="Copy the file again")
+    return found
+
+
+def _settings(groups: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
+    for group in groups:
+        yield {str(key): value for key, value in _mapping(group).items() if is_plain(value)}
+
+
+def is_stored(value: Any) -> TypeGuard[AnyTensor]:
+    return isinstance(value, StoredTensor | UnlocatedTensor)
+
+
+def elements(tensor: AnyTensor) -> int:
+    total = 1
+    for size in tensor.shape:
+        total *= size
+    return total
+
+
+def _shapes(value: Any, path: str) -> Parameters:
+    found = []
+    for name, shape in _mapping(value).items():
+        if not isinstance(shape, tuple | list) or not all(type(size) is int and size >= 0 for size in shape):
+            raise CheckpointError(f"its shape is {shown(shape)}", where=f"{name} in {path}")
+        found.append((str(name), tuple(shape)))
+    return tuple(found)
+
+
+def _degrees(value: Any) -> tuple[int, int] | None:
+    found = _mapping(value)
+    pp, tp = _count(found.get("pp_degree")), _count(found.get("tp_degree"))
+    return (pp, tp) if pp and tp else None
+
+
+def _mapping(value: Any) -> Mapping[Any, Any]:
+    if isinstance(value, Mapping):
+        return value
+    return value.mapping if isinstance(value, Inert) else {}
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _counts(value: Any, count: int) -> tuple[int, ...]:
+    found = tuple(map(_number, _listed(value)))
+    return found if len(found) == count else (0,) * count
+
+
+def _number(value: Any) -> int:
+    return value if type(value) is int and 0 <= value < 1 << 62 else 0
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < 1 << 62 else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None

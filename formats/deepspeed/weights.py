@@ -1,0 +1,121 @@
+"""The model's own copy of its weights: in the module, in the layers' files, or, if frozen under ZeRO-3, in fragments; and their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
+
+from reshard.containers import torch_zip
+from reshard.errors import CheckpointError
+from reshard.index import Role
+
+from .assembly import Part, Reading, Topology
+from .partitions import Row, part_of_stage_3, ranks_of, slices_of_stage_3
+from .states import ModelStates, Shape, elements, is_stored
+
+
+def read_weights(reading: Reading, states: ModelStates, topology: Topology, place: tuple[int, int]) -> None:
+    """The model's own copy: the module's tensors, or those of this stage's layers; of ZeRO-3 only what is not partitioned."""
+    partitioned = {name for name, _ in chain(states.frozen_shapes, *(states.groups or ()))} if reading.tag.zero_models else set()
+    partitioned |= set(states.aliases) if reading.tag.zero_models else set()
+    left = []
+    for name, value in (states.module or {}).items():
+        if not is_stored(value):
+            if value is not None:
+                reading.objects[str(name)] = None
+        elif str(name) in partitioned:
+            continue
+        elif reading.tag.zero_models and states.buffers is not None and str(name) not in states.buffers and not elements(value):
+            left.append(str(name))
+        else:
+            reading.add_whole("weight", str(name), value, place)
+    if left:
+        reading.notes.append(f"{len(left)} parameters are in no file, as frozen ones were left out of the save: {', '.join(left[:3])} ...")
+    if states.module is None:
+        _read_layers(reading, place)
+
+
+def _read_layers(reading: Reading, place: tuple[int, int]) -> None:
+    """The layers' files of one tensor-parallel rank. Which stage holds which layer is not said and does not matter: the first reads all."""
+    stage, tp_rank = place
+    if stage:
+        return
+    if not reading.tag.layers:
+        raise CheckpointError(
+            "it holds no module, as PipelineModule leaves it to files of the layers, and none of them is here",
+            where=next(iter(reading.tag.models.values())),
+            do="Copy layer_*-model_states.pt from where the checkpoint was written",
+        )
+    for (layer, tp), path in reading.tag.layers.items():
+        if tp == tp_rank:
+            content = torch_zip.read(reading.files, path, locate=False)
+            for name, value in content.items() if isinstance(content, Mapping) else ():
+                if is_stored(value):
+                    reading.add_whole("weight", f"{layer}.{name}", value, place)
+
+
+def read_fragments(reading: Reading, own: Mapping[int, ModelStates], topology: Topology, place: tuple[int, int]) -> None:
+    """Frozen parameters of ZeRO-3: every rank's part of each."""
+    first = own[min(own)]
+    for name, shape in first.frozen_shapes:
+        fragments = {dp: states.frozen_fragments[name] for dp, states in own.items() if name in states.frozen_fragments}
+        if not fragments:
+            continue
+        if (dtype := next(iter(fragments.values())).dtype).name in ("I8", "U8"):
+            raise CheckpointError(
+                f"it is stored quantised ({dtype}), and its scales are in no file",
+                where=f"{name} in {first.path}",
+                why="zero_quantized_nontrainable_weights keeps the scales in an attribute that is not saved: the values are lost",
+                do="Take this frozen weight from the model that the run started from, and save with exclude_frozen_parameters",
+            )
+        if missing := [dp for dp in own if dp not in fragments]:
+            raise CheckpointError(f"rank {missing[0]}'s file holds no part of it", where=f"{name} in {own[missing[0]].path}")
+        row = Row(tuple(own[dp].path for dp in fragments), ranks_of(fragments), tuple(fragments.values()), reading.locations)
+        part = part_of_stage_3(shape, len(fragments))
+        row.check([part] * len(fragments), f"part of {name}")
+        (cut,) = slices_of_stage_3(((name, shape),), len(fragments))
+        reading.add("weight", name, Part(*place, row.dtype, shape, row.shards(cut)))
+
+
+def name_tied_layers(reading: Reading) -> None:
+    """Gives a layer's file the name that the optimizer has for its module, where that is tied: tied_modules.<key>.
+
+    A tied module is written under the number of the first layer that uses it. It is recognised by its parameters: the optimizer knows none
+    under that number, and just one tied key has parameters of those names and shapes.
+    """
+    known = {name for (role, name) in reading.parts if role == "master"}
+    keys: dict[str, dict[str, Shape]] = {}
+    for role, name in reading.parts:
+        if role == "master" and name.startswith("tied_modules."):
+            _, key, rest = name.split(".", 2)
+            keys.setdefault(key, {})[rest] = reading.parts[role, name][0].shape
+    layers: dict[str, dict[str, Shape]] = {}
+    for layer, _ in reading.tag.layers:
+        inner = {
+            name.partition(".")[2]: found[0].shape
+            for (role, name), found in reading.parts.items()
+            if role == "weight" and name.startswith(f"{layer}.")
+        }
+        if keys and inner and not any(f"{layer}.{name}" in known for name in inner):
+            layers[str(layer)] = inner
+    for number, inner in layers.items():
+        fitting = [key for key, expected in keys.items() if all(inner.get(name) == shape for name, shape in expected.items())]
+        if len(fitting) == 1:
+            for name in inner:
+                moved = reading.parts.pop(("weight", f"{number}.{name}"))
+                copies = reading.parts.setdefault(("weight", f"tied_modules.{fitting[0]}.{name}"), [])
+                # Another layer's file of the same module is a copy of it, as another stage's would be.
+                copies.extend(replace(part, stage=part.stage + len({each.stage for each in copies})) for part in moved)
+        elif fitting:
+            reading.notes.append(f"layer {number} is a tied module, but which of {', '.join(fitting)} is not told; it keeps its number")
+
+
+def add_aliases(reading: Reading, aliases: Mapping[str, str]) -> None:
+    """A tied weight has its master under the second name, too, where the model's copy may be under both."""
+    for alias, name in aliases.items():
+        roles: tuple[Role, Role] = ("weight", "master")
+        for role in roles:
+            found = reading.parts.get((role, name))
+            if found and (role, alias) not in reading.parts:
+                reading.parts[role, alias] = list(found)
