@@ -6,13 +6,13 @@ An index holds what is stored; this chooses and renames. What is left out is nam
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from reshard.architecture import Model
 from reshard.errors import CheckpointError, RequestError
-from reshard.index import ROLES, Index, ParamGroup, Tensor
+from reshard.index import ROLES, Index, ParamGroup, RunFacts, Tensor
 from reshard.optimizers import is_unnamed, parameter_and_kind, state_key
 from reshard.wrappers import is_wrapper
 
@@ -51,7 +51,7 @@ class Canonical:
     """The chosen tensors by canonical name, what was left out, and the model they belong to, if it is known.
 
     `tied` names the stored tensors that are counted as copies of another. Optimizer state, where it was chosen, follows the
-    weights under the keys of `optimizers.state_key`, with its role.
+    weights under the keys of `optimizers.state_key`, with its role. facts: of the run that wrote them.
     """
 
     tensors: Mapping[str, Tensor]
@@ -59,6 +59,7 @@ class Canonical:
     model: Model | None
     tied: tuple[str, ...] = ()
     param_groups: Callable[[], tuple[ParamGroup, ...]] = tuple
+    facts: RunFacts = field(default_factory=RunFacts)
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -104,7 +105,7 @@ def canonical(index: Index, model: Model | None, selection: Selection) -> Canoni
         chosen |= {key: replace(tensor, name=key) for key, tensor in states.items()}
     else:
         drops = [_drop(tensor, reason) for tensor, reason in left] + drops
-    return Canonical(chosen, tuple(drops), model, tied, lambda: _groups(index, chosen, selection))
+    return Canonical(chosen, tuple(drops), model, tied, lambda: _groups(index, chosen, selection), index.facts)
 
 
 def _groups(index: Index, chosen: Mapping[str, Tensor], selection: Selection) -> tuple[ParamGroup, ...]:
@@ -257,7 +258,7 @@ def _tie(tensors: dict[str, Tensor], head: str, embedding: str) -> tuple[str, ..
             why="The config ties the two (tie_word_embeddings), so they must be one tensor",
             do="Give the right config with --model DIR",
         )
-    tensors[embedding] = replace(kept, shards=kept.shards.with_copy(copy.shards))
+    tensors[embedding] = replace(kept, shards=kept.shards.with_copies([copy.shards]))
     return (head,)
 
 

@@ -77,7 +77,7 @@ class RunFacts:
     """What the files tell about the run that wrote them, as far as they do.
 
     `parallel` maps words such as "tp" to sizes; `mesh` is the run's device mesh; `config` is the Hugging Face config; `notes` are
-    sentences for a reader.
+    sentences for a reader. `state` holds plain values that the run would need to go on: counters, its schedule's state.
     """
 
     producer: str | None = None
@@ -87,6 +87,7 @@ class RunFacts:
     config: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
     mesh: Mesh | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

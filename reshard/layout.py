@@ -54,13 +54,18 @@ class Sidecar:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All files of a target. `files` hold the weights; `sidecars` are written after them, the last one last."""
+    """All files of a target. `files` hold the weights; `sidecars` are written after them, the last one last.
+
+    copies: canonical tensors that have no place of their own, as another one, which is there once, stands for them; when they are read, all
+    must be equal.
+    """
 
     format: str
     files: tuple[TargetFile, ...]
     sidecars: tuple[Sidecar, ...]
     parallel: Parallel = ONE_RANK
     notes: tuple[str, ...] = ()
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     def index(self, shapes: Mapping[str, tuple[int, ...]]) -> Index:
         """The index of what will be there; `shapes` are the canonical tensors' global shapes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from reshard.boxes import Box
 from reshard.canonical import Canonical, Drop
 from reshard.dtypes import DType
-from reshard.errors import RequestError
+from reshard.errors import CheckpointError, RequestError
 from reshard.files import Files
 from reshard.index import Index, Tensor
 from reshard.join import meetings
@@ -250,9 +250,27 @@ class Plan:
 def make_plan(source: Index, source_files: Files, content: Canonical, target: Target, layout: Layout) -> Plan:
     """The plan that fills `layout` with `content`, its routes in the order in which the source's files lie."""
     target_index = layout.index(content.shapes)
-    routes = [Route(content.tensors[tensor.name], tensor) for tensor in target_index.tensors]
+    copies: dict[str, list[Tensor]] = {}
+    for copy, kept in layout.copies.items():
+        copies.setdefault(kept, []).append(content.tensors[copy])
+    routes = [Route(_with_copies(content.tensors[t.name], copies.get(t.name, [])), t) for t in target_index.tensors]
     routes.sort(key=lambda route: _place(route.source))
     return Plan(source, source_files, content, target, layout, target_index, tuple(routes))
+
+
+def _with_copies(tensor: Tensor, copies: list[Tensor]) -> Tensor:
+    """A tensor that stands for others, too: they are compared with it whenever it is read."""
+    for copy in copies:
+        if (copy.dtype, copy.shape) != (tensor.dtype, tensor.shape):
+            raise CheckpointError(
+                f"it is {copy.dtype} {list(copy.shape)}, {tensor.name} is {tensor.dtype} {list(tensor.shape)}",
+                where=copy.name,
+                why="The target keeps them once",
+            )
+    if not copies:
+        return tensor
+    distinct = {id(copy.shards): copy.shards for copy in copies if copy.shards is not tensor.shards}
+    return replace(tensor, shards=tensor.shards.with_copies(list(distinct.values())))
 
 
 def _place(tensor: Tensor) -> tuple[str, int]:

@@ -36,7 +36,7 @@ def prove(plan: Plan) -> None:
             _sections_are_disjoint(file, item)
     for route in plan.routes:
         check_coverage(route.target)
-    routed = {route.name for route in plan.routes}
+    routed = {route.name for route in plan.routes} | plan.layout.copies.keys()
     if lost := sorted(set(plan.content.tensors) - routed):
         raise ProofFailed("the plan gives this weight no place and does not name it as dropped", where=lost[0])
     named = len(plan.content.tensors) + len(plan.drops) + len(plan.content.tied)
@@ -107,6 +107,11 @@ def compose(plan: Plan, read_back: Index) -> RoundTrip:
             nbytes += box.volume * returned.dtype.itemsize
             if not same:
                 losses.append(f"{route.name} {box}: read from other bytes than it is written to")
+    written = {route.name: route.target for route in plan.routes}
+    for name, kept in plan.layout.copies.items():
+        returned = back.pop(name, None)
+        if returned is None or not all(same for _, same in _compared(written[kept], returned)):
+            losses.append(f"{name}: the reader does not find it where {kept} is, which stands for it")
     losses.extend(f"{name}: the reader finds it, but nothing was written" for name in back)
     return RoundTrip(len(plan.routes), boxes, nbytes, tuple(losses))
 

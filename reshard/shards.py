@@ -68,10 +68,12 @@ class Shards:
     def piece(self, i: int) -> Piece:
         return Piece(self.box(i), self.extent(i))
 
-    def with_copy(self, other: Shards) -> Shards:
-        """These pieces, and those of another tensor that holds the same values, as replicas whatever their boxes."""
-        copies = replace(other, primary=np.zeros(len(other), np.bool_))
-        return concatenated([replace(self, primary=primary_rows(self)), copies])
+    def with_copies(self, others: Sequence[Shards]) -> Shards:
+        """These pieces, and those of other tensors that hold the same values, as replicas whatever their boxes."""
+        if not others:
+            return self
+        copies = [replace(other, primary=np.zeros(len(other), np.bool_)) for other in others]
+        return concatenated([replace(self, primary=primary_rows(self)), *copies])
 
     def moved(self, inner: Box, offsets: tuple[int, ...]) -> Shards:
         """What of these pieces lies in the box `inner`, as pieces of a tensor in which that box starts at `offsets`."""

@@ -73,10 +73,9 @@ class Reading:
                 stages.setdefault(part.stage, []).append(part)
             joined = [_joined(name, parts, joins, tp) for parts in stages.values()]
             (shape, shards), copies = joined[0], joined[1:]
-            for other, copy in copies:
-                if other != shape:
-                    raise CheckpointError(f"one pipeline stage holds {list(shape)}, another {list(other)}", where=name)
-                shards = shards.with_copy(copy)
+            if differing := [other for other, _ in copies if other != shape]:
+                raise CheckpointError(f"one pipeline stage holds {list(shape)}, another {list(differing[0])}", where=name)
+            shards = shards.with_copies([copy for _, copy in copies])
             yield Tensor(name, found[0].dtype, shape, role, shards)
 
 
@@ -104,6 +103,4 @@ def _joined(name: str, parts: Sequence[Part], joins: Joins, tp: int) -> tuple[Sh
         if not found.copies:
             return found.shape, concatenated(moved)
         (whole, *copies), shapes = moved, [found.shape]
-    for copy in copies:
-        whole = whole.with_copy(copy)
-    return shapes[0], whole
+    return shapes[0], whole.with_copies(copies)

@@ -50,7 +50,7 @@ def _read_group(
     """One flat group, of the ranks that share it; yields the names of its parameters."""
     cuts, needed = _slices(g, parameters, members)
     paths = {dp: states.path for dp, states in members.items()}
-    rows = {"master": _row(reading, paths, {dp: states.masters[g] for dp, states in members.items()})}
+    rows = {_MASTER: _row(reading, paths, {dp: states.masters[g] for dp, states in members.items()})}
     copies: dict[str, dict[int, AnyTensor]] = {}
     for kind in dict.fromkeys(kind for states in members.values() for kind in states.states[g]):
         held = {dp: value for dp in members if is_stored(value := members[dp].states[g].get(kind))}
@@ -65,7 +65,7 @@ def _read_group(
     for cut in cuts:
         yield cut.name
         for kind, row in rows.items():
-            role, name = ("master", cut.name) if kind == "master" else state_role(cut.name, cut.name, kind)
+            role, name = state_role(cut.name, cut.name, kind) if kind != _MASTER else ("master", cut.name)
             shape, shards = cut.shape, row.shards(cut)
             if cut.name in placed:
                 shape, shards = placed[cut.name].apply(shards, shape)
@@ -105,6 +105,8 @@ def _slices(g: int, parameters: Parameters, members: Mapping[int, OptimizerState
 
 
 _MOST_PADDING = 256
+# No kind of state is called so.
+_MASTER = "(master)"
 
 
 def _row(reading: Reading, paths: Mapping[int, str], held: Mapping[int, AnyTensor]) -> Row:

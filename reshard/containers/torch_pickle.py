@@ -102,15 +102,28 @@ class _Pickler(pickle.Pickler):
 _DTYPE_OF_MAP = DType("I32", 4, "int32", "IntStorage", False)
 
 
+class Tensors:
+    """The tensors of a pickle that is made without torch: what to write for each, and what fills the storages, in the order of their keys."""
+
+    def __init__(self) -> None:
+        self.storages: list[Plain | bytes] = []
+
+    def add(self, tensor: Plain) -> Call:
+        """The call that makes the tensor when it is unpickled."""
+        key, dtype = str(len(self.storages)), tensor.dtype
+        self.storages.append(tensor)
+        place = (0, tensor.shape, row_major(tensor.shape), False, Call(Name("collections", "OrderedDict")))
+        if dtype.has_storage_class:
+            storage = Reference(("storage", Name("torch", dtype.storage), key, "cpu", tensor.nbytes // dtype.itemsize))
+            return Call(Name("torch._utils", "_rebuild_tensor_v2"), (storage, *place))
+        storage = Reference(("storage", Name("torch.storage", "UntypedStorage"), key, "cpu", tensor.nbytes))
+        return Call(Name("torch._utils", "_rebuild_tensor_v3"), (storage, *place, Name("torch", dtype.torch)))
+
+
 def tensor_pickle(tensor: Plain) -> tuple[bytes, list[Plain | bytes]]:
     """As `dumps` of one tensor alone; made without torch."""
-    count, dtype = tensor.nbytes // tensor.dtype.itemsize, tensor.dtype
-    place = (0, tensor.shape, row_major(tensor.shape), False, Call(Name("collections", "OrderedDict")))
-    if dtype.has_storage_class:
-        storage = Reference(("storage", Name("torch", dtype.storage), "0", "cpu", count))
-        return pickle_writer.dumps(Call(Name("torch._utils", "_rebuild_tensor_v2"), (storage, *place))), [tensor]
-    storage = Reference(("storage", Name("torch.storage", "UntypedStorage"), "0", "cpu", tensor.nbytes))
-    return pickle_writer.dumps(Call(Name("torch._utils", "_rebuild_tensor_v3"), (storage, *place, Name("torch", dtype.torch)))), [tensor]
+    tensors = Tensors()
+    return pickle_writer.dumps(tensors.add(tensor)), tensors.storages
 
 
 def dumps(root: object) -> tuple[bytes, list[Plain | bytes]]:
