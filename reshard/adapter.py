@@ -39,7 +39,7 @@ class Reader(Protocol):
 
 
 class Writer(Reader, Protocol):
-    """A format that is a target, too."""
+    """A format that is a target, too. `keeps_optimizer`, where it is True, says that it always holds masters and optimizer state."""
 
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
         """The files that hold `content` for `target`: names, fusions and framing, everything but the weights' bytes.

@@ -132,6 +132,8 @@ def plan(
     opened = source if isinstance(source, Checkpoint) else open(source, model=model)
     writer = registry.writer(to)
     target = Target(to, Parallel(tp, pp, ep, dp), _dtype(dtype), keep_dtype, engine_version, max_shard_bytes)
+    if getattr(writer, "keeps_optimizer", False):
+        weights, optimizer = weights or ("master" if opened.index.by_role("master") else None), True
     selection = Selection(weights, include, exclude, strip_prefix, optimizer)
     content = opened.content(selection)
     check_against_model(content, partial=selection.is_partial, strict=False)

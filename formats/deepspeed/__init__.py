@@ -6,6 +6,8 @@ partitions.py         where parameters lie in flat buffers
 tensor_parallel.py    how tensor-parallel ranks' parts make a whole
 experts.py            whose experts are whose
 reading.py            from all that to an index
+writing.py            ZeRO-3 shards of another size
+universal.py          universal checkpoints, read and written
 
 Measured on DeepSpeed 0.14.5, 0.16.9 and 0.19.8 (fixtures/deepspeed).
 """
@@ -13,18 +15,24 @@ Measured on DeepSpeed 0.14.5, 0.16.9 and 0.19.8 (fixtures/deepspeed).
 from __future__ import annotations
 
 from reshard.adapter import Hints
+from reshard.canonical import Canonical
 from reshard.errors import CheckpointError
 from reshard.files import Files
 from reshard.index import Index
+from reshard.layout import Layout
+from reshard.model_files import ModelFiles
+from reshard.plans import Target
 
 from .reading import read
 from .tag import find_tag, is_file_of_a_tag, open_tag
+from .writing import lay_out
 
 
 class DeepSpeed:
     name = "deepspeed"
     summary = "DeepSpeed ZeRO-0 to 3, pipeline, MoE, AutoTP: a tag's folder, or its parent with `latest`"
-    owns = ("*_model_states.pt", "*_optim_states.pt", "latest", "global_step*/*")
+    owns = ("*_model_states.pt", "*_optim_states.pt", "latest")
+    keeps_optimizer = True
 
     def detect(self, files: Files) -> str | None:
         folder = find_tag(files)
@@ -37,6 +45,9 @@ class DeepSpeed:
         if folder is None:
             raise CheckpointError("there is no tag here: no *_model_states.pt, and no folder with any", where=files.root)
         return read(files, open_tag(files, folder), hints)
+
+    def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+        return lay_out(content, target, companions)
 
 
 FORMAT = DeepSpeed()

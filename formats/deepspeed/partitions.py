@@ -200,3 +200,9 @@ def as_it_is(tensor: AnyTensor, rank: int, locations: Locations) -> Shards:
         extent,
         ranks=np.array([rank], np.int64),
     )
+
+
+def flat_part(tensor: AnyTensor, shape: Shape, locations: Locations) -> Shards:
+    """A parameter that lies whole in a file as one row of its elements."""
+    row = Row((tensor.path,), np.zeros(1, np.int64), (tensor,), locations)
+    return row.shards(Slice("", shape, (0, math.prod(shape)), 0, 0, 0))

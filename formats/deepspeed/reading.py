@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 from reshard.adapter import Hints
 from reshard.architecture import find_model
@@ -33,7 +34,7 @@ def read(files: Files, tag: Tag, hints: Hints) -> Index:
             why="Two saves lie under the same tag; which of them is meant cannot be known",
             do="Move the files of the older save away",
         )
-    models = _models(files, tag)
+    models = models_of(files, tag)
     topology = topology_of(tag, models)
     check_steps_agree(models)
     optimizers = _optimizers(files, tag)
@@ -45,9 +46,9 @@ def read(files: Files, tag: Tag, hints: Hints) -> Index:
         states = own[min(own)]
         reading.objects.update(dict.fromkeys(states.client))
         kept = {dp: found for (dp, mp), found in optimizers.items() if mp == mp_rank}
-        read_weights(reading, states, topology, place)
+        read_weights(reading, states, place)
         if is_stage_3:
-            read_fragments(reading, own, topology, place)
+            read_fragments(reading, own, place)
             if not kept:
                 raise CheckpointError(
                     "the optimizer's files are missing, and with ZeRO-3 they hold the only copy of the weights",
@@ -61,8 +62,7 @@ def read(files: Files, tag: Tag, hints: Hints) -> Index:
     experts.read(reading, models, topology)
     name_tied_layers(reading)
     add_aliases(reading, first.aliases)
-    model = find_model(hints.config)
-    joins = Joins(first.universal, {name: weight.shape for name, weight in model.weights.items()} if model else {}, first.path)
+    joins = joins_of(first, hints)
     tensors = tuple(reading.tensors(joins, topology.tp))
     if tag.swapped:
         reading.notes.append("offloaded_tensors/ holds copies of what was swapped to NVMe; it is not read")
@@ -73,13 +73,20 @@ def read(files: Files, tag: Tag, hints: Hints) -> Index:
         {"dp": topology.dp, "tp": topology.tp, "pp": topology.pp} | ({"ep": topology.ep} if topology.ep > 1 else {}),
         hints.config,
         tuple(dict.fromkeys(reading.notes)),
+        state=state_of(first, optimizers),
     )
     stored = tuple(StoredFile(path, files.size(path) or 0) for path in tag.paths())
     merged = merged_groups(reading.groups)
     return Index("deepspeed", tensors, stored, facts, objects=tuple(reading.objects), param_groups=lambda: merged)
 
 
-def _models(files: Files, tag: Tag) -> dict[tuple[int, int], ModelStates]:
+def joins_of(first: ModelStates, hints: Hints) -> Joins:
+    """The rules by which tensor-parallel parts are joined, from the first model file and, if it has none, from the config."""
+    model = find_model(hints.config)
+    return Joins(first.universal, {name: weight.shape for name, weight in model.weights.items()} if model else {}, first.path)
+
+
+def models_of(files: Files, tag: Tag) -> dict[tuple[int, int], ModelStates]:
     """The model states by (data-parallel rank, mp rank); of ZeRO-3 the module of each mp rank's first file only."""
     jobs = list(tag.zero_models.items()) or [((0, *numbers), path) for numbers, path in tag.models.items()]
     if not jobs:
@@ -113,3 +120,14 @@ def _producer(first: ModelStates, optimizers: Mapping[tuple[int, int], Optimizer
         return "DeepSpeed"
     stage = first.config.get("zero_optimization", {}).get("stage") if isinstance(first.config.get("zero_optimization"), Mapping) else None
     return f"DeepSpeed ZeRO-{3 if found.stage == 3 else stage if stage in (1, 2) else '1/2'}"
+
+
+def state_of(first: ModelStates, optimizers: Mapping[tuple[int, int], OptimizerStates]) -> dict[str, Any]:
+    """What the run would go on from, for the formats that DeepSpeed itself loads."""
+    found = next(iter(optimizers.values()), None)
+    return {
+        **first.progress,
+        "tied": dict(first.aliases),
+        "buffers": sorted(first.buffers or ()),
+        **({"loss_scaler": found.scaler} if found and found.scaler else {}),
+    }

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from reshard.containers import torch_zip
-from reshard.containers.inert_pickle import Inert, shown
+from reshard.containers.inert_pickle import DTypeName, Inert, shown
 from reshard.containers.torch_zip import AnyTensor, StoredTensor, UnlocatedTensor
 from reshard.errors import CheckpointError
 from reshard.files import Files
@@ -21,6 +21,8 @@ Shape = tuple[int, ...]
 Parameters = tuple[tuple[str, Shape], ...]
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+# What a run goes on from, beside weights and optimizer.
+_PROGRESS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler", "ds_config")
 _KNOWN = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "lr_scheduler",
     "data_sampler", "random_ltd", "sparse_tensor_module_names", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions",
@@ -53,6 +55,7 @@ class ModelStates:
     universal: Mapping[str, Any]
     experts: tuple[int, ...]
     autoep: tuple[Mapping[str, Any], ...]
+    progress: Mapping[str, Any]
     client: tuple[str, ...]
 
     def without_module(self) -> ModelStates:
@@ -89,6 +92,7 @@ def read_model(files: Files, path: str) -> ModelStates:
         _mapping(root.get("universal_checkpoint_info")),
         tuple(filter(None, map(_count, _listed(root.get("num_experts"))))),
         tuple(each for each in _listed(autoep) if isinstance(each, Mapping)),
+        {key: root[key] for key in _PROGRESS if root.get(key) is not None and is_plain(root[key])},
         tuple(str(key) for key, value in root.items() if key not in _KNOWN and value is not None),
     )
 
@@ -113,6 +117,7 @@ class OptimizerStates:
     names: tuple[tuple[str, ...], ...]
     settings: tuple[Mapping[str, Any], ...]
     expert_partitions: tuple[Mapping[str, Any], ...]
+    scaler: Mapping[str, Any]
     version: str | None
 
 
@@ -157,6 +162,7 @@ def _stage_2(states: Mapping[str, Any], path: str) -> OptimizerStates:
         tuple(tuple(map(str, _mapping(group))) for group in _listed(states.get("param_slice_mappings"))),
         tuple(_settings(_listed(_mapping(base).get("param_groups")))),
         (),
+        _scaler(states),
         _text(states.get("ds_version")),
     )
 
@@ -177,8 +183,19 @@ def _stage_3(states: Mapping[str, Any], version: str | None, path: str) -> Optim
         (),
         tuple(_settings(_listed(base.get("param_groups")))),
         tuple(each for each in _listed(states.get("ds_zero_partition_groups")) if isinstance(each, Mapping)),
+        _scaler(states),
         version,
     )
+
+
+def _scaler(states: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The loss scaler as plain values: its class, and its attributes; those of a type that is none of ours are left out."""
+    scaler = states.get("loss_scaler")
+    if not isinstance(scaler, Inert) or not isinstance(scaler.state, Mapping):
+        return {}
+    attributes = {str(key): str(value) if isinstance(value, DTypeName) else value for key, value in scaler.state.items()}
+    kept = {key: value for key, value in attributes.items() if is_plain(value)}
+    return {"class": scaler.class_name.rpartition(".")[2], "dynamic": states.get("dynamic_loss_scale") is True, "attributes": kept}
 
 
 def _flats(value: Any, what: str, path: str) -> tuple[AnyTensor, ...]:

@@ -10,12 +10,12 @@ from reshard.containers import torch_zip
 from reshard.errors import CheckpointError
 from reshard.index import Role
 
-from .assembly import Part, Reading, Topology
+from .assembly import Part, Reading
 from .partitions import Row, part_of_stage_3, ranks_of, slices_of_stage_3
 from .states import ModelStates, Shape, elements, is_stored
 
 
-def read_weights(reading: Reading, states: ModelStates, topology: Topology, place: tuple[int, int]) -> None:
+def read_weights(reading: Reading, states: ModelStates, place: tuple[int, int]) -> None:
     """The model's own copy: the module's tensors, or those of this stage's layers; of ZeRO-3 only what is not partitioned."""
     partitioned = {name for name, _ in chain(states.frozen_shapes, *(states.groups or ()))} if reading.tag.zero_models else set()
     partitioned |= set(states.aliases) if reading.tag.zero_models else set()
@@ -55,7 +55,7 @@ def _read_layers(reading: Reading, place: tuple[int, int]) -> None:
                     reading.add_whole("weight", f"{layer}.{name}", value, place)
 
 
-def read_fragments(reading: Reading, own: Mapping[int, ModelStates], topology: Topology, place: tuple[int, int]) -> None:
+def read_fragments(reading: Reading, own: Mapping[int, ModelStates], place: tuple[int, int]) -> None:
     """Frozen parameters of ZeRO-3: every rank's part of each."""
     first = own[min(own)]
     for name, shape in first.frozen_shapes:

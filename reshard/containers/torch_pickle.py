@@ -103,7 +103,7 @@ _DTYPE_OF_MAP = DType("I32", 4, "int32", "IntStorage", False)
 
 
 class Tensors:
-    """The tensors of a pickle that is made without torch: what to write for each, and what fills the storages, in the order of their keys."""
+    """The tensors of a pickle that is made without torch: what to write for each; and what fills the storages, in their keys' order."""
 
     def __init__(self) -> None:
         self.storages: list[Plain | bytes] = []

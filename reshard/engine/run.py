@@ -157,14 +157,15 @@ class Conversion:
         by_route: dict[int, list[tuple[int, bytes]]] = {}
         for (i, j), digest in digests.items():
             by_route.setdefault(i, []).append((j, digest))
-        return fingerprint(
-            {
-                route.name: tensor_digest(
-                    route.name, route.target.dtype, route.target.shape, (digest for _, digest in sorted(by_route.get(i, [])))
-                )
-                for i, route in enumerate(self.plan.routes)
-            }
-        )
+        found: dict[str, bytes] = {}
+        standing_for: dict[str, list[str]] = {}
+        for copy, kept in self.plan.layout.copies.items():
+            standing_for.setdefault(kept, []).append(copy)
+        for i, route in enumerate(self.plan.routes):
+            blocks_of_it = [digest for _, digest in sorted(by_route.get(i, []))]
+            for name in (route.name, *standing_for.get(route.name, ())):
+                found[name] = tensor_digest(name, route.target.dtype, route.target.shape, blocks_of_it)
+        return fingerprint(found)
 
     def _finish(self, replaces: tuple[str, ...]) -> None:
         staging, layout = self._staging, self.plan.layout

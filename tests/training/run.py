@@ -1,0 +1,101 @@
+"""Trains a small llama with real DeepSpeed on gloo, and prints the losses of the last steps as JSON. Run in an environment that has it.
+
+    python run.py '{"world": 2, "stage": 3, "save": "folder"}'                          two steps, saved, then three more
+    python run.py '{"world": 4, "stage": 1, "load": "folder", "universal": true}'       three steps from what is there
+
+All ranks see the same tokens, so that the mean gradient is the same at any power of two of ranks, and losses can be compared by their bits.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "fixtures"))
+
+import models
+
+SIZES = {"num_hidden_layers": 1, "intermediate_size": 24, "hidden_size": 16, "head_dim": 8, "vocab_size": 50}
+BEFORE, AFTER = 2, 3
+
+
+def worker(rank: int, asked: dict, port: int, results: list) -> None:
+    torch.set_num_threads(1)
+    world = asked["world"]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+    dist.init_process_group("gloo")
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    model = models.build(asked.get("model", "llama"), dtype=torch.float32, **SIZES)
+    with torch.no_grad():
+        for parameter in model.parameters() if "load" in asked else ():
+            parameter.fill_(0.5)  # what was loaded must have replaced it
+    engine, _, _, scheduler = deepspeed.initialize(model=model, model_parameters=groups(model, asked), config=config(asked))
+    if "load" in asked:
+        path, _ = engine.load_checkpoint(asked["load"])
+        assert path is not None, "DeepSpeed found nothing to load"
+        assert asked.get("scheduler") is None or scheduler.get_last_lr() != [0.0]
+    else:
+        for step in range(BEFORE):
+            train(engine, step)
+        engine.save_checkpoint(asked["save"])
+    results[rank] = [train(engine, BEFORE + step) for step in range(AFTER)]
+    dist.barrier()
+    sys.stdout.flush()
+
+
+def groups(model: torch.nn.Module, asked: dict) -> list:
+    if not asked.get("groups"):
+        return [p for p in model.parameters()]
+    return [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+
+
+def config(asked: dict) -> dict:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 1e-2}},
+        "zero_optimization": {"stage": asked["stage"], **asked.get("zero", {})},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "checkpoint": {"load_universal": bool(asked.get("universal"))},
+        "bf16": {"enabled": asked.get("bf16", True)},
+    }
+
+
+def train(engine: object, step: int) -> str:
+    """The loss of one step, exactly."""
+    ids = models.tokens(100 * step) % SIZES["vocab_size"]
+    loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach()).hex()
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with torch.multiprocessing.Manager() as manager:
+        results = manager.list([None] * asked["world"])
+        torch.multiprocessing.spawn(worker, (asked, port, results), nprocs=asked["world"])
+        print("\n" + json.dumps(list(results)))
+
+
+if __name__ == "__main__":
+    main()
