@@ -54,6 +54,8 @@ class Reading:
     parts: dict[tuple[Role, str], list[Part]] = field(default_factory=dict)
     objects: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    nothing: dict[tuple[str, int], Shape] = field(default_factory=dict)
     groups: dict[int, list[ParamGroup]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -65,42 +67,45 @@ class Reading:
     def add_whole(self, role: Role, name: str, tensor: AnyTensor, place: tuple[int, int], rank: int = 0) -> None:
         self.add(role, name, Part(*place, tensor.dtype, tensor.shape, as_it_is(tensor, rank, self.locations)))
 
+    def add_nothing(self, name: str, shape: Shape, place: tuple[int, int]) -> None:
+        """A part without elements: a rank that is left over when heads are dealt out. The optimizer does not know such parameters."""
+        self.nothing[name, place[1]] = shape
+
     def tensors(self, joins: Joins, tp: int) -> Iterator[Tensor]:
         """Every parameter whole: joined over the tensor-parallel ranks; what several stages hold are copies."""
         for (role, name), found in self.parts.items():
             stages: dict[int, list[Part]] = {}
             for part in found:
                 stages.setdefault(part.stage, []).append(part)
-            joined = [_joined(name, parts, joins, tp) for parts in stages.values()]
+            joined = [self._joined(name, parts, joins, tp) for parts in stages.values()]
             (shape, shards), copies = joined[0], joined[1:]
             if differing := [other for other, _ in copies if other != shape]:
                 raise CheckpointError(f"one pipeline stage holds {list(shape)}, another {list(differing[0])}", where=name)
             shards = shards.with_copies([copy for _, copy in copies])
             yield Tensor(name, found[0].dtype, shape, role, shards)
 
-
-def _joined(name: str, parts: Sequence[Part], joins: Joins, tp: int) -> tuple[Shape, Shards]:
-    if len({part.dtype for part in parts}) > 1:
-        raise CheckpointError(f"its parts are of the types {', '.join(sorted({str(part.dtype) for part in parts}))}", where=name)
-    held: dict[int, list[Part]] = {}
-    for part in parts:
-        held.setdefault(part.tp_rank, []).append(part)
-    by_rank = {rank: (found[0].shape, concatenated([part.shards for part in found])) for rank, found in held.items()}
-    if tp == 1:
-        return by_rank[0]
-    if len(by_rank) < tp:
-        raise CheckpointError(
-            f"of {tp} tensor-parallel ranks only {', '.join(map(str, by_rank))} {'hold' if len(by_rank) > 1 else 'holds'} it",
-            where=name,
-            do="Copy the missing ranks' files from where the checkpoint was written",
-        )
-    shapes = [by_rank[rank][0] for rank in range(tp)]
-    if not any(shapes):  # a step count: the same on all
-        whole, *copies = (by_rank[rank][1] for rank in range(tp))
-    else:
-        found = joins.whole(name, shapes)
-        moved = [concatenated([by_rank[rank][1].moved(box, at) for box, at in moves]) for rank, moves in enumerate(found.moves) if moves]
-        if not found.copies:
-            return found.shape, concatenated(moved)
-        (whole, *copies), shapes = moved, [found.shape]
-    return shapes[0], whole.with_copies(copies)
+    def _joined(self, name: str, parts: Sequence[Part], joins: Joins, tp: int) -> tuple[Shape, Shards]:
+        if len({part.dtype for part in parts}) > 1:
+            raise CheckpointError(f"its parts are of the types {', '.join(sorted({str(part.dtype) for part in parts}))}", where=name)
+        by_rank: dict[int, list[Part]] = {}
+        for part in parts:
+            by_rank.setdefault(part.tp_rank, []).append(part)
+        held = {rank: concatenated([part.shards for part in found]) for rank, found in by_rank.items()}
+        if tp == 1:
+            return parts[0].shape, held[0]
+        if not parts[0].shape:  # a step count: the same on all that have one
+            first, *others = held.values()
+            return (), first.with_copies(others)
+        shapes = {rank: found[0].shape for rank, found in by_rank.items()}
+        shapes |= {rank: shape for (known, rank), shape in self.nothing.items() if known == name and rank not in shapes}
+        if len(shapes) < tp:
+            raise CheckpointError(
+                f"of {tp} tensor-parallel ranks only {', '.join(map(str, by_rank))} {'hold' if len(by_rank) > 1 else 'holds'} it",
+                where=name,
+                do="Copy the missing ranks' files from where the checkpoint was written",
+            )
+        whole = joins.whole(name, [shapes[rank] for rank in range(tp)])
+        moved = [
+            concatenated([held[rank].moved(box, at) for box, at in moves]) for rank, moves in enumerate(whole.moves) if moves and rank in held
+        ]
+        return whole.shape, moved[0].with_copies(moved[1:]) if whole.copies else concatenated(moved)

@@ -40,6 +40,8 @@ def read(files: Files, tag: Tag, hints: Hints) -> Index:
     optimizers = _optimizers(files, tag)
     topology.dp = data_parallel_ranks(tag, models, optimizers, topology)
     first = next(iter(models.values()))
+    # Only the first rank of all notes which weights are tied.
+    reading.aliases.update(first.aliases)
     for mp_rank in range(topology.pp * topology.tp):
         place = topology.place(mp_rank)
         own = {dp: states for (dp, mp), states in models.items() if mp == mp_rank}
@@ -61,7 +63,7 @@ def read(files: Files, tag: Tag, hints: Hints) -> Index:
             read_plain_optimizer(reading, states, place)
     experts.read(reading, models, topology)
     name_tied_layers(reading)
-    add_aliases(reading, first.aliases)
+    add_aliases(reading)
     joins = joins_of(first, hints)
     tensors = tuple(reading.tensors(joins, topology.tp))
     if tag.swapped:

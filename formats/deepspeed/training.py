@@ -79,6 +79,12 @@ class Training:
         scaler = Instance(Name("deepspeed.runtime.fp16.loss_scaler", str(kind)), attributes)
         return {"loss_scaler": scaler, "dynamic_loss_scale": bool(known.get("dynamic")), "overflow": False}
 
+    def notes(self) -> tuple[str, ...]:
+        """What who loads it has to know."""
+        if self.content.facts.state.get("lr_scheduler"):
+            return ()
+        return ("the source tells no state of a learning-rate schedule: load with load_lr_scheduler_states=False if the run has one",)
+
     def settings(self, group: ParamGroup, numbers: list[int]) -> dict[str, Any]:
         return {**{key: value for key, value in group.settings.items() if key != "step"}, "params": numbers}
 

@@ -100,7 +100,7 @@ def _read(files: Files, folder: str, hints: Hints) -> Index:
     topology = topology_of(tag, models)
     check_steps_agree(models)
     first = next(iter(models.values()))
-    reading = Reading(files, tag, hints)
+    reading, parameters = (Reading(files, tag, hints, aliases=dict(first.aliases)) for _ in range(2))
     for mp_rank in range(topology.pp * topology.tp):
         own = {dp: states for (dp, mp), states in models.items() if mp == mp_rank}
         states, place = own[min(own)], topology.place(mp_rank)
@@ -109,10 +109,9 @@ def _read(files: Files, folder: str, hints: Hints) -> Index:
             read_weights(reading, states, place)
         read_fragments(reading, own, place)
     trained = {name: shape for states in models.values() for group in states.groups or () for name, shape in group}
-    parameters = Reading(files, tag, hints)
     paths = list(_read_parameters(parameters, folder, trained, {name for _, name in reading.parts}))
-    add_aliases(reading, first.aliases)
-    add_aliases(parameters, first.aliases)
+    add_aliases(reading)
+    add_aliases(parameters)
     joins = joins_of(first, hints)
     tensors = (*reading.tensors(joins, topology.tp), *parameters.tensors(joins, 1))
     facts = RunFacts(
@@ -208,7 +207,15 @@ def _lay_out(content: Canonical, target: Target, companions: ModelFiles) -> Layo
     dtypes = {tensor.dtype for tensor in content.weights.values()}
     sidecars = (*companions.sidecars(dtypes), Sidecar(_LATEST, tag.encode()))
     copies = {alias: name for alias, name in training.aliases.items() if alias in content.tensors}
-    return Layout("universal", tuple(files), sidecars, target.parallel, (), copies)
+    return Layout("universal", tuple(files), sidecars, target.parallel, _notes(training), copies)
+
+
+def _notes(training: Training) -> tuple[str, ...]:
+    """ZeRO-3's loader of universal checkpoints (stage3.py, 0.19.8) gives every group the first one's settings."""
+    if len({repr(sorted(group.settings.items())) for group in training.groups}) == 1:
+        return training.notes()
+    warning = "the param groups' settings differ; loading this under ZeRO-3, DeepSpeed gives all of them the first one's: use --to deepspeed"
+    return (*training.notes(), warning)
 
 
 def _parameter_files(training: Training, folder: str, name: str) -> Iterator[TargetFile]:

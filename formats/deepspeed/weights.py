@@ -18,7 +18,7 @@ from .states import ModelStates, Shape, elements, is_stored
 def read_weights(reading: Reading, states: ModelStates, place: tuple[int, int]) -> None:
     """The model's own copy: the module's tensors, or those of this stage's layers; of ZeRO-3 only what is not partitioned."""
     partitioned = {name for name, _ in chain(states.frozen_shapes, *(states.groups or ()))} if reading.tag.zero_models else set()
-    partitioned |= set(states.aliases) if reading.tag.zero_models else set()
+    partitioned |= set(reading.aliases) if reading.tag.zero_models else set()
     left = []
     for name, value in (states.module or {}).items():
         if not is_stored(value):
@@ -30,6 +30,8 @@ def read_weights(reading: Reading, states: ModelStates, place: tuple[int, int]) 
             left.append(str(name))
         else:
             reading.add_whole("weight", str(name), value, place)
+            if not elements(value):
+                reading.add_nothing(str(name), value.shape, place)
     if left:
         reading.notes.append(f"{len(left)} parameters are in no file, as frozen ones were left out of the save: {', '.join(left[:3])} ...")
     if states.module is None:
@@ -59,6 +61,9 @@ def read_fragments(reading: Reading, own: Mapping[int, ModelStates], place: tupl
     """Frozen parameters of ZeRO-3: every rank's part of each."""
     first = own[min(own)]
     for name, shape in first.frozen_shapes:
+        if 0 in shape:
+            reading.add_nothing(name, shape, place)
+            continue
         fragments = {dp: states.frozen_fragments[name] for dp, states in own.items() if name in states.frozen_fragments}
         if not fragments:
             continue
@@ -111,9 +116,9 @@ def name_tied_layers(reading: Reading) -> None:
             reading.notes.append(f"layer {number} is a tied module, but which of {', '.join(fitting)} is not told; it keeps its number")
 
 
-def add_aliases(reading: Reading, aliases: Mapping[str, str]) -> None:
+def add_aliases(reading: Reading) -> None:
     """A tied weight has its master under the second name, too, where the model's copy may be under both."""
-    for alias, name in aliases.items():
+    for alias, name in reading.aliases.items():
         roles: tuple[Role, Role] = ("weight", "master")
         for role in roles:
             found = reading.parts.get((role, name))

@@ -65,9 +65,9 @@ def _is_bf16(training: Training) -> bool:
 
 def _notes(training: Training) -> tuple[str, ...]:
     if training.content.facts.state.get("ds_config"):
-        return ()
+        return training.notes()
     kind = "with bf16 enabled" if _is_bf16(training) else "without bf16"
-    return (f"the files of the optimizer are named for a run {kind}; DeepSpeed looks for them by that",)
+    return (*training.notes(), f"the files of the optimizer are named for a run {kind}; DeepSpeed looks for them by that")
 
 
 def _copies(training: Training, subgroups: Sequence[tuple[int, list[str]]]) -> dict[str, str]:

@@ -37,15 +37,14 @@ def worker(rank: int, asked: dict, port: int, results: list) -> None:
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    model = models.build(asked.get("model", "llama"), dtype=torch.float32, **SIZES)
+    model = build(asked)
     with torch.no_grad():
         for parameter in model.parameters() if "load" in asked else ():
             parameter.fill_(0.5)  # what was loaded must have replaced it
-    engine, _, _, scheduler = deepspeed.initialize(model=model, model_parameters=groups(model, asked), config=config(asked))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model, asked), config=config(asked))
     if "load" in asked:
-        path, _ = engine.load_checkpoint(asked["load"])
+        path, _ = engine.load_checkpoint(asked["load"], load_lr_scheduler_states=asked.get("schedule", True))
         assert path is not None, "DeepSpeed found nothing to load"
-        assert asked.get("scheduler") is None or scheduler.get_last_lr() != [0.0]
     else:
         for step in range(BEFORE):
             train(engine, step)
@@ -55,9 +54,17 @@ def worker(rank: int, asked: dict, port: int, results: list) -> None:
     sys.stdout.flush()
 
 
+def build(asked: dict) -> torch.nn.Module:
+    if "config" in asked:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(asked["config"]), dtype=torch.float32)
+    return models.build(asked.get("model", "llama"), dtype=torch.float32, **SIZES)
+
+
 def groups(model: torch.nn.Module, asked: dict) -> list:
     if not asked.get("groups"):
-        return [p for p in model.parameters()]
+        return list(model.parameters())
     return [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
@@ -79,7 +86,7 @@ def config(asked: dict) -> dict:
 
 def train(engine: object, step: int) -> str:
     """The loss of one step, exactly."""
-    ids = models.tokens(100 * step) % SIZES["vocab_size"]
+    ids = models.tokens(100 * step) % SIZES["vocab_size"]  # within every vocabulary
     loss = engine(input_ids=ids, labels=ids).loss
     engine.backward(loss)
     engine.step()

@@ -1,0 +1,131 @@
+"""The slow check: real DeepSpeed goes on training from what reshard wrote, and its losses are those of the run that was never stopped.
+
+    python tests/training/check.py [--reshard PATH] [--python PATH]
+
+Makes the DeepSpeed environment (.venv-deepspeed) where there is none. A run of real DeepSpeed saves and goes on; reshard converts what it
+saved; another run, at another world size or stage, loads that and goes on. All losses of both must be equal, bit by bit.
+A moment exchanged on the way changes them: the check can fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+# What is saved by (world, stage, more), and what loads it: format, its options, (world, stage, more).
+Z2 = {"world": 2, "stage": 2}
+Z3 = {"world": 4, "stage": 3}
+GROUPS = {"world": 2, "stage": 1, "groups": True}
+TIED = {"world": 2, "stage": 3, "model": "llama-tied", "zero": {"sub_group_size": 500}}
+CASES = [
+    (Z2, "universal", (), {"world": 4, "stage": 1}),
+    (Z2, "deepspeed", ("--dp", "4"), {"world": 4, "stage": 3}),
+    (Z3, "universal", (), {"world": 2, "stage": 3}),
+    (Z3, "universal", (), {"world": 2, "stage": 2}),
+    (Z3, "deepspeed", ("--dp", "2"), {"world": 2, "stage": 3}),
+    (GROUPS, "universal", (), {"world": 1, "stage": 2, "groups": True}),
+    (GROUPS, "deepspeed", ("--dp", "2"), {"world": 2, "stage": 3, "groups": True}),
+    (TIED, "deepspeed", ("--dp", "4"), TIED | {"world": 4}),
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reshard", type=Path, default=ROOT / ".venv" / "bin" / "reshard")
+    parser.add_argument("--python", type=Path, help="of an environment that has DeepSpeed; made in .venv-deepspeed if not given")
+    options = parser.parse_args()
+    python = options.python or make_environment()
+    results: list[bool] = []
+    with tempfile.TemporaryDirectory() as work:
+        for what, passed, detail in checks(options.reshard, python, Path(work)):
+            results.append(passed)
+            print(f"{'ok  ' if passed else 'FAIL'} {what}{'' if passed else ': ' + detail}", flush=True)
+    print(f"{sum(results)} passed, {len(results) - sum(results)} failed")
+    return 0 if results and all(results) else 1
+
+
+def make_environment() -> Path:
+    """The interpreter of .venv-deepspeed, made now if it is not there."""
+    folder = ROOT / ".venv-deepspeed"
+    ready, python = folder / "installed", folder / "bin" / "python"
+    if not ready.exists():
+        began = time.monotonic()
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        # torch first: it must be the build for CPUs.
+        subprocess.run([*pip, "torch==2.13.0"], check=True)
+        environment = {**os.environ, "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
+        subprocess.run([*pip, "-r", HERE / "requirements.txt"], check=True, env=environment)
+        ready.touch()
+        print(f"made the DeepSpeed environment in {time.monotonic() - began:.0f} s", flush=True)
+    return python
+
+
+def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
+    """Each check as (what, passed, detail)."""
+    saved: dict[str, tuple[Path, list[str]]] = {}
+    for number, (source, to, options, target) in enumerate(CASES):
+        key = json.dumps(source)
+        if key not in saved:
+            folder = work / f"saved-{len(saved)}"
+            saved[key] = folder, run(python, source | {"save": str(folder)})
+        folder, expected = saved[key]
+        made = work / f"made-{number}"
+        converted(reshard, folder, made, "--to", to, *options)
+        found = run(python, target | {"load": str(made), "universal": to == "universal"})
+        yield f"{told(source)} -> {to} -> {told(target)}: the same losses", found == expected, f"{found} and {expected}"
+        if number == 0:
+            exchange_a_moment(made)
+            found = run(python, target | {"load": str(made), "universal": True})
+            yield "with another parameter's moment the losses differ", found != expected, str(found)
+    # FSDP2's own checkpoint: bf16 weights with their AdamW state. DeepSpeed loads it in both forms, and they are the same.
+    fsdp, losses = ROOT / "fixtures" / "dcp" / "fsdp2", []
+    for to, options, target in (("universal", (), {"world": 1, "stage": 2}), ("deepspeed", ("--dp", "2"), {"world": 2, "stage": 3})):
+        made = work / f"fsdp-{to}"
+        converted(reshard, fsdp / "checkpoint", made, "--to", to, *options, "--model", str(fsdp / "model"))
+        asked = target | {"load": str(made), "universal": to == "universal", "config": str(fsdp / "model"), "schedule": False}
+        losses.append(run(python, asked))
+    yield "FSDP2's checkpoint -> universal, deepspeed: ZeRO-2 and ZeRO-3 go on alike", losses[0] == losses[1], str(losses)
+
+
+def told(asked: dict) -> str:
+    return f"ZeRO-{asked['stage']} on {asked['world']}{' with groups' if asked.get('groups') else ''}{' tied' if asked.get('model') else ''}"
+
+
+def run(python: Path, asked: dict) -> list[str]:
+    """The losses of the last steps, which are the same on all ranks."""
+    found = subprocess.run([python, "-W", "ignore", HERE / "run.py", json.dumps(asked)], capture_output=True, text=True)
+    if found.returncode:
+        raise SystemExit(f"DeepSpeed failed on {asked}:\n{found.stderr[-3000:]}")
+    ranks = json.loads(found.stdout.strip().splitlines()[-1])
+    assert all(losses == ranks[0] for losses in ranks), ranks
+    return ranks[0]
+
+
+def converted(reshard: Path, source: Path, target: Path, *options: str) -> None:
+    subprocess.run([reshard, "convert", source, target, *options], check=True, capture_output=True, text=True)
+
+
+def exchange_a_moment(checkpoint: Path) -> None:
+    """gate_proj and up_proj have the same shape, and no name inside."""
+    tag = (checkpoint / "latest_universal").read_text()
+    gate, up = (checkpoint / tag / "zero" / f"model.layers.0.mlp.{part}_proj.weight" / "exp_avg.pt" for part in ("gate", "up"))
+    content = gate.read_bytes()
+    gate.write_bytes(up.read_bytes())
+    up.write_bytes(content)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
