@@ -56,7 +56,8 @@ class Reading:
     notes: list[str] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     nothing: dict[tuple[str, int], Shape] = field(default_factory=dict)
-    groups: dict[int, list[ParamGroup]] = field(default_factory=dict)
+    unnamed: list[Tensor] = field(default_factory=list)
+    groups: dict[tuple[int, int], list[ParamGroup]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.locations = Locations(self.files)
@@ -66,6 +67,10 @@ class Reading:
 
     def add_whole(self, role: Role, name: str, tensor: AnyTensor, place: tuple[int, int], rank: int = 0) -> None:
         self.add(role, name, Part(*place, tensor.dtype, tensor.shape, as_it_is(tensor, rank, self.locations)))
+
+    def add_unnamed(self, name: str, tensor: AnyTensor) -> None:
+        """State of a parameter that is not known, so that nothing can be joined with it."""
+        self.unnamed.append(Tensor(name, tensor.dtype, tensor.shape, "state", as_it_is(tensor, 0, self.locations)))
 
     def add_nothing(self, name: str, shape: Shape, place: tuple[int, int]) -> None:
         """A part without elements: a rank that is left over when heads are dealt out. The optimizer does not know such parameters."""
@@ -83,6 +88,7 @@ class Reading:
                 raise CheckpointError(f"one pipeline stage holds {list(shape)}, another {list(differing[0])}", where=name)
             shards = shards.with_copies([copy for _, copy in copies])
             yield Tensor(name, found[0].dtype, shape, role, shards)
+        yield from self.unnamed
 
     def _joined(self, name: str, parts: Sequence[Part], joins: Joins, tp: int) -> tuple[Shape, Shards]:
         if len({part.dtype for part in parts}) > 1:
@@ -106,6 +112,8 @@ class Reading:
             )
         whole = joins.whole(name, [shapes[rank] for rank in range(tp)])
         moved = [
-            concatenated([held[rank].moved(box, at) for box, at in moves]) for rank, moves in enumerate(whole.moves) if moves and rank in held
+            concatenated([held[rank].moved(box, at) for box, at in moves])
+            for rank, moves in enumerate(whole.moves)
+            if moves and rank in held
         ]
         return whole.shape, moved[0].with_copies(moved[1:]) if whole.copies else concatenated(moved)

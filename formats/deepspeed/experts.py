@@ -77,6 +77,22 @@ def read(reading: Reading, models: Mapping[tuple[int, int], ModelStates], topolo
                 reading.add_whole("weight", str(name), value, topology.place(mp_rank))
 
 
+def parameters_of(reading: Reading, ep_rank: int, ep: int) -> Parameters:
+    """The parameters of the experts that one of `ep` expert-parallel ranks holds, from the experts' files, in the model's order."""
+    known = [each for path in reading.tag.experts.values() for each in _shapes(reading, path).items()]
+    count: dict[str, int] = {}
+    for name, _ in known:
+        if match := _LOCAL.fullmatch(name):
+            count[match["module"]] = max(count.get(match["module"], 0), 1 + int(match["number"]))
+    found = ((match, name, shape) for name, shape in known if (match := _LOCAL.fullmatch(name)))
+    return tuple((name, shape) for match, name, shape in found if int(match["number"]) // max(1, count[match["module"]] // ep) == ep_rank)
+
+
+def _shapes(reading: Reading, path: str) -> dict[str, Shape]:
+    content: Any = torch_zip.read(reading.files, path, locate=False)
+    return {str(name): value.shape for name, value in content.items() if is_stored(value)} if isinstance(content, Mapping) else {}
+
+
 def groups_without_shapes(reading: Reading, model: ModelStates, own: Mapping[int, OptimizerStates]) -> tuple[Parameters, ...]:
     """The groups of a file without param_shapes, as DeepSpeed before 0.19 writes it beside experts: names in the order of the ranks'
     param_slice_mappings, shapes from the module and the experts' files.
@@ -85,8 +101,7 @@ def groups_without_shapes(reading: Reading, model: ModelStates, own: Mapping[int
     """
     shapes: dict[str, Shape] = {str(name): value.shape for name, value in (model.module or {}).items() if is_stored(value)}
     for path in reading.tag.experts.values():
-        content: Any = torch_zip.read(reading.files, path, locate=False)
-        shapes.update({str(name): value.shape for name, value in content.items() if is_stored(value)})
+        shapes.update(_shapes(reading, path))
     found = []
     for g in range(len(own[0].masters)):
         names = dict.fromkeys(name for states in own.values() if g < len(states.names) for name in states.names[g])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from reshard.containers.torch_zip import AnyTensor
+from reshard.containers import torch_zip
+from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor
 from reshard.errors import CheckpointError
-from reshard.index import ParamGroup
+from reshard.index import ParamGroup, Role
 from reshard.optimizers import names_for, plain_groups, state_role
 from reshard.state_dicts import group_numbers, optimizer_part
 from reshard.state_dicts import states as states_of
@@ -17,6 +19,7 @@ from . import experts
 from .assembly import Part, Reading, Topology
 from .partitions import Row, Slice, on_every_rank, part_of_stage_3, ranks_of, slices_of_stage_2, slices_of_stage_3
 from .states import ModelStates, OptimizerStates, Parameters, Shape, elements, is_stored
+from .tag import check_ranks
 
 
 def read_zero(reading: Reading, model: ModelStates, own: Mapping[int, OptimizerStates], topology: Topology, place: tuple[int, int]) -> None:
@@ -36,7 +39,7 @@ def read_zero(reading: Reading, model: ModelStates, own: Mapping[int, OptimizerS
         for members, renamed, placed in experts.families(reading, model, own, g, parameters, topology):
             for name in _read_group(reading, g, renamed, placed, {dp: own[dp] for dp in members}, place):
                 names.setdefault(g, []).append(name)
-    reading.groups.setdefault(place[0] * topology.tp + place[1], []).extend(_param_groups(own, names))
+    reading.groups[place] = list(_param_groups(own, names))
 
 
 def _read_group(
@@ -65,7 +68,7 @@ def _read_group(
     for cut in cuts:
         yield cut.name
         for kind, row in rows.items():
-            role, name = state_role(cut.name, cut.name, kind) if kind != _MASTER else ("master", cut.name)
+            role, name = _role(cut.name, kind)
             shape, shards = cut.shape, row.shards(cut)
             if cut.name in placed:
                 shape, shards = placed[cut.name].apply(shards, shape)
@@ -109,6 +112,11 @@ _MOST_PADDING = 256
 _MASTER = "(master)"
 
 
+def _role(name: str, kind: str) -> tuple[Role, str]:
+    """Role and name of a parameter's master, or of what the optimizer keeps of it."""
+    return ("master", name) if kind == _MASTER else state_role(name, name, kind)
+
+
 def _row(reading: Reading, paths: Mapping[int, str], held: Mapping[int, AnyTensor]) -> Row:
     return Row(tuple(paths.values()), ranks_of(paths), tuple(held.values()), reading.locations)
 
@@ -144,7 +152,7 @@ def _param_groups(own: Mapping[int, OptimizerStates], names: Mapping[int, Sequen
         yield ParamGroup(tuple(name for g in listed for name in names.get(g, ())), kept | ({"step": steps.pop()} if steps else {}))
 
 
-def merged_groups(groups: Mapping[int, Sequence[ParamGroup]]) -> tuple[ParamGroup, ...]:
+def merged_groups(groups: Mapping[tuple[int, int], Sequence[ParamGroup]]) -> tuple[ParamGroup, ...]:
     """The ranks' groups of the same number as one: a pipeline stage knows its own parameters only."""
     merged: list[ParamGroup] = []
     for own in groups.values():
@@ -156,42 +164,81 @@ def merged_groups(groups: Mapping[int, Sequence[ParamGroup]]) -> tuple[ParamGrou
     return tuple(merged)
 
 
-def read_plain_optimizer(reading: Reading, model: ModelStates, place: tuple[int, int]) -> None:
-    """Without ZeRO: the optimizer's own state dict in the model's file, its parameters by number; and the masters of a wrapper."""
-    wrapper = model.optimizer
+def read_optimizers_of_experts(reading: Reading, model: ModelStates, mp_rank: int, place: tuple[int, int]) -> int:
+    """Without ZeRO: the optimizer of each expert-parallel rank, in a file of its own. Returns how many there are; 0 if they are empty, as
+    DeepSpeed before 0.19 writes them beside ZeRO's."""
+    paths = {ep: path for (ep, mp), path in reading.tag.expert_optimizers.items() if mp == mp_rank}
+    roots = {ep: torch_zip.read(reading.files, path, locate=False) for ep, path in paths.items()}
+    kept = {ep: found for ep, root in roots.items() if isinstance(root, Mapping) and isinstance(found := root.get("optimizer"), Mapping)}
+    if not kept:
+        return 0
+    check_ranks(paths, 1 + max(paths), "expert-parallel", why=f"{paths[max(paths)]} is the last one's")
+    for ep_rank, optimizer in kept.items():
+        own = experts.parameters_of(reading, ep_rank, len(paths))
+        read_plain_optimizer(reading, optimizer, paths[ep_rank], parameters_in_order(model), own, place)
+    return len(paths)
+
+
+def read_plain_optimizer(
+    reading: Reading, wrapper: Mapping[str, Any], path: str, parameters: Parameters, of_experts: Parameters, place: tuple[int, int]
+) -> None:
+    """Without ZeRO: the optimizer's own state dict, its parameters by number; and the masters of a wrapper for 16-bit types.
+
+    parameters: the model's, in its order; of_experts: those of this rank's experts, which have param groups of their own.
+    """
     inner = wrapper.get("optimizer_state_dict") if isinstance(wrapper.get("optimizer_state_dict"), Mapping) else wrapper
     optimizer = optimizer_part(inner)
     if optimizer is None:
         return
-    parameters = _parameters_in_order(model)
     numbers = group_numbers(optimizer)
     kept = [(parameter, kind, value) for parameter, kind, value in states_of(optimizer) if is_stored(value)]
-    shapes = {parameter: value.shape for parameter, kind, value in kept if kind != "step"}
-    names, notes = names_for(optimizer, numbers, shapes, parameters)
-    reading.notes.extend(notes)
+    names = _names(reading, optimizer, {number: value.shape for number, kind, value in kept if kind != "step"}, parameters, of_experts)
+
+    def add(number: Any, kind: str, value: AnyTensor) -> None:
+        if (name := names.get(number)) is None:
+            whose = path.rpartition("/")[2].partition("_model")[0].partition("_optim")[0]
+            reading.add_unnamed(f"optim.state.{whose}.{number}.{kind}", value)
+        else:
+            reading.add_whole(*_role(name, kind), value, place)
+
     for parameter, kind, value in kept:
-        role, name = state_role(names.get(parameter), parameter, kind)
-        reading.add_whole(role, name, value, place)
+        add(parameter, kind, value)
     masters = wrapper.get("fp32_groups")
-    listed = (
-        [each for group in masters for each in group] if isinstance(masters, list) and all(isinstance(g, list) for g in masters) else []
-    )
-    order = [number for group in numbers for number in group]
-    if listed and len(listed) == len(order) and all(is_stored(value) for value in listed):
+    groups = masters if isinstance(masters, list) and all(isinstance(group, list) for group in masters) else []
+    listed, order = [each for group in groups for each in group], [number for group in numbers for number in group]
+    if len(listed) == len(order) and all(map(is_stored, listed)):
         for number, value in zip(order, listed, strict=True):
-            role, name = ("master", names[number]) if number in names else ("state", f"optim.fp32_groups.{number}")
-            reading.add_whole(role, name, value, place)
-    reading.groups.setdefault(place[0], []).extend(plain_groups(optimizer["param_groups"], names))
+            add(number, _MASTER, value)
+    reading.groups[place] = list(plain_groups(optimizer["param_groups"], names))
 
 
-def _parameters_in_order(model: ModelStates) -> list[tuple[str, Shape]]:
+def _names(
+    reading: Reading, optimizer: Mapping[str, Any], shapes: Mapping[Any, Shape], parameters: Parameters, of_experts: Parameters
+) -> Mapping[Any, str]:
+    """The name of each number. Groups of experts are marked, so that an expert is never taken for a dense parameter of the same shape."""
+    groups, numbers = optimizer["param_groups"], group_numbers(optimizer)
+    if not of_experts or len(groups) != len(numbers):
+        names, notes = names_for(optimizer, numbers, shapes, parameters)
+        reading.notes.extend(notes)
+        return names
+    found: dict[Any, str] = {}
+    for is_expert, known in ((False, parameters), (True, of_experts)):
+        own = [group for group in groups if bool(group.get("moe")) == is_expert]
+        listed = [each for each, group in zip(numbers, groups, strict=True) if bool(group.get("moe")) == is_expert]
+        names, notes = names_for({**optimizer, "param_groups": own}, listed, shapes, known)
+        found |= names
+        reading.notes.extend(notes)
+    return found
+
+
+def parameters_in_order(model: ModelStates) -> Parameters:
     """The module's parameters, tied ones once, in its order; buffers are told by their names or, without, by their types."""
     found, seen = [], set()
     for name, value in (model.module or {}).items():
         if not is_stored(value) or str(name) in (model.buffers or ()) or not value.dtype.floating:
             continue
-        memory = value.storage, value.skipped if hasattr(value, "skipped") else value.byte_offset, value.shape
+        memory = value.storage, value.skipped if isinstance(value, UnlocatedTensor) else value.byte_offset, value.shape
         if memory not in seen or not elements(value):
             seen.add(memory)
             found.append((str(name), value.shape))
-    return found
+    return tuple(found)

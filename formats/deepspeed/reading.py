@@ -16,7 +16,7 @@ from reshard.processes import in_processes
 from . import experts
 from .assembly import Reading
 from .checks import check_steps_agree, data_parallel_ranks, topology_of
-from .optimizer import merged_groups, read_plain_optimizer, read_zero
+from .optimizer import merged_groups, parameters_in_order, read_optimizers_of_experts, read_plain_optimizer, read_zero
 from .states import ModelStates, OptimizerStates, read_model, read_optimizer
 from .tag import Tag
 from .tensor_parallel import Joins
@@ -59,8 +59,10 @@ def read(files: Files, tag: Tag, hints: Hints) -> Index:
                 )
         if kept:
             read_zero(reading, states, kept, topology, place)
+        elif ep := read_optimizers_of_experts(reading, states, mp_rank, place):
+            topology.ep = ep
         elif isinstance(states.optimizer, Mapping):
-            read_plain_optimizer(reading, states, place)
+            read_plain_optimizer(reading, states.optimizer, states.path, parameters_in_order(states), (), place)
     experts.read(reading, models, topology)
     name_tied_layers(reading)
     add_aliases(reading)

@@ -214,7 +214,9 @@ def _notes(training: Training) -> tuple[str, ...]:
     """ZeRO-3's loader of universal checkpoints (stage3.py, 0.19.8) gives every group the first one's settings."""
     if len({repr(sorted(group.settings.items())) for group in training.groups}) == 1:
         return training.notes()
-    warning = "the param groups' settings differ; loading this under ZeRO-3, DeepSpeed gives all of them the first one's: use --to deepspeed"
+    warning = (
+        "the param groups' settings differ; loading this under ZeRO-3, DeepSpeed gives all of them the first one's: use --to deepspeed"
+    )
     return (*training.notes(), warning)
 
 

@@ -101,7 +101,9 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
 
 
 def told(asked: dict) -> str:
-    return f"ZeRO-{asked['stage']} on {asked['world']}{' with groups' if asked.get('groups') else ''}{' tied' if asked.get('model') else ''}"
+    return (
+        f"ZeRO-{asked['stage']} on {asked['world']}{' with groups' if asked.get('groups') else ''}{' tied' if asked.get('model') else ''}"
+    )
 
 
 def run(python: Path, asked: dict) -> list[str]:
