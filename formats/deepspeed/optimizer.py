@@ -22,9 +22,11 @@ from .states import ModelStates, OptimizerStates, Parameters, Shape, elements, i
 from .tag import check_ranks
 
 
-def read_zero(reading: Reading, model: ModelStates, own: Mapping[int, OptimizerStates], topology: Topology, place: tuple[int, int]) -> None:
-    """Masters and states of one mp rank's groups."""
-    first = own[0]
+def read_zero(
+    reading: Reading, models: Mapping[int, ModelStates], own: Mapping[int, OptimizerStates], topology: Topology, place: tuple[int, int]
+) -> None:
+    """Masters and states of one mp rank's groups; models, own: by data-parallel rank."""
+    first, model = own[0], models[min(models)]
     groups = model.groups if model.groups is not None else experts.groups_without_shapes(reading, model, own)
     if len(groups) != len(first.masters):
         raise CheckpointError(
@@ -36,22 +38,17 @@ def read_zero(reading: Reading, model: ModelStates, own: Mapping[int, OptimizerS
     _check_not_swapped(reading, first, groups)
     names: dict[int, list[str]] = {}
     for g, parameters in enumerate(groups):
-        for members, renamed, placed in experts.families(reading, model, own, g, parameters, topology):
-            for name in _read_group(reading, g, renamed, placed, {dp: own[dp] for dp in members}, place):
+        for family in experts.families(models, own, g, parameters, topology):
+            for name in _read_group(reading, g, family, {dp: own[dp] for dp in family.members}, place):
                 names.setdefault(g, []).append(name)
     reading.groups[place] = list(_param_groups(own, names))
 
 
 def _read_group(
-    reading: Reading,
-    g: int,
-    parameters: Parameters,
-    placed: Mapping[str, experts.Placed],
-    members: Mapping[int, OptimizerStates],
-    place: tuple[int, int],
+    reading: Reading, g: int, family: experts.Family, members: Mapping[int, OptimizerStates], place: tuple[int, int]
 ) -> Iterator[str]:
     """One flat group, of the ranks that share it; yields the names of its parameters."""
-    cuts, needed = _slices(g, parameters, members)
+    cuts, needed = _slices(g, family.parameters, members)
     paths = {dp: states.path for dp, states in members.items()}
     rows = {_MASTER: _row(reading, paths, {dp: states.masters[g] for dp, states in members.items()})}
     copies: dict[str, dict[int, AnyTensor]] = {}
@@ -70,8 +67,8 @@ def _read_group(
         for kind, row in rows.items():
             role, name = _role(cut.name, kind)
             shape, shards = cut.shape, row.shards(cut)
-            if cut.name in placed:
-                shape, shards = placed[cut.name].apply(shards, shape)
+            if cut.name in family.placed:
+                shape, shards = family.placed[cut.name].apply(shards, shape)
             reading.add(role, name, Part(*place, row.dtype, shape, shards))
     for kind, held in copies.items():
         shards = on_every_rank(held, paths, reading.locations)

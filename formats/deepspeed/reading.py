@@ -58,12 +58,12 @@ def read(files: Files, tag: Tag, hints: Hints) -> Index:
                     do="Copy *_optim_states.pt from where the checkpoint was written",
                 )
         if kept:
-            read_zero(reading, states, kept, topology, place)
+            read_zero(reading, own, kept, topology, place)
         elif ep := read_optimizers_of_experts(reading, states, mp_rank, place):
             topology.ep = ep
         elif isinstance(states.optimizer, Mapping):
             read_plain_optimizer(reading, states.optimizer, states.path, parameters_in_order(states), (), place)
-    experts.read(reading, models, topology)
+    experts.read(reading, first, topology)
     name_tied_layers(reading)
     add_aliases(reading)
     joins = joins_of(first, hints)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import chain
 
 from reshard.containers import torch_zip
+from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor
 from reshard.errors import CheckpointError
 from reshard.index import Role
 
@@ -19,6 +20,8 @@ def read_weights(reading: Reading, states: ModelStates, place: tuple[int, int]) 
     """The model's own copy: the module's tensors, or those of this stage's layers; of ZeRO-3 only what is not partitioned."""
     partitioned = {name for name, _ in chain(states.frozen_shapes, *(states.groups or ()))} if reading.tag.zero_models else set()
     partitioned |= set(reading.aliases) if reading.tag.zero_models else set()
+    trained = {name for group in states.groups or () for name, _ in group}
+    memory = {_memory(value): str(name) for name, value in (states.module or {}).items() if str(name) in trained and is_stored(value)}
     left = []
     for name, value in (states.module or {}).items():
         if not is_stored(value):
@@ -29,13 +32,22 @@ def read_weights(reading: Reading, states: ModelStates, place: tuple[int, int]) 
         elif reading.tag.zero_models and states.buffers is not None and str(name) not in states.buffers and not elements(value):
             left.append(str(name))
         else:
+            if str(name) not in trained and elements(value) and (same := memory.get(_memory(value))):
+                reading.aliases.setdefault(str(name), same)
             reading.add_whole("weight", str(name), value, place)
             if not elements(value):
                 reading.add_nothing(str(name), value.shape, place)
     if left:
-        reading.notes.append(f"{len(left)} parameters are in no file, as frozen ones were left out of the save: {', '.join(left[:3])} ...")
+        reading.notes.append(
+            f"{len(left)} names of the module have no values here (frozen and left out of the save, or second names): {', '.join(left[:3])}"
+        )
     if states.module is None:
         _read_layers(reading, place)
+
+
+def _memory(tensor: AnyTensor) -> tuple[object, ...]:
+    """What tensors that are one have in common."""
+    return tensor.storage, tensor.skipped if isinstance(tensor, UnlocatedTensor) else tensor.byte_offset, tensor.shape, tensor.strides
 
 
 def _read_layers(reading: Reading, place: tuple[int, int]) -> None:
