@@ -43,6 +43,10 @@ class Topology:
         return divmod(mp_rank, self.tp)
 
 
+# How DeepSpeed names the modules of a pipeline that several layers share.
+_TIED = "tied_modules."
+
+
 @dataclass(slots=True)
 class Reading:
     """What has been read so far."""
@@ -57,6 +61,7 @@ class Reading:
     aliases: dict[str, str] = field(default_factory=dict)
     nothing: dict[tuple[str, int], Shape] = field(default_factory=dict)
     unnamed: list[Tensor] = field(default_factory=list)
+    unread: dict[str, None] = field(default_factory=dict)
     groups: dict[tuple[int, int], list[ParamGroup]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,7 +87,12 @@ class Reading:
             stages: dict[int, list[Part]] = {}
             for part in found:
                 stages.setdefault(part.stage, []).append(part)
-            joined = [self._joined(name, parts, joins, tp) for parts in stages.values()]
+            first, *others = stages.values()
+            if others and len(first[0].shape) < 2 and name.startswith(_TIED):
+                # PipelineModule keeps only the tied table in step; what lies beside it in the later stages is used by nothing and drifts.
+                self.unread[name] = None
+                others = []
+            joined = [self._joined(name, parts, joins, tp) for parts in (first, *others)]
             (shape, shards), copies = joined[0], joined[1:]
             if differing := [other for other, _ in copies if other != shape]:
                 raise CheckpointError(f"one pipeline stage holds {list(shape)}, another {list(differing[0])}", where=name)

@@ -68,6 +68,9 @@ def read(files: Files, tag: Tag, hints: Hints) -> Index:
     add_aliases(reading)
     joins = joins_of(first, hints)
     tensors = tuple(reading.tensors(joins, topology.tp))
+    if reading.unread:
+        some = ", ".join(list(reading.unread)[:3])
+        reading.notes.append(f"of tied modules only the tables are kept equal by the stages; taken from the first stage alone: {some}")
     if tag.swapped:
         reading.notes.append("offloaded_tensors/ holds copies of what was swapped to NVMe; it is not read")
     facts = RunFacts(

@@ -86,6 +86,8 @@ class Joins:
     def _without_patterns(self, name: str, parts: Sequence[Shape]) -> Whole:
         if (shape := self._shapes.get(name.removeprefix("module."))) is not None:
             return _by_shape(name, parts, shape)
+        if len(parts[0]) == 1 and re.fullmatch(r"\d+\.(weight|bias)", name):
+            return _replicated(name, parts)  # a layer of a pipeline that has nothing else: the final norm
         for pattern, axis in _MEGATRON:
             if pattern.search(name):
                 return _replicated(name, parts) if axis is None else _concatenated(name, parts, axis)

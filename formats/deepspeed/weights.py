@@ -123,7 +123,8 @@ def name_tied_layers(reading: Reading) -> None:
                 moved = reading.parts.pop(("weight", f"{number}.{name}"))
                 copies = reading.parts.setdefault(("weight", f"tied_modules.{fitting[0]}.{name}"), [])
                 # Another layer's file of the same module is a copy of it, as another stage's would be.
-                copies.extend(replace(part, stage=part.stage + len({each.stage for each in copies})) for part in moved)
+                stage = 1 + max((each.stage for each in copies), default=-1)
+                copies.extend([replace(part, stage=stage) for part in moved])
         elif fitting:
             reading.notes.append(f"layer {number} is a tied module, but which of {', '.join(fitting)} is not told; it keeps its number")
 
