@@ -77,7 +77,8 @@ class RunFacts:
     """What the files tell about the run that wrote them, as far as they do.
 
     `parallel` maps words such as "tp" to sizes; `mesh` is the run's device mesh; `config` is the Hugging Face config; `notes` are
-    sentences for a reader. `state` holds plain values that the run would need to go on: counters, its schedule's state.
+    sentences for a reader. `state` holds plain values that the run would need to go on: counters, its schedule's state. `tied` maps second names of
+    weights to the first, `buffers` names what no optimizer sees; None where the files do not tell.
     """
 
     producer: str | None = None
@@ -88,6 +89,8 @@ class RunFacts:
     notes: tuple[str, ...] = ()
     mesh: Mesh | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+    buffers: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

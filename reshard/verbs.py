@@ -316,7 +316,10 @@ def _replaceable(root: Path, made: Plan, *, resume: bool, overwrite: bool) -> tu
             do="Finish it with --resume, or start anew with --overwrite" if interrupted else "Choose another directory, or say --overwrite",
         )
     globs = [glob for found in registry.formats().values() for glob in found.owns]
-    weights = [name for name in entries if any(fnmatchcase(name, glob) for glob in globs)]
+    # Of folders only those are looked into that this target has, too.
+    folders = {file.path.partition("/")[0] for file in made.layout.files if "/" in file.path}
+    inner = sorted(str(path.relative_to(root)) for folder in folders for path in (root / folder).rglob("*") if path.is_file())
+    weights = [name for name in (*entries, *inner) if any(fnmatchcase(name, glob) for glob in globs)]
     if not weights and not interrupted:
         raise RequestError(
             f"--overwrite: {', '.join(entries[:3])} and what else lies there is no checkpoint",

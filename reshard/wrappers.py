@@ -59,7 +59,10 @@ def without_wrappers(index: Index) -> Index:
     def groups() -> tuple[ParamGroup, ...]:
         return tuple(replace(group, names=tuple(names.get(name, name) for name in group.names)) for group in index.param_groups())
 
-    return replace(index, tensors=tensors, facts=replace(index.facts, notes=notes), param_groups=groups)
+    tied = {names.get(alias, alias): names.get(name, name) for alias, name in index.facts.tied.items()}
+    buffers = None if index.facts.buffers is None else tuple(names.get(name, name) for name in index.facts.buffers)
+    facts = replace(index.facts, notes=notes, tied=tied, buffers=buffers)
+    return replace(index, tensors=tensors, facts=facts, param_groups=groups)
 
 
 def _parts(changed: dict[str, str]) -> str:

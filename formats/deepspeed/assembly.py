@@ -44,7 +44,7 @@ class Topology:
 
 
 # How DeepSpeed names the modules of a pipeline that several layers share.
-_TIED = "tied_modules."
+TIED = "tied_modules."
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class Reading:
             for part in found:
                 stages.setdefault(part.stage, []).append(part)
             first, *others = stages.values()
-            if others and len(first[0].shape) < 2 and name.startswith(_TIED):
+            if others and len(first[0].shape) < 2 and name.startswith(TIED):
                 # PipelineModule keeps only the tied table in step; what lies beside it in the later stages is used by nothing and drifts.
                 self.unread[name] = None
                 others = []

@@ -58,8 +58,9 @@ def data_parallel_ranks(
         paths = {dp: path for (dp, mp), path in tag.optimizers.items() if mp == mp_rank}
         if not paths:
             raise CheckpointError(
-                "it has no file of its optimizer",
-                where=f"mp rank {mp_rank} beside {told.path}",
+                f"model-parallel rank {mp_rank} has no file of its optimizer beside it",
+                where=told.path,
+                why="Its part of every weight would be missing",
                 do="Copy the missing files from where the checkpoint was written",
             )
         check_ranks(paths, ranks, "data-parallel", why=f"{told.path} says that {ranks} ranks share each group (partition_count)")

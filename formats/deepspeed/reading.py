@@ -20,7 +20,7 @@ from .optimizer import merged_groups, parameters_in_order, read_optimizers_of_ex
 from .states import ModelStates, OptimizerStates, read_model, read_optimizer
 from .tag import Tag
 from .tensor_parallel import Joins
-from .weights import add_aliases, name_tied_layers, read_fragments, read_weights
+from .weights import add_aliases, check_all_there, name_tied_layers, read_fragments, read_weights
 
 
 def read(files: Files, tag: Tag, hints: Hints) -> Index:
@@ -65,6 +65,8 @@ def read(files: Files, tag: Tag, hints: Hints) -> Index:
             read_plain_optimizer(reading, states.optimizer, states.path, parameters_in_order(states), (), place)
     experts.read(reading, first, topology)
     name_tied_layers(reading)
+    if not is_stage_3:
+        check_all_there(reading)
     add_aliases(reading)
     joins = joins_of(first, hints)
     tensors = tuple(reading.tensors(joins, topology.tp))
@@ -81,6 +83,8 @@ def read(files: Files, tag: Tag, hints: Hints) -> Index:
         hints.config,
         tuple(dict.fromkeys(reading.notes)),
         state=state_of(first, optimizers),
+        tied=dict(reading.aliases),
+        buffers=None if first.buffers is None else tuple(sorted(first.buffers)),
     )
     stored = tuple(StoredFile(path, files.size(path) or 0) for path in tag.paths())
     merged = merged_groups(reading.groups)
@@ -134,7 +138,5 @@ def state_of(first: ModelStates, optimizers: Mapping[tuple[int, int], OptimizerS
     found = next(iter(optimizers.values()), None)
     return {
         **first.progress,
-        "tied": dict(first.aliases),
-        "buffers": sorted(first.buffers or ()),
         **({"loss_scaler": found.scaler} if found and found.scaler else {}),
     }

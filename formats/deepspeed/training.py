@@ -119,7 +119,7 @@ def training_of(content: Canonical, target: Target, what: str) -> Training:
             "it has optimizer state, and is in no param group", where=lost[0], do="Give a checkpoint that lists it in a group"
         )
     rest = {name: tensor for name, tensor in content.weights.items() if name not in states}
-    aliases = {alias: name for alias, name in (content.facts.state.get("tied") or {}).items() if name in states and alias in rest}
+    aliases = {alias: name for alias, name in content.facts.tied.items() if name in states and alias in rest}
     if content.model and content.model.is_tied:
         head, embedding = content.model.architecture.tied
         aliases |= {head: embedding} if embedding in states else {}

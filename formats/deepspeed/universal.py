@@ -122,6 +122,8 @@ def _read(files: Files, folder: str, hints: Hints) -> Index:
         hints.config,
         tuple(dict.fromkeys((*reading.notes, *parameters.notes))),
         state=state_of(first, {}),
+        tied=dict(reading.aliases),
+        buffers=None if first.buffers is None else tuple(sorted(first.buffers)),
     )
     stored = tuple(StoredFile(path, files.size(path) or 0) for path in (*tag.paths(), *paths))
     groups = tuple(_param_groups(files, f"{folder}{_FOLDER}optimizer_state.pt", list(models.values())))

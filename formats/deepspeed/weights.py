@@ -11,7 +11,7 @@ from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor
 from reshard.errors import CheckpointError
 from reshard.index import Role
 
-from .assembly import Part, Reading
+from .assembly import TIED, Part, Reading
 from .partitions import Row, part_of_stage_3, ranks_of, slices_of_stage_3
 from .states import ModelStates, Shape, elements, is_stored
 
@@ -127,6 +127,21 @@ def name_tied_layers(reading: Reading) -> None:
                 copies.extend([replace(part, stage=stage) for part in moved])
         elif fitting:
             reading.notes.append(f"layer {number} is a tied module, but which of {', '.join(fitting)} is not told; it keeps its number")
+
+
+def check_all_there(reading: Reading) -> None:
+    """Raises CheckpointError if the optimizer knows a parameter of which the model's files, all but ZeRO-3's, hold no copy."""
+    known = {name for role, name in reading.parts if role == "weight"}
+    lost = [name for role, name in reading.parts if role == "master" and name not in known and not name.startswith(TIED)]
+    if lost:
+        layer = lost[0].partition(".")[0]
+        file = f"layer_{int(layer):02d}-model_states.pt is not there" if layer.isdigit() else "a file of a layer or an expert is not there"
+        raise CheckpointError(
+            f"the optimizer holds its master, but none of the model's files holds it: {file}",
+            where=lost[0],
+            why=f"{len(lost)} trained parameters have no model copy",
+            do="Copy the missing file from where the checkpoint was written",
+        )
 
 
 def add_aliases(reading: Reading) -> None:

@@ -115,7 +115,7 @@ def _model_file(training: Training, path: str, subgroups: Sequence[tuple[int, li
 
 def _frozen(training: Training) -> list[str]:
     """What is not trained and no buffer, by what the source says or the model declares; the rest is kept as buffers are."""
-    buffers, model = training.content.facts.state.get("buffers"), training.content.model
+    buffers, model = training.content.facts.buffers, training.content.model
     if buffers is not None:
         return [name for name in training.rest if name not in buffers]
     return [name for name in training.rest if model is not None and name in model.weights]

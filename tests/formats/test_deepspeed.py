@@ -1,0 +1,327 @@
+"""DeepSpeed: files that do not belong together are found and named, padding is nobody's, and what is written reads back."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from command import reshard as run
+from places import FIXTURES, described, open_case, truth
+
+import reshard
+from reshard.canonical import Selection
+from reshard.engine.transfer import cast
+from reshard.errors import CheckpointError, RequestError
+from reshard.fusion import whole
+from reshard.views import LazyTensor
+
+ZERO, PARALLEL, UNIVERSAL = FIXTURES / "deepspeed", FIXTURES / "deepspeed_parallel", FIXTURES / "universal"
+CASES = sorted(path for folder in (ZERO, PARALLEL) for path in folder.iterdir() if path.is_dir())
+assert len(CASES) >= 40, "without fixtures these tests would pass by testing nothing"
+
+
+def label(case):
+    return f"{case.parent.name}/{case.name}"
+
+
+def copied(case, tmp_path):
+    """A copy of a fixture's checkpoint, and the folder of its tag."""
+    folder = shutil.copytree(case / "checkpoint", tmp_path / "copy")
+    return folder, folder / (folder / "latest").read_text()
+
+
+def words(tensor, files):
+    return LazyTensor(whole(tensor.name, tensor.dtype, tensor.shape), {tensor.name: tensor}, files).words()
+
+
+def refused(folder, *texts, model=None):
+    with pytest.raises(CheckpointError) as error:
+        reshard.open(folder, model=model)
+    for text in texts:
+        assert re.search(text, str(error.value)), str(error.value)
+
+
+# ---- one save, all of it ----
+
+
+@pytest.mark.parametrize("case", ["z1-bf16", "z2-round-robin", "z3-4"])
+def test_a_missing_rank_is_named(case, tmp_path):
+    folder, tag = copied(ZERO / case, tmp_path)
+    gone = sorted(tag.glob("*pp_rank_1_*optim_states.pt"))[0]
+    gone.unlink()
+    refused(folder, r"of \d data-parallel ranks, 1 has no file", "partition_count")
+
+
+def test_a_missing_ranks_model_states_are_named(tmp_path):
+    folder, tag = copied(ZERO / "z3-4", tmp_path)
+    (tag / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
+    refused(folder, "of 4 data-parallel ranks, 2 has no file")
+
+
+def test_a_missing_model_parallel_rank_is_named(tmp_path):
+    folder, tag = copied(PARALLEL / "autotp2-z1", tmp_path)
+    (tag / "mp_rank_01_model_states.pt").unlink()
+    refused(folder, "of 2 model-parallel ranks, 1 has no file")
+
+
+def test_a_missing_optimizer_of_a_model_parallel_rank_is_named(tmp_path):
+    folder, tag = copied(PARALLEL / "autotp2-z1", tmp_path)
+    (tag / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt").unlink()
+    refused(folder, "model-parallel rank 1 has no file of its optimizer")
+
+
+def test_a_missing_layer_of_a_pipeline_is_named(tmp_path):
+    folder, tag = copied(PARALLEL / "pp2-dp2-z1", tmp_path)
+    (tag / "layer_02-model_states.pt").unlink()
+    refused(folder, r"layer_02-model_states\.pt", "2 has no file|not there")
+
+
+def test_a_missing_expert_is_named(tmp_path):
+    folder, tag = copied(PARALLEL / "moe-ep2-dp4-z2", tmp_path)
+    (tag / "layer_0_expert_2_mp_rank_00_model_states.pt").unlink()
+    refused(folder, r"layer_0_expert_2|deepspeed_experts\.2")
+
+
+def test_zero_3_without_the_optimizer_has_no_weights(tmp_path):
+    folder, tag = copied(ZERO / "z3-bf16", tmp_path)
+    for path in tag.glob("*_optim_states.pt"):
+        path.unlink()
+    refused(folder, "only copy of the weights")
+
+
+def test_zero_2_without_the_optimizer_still_has_its_weights(tmp_path):
+    folder, tag = copied(ZERO / "z2-tied", tmp_path)
+    for path in tag.glob("*_optim_states.pt"):
+        path.unlink()
+    found = reshard.open(folder).index
+    assert {tensor.role for tensor in found.tensors} == {"weight"} and len(found.tensors) == 12
+
+
+@pytest.mark.parametrize(
+    "case, name",
+    [
+        ("z1-bf16", "bf16_zero_pp_rank_5_mp_rank_00_optim_states.pt"),
+        ("z3-4", "bf16_zero_pp_rank_11_mp_rank_00_optim_states.pt"),
+        ("z3-4", "zero_pp_rank_4_mp_rank_00_model_states.pt"),
+    ],
+)
+def test_a_file_left_over_from_more_ranks_is_named(case, name, tmp_path):
+    folder, tag = copied(ZERO / case, tmp_path)
+    shutil.copy(tag / re.sub(r"pp_rank_\d+", "pp_rank_0", name), tag / name)
+    refused(folder, re.escape(name), "left over")
+
+
+def test_a_model_parallel_rank_too_many_is_named(tmp_path):
+    folder, tag = copied(PARALLEL / "autotp2-z1", tmp_path)
+    shutil.copy(tag / "mp_rank_01_model_states.pt", tag / "mp_rank_02_model_states.pt")
+    refused(folder, "mp_rank_02_model_states", "left over")
+    (tag / "mp_rank_02_model_states.pt").unlink()
+    shutil.copy(tag / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt", tag / "bf16_zero_pp_rank_0_mp_rank_02_optim_states.pt")
+    refused(folder, "bf16_zero_pp_rank_0_mp_rank_02_optim_states")
+
+
+def test_optimizers_of_two_precisions_under_one_tag_are_named(tmp_path):
+    folder, tag = copied(ZERO / "z1-bf16", tmp_path)
+    shutil.copy(tag / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    refused(folder, "the states of the same rank")
+
+
+def test_two_stages_under_one_tag_are_named(tmp_path):
+    folder, tag = copied(ZERO / "z3-bf16", tmp_path)
+    shutil.copy(next((ZERO / "z1-bf16" / "checkpoint").glob("*/mp_rank_00_model_states.pt")), tag)
+    refused(folder, "mp_rank_00_model_states", "without ZeRO-3")
+
+
+def test_a_rank_of_a_run_of_another_size_is_named(tmp_path):
+    folder, tag = copied(ZERO / "z2-bf16-3", tmp_path)
+    name = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(next((ZERO / "z1-bf16" / "checkpoint").glob(f"*/{name}")), tag)
+    refused(folder, re.escape(name), "another save|different sizes")
+
+
+def test_a_rank_of_another_step_is_named(tmp_path):
+    folder, _ = copied(ZERO / "z2-bf16-3", tmp_path)
+    index = reshard.open(folder).index
+    step = next(tensor for tensor in index.tensors if tensor.role == "step")
+    extent = step.shards.extent(2)
+    raw = bytearray((folder / extent.path).read_bytes())
+    raw[extent.byte_offset : extent.byte_offset + 4] = np.float32(3).tobytes()
+    (folder / extent.path).write_bytes(raw)
+    refused(folder, "rank_2_", "different steps")
+
+
+def test_model_states_of_another_step_are_named(tmp_path):
+    folder, tag = copied(ZERO / "z3-4", tmp_path)
+    path = tag / "zero_pp_rank_3_mp_rank_00_model_states.pt"
+    raw = path.read_bytes()
+    at = raw.index(b"K\x02", raw.index(b"global_steps"))
+    path.write_bytes(raw[: at + 1] + b"\x05" + raw[at + 2 :])
+    refused(folder, "rank_3_", "of step 5", "of step 2")
+
+
+def test_parameters_of_another_run_are_named(tmp_path):
+    folder, tag = copied(ZERO / "z3-bf16", tmp_path)
+    name = "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    shutil.copy(next((ZERO / "z3-4" / "checkpoint").glob(f"*/{name}")), tag)
+    refused(folder, re.escape(name), "param_shapes|dp_world_size|ranks")
+
+
+def test_a_tag_that_is_not_there_is_named(tmp_path):
+    folder, _ = copied(ZERO / "z1-bf16", tmp_path)
+    (folder / "latest").write_text("global_step7")
+    refused(folder, "latest", "'global_step7'", "global_step2")
+
+
+def test_a_tag_outside_of_the_checkpoint_is_refused(tmp_path):
+    folder, _ = copied(ZERO / "z1-bf16", tmp_path)
+    (folder / "latest").write_text("../../secret")
+    refused(folder, "outside")
+
+
+def test_several_tags_without_latest_are_asked_for(tmp_path):
+    folder, tag = copied(ZERO / "z1-bf16", tmp_path)
+    shutil.copytree(tag, folder / "global_step9")
+    assert reshard.open(folder).index.facts.step == 2
+    (folder / "latest").unlink()
+    with pytest.raises(RequestError, match="global_step2, global_step9"):
+        reshard.open(folder)
+    assert reshard.open(tag).index.facts.step == 2
+
+
+def test_a_file_that_was_cut_short_is_named(tmp_path):
+    folder, tag = copied(ZERO / "z2-bf16-3", tmp_path)
+    path = tag / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    path.write_bytes(path.read_bytes()[:-4000])
+    refused(folder, "rank_1_")
+
+
+def test_a_missing_parameter_of_a_universal_checkpoint_is_named(tmp_path):
+    folder = shutil.copytree(UNIVERSAL / "z1-groups" / "checkpoint", tmp_path / "copy")
+    shutil.rmtree(next(folder.glob("*/zero/*norm.weight")))
+    refused(folder, r"norm\.weight")
+
+
+# ---- values ----
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_masters_round_to_the_models_copy(case):
+    """A check of its own: a master of another parameter would not."""
+    opened = open_case(case)
+    weights, masters = opened.index.by_role("weight"), opened.index.by_role("master")
+    for name in weights.keys() & masters.keys():
+        master, weight = masters[name], weights[name]
+        rounded = cast(words(master, opened.files), master.dtype, weight.dtype)
+        assert np.array_equal(rounded, words(weight, opened.files)), name
+
+
+@pytest.mark.parametrize("case", ["z3-4", "z3-subgroups", "z2-bf16-3", "z1-bf16-optimizer"])
+def test_padding_is_nobodys(case, tmp_path):
+    """Whatever lies between the parameters of a flat buffer: no tensor changes."""
+    before = open_case(ZERO / case)
+    expected = truth(ZERO / case)
+    folder, _ = copied(ZERO / case, tmp_path)
+    owned: dict[str, list[tuple[int, int]]] = {}
+    for tensor in before.index.tensors:
+        for piece in tensor.pieces():
+            size = piece.box.volume * piece.extent.dtype.itemsize
+            owned.setdefault(piece.extent.path, []).append((piece.extent.byte_offset, piece.extent.byte_offset + size))
+    changed = 0
+    for path, ranges in owned.items():
+        raw = bytearray((folder / path).read_bytes())
+        ranges.sort()
+        for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False):
+            if 0 < start - stop < 64:  # within one storage: between storages lies a zip header, which is longer
+                raw[stop:start] = b"\xff" * (start - stop)
+                changed += start - stop
+        (folder / path).write_bytes(raw)
+    assert changed or not case.startswith("z3"), "ZeRO-3 fills up every parameter"
+    after = reshard.open(folder, model=ZERO / case / "model" if (ZERO / case / "model").exists() else None)
+    assert {(t.name, t.role): described(t, after.files) for t in after.index.tensors} == expected
+
+
+def test_without_a_model_copy_the_master_is_the_weight():
+    opened = open_case(ZERO / "z3-frozen")
+    found = opened.content().tensors
+    assert {tensor.role for tensor in found.values()} == {"weight", "master"}
+    assert found["llama.model.embed_tokens.weight"].dtype.name == "BF16", "frozen weights are kept as they are"
+    with pytest.raises(RequestError, match="--weights model"):
+        opened.content(Selection(weights="model"))
+
+
+@pytest.mark.parametrize("case", ["z3-bf16", "z3-tied", "z2-bf16-3"])
+def test_what_serves_is_the_same_from_any_stage(case, tmp_path):
+    """ZeRO-3's masters cast to bf16 are the weights that the model computed with; ZeRO-2 has them."""
+    source = ZERO / case
+    result = run(
+        "convert", source / "checkpoint", tmp_path / "out", "--to", "vllm", "--tp", 2, "--dtype", "bf16", "--model", source / "model"
+    )
+    assert result.code == 0, result.err
+    masters = reshard.open(source / "checkpoint", model=source / "model")
+    served = reshard.open(tmp_path / "out")
+    comparison = reshard.verify(masters, served, cast=True)
+    assert comparison.equal and comparison.tensors >= 11
+
+
+# ---- writing ----
+
+SOURCES = ["z1-bf16", "z1-groups", "z2-round-robin", "z2-tied", "z2-frozen", "z3-4", "z3-subgroups", "z3-frozen", "z3-tied", "z2-fp16"]
+
+
+@pytest.mark.parametrize("to, options", [("universal", ()), ("deepspeed", ("--dp", 3)), ("deepspeed", ("--dp", 1))])
+@pytest.mark.parametrize("case", SOURCES)
+def test_what_is_written_reads_back(case, to, options, tmp_path):
+    source = ZERO / case / "checkpoint"
+    proven = run("roundtrip", source, "--to", to, *options, "--json")
+    assert proven.code == 0 and not proven.document["losses"], proven.err + proven.out
+    made = run("convert", source, tmp_path / "out", "--to", to, *options, "--json")
+    assert made.code == 0, made.err
+    expected, found = truth(ZERO / case), reshard.open(tmp_path / "out")
+    read = {(t.name, t.role): described(t, found.files) for t in found.index.tensors}
+    kept = {key: value for key, value in expected.items() if key[1] != "weight" or (key[0], "master") not in expected}
+    assert read == kept
+    before = reshard.open(source).index.param_groups()
+    assert [(group.names, dict(group.settings)) for group in found.index.param_groups()] == [
+        (group.names, dict(group.settings)) for group in before
+    ]
+
+
+def test_experts_and_tensor_parallel_parts_become_universal(tmp_path):
+    for case in ("moe-ep2-dp4-z2", "autotp2-dp2-z3", "pp2-dp2-z1", "megatron-pp2-tp2-info"):
+        source = PARALLEL / case
+        model = ("--model", source / "model") if (source / "model").exists() else ()
+        assert run("convert", source / "checkpoint", tmp_path / case, "--to", "universal", *model).code == 0
+        assert run("verify", source / "checkpoint", tmp_path / case, "--optimizer", "--weights", "master").code == 0
+
+
+def test_a_source_without_optimizer_state_is_refused(tmp_path):
+    result = run("convert", FIXTURES / "hf" / "llama", tmp_path / "out", "--to", "universal")
+    assert result.code == 2 and "no optimizer state" in result.err and not (tmp_path / "out").exists()
+
+
+def test_bf16_weights_of_another_trainer_become_masters(tmp_path):
+    source = FIXTURES / "dcp" / "fsdp2"
+    made = run("convert", source / "checkpoint", tmp_path / "out", "--to", "deepspeed", "--dp", 2, "--model", source / "model")
+    assert made.code == 0, made.err
+    found = reshard.open(tmp_path / "out")
+    assert {(t.role, t.dtype.name) for t in found.index.tensors} == {
+        ("master", "F32"), ("moment1", "F32"), ("moment2", "F32"), ("step", "F32")
+    }  # fmt: skip
+    assert reshard.verify(reshard.open(source / "checkpoint", model=source / "model"), found, cast=True).equal
+
+
+def test_overwriting_replaces_the_whole_tag(tmp_path):
+    for dp in (4, 2):
+        result = run("convert", ZERO / "z3-4" / "checkpoint", tmp_path / "out", "--to", "deepspeed", "--dp", dp, "--overwrite")
+        assert result.code == 0, result.err
+        assert reshard.open(tmp_path / "out").index.facts.parallel["dp"] == dp
+    assert len(list((tmp_path / "out" / "global_step2").iterdir())) == 4
+
+
+def test_inspect_tells_ranks_and_runs():
+    result = run("inspect", ZERO / "z3-4" / "checkpoint", "--tensor", "llama.lm_head.weight", "--json")
+    document = json.loads(result.out)
+    assert document["parallel"]["dp"] == 4 and document["producer"] == "DeepSpeed ZeRO-3" and document["version"] == "0.19.8"
+    pieces = next(t for t in document["tensors"] if t["role"] == "master")["pieces"]
+    assert sorted({piece["rank"] for piece in pieces}) == [0, 1, 2, 3]
