@@ -10,8 +10,9 @@ import numpy as np
 from reshard.boxes import Box, blocks
 from reshard.canonical import Canonical
 from reshard.digests import Fingerprint, block_digest, fingerprint, tensor_digest
+from reshard.engine.casts import cast
 from reshard.engine.pool import run_jobs, workers_within
-from reshard.engine.transfer import Block, Pieces, Worker, bytes_of, cast
+from reshard.engine.transfer import Block, Pieces, Worker, bytes_of
 from reshard.errors import DifferenceFound
 from reshard.files import Files, read
 from reshard.index import Index, Tensor

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from reshard.boxes import blocks
 from reshard.dtypes import DType
-from reshard.engine.transfer import Pieces, Worker, cast
+from reshard.engine.casts import cast
+from reshard.engine.transfer import Pieces, Worker
 from reshard.errors import RequestError
 from reshard.files import Files
 from reshard.fusion import Section, StoredTensor

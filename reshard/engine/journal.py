@@ -18,7 +18,7 @@ from reshard.outputs import Staging
 
 # Short, so that the disk works while blocks are still being copied: with 5 s the last sync alone took a third of the time of a
 # 2 GB conversion. A sync that takes longer than this simply delays the next one.
-SECONDS_BETWEEN_SYNCS = 1.0
+SECONDS_BETWEEN_SYNCS = 0.25
 
 BlockKey = tuple[int, int]
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from reshard.boxes import Box, blocks
 from reshard.digests import Fingerprint, block_digest, fingerprint, tensor_digest
+from reshard.engine.casts import cast
 from reshard.engine.journal import BlockKey, Journal, read_journal
 from reshard.engine.pool import run_jobs, workers_within
-from reshard.engine.transfer import Pieces, Worker, bytes_of, cast
+from reshard.engine.transfer import Pieces, Worker, bytes_of
 from reshard.errors import CheckpointError, RequestError
 from reshard.layout import Sidecar
 from reshard.outputs import WORK_FOLDER, Staging

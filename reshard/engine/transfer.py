@@ -1,4 +1,4 @@
-"""Gather a block from its pieces, cast it, scatter it to its pieces. One worker, its buffers, no decisions."""
+"""Gather a block from its pieces, scatter it to its pieces. One worker, its buffers, no decisions."""
 
 from __future__ import annotations
 
@@ -117,18 +117,6 @@ class Worker:
         for span in spans(piece, shared, self._scratch.nbytes, dense=False):
             self._files.read_into(piece.extent.path, span.byte_offset, self._scratch.data[: span.nbytes])
             yield span.box, _array(self._scratch, span.box.sizes, piece.extent.dtype, span.strides)
-
-
-def cast(block: Block, source: DType, target: DType) -> Block:
-    """The block's values in another element type, exactly as torch converts them (round to nearest even)."""
-    if source == target:
-        return block
-    import torch
-
-    tensor = torch.frombuffer(bytes_of(block), dtype=getattr(torch, source.torch)).to(getattr(torch, target.torch))
-    words = tensor.view(torch.uint8).numpy().view(target.word)
-    result: Block = words.reshape(block.shape)
-    return result
 
 
 def bytes_of(part: Block) -> memoryview:

@@ -17,7 +17,8 @@ from reshard import dtypes as dtype_table
 from reshard.boxes import blocks
 from reshard.canonical import Canonical
 from reshard.compare import Comparison, Side, compare, fingerprint_blocks, fingerprint_of
-from reshard.engine.transfer import Pieces, Worker, cast
+from reshard.engine.casts import cast
+from reshard.engine.transfer import Pieces, Worker
 from reshard.errors import CheckpointError
 from reshard.files import LocalFiles
 

@@ -11,7 +11,7 @@ from places import FIXTURES, described, open_case, truth
 
 import reshard
 from reshard.canonical import Selection
-from reshard.engine.transfer import cast
+from reshard.engine.casts import cast
 from reshard.errors import CheckpointError, RequestError
 from reshard.fusion import whole
 from reshard.views import LazyTensor
