@@ -123,11 +123,16 @@ class Index:
     def check(self) -> None:
         """Raises CheckpointError for the first tensor that has a hole or pieces that overlap without being equal."""
         seen: set[tuple[str, str]] = set()
+        # Tensors that are cut alike may share their columns, which then have been checked.
+        covered: set[tuple[object, ...]] = set()
         for tensor in self.tensors:
             if (tensor.role, tensor.name) in seen:
                 raise CheckpointError("two tensors have this name", where=tensor.name, why="Which one is meant cannot be known")
             seen.add((tensor.role, tensor.name))
-            check_coverage(tensor)
+            columns = id(tensor.shards.offsets), id(tensor.shards.sizes), id(tensor.shards.primary), tensor.shape
+            if columns not in covered:
+                check_coverage(tensor)
+                covered.add(columns)
 
 
 def check_coverage(tensor: Tensor) -> None:
@@ -208,7 +213,7 @@ def _some(names: list[str], most: int = 4) -> str:
 
 
 def sharding_text(tensor: Tensor) -> str:
-    """How a tensor is cut, for a reader: "whole", "4 along axis 0", "2 x 4 along axes 0, 1", with replicas."""
+    """How a tensor is cut, for a reader: "whole", "4 along axis 0", "2 x 4 along axes 0, 1", "7 boxes, cut between elements", with replicas."""
     shards = tensor.shards
     rows = np.flatnonzero(primary_rows(shards) & (shards.sizes > 0).all(axis=1))
     if not len(rows):
@@ -218,5 +223,7 @@ def sharding_text(tensor: Tensor) -> str:
     text = "whole"
     if cut:
         text = " x ".join(str(parts[axis]) for axis in cut) + f" along {'axis' if len(cut) == 1 else 'axes'} {', '.join(map(str, cut))}"
+        if math.prod(parts) != len(rows):  # flat buffers are cut between any two elements: a part of a row, rows, a part of a row
+            text = f"{len(rows)} boxes, cut between elements"
     filled = int((shards.sizes > 0).all(axis=1).sum())
     return text if filled == len(rows) else f"{text}, {filled} copies of {len(rows)} boxes"
