@@ -1,11 +1,11 @@
 """How fast and how small: reshard against `cp` of the same bytes, and against what torch and accelerate offer, in one run.
 
-    python benchmarks/run.py [--size 4] [--memory-sizes 1,4,8] [--pairs 5] [--work DIR] [--peers PYTHON]
+    python benchmarks/run.py [--size 4] [--memory-sizes 1,4,8] [--pairs 5] [--work DIR] [--peers PYTHON] [--deepspeed PYTHON] [--only PART]
 
 Every measurement is of a whole process, its start included. `cp` and reshard take turns, on a warm cache; `cp` is followed by a
 `sync` of the copies, because reshard syncs what it writes. The ratio is taken pair by pair; its median counts. PYTHON is an interpreter
-with torch, accelerate and verl (peers.py says how to make one); without it the peers and the cases that start from their files are
-left out.
+with torch, accelerate and verl, or with DeepSpeed (peers.py and deepspeed_peers.py say how to make them); without it the peers and
+the cases that start from their files are left out.
 """
 
 from __future__ import annotations
@@ -42,12 +42,18 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--work", type=Path, default=None)
     parser.add_argument("--peers", help="a Python with torch and accelerate")
+    parser.add_argument("--deepspeed", help="a Python with DeepSpeed")
+    parser.add_argument("--only", choices=["speed", "memory", "scale", "deepspeed"])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="reshard-benchmark-", dir=options.work) as work:
-        speed(Path(work), options.size, options.pairs, options.peers)
-        memory(Path(work), [float(size) for size in options.memory_sizes.split(",")])
-        if options.peers:
-            scale(Path(work), options.peers)
+        parts = {
+            "speed": lambda: speed(Path(work), options.size, options.pairs, options.peers),
+            "memory": lambda: memory(Path(work), [float(size) for size in options.memory_sizes.split(",")]),
+            "scale": lambda: scale(Path(work), options.peers) if options.peers else None,
+            "deepspeed": lambda: deepspeed(Path(work), options.pairs, options.deepspeed) if options.deepspeed else None,
+        }
+        for name in [options.only] if options.only else parts:
+            parts[name]()
 
 
 def speed(work: Path, gigabytes: float, pairs: int, peers: str | None) -> None:
@@ -104,6 +110,37 @@ def in_turn(source: Path, out: Path, command: list[object], pairs: int) -> list[
             remove(out)
         found.append((pair["ours"], pair["cp"]))
     return found[1:]
+
+
+def deepspeed(work: Path, turns: int, peers: str) -> None:
+    """2 GB of ZeRO-3 by real DeepSpeed: reshard and DeepSpeed's own tools take turns."""
+    saved, out, script = work / "zero3", work / "out", HERE / "deepspeed_peers.py"
+    measured([peers, script, "save", 2, saved])
+    print(f"\n| 2 GB of ZeRO-3 (4 ranks), {turns} turns | s (min..max) | x reshard | peak MB |\n|---|---|---|---|", flush=True)
+    jobs = [
+        ("-> hf, fp32", [*RESHARD, "convert", saved, out, "--to", "hf"], "zero_to_fp32"),
+        ("-> hf, bf16", [*RESHARD, "convert", saved, out, "--to", "hf", "--dtype", "bf16"], None),
+        ("-> universal", [*RESHARD, "convert", saved, out, "--to", "universal"], "ds_to_universal"),
+    ]
+    for name, command, job in jobs:
+        commands = {"reshard": command} | ({job: [peers, script, job, saved, out]} if job else {})
+        found: dict[str, list[Run]] = {who: [] for who in commands}
+        for turn in range(turns + 1):
+            for who in commands if turn % 2 else reversed(commands):
+                run = measured(commands[who])
+                remove(out)
+                if turn:
+                    found[who].append(run)
+        ours = statistics.median(run.seconds for run in found["reshard"])
+        for who, runs in found.items():
+            seconds = sorted(run.seconds for run in runs)
+            middle = statistics.median(seconds)
+            print(
+                f"| {who} {name if who == 'reshard' else ''} | {middle:.2f} ({seconds[0]:.2f}..{seconds[-1]:.2f}) | {middle / ours:.1f} "
+                f"| {max(run.megabytes for run in runs):.0f} |",
+                flush=True,
+            )
+    remove(saved)
 
 
 def memory(work: Path, sizes: list[float]) -> None:

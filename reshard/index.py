@@ -77,8 +77,8 @@ class RunFacts:
     """What the files tell about the run that wrote them, as far as they do.
 
     `parallel` maps words such as "tp" to sizes; `mesh` is the run's device mesh; `config` is the Hugging Face config; `notes` are
-    sentences for a reader. `state` holds plain values that the run would need to go on: counters, its schedule's state. `tied` maps second names of
-    weights to the first, `buffers` names what no optimizer sees; None where the files do not tell.
+    sentences for a reader. `state` holds plain values that the run would need to go on: counters, its schedule's state. `tied` maps
+    second names of weights to the first, `buffers` names what no optimizer sees; None where the files do not tell.
     """
 
     producer: str | None = None
@@ -213,7 +213,7 @@ def _some(names: list[str], most: int = 4) -> str:
 
 
 def sharding_text(tensor: Tensor) -> str:
-    """How a tensor is cut, for a reader: "whole", "4 along axis 0", "2 x 4 along axes 0, 1", "7 boxes, cut between elements", with replicas."""
+    """How a tensor is cut: "whole", "4 along axis 0", "2 x 4 along axes 0, 1", "7 boxes, cut between elements"; with replicas."""
     shards = tensor.shards
     rows = np.flatnonzero(primary_rows(shards) & (shards.sizes > 0).all(axis=1))
     if not len(rows):

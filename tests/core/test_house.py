@@ -18,7 +18,8 @@ ORDER = [
     "containers.distributed_tensors", "containers.dcp_metadata",
     "architecture", "architectures", "shards", "index", "optimizers", "state_dicts", "collect", "rank_files",
     "flat_parameters", "wrappers", "canonical", "join", "splits", "fusion", "layout", "model_files", "digests", "plans", "proof",
-    "summaries", "engine.pool", "engine.journal", "engine.casts", "engine.transfer", "engine.run", "compare", "views", "adapter", "registry", "verbs",
+    "summaries",
+    "engine.pool", "engine.journal", "engine.casts", "engine.transfer", "engine.run", "compare", "views", "adapter", "registry", "verbs",
 ]  # fmt: skip
 OUTSIDE = {"__init__", "__main__", "containers", "engine"}
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -231,7 +232,7 @@ def test_padding_is_nobodys(case, tmp_path):
     for path, ranges in owned.items():
         raw = bytearray((folder / path).read_bytes())
         ranges.sort()
-        for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False):
+        for (_, stop), (start, _) in pairwise(ranges):
             if 0 < start - stop < 64:  # within one storage: between storages lies a zip header, which is longer
                 raw[stop:start] = b"\xff" * (start - stop)
                 changed += start - stop

@@ -19,6 +19,15 @@ DESCRIPTIONS = [
     ("torch_checkpointing/tp", "metadata.pkl"),
     ("dcp_safetensors/tp", "shard-00002-model-00001-of-00001.safetensors"),
     ("dcp/int-keyed", ".metadata"),
+    ("deepspeed/z1-groups", "global_step2/mp_rank_00_model_states.pt"),
+    ("deepspeed/z1-groups", "global_step2/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    ("deepspeed/z3-4", "global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt"),
+    ("deepspeed/z3-4", "global_step2/bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"),
+    ("deepspeed/z2-old-container", "global_step2/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+    ("deepspeed_parallel/autotp3-z1", "global_step2/mp_rank_00_model_states.pt"),
+    ("deepspeed_parallel/autoep2-z2", "global_step2/mp_rank_00_model_states.pt"),
+    ("deepspeed_parallel/moe-ep2-z0", "global_step2/expp_rank_0_mp_rank_00_optim_states.pt"),
+    ("universal/z3-subgroups", "global_step2_universal/zero/optimizer_state.pt"),
 ]
 
 
