@@ -326,3 +326,10 @@ def test_inspect_tells_ranks_and_runs():
     assert document["parallel"]["dp"] == 4 and document["producer"] == "DeepSpeed ZeRO-3" and document["version"] == "0.19.8"
     pieces = next(t for t in document["tensors"] if t["role"] == "master")["pieces"]
     assert sorted({piece["rank"] for piece in pieces}) == [0, 1, 2, 3]
+
+
+def test_how_tensor_parallel_parts_lie_is_never_guessed():
+    """0.18 notes nothing: q_proj is cut, lm_head is whole on every rank. The config's shapes tell; without them it is asked for."""
+    case = FIXTURES / "deepspeed_versions" / "0.18.2-autotp2-z1"
+    assert reshard.open(case / "checkpoint", model=case / "model").index.by_role("weight")["lm_head.weight"].shape == (50, 16)
+    refused(case / "checkpoint", "2 tensor-parallel ranks", "--model DIR")
