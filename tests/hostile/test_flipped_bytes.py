@@ -27,7 +27,7 @@ DESCRIPTIONS = [
     ("deepspeed_parallel/autotp3-z1", "global_step2/mp_rank_00_model_states.pt"),
     ("deepspeed_parallel/autoep2-z2", "global_step2/mp_rank_00_model_states.pt"),
     ("deepspeed_parallel/moe-ep2-z0", "global_step2/expp_rank_0_mp_rank_00_optim_states.pt"),
-    ("universal/z3-subgroups", "global_step2_universal/zero/optimizer_state.pt"),
+    ("universal/z3-frozen", "global_step2_universal/zero/optimizer_state.pt"),
 ]
 
 
