@@ -42,6 +42,13 @@ def data_parallel_ranks(
                 check_ranks(paths, first.dp, "data-parallel", why=f"{first.path} says dp_world_size {first.dp}")
         return first.dp or 1
     told = next(iter(optimizers.values()))
+    if odd := [states.path for states in optimizers.values() if (states.stage == 3) != bool(tag.zero_models)]:
+        raise CheckpointError(
+            f"its optimizer is {'not ' if tag.zero_models else ''}of ZeRO-3, {first.path} is {'' if tag.zero_models else 'not'}",
+            where=odd[0],
+            why="Two saves lie under the same tag; which of them is meant cannot be known",
+            do="Move the files of the older save away",
+        )
     ranks = max(told.ranks, default=0) or (first.dp or 0)
     if told.stage == 2 and first.dp and any(count and count < first.dp for count in told.ranks):
         ranks = first.dp  # expert groups are shared by fewer ranks than there are

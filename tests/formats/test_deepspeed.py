@@ -134,6 +134,13 @@ def test_two_stages_under_one_tag_are_named(tmp_path):
     refused(folder, "mp_rank_00_model_states", "without ZeRO-3")
 
 
+def test_an_optimizer_of_another_stage_is_named(tmp_path):
+    folder, tag = copied(ZERO / "z1-bf16", tmp_path)
+    name = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(next((ZERO / "z3-bf16" / "checkpoint").glob(f"*/{name}")), tag)
+    refused(folder, re.escape(name), "of ZeRO-3")
+
+
 def test_a_rank_of_a_run_of_another_size_is_named(tmp_path):
     folder, tag = copied(ZERO / "z2-bf16-3", tmp_path)
     name = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
