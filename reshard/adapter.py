@@ -22,7 +22,10 @@ class Hints:
 
 
 class Reader(Protocol):
-    """A format that can be read. `owns` are globs of the file names that hold its weights and indexes."""
+    """A format that can be read. `owns` are globs of the file names that hold its weights and indexes.
+
+    It may have `examine(files, index) -> Index`, for what some elements tell that metadata do not; it is asked when a checkpoint is opened.
+    """
 
     name: str
     summary: str

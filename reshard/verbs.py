@@ -98,6 +98,8 @@ def open(path: PathLike, *, format: str | None = None, model: PathLike | None = 
         index = without_wrappers(found.read(files, Hints(model_files.config)))
     index.check()
     check_steps(files, index.tensors)
+    if hasattr(found, "examine"):
+        index = found.examine(files, index)
     return Checkpoint(os.fspath(path), files, index, model_files, reason)
 
 

@@ -23,6 +23,7 @@ from reshard.layout import Layout
 from reshard.model_files import ModelFiles
 from reshard.plans import Target
 
+from .checks import check_same_moment
 from .reading import read
 from .tag import find_tag, is_file_of_a_tag, open_tag
 from .writing import lay_out
@@ -45,6 +46,9 @@ class DeepSpeed:
         if folder is None:
             raise CheckpointError("there is no tag here: no *_model_states.pt, and no folder with any", where=files.root)
         return read(files, open_tag(files, folder), hints)
+
+    def examine(self, files: Files, index: Index) -> Index:
+        return check_same_moment(files, index)
 
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
         return lay_out(content, target, companions)

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+import numpy as np
+
+from reshard.boxes import Box
+from reshard.engine.casts import Block, cast
 from reshard.errors import CheckpointError
+from reshard.files import Files, read
+from reshard.index import Index, Tensor
 
 from .assembly import Topology
 from .states import ModelStates, OptimizerStates
@@ -114,3 +121,59 @@ def check_steps_agree(models: Mapping[tuple[int, int], ModelStates]) -> None:
                 why="The files are from different runs",
                 do="Keep the files of one save only",
             )
+
+
+def check_same_moment(files: Files, index: Index) -> Index:
+    """The index, with a note if the optimizer has counted other steps than the run.
+
+    Then some elements of the model's copy are looked at, too: masters round to it if they are of the same step. An optimizer that was
+    begun anew has counted fewer steps, and fits.
+    Raises: CheckpointError if they do not round to it.
+    """
+    counted, run, skipped = _counted(files, index), index.facts.step, index.facts.state.get("skipped_steps", 0)
+    if counted is None or run is None or counted == run - (skipped if type(skipped) is int else 0):
+        return index
+    weights = index.by_role("weight")
+    for name, master in index.by_role("master").items():
+        weight = weights.get(name)
+        if weight is None or not len(master.shards) or len(weight.shards) != 1 or (found := _sample(files, master, weight)) is None:
+            continue
+        ours, theirs = found
+        if not np.array_equal(cast(ours, master.dtype, weight.dtype), theirs):
+            raise CheckpointError(
+                f"the optimizer has counted {counted} steps, the model's file is of step {run}, and the master of {name} in "
+                f"{master.shards.path(0)} does not round to the model's copy",
+                where=weight.shards.path(0),
+                why="Model and optimizer are from different steps of the run: a save under this tag was not finished, or files were mixed",
+                do="Take another tag, or keep the files of one save only",
+            )
+    note = f"the optimizer has counted {counted} steps, the run {run}"
+    return replace(index, facts=replace(index.facts, notes=(*index.facts.notes, note)))
+
+
+def _counted(files: Files, index: Index) -> int | None:
+    for tensor in index.tensors:
+        if tensor.role == "step" and tensor.dtype.name == "F32" and len(tensor.shards):
+            extent = tensor.shards.extent(0)
+            return int(np.frombuffer(read(files, extent.path, extent.byte_offset, 4), np.float32)[0])
+    told = [group.settings.get("step") for group in index.param_groups()]
+    return next((step for step in told if type(step) is int), None)
+
+
+_SAMPLED = 64
+
+
+def _sample(files: Files, master: Tensor, weight: Tensor) -> tuple[Block, Block] | None:
+    """The first elements of the master's first piece, and the same ones of the model's copy, as words."""
+    found = []
+    first = master.shards.box(0)
+    if not first.sizes:
+        return None
+    box = Box(first.offsets, (*(1 for _ in first.sizes[:-1]), min(first.sizes[-1], _SAMPLED)))
+    for tensor in (master, weight):
+        piece = tensor.shards.piece(0)
+        if piece.extent.strides[-1] != 1 or not piece.box.contains(box):
+            return None
+        raw = read(files, piece.extent.path, piece.byte_offset_of(box), box.volume * tensor.dtype.itemsize)
+        found.append(np.frombuffer(bytearray(raw), tensor.dtype.word))
+    return found[0], found[1]

@@ -168,6 +168,26 @@ def test_model_states_of_another_step_are_named(tmp_path):
     refused(folder, "rank_3_", "of step 5", "of step 2")
 
 
+def change_steps(path, key, step):
+    raw = path.read_bytes()
+    at = raw.index(b"K\x02", raw.index(key))
+    path.write_bytes(raw[: at + 1] + bytes([step]) + raw[at + 2 :])
+
+
+def test_a_model_of_another_step_than_its_optimizer_is_named(tmp_path):
+    """As a save leaves it that was stopped between the two: newer weights beside older masters."""
+    folder, tag = copied(ZERO / "z2-bf16-3", tmp_path)
+    model = tag / "mp_rank_00_model_states.pt"
+    weight = reshard.open(folder).index.by_role("weight")["model.layers.0.mlp.up_proj.weight"].shards.extent(0)
+    change_steps(model, b"global_steps", 3)
+    found = reshard.open(folder)
+    assert any("counted 2 steps, the run 3" in note for note in found.index.facts.notes), "an optimizer begun anew is no fault"
+    raw = bytearray(model.read_bytes())
+    raw[weight.byte_offset] ^= 1
+    model.write_bytes(raw)
+    refused(folder, "counted 2 steps", "of step 3", "up_proj")
+
+
 def test_parameters_of_another_run_are_named(tmp_path):
     folder, tag = copied(ZERO / "z3-bf16", tmp_path)
     name = "zero_pp_rank_1_mp_rank_00_model_states.pt"
