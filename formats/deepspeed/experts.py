@@ -85,12 +85,9 @@ def _members(model: ModelStates, own: Mapping[int, OptimizerStates], g: int) -> 
         raise CheckpointError(
             f"group {g} is shared by {sharing} ranks, of {len(everyone)} in all", where=first.path, do="Keep the files of one save only"
         )
-    data_first = any(model.config.get(key) for key in _DATA_FIRST)
+    data_first = bool(model.config.get("use_data_before_expert_parallelism"))
     for ep_rank in range(ep):
         yield [dp for dp in everyone if (dp // sharing if data_first else dp % ep) == ep_rank]
-
-
-_DATA_FIRST = ("use_data_before_expert_parallelism", "use_data_before_expert_parallel_", "use_data_before_expert_parallel")
 
 
 def _placed(model: ModelStates, parameters: Parameters, ep_rank: int) -> Iterator[tuple[str, Placed]]:
