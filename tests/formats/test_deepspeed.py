@@ -12,8 +12,10 @@ from places import FIXTURES, described, open_case, truth
 
 import reshard
 from reshard.canonical import Selection
+from reshard.containers import torch_zip
 from reshard.engine.casts import cast
 from reshard.errors import CheckpointError, RequestError
+from reshard.files import LocalFiles
 from reshard.fusion import whole
 from reshard.views import LazyTensor
 
@@ -360,3 +362,51 @@ def test_how_tensor_parallel_parts_lie_is_never_guessed():
     case = FIXTURES / "deepspeed_versions" / "0.18.2-autotp2-z1"
     assert reshard.open(case / "checkpoint", model=case / "model").index.by_role("weight")["lm_head.weight"].shape == (50, 16)
     refused(case / "checkpoint", "2 tensor-parallel ranks", "--model DIR")
+
+
+def test_tied_weights_are_known_by_their_memory_where_nothing_notes_them(tmp_path):
+    """Only global rank 0 writes shared_params."""
+    folder, tag = copied(ZERO / "z2-tied", tmp_path)
+    path = tag / "mp_rank_00_model_states.pt"
+    raw = path.read_bytes()
+    assert raw.count(b"shared_params") == 1
+    path.write_bytes(raw.replace(b"shared_params", b"shared_nobody"))
+    found = reshard.open(folder).index
+    assert dict(found.facts.tied) == {"lm_head.weight": "model.embed_tokens.weight"} and "lm_head.weight" in found.by_role("master")
+
+
+def test_sub_groups_are_cut_as_the_run_cuts_them(tmp_path):
+    """DeepSpeed pairs them by number when it loads."""
+
+    def groups(folder):
+        path = sorted(folder.rglob("*pp_rank_1_*optim_states.pt"))[0]
+        root = torch_zip.read(LocalFiles(path), path.name, locate=False)
+        return [flat.shape for flat in root["optimizer_state_dict"]["fp32_flat_groups"]]
+
+    source = ZERO / "z3-subgroups" / "checkpoint"
+    assert run("convert", source, tmp_path / "out", "--to", "deepspeed", "--dp", 3).code == 0
+    assert groups(tmp_path / "out") == groups(source) and len(groups(source)) == 4
+
+
+def test_quantised_frozen_weights_without_scales_are_refused(tmp_path):
+    """zero_quantized_nontrainable_weights does not run on a CPU; the file is put together from a real one."""
+    import torch
+
+    folder, tag = copied(ZERO / "z3-frozen", tmp_path)
+    for path in tag.glob("*_model_states.pt"):
+        states = torch.load(path, weights_only=True)
+        states["frozen_param_fragments"] = {name: part.to(torch.int8) for name, part in states["frozen_param_fragments"].items()}
+        torch.save(states, path)
+    refused(folder, "quantised", "scales", "frozen|embed_tokens|k_proj|gain")
+
+
+def test_masters_that_were_swapped_away_are_refused(tmp_path):
+    """NVMe offload leaves empty groups in the file and swap files beside it; put together from a real checkpoint, as above."""
+    import torch
+
+    folder, tag = copied(ZERO / "z3-4", tmp_path)
+    (tag / "offloaded_tensors" / "rank00").mkdir(parents=True)
+    for path in tag.glob("*_optim_states.pt"):
+        flats = {"fp32_flat_groups": [torch.empty(0)], "partition_count": 4, "optimizer_state_dict": {"state": {}, "param_groups": []}}
+        torch.save({"optimizer_state_dict": flats | {"zero_stage": 3}, "ds_config": {}}, path)
+    refused(folder, "swapped to NVMe", "offloaded_tensors")
