@@ -115,7 +115,8 @@ def _role(name: str, kind: str) -> tuple[Role, str]:
 
 
 def _row(reading: Reading, paths: Mapping[int, str], held: Mapping[int, AnyTensor]) -> Row:
-    return Row(tuple(paths.values()), ranks_of(paths), tuple(held.values()), reading.locations)
+    # A tensor that was swapped out lies in a file of its own.
+    return Row(tuple(tensor.path for tensor in held.values()), ranks_of(paths), tuple(held.values()), reading.locations)
 
 
 def _check_not_swapped(reading: Reading, first: OptimizerStates, groups: Sequence[Parameters]) -> None:
@@ -123,10 +124,11 @@ def _check_not_swapped(reading: Reading, first: OptimizerStates, groups: Sequenc
     if expected and not any(elements(flat) for flat in first.masters):
         raise CheckpointError(
             "its full-precision groups are empty"
-            + (": they were swapped to NVMe, and offloaded_tensors/ holds them" if reading.tag.swapped else ""),
+            + (", and offloaded_tensors/ does not hold what they name" if reading.tag.swapped else "")
+            + ": they were swapped to NVMe",
             where=first.path,
-            why="Which parameter is in which swapped file is known to the training process only",
-            do="Load the checkpoint once with DeepSpeed and save it without NVMe offload",
+            why="The masters are in swap files of the training machine, which DeepSpeed copies to offloaded_tensors/ beside the states",
+            do="Copy that folder from where the checkpoint was written, or save once without NVMe offload",
         )
 
 

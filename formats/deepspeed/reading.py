@@ -73,8 +73,6 @@ def read(files: Files, tag: Tag, hints: Hints) -> Index:
     if reading.unread:
         some = ", ".join(list(reading.unread)[:3])
         reading.notes.append(f"of tied modules only the tables are kept equal by the stages; taken from the first stage alone: {some}")
-    if tag.swapped:
-        reading.notes.append("offloaded_tensors/ holds copies of what was swapped to NVMe; it is not read")
     facts = RunFacts(
         _producer(first, optimizers),
         first.version or next((found.version for found in optimizers.values() if found.version), None),
@@ -86,7 +84,8 @@ def read(files: Files, tag: Tag, hints: Hints) -> Index:
         tied=dict(reading.aliases),
         buffers=None if first.buffers is None else tuple(sorted(first.buffers)),
     )
-    stored = tuple(StoredFile(path, files.size(path) or 0) for path in tag.paths())
+    used = dict.fromkeys((*tag.paths(), *(flat.path for states in optimizers.values() for flat in states.masters)))
+    stored = tuple(StoredFile(path, files.size(path) or 0) for path in used)
     merged = merged_groups(reading.groups)
     return Index("deepspeed", tensors, stored, facts, objects=tuple(reading.objects), param_groups=lambda: merged)
 
@@ -119,8 +118,11 @@ def models_of(files: Files, tag: Tag) -> dict[tuple[int, int], ModelStates]:
 
 
 def _optimizers(files: Files, tag: Tag) -> dict[tuple[int, int], OptimizerStates]:
+    # With model parallelism, which global rank a swap folder is of is not told.
+    alone = all(mp == 0 for _, mp in tag.optimizers)
+
     def perform(some: Sequence[tuple[tuple[int, ...], str]]) -> dict[tuple[int, int], OptimizerStates]:
-        return {(dp, mp): read_optimizer(files, path) for (dp, mp), path in some}
+        return {(dp, mp): read_optimizer(files, path, tag.swapped_of(dp) if alone else None) for (dp, mp), path in some}
 
     return dict(chain.from_iterable(found.items() for found in in_processes(list(tag.optimizers.items()), perform)))
 

@@ -7,7 +7,7 @@
     <tag>/layer_LL[-model_TT]-model_states.pt                a layer of a PipelineModule
     <tag>/[layer_L_]expert_E_mp_rank_MM_model_states.pt      an expert of a MoE layer
     <tag>/expp_rank_E_mp_rank_MM_optim_states.pt             the optimizer of an expert-parallel rank, without ZeRO
-    <tag>/offloaded_tensors/                                 what was swapped to NVMe
+    <tag>/offloaded_tensors/rankRR/[<kind>-]<ds_id>.tensor.swp   what was swapped to NVMe: a master's row, or a state's
 
 MM = pipeline stage * tensor-parallel size + tensor-parallel rank; D is the data-parallel rank. Source: deepspeed/runtime/engine.py,
 _get_ckpt_name, _get_zero_ckpt_name and their like; measured on DeepSpeed 0.14.5, 0.16.9 and 0.19.8.
@@ -54,6 +54,10 @@ class Tag:
     @property
     def name(self) -> str:
         return self.folder.rstrip("/").rpartition("/")[2]
+
+    def swapped_of(self, dp: int) -> str | None:
+        """The folder of what a data-parallel rank had swapped to NVMe: it has the number of the global rank."""
+        return f"{self.folder}{_SWAPPED}rank{dp:02d}/" if self.swapped else None
 
     def paths(self) -> Iterator[str]:
         for kind in _NAMES:

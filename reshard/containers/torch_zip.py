@@ -65,10 +65,17 @@ class UnlocatedTensor:
 AnyTensor = StoredTensor | UnlocatedTensor
 
 
-def read(files: Files, path: str, *, start: int = 0, nbytes: int | None = None, locate: bool = True) -> Any:
+Attributes = dict[str, Any]
+
+
+def read(
+    files: Files, path: str, *, start: int = 0, nbytes: int | None = None, locate: bool = True, attributes: Attributes | None = None
+) -> Any:
     """The root object of a torch.save file, or of the byte range of a file that is one.
 
     locate: finding where a storage's bytes start takes a small read for each; without it the tensors of a zip are UnlocatedTensors.
+
+    attributes: gets, by a tensor's `storage`, the attributes that a plain tensor was given and carries along.
 
     Tensors and Parameters are StoredTensors. Subclasses are Inerts with the subclass's own `state`: one that wraps other
     tensors (ShardedTensor, DTensor) has the `args` of _rebuild_wrapper_subclass, any other has its StoredTensor as its only
@@ -77,8 +84,8 @@ def read(files: Files, path: str, *, start: int = 0, nbytes: int | None = None, 
     """
     source = Range(files, path, start, nbytes)
     if source.read(0, min(len(_OLD_MAGIC), source.nbytes)) == _OLD_MAGIC:
-        return _read_old(source)
-    return _read_zip(source, locate=locate)
+        return _read_old(source, attributes)
+    return _read_zip(source, locate=locate, attributes=attributes)
 
 
 def located(files: Files, path: str, member: int) -> int:
@@ -130,7 +137,7 @@ class _Storage(NamedTuple):
     is_member: bool = False
 
 
-def _read_zip(source: Range, *, locate: bool) -> Any:
+def _read_zip(source: Range, *, locate: bool, attributes: Attributes | None = None) -> Any:
     directory = read_directory(source)
     root = _root(source, directory)
 
@@ -153,7 +160,7 @@ def _read_zip(source: Range, *, locate: bool) -> Any:
             storages[key] = _Storage(key, dtype, source.start + at, member.nbytes, is_member=not locate)
         return _claimed(storages[key], dtype, count, source)
 
-    return load(pickle, where=source.where, storage=storage, rebuild=_rebuild_functions(source))
+    return load(pickle, where=source.where, storage=storage, rebuild=_rebuild_functions(source, attributes))
 
 
 _SAVE_AGAIN = "Load it with torch on a machine you do not mind, and save the tensors again"
@@ -189,7 +196,7 @@ def _claimed(storage: _Storage, dtype: DType | None, count: int, source: Range) 
     return storage._replace(dtype=dtype, nbytes=nbytes)
 
 
-def _rebuild_functions(source: Range) -> Rebuild:
+def _rebuild_functions(source: Range, attributes: Attributes | None) -> Rebuild:
     """torch's functions that make tensors, as functions that make StoredTensors."""
 
     def tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: DType | None = None, metadata: Any = None) -> AnyTensor:
@@ -215,14 +222,20 @@ def _rebuild_functions(source: Range) -> Rebuild:
     def parameter(data: Any, *_: Any) -> Any:
         return data
 
+    def from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
+        found = _from_type(function, kind, args, state)
+        if attributes is not None and isinstance(found, StoredTensor | UnlocatedTensor):
+            attributes[found.storage] = state
+        return found
+
     return {
         "torch._utils._rebuild_tensor": tensor_v2,
         "torch._utils._rebuild_tensor_v2": tensor_v2,
         "torch._utils._rebuild_tensor_v3": tensor_v3,
         "torch._utils._rebuild_parameter": parameter,
         "torch._utils._rebuild_parameter_with_state": parameter,
-        "torch._tensor._rebuild_from_type": _from_type,
-        "torch._tensor._rebuild_from_type_v2": _from_type,
+        "torch._tensor._rebuild_from_type": from_type,
+        "torch._tensor._rebuild_from_type_v2": from_type,
     }
 
 
@@ -279,7 +292,7 @@ _OLD_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _OLD_LIMIT = 1 << 30
 
 
-def _read_old(source: Range) -> Any:
+def _read_old(source: Range, attributes: Attributes | None) -> Any:
     """The root object of an old file:
 
     | magic | protocol 1001 | system | object | list of storage keys | per key: int64 count of elements, bytes |
@@ -319,7 +332,7 @@ def _read_old(source: Range) -> Any:
             source.refuse(f"the storage {key!r} of a tensor is not in the file")
         return _claimed(_old_view(storages[key], dtype, pid, source), dtype, count, source)
 
-    return load(root, where=source.where, storage=storage, rebuild=_rebuild_functions(source))
+    return load(root, where=source.where, storage=storage, rebuild=_rebuild_functions(source, attributes))
 
 
 def _leading_pickles(source: Range, count: int) -> tuple[list[bytes], int]:

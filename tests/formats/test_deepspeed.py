@@ -410,3 +410,39 @@ def test_masters_that_were_swapped_away_are_refused(tmp_path):
         flats = {"fp32_flat_groups": [torch.empty(0)], "partition_count": 4, "optimizer_state_dict": {"state": {}, "param_groups": []}}
         torch.save({"optimizer_state_dict": flats | {"zero_stage": 3}, "ds_config": {}}, path)
     refused(folder, "swapped to NVMe", "offloaded_tensors")
+
+
+def test_what_was_swapped_to_nvme_is_read_from_its_files(tmp_path):
+    """Real swap files have a mebibyte or more, so here a real ZeRO-3 checkpoint is brought into their form: elements in files named by the
+    masters' ds_id, empty groups in the states. On a real one of 100 MB all tensors were equal to the truth, too."""
+    import torch
+
+    folder, tag = copied(ZERO / "z3-subgroups", tmp_path)
+    for rank in range(3):
+        path = tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        root = torch_zip.read(LocalFiles(path), path.name)
+        states = root["optimizer_state_dict"]
+        swap = tag / "offloaded_tensors" / f"rank{rank:02d}"
+        swap.mkdir(parents=True)
+        raw = path.read_bytes()
+
+        def swapped(flat, name, swap=swap, raw=raw):
+            data = raw[flat.byte_offset : flat.byte_offset + 4 * flat.shape[0]]
+            (swap / f"{name}.tensor.swp").write_bytes(data + b"\xff" * (-len(data) % 1024))
+            return torch.empty(0)
+
+        flats, kept = [], {}
+        for i, flat in enumerate(states["fp32_flat_groups"]):
+            name = f"0_{13 + i}"
+            empty = swapped(flat, name)
+            empty.ds_id = name
+            flats.append(empty)
+            inner = states["optimizer_state_dict"]["state"][i]
+            kept[i] = {kind: swapped(inner[kind], f"{kind}-{name}") for kind in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(2.0)}
+        groups = states["optimizer_state_dict"]["param_groups"]
+        made = {"fp32_flat_groups": flats, "partition_count": 3, "optimizer_state_dict": {"state": kept, "param_groups": groups}}
+        torch.save({"optimizer_state_dict": made | {"zero_stage": 3}, "ds_config": {}}, path)
+    opened = reshard.open(folder)
+    assert {(t.name, t.role): described(t, opened.files) for t in opened.index.tensors} == truth(ZERO / "z3-subgroups")
+    (tag / "offloaded_tensors" / "rank01" / "0_14.tensor.swp").unlink()
+    refused(folder, "rank_1_|rank01", "elements")
