@@ -146,8 +146,21 @@ def test_help_loads_neither_numpy_nor_torch():
     assert not loaded_after("import reshard") & {"numpy", "torch", "click"}
 
 
-@pytest.mark.parametrize("arguments", [["inspect"], ["fingerprint"], ["roundtrip", "--to", "hf"], ["roundtrip", "--to", "dcp"]])
-def test_without_a_cast_torch_is_never_loaded(arguments):
-    source = str(ROOT / "fixtures" / "dcp" / "fsdp2" / "checkpoint")
+@pytest.mark.parametrize(
+    "case, arguments",
+    [
+        ("dcp/fsdp2", ["inspect"]),
+        ("dcp/fsdp2", ["fingerprint"]),
+        ("dcp/fsdp2", ["roundtrip", "--to", "hf"]),
+        ("dcp/fsdp2", ["roundtrip", "--to", "dcp"]),
+        ("deepspeed/z3-4", ["fingerprint"]),
+        ("deepspeed/z3-4", ["roundtrip", "--to", "universal"]),
+        ("deepspeed/z3-4", ["roundtrip", "--to", "deepspeed", "--dp", "3"]),
+        ("deepspeed/z3-4", ["roundtrip", "--to", "hf", "--dtype", "bf16"]),
+        ("universal/z3-frozen", ["fingerprint"]),
+    ],
+)
+def test_without_a_cast_torch_is_never_loaded(case, arguments):
+    source = str(ROOT / "fixtures" / case / "checkpoint")
     loaded = loaded_after(RUN.format([arguments[0], source, *arguments[1:]]))
     assert "numpy" in loaded and "torch" not in loaded
