@@ -53,7 +53,7 @@ target = _all(
     click.option("--tp", default=1, metavar="N", help="Tensor-parallel size."),
     click.option("--pp", default=1, metavar="N", help="Pipeline-parallel size."),
     click.option("--ep", default=1, metavar="N", help="Expert-parallel size."),
-    click.option("--dp", default=1, metavar="N", help="How many data-parallel ranks share every tensor (FSDP)."),
+    click.option("--dp", default=1, metavar="N", help="How many data-parallel ranks share every tensor (FSDP, ZeRO-3)."),
     click.option("--dtype", metavar="DTYPE", help="Cast floating-point tensors, as torch does: bf16, fp16, fp32, fp8 ..."),
     click.option("--keep-dtype", multiple=True, metavar="GLOB", help="Exempt tensors of these names from --dtype."),
     click.option("--engine-version", metavar="V", help="The serving engine's version (default: the newest known)."),

@@ -9,7 +9,7 @@ from reshard.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Tensor-, pipeline- and expert-parallel sizes of a target; dp: how many data-parallel ranks share every tensor (FSDP)."""
+    """Tensor-, pipeline- and expert-parallel sizes of a target; dp: how many data-parallel ranks share every tensor."""
 
     tp: int = 1
     pp: int = 1
