@@ -62,6 +62,7 @@ class Reading:
     nothing: dict[tuple[str, int], Shape] = field(default_factory=dict)
     unnamed: list[Tensor] = field(default_factory=list)
     unread: dict[str, None] = field(default_factory=dict)
+    shapeless: dict[str, int] = field(default_factory=dict)
     groups: dict[tuple[int, int], list[ParamGroup]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from reshard.architecture import find_model
 from reshard.boxes import Box
 from reshard.containers import torch_zip
 from reshard.errors import CheckpointError
@@ -170,22 +171,34 @@ def _shapes(reading: Reading, path: str) -> dict[str, Shape]:
 
 def groups_without_shapes(reading: Reading, model: ModelStates, own: Mapping[int, OptimizerStates]) -> tuple[Parameters, ...]:
     """The groups of a file without param_shapes, as DeepSpeed before 0.19 writes it beside experts: names in the order of the ranks'
-    param_slice_mappings, shapes from the module and the experts' files.
+    param_slice_mappings, shapes from the module and the experts' files, or from the config.
 
-    Raises: CheckpointError if they do not tell either.
+    What else says "expert" in its name those versions drop from the model's file: its master is there, and read as one row of elements.
+    Raises: CheckpointError if not even the names are told.
     """
     shapes: dict[str, Shape] = {str(name): value.shape for name, value in (model.module or {}).items() if is_stored(value)}
     for path in reading.tag.experts.values():
         shapes.update(_shapes(reading, path))
+    declared = find_model(reading.hints.config)
+    shapes |= {name: weight.shape for name, weight in declared.weights.items() if name not in shapes} if declared else {}
     found = []
     for g in range(len(own[0].masters)):
-        names = dict.fromkeys(name for states in own.values() if g < len(states.names) for name in states.names[g])
-        if not names or any(name not in shapes for name in names):
+        members = next(iter(_members(model, own, g)))
+        names: dict[str, int] = {}
+        for name, numel in (each for dp in members if g < len(own[dp].slices) for each in own[dp].slices[g]):
+            names[name] = names.get(name, 0) + numel
+        if not names:
             raise CheckpointError(
                 "it holds no param_shapes, and the optimizer's files do not tell the names and shapes of their flat groups either",
                 where=model.path,
                 why="Without them nobody can know which elements belong to which parameter",
                 do="Save the checkpoint with the model's states",
             )
-        found.append(tuple((name, shapes[name]) for name in names))
+        reading.shapeless.update((name, numel) for name, numel in names.items() if name not in shapes)
+        found.append(tuple((name, shapes.get(name, (numel,))) for name, numel in names.items()))
+    if reading.shapeless:
+        some = ", ".join(list(reading.shapeless)[:3])
+        reading.notes.append(
+            f"{len(reading.shapeless)} parameters are in no model file, nor are their shapes; their masters are read as one row: {some}"
+        )
     return tuple(found)

@@ -132,6 +132,7 @@ def name_tied_layers(reading: Reading) -> None:
 def check_all_there(reading: Reading) -> None:
     """Raises CheckpointError if the optimizer knows a parameter of which the model's files, all but ZeRO-3's, hold no copy."""
     known = {name for role, name in reading.parts if role == "weight"}
+    known |= reading.shapeless.keys()
     lost = [name for role, name in reading.parts if role == "master" and name not in known and not name.startswith(TIED)]
     if lost:
         layer = lost[0].partition(".")[0]

@@ -446,3 +446,18 @@ def test_what_was_swapped_to_nvme_is_read_from_its_files(tmp_path):
     assert {(t.name, t.role): described(t, opened.files) for t in opened.index.tensors} == truth(ZERO / "z3-subgroups")
     (tag / "offloaded_tensors" / "rank01" / "0_14.tensor.swp").unlink()
     refused(folder, "rank_1_|rank01", "elements")
+
+
+def test_a_master_whose_shape_is_in_no_file_is_one_row(tmp_path):
+    """Until 0.18 what says "expert" in its name is dropped from the model's file, and beside experts there are no param_shapes."""
+    case = FIXTURES / "deepspeed_versions" / "0.14.5-moe-ep2-dp4-z2"
+    folder, tag = copied(case, tmp_path)
+    path = tag / "mp_rank_00_model_states.pt"
+    raw = path.read_bytes()
+    assert raw.count(b"head.weight") == 1
+    path.write_bytes(raw.replace(b"head.weight", b"hand.weight"))
+    opened = reshard.open(folder)
+    master = described(opened.index.by_role("master")["head.weight"], opened.files)
+    expected = truth(case)["head.weight", "master"]
+    assert master["sha256"] == expected["sha256"] and master["shape"] == [np.prod(expected["shape"])]
+    assert any("one row: head.weight" in note for note in opened.index.facts.notes)
