@@ -23,7 +23,7 @@ Parameters = tuple[tuple[str, Shape], ...]
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 # What a run goes on from, beside weights and optimizer.
-_PROGRESS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler", "ds_config")
+_PROGRESS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler", "ds_config", "universal_checkpoint_info")
 _KNOWN = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "lr_scheduler",
     "data_sampler", "random_ltd", "sparse_tensor_module_names", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions",

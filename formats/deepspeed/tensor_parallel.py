@@ -53,7 +53,7 @@ class Joins:
             return Whole(parts[0], (((Box.whole(parts[0]), (0,) * len(parts[0])),),))
         if self._matches("autotp_unsupported_parameter_patterns", name):
             raise CheckpointError("DeepSpeed itself notes that it cannot say how its ranks' parts make a whole", where=name)
-        if described := next((value for pattern, value in self._maps.items() if _matches(pattern, name)), None):
+        if described := next((value for pattern, value in self._maps.items() if matches(pattern, name)), None):
             return _by_map(name, described, parts)
         found = self._by_patterns(name, parts) if self._info else self._without_patterns(name, parts)
         if self._matches("vocabulary_parameter_patterns", name):
@@ -68,7 +68,7 @@ class Joins:
         for described in self._info.get("parameter_with_sub_params") or ():
             sub = _attributes(described)
             for pattern in sub.get("patterns") or ():
-                if _matches(pattern, name):
+                if matches(pattern, name):
                     return _fused(name, parts, int(sub["partition_dim"]), self._widths(pattern, sub, parts))
         return _concatenated(name, parts, 1 if self._matches("parameter_with_row_parallelism_patterns", name) else 0)
 
@@ -100,7 +100,7 @@ class Joins:
         )
 
     def _matches(self, key: str, name: str) -> bool:
-        return any(_matches(pattern, name) for pattern in self._info.get(key) or ())
+        return any(matches(pattern, name) for pattern in self._info.get(key) or ())
 
 
 # Megatron's names -> the axis that its ranks cut, None where each holds all: the rules of DeepSpeedCheckpoint, and column-parallel biases.
@@ -253,7 +253,7 @@ def _attributes(value: Any) -> Mapping[Any, Any]:
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 
 
-def _matches(pattern: Any, name: str) -> bool:
+def matches(pattern: Any, name: str) -> bool:
     """Whether one of DeepSpeed's patterns, Python's regular expressions, fits from the name's start on."""
     if not isinstance(pattern, str) or len(pattern) > 1000 or _REPEATED_GROUP.search(pattern):
         raise CheckpointError(f"universal_checkpoint_info has the pattern {str(pattern)[:100]!r}, which is none of DeepSpeed's", where=name)

@@ -22,6 +22,8 @@ from reshard.plans import Target
 F32 = from_torch("float32", where="")
 # Which DeepSpeed's files these are like, where the source is not DeepSpeed's. Its loaders ask for a version, and refuse 0.3 and older.
 _VERSION = "0.19.8"
+# Keys of a model-states file that are written as they were read.
+_CARRIED = ("lr_scheduler", "global_samples", "ds_config", "universal_checkpoint_info")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +56,7 @@ class Training:
     def run_states(self, dp: int) -> dict[str, Any]:
         """The counters of a model-states file."""
         kept = self.content.facts.state
-        known = {key: kept[key] for key in ("lr_scheduler", "global_samples", "ds_config") if is_plain(kept.get(key)) and key in kept}
+        known = {key: kept[key] for key in _CARRIED if is_plain(kept.get(key)) and key in kept}
         return {
             "lr_scheduler": None,
             "data_sampler": None,

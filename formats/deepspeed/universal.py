@@ -35,6 +35,7 @@ from .partitions import flat_part
 from .reading import joins_of, models_of, state_of
 from .states import ModelStates, Shape, is_stored
 from .tag import open_tag
+from .tensor_parallel import matches
 from .training import File, Training, size, stage, stored_dtype, training_of
 from .weights import add_aliases, read_fragments, read_weights
 
@@ -227,7 +228,23 @@ def _parameter_files(training: Training, folder: str, name: str) -> Iterator[Tar
     for kind, key in {_MASTER: name, **training.states[name]}.items():
         file, tensor = File(f"{folder}/{kind}.pt"), content.tensors[key]
         call = file.whole(key, tensor, stored_dtype(tensor))
-        yield file.close(call if tensor.shape != training.shape(name) or kind == "step" else {"param": call, "cat_dim": 0})
+        is_whole = tensor.shape == training.shape(name) and kind != "step"
+        yield file.close({"param": call, **_how_to_cut(training, name)} if is_whole else call)
+
+
+def _how_to_cut(training: Training, name: str) -> dict[str, Any]:
+    """How tensor-parallel ranks cut it when they load it, where the source's run said so; along axis 0 otherwise."""
+    info = training.content.facts.state.get("universal_checkpoint_info") or {}
+
+    def says(key: str) -> bool:
+        return any(matches(pattern, name) for pattern in info.get(key) or ())
+
+    if says("tp_replicated_parameter_patterns") or says("parameter_to_average_patterns"):
+        return {}
+    vocabulary = {"vocab_tensor": True} if says("vocabulary_parameter_patterns") else {}
+    if says("parameter_with_2_sub_params_cat_dim_0"):
+        return {"cat_dim": 0, "param_n_sub_params": 2, **vocabulary}
+    return {"cat_dim": 1 if says("parameter_with_row_parallelism_patterns") else 0, **vocabulary}
 
 
 def _model_file(training: Training, path: str, rest: Mapping[str, Tensor]) -> TargetFile:

@@ -461,3 +461,17 @@ def test_a_master_whose_shape_is_in_no_file_is_one_row(tmp_path):
     expected = truth(case)["head.weight", "master"]
     assert master["sha256"] == expected["sha256"] and master["shape"] == [np.prod(expected["shape"])]
     assert any("one row: head.weight" in note for note in opened.index.facts.notes)
+
+
+def test_a_universal_checkpoint_says_how_tensor_parallel_ranks_cut_it(tmp_path):
+    """The keys are those that ds_to_universal writes for the same run."""
+    assert run("convert", PARALLEL / "megatron-pp2-tp2-info" / "checkpoint", tmp_path / "out", "--to", "universal").code == 0
+
+    def keys(name):
+        path = next((tmp_path / "out").glob(f"*/zero/{name}/exp_avg.pt"))
+        return {key: value for key, value in torch_zip.read(LocalFiles(path), path.name).items() if key != "param"}
+
+    assert keys("2.mlp.dense_4h_to_h.weight") == {"cat_dim": 1}
+    assert keys("2.mlp.dense_h_to_4h.weight") == {"cat_dim": 0}
+    assert keys("2.input_layernorm.weight") == {}
+    assert keys("tied_modules.embed.word_embeddings.weight") == {"cat_dim": 0, "vocab_tensor": True}
