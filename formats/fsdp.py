@@ -78,7 +78,7 @@ class Fsdp:
         if target.max_shard_bytes is not None:
             raise RequestError("--max-shard-size: a rank's file is one file", do="Leave it out, or choose more ranks with --dp")
         groups = content.param_groups() if content.states else ()
-        if content.states and not groups:
+        if content.states and not all(group.settings for group in groups or [ParamGroup((), {})]):
             raise RequestError(
                 "--optimizer: the source has no param groups (learning rate, weight decay, ...)",
                 why="torch's optimizers do not load state without them",

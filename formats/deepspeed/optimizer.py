@@ -135,7 +135,8 @@ def _check_not_swapped(reading: Reading, first: OptimizerStates, groups: Sequenc
 def _param_groups(own: Mapping[int, OptimizerStates], names: Mapping[int, Sequence[str]]) -> Iterator[ParamGroup]:
     """The settings of each param group, with the steps that some optimizers keep as plain numbers."""
     first = own[0]
-    for j, settings in enumerate(first.settings):
+    # Elastic checkpoints hold no settings; which parameters make a group they tell all the same.
+    for j, settings in enumerate(first.settings or [{}] * len(first.masters)):
         numbers = settings.get("params") if first.stage == 3 else [j]
         listed = [number for number in numbers if type(number) is int] if isinstance(numbers, list) else [j]
         kept = {key: value for key, value in settings.items() if key != "params"}

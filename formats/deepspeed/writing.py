@@ -9,6 +9,7 @@ from typing import Any
 from reshard.boxes import Box, flat_boxes, row_major
 from reshard.canonical import Canonical
 from reshard.dtypes import DType
+from reshard.errors import RequestError
 from reshard.fusion import Section, StoredTensor
 from reshard.layout import Layout, Sidecar, TargetFile
 from reshard.model_files import ModelFiles
@@ -25,6 +26,12 @@ def lay_out(content: Canonical, target: Target, companions: ModelFiles) -> Layou
     """The files of every data-parallel rank, and `latest`."""
     target.parallel.allow("dp", what="ZeRO-3 shards, where the data-parallel ranks share every tensor (--dp)")
     training = training_of(content, target, "a DeepSpeed checkpoint")
+    if any(not group.settings for group in training.groups):
+        raise RequestError(
+            "a DeepSpeed checkpoint needs the settings of its param groups, and the source has none",
+            why="torch's optimizers take learning rates, weight decay and the like from the checkpoint alone",
+            do="Write --to universal, where the run's own settings stay",
+        )
     ranks, tag = target.parallel.dp, f"global_step{training.step}"
     subgroups = list(_subgroups(training, ranks))
     files = []

@@ -475,3 +475,13 @@ def test_a_universal_checkpoint_says_how_tensor_parallel_ranks_cut_it(tmp_path):
     assert keys("2.mlp.dense_h_to_4h.weight") == {"cat_dim": 0}
     assert keys("2.input_layernorm.weight") == {}
     assert keys("tied_modules.embed.word_embeddings.weight") == {"cat_dim": 0, "vocab_tensor": True}
+
+
+def test_groups_without_settings_keep_those_of_the_run_that_loads_them(tmp_path):
+    """Elastic checkpoints have none: a universal checkpoint leaves them to the run, ZeRO-3 shards cannot."""
+    source = ZERO / "z1-elastic" / "checkpoint"
+    assert run("convert", source, tmp_path / "out", "--to", "universal").code == 0
+    assert run("verify", source, tmp_path / "out", "--optimizer", "--weights", "master").code == 0
+    for to in ("deepspeed", "fsdp"):
+        refusal = run("convert", source, tmp_path / to, "--to", to, "--optimizer")
+        assert refusal.code == 2 and "param groups" in refusal.err
