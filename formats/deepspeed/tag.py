@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from reshard.errors import CheckpointError, RequestError
 from reshard.files import Files, inside, read_whole
 
-LATEST = "latest"
+LATEST, _SCRIPT = "latest", "zero_to_fp32.py"
 _NAMES = {
     "models": re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt"),
     "zero_models": re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
@@ -79,7 +79,8 @@ def find_tag(files: Files) -> str | None:
     if any(is_file_of_a_tag(path) for path in listing):
         return ""
     inner = [path for path in listing if path.endswith("/") and any(is_file_of_a_tag(each) for each in files.list(path))]
-    if LATEST in listing and (inner or _looks_like_a_tag(files)):
+    # Others may have a file of that name; DeepSpeed puts its script beside it, and a tag that is gone leaves nothing else.
+    if LATEST in listing and (inner or _SCRIPT in listing or len(listing) == 1):
         return _named_by_latest(files, inner)
     if len(inner) > 1:
         raise RequestError(
@@ -88,12 +89,6 @@ def find_tag(files: Files) -> str | None:
             do=f"Give one of them, such as {files.root.rstrip('/')}/{inner[-1].rstrip('/')}",
         )
     return inner[0] if inner else None
-
-
-def _looks_like_a_tag(files: Files) -> bool:
-    """Whether `latest` holds what can be DeepSpeed's: the name of a folder, in one line."""
-    size = files.size(LATEST)
-    return size is not None and 0 < size < 256 and (files.size("zero_to_fp32.py") is not None or size > 0)
 
 
 def _named_by_latest(files: Files, inner: list[str]) -> str:

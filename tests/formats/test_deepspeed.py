@@ -203,6 +203,14 @@ def test_a_tag_that_is_not_there_is_named(tmp_path):
     refused(folder, "latest", "'global_step7'", "global_step2")
 
 
+def test_a_tag_that_was_removed_is_named_and_other_files_called_latest_are_not_ours(tmp_path):
+    (tmp_path / "latest").write_text("global_step7")
+    refused(tmp_path, "latest", "'global_step7'")
+    other = shutil.copytree(FIXTURES / "hf" / "llama", tmp_path / "other")
+    (other / "latest").write_text("whatever it is")
+    assert reshard.open(other).format == "hf"
+
+
 def test_a_tag_outside_of_the_checkpoint_is_refused(tmp_path):
     folder, _ = copied(ZERO / "z1-bf16", tmp_path)
     (folder / "latest").write_text("../../secret")
