@@ -77,7 +77,7 @@ def read_model(files: Files, path: str) -> ModelStates:
     autoep = root.get("ds_autoep_layers") or root.get("autoep_layers")
     return ModelStates(
         path,
-        module,
+        None if module is None else dict(_flat(module)),
         frozenset(map(str, buffers)) if isinstance(buffers, list | tuple) else None,
         tuple(_shapes(group, path) for group in shapes) if isinstance(shapes, list | tuple) else None,
         _shapes(root.get("frozen_param_shapes"), path),
@@ -96,6 +96,19 @@ def read_model(files: Files, path: str) -> ModelStates:
         {key: root[key] for key in _PROGRESS if root.get(key) is not None and is_plain(root[key])},
         tuple(str(key) for key, value in root.items() if key not in _KNOWN and value is not None),
     )
+
+
+# A dict of a file can hold itself.
+_DEEPEST = 8
+
+
+def _flat(module: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """The module's tensors by their whole names; Megatron-DeepSpeed without a pipeline nests them, {"language_model": {"encoder": ...}}."""
+    for name, value in module.items():
+        if isinstance(value, Mapping) and depth < _DEEPEST:
+            yield from _flat(value, f"{prefix}{name}.", depth + 1)
+        else:
+            yield f"{prefix}{name}", value
 
 
 @dataclass(frozen=True, slots=True)
