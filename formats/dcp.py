@@ -31,7 +31,6 @@ from reshard.dtypes import DType
 from reshard.errors import CheckpointError, RequestError
 from reshard.extents import Extent
 from reshard.files import Files, inside, read_whole
-from reshard.fusion import part
 from reshard.index import Index, ParamGroup, Role, RunFacts, StoredFile, Tensor
 from reshard.layout import Layout, Placed, Sidecar, TargetFile, row_shard
 from reshard.model_files import ModelFiles
@@ -41,6 +40,7 @@ from reshard.plans import Target
 from reshard.rank_files import step_of
 from reshard.shards import Shards
 from reshard.state_dicts import MODEL_ROOTS
+from reshard.stored import part
 
 _METADATA, _DATA = ".metadata", ".distcp"
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+/")

@@ -25,7 +25,6 @@ from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, RequestError
 from reshard.files import Files
-from reshard.fusion import StoredTensor, part
 from reshard.index import Index, ParamGroup, RunFacts, StoredFile, Tensor
 from reshard.layout import Layout, Placed, Sidecar, TargetFile
 from reshard.meshes import Mesh, chunk
@@ -36,6 +35,7 @@ from reshard.plans import Target
 from reshard.processes import in_processes
 from reshard.rank_files import RankFiles, check_progress, example, missing_ranks, open_folder, step_of
 from reshard.state_dicts import group_numbers, has_flat_parameters, model_part, optimizer_part, states
+from reshard.stored import StoredTensor, part
 
 
 class Fsdp:

@@ -24,12 +24,12 @@ from reshard.dtypes import DType
 from reshard.errors import CheckpointError, RequestError
 from reshard.extents import Extent, Piece
 from reshard.files import Files, inside, missing
-from reshard.fusion import StoredTensor, whole
 from reshard.index import Index, RunFacts, StoredFile, Tensor
 from reshard.layout import Layout, Placed, Sidecar, TargetFile
 from reshard.model_files import ModelFiles, read_json
 from reshard.plans import Target
 from reshard.shards import Shards
+from reshard.stored import StoredTensor, whole
 
 _SAFETENSORS = ".safetensors"
 _INDEX = "model.safetensors.index.json"

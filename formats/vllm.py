@@ -17,18 +17,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from reshard.adapter import Hints
-from reshard.architecture import Model, find_model, known_model_types
+from reshard.architecture import Model, find_model
 from reshard.canonical import Canonical, check_against_model
 from reshard.containers import safetensors
 from reshard.dtypes import DType, from_safetensors
 from reshard.errors import CheckpointError, RequestError
 from reshard.files import Files
-from reshard.fusion import StoredTensor
 from reshard.index import Index, RunFacts
 from reshard.layout import EngineRules, Fusion, Layout, PerLayerConstant, Placed, TargetFile, check_degrees, index_of, rank_tensors
 from reshard.model_files import ModelFiles
 from reshard.parallel import Parallel
 from reshard.plans import Target
+from reshard.stored import StoredTensor
 
 _F32 = from_safetensors("F32", where="vllm")
 _ONE = b"\x00\x00\x80\x3f"
@@ -117,9 +117,19 @@ class Vllm:
         return Layout(self.name, tuple(files), companions.sidecars(dtypes.values()), target.parallel, tuple(notes))
 
 
+# Whose state dict was compared with real ranks'.
+_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
 def _model(model: Model | None, config: Mapping[str, object] | None) -> Model:
-    if model is not None:
+    if model is not None and model.architecture.model_type in _MODEL_TYPES:
         return model
+    if model is not None:
+        raise RequestError(
+            f"how vLLM fuses and splits a {model.architecture.model_type} model is not known here",
+            why="Only what was compared with what its ranks hold is laid out",
+            do=f"Known are {', '.join(_MODEL_TYPES)}. A conversion to hf, which vLLM loads as well, works for every model",
+        )
     if config is None:
         raise RequestError(
             "no config.json says which model this is",
@@ -129,7 +139,7 @@ def _model(model: Model | None, config: Mapping[str, object] | None) -> Model:
     raise RequestError(
         f"the architecture {config.get('model_type')!r} is not declared",
         why="How its weights split over ranks is not known, and is not guessed",
-        do=f"Declared are {', '.join(known_model_types())}. A conversion to hf needs no declaration",
+        do=f"Known are {', '.join(_MODEL_TYPES)}. A conversion to hf needs no declaration",
     )
 
 

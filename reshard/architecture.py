@@ -11,77 +11,148 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from itertools import groupby
+from typing import Any, Literal
 
+from reshard.boxes import Box
 from reshard.errors import RequestError
+from reshard.mosaics import Mosaic, joined
+
+Kind = Literal["dense", "sparse", "extra"]
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One weight, or one per layer where the name holds {layer}.
+    """One weight, or one per layer where the name holds {layer}, and one per expert where it holds {expert}.
 
     `shape` gives each axis as an expression of dimensions ("heads * head_dim"); `when` names a config flag without which
-    the weight is absent, or, with a leading "not ", with which it is.
+    the weight is absent, or, with a leading "not ", with which it is. layers: only those of that kind have it; `SparseLayers` says which
+    are sparse, and extra ones are those that predict further tokens.
+
+    holds: the roles that are fused in it, each with its output features as an expression, one after the other; by: a dimension, such as
+    "heads", by which they alternate. transposed: it is stored as [in, out].
     """
 
     name: str
     role: str
     shape: tuple[str, ...]
     when: str | None = None
+    layers: Kind | None = None
+    holds: Mapping[str, str] = field(default_factory=dict)
+    by: str | None = None
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """Where a config says a number: its keys, in order of preference, or an expression of other dimensions."""
+    """Where a config says a number: its keys, in order of preference, or an expression of other dimensions.
+
+    optional: a config without it, or with 0 or null, has no such part, and no weight whose shape depends on it.
+    """
 
     keys: tuple[str, ...]
     default: str | None = None
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SparseLayers:
+    """Which layers have experts in place of one MLP, in terms of config keys: those from number `first` on of which the number, plus
+    `offset`, is a multiple of `step`, and which the list `dense` does not name."""
+
+    first: str | None = None
+    step: str | None = None
+    offset: int = 0
+    dense: str | None = None
+
+    def among(self, config: Mapping[str, Any], layers: int) -> frozenset[int]:
+        """The sparse ones of so many layers."""
+        first = int(config.get(self.first) or 0) if self.first else 0
+        step = int(config.get(self.step) or 1) if self.step else 1
+        dense = set(config.get(self.dense) or ()) if self.dense else set()
+        return frozenset(layer for layer in range(first, layers) if (layer + self.offset) % step == 0 and layer not in dense)
 
 
 @dataclass(frozen=True)
 class Architecture:
     """What all models of one `model_type` have in common.
 
-    `tied` names the head's weight and the embedding that it shares when the config says tie_word_embeddings (or, with
-    `tied_by_default`, when it says nothing). `dropped` maps patterns of names to the reason why nobody needs them.
+    `tied` names the head's weight and the embedding that it shares when the config says tie_word_embeddings. `dropped` maps patterns of
+    names to the reason why nobody needs them. `sparse` says which layers have experts. `extra_layers` is the config's key for how many
+    layers follow the last one to predict further tokens; a checkpoint may leave their weights out. `defaults` are the settings of a config
+    that does not say them.
     """
 
     model_type: str
     dimensions: Mapping[str, Dimension]
     weights: tuple[Weight, ...]
     tied: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
-    tied_by_default: bool = False
     dropped: Mapping[str, str] = field(default_factory=dict)
+    sparse: SparseLayers | None = None
+    extra_layers: str | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
-    def plus(self, *weights: Weight, model_type: str) -> Architecture:
-        """This architecture with some weights more.
+    def plus(
+        self, *weights: Weight, model_type: str, dimensions: Mapping[str, Dimension] | None = None, without: str = "", **other: Any
+    ) -> Architecture:
+        """This architecture with some weights and dimensions more, without the weights whose names match the pattern `without`, and with
+        `other` fields as they are given.
 
-        One of a name that is there already takes its place; a new one comes last in its module, where a subclass registers it. So the
+        A weight of a name that is there already takes its place; a new one comes last in its module, where a subclass registers it. So the
         order stays that of the model's parameters.
         """
-        own = list(self.weights)
+        own = [weight for weight in self.weights if not (without and re.search(without, weight.name))]
         for weight in weights:
             names = [each.name for each in own]
             if weight.name in names:
                 own[names.index(weight.name)] = weight
                 continue
-            module = weight.name.rsplit(".", 2)[0] + "."
-            own.insert(1 + max(i for i, name in enumerate(names) if name.startswith(module)), weight)
-        return replace(self, model_type=model_type, weights=tuple(own))
+            own.insert(1 + _last_beside(weight.name, names), weight)
+        return replace(self, model_type=model_type, weights=tuple(own), dimensions={**self.dimensions, **(dimensions or {})}, **other)
 
     def called(self, model_type: str) -> Architecture:
         """The same under another name."""
         return replace(self, model_type=model_type)
 
 
+def _last_beside(name: str, names: list[str]) -> int:
+    """The index of the last of `names` that lies in the same module as `name`, or in the innermost one around it that has any."""
+    module = name.rpartition(".")[0]
+    while module:
+        module = module.rpartition(".")[0]
+        if found := [i for i, each in enumerate(names) if each.startswith(module + ".")]:
+            return found[-1]
+    return len(names) - 1
+
+
 @dataclass(frozen=True, slots=True)
 class ModelWeight:
-    """A weight of one model: its canonical name, role, shape, and the layer it belongs to (None outside of the layers)."""
+    """A weight of one model: its canonical name, role, shape, the layer and the expert it belongs to (None outside of them), and how it is
+    declared. optional: a checkpoint may be without it."""
 
     name: str
     role: str
     shape: tuple[int, ...]
     layer: int | None
+    expert: int | None = None
+    optional: bool = False
+    declared: Weight | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one role is in a layer or an expert: [out features, in features], or [out features] of a bias. A view of a canonical tensor.
+
+    kind: the last word of the canonical name, "weight" or "bias" but for a few.
+    """
+
+    role: str
+    kind: str
+    layer: int | None
+    expert: int | None
+    tensor: str
+    array: Mosaic
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,12 +164,15 @@ class Model:
 
     @cached_property
     def dimensions(self) -> dict[str, int]:
-        """Every dimension's value. Raises RequestError, naming the key, if the config does not say one."""
+        """Every dimension's value; without those that this model has not. Raises RequestError, naming the key, if the config does not say
+        one."""
         found: dict[str, int] = {}
         for name, dimension in self.architecture.dimensions.items():
             value = next((self.config[key] for key in dimension.keys if self.config.get(key) is not None), None)
             if value is None and dimension.default:
                 value = evaluate(dimension.default, found)
+            if dimension.optional and not value:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise RequestError(
                     f"config.json gives {value!r} for {' or '.join(dimension.keys)}, a positive number is needed",
@@ -111,8 +185,24 @@ class Model:
     @property
     def is_tied(self) -> bool:
         """Whether the head is the embedding."""
-        value = self.config.get("tie_word_embeddings")
-        return self.architecture.tied_by_default if value is None else bool(value)
+        return bool(self.setting("tie_word_embeddings"))
+
+    def setting(self, key: str) -> Any:
+        """What the config says, or its default where it says nothing."""
+        value = self.config.get(key)
+        return self.architecture.defaults.get(key) if value is None else value
+
+    @cached_property
+    def extra_layers(self) -> int:
+        """How many layers follow the last one."""
+        key = self.architecture.extra_layers
+        return int(self.setting(key) or 0) if key else 0
+
+    @cached_property
+    def sparse_layers(self) -> frozenset[int]:
+        """The layers that have experts."""
+        sparse, layers = self.architecture.sparse, self.dimensions["layers"] + self.extra_layers
+        return sparse.among({**self.architecture.defaults, **self.config}, layers) if sparse else frozenset()
 
     @cached_property
     def weights(self) -> dict[str, ModelWeight]:
@@ -120,35 +210,76 @@ class Model:
         absent = {self.architecture.tied[0]} if self.is_tied else set()
         return {weight.name: weight for weight in self._declared() if weight.name not in absent}
 
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Every weight by what it does: a fused one is several parts."""
+        return tuple(part for weight in self.weights.values() for part in self._parts(weight))
+
     def reason_to_drop(self, name: str) -> str | None:
         """Why a tensor of that name is left out on purpose; None if it is not."""
         return next((why for pattern, why in self.architecture.dropped.items() if re.fullmatch(pattern, name)), None)
 
     def _declared(self) -> Iterator[ModelWeight]:
-        present = [weight for weight in self.architecture.weights if self._is_present(weight)]
-        layered = [weight for weight in present if "{layer}" in weight.name]
+        present = [(weight, self._shape(weight)) for weight in self.architecture.weights if self._is_present(weight)]
+        layered = [(weight, shape) for weight, shape in present if "{layer}" in weight.name]
+        layers = self.dimensions["layers"]
         done = False
-        for weight in present:
+        for weight, shape in present:
             if "{layer}" not in weight.name:
-                yield self._numbered(weight, None)
+                yield from self._numbered([(weight, shape)], None)
             elif not done:
                 done = True
-                for layer in range(self.dimensions["layers"]):
-                    yield from (self._numbered(each, layer) for each in layered)
+                for layer in range(layers + self.extra_layers):
+                    kinds = {None, "sparse" if layer in self.sparse_layers else "dense", "extra" if layer >= layers else None}
+                    yield from self._numbered([each for each in layered if each[0].layers in kinds], layer)
 
     def _is_present(self, weight: Weight) -> bool:
+        missing = self.architecture.dimensions.keys() - self.dimensions.keys()
+        if missing & set(re.findall(r"\w+", " ".join(weight.shape))):
+            return False
         if weight.when is None:
             return True
         wanted = not weight.when.startswith("not ")
-        return bool(self.config.get(weight.when.removeprefix("not "))) is wanted
+        return bool(self.setting(weight.when.removeprefix("not "))) is wanted
 
-    def _numbered(self, weight: Weight, layer: int | None) -> ModelWeight:
-        shape = tuple(evaluate(axis, self.dimensions) for axis in weight.shape)
-        return ModelWeight(weight.name.replace("{layer}", str(layer)), weight.role, shape, layer)
+    def _shape(self, weight: Weight) -> tuple[int, ...]:
+        return tuple(evaluate(axis, self.dimensions) for axis in weight.shape)
+
+    def _numbered(self, weights: list[tuple[Weight, tuple[int, ...]]], layer: int | None) -> Iterator[ModelWeight]:
+        """The weights of one layer; those of experts expert after expert."""
+        optional = layer is not None and layer >= self.dimensions["layers"]
+        for is_expert, run in groupby(weights, key=lambda each: "{expert}" in each[0].name):
+            held = list(run)
+            for expert in range(self.dimensions["experts"]) if is_expert else (None,):
+                for weight, shape in held:
+                    name = weight.name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+                    yield ModelWeight(name, weight.role, shape, layer, expert, optional, weight)
+
+    def _parts(self, weight: ModelWeight) -> Iterator[Part]:
+        declared, kind = weight.declared, weight.name.rpartition(".")[2]
+        array = Mosaic.of(weight.name, Box.whole(weight.shape))
+        where = (weight.layer, weight.expert, weight.name)
+        if declared and declared.transposed and len(weight.shape) == 2:
+            array = array.transposed()
+        if declared is None or not declared.holds:
+            yield Part(weight.role, kind, *where, array, weight.optional)
+            return
+        rounds = self.dimensions[declared.by] if declared.by else 1
+        rows = {role: evaluate(expression, self.dimensions) // rounds for role, expression in declared.holds.items()}
+        turn = sum(rows.values())
+        start = 0
+        for role, count in rows.items():
+            runs = [array.cut(0, i * turn + start, i * turn + start + count) for i in range(rounds)]
+            yield Part(role, kind, *where, joined(runs), weight.optional)
+            start += count
 
 
 def evaluate(expression: str, values: Mapping[str, int]) -> int:
-    """The value of a product such as "2 * heads * head_dim" or "hidden / heads"; a division must come out even."""
+    """The value of a sum of products such as "2 * heads * head_dim + rope"; a division must come out even."""
+    return sum(_product(summand, values) for summand in expression.split("+"))
+
+
+def _product(expression: str, values: Mapping[str, int]) -> int:
     result = 1
     for sign, word in re.findall(r"(?:^|([*/]))\s*(\w+)\s*", expression):
         number = int(word) if word.isdigit() else values[word]

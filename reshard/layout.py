@@ -13,13 +13,14 @@ from reshard.boxes import Box
 from reshard.dtypes import DType
 from reshard.errors import RequestError
 from reshard.extents import Extent, Piece
-from reshard.fusion import StoredTensor, constant, stack
 from reshard.index import Constant, Index, RunFacts, StoredFile, Tensor
 from reshard.meshes import chunk
+from reshard.mosaics import Mosaic, joined
 from reshard.parallel import ONE_RANK, Parallel, stage_layers
 from reshard.roles import SPLITS, Heads
 from reshard.shards import Shards
 from reshard.splits import SplitRules, local_part, problem
+from reshard.stored import StoredTensor, constant
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +245,12 @@ def _stored(
             do="Choose one for all with --dtype",
         )
     split_rules = rules.split_rules(model)
-    parts = [(member.name, local_part(SPLITS[member.role], member.shape, tp, tp_rank, split_rules)) for member in members]
-    return stack(name, dtypes[members[0].name], parts)
+    arrays = []
+    for member in members:
+        held = local_part(SPLITS[member.role], member.shape, tp, tp_rank, split_rules)
+        array = Mosaic.of(member.name, held.box) if held.box else Mosaic(held.shape, ())
+        arrays.append(array.padded(0, held.shape[0]))
+    return joined(arrays).stored(name, dtypes[members[0].name])
 
 
 def _beside(weight: ModelWeight, rules: EngineRules) -> Iterator[StoredTensor]:

@@ -15,11 +15,11 @@ from reshard.boxes import Box
 from reshard.canonical import keyed
 from reshard.errors import ReshardError
 from reshard.extents import Extent, Piece, runs
-from reshard.fusion import StoredTensor
 from reshard.index import Index, Tensor, check_coverage
 from reshard.join import rows_meeting
 from reshard.layout import Placed, TargetFile
 from reshard.plans import Plan, Route
+from reshard.stored import StoredTensor
 
 
 class ProofFailed(ReshardError):

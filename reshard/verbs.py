@@ -21,7 +21,6 @@ from reshard.digests import Fingerprint
 from reshard.engine.run import MANIFEST, Conversion
 from reshard.errors import RequestError
 from reshard.files import Files, LocalFiles, VirtualFiles
-from reshard.fusion import StoredTensor, whole
 from reshard.index import Index
 from reshard.model_files import CARRIED, CONFIG, ModelFiles, find_model_files
 from reshard.outputs import WORK_FOLDER
@@ -29,6 +28,7 @@ from reshard.parallel import Parallel
 from reshard.plans import Plan, Target, make_plan
 from reshard.proof import RoundTrip, compose, prove
 from reshard.rank_files import check_steps
+from reshard.stored import StoredTensor, whole
 from reshard.views import View
 from reshard.wrappers import without_wrappers
 

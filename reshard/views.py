@@ -14,8 +14,8 @@ from reshard.engine.casts import cast
 from reshard.engine.transfer import Pieces, Worker
 from reshard.errors import RequestError
 from reshard.files import Files
-from reshard.fusion import Section, StoredTensor
 from reshard.index import Tensor
+from reshard.stored import Section, StoredTensor
 
 _NUMPY = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1", "U64": "u8", "U32": "u4", "U16": "u2",
           "U8": "u1", "BOOL": "?", "C64": "c8", "C128": "c16"}  # fmt: skip

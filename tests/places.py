@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import reshard
-from reshard.fusion import whole
 from reshard.index import Tensor
+from reshard.stored import whole
 from reshard.views import LazyTensor
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"

@@ -13,11 +13,11 @@ from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.containers.torch_pickle import Plain
 from reshard.dtypes import DType, from_torch
 from reshard.errors import RequestError
-from reshard.fusion import StoredTensor, whole
 from reshard.index import ParamGroup, Tensor
 from reshard.layout import Placed, TargetFile
 from reshard.optimizers import is_plain, parameter_and_kind
 from reshard.plans import Target
+from reshard.stored import StoredTensor, whole
 
 F32 = from_torch("float32", where="")
 # Which DeepSpeed's files these are like, where the source is not DeepSpeed's. Its loaders ask for a version, and refuse 0.3 and older.

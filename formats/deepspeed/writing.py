@@ -10,10 +10,10 @@ from reshard.boxes import Box, flat_boxes, row_major
 from reshard.canonical import Canonical
 from reshard.dtypes import DType
 from reshard.errors import RequestError
-from reshard.fusion import Section, StoredTensor
 from reshard.layout import Layout, Sidecar, TargetFile
 from reshard.model_files import ModelFiles
 from reshard.plans import Target
+from reshard.stored import Section, StoredTensor
 
 from .partitions import Slice, part_of_stage_3, slices_of_stage_3
 from .training import F32, File, Training, size, stage, stored_dtype, training_of

@@ -9,10 +9,10 @@ from places import HF, open_case
 import reshard
 from reshard.boxes import Box
 from reshard.extents import Extent, Piece
-from reshard.fusion import Section
 from reshard.layout import Placed
 from reshard.proof import ProofFailed, compose, prove
 from reshard.shards import Shards
+from reshard.stored import Section
 
 
 @pytest.fixture(scope="module")

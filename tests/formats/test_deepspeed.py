@@ -16,7 +16,7 @@ from reshard.containers import torch_zip
 from reshard.engine.casts import cast
 from reshard.errors import CheckpointError, RequestError
 from reshard.files import LocalFiles
-from reshard.fusion import whole
+from reshard.stored import whole
 from reshard.views import LazyTensor
 
 ZERO, PARALLEL, UNIVERSAL = FIXTURES / "deepspeed", FIXTURES / "deepspeed_parallel", FIXTURES / "universal"
