@@ -35,6 +35,7 @@ def command(
     to: str,
     format_name: str | None,
     model: str | None,
+    vocab_size: int | None,
     dry_run: bool,
     resume: bool,
     overwrite: bool,
@@ -54,7 +55,7 @@ def command(
 
     if resume and overwrite:
         raise RequestError("--resume and --overwrite contradict each other", do="Say one of them")
-    opened = verbs.open(source, format=format_name, model=model)
+    opened = verbs.open(source, format=format_name, model=model, vocab_size=vocab_size)
     plan = verbs.plan(opened, to=to, max_shard_bytes=max_shard_size, **asked)
     if dry_run:
         show_json(plan_document(plan)) if as_json else show_plan(plan)

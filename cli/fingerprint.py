@@ -22,6 +22,7 @@ def command(
     checkpoint: str,
     format_name: str | None,
     model: str | None,
+    vocab_size: int | None,
     workers: int | None,
     memory: int | None,
     shown: bool | None,
@@ -35,7 +36,7 @@ def command(
     """
     from reshard import verbs
 
-    opened = verbs.open(checkpoint, format=format_name, model=model)
+    opened = verbs.open(checkpoint, format=format_name, model=model, vocab_size=vocab_size)
     selection = options.selection_of(**asked)
     with bar(sum(t.nbytes for t in opened.content(selection).tensors.values()), "fingerprint", shown) as advance:
         found = verbs.fingerprint(opened, selection=selection, workers=workers, memory=memory, progress=advance)

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 @options.format_name
 @options.model
 @options.as_json
-def command(checkpoint: str, globs: tuple[str, ...], format_name: str | None, model: str | None, as_json: bool) -> None:
+def command(
+    checkpoint: str, globs: tuple[str, ...], format_name: str | None, model: str | None, vocab_size: int | None, as_json: bool
+) -> None:
     """Show what CHECKPOINT holds, and where each part lies. Reads no weights."""
     from reshard import verbs
     from reshard.errors import RequestError
 
-    opened = verbs.open(checkpoint, format=format_name, model=model)
+    opened = verbs.open(checkpoint, format=format_name, model=model, vocab_size=vocab_size)
     chosen = [t for t in opened.index.tensors if not globs or any(fnmatchcase(t.name, glob) for glob in globs)]
     if not chosen and globs:
         raise RequestError(f"no tensor is called {' or '.join(globs)}", do="`reshard inspect` without --tensor lists the names")

@@ -38,7 +38,10 @@ def _all(*decorators: Callable[[Function], Function]) -> Callable[[Function], Fu
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 format_name = click.option("--format", "format_name", metavar="FORMAT", help="The checkpoint's format, instead of detecting it.")
-model = click.option("--model", metavar="DIR", help="A directory with the model's Hugging Face config, where the checkpoint has none.")
+model = _all(
+    click.option("--model", metavar="DIR", help="A directory with the model's Hugging Face config, where the checkpoint has none."),
+    click.option("--vocab-size", type=click.IntRange(1), metavar="N", help="Rows of the embedding that are no padding (Megatron)."),
+)
 
 selection = _all(
     click.option("--weights", type=click.Choice(["model", "master"]), help="The model's copy or the optimizer's full-precision one."),

@@ -25,6 +25,7 @@ def command(
     source: str,
     format_name: str | None,
     model: str | None,
+    vocab_size: int | None,
     materialize: bool,
     work: str | None,
     workers: int | None,
@@ -41,7 +42,7 @@ def command(
     """
     from reshard import verbs
 
-    opened = verbs.open(source, format=format_name, model=model)
+    opened = verbs.open(source, format=format_name, model=model, vocab_size=vocab_size)
     plan = verbs.plan(opened, to=asked.pop("to"), max_shard_bytes=max_shard_size, **asked)
     proof = verbs.roundtrip(plan)
     losses = list(proof.losses)

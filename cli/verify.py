@@ -24,6 +24,7 @@ def command(
     right: str,
     cast: bool,
     model: str | None,
+    vocab_size: int | None,
     workers: int | None,
     memory: int | None,
     shown: bool | None,
@@ -37,7 +38,7 @@ def command(
     """
     from reshard import verbs
 
-    a, b = (verbs.open_beside(path, model) for path in (left, right))
+    a, b = verbs.open_both(left, right, model=model, vocab_size=vocab_size)
     total = sum(tensor.nbytes for tensor in b.index.tensors if tensor.role == "weight")
     with bar(total, "verify", shown) as advance:
         result = verbs.verify(a, b, cast=cast, selection=options.selection_of(**asked), workers=workers, memory=memory, progress=advance)

@@ -13,24 +13,21 @@ Measured on torch 2.13 (fixtures/dcp); older ones from the facts of their source
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from reshard.adapter import Hints
 from reshard.architecture import find_model
 from reshard.boxes import Box
 from reshard.canonical import Canonical
-from reshard.codecs import check_known
-from reshard.containers import dcp_metadata, pickle_writer, torch_frame, torch_pickle, torch_zip
+from reshard.containers import dcp_metadata, pickle_writer, torch_frame, torch_pickle
 from reshard.containers.pickle_writer import Call, Instance, Name
+from reshard.dcp_folder import DATA, METADATA, DcpFolder, is_rank_metadata
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, RequestError
-from reshard.extents import Extent
-from reshard.files import Files, inside, read_whole
+from reshard.files import Files
 from reshard.index import Index, ParamGroup, Role, RunFacts, StoredFile, Tensor
 from reshard.layout import Layout, Placed, Sidecar, TargetFile, row_shard
 from reshard.model_files import ModelFiles
@@ -38,17 +35,10 @@ from reshard.optimizers import ROOTS as OPTIMIZER_ROOTS
 from reshard.optimizers import is_plain, names_for, parameter_and_kind, plain_groups, state_role
 from reshard.plans import Target
 from reshard.rank_files import step_of
-from reshard.shards import Shards
 from reshard.state_dicts import MODEL_ROOTS
 from reshard.stored import part
 
-_METADATA, _DATA = ".metadata", ".distcp"
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+/")
-_METADATA_LIMIT = 4 << 30
-
-# What an entry has beside its elements: torch.save's framing, about 1.5 kB, and what pads it.
-_FRAMING = 1 << 16
-_OBJECT_LIMIT = 1 << 28
 # Words by which trainers name what is neither the model's nor the optimizer's, at the root of the state dict.
 _RUN_ROOTS = {"train_state", "lr_scheduler", "scheduler", "lr_schedulers", "dataloader", "rng", "rng_state", "extra_state", "random_states"}
 
@@ -56,15 +46,15 @@ _RUN_ROOTS = {"train_state", "lr_scheduler", "scheduler", "lr_schedulers", "data
 class Dcp:
     name = "dcp"
     summary = "torch.distributed.checkpoint: FSDP1, FSDP2, accelerate, torchtitan"
-    owns = (_METADATA, "__*.metadata", "*.distcp")
+    owns = (METADATA, "__*.metadata", "*.distcp")
 
     def detect(self, files: Files) -> str | None:
         listing = files.list()
-        here = next((path for path in listing if path == _METADATA or path.endswith((_DATA, _DATA + "/")) or _is_rank_metadata(path)), None)
+        here = next((path for path in listing if path == METADATA or path.endswith((DATA, DATA + "/")) or is_rank_metadata(path)), None)
         if here:
             return here
-        inner = [path for path in listing if path.endswith("/") and files.size(path + _METADATA) is not None]
-        return f"{inner[0]}{_METADATA}" if inner else None
+        inner = [path for path in listing if path.endswith("/") and files.size(path + METADATA) is not None]
+        return f"{inner[0]}{METADATA}" if inner else None
 
     def read(self, files: Files, hints: Hints) -> Index:
         tensors: list[Tensor] = []
@@ -75,18 +65,19 @@ class Dcp:
         # The model's parameters in its own order: what an optimizer's numbers count.
         parameters: dict[str, tuple[int, ...]] = {}
         folders = _folders(files)
+        version: str | None = None
         for folder in folders:
-            metadata = _metadata(files, folder)
-            paths = tuple(inside(folder + path, where=folder + _METADATA) for path in metadata.paths)
-            stored.update((file.path, file) for file in _checked_files(files, folder, metadata, paths))
-            objects.extend(folder + name for name in metadata.objects)
-            optimizer = _Optimizer(files, folder, metadata)
-            parameters.update(_parameters(metadata, hints))
+            found = DcpFolder(files, folder)
+            stored.update((file.path, file) for file in found.files)
+            objects.extend(folder + name for name in found.metadata.objects)
+            optimizer = _Optimizer(found)
+            parameters.update(_parameters(found.metadata, hints))
             optimizers.append(optimizer)
-            tensors.extend(_tensors(files, metadata, paths, optimizer.names(parameters, notes)))
+            tensors.extend(_tensors(found, optimizer.names(parameters, notes)))
+            version = found.metadata.version
         facts = RunFacts(
             producer="torch.distributed.checkpoint",
-            version=metadata.version,
+            version=version,
             step=step_of(f"{files.root}/{folders[0]}"),
             parallel={"writing ranks": len({_writer(path) for path in stored})},
             config=hints.config,
@@ -108,7 +99,7 @@ class Dcp:
             TargetFile(file.path, file.nbytes, tuple(file.literals), tuple(file.placed), {"dp": file.rank} if ranks > 1 else {})
             for file in growing
         )
-        metadata = Sidecar(_METADATA, _written_metadata(content, dtypes, growing))
+        metadata = Sidecar(METADATA, _written_metadata(content, dtypes, growing))
         # torch writes .metadata last as well: where it is, everything is.
         return Layout(self.name, files, (*companions.sidecars(dtypes.values()), metadata), target.parallel)
 
@@ -161,7 +152,7 @@ def _laid_out(content: Canonical, dtypes: Mapping[str, DType], ranks: int, most:
     `most` bytes is followed by another."""
     groups = content.param_groups() if content.states else ()
     for rank in range(ranks):
-        file, number = _Growing(f"__{rank}_0{_DATA}", rank), 0
+        file, number = _Growing(f"__{rank}_0{DATA}", rank), 0
         for path, value in _group_objects(groups) if rank == 0 else ():
             file.add_object(path, value)
         for key, tensor in content.tensors.items():
@@ -170,7 +161,7 @@ def _laid_out(content: Canonical, dtypes: Mapping[str, DType], ranks: int, most:
                 if most and file.entries and file.nbytes + box.volume * dtypes[key].itemsize > most:
                     yield file
                     number += 1
-                    file = _Growing(f"__{rank}_{number}{_DATA}", rank)
+                    file = _Growing(f"__{rank}_{number}{DATA}", rank)
                 file.add_tensor(_state_path(key, bool(content.states)), key, tensor, dtypes[key], box)
         yield file
 
@@ -237,23 +228,23 @@ _STORAGE_INFO = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 def _folders(files: Files) -> list[str]:
     """The DCP directories that make up this checkpoint, as prefixes of their paths; "" is the directory itself."""
     listing = files.list()
-    if _METADATA in listing or any(_is_rank_metadata(path) for path in listing):
+    if METADATA in listing or any(is_rank_metadata(path) for path in listing):
         return [""]
-    if any(path.endswith(_DATA) for path in listing):
+    if any(path.endswith(DATA) for path in listing):
         raise CheckpointError(
-            f"there are {_DATA} files and no {_METADATA}" + (" but .metadata.tmp" if ".metadata.tmp" in listing else ""),
+            f"there are {DATA} files and no {METADATA}" + (" but .metadata.tmp" if ".metadata.tmp" in listing else ""),
             where=files.root,
-            why=f"torch writes {_METADATA} last, so this save was not finished (or the file was lost in a copy that skips dot files)",
-            do=f"Copy {_METADATA} from where the checkpoint was written, or take an earlier checkpoint",
+            why=f"torch writes {METADATA} last, so this save was not finished (or the file was lost in a copy that skips dot files)",
+            do=f"Copy {METADATA} from where the checkpoint was written, or take an earlier checkpoint",
         )
-    inner = [path for path in listing if path.endswith("/") and files.size(path + _METADATA) is not None]
+    inner = [path for path in listing if path.endswith("/") and files.size(path + METADATA) is not None]
     accelerate = [path for path in inner if _ACCELERATE.fullmatch(path)]
     if accelerate:
         return sorted(accelerate, reverse=True)
     if len(inner) == 1:
         return inner
     if not inner:
-        raise CheckpointError(f"there is no {_METADATA}", where=files.root, do="Give the directory that holds it, or another --format")
+        raise CheckpointError(f"there is no {METADATA}", where=files.root, do="Give the directory that holds it, or another --format")
     newest = max(inner, key=lambda path: [int(number) for number in re.findall(r"\d+", path)])
     raise RequestError(
         f"{len(inner)} checkpoints lie here: {', '.join(inner[:4])}{' ...' if len(inner) > 4 else ''}",
@@ -262,86 +253,10 @@ def _folders(files: Files) -> list[str]:
     )
 
 
-def _is_rank_metadata(path: str) -> bool:
-    return re.fullmatch(r"__\d+\.metadata", path) is not None
-
-
-def _metadata(files: Files, folder: str) -> dcp_metadata.DcpMetadata:
-    if files.size(folder + _METADATA) is not None:
-        return dcp_metadata.parse(read_whole(files, folder + _METADATA, limit=_METADATA_LIMIT), where=folder + _METADATA)
-    # Saved without collectives: each rank wrote its own.
-    parts = [path for path in files.list(folder) if _is_rank_metadata(path.removeprefix(folder))]
-    return dcp_metadata.merge([dcp_metadata.parse(read_whole(files, path, limit=_METADATA_LIMIT), where=path) for path in parts])
-
-
-def _checked_files(files: Files, folder: str, metadata: dcp_metadata.DcpMetadata, paths: tuple[str, ...]) -> Iterator[StoredFile]:
-    """The files that the metadata names. Raises CheckpointError if one is missing, or shorter than the entries that it should hold."""
-    needed = [0] * len(paths)
-    for item in metadata.tensors.values():
-        chunks = item.chunks
-        for i in set(chunks.files.tolist()):
-            rows = chunks.files == i
-            needed[i] = max(needed[i], int((chunks.entry_offsets[rows] + chunks.entry_nbytes[rows]).max()))
-    for path, nbytes in zip(paths, needed, strict=True):
-        size = files.size(path)
-        if size is None or size < nbytes:
-            raise CheckpointError(
-                "the file is not there" if size is None else f"the file has {size:,} bytes, its entries end at {nbytes:,}",
-                where=path,
-                why=f"{folder + _METADATA} names it, and {_held(metadata, paths.index(path))}",
-                do="Copy that file from where the checkpoint was written",
-            )
-        yield StoredFile(path, size)
-
-
-def _held(metadata: dcp_metadata.DcpMetadata, file: int) -> str:
-    names = [name for name, item in metadata.tensors.items() if (item.chunks.files == file).any()]
-    return f"it holds parts of {len(names)} tensors, such as {names[0]}" if names else "it holds none of the weights"
-
-
-def _tensors(files: Files, metadata: dcp_metadata.DcpMetadata, paths: tuple[str, ...], names: Mapping[Any, str]) -> Iterator[Tensor]:
-    # Entries are looked up when their piece is asked for; neighbouring blocks ask for the same one.
-    locate = lru_cache(maxsize=4096)(lambda path, start, nbytes: torch_zip.entry_extent(files, path, start, nbytes))
-    for fqn, item in metadata.tensors.items():
-        check_known(item.transforms, where=fqn)
-        role, name = _role(_key(metadata, fqn), names)
-        chunks = item.chunks
-        extent = _extent(_Located(files, paths, fqn, item, locate))
-        shards = Shards(paths, chunks.offsets, chunks.sizes, chunks.files, chunks.entry_offsets, extent)
-        yield Tensor(name, item.dtype, item.shape, role, shards)
-
-
-@dataclass(frozen=True, slots=True)
-class _Located:
-    files: Files
-    paths: tuple[str, ...]
-    fqn: str
-    item: dcp_metadata.TensorItem
-    locate: Callable[[str, int, int], torch_zip.StoredTensor]
-
-
-def _extent(of: _Located) -> Callable[[int], Extent]:
-    """A function from a row to where its bytes lie, checked against what .metadata says of it."""
-
-    def extent(i: int) -> Extent:
-        chunks = of.item.chunks
-        path, sizes = of.paths[chunks.files[i]], tuple(chunks.sizes[i].tolist())
-        start, nbytes = int(chunks.entry_offsets[i]), int(chunks.entry_nbytes[i])
-        if of.item.transforms:
-            limit = math.prod(sizes) * of.item.dtype.itemsize + _FRAMING
-            path = of.files.decoded(path, start, nbytes, of.item.transforms, limit=limit)
-            start, nbytes = 0, of.files.size(path) or 0
-        stored = of.locate(path, start, nbytes)
-        if stored.shape != sizes or stored.dtype != of.item.dtype:
-            raise CheckpointError(
-                f"the entry holds {stored.dtype} {list(stored.shape)}, {_METADATA} says {of.item.dtype} {list(sizes)}",
-                where=f"{of.fqn} in {path}",
-                why="The files are from different saves",
-                do="Copy all files of one save again",
-            )
-        return Extent(path, stored.byte_offset, stored.strides, stored.dtype)
-
-    return extent
+def _tensors(folder: DcpFolder, names: Mapping[Any, str]) -> Iterator[Tensor]:
+    for fqn, item in folder.metadata.tensors.items():
+        role, name = _role(_key(folder.metadata, fqn), names)
+        yield Tensor(name, item.dtype, item.shape, role, folder.shards(item))
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,11 +330,11 @@ def _parameters(metadata: dcp_metadata.DcpMetadata, hints: Hints) -> dict[str, t
 class _Optimizer:
     """The optimizer's part of one metadata: which names its numbers stand for, and its param groups."""
 
-    def __init__(self, files: Files, folder: str, metadata: dcp_metadata.DcpMetadata) -> None:
-        self._files, self._folder, self._metadata = files, folder, metadata
+    def __init__(self, folder: DcpFolder) -> None:
+        self._folder, self._metadata = folder, folder.metadata
         self._shapes: dict[str, dict[int, tuple[int, ...]]] = {}
-        for fqn, item in metadata.tensors.items():
-            state = _state(_key(metadata, fqn))
+        for fqn, item in self._metadata.tensors.items():
+            state = _state(_key(self._metadata, fqn))
             if state and isinstance(state.parameter, int) and state.kind != "step":
                 self._shapes.setdefault(state.root, {})[state.parameter] = item.shape
 
@@ -462,16 +377,8 @@ class _Optimizer:
                 name, _, setting = str(rest[0]).removeprefix("param_groups.").rpartition(".")
                 group = int(name) if name.isdecimal() else name
             if wanted is None or setting in wanted:
-                found.setdefault(group, {})[setting] = self._value(fqn, item)
+                found.setdefault(group, {})[setting] = self._folder.value(item)
         return found
-
-    def _value(self, fqn: str, item: dcp_metadata.BytesItem) -> Any:
-        path, start, nbytes = inside(self._folder + item.path, where=fqn), item.entry_offset, item.entry_nbytes
-        if item.transforms:
-            check_known(item.transforms, where=fqn)
-            path, start = self._files.decoded(path, start, nbytes, item.transforms, limit=_OBJECT_LIMIT), 0
-            nbytes = self._files.size(path) or 0
-        return torch_zip.read(self._files, path, start=start, nbytes=nbytes)
 
 
 def _together(by_parameter: Mapping[str, Mapping[str, Any]]) -> Iterator[ParamGroup]:

@@ -16,9 +16,10 @@ from reshard.plans import Target
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What the user has said that the files may not say: the model's Hugging Face config."""
+    """What the user has said that the files may not say: the model's Hugging Face config; the true size of its vocabulary."""
 
     config: Mapping[str, Any] | None = None
+    vocabulary: int | None = None
 
 
 class Reader(Protocol):

@@ -78,7 +78,8 @@ class RunFacts:
 
     `parallel` maps words such as "tp" to sizes; `mesh` is the run's device mesh; `config` is the Hugging Face config; `notes` are
     sentences for a reader. `state` holds plain values that the run would need to go on: counters, its schedule's state. `tied` maps
-    second names of weights to the first, `buffers` names what no optimizer sees; None where the files do not tell.
+    second names of weights to the first, `buffers` names what no optimizer sees; None where the files do not tell. `asks` names, with the
+    options that say it, what must be known before anything is made of the checkpoint.
     """
 
     producer: str | None = None
@@ -91,6 +92,7 @@ class RunFacts:
     state: Mapping[str, Any] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
     buffers: tuple[str, ...] | None = None
+    asks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,16 +26,20 @@ _FOLDERS = ("", "huggingface/")
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A folder's config (None if it has none) and the paths of the files that go along with the weights."""
+    """A folder's config (None if it has none) and the paths of the files that go along with the weights.
+
+    derived: the config is in no file; the checkpoint's own settings say the same.
+    """
 
     files: Files
     folder: str
     config: Mapping[str, Any] | None
+    derived: bool = False
 
     @property
     def path(self) -> str | None:
         """The directory that `--model` would name to get this config; None without a config."""
-        return f"{self.files.root}/{self.folder}" if self.config is not None else None
+        return f"{self.files.root}/{self.folder}" if self.config is not None and not self.derived else None
 
     def sidecars(self, dtypes: Iterable[DType]) -> tuple[Sidecar, ...]:
         """The files to put beside weights of those element types; config.json comes last, so that it completes the directory.
@@ -53,8 +57,10 @@ class ModelFiles:
         assert self.config is not None
         stored = {dtype for dtype in dtypes if dtype.floating}
         key = next((key for key in ("dtype", "torch_dtype") if key in self.config), "torch_dtype")
-        if len(stored) == 1 and self.config.get(key) != (name := next(iter(stored)).torch):
-            return (json.dumps({**self.config, key: name}, indent=2) + "\n").encode()
+        changed = len(stored) == 1 and self.config.get(key) != next(iter(stored)).torch
+        if changed or self.derived:
+            own = {key: next(iter(stored)).torch} if changed else {}
+            return (json.dumps({**self.config, **own}, indent=2) + "\n").encode()
         return read_whole(self.files, self.folder + CONFIG, limit=1 << 24)
 
 

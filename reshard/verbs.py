@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -82,10 +82,11 @@ class Checkpoint:
         return View(stored, made.content.tensors, self.files)
 
 
-def open(path: PathLike, *, format: str | None = None, model: PathLike | None = None) -> Checkpoint:
+def open(path: PathLike, *, format: str | None = None, model: PathLike | None = None, vocab_size: int | None = None) -> Checkpoint:
     """The checkpoint in a directory or file: Index and files, nothing read but metadata.
 
     format: its name, where it should not be detected. model: a directory with the Hugging Face config, where the checkpoint has none.
+    vocab_size: how many rows of the embedding are no padding, where neither says it.
 
     Raises: CheckpointError if it is incomplete or contradicts itself, RequestError if its format is unknown.
     """
@@ -95,7 +96,9 @@ def open(path: PathLike, *, format: str | None = None, model: PathLike | None = 
     if model is not None and model_files.config is None:
         raise RequestError(f"there is no {CONFIG} in {os.fspath(model)!r}", do="Give --model the directory that holds the model's config")
     with uncollected():
-        index = without_wrappers(found.read(files, Hints(model_files.config)))
+        index = without_wrappers(found.read(files, Hints(model_files.config, vocab_size)))
+    if index.facts.config is not None and index.facts.config != model_files.config:
+        model_files = replace(model_files, config=index.facts.config, derived=True)
     index.check()
     check_steps(files, index.tensors)
     if hasattr(found, "examine"):
@@ -103,9 +106,20 @@ def open(path: PathLike, *, format: str | None = None, model: PathLike | None = 
     return Checkpoint(os.fspath(path), files, index, model_files, reason)
 
 
-def open_beside(path: PathLike, model: PathLike | None) -> Checkpoint:
-    """The checkpoint, with `model` for its config only if it has none of its own."""
-    return open(path, model=None if model is None or find_model_files(LocalFiles(path)).config is not None else model)
+def open_both(
+    left: PathLike, right: PathLike, *, model: PathLike | None = None, vocab_size: int | None = None
+) -> tuple[Checkpoint, Checkpoint]:
+    """Two checkpoints that are to be compared. `model` is for those without a config of their own; and where only one of them says how
+    large the vocabulary is, it speaks for both."""
+    opened = []
+    for path in (left, right):
+        own = model is None or find_model_files(LocalFiles(path)).config is not None
+        opened.append(open(path, model=None if own else model, vocab_size=vocab_size))
+    for i, other in ((0, 1), (1, 0)):
+        known = (opened[other].model_files.config or {}).get("vocab_size")
+        if opened[i].index.facts.asks and not opened[other].index.facts.asks and known:
+            opened[i] = open(opened[i].path, vocab_size=known)
+    return opened[0], opened[1]
 
 
 def plan(
@@ -136,6 +150,12 @@ def plan(
     target = Target(to, Parallel(tp, pp, ep, dp), _dtype(dtype), keep_dtype, engine_version, max_shard_bytes)
     if getattr(writer, "keeps_optimizer", False):
         weights, optimizer = weights or ("master" if opened.index.by_role("master") else None), True
+    if opened.index.facts.asks:
+        raise RequestError(
+            f"{opened.path} does not say {'; nor '.join(opened.index.facts.asks)}",
+            why="It is in no file of the checkpoint, and is not guessed",
+            do="Say it with the option named above",
+        )
     selection = Selection(weights, include, exclude, strip_prefix, optimizer)
     content = opened.content(selection)
     check_against_model(content, partial=selection.is_partial, strict=False)
@@ -196,7 +216,10 @@ def verify(
 
     Where only one of them has a config, it speaks for both. cast: where element types differ, compare after casting the left's.
     """
-    a, b = (side if isinstance(side, Checkpoint) else open(side) for side in (left, right))
+    if isinstance(left, Checkpoint) or isinstance(right, Checkpoint):
+        a, b = (side if isinstance(side, Checkpoint) else open(side) for side in (left, right))
+    else:
+        a, b = open_both(left, right)
     model = a.model or b.model
     a_side, b_side = (Side(side.files, side.index, side.content(selection, model=model)) for side in (a, b))
     result = Comparison()

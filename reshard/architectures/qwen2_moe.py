@@ -1,4 +1,7 @@
-"""Qwen2-MoE: qwen2 with the experts of qwen3_moe and one more for every token. Source: transformers, models/qwen2_moe/modeling_qwen2_moe.py."""
+"""Qwen2-MoE: qwen2 with the experts of qwen3_moe and one more for every token.
+
+Source: transformers, models/qwen2_moe/modeling_qwen2_moe.py.
+"""
 
 from reshard.architecture import Dimension, Weight
 from reshard.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE

@@ -1,0 +1,45 @@
+"""Megatron-LM and Megatron-Core: legacy checkpoints of model-parallel ranks, and distributed ones.
+
+tensors.py            Megatron's names, fusions and cuts of every architecture
+names.py              what a stored tensor's name says
+arguments.py          the run's settings, and the Hugging Face config that says the same
+places.py, ranks.py   which folders and files there are, and what they say
+stages.py             which layers a pipeline's chunks hold
+placing.py            from a stored tensor to boxes of canonical ones
+building.py           what both kinds of checkpoint share on the way to an index
+legacy.py             --ckpt-format torch, read
+
+Measured on megatron-core 0.16.1 (fixtures/megatron, fixtures/megatron_dist).
+"""
+
+from __future__ import annotations
+
+from reshard.adapter import Hints
+from reshard.errors import CheckpointError
+from reshard.files import Files
+from reshard.index import Index
+
+from . import legacy
+from .places import METADATA, WEIGHTS, is_rank_folder, save_folder
+
+
+class Megatron:
+    name = "megatron"
+    summary = "Megatron-LM legacy: mp_rank_*/model_optim_rng.pt of tensor-, pipeline- and expert-parallel ranks"
+    owns = ("model_optim_rng.pt", "distrib_optim.pt", "latest_checkpointed_iteration.txt")
+
+    def detect(self, files: Files) -> str | None:
+        folder = save_folder(files)
+        if folder is None or folder + METADATA in files.list(folder):
+            return None
+        ranks = (path for path in files.list(folder) if is_rank_folder(path))
+        return next((path + name for path in ranks for name in WEIGHTS if path + name in files.list(path)), None)
+
+    def read(self, files: Files, hints: Hints) -> Index:
+        folder = save_folder(files)
+        if folder is None:
+            raise CheckpointError("there is no folder of a rank here, such as mp_rank_00, and no iter_0000001", where=files.root)
+        return legacy.read(files, folder, hints)
+
+
+FORMAT = Megatron()

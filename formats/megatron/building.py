@@ -1,0 +1,94 @@
+"""What legacy and distributed checkpoints have in common on the way to an index: the model that the settings describe, and the pieces of its
+weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from reshard.adapter import Hints
+from reshard.architecture import Model, find_model, known_model_types
+from reshard.collect import Collector
+from reshard.containers.torch_zip import AnyTensor
+from reshard.errors import CheckpointError, RequestError
+from reshard.index import Role
+from reshard.mosaics import Mosaic
+
+from .arguments import Args, check_supported, config_of
+from .placing import Shape, locals_of
+from .tensors import MegatronModel
+
+# What only the user knows, and how to say it.
+VOCABULARY = "the true size of the vocabulary (--vocab-size N, or --model DIR with the model's config): rows up to {rows} are padding"
+
+
+@dataclass(slots=True)
+class Building:
+    """The tensors that have been found so far, of a model whose layout is known. asks: what has to be said before a conversion."""
+
+    model: MegatronModel
+    config: Mapping[str, Any]
+    asks: tuple[str, ...]
+    collector: Collector = field(default_factory=Collector)
+    shapes: dict[str, Shape] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shapes = {name: weight.shape for name, weight in self.model.model.weights.items()}
+
+    def add(self, role: Role, array: Mosaic, stored: AnyTensor, path: str, rank: int) -> None:
+        """A stored tensor that is this array."""
+        for name, local in locals_of(array, stored, self.shapes):
+            self.collector.add(role, name, local, path, rank)
+
+
+def begin(args: Args, hints: Hints, vocabulary_rows: int | None, where: str, *, qkv: str = "groups") -> Building:
+    """The model, from --model's config or else from the settings.
+
+    vocabulary_rows: of the stored table, padding included; None if no table was found.
+    Raises: CheckpointError if the settings describe no model that can be read; RequestError if its architecture is not declared.
+    """
+    check_supported(args, where)
+    rows = vocabulary_rows or args.get("padded_vocab_size")
+    said = hints.vocabulary or (hints.config or {}).get("vocab_size")
+    asks: tuple[str, ...] = ()
+    if said is None and isinstance(rows, int):
+        said, asks = rows, (VOCABULARY.format(rows=rows),)
+    config = {**hints.config, "vocab_size": said} if hints.config else _derived(args, said, where)
+    model = find_model(config)
+    if model is None:
+        raise RequestError(
+            f"the architecture {config.get('model_type')!r} is not declared",
+            why="Megatron's files hold each rank's slices of fused weights, which only the model's head counts explain",
+            do=f"Declared are {', '.join(known_model_types())}; give the config of one of them with --model DIR",
+        )
+    if rows is not None and isinstance(said, int) and rows < said:
+        raise CheckpointError(
+            f"the stored table has {rows} rows, and the vocabulary is said to have {said}",
+            where=where,
+            do="Give the true size with --vocab-size, or the right config with --model",
+        )
+    return Building(MegatronModel(model, rows or said or 1, qkv), config, asks)
+
+
+def _derived(args: Args, vocabulary: Any, where: str) -> dict[str, Any]:
+    try:
+        return config_of(args, vocabulary)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the run's settings do not describe a model: {type(error).__name__} {error}",
+            where=where,
+            why="args, which Megatron-LM stores beside the weights, says how heads are grouped; without it slices cannot be put together",
+            do="Give the model's Hugging Face config with --model DIR",
+        ) from None
+
+
+def check_model(model: Model, args: Args, where: str) -> None:
+    """Raises CheckpointError if the settings name another number of layers than the config."""
+    layers = args.get("num_layers")
+    if isinstance(layers, int) and layers != model.dimensions["layers"]:
+        raise CheckpointError(
+            f"the run had {layers} layers, the config says {model.dimensions['layers']}",
+            where=where,
+            do="Give the config that this model was trained with by --model DIR",
+        )

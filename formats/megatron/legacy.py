@@ -1,0 +1,180 @@
+"""Legacy checkpoints (--ckpt-format torch): a torch.save file of every model-parallel rank, read into an index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from reshard.adapter import Hints
+from reshard.containers.torch_zip import AnyTensor
+from reshard.errors import CheckpointError
+from reshard.files import Files
+from reshard.index import Index, RunFacts, StoredFile
+from reshard.mosaics import Mosaic
+from reshard.optimizers import is_plain
+
+from .building import begin, check_model
+from .names import Place, place_of
+from .places import rank_folders
+from .placing import array_of, fits, misfit
+from .ranks import Rank, Topology, coordinates, rank_of, read_rank, topology_of
+from .stages import first_layers
+from .tensors import MegatronModel, MegatronTensor, Tensors
+
+_TABLE = "embedding.word_embeddings.weight"
+# In which order q, k and v lie, by the checkpoint's version (megatron/legacy, fix_query_key_value_ordering).
+_QKV = {0.0: "parts", 1.0: "elements"}
+
+
+def read(files: Files, folder: str, hints: Hints) -> Index:
+    """The index of the ranks' files in a folder."""
+    ranks, topology = _ranks(files, folder)
+    first = ranks[0]
+    _check_one_save(ranks)
+    placed = [{name: place_of(name) for name in chunk} for rank in ranks for chunk in rank.chunks]
+    building = begin(
+        first.args,
+        hints,
+        _vocabulary_rows(ranks, topology),
+        first.path,
+        qkv=_QKV.get(first.version, "groups") if _is_old(first) else "groups",
+    )
+    model = building.model
+    check_model(model.model, first.args, first.path)
+    starts = _starts(ranks, model)
+    objects: dict[str, None] = {}
+    chunks = iter(placed)
+    for number, rank in enumerate(ranks):
+        objects.update(dict.fromkeys(rank.objects))
+        for chunk, tensors in enumerate(rank.chunks):
+            places = next(chunks)
+            for name, stored in tensors.items():
+                array = _array(model, places[name], stored, starts[rank.pp, chunk], rank, topology, f"{name} in {rank.path}")
+                building.add("weight", array, stored, rank.path, number)
+    stored_files = tuple(StoredFile(rank.path, files.size(rank.path) or 0) for rank in ranks)
+    plain = {key: value for key, value in first.plain.items() if is_plain(value)}
+    plain["args"] = {key: value for key, value in first.args.items() if is_plain(value)}
+    facts = RunFacts(
+        producer="Megatron-LM",
+        version=f"legacy, checkpoint version {first.version:g}",
+        step=first.iteration,
+        parallel=topology.facts(),
+        config=building.config,
+        state=plain,
+        asks=building.asks,
+    )
+    return Index("megatron", tuple(building.collector.tensors(files)), stored_files, facts, objects=tuple(objects))
+
+
+def _ranks(files: Files, folder: str) -> tuple[list[Rank], Topology]:
+    folders = rank_folders(files, folder)
+    if not folders:
+        raise CheckpointError("there is no folder of a rank with weights here, such as mp_rank_00", where=f"{files.root}/{folder}")
+    root, args = read_rank(files, folders[0])
+    topology = topology_of(args, folders, files.root)
+    ranks = []
+    for found in folders:
+        if found is not folders[0]:
+            root, _ = read_rank(files, found)
+        ranks.append(rank_of(found, root, args, coordinates(found, topology)))
+    ranks.sort(key=lambda rank: (rank.pp, rank.ep, rank.tp))
+    return ranks, replace(topology, vp=max(len(rank.chunks) for rank in ranks))
+
+
+def _is_old(rank: Rank) -> bool:
+    """Whether the names are those of GPT models before Megatron-Core, whose fused rows changed their order."""
+    return any("query_key_value" in name for chunk in rank.chunks for name in chunk)
+
+
+def _check_one_save(ranks: Sequence[Rank]) -> None:
+    first = ranks[0]
+    for rank in ranks:
+        if rank.iteration != first.iteration or rank.version != first.version:
+            raise CheckpointError(
+                f"it is of iteration {rank.iteration}, {first.path} of iteration {first.iteration}",
+                where=rank.path,
+                why="Files of several saves lie in one folder; together they are no model that ever was",
+                do="Keep the folders of one save only",
+            )
+        if len(rank.chunks) != len(first.chunks):
+            raise CheckpointError(
+                f"it holds {len(rank.chunks)} chunks of the model, {first.path} {len(first.chunks)}",
+                where=rank.path,
+                why="All stages of a run have as many",
+                do="Keep the folders of one save only",
+            )
+
+
+def _vocabulary_rows(ranks: Sequence[Rank], topology: Topology) -> int | None:
+    """How many rows the table has with its padding: the ranks hold equal parts."""
+    for rank in ranks:
+        for chunk in rank.chunks:
+            for name, stored in chunk.items():
+                if place_of(name).name == _TABLE and stored.shape:
+                    return stored.shape[0] * topology.tp
+    return None
+
+
+def _starts(ranks: Sequence[Rank], model: MegatronModel) -> dict[tuple[int, int], int]:
+    """(stage, chunk) -> the number of its first layer."""
+    counts: dict[tuple[int, int], int] = {}
+    for rank in ranks:
+        for number, chunk in enumerate(rank.chunks):
+            layers = {place.layer for name in chunk if (place := place_of(name)).layer is not None and not place.extra}
+            if layers and max(layers) + 1 != len(layers):
+                raise CheckpointError(
+                    f"it holds the layers {sorted(layers)}, which are not all from 0 on",
+                    where=rank.path,
+                    why="Each chunk numbers its own layers",
+                    do="Copy the file again",
+                )
+            if counts.setdefault((rank.pp, number), len(layers)) != len(layers):
+                raise CheckpointError(
+                    f"it holds {len(layers)} layers, another rank of its stage {counts[rank.pp, number]}",
+                    where=rank.path,
+                    do="Keep the folders of one save only",
+                )
+    return first_layers(counts, model.layers, ranks[0].path)
+
+
+def _array(model: MegatronModel, place: Place, stored: AnyTensor, start: int, rank: Rank, topology: Topology, where: str) -> Mosaic:
+    """The array that a stored tensor is.
+
+    Raises: CheckpointError if the model has none of that name, or of another shape.
+    """
+    if place.layer is None:
+        known = model.ends
+    else:
+        layer = model.layers + place.layer if place.extra else start + place.layer
+        etp = topology.etp, rank.tp % topology.etp
+        experts = model.experts // topology.ep
+        if place.name in ("mlp.experts.weight1", "mlp.experts.weight2"):
+            own = range(rank.ep * experts, (rank.ep + 1) * experts)
+            array = model.grouped(layer, own, place.name.rpartition(".")[2], *etp)
+            if fits(array, stored.shape):
+                return array
+            raise misfit(stored.shape, array, where)
+        if place.expert is not None:
+            if place.expert >= experts:
+                raise CheckpointError(
+                    f"it is expert {place.expert} of its rank, which has {experts}",
+                    where=where,
+                    why=f"The model has {model.experts} experts on {topology.ep} ranks",
+                )
+            known = model.expert(layer, rank.ep * experts + place.expert)
+            return array_of(known_tensor(known, place, where), stored.shape, *etp, where)
+        known = {**model.layer(layer), **(model.extra(place.layer) if place.extra else {})}
+    return array_of(known_tensor(known, place, where), stored.shape, topology.tp, rank.tp, where)
+
+
+def known_tensor(known: Tensors, place: Place, where: str) -> MegatronTensor:
+    """The model's tensor of that name. Raises CheckpointError if it has none."""
+    if place.name in known:
+        return known[place.name]
+    raise CheckpointError(
+        "the model that the run's settings describe has no such tensor"
+        + ("" if place.layer is None else f" in {'an extra layer' if place.extra else 'that layer'}"),
+        where=where,
+        why=f"There it has {', '.join(list(known)[:6])} and the like; what is not known would be lost",
+        do="Give the config of the model with --model DIR",
+    )
