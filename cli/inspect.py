@@ -135,7 +135,7 @@ def _show_checkpoint(opened: Checkpoint) -> None:
     show(f"  files     {len(index.files)}, {nbytes_text(sum(file.nbytes for file in index.files))}")
     if index.objects:
         show(f"  objects   {len(index.objects)} that are no tensors, such as {index.objects[0]}")
-    for note in facts.notes:
+    for note in (*(f"to be said: {each}" for each in facts.asks), *facts.notes):
         show(f"  note      {note}")
     show()
     rows = [(r.role, r.dtype, r.tensors, r.elements, nbytes_text(r.nbytes)) for r in summaries.roles(index)]

@@ -25,7 +25,8 @@ class Hints:
 class Reader(Protocol):
     """A format that can be read. `owns` are globs of the file names that hold its weights and indexes.
 
-    It may have `examine(files, index) -> Index`, for what some elements tell that metadata do not; it is asked when a checkpoint is opened.
+    It may have `refines`, names of formats that its checkpoints are made of: where both claim one, it is of this format. And it may have
+    `examine(files, index) -> Index`, for what some elements tell that metadata do not; it is asked when a checkpoint is opened.
     """
 
     name: str

@@ -51,6 +51,8 @@ def detect(files: Files) -> tuple[Reader, str]:
     Raises: RequestError if none does, or several do.
     """
     claims = [(found, reason) for found in formats().values() if (reason := found.detect(files))]
+    refined = {name for found, _ in claims for name in getattr(found, "refines", ())}
+    claims = [(found, reason) for found, reason in claims if found.name not in refined]
     if len(claims) == 1:
         return claims[0]
     if claims:

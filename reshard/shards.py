@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from reshard.boxes import Box
 from reshard.extents import Extent, Piece
+from reshard.mosaics import Tile
 
 Columns = npt.NDArray[np.int64]
 
@@ -138,3 +139,27 @@ def primary_rows(shards: Shards) -> npt.NDArray[np.bool_]:
     primary = np.zeros(len(shards), np.bool_)
     primary[first] = True
     return primary
+
+
+def seen_as(shards: Shards, rows: Sequence[tuple[int, Tile]]) -> Shards:
+    """The pieces of a canonical tensor that lie in stored ones: (row of `shards`, where in that row's array the piece lies)."""
+    ndim = len(rows[0][1].box.sizes) if rows else 0
+    numbers = np.array([row for row, _ in rows], np.int64)
+
+    def extent(i: int) -> Extent:
+        row, tile = rows[i]
+        known = shards.extent(row)
+        elements = sum(at * stride for at, stride in zip(tile.at, known.strides, strict=True))
+        # An axis of one element goes nowhere, whatever its stride.
+        strides = tuple(1 if axis is None else known.strides[axis] for axis in tile.axes)
+        return replace(known, byte_offset=known.byte_offset + elements * known.dtype.itemsize, strides=strides)
+
+    return Shards(
+        shards.paths,
+        np.array([tile.box.offsets for _, tile in rows], np.int64).reshape(len(rows), ndim),
+        np.array([tile.box.sizes for _, tile in rows], np.int64).reshape(len(rows), ndim),
+        shards.files[numbers],
+        shards.positions[numbers],
+        extent,
+        ranks=None if shards.ranks is None else shards.ranks[numbers],
+    )

@@ -8,6 +8,9 @@ stages.py             which layers a pipeline's chunks hold
 placing.py            from a stored tensor to boxes of canonical ones
 building.py           what both kinds of checkpoint share on the way to an index
 legacy.py             --ckpt-format torch, read
+megatron_dist.py      --ckpt-format torch_dist, read
+optimizer.py          which state is of which parameter of a legacy checkpoint
+buckets.py            where parameters lie in the distributed optimizer's buffers
 
 Measured on megatron-core 0.16.1 (fixtures/megatron, fixtures/megatron_dist).
 """

@@ -1,15 +1,15 @@
-"""What legacy and distributed checkpoints have in common on the way to an index: the model that the settings describe, and the pieces of its
-weights."""
+"""What legacy and distributed checkpoints share on the way to an index: the model that the settings describe, and its weights' pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.adapter import Hints
 from reshard.architecture import Model, find_model, known_model_types
 from reshard.collect import Collector
+from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError, RequestError
 from reshard.index import Role
@@ -38,8 +38,12 @@ class Building:
 
     def add(self, role: Role, array: Mosaic, stored: AnyTensor, path: str, rank: int) -> None:
         """A stored tensor that is this array."""
-        for name, local in locals_of(array, stored, self.shapes):
+        for name, local in self.locals_of(array, stored):
             self.collector.add(role, name, local, path, rank)
+
+    def locals_of(self, array: Mosaic, stored: AnyTensor) -> Iterator[tuple[str, LocalTensor]]:
+        """The parts of canonical tensors that a stored one holds, by name."""
+        return locals_of(array, stored, self.shapes)
 
 
 def begin(args: Args, hints: Hints, vocabulary_rows: int | None, where: str, *, qkv: str = "groups") -> Building:

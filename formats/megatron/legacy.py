@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from reshard.adapter import Hints
+from reshard.containers import torch_zip
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError
 from reshard.files import Files
@@ -13,15 +14,17 @@ from reshard.index import Index, RunFacts, StoredFile
 from reshard.mosaics import Mosaic
 from reshard.optimizers import is_plain
 
+from .arguments import size
 from .building import begin, check_model
 from .names import Place, place_of
+from .optimizer import Optimizers, Parameter
 from .places import rank_folders
 from .placing import array_of, fits, misfit
 from .ranks import Rank, Topology, coordinates, rank_of, read_rank, topology_of
 from .stages import first_layers
-from .tensors import MegatronModel, MegatronTensor, Tensors
+from .tensors import BUFFERS, HEAD, TABLE, MegatronModel, MegatronTensor, Tensors
 
-_TABLE = "embedding.word_embeddings.weight"
+_DISTRIBUTED = "distrib_optim.pt"
 # In which order q, k and v lie, by the checkpoint's version (megatron/legacy, fix_query_key_value_ordering).
 _QKV = {0.0: "parts", 1.0: "elements"}
 
@@ -43,15 +46,28 @@ def read(files: Files, folder: str, hints: Hints) -> Index:
     check_model(model.model, first.args, first.path)
     starts = _starts(ranks, model)
     objects: dict[str, None] = {}
+    optimizers, own_files = Optimizers(building), [rank.path for rank in ranks]
     chunks = iter(placed)
     for number, rank in enumerate(ranks):
         objects.update(dict.fromkeys(rank.objects))
+        parameters: list[Parameter] = []
         for chunk, tensors in enumerate(rank.chunks):
             places = next(chunks)
             for name, stored in tensors.items():
-                array = _array(model, places[name], stored, starts[rank.pp, chunk], rank, topology, f"{name} in {rank.path}")
+                place = places[name]
+                array = _array(model, place, stored, starts[rank.pp, chunk], rank, topology, f"{name} in {rank.path}")
                 building.add("weight", array, stored, rank.path, number)
-    stored_files = tuple(StoredFile(rank.path, files.size(rank.path) or 0) for rank in ranks)
+                if place.name not in BUFFERS:
+                    is_shared = _is_shared(place, places.values(), model, rank, topology)
+                    is_end = place.layer is None and place.name in (TABLE, HEAD)
+                    parameters.append(Parameter(name, chunk, array, stored, place.is_expert, is_end, is_shared))
+        if flat := _distributed(files, rank):
+            own_files.append(flat)
+            buffers = torch_zip.read(files, flat, locate=False)
+            optimizers.read_distributed(rank.optimizer, buffers, parameters, _bucket_sizes(rank), flat, number)
+        else:
+            optimizers.read_plain(rank.optimizer, parameters, rank.path, number)
+    stored_files = tuple(StoredFile(path, files.size(path) or 0) for path in own_files)
     plain = {key: value for key, value in first.plain.items() if is_plain(value)}
     plain["args"] = {key: value for key, value in first.args.items() if is_plain(value)}
     facts = RunFacts(
@@ -62,8 +78,34 @@ def read(files: Files, folder: str, hints: Hints) -> Index:
         config=building.config,
         state=plain,
         asks=building.asks,
+        notes=tuple(optimizers.notes),
     )
-    return Index("megatron", tuple(building.collector.tensors(files)), stored_files, facts, objects=tuple(objects))
+    found = tuple(building.collector.tensors(files))
+    return Index("megatron", found, stored_files, facts, objects=tuple(objects), param_groups=optimizers.param_groups)
+
+
+def _distributed(files: Files, rank: Rank) -> str | None:
+    """The file with the distributed optimizer's buffers, if the rank has one."""
+    path = rank.folder + _DISTRIBUTED
+    return path if files.size(path) is not None else None
+
+
+def _bucket_sizes(rank: Rank) -> list[int | None]:
+    """The bucket sizes that a rank may have had (distributed_data_parallel.py): stages after the first have none."""
+    data_parallel = size(rank.args, "data_parallel_size")
+    said = rank.args.get("ddp_bucket_size")
+    known = [None, said if isinstance(said, int) else max(40_000_000, 1_000_000 * data_parallel)]
+    return known[:1] if rank.pp else known
+
+
+def _is_shared(place: Place, chunk: Iterable[Place], model: MegatronModel, rank: Rank, topology: Topology) -> bool:
+    """Whether other stages have this table, too (language_module.py, setup_embeddings_and_output_layer)."""
+    if topology.pp == 1 or place.layer is not None or not (model.model.is_tied or model.extra_layers):
+        return False
+    names = {each.name for each in chunk if each.layer is None}
+    if rank.pp == 0:
+        return place.name == TABLE and HEAD not in names
+    return place.name == (TABLE if model.extra_layers else HEAD)
 
 
 def _ranks(files: Files, folder: str) -> tuple[list[Rank], Topology]:
@@ -110,7 +152,7 @@ def _vocabulary_rows(ranks: Sequence[Rank], topology: Topology) -> int | None:
     for rank in ranks:
         for chunk in rank.chunks:
             for name, stored in chunk.items():
-                if place_of(name).name == _TABLE and stored.shape:
+                if place_of(name).name == TABLE and stored.shape:
                     return stored.shape[0] * topology.tp
     return None
 

@@ -20,6 +20,10 @@ class Place:
     extra: bool = False
     expert: int | None = None
 
+    @property
+    def is_expert(self) -> bool:
+        return self.expert is not None or self.name.startswith("mlp.experts.")
+
 
 # Wrappers around the model, outermost first.
 _WRAPPER = re.compile(r"(?:module\.|model\.)+")

@@ -58,7 +58,9 @@ class _Row:
     roles: tuple[str, ...]
 
 
-_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+TABLE, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+# What no optimizer sees.
+BUFFERS = {"mlp.router.expert_bias"}
 _ENDS = (
     _Row("embedding.word_embeddings.{kind}", "column", ("embedding",)),
     _Row("embedding.position_embeddings.{kind}", "whole", ("position_embedding",)),
@@ -134,12 +136,12 @@ class MegatronModel:
     def ends(self) -> Tensors:
         """What is no layer's. A tied head is the embedding once more."""
         found = dict(self._of(_ENDS, None, None))
-        for name in (_EMBEDDING, _HEAD):
+        for name in (TABLE, HEAD):
             if name in found:
                 (table,) = found[name].blocks
                 found[name] = MegatronTensor((table.padded(0, self._vocabulary_rows),), 0)
         if self.model.is_tied:
-            found[_HEAD] = found[_EMBEDDING]
+            found[HEAD] = found[TABLE]
         return found
 
     def layer(self, number: int) -> Tensors:

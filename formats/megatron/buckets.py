@@ -1,0 +1,40 @@
+"""Where parameters lie in the flat buffers of the distributed optimizer.
+
+A buffer holds the parameters of one chunk of the model (of one element type, experts apart from the rest) in reverse order, each from a
+multiple of 64 elements on, counted from its bucket's start; a table that several stages share has a bucket of its own. What is saved leaves
+out the padding at the end of buckets, so a bucket begins where the one before ended.
+Source: megatron/core/distributed/param_and_grad_buffer.py and optimizer/distrib_optimizer.py (get_parameter_state_dp_zero) of 0.16.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter in a buffer: how many elements, and whether other stages share it."""
+
+    elements: int
+    shared: bool = False
+
+
+def starts(parameters: Sequence[Held], bucket_size: int | None) -> tuple[tuple[int, ...], int]:
+    """Where each parameter starts, in the order of the model, and where the last one ends.
+
+    bucket_size: a bucket is closed when it holds so many elements; None: everything is one bucket.
+    """
+    found: list[int] = []
+    bucket = end = 0  # where the current bucket starts, and where its last parameter ends
+    for parameter in reversed(parameters):
+        start = bucket - (bucket - end) // _ALIGNMENT * _ALIGNMENT
+        if parameter.shared:
+            bucket = start
+        found.append(start)
+        end = start + parameter.elements
+        if parameter.shared or (bucket_size is not None and end - bucket >= bucket_size):
+            bucket = end
+    return tuple(reversed(found)), end

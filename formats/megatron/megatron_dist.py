@@ -1,0 +1,238 @@
+"""Distributed checkpoints (--ckpt-format torch_dist): every tensor whole, cut into chunks that any rank may have written.
+
+    metadata.json      {"sharded_backend": "torch_dist", ...}; written last
+    common.pt          args, iteration and what else all ranks agree on; since 2026 an entry called common_state
+    .metadata, *.distcp   a folder of torch.distributed.checkpoint
+
+Layers are stacked along a first axis, experts along a second one, unless layers differ from each other; then the names hold the layers'
+numbers. Source: megatron/core/transformer/*.py (sharded_state_dict) and dist_checkpointing of 0.16.1.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from reshard.adapter import Hints
+from reshard.containers import torch_zip
+from reshard.containers.dcp_metadata import TensorItem
+from reshard.containers.inert_pickle import shown
+from reshard.dcp_folder import DcpFolder
+from reshard.errors import CheckpointError
+from reshard.files import Files, read_whole
+from reshard.index import Index, RunFacts, StoredFile, Tensor
+from reshard.mosaics import Mosaic, Tile
+from reshard.optimizers import is_plain, state_role
+from reshard.shards import seen_as
+
+from .arguments import plain_args
+from .building import begin, check_model
+from .names import IGNORED, place_of
+from .places import METADATA, save_folder
+from .placing import misfit
+from .tensors import TABLE, MegatronModel, MegatronTensor, respelled
+
+_COMMON, _COMMON_ENTRY = "common.pt", "common_state/shard_0_1"
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[a-z0-9_]+)\.(?P<key>(?:embedding|decoder|output_layer|mtp)\..*)")
+_STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(.*)")
+_NUMBERED = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?(.*)")
+_EXPERTS = re.compile(r"mlp\.experts\.(?:(?:local_)?experts\.)?(?:(?P<expert>\d+)\.)?(?P<name>linear_fc[12]\.(?:weight|bias))")
+# Where a gate and its other half are stored apart.
+_HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias))_(w|v)")
+_MASTERS = {"param": "master_param", "fp32_param": "master_param"}
+
+
+class MegatronDist:
+    name = "megatron-dist"
+    summary = "Megatron-Core distributed checkpoints (torch_dist): iter_*/metadata.json, common.pt, *.distcp"
+    owns = (METADATA, "common.pt", ".metadata", "*.distcp", "latest_checkpointed_iteration.txt")
+    refines = ("dcp",)
+
+    def detect(self, files: Files) -> str | None:
+        folder = save_folder(files)
+        return folder + METADATA if folder is not None and folder + METADATA in files.list(folder) else None
+
+    def read(self, files: Files, hints: Hints) -> Index:
+        folder = save_folder(files)
+        if folder is None:
+            raise CheckpointError(f"there is no {METADATA} here, and no iter_0000001", where=files.root)
+        return _read(files, folder, hints)
+
+
+def _read(files: Files, folder: str, hints: Hints) -> Index:
+    """The index of a distributed checkpoint."""
+    backend = _backend(files, folder)
+    if backend != "torch_dist":
+        raise CheckpointError(
+            f"its tensors are stored by the backend {backend!r}",
+            where=folder + METADATA,
+            why="torch_dist is read",
+            do="Convert it to torch_dist with the Megatron-Core that wrote it",
+        )
+    stored = DcpFolder(files, folder)
+    common = _common(files, stored)
+    args = plain_args(common.get("args"))
+    table = stored.metadata.tensors.get(TABLE)
+    building = begin(args, hints, table.shape[0] if table and table.shape else None, folder + _COMMON)
+    check_model(building.model.model, args, folder + _COMMON)
+    tensors: list[Tensor] = []
+    for key, item in stored.metadata.tensors.items():
+        tensors.extend(_tensors(building.model, stored, key, item, building.shapes))
+    common_file = files.size(folder + _COMMON)
+    own = (StoredFile(folder + _COMMON, common_file),) if common_file is not None else ()
+    iteration = common.get("iteration")
+    plain = {key: value for key, value in common.items() if is_plain(value)}
+    plain["args"] = {key: value for key, value in args.items() if is_plain(value)}
+    facts = RunFacts(
+        producer="Megatron-Core",
+        version="torch_dist",
+        step=iteration if type(iteration) is int else None,
+        config=building.config,
+        state=plain,
+        asks=building.asks,
+    )
+    return Index("megatron-dist", tuple(tensors), (*stored.files, *own), facts, objects=tuple(stored.metadata.objects))
+
+
+def _backend(files: Files, folder: str) -> str:
+    try:
+        said = json.loads(read_whole(files, folder + METADATA, limit=1 << 16))
+        return str(said["sharded_backend"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"it does not name the backend of a distributed checkpoint: {error}", where=folder + METADATA, do="Copy the file again"
+        ) from None
+
+
+def _common(files: Files, stored: DcpFolder) -> Mapping[str, Any]:
+    """What all ranks agree on: a file of its own, or since 2026 an entry."""
+    path = stored.prefix + _COMMON
+    if files.size(path) is not None:
+        found = torch_zip.read(files, path)
+    elif (entry := stored.metadata.objects.get(_COMMON_ENTRY)) is not None:
+        found = stored.value(entry)
+        found = found[0] if isinstance(found, list) and found else found
+    else:
+        raise CheckpointError(
+            f"there is neither {_COMMON} nor an entry {_COMMON_ENTRY}",
+            where=files.root,
+            why="It holds the run's settings, without which fused weights cannot be told apart",
+            do="Copy it from where the checkpoint was written",
+        )
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"it holds {shown(found)}, a dict was expected", where=path)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Meaning:
+    """What a key stands for. layers, experts: whether its first axes count them; layer, expert: the one it is of otherwise."""
+
+    name: str
+    layers: bool = False
+    experts: bool = False
+    layer: int | None = None
+    extra: int | None = None
+    expert: int | None = None
+    half: int | None = None
+
+
+def _meaning(key: str) -> _Meaning:
+    half = None
+    if match := _HALF.fullmatch(key):
+        key, half = match[1], "wv".index(match[2])
+    stacked, numbered = _STACKED.fullmatch(key), _NUMBERED.fullmatch(key)
+    if not stacked and not numbered:
+        return _Meaning(place_of(key).name, half=half)
+    rest = stacked[1] if stacked else numbered[3]  # type: ignore[index]
+    layer = int(numbered[2]) if numbered and numbered[1] == "decoder" else None
+    extra = int(numbered[2]) if numbered and numbered[1] == "mtp" else None
+    if match := _EXPERTS.fullmatch(rest):
+        expert = int(match["expert"]) if match["expert"] else None
+        return _Meaning(match["name"], bool(stacked), expert is None, layer, extra, expert, half)
+    return _Meaning(respelled(rest), bool(stacked), False, layer, extra, None, half)
+
+
+def _tensors(
+    model: MegatronModel, stored: DcpFolder, key: str, item: TensorItem, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[Tensor]:
+    """The canonical tensors that lie in a stored one.
+
+    Raises: CheckpointError if the model has no such tensor, or of another shape.
+    """
+    state = _OPTIMIZER.fullmatch(key)
+    if IGNORED.fullmatch(key) or (state is None and key.startswith(_RUN)):
+        return
+    kind = _MASTERS.get(state["kind"], state["kind"]) if state else None
+    rows = _rows(model, _meaning(state["key"] if state else key), item, f"{key} in {stored.prefix}.metadata")
+    shards = stored.shards(item)
+    for name, found in rows.items():
+        role, known = state_role(name, name, kind) if kind else ("weight", name)
+        yield Tensor(known, item.dtype, shapes[name], role, seen_as(shards, found))
+
+
+# Keys of the run beside the model.
+_RUN = ("optimizer.", "chained_", "rng_state", "rerun_state_machine", "opt_param_scheduler")
+
+
+def _rows(model: MegatronModel, meaning: _Meaning, item: TensorItem, where: str) -> dict[str, list[tuple[int, Tile]]]:
+    """By canonical tensor the chunks that hold something of it, and what."""
+    lead = meaning.layers + meaning.experts
+    expected = ((model.layers,) if meaning.layers else ()) + ((model.experts,) if meaning.experts else ())
+    if item.shape[:lead] != expected:
+        raise CheckpointError(
+            f"its first axes are {list(item.shape[:lead])}, the model has {list(expected)} layers or experts",
+            where=where,
+            why="The settings, or the config given with --model, are of another model",
+            do="Give the config that this model was trained with by --model DIR",
+        )
+    arrays: dict[tuple[int, ...], Mosaic] = {}
+    found: dict[str, list[tuple[int, Tile]]] = {}
+    chunks = item.chunks
+    for i in range(len(chunks)):
+        offsets, sizes = chunks.offsets[i].tolist(), chunks.sizes[i].tolist()
+        for step in product(*(range(size) for size in sizes[:lead])):
+            index = tuple(offset + each for offset, each in zip(offsets, step, strict=False))
+            array = arrays.get(index)
+            if array is None:
+                array = arrays[index] = _array(model, meaning, index, where)
+                if array.shape != item.shape[lead:]:
+                    raise misfit(item.shape[lead:], array, where)
+            for axis, (offset, size) in enumerate(zip(offsets[lead:], sizes[lead:], strict=True)):
+                if size != array.shape[axis]:
+                    array = array.cut(axis, offset, offset + size)
+            for tile in array.tiles:
+                placed = tile.renumbered(lambda axis: axis + lead, (*step, *tile.at))
+                found.setdefault(tile.name, []).append((i, placed))
+    return found
+
+
+def _array(model: MegatronModel, meaning: _Meaning, index: tuple[int, ...], where: str) -> Mosaic:
+    """The array of one layer and expert. Raises CheckpointError if the model has none of that name."""
+    numbers = list(index)
+    layer = numbers.pop(0) if meaning.layers else meaning.layer
+    known: Mapping[str, MegatronTensor]
+    if meaning.extra is not None:
+        layer = model.layers + meaning.extra
+    if meaning.experts or meaning.expert is not None:
+        known = model.expert(layer or 0, numbers.pop(0) if meaning.experts else meaning.expert or 0)
+    elif layer is None:
+        known = model.ends
+    else:
+        known = {**model.layer(layer), **(model.extra(meaning.extra) if meaning.extra is not None else {})}
+    if meaning.name not in known:
+        raise CheckpointError(
+            "the model that the run's settings describe has no such tensor",
+            where=where,
+            why=f"There it has {', '.join(list(known)[:6]) or 'nothing'} and the like; what is not known would be lost",
+            do="Give the config of the model with --model DIR",
+        )
+    tensor = known[meaning.name]
+    return tensor.whole if meaning.half is None else tensor.blocks[meaning.half]
+
+
+FORMAT = MegatronDist()
