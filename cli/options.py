@@ -27,6 +27,19 @@ class Size(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic 
         return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
+class Numbers(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """Numbers with commas between them: 7,8,8,7."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        if not re.fullmatch(r"\d+(,\d+)*", str(value)):
+            self.fail(f"{value!r} are no numbers such as 7,8,8,7", param, ctx)
+        return tuple(int(word) for word in str(value).split(","))
+
+
 def _all(*decorators: Callable[[Function], Function]) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         for decorator in reversed(decorators):
@@ -61,6 +74,13 @@ target = _all(
     click.option("--keep-dtype", multiple=True, metavar="GLOB", help="Exempt tensors of these names from --dtype."),
     click.option("--engine-version", metavar="V", help="The serving engine's version (default: the newest known)."),
     click.option("--max-shard-size", type=Size(), metavar="SIZE", help="Start a new file where one would grow beyond this."),
+    click.option("--vp", type=click.IntRange(1), metavar="N", help="Megatron: chunks per stage (virtual pipeline)."),
+    click.option("--etp", type=click.IntRange(1), metavar="N", help="Megatron: tensor-parallel size of experts (default: --tp)."),
+    click.option("--stage-layers", type=Numbers(), metavar="N,N,..", help="Megatron: layers of every chunk (default: equal)."),
+    click.option("--transformer-impl", type=click.Choice(["local", "transformer_engine"]), help="Megatron: whose layers the run has."),
+    click.option("--experts", type=click.Choice(["sequential", "grouped", "te-grouped"]), help="Megatron: how the run has its experts."),
+    click.option("--vocab-multiple", type=click.IntRange(1), metavar="N", help="Megatron: --make-vocab-size-divisible-by of the run."),
+    click.option("--distributed-optimizer/--plain-optimizer", default=None, help="Megatron: whose state (default: as the source's)."),
 )
 
 effort = _all(

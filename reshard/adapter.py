@@ -44,7 +44,11 @@ class Reader(Protocol):
 
 
 class Writer(Reader, Protocol):
-    """A format that is a target, too. `keeps_optimizer`, where it is True, says that it always holds masters and optimizer state."""
+    """A format that is a target, too.
+
+    `keeps_optimizer`, where it is True, says that it always holds masters and optimizer state; `keeps_masters`, that with the optimizer's
+    state it holds both the weights and their full-precision copies. `options` names those of Target.options that it understands.
+    """
 
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
         """The files that hold `content` for `target`: names, fusions and framing, everything but the weights' bytes.

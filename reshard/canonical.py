@@ -13,7 +13,7 @@ from typing import Literal
 from reshard.architecture import Model
 from reshard.errors import CheckpointError, RequestError
 from reshard.index import ROLES, Index, ParamGroup, RunFacts, Tensor
-from reshard.optimizers import is_unnamed, parameter_and_kind, state_key
+from reshard.optimizers import is_state_key, is_unnamed, master_key, parameter_and_kind, state_key
 from reshard.wrappers import is_wrapper
 
 
@@ -22,7 +22,8 @@ class Selection:
     """Which tensors are meant. Globs match names after `strip_prefix` has been taken off.
 
     weights: "model" for the copy that the model computes with, "master" for the optimizer's full-precision one; None
-    takes for each weight the model's copy if there is one. optimizer: also what the optimizer keeps of the chosen weights.
+    takes for each weight the model's copy if there is one. optimizer: also what the optimizer keeps of the chosen weights; masters: and
+    their full-precision copies, which are the weights themselves where there are no others.
     """
 
     weights: Literal["model", "master"] | None = None
@@ -30,10 +31,15 @@ class Selection:
     exclude: tuple[str, ...] = ()
     strip_prefix: str = ""
     optimizer: bool = False
+    masters: bool = False
 
     @property
     def is_partial(self) -> bool:
         return bool(self.include or self.exclude)
+
+
+def _unreadable(key: str) -> float:
+    raise CheckpointError("its value was not made readable", where=key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,8 @@ class Canonical:
     """The chosen tensors by canonical name, what was left out, and the model they belong to, if it is known.
 
     `tied` names the stored tensors that are counted as copies of another. Optimizer state, where it was chosen, follows the
-    weights under the keys of `optimizers.state_key`, with its role. facts: of the run that wrote them.
+    weights under the keys of `optimizers.state_key`, with its role. facts: of the run that wrote them. twice: keys under which a tensor is
+    there once more. scalar: the value of a tensor of one element, which is read from its file.
     """
 
     tensors: Mapping[str, Tensor]
@@ -60,16 +67,18 @@ class Canonical:
     tied: tuple[str, ...] = ()
     param_groups: Callable[[], tuple[ParamGroup, ...]] = tuple
     facts: RunFacts = field(default_factory=RunFacts)
+    twice: tuple[str, ...] = ()
+    scalar: Callable[[str], float] = _unreadable
 
     @property
     def weights(self) -> dict[str, Tensor]:
         """The tensors that are the model's."""
-        return {name: tensor for name, tensor in self.tensors.items() if tensor.role in ("weight", "master")}
+        return {name: tensor for name, tensor in self.tensors.items() if not is_state_key(name)}
 
     @property
     def states(self) -> dict[str, Tensor]:
         """The optimizer's tensors, by `optimizers.state_key`."""
-        return {name: tensor for name, tensor in self.tensors.items() if tensor.role not in ("weight", "master")}
+        return {name: tensor for name, tensor in self.tensors.items() if is_state_key(name)}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -98,14 +107,18 @@ def canonical(index: Index, model: Model | None, selection: Selection) -> Canoni
             why=f"The checkpoint holds {len(index.tensors)} tensors, {len(drops)} of them were left out",
             do="Look at the names with `reshard inspect`, and at --include, --exclude and --weights",
         )
+    twice: tuple[str, ...] = ()
     if selection.optimizer:
         states = _states(index, chosen, selection)
+        if selection.masters:
+            masters, twice = _masters(index, chosen, states, selection)
+            states |= masters
         kept = {id(tensor) for tensor in states.values()}
         drops = [_drop(tensor, reason) for tensor, reason in left if id(tensor) not in kept] + drops
         chosen |= {key: replace(tensor, name=key) for key, tensor in states.items()}
     else:
         drops = [_drop(tensor, reason) for tensor, reason in left] + drops
-    return Canonical(chosen, tuple(drops), model, tied, lambda: _groups(index, chosen, selection), index.facts)
+    return Canonical(chosen, tuple(drops), model, tied, lambda: _groups(index, chosen, selection), index.facts, twice)
 
 
 def _groups(index: Index, chosen: Mapping[str, Tensor], selection: Selection) -> tuple[ParamGroup, ...]:
@@ -124,7 +137,7 @@ def check_against_model(content: Canonical, *, partial: bool, strict: bool) -> N
     model = content.model
     if model is None:
         return
-    missing = [name for name in model.weights if name not in content.tensors]
+    missing = [name for name, weight in model.weights.items() if name not in content.tensors and not weight.optional]
     unknown = [name for name in content.weights if name not in model.weights]
     for name, weight in model.weights.items():
         tensor = content.tensors.get(name)
@@ -155,9 +168,11 @@ def check_against_model(content: Canonical, *, partial: bool, strict: bool) -> N
 
 
 def keyed(index: Index) -> dict[str, Tensor]:
-    """The weights by name, and what the optimizer keeps of them by `optimizers.state_key`."""
-    weights = {**index.by_role("master"), **index.by_role("weight")}
-    return {**weights, **{key: tensor for tensor in index.tensors if (key := _state_key(tensor, weights)) is not None}}
+    """The weights by name, and what the optimizer keeps of them by `optimizers.state_key`: of what is there as both, also the master."""
+    stored, masters = index.by_role("weight"), index.by_role("master")
+    weights = {**masters, **stored}
+    both = {master_key(name): tensor for name, tensor in masters.items() if name in stored}
+    return {**weights, **both, **{key: tensor for tensor in index.tensors if (key := _state_key(tensor, weights)) is not None}}
 
 
 def _states(index: Index, chosen: Mapping[str, Tensor], selection: Selection) -> dict[str, Tensor]:
@@ -181,6 +196,17 @@ def _states(index: Index, chosen: Mapping[str, Tensor], selection: Selection) ->
     if not found:
         raise RequestError("--optimizer: there is no optimizer state of the chosen weights here", do="Leave out --optimizer")
     return found
+
+
+def _masters(
+    index: Index, chosen: Mapping[str, Tensor], states: Mapping[str, Tensor], selection: Selection
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The full-precision copies of the chosen weights that the optimizer keeps state of, by key; and the keys of those that are the chosen
+    tensors themselves."""
+    stored = {name.removeprefix(selection.strip_prefix): tensor for name, tensor in index.by_role("master").items()}
+    names = dict.fromkeys(parameter_and_kind(key)[0] for key in states)
+    found = {master_key(name): stored.get(name, chosen[name]) for name in names}
+    return found, tuple(master_key(name) for name in names if name not in stored or chosen[name].role == "master")
 
 
 def _state_key(tensor: Tensor, weights: Mapping[str, Tensor]) -> str | None:

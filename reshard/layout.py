@@ -58,7 +58,7 @@ class Layout:
     """All files of a target. `files` hold the weights; `sidecars` are written after them, the last one last.
 
     copies: canonical tensors that have no place of their own, as another one, which is there once, stands for them; when they are read, all
-    must be equal.
+    must be equal. told: canonical tensors of one element, whose value is part of the framing.
     """
 
     format: str
@@ -67,6 +67,7 @@ class Layout:
     parallel: Parallel = ONE_RANK
     notes: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
+    told: tuple[str, ...] = ()
 
     def index(self, shapes: Mapping[str, tuple[int, ...]]) -> Index:
         """The index of what will be there; `shapes` are the canonical tensors' global shapes."""

@@ -27,7 +27,7 @@ STATE_ROLES: Mapping[str, Role] = {
 }
 # The other way: by what name torch's optimizers keep a role.
 _KINDS: Mapping[Role, str] = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "step": "step"}
-_PREFIX = "optim.state."
+_PREFIX, _MASTER = "optim.state.", "master_param"
 
 
 def state_role(name: str | None, parameter: Any, kind: str) -> tuple[Role, str]:
@@ -69,6 +69,20 @@ def state_key(tensor: Tensor) -> str | None:
     if tensor.role in _KINDS:
         return f"{_PREFIX}{tensor.name}.{_KINDS[tensor.role]}"
     return None
+
+
+def master_key(parameter: str) -> str:
+    """The key of a parameter's full-precision copy."""
+    return f"{_PREFIX}{parameter}.{_MASTER}"
+
+
+def is_master_key(key: str) -> bool:
+    return key.startswith(_PREFIX) and key.endswith(f".{_MASTER}")
+
+
+def is_state_key(key: str) -> bool:
+    """Whether a canonical name is a key of `state_key`, and not a weight's name."""
+    return key.startswith(_PREFIX)
 
 
 def parameter_and_kind(key: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -31,7 +31,7 @@ class Target:
     """What is asked for: a format, parallel sizes, and what a format's own options say.
 
     dtype: cast floating-point weights to it, but for names that match a glob of keep_dtype. engine_version: of the serving engine
-    that will load the result. max_shard_bytes: where a format cuts files, the most that one holds.
+    that will load the result. max_shard_bytes: where a format cuts files, the most that one holds. options: what only some formats know.
     """
 
     format: str
@@ -40,6 +40,7 @@ class Target:
     keep_dtype: tuple[str, ...] = ()
     engine_version: str | None = None
     max_shard_bytes: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def dtype_of(self, tensor: Tensor) -> DType:
         """The element type that a tensor will be stored with."""
@@ -195,6 +196,7 @@ class Plan:
                 "dp": self.layout.parallel.dp,
                 "dtype": str(self.target.dtype) if self.target.dtype else None,
                 "engine_version": self.target.engine_version,
+                "options": dict(self.target.options),
             },
             "totals": _fields(self.totals()),
             "files": [

@@ -21,15 +21,16 @@ from reshard.digests import Fingerprint
 from reshard.engine.run import MANIFEST, Conversion
 from reshard.errors import RequestError
 from reshard.files import Files, LocalFiles, VirtualFiles
-from reshard.index import Index
+from reshard.index import Index, Tensor
 from reshard.model_files import CARRIED, CONFIG, ModelFiles, find_model_files
+from reshard.optimizers import is_master_key
 from reshard.outputs import WORK_FOLDER
 from reshard.parallel import Parallel
 from reshard.plans import Plan, Target, make_plan
 from reshard.proof import RoundTrip, compose, prove
 from reshard.rank_files import check_steps
 from reshard.stored import StoredTensor, whole
-from reshard.views import View
+from reshard.views import LazyTensor, View
 from reshard.wrappers import without_wrappers
 
 PathLike = str | os.PathLike[str]
@@ -140,14 +141,19 @@ def plan(
     engine_version: str | None = None,
     max_shard_bytes: int | None = None,
     model: PathLike | None = None,
+    vocab_size: int | None = None,
+    **options: Any,
 ) -> Plan:
-    """The proven plan of a conversion to format `to`. Nothing is written, no weight is read.
+    """The proven plan of a conversion to format `to`. Nothing is written, no weight is read. options: what only some formats know.
 
     Raises: RequestError if the model or the degrees do not allow it, CheckpointError if the source does not hold the whole model.
     """
-    opened = source if isinstance(source, Checkpoint) else open(source, model=model)
+    opened = source if isinstance(source, Checkpoint) else open(source, model=model, vocab_size=vocab_size)
     writer = registry.writer(to)
-    target = Target(to, Parallel(tp, pp, ep, dp), _dtype(dtype), keep_dtype, engine_version, max_shard_bytes)
+    said = {name: value for name, value in options.items() if value is not None}
+    if foreign := sorted(said.keys() - set(getattr(writer, "options", ()))):
+        raise RequestError(f"--{foreign[0].replace('_', '-')} does not apply to {to}", do="Leave it out")
+    target = Target(to, Parallel(tp, pp, ep, dp), _dtype(dtype), keep_dtype, engine_version, max_shard_bytes, said)
     if getattr(writer, "keeps_optimizer", False):
         weights, optimizer = weights or ("master" if opened.index.by_role("master") else None), True
     if opened.index.facts.asks:
@@ -156,8 +162,9 @@ def plan(
             why="It is in no file of the checkpoint, and is not guessed",
             do="Say it with the option named above",
         )
-    selection = Selection(weights, include, exclude, strip_prefix, optimizer)
+    selection = Selection(weights, include, exclude, strip_prefix, optimizer, masters=getattr(writer, "keeps_masters", False))
     content = opened.content(selection)
+    content = replace(content, scalar=lambda key: _scalar(content.tensors[key], opened.files))
     check_against_model(content, partial=selection.is_partial, strict=False)
     layout = writer.lay_out(content, target, opened.model_files)
     made = make_plan(opened.index, opened.files, content, target, layout)
@@ -285,7 +292,7 @@ def materialize(
         convert(made, there, **effort)
         there_opened = open(there, model=source.model_files.path)
         content, facts = made.content, source.index.facts
-        selection = Selection(optimizer=bool(content.states))
+        selection = Selection(optimizer=bool(content.states), masters=any(is_master_key(key) for key in content.states))
         sizes: dict[str, Any] = {}
         if back_format == source.format:
             sizes = {name: facts.parallel[name] for name in ("tp", "pp") if name in facts.parallel}
@@ -309,6 +316,11 @@ def materialize(
 
 # The format that holds every tensor whole, under its canonical name.
 _WHOLE = "hf"
+
+
+def _scalar(tensor: Tensor, files: Files) -> float:
+    """The value of a tensor of one element."""
+    return float(LazyTensor(whole(tensor.name, tensor.dtype, tensor.shape), {tensor.name: tensor}, files).numpy().item())
 
 
 def _dtype(name: str | None) -> dtypes.DType | None:

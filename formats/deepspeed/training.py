@@ -8,16 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.canonical import Canonical
-from reshard.containers import pickle_writer, torch_frame, torch_pickle
 from reshard.containers.pickle_writer import Call, Instance, Name
-from reshard.containers.torch_pickle import Plain
 from reshard.dtypes import DType, from_torch
 from reshard.errors import RequestError
 from reshard.index import ParamGroup, Tensor
-from reshard.layout import Placed, TargetFile
 from reshard.optimizers import is_plain, parameter_and_kind
 from reshard.plans import Target
-from reshard.stored import StoredTensor, whole
 
 F32 = from_torch("float32", where="")
 # Which DeepSpeed's files these are like, where the source is not DeepSpeed's. Its loaders ask for a version, and refuse 0.3 and older.
@@ -131,30 +127,6 @@ def training_of(content: Canonical, target: Target, what: str) -> Training:
 def stored_dtype(tensor: Tensor) -> DType:
     """Full precision for what is trained or kept of it; masters in a smaller type (an optimizer on bf16 weights) are widened."""
     return F32 if tensor.dtype.floating and tensor.dtype.itemsize < 4 else tensor.dtype
-
-
-class File:
-    """A torch.save file, as far as it is described: tensors, and what fills them."""
-
-    def __init__(self, path: str, ranks: Mapping[str, int] | None = None) -> None:
-        self._path, self._ranks = path, ranks or {}
-        self._tensors = torch_pickle.Tensors()
-        self._stored: list[StoredTensor] = []
-
-    def tensor(self, stored: StoredTensor) -> Call:
-        """A tensor of the file, for its root."""
-        self._stored.append(stored)
-        return self._tensors.add(Plain(stored.dtype, stored.shape))
-
-    def whole(self, key: str, tensor: Tensor, dtype: DType | None = None) -> Call:
-        return self.tensor(whole(key, dtype or tensor.dtype, tensor.shape))
-
-    def close(self, root: object) -> TargetFile:
-        """The file around `root`, in which every tensor that was described has its place."""
-        name = self._path.rpartition("/")[2].removesuffix(".pt")
-        frame = torch_frame.frame(name, pickle_writer.dumps(root), self._tensors.storages)
-        placed = tuple(Placed(stored, at) for stored, at in zip(self._stored, frame.storages, strict=True))
-        return TargetFile(self._path, frame.nbytes, frame.literals, placed, self._ranks)
 
 
 def size(shape: tuple[int, ...]) -> Call:

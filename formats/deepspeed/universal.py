@@ -28,6 +28,7 @@ from reshard.layout import Layout, Sidecar, TargetFile
 from reshard.model_files import ModelFiles
 from reshard.optimizers import is_plain, state_role
 from reshard.plans import Target
+from reshard.torch_file import TorchFile
 
 from .assembly import Part, Reading
 from .checks import check_steps_agree, topology_of
@@ -36,7 +37,7 @@ from .reading import joins_of, models_of, state_of
 from .states import ModelStates, Shape, is_stored
 from .tag import open_tag
 from .tensor_parallel import matches
-from .training import File, Training, size, stage, stored_dtype, training_of
+from .training import Training, size, stage, stored_dtype, training_of
 from .weights import add_aliases, read_fragments, read_weights
 
 _LATEST = "latest_universal"
@@ -226,7 +227,7 @@ def _notes(training: Training) -> tuple[str, ...]:
 def _parameter_files(training: Training, folder: str, name: str) -> Iterator[TargetFile]:
     content = training.content
     for kind, key in {_MASTER: name, **training.states[name]}.items():
-        file, tensor = File(f"{folder}/{kind}.pt"), content.tensors[key]
+        file, tensor = TorchFile(f"{folder}/{kind}.pt"), content.tensors[key]
         call = file.whole(key, tensor, stored_dtype(tensor))
         is_whole = tensor.shape == training.shape(name) and kind != "step"
         yield file.close({"param": call, **_how_to_cut(training, name)} if is_whole else call)
@@ -248,7 +249,7 @@ def _how_to_cut(training: Training, name: str) -> dict[str, Any]:
 
 
 def _model_file(training: Training, path: str, rest: Mapping[str, Tensor]) -> TargetFile:
-    file = File(path)
+    file = TorchFile(path)
     module = {name: file.whole(name, tensor) for name, tensor in rest.items()}
     return file.close(
         {
@@ -266,7 +267,7 @@ def _model_file(training: Training, path: str, rest: Mapping[str, Tensor]) -> Ta
 
 def _optimizer_file(training: Training, path: str) -> TargetFile:
     """What ZeRO-1 and 2 look for at the root, and ZeRO-3 below optimizer_state_dict."""
-    file = File(path)
+    file = TorchFile(path)
     first = training.groups[0]
     state: dict[str, Any] = {}
     if key := training.states[first.names[0]].get("step"):

@@ -14,9 +14,10 @@ from reshard.layout import Layout, Sidecar, TargetFile
 from reshard.model_files import ModelFiles
 from reshard.plans import Target
 from reshard.stored import Section, StoredTensor
+from reshard.torch_file import TorchFile
 
 from .partitions import Slice, part_of_stage_3, slices_of_stage_3
-from .training import F32, File, Training, size, stage, stored_dtype, training_of
+from .training import F32, Training, size, stage, stored_dtype, training_of
 
 # zero_optimization.sub_group_size: a sub-group is full when its parts of one rank have so many elements.
 _SUB_GROUP = 1_000_000_000
@@ -92,7 +93,7 @@ def _copies(training: Training, subgroups: Sequence[tuple[int, list[str]]]) -> d
 
 def _model_file(training: Training, path: str, subgroups: Sequence[tuple[int, list[str]]], ranks: int, rank: int) -> TargetFile:
     """The module without its parameters, which are all partitioned: whole buffers, this rank's part of what is frozen."""
-    file, content = File(path, {"dp": rank}), training.content
+    file, content = TorchFile(path, {"dp": rank}), training.content
     frozen = _frozen(training)
     nothing = StoredTensor("", F32, (0,), ())
     order = dict.fromkeys((*content.weights, *training.aliases))
@@ -135,7 +136,7 @@ def _alone(cuts: Iterable[Slice]) -> Iterator[Slice]:
 
 
 def _optimizer_file(training: Training, path: str, subgroups: Sequence[tuple[int, list[str]]], ranks: int, rank: int) -> TargetFile:
-    file = File(path, {"dp": rank})
+    file = TorchFile(path, {"dp": rank})
     state: dict[int, dict[str, Any]] = {}
     flats = []
     for i, (number, names) in enumerate(subgroups):

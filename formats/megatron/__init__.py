@@ -11,6 +11,9 @@ legacy.py             --ckpt-format torch, read
 megatron_dist.py      --ckpt-format torch_dist, read
 optimizer.py          which state is of which parameter of a legacy checkpoint
 buckets.py            where parameters lie in the distributed optimizer's buffers
+chunks.py             what a rank's chunk of the model holds, in order
+settings.py           from a Hugging Face config to the run's settings
+writing.py            what is written of a model, whatever the kind; writing_legacy.py
 
 Measured on megatron-core 0.16.1 (fixtures/megatron, fixtures/megatron_dist).
 """
@@ -18,18 +21,25 @@ Measured on megatron-core 0.16.1 (fixtures/megatron, fixtures/megatron_dist).
 from __future__ import annotations
 
 from reshard.adapter import Hints
+from reshard.canonical import Canonical
 from reshard.errors import CheckpointError
 from reshard.files import Files
 from reshard.index import Index
+from reshard.layout import Layout
+from reshard.model_files import ModelFiles
+from reshard.plans import Target
 
-from . import legacy
+from . import legacy, writing_legacy
 from .places import METADATA, WEIGHTS, is_rank_folder, save_folder
+from .writing import OPTIONS
 
 
 class Megatron:
     name = "megatron"
     summary = "Megatron-LM legacy: mp_rank_*/model_optim_rng.pt of tensor-, pipeline- and expert-parallel ranks"
     owns = ("model_optim_rng.pt", "distrib_optim.pt", "latest_checkpointed_iteration.txt")
+    options = OPTIONS
+    keeps_masters = True
 
     def detect(self, files: Files) -> str | None:
         folder = save_folder(files)
@@ -43,6 +53,9 @@ class Megatron:
         if folder is None:
             raise CheckpointError("there is no folder of a rank here, such as mp_rank_00, and no iter_0000001", where=files.root)
         return legacy.read(files, folder, hints)
+
+    def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+        return writing_legacy.lay_out(content, target, companions)
 
 
 FORMAT = Megatron()
