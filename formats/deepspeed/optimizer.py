@@ -18,7 +18,7 @@ from reshard.state_dicts import states as states_of
 from . import experts
 from .assembly import Part, Reading, Topology
 from .partitions import Row, Slice, on_every_rank, part_of_stage_3, ranks_of, slices_of_stage_2, slices_of_stage_3
-from .states import ModelStates, OptimizerStates, Parameters, Shape, elements, is_stored
+from .states import ModelStates, OptimizerStates, Parameters, Shape, is_stored
 from .tag import check_ranks
 
 
@@ -121,7 +121,7 @@ def _row(reading: Reading, paths: Mapping[int, str], held: Mapping[int, AnyTenso
 
 def _check_not_swapped(reading: Reading, first: OptimizerStates, groups: Sequence[Parameters]) -> None:
     expected = sum(math.prod(shape) for group in groups for _, shape in group)
-    if expected and not any(elements(flat) for flat in first.masters):
+    if expected and all(0 in flat.shape for flat in first.masters):
         raise CheckpointError(
             "its full-precision groups are empty"
             + (", and offloaded_tensors/ does not hold what they name" if reading.tag.swapped else "")
@@ -238,7 +238,7 @@ def parameters_in_order(model: ModelStates) -> Parameters:
         if not is_stored(value) or str(name) in (model.buffers or ()) or not value.dtype.floating:
             continue
         memory = value.storage, value.skipped if isinstance(value, UnlocatedTensor) else value.byte_offset, value.shape
-        if memory not in seen or not elements(value):
+        if memory not in seen or 0 in value.shape:
             seen.add(memory)
             found.append((str(name), value.shape))
     return tuple(found)

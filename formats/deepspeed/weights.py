@@ -13,7 +13,7 @@ from reshard.index import Role
 
 from .assembly import TIED, Part, Reading
 from .partitions import Row, part_of_stage_3, ranks_of, slices_of_stage_3
-from .states import ModelStates, Shape, elements, is_stored
+from .states import ModelStates, Shape, is_stored
 
 
 def read_weights(reading: Reading, states: ModelStates, place: tuple[int, int]) -> None:
@@ -29,13 +29,13 @@ def read_weights(reading: Reading, states: ModelStates, place: tuple[int, int]) 
                 reading.objects[str(name)] = None
         elif str(name) in partitioned:
             continue
-        elif reading.tag.zero_models and states.buffers is not None and str(name) not in states.buffers and not elements(value):
+        elif reading.tag.zero_models and states.buffers is not None and str(name) not in states.buffers and 0 in value.shape:
             left.append(str(name))
         else:
-            if str(name) not in trained and elements(value) and (same := memory.get(_memory(value))):
+            if str(name) not in trained and 0 not in value.shape and (same := memory.get(_memory(value))):
                 reading.aliases.setdefault(str(name), same)
             reading.add_whole("weight", str(name), value, place)
-            if not elements(value):
+            if 0 in value.shape:
                 reading.add_nothing(str(name), value.shape, place)
     if left:
         reading.notes.append(
