@@ -20,12 +20,13 @@ from typing import Any
 from reshard.architecture import find_model
 from reshard.boxes import Box
 from reshard.containers import torch_zip
+from reshard.containers.torch_zip import is_stored
 from reshard.errors import CheckpointError
 from reshard.shards import Shards, concatenated
 
 from .assembly import Part, Reading, Topology
 from .partitions import as_it_is
-from .states import ModelStates, OptimizerStates, Parameters, Shape, is_stored
+from .states import ModelStates, OptimizerStates, Parameters, Shape
 
 _LOCAL = re.compile(r"(?P<module>.*\bdeepspeed_experts)\.(?P<number>\d+)\.(?P<rest>.*)")
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.containers import torch_zip
-from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor
+from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor, is_stored
 from reshard.errors import CheckpointError
 from reshard.index import ParamGroup, Role
 from reshard.optimizers import names_for, plain_groups, state_role
@@ -18,7 +18,7 @@ from reshard.state_dicts import states as states_of
 from . import experts
 from .assembly import Part, Reading, Topology
 from .partitions import Row, Slice, on_every_rank, part_of_stage_3, ranks_of, slices_of_stage_2, slices_of_stage_3
-from .states import ModelStates, OptimizerStates, Parameters, Shape, is_stored
+from .states import ModelStates, OptimizerStates, Parameters, Shape
 from .tag import check_ranks
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any
 
 from reshard.containers import torch_zip
 from reshard.containers.inert_pickle import DTypeName, Inert, shown
-from reshard.containers.torch_zip import AnyTensor, StoredTensor, UnlocatedTensor
+from reshard.containers.torch_zip import AnyTensor, StoredTensor, is_stored
 from reshard.errors import CheckpointError
 from reshard.files import Files
 from reshard.optimizers import is_plain
@@ -259,10 +259,6 @@ def _slices(group: Any) -> Iterator[tuple[str, int]]:
 def _settings(groups: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
     for group in groups:
         yield {str(key): value for key, value in _mapping(group).items() if is_plain(value)}
-
-
-def is_stored(value: Any) -> TypeGuard[AnyTensor]:
-    return isinstance(value, StoredTensor | UnlocatedTensor)
 
 
 def _shapes(value: Any, path: str) -> Parameters:

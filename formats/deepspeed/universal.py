@@ -21,6 +21,7 @@ from typing import Any
 from reshard.adapter import Hints
 from reshard.canonical import Canonical
 from reshard.containers import torch_zip
+from reshard.containers.torch_zip import is_stored
 from reshard.errors import CheckpointError, RequestError
 from reshard.files import Files, inside, read_whole
 from reshard.index import Index, ParamGroup, RunFacts, StoredFile, Tensor
@@ -33,7 +34,7 @@ from .assembly import Part, Reading
 from .checks import check_steps_agree, topology_of
 from .partitions import flat_part
 from .reading import joins_of, models_of, state_of
-from .states import ModelStates, Shape, is_stored
+from .states import ModelStates, Shape
 from .tag import open_tag
 from .tensor_parallel import matches
 from .training import File, Training, size, stage, stored_dtype, training_of

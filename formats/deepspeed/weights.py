@@ -7,13 +7,13 @@ from dataclasses import replace
 from itertools import chain
 
 from reshard.containers import torch_zip
-from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor
+from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor, is_stored
 from reshard.errors import CheckpointError
 from reshard.index import Role
 
 from .assembly import TIED, Part, Reading
 from .partitions import Row, part_of_stage_3, ranks_of, slices_of_stage_3
-from .states import ModelStates, Shape, is_stored
+from .states import ModelStates, Shape
 
 
 def read_weights(reading: Reading, states: ModelStates, place: tuple[int, int]) -> None:
