@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.containers import torch_zip
-from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor, is_stored
+from reshard.containers.torch_zip import AnyTensor, is_stored, memory_of
 from reshard.errors import CheckpointError
 from reshard.index import ParamGroup, Role
 from reshard.optimizers import names_for, plain_groups, state_role
@@ -237,8 +237,7 @@ def parameters_in_order(model: ModelStates) -> Parameters:
     for name, value in (model.module or {}).items():
         if not is_stored(value) or str(name) in (model.buffers or ()) or not value.dtype.floating:
             continue
-        memory = value.storage, value.skipped if isinstance(value, UnlocatedTensor) else value.byte_offset, value.shape
-        if memory not in seen or 0 in value.shape:
+        if (memory := memory_of(value)) not in seen or 0 in value.shape:
             seen.add(memory)
             found.append((str(name), value.shape))
     return tuple(found)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 
 from reshard.containers import torch_zip
-from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor, is_stored
+from reshard.containers.torch_zip import AnyTensor, is_stored, memory_of
 from reshard.errors import CheckpointError
 from reshard.index import Role
 
@@ -46,8 +46,8 @@ def read_weights(reading: Reading, states: ModelStates, place: tuple[int, int]) 
 
 
 def _memory(tensor: AnyTensor) -> tuple[object, ...]:
-    """What tensors that are one have in common."""
-    return tensor.storage, tensor.skipped if isinstance(tensor, UnlocatedTensor) else tensor.byte_offset, tensor.shape, tensor.strides
+    """What tensors that are one have in common: not a square weight and its transpose."""
+    return *memory_of(tensor), tensor.strides
 
 
 def _read_layers(reading: Reading, place: tuple[int, int]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 
 from reshard.boxes import Box
 from reshard.containers.inert_pickle import Inert, shown
-from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor, is_stored
+from reshard.containers.torch_zip import AnyTensor, is_stored, memory_of
 from reshard.dtypes import DType, from_torch
 from reshard.errors import CheckpointError
 from reshard.meshes import Distribution, Mesh, Placement, Replicated, Sharded, StridedSharded, distribution
@@ -36,10 +36,7 @@ class LocalTensor:
     @property
     def memory(self) -> tuple[object, ...] | None:
         """What two tied parameters have in common: the place of their bytes. None if the file holds nothing of it."""
-        if not self.shards:
-            return None
-        stored = self.shards[0][1]
-        return stored.storage, stored.skipped if isinstance(stored, UnlocatedTensor) else stored.byte_offset, stored.shape
+        return memory_of(self.shards[0][1]) if self.shards else None
 
 
 def class_of(value: Any) -> str:

@@ -70,6 +70,11 @@ def is_stored(value: Any) -> TypeGuard[AnyTensor]:
     return isinstance(value, StoredTensor | UnlocatedTensor)
 
 
+def memory_of(tensor: AnyTensor) -> tuple[object, ...]:
+    """What tied tensors of one file have in common: the storage, where in it they start, their shape."""
+    return tensor.storage, tensor.skipped if isinstance(tensor, UnlocatedTensor) else tensor.byte_offset, tensor.shape
+
+
 Attributes = dict[str, Any]
 
 
