@@ -11,6 +11,7 @@ from reshard.dtypes import DType
 from reshard.errors import CheckpointError
 from reshard.files import Files
 from reshard.index import ParamGroup, Role, Tensor
+from reshard.optimizers import state_role
 from reshard.shards import Shards, concatenated
 
 from .partitions import as_it_is
@@ -45,6 +46,11 @@ class Topology:
 
 # How DeepSpeed names the modules of a pipeline that several layers share.
 TIED = "tied_modules."
+
+
+def role_of(name: str, kind: str, *, master: str) -> tuple[Role, str]:
+    """Role and name of a parameter's master, which is the kind called `master`, or of what the optimizer keeps of it."""
+    return ("master", name) if kind == master else state_role(name, name, kind)
 
 
 @dataclass(slots=True)

@@ -10,13 +10,13 @@ from typing import Any
 from reshard.containers import torch_zip
 from reshard.containers.torch_zip import AnyTensor, is_stored, memory_of
 from reshard.errors import CheckpointError
-from reshard.index import ParamGroup, Role
+from reshard.index import ParamGroup
 from reshard.optimizers import names_for, plain_groups, state_role
 from reshard.state_dicts import group_numbers, optimizer_part
 from reshard.state_dicts import states as states_of
 
 from . import experts
-from .assembly import Part, Reading, Topology
+from .assembly import Part, Reading, Topology, role_of
 from .partitions import Row, Slice, on_every_rank, part_of_stage_3, ranks_of, slices_of_stage_2, slices_of_stage_3
 from .states import ModelStates, OptimizerStates, Parameters, Shape
 from .tag import check_ranks
@@ -65,7 +65,7 @@ def _read_group(
     for cut in cuts:
         yield cut.name
         for kind, row in rows.items():
-            role, name = _role(cut.name, kind)
+            role, name = role_of(cut.name, kind, master=_MASTER)
             shape, shards = cut.shape, row.shards(cut)
             if cut.name in family.placed:
                 shape, shards = family.placed[cut.name].apply(shards, shape)
@@ -107,11 +107,6 @@ def _slices(g: int, parameters: Parameters, members: Mapping[int, OptimizerState
 _MOST_PADDING = 256
 # No kind of state is called so.
 _MASTER = "(master)"
-
-
-def _role(name: str, kind: str) -> tuple[Role, str]:
-    """Role and name of a parameter's master, or of what the optimizer keeps of it."""
-    return ("master", name) if kind == _MASTER else state_role(name, name, kind)
 
 
 def _row(reading: Reading, paths: Mapping[int, str], held: Mapping[int, AnyTensor]) -> Row:
@@ -199,7 +194,7 @@ def read_plain_optimizer(
             whose = path.rpartition("/")[2].partition("_model")[0].partition("_optim")[0]
             reading.add_unnamed(f"optim.state.{whose}.{number}.{kind}", value)
         else:
-            reading.add_whole(*_role(name, kind), value, place)
+            reading.add_whole(*role_of(name, kind, master=_MASTER), value, place)
 
     for parameter, kind, value in kept:
         add(parameter, kind, value)
