@@ -16,7 +16,7 @@ from reshard.containers.inert_pickle import DTypeName, Inert, shown
 from reshard.containers.torch_zip import AnyTensor, StoredTensor, is_stored
 from reshard.errors import CheckpointError
 from reshard.files import Files
-from reshard.optimizers import is_plain
+from reshard.optimizers import is_plain, plain_settings
 
 Shape = tuple[int, ...]
 Parameters = tuple[tuple[str, Shape], ...]
@@ -176,7 +176,7 @@ def _stage_2(states: Mapping[str, Any], path: str) -> OptimizerStates:
         paddings if is_zero else (0,) * count,
         tuple(tuple(_count(each) or 0 for each in _listed(group)) for group in _listed(states.get("param_alignment_paddings"))),
         tuple(tuple(_slices(group)) for group in _listed(states.get("param_slice_mappings"))),
-        tuple(_settings(_listed(_mapping(base).get("param_groups")))),
+        tuple(_settings(_mapping(base).get("param_groups"))),
         (),
         _scaler(states),
         _text(states.get("ds_version")),
@@ -197,7 +197,7 @@ def _stage_3(states: Mapping[str, Any], version: str | None, path: str) -> Optim
         (0,) * count,
         (),
         (),
-        tuple(_settings(_listed(base.get("param_groups")))),
+        tuple(_settings(base.get("param_groups"))),
         tuple(each for each in _listed(states.get("ds_zero_partition_groups")) if isinstance(each, Mapping)),
         _scaler(states),
         version,
@@ -256,9 +256,9 @@ def _slices(group: Any) -> Iterator[tuple[str, int]]:
         yield str(name), _count(address.get("numel")) or 0 if isinstance(address, Inert) else 0
 
 
-def _settings(groups: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
-    for group in groups:
-        yield {str(key): value for key, value in _mapping(group).items() if is_plain(value)}
+def _settings(groups: Any) -> Iterator[Mapping[str, Any]]:
+    for group in _listed(groups):
+        yield plain_settings(_mapping(group))
 
 
 def _shapes(value: Any, path: str) -> Parameters:

@@ -27,7 +27,7 @@ from reshard.files import Files, inside, read_whole
 from reshard.index import Index, ParamGroup, RunFacts, StoredFile, Tensor
 from reshard.layout import Layout, Sidecar, TargetFile
 from reshard.model_files import ModelFiles
-from reshard.optimizers import is_plain
+from reshard.optimizers import plain_settings
 from reshard.plans import Target
 
 from .assembly import Part, Reading, role_of
@@ -191,8 +191,7 @@ def _param_groups(files: Files, path: str, models: list[ModelStates]) -> Iterato
             if type(g) is int and states.groups and g < len(states.groups)
             for name, _ in states.groups[g]
         )
-        settings = {str(key): value for key, value in group.items() if key != "params" and is_plain(value)}
-        yield ParamGroup(tuple(names), settings)
+        yield ParamGroup(tuple(names), plain_settings(group, without=["params"]))
 
 
 # ---- writing ----
