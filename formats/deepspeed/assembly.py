@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reshard.adapter import Hints
@@ -55,7 +55,7 @@ def role_of(name: str, kind: str, *, master: str) -> tuple[Role, str]:
 
 @dataclass(slots=True)
 class Reading:
-    """What has been read so far."""
+    """What has been read so far. experts: the tensors of an expert's file, by its path."""
 
     files: Files
     tag: Tag
@@ -70,6 +70,7 @@ class Reading:
     unread: dict[str, None] = field(default_factory=dict)
     shapeless: dict[str, int] = field(default_factory=dict)
     groups: dict[tuple[int, int], list[ParamGroup]] = field(default_factory=dict)
+    experts: dict[str, Mapping[str, AnyTensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.locations = Locations(self.files)
