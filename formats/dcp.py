@@ -32,7 +32,7 @@ from reshard.index import Index, ParamGroup, Role, RunFacts, StoredFile, Tensor
 from reshard.layout import Layout, Placed, Sidecar, TargetFile, row_shard
 from reshard.model_files import ModelFiles
 from reshard.optimizers import ROOTS as OPTIMIZER_ROOTS
-from reshard.optimizers import is_plain, names_for, parameter_and_kind, plain_groups, state_role
+from reshard.optimizers import names_for, parameter_and_kind, plain_groups, plain_settings, state_role
 from reshard.plans import Target
 from reshard.rank_files import step_of
 from reshard.state_dicts import MODEL_ROOTS
@@ -385,7 +385,7 @@ def _together(by_parameter: Mapping[str, Mapping[str, Any]]) -> Iterator[ParamGr
     """A flattened state dict repeats the settings for every parameter; those with equal ones were a group."""
     found: dict[str, tuple[list[str], Mapping[str, Any]]] = {}
     for name, settings in by_parameter.items():
-        plain = {key: value for key, value in settings.items() if is_plain(value)}
+        plain = plain_settings(settings)
         found.setdefault(repr(sorted(plain.items())), ([], plain))[0].append(name)
     yield from (ParamGroup(tuple(names), settings) for names, settings in found.values())
 

@@ -175,9 +175,13 @@ def plain_groups(groups: Any, names: Mapping[Any, str]) -> tuple[ParamGroup, ...
         listed = group.get("params", group.get("param_names")) if isinstance(group, Mapping) else None
         if isinstance(listed, list | tuple):
             named = tuple(names.get(each, each) for each in listed if each in names or isinstance(each, str))
-            settings = {key: value for key, value in group.items() if key not in ("params", "param_names") and is_plain(value)}
-            found.append(ParamGroup(named, settings))
+            found.append(ParamGroup(named, plain_settings(group, without=("params", "param_names"))))
     return tuple(found)
+
+
+def plain_settings(group: Mapping[Any, Any], *, without: Sequence[str] = ()) -> dict[str, Any]:
+    """What a param group holds that is plain values."""
+    return {str(key): value for key, value in group.items() if key not in without and is_plain(value)}
 
 
 def is_plain(value: Any, depth: int = 0) -> bool:

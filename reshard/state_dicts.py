@@ -7,7 +7,7 @@ from typing import Any
 
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import class_of
-from reshard.containers.torch_zip import StoredTensor, UnlocatedTensor
+from reshard.containers.torch_zip import is_stored
 from reshard.errors import CheckpointError
 from reshard.files import Files
 from reshard.optimizers import ROOTS
@@ -49,7 +49,7 @@ def holds_parts(files: Files, path: str) -> bool:
 
 
 def is_tensor(value: Any) -> bool:
-    return isinstance(value, StoredTensor | UnlocatedTensor) or class_of(value) in ("DTensor", "ShardedTensor")
+    return is_stored(value) or class_of(value) in ("DTensor", "ShardedTensor")
 
 
 def model_part(root: Any) -> tuple[Mapping[Any, Any] | None, list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reshard.adapter import Hints
@@ -11,6 +11,7 @@ from reshard.dtypes import DType
 from reshard.errors import CheckpointError
 from reshard.files import Files
 from reshard.index import ParamGroup, Role, Tensor
+from reshard.optimizers import state_role
 from reshard.shards import Shards, concatenated
 
 from .partitions import as_it_is
@@ -47,9 +48,14 @@ class Topology:
 TIED = "tied_modules."
 
 
+def role_of(name: str, kind: str, *, master: str) -> tuple[Role, str]:
+    """Role and name of a parameter's master, which is the kind called `master`, or of what the optimizer keeps of it."""
+    return ("master", name) if kind == master else state_role(name, name, kind)
+
+
 @dataclass(slots=True)
 class Reading:
-    """What has been read so far."""
+    """What has been read so far. experts: the tensors of an expert's file, by its path."""
 
     files: Files
     tag: Tag
@@ -64,6 +70,7 @@ class Reading:
     unread: dict[str, None] = field(default_factory=dict)
     shapeless: dict[str, int] = field(default_factory=dict)
     groups: dict[tuple[int, int], list[ParamGroup]] = field(default_factory=dict)
+    experts: dict[str, Mapping[str, AnyTensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.locations = Locations(self.files)

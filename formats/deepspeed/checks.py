@@ -45,8 +45,7 @@ def data_parallel_ranks(
     if not optimizers:
         if tag.zero_models and first.dp:
             for mp_rank in range(topology.pp * topology.tp):
-                paths = {dp: states.path for (dp, mp), states in models.items() if mp == mp_rank}
-                check_ranks(paths, first.dp, "data-parallel", why=f"{first.path} says dp_world_size {first.dp}")
+                _check_models(models, mp_rank, first.dp, f"{first.path} says dp_world_size {first.dp}")
         return first.dp or 1
     told = next(iter(optimizers.values()))
     if odd := [states.path for states in optimizers.values() if (states.stage == 3) != bool(tag.zero_models)]:
@@ -68,6 +67,7 @@ def data_parallel_ranks(
             why="The files are from saves of different sizes under the same tag",
             do="Keep the files of one save only",
         )
+    why = f"{told.path} says that {ranks} ranks share each group (partition_count)"
     for mp_rank in range(topology.pp * topology.tp):
         paths = {dp: path for (dp, mp), path in tag.optimizers.items() if mp == mp_rank}
         if not paths:
@@ -77,10 +77,9 @@ def data_parallel_ranks(
                 why="Its part of every weight would be missing",
                 do="Copy the missing files from where the checkpoint was written",
             )
-        check_ranks(paths, ranks, "data-parallel", why=f"{told.path} says that {ranks} ranks share each group (partition_count)")
+        check_ranks(paths, ranks, "data-parallel", why=why)
         if tag.zero_models:
-            paths = {dp: states.path for (dp, mp), states in models.items() if mp == mp_rank}
-            check_ranks(paths, ranks, "data-parallel", why=f"{told.path} says that {ranks} ranks share each group (partition_count)")
+            _check_models(models, mp_rank, ranks, why)
     for (_, mp), states in optimizers.items():
         if len(states.masters) != len(optimizers[0, mp].masters) or (states.stage, states.ranks) != (told.stage, optimizers[0, mp].ranks):
             raise CheckpointError(
@@ -95,6 +94,11 @@ def data_parallel_ranks(
             "there is no such model-parallel rank", where=beyond[0], why="It is left over from another save", do="Move it away"
         )
     return ranks
+
+
+def _check_models(models: Mapping[tuple[int, int], ModelStates], mp_rank: int, ranks: int, why: str) -> None:
+    """Raises CheckpointError unless one model-parallel rank has model states of every data-parallel rank."""
+    check_ranks({dp: states.path for (dp, mp), states in models.items() if mp == mp_rank}, ranks, "data-parallel", why=why)
 
 
 def _some(counts: Sequence[int]) -> str:

@@ -20,12 +20,13 @@ from typing import Any
 from reshard.architecture import find_model
 from reshard.boxes import Box
 from reshard.containers import torch_zip
+from reshard.containers.torch_zip import AnyTensor, is_stored
 from reshard.errors import CheckpointError
 from reshard.shards import Shards, concatenated
 
 from .assembly import Part, Reading, Topology
 from .partitions import as_it_is
-from .states import ModelStates, OptimizerStates, Parameters, Shape, is_stored
+from .states import ModelStates, OptimizerStates, Parameters, Shape
 
 _LOCAL = re.compile(r"(?P<module>.*\bdeepspeed_experts)\.(?P<number>\d+)\.(?P<rest>.*)")
 
@@ -136,26 +137,33 @@ def read(reading: Reading, model: ModelStates, topology: Topology) -> None:
     """The experts' own files: weights under global numbers; AutoEP's are slices of the fused tensors that its optimizer knows."""
     totals = {layer.get("expert_key_prefix"): layer.get("num_experts") for layer in model.autoep}
     for (_, _, mp_rank), path in reading.tag.experts.items():
-        content, place = torch_zip.read(reading.files, path, locate=False), topology.place(mp_rank)
-        for name, value in content.items() if isinstance(content, Mapping) else ():
-            if not is_stored(value):
-                continue
-            match = _SLICE.fullmatch(str(name))
+        place = topology.place(mp_rank)
+        for name, value in _tensors(reading, path).items():
+            match = _SLICE.fullmatch(name)
             if match and type(total := totals.get(match["prefix"])) is int:
                 one = replace(value, shape=(1, *value.shape), strides=(math.prod(value.shape), *value.strides))
                 whole = Placed((total, *value.shape), (int(match["number"]),))
                 shape, shards = whole.apply(as_it_is(one, 0, reading.locations), one.shape)
                 reading.add("weight", f"{match['prefix']}.{match['part']}", Part(*place, value.dtype, shape, shards))
             else:
-                reading.add_whole("weight", str(name), value, place)
+                reading.add_whole("weight", name, value, place)
 
 
 _SLICE = re.compile(r"(?P<prefix>.*)\.(?P<part>w[123])\.(?P<number>\d+)")
 
 
+def _tensors(reading: Reading, path: str) -> Mapping[str, AnyTensor]:
+    """The tensors of an expert's file, which is read once, whoever asks first."""
+    if path not in reading.experts:
+        content = torch_zip.read(reading.files, path, locate=False)
+        items = content.items() if isinstance(content, Mapping) else ()
+        reading.experts[path] = {str(name): value for name, value in items if is_stored(value)}
+    return reading.experts[path]
+
+
 def parameters_of(reading: Reading, ep_rank: int, ep: int) -> Parameters:
     """The parameters of the experts that one of `ep` expert-parallel ranks holds, from the experts' files, in the model's order."""
-    known = [each for path in reading.tag.experts.values() for each in _shapes(reading, path).items()]
+    known = list(_shapes(reading))
     count: dict[str, int] = {}
     for name, _ in known:
         if match := _LOCAL.fullmatch(name):
@@ -164,9 +172,10 @@ def parameters_of(reading: Reading, ep_rank: int, ep: int) -> Parameters:
     return tuple((name, shape) for match, name, shape in found if int(match["number"]) // max(1, count[match["module"]] // ep) == ep_rank)
 
 
-def _shapes(reading: Reading, path: str) -> dict[str, Shape]:
-    content: Any = torch_zip.read(reading.files, path, locate=False)
-    return {str(name): value.shape for name, value in content.items() if is_stored(value)} if isinstance(content, Mapping) else {}
+def _shapes(reading: Reading) -> Iterator[tuple[str, Shape]]:
+    """The names and shapes in all experts' files."""
+    for path in reading.tag.experts.values():
+        yield from ((name, value.shape) for name, value in _tensors(reading, path).items())
 
 
 def groups_without_shapes(reading: Reading, model: ModelStates, own: Mapping[int, OptimizerStates]) -> tuple[Parameters, ...]:
@@ -177,8 +186,7 @@ def groups_without_shapes(reading: Reading, model: ModelStates, own: Mapping[int
     Raises: CheckpointError if not even the names are told.
     """
     shapes: dict[str, Shape] = {str(name): value.shape for name, value in (model.module or {}).items() if is_stored(value)}
-    for path in reading.tag.experts.values():
-        shapes.update(_shapes(reading, path))
+    shapes.update(_shapes(reading))
     declared = find_model(reading.hints.config)
     shapes |= {name: weight.shape for name, weight in declared.weights.items() if name not in shapes} if declared else {}
     found = []

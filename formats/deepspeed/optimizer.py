@@ -8,17 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.containers import torch_zip
-from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor
+from reshard.containers.torch_zip import AnyTensor, is_stored, memory_of
 from reshard.errors import CheckpointError
-from reshard.index import ParamGroup, Role
+from reshard.index import ParamGroup
 from reshard.optimizers import names_for, plain_groups, state_role
 from reshard.state_dicts import group_numbers, optimizer_part
 from reshard.state_dicts import states as states_of
 
 from . import experts
-from .assembly import Part, Reading, Topology
+from .assembly import Part, Reading, Topology, role_of
 from .partitions import Row, Slice, on_every_rank, part_of_stage_3, ranks_of, slices_of_stage_2, slices_of_stage_3
-from .states import ModelStates, OptimizerStates, Parameters, Shape, elements, is_stored
+from .states import ModelStates, OptimizerStates, Parameters, Shape
 from .tag import check_ranks
 
 
@@ -65,7 +65,7 @@ def _read_group(
     for cut in cuts:
         yield cut.name
         for kind, row in rows.items():
-            role, name = _role(cut.name, kind)
+            role, name = role_of(cut.name, kind, master=_MASTER)
             shape, shards = cut.shape, row.shards(cut)
             if cut.name in family.placed:
                 shape, shards = family.placed[cut.name].apply(shards, shape)
@@ -109,11 +109,6 @@ _MOST_PADDING = 256
 _MASTER = "(master)"
 
 
-def _role(name: str, kind: str) -> tuple[Role, str]:
-    """Role and name of a parameter's master, or of what the optimizer keeps of it."""
-    return ("master", name) if kind == _MASTER else state_role(name, name, kind)
-
-
 def _row(reading: Reading, paths: Mapping[int, str], held: Mapping[int, AnyTensor]) -> Row:
     # A tensor that was swapped out lies in a file of its own.
     return Row(tuple(tensor.path for tensor in held.values()), ranks_of(paths), tuple(held.values()), reading.locations)
@@ -121,7 +116,7 @@ def _row(reading: Reading, paths: Mapping[int, str], held: Mapping[int, AnyTenso
 
 def _check_not_swapped(reading: Reading, first: OptimizerStates, groups: Sequence[Parameters]) -> None:
     expected = sum(math.prod(shape) for group in groups for _, shape in group)
-    if expected and not any(elements(flat) for flat in first.masters):
+    if expected and all(0 in flat.shape for flat in first.masters):
         raise CheckpointError(
             "its full-precision groups are empty"
             + (", and offloaded_tensors/ does not hold what they name" if reading.tag.swapped else "")
@@ -199,7 +194,7 @@ def read_plain_optimizer(
             whose = path.rpartition("/")[2].partition("_model")[0].partition("_optim")[0]
             reading.add_unnamed(f"optim.state.{whose}.{number}.{kind}", value)
         else:
-            reading.add_whole(*_role(name, kind), value, place)
+            reading.add_whole(*role_of(name, kind, master=_MASTER), value, place)
 
     for parameter, kind, value in kept:
         add(parameter, kind, value)
@@ -237,8 +232,7 @@ def parameters_in_order(model: ModelStates) -> Parameters:
     for name, value in (model.module or {}).items():
         if not is_stored(value) or str(name) in (model.buffers or ()) or not value.dtype.floating:
             continue
-        memory = value.storage, value.skipped if isinstance(value, UnlocatedTensor) else value.byte_offset, value.shape
-        if memory not in seen or not elements(value):
+        if (memory := memory_of(value)) not in seen or 0 in value.shape:
             seen.add(memory)
             found.append((str(name), value.shape))
     return tuple(found)

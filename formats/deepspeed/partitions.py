@@ -25,7 +25,7 @@ from itertools import pairwise
 import numpy as np
 
 from reshard.boxes import flat_boxes, row_major
-from reshard.containers.torch_zip import AnyTensor, Locations
+from reshard.containers.torch_zip import AnyTensor, Locations, StoredTensor
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError
 from reshard.extents import Extent
@@ -189,13 +189,12 @@ def as_it_is(tensor: AnyTensor, rank: int, locations: Locations) -> Shards:
     def extent(_: int) -> Extent:
         return Extent(tensor.path, locations.of(tensor), tensor.strides, tensor.dtype)
 
-    zeros = np.zeros((1, len(tensor.shape)), np.int64)
-    near = tensor.byte_offset if hasattr(tensor, "byte_offset") else tensor.member + tensor.skipped
+    near = tensor.byte_offset if isinstance(tensor, StoredTensor) else tensor.member + tensor.skipped
     return Shards(
         (tensor.path,),
-        zeros,
+        np.zeros((1, len(tensor.shape)), np.int64),
         np.array([tensor.shape], np.int64).reshape(1, -1),
-        zeros[:, :0].sum(axis=1, dtype=np.int64),
+        np.zeros(1, np.int64),
         np.array([near], np.int64),
         extent,
         ranks=np.array([rank], np.int64),

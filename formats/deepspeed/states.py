@@ -9,25 +9,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any
 
 from reshard.containers import torch_zip
 from reshard.containers.inert_pickle import DTypeName, Inert, shown
-from reshard.containers.torch_zip import AnyTensor, StoredTensor, UnlocatedTensor
+from reshard.containers.torch_zip import AnyTensor, StoredTensor, is_stored
 from reshard.errors import CheckpointError
 from reshard.files import Files
-from reshard.optimizers import is_plain
+from reshard.optimizers import is_plain, plain_settings
 
 Shape = tuple[int, ...]
 Parameters = tuple[tuple[str, Shape], ...]
 
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 # What a run goes on from, beside weights and optimizer.
 _PROGRESS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler", "ds_config", "universal_checkpoint_info")
 _KNOWN = {
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "lr_scheduler",
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
     "data_sampler", "random_ltd", "sparse_tensor_module_names", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions",
-    "ds_config", "ds_version", "universal_checkpoint_info", "num_experts", "ds_autoep_layers", "autoep_layers", *_COUNTERS,
+    "ds_version", "num_experts", "ds_autoep_layers", "autoep_layers", *_PROGRESS,
 }  # fmt: skip
 
 
@@ -54,7 +53,6 @@ class ModelStates:
     version: str | None
     config: Mapping[str, Any]
     universal: Mapping[str, Any]
-    experts: tuple[int, ...]
     autoep: tuple[Mapping[str, Any], ...]
     progress: Mapping[str, Any]
     client: tuple[str, ...]
@@ -91,7 +89,6 @@ def read_model(files: Files, path: str) -> ModelStates:
         _text(root.get("ds_version")),
         _mapping(root.get("ds_config")),
         _mapping(root.get("universal_checkpoint_info")),
-        tuple(filter(None, map(_count, _listed(root.get("num_experts"))))),
         tuple(each for each in _listed(autoep) if isinstance(each, Mapping)),
         {key: root[key] for key in _PROGRESS if root.get(key) is not None and is_plain(root[key])},
         tuple(str(key) for key, value in root.items() if key not in _KNOWN and value is not None),
@@ -177,9 +174,9 @@ def _stage_2(states: Mapping[str, Any], path: str) -> OptimizerStates:
         masters,
         tuple(_mapping(kept.get(i)) for i in range(count)),
         paddings if is_zero else (0,) * count,
-        tuple(tuple(map(_number, _listed(group))) for group in _listed(states.get("param_alignment_paddings"))),
+        tuple(tuple(_count(each) or 0 for each in _listed(group)) for group in _listed(states.get("param_alignment_paddings"))),
         tuple(tuple(_slices(group)) for group in _listed(states.get("param_slice_mappings"))),
-        tuple(_settings(_listed(_mapping(base).get("param_groups")))),
+        tuple(_settings(_mapping(base).get("param_groups"))),
         (),
         _scaler(states),
         _text(states.get("ds_version")),
@@ -200,7 +197,7 @@ def _stage_3(states: Mapping[str, Any], version: str | None, path: str) -> Optim
         (0,) * count,
         (),
         (),
-        tuple(_settings(_listed(base.get("param_groups")))),
+        tuple(_settings(base.get("param_groups"))),
         tuple(each for each in _listed(states.get("ds_zero_partition_groups")) if isinstance(each, Mapping)),
         _scaler(states),
         version,
@@ -227,7 +224,7 @@ def _swapped_back(files: Files, found: OptimizerStates, attributes: Mapping[str,
     def swapped(tensor: AnyTensor, name: str) -> AnyTensor:
         path = f"{folder}{name}.tensor.swp"
         size = files.size(path)
-        if elements(tensor) or size is None:
+        if 0 not in tensor.shape or size is None:
             return tensor
         return StoredTensor(path, 0, tensor.dtype, (size // tensor.dtype.itemsize,), (1,), name)
 
@@ -256,23 +253,12 @@ def _flats(value: Any, what: str, path: str) -> tuple[AnyTensor, ...]:
 def _slices(group: Any) -> Iterator[tuple[str, int]]:
     """The parameters of one param_slice_mapping. Where they start is not read: it is wrong with round_robin_gradients."""
     for name, address in _mapping(group).items():
-        yield str(name), _number(address.get("numel")) if isinstance(address, Inert) else 0
+        yield str(name), _count(address.get("numel")) or 0 if isinstance(address, Inert) else 0
 
 
-def _settings(groups: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
-    for group in groups:
-        yield {str(key): value for key, value in _mapping(group).items() if is_plain(value)}
-
-
-def is_stored(value: Any) -> TypeGuard[AnyTensor]:
-    return isinstance(value, StoredTensor | UnlocatedTensor)
-
-
-def elements(tensor: AnyTensor) -> int:
-    total = 1
-    for size in tensor.shape:
-        total *= size
-    return total
+def _settings(groups: Any) -> Iterator[Mapping[str, Any]]:
+    for group in _listed(groups):
+        yield plain_settings(_mapping(group))
 
 
 def _shapes(value: Any, path: str) -> Parameters:
@@ -301,12 +287,8 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _counts(value: Any, count: int) -> tuple[int, ...]:
-    found = tuple(map(_number, _listed(value)))
+    found = tuple(_count(each) or 0 for each in _listed(value))
     return found if len(found) == count else (0,) * count
-
-
-def _number(value: Any) -> int:
-    return value if type(value) is int and 0 <= value < 1 << 62 else 0
 
 
 def _count(value: Any) -> int | None:

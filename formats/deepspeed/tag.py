@@ -51,10 +51,6 @@ class Tag:
     expert_optimizers: Paths = field(default_factory=dict)
     swapped: bool = False
 
-    @property
-    def name(self) -> str:
-        return self.folder.rstrip("/").rpartition("/")[2]
-
     def swapped_of(self, dp: int) -> str | None:
         """The folder of what a data-parallel rank had swapped to NVMe: it has the number of the global rank."""
         return f"{self.folder}{_SWAPPED}rank{dp:02d}/" if self.swapped else None

@@ -51,26 +51,26 @@ class Joins:
         """
         if len(parts) == 1:
             return Whole(parts[0], (((Box.whole(parts[0]), (0,) * len(parts[0])),),))
-        if self._matches("autotp_unsupported_parameter_patterns", name):
+        if says(self._info, "autotp_unsupported_parameter_patterns", name):
             raise CheckpointError("DeepSpeed itself notes that it cannot say how its ranks' parts make a whole", where=name)
-        if described := next((value for pattern, value in self._maps.items() if matches(pattern, name)), None):
+        if described := next((value for pattern, value in self._maps.items() if _matches(pattern, name)), None):
             return _by_map(name, described, parts)
         found = self._by_patterns(name, parts) if self._info else self._without_patterns(name, parts)
-        if self._matches("vocabulary_parameter_patterns", name):
+        if says(self._info, "vocabulary_parameter_patterns", name):
             found = _cut_to(found, self._info.get("original_vocab_size"), name)
         return found
 
     def _by_patterns(self, name: str, parts: Sequence[Shape]) -> Whole:
-        if self._matches("tp_replicated_parameter_patterns", name) or self._matches("parameter_to_average_patterns", name):
+        if says(self._info, "tp_replicated_parameter_patterns", name) or says(self._info, "parameter_to_average_patterns", name):
             return _replicated(name, parts)
-        if self._matches("parameter_with_2_sub_params_cat_dim_0", name):
+        if says(self._info, "parameter_with_2_sub_params_cat_dim_0", name):
             return _fused(name, parts, 0, [[part[0] // 2 for part in parts] for _ in range(2)])
         for described in self._info.get("parameter_with_sub_params") or ():
             sub = _attributes(described)
             for pattern in sub.get("patterns") or ():
-                if matches(pattern, name):
+                if _matches(pattern, name):
                     return _fused(name, parts, int(sub["partition_dim"]), self._widths(pattern, sub, parts))
-        return _concatenated(name, parts, 1 if self._matches("parameter_with_row_parallelism_patterns", name) else 0)
+        return _concatenated(name, parts, 1 if says(self._info, "parameter_with_row_parallelism_patterns", name) else 0)
 
     def _widths(self, pattern: str, sub: Mapping[str, Any], parts: Sequence[Shape]) -> list[list[int]]:
         """The width of every sub-parameter on every rank: recorded from version 0.4 on; before, all are split evenly."""
@@ -98,9 +98,6 @@ class Joins:
             "would look right and be wrong",
             do="Give the model's config with --model DIR, so that the whole shapes are known",
         )
-
-    def _matches(self, key: str, name: str) -> bool:
-        return any(matches(pattern, name) for pattern in self._info.get(key) or ())
 
 
 # Megatron's names -> the axis that its ranks cut, None where each holds all: the rules of DeepSpeedCheckpoint, and column-parallel biases.
@@ -249,11 +246,16 @@ def _attributes(value: Any) -> Mapping[Any, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def says(info: Mapping[str, Any], key: str, name: str) -> bool:
+    """Whether universal_checkpoint_info lists a parameter under that key."""
+    return any(_matches(pattern, name) for pattern in info.get(key) or ())
+
+
 # A repeated group can make matching take for ever; DeepSpeed writes none.
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 
 
-def matches(pattern: Any, name: str) -> bool:
+def _matches(pattern: Any, name: str) -> bool:
     """Whether one of DeepSpeed's patterns, Python's regular expressions, fits from the name's start on."""
     if not isinstance(pattern, str) or len(pattern) > 1000 or _REPEATED_GROUP.search(pattern):
         raise CheckpointError(f"universal_checkpoint_info has the pattern {str(pattern)[:100]!r}, which is none of DeepSpeed's", where=name)

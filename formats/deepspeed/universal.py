@@ -21,22 +21,23 @@ from typing import Any
 from reshard.adapter import Hints
 from reshard.canonical import Canonical
 from reshard.containers import torch_zip
+from reshard.containers.torch_zip import is_stored
 from reshard.errors import CheckpointError, RequestError
 from reshard.files import Files, inside, read_whole
 from reshard.index import Index, ParamGroup, RunFacts, StoredFile, Tensor
 from reshard.layout import Layout, Sidecar, TargetFile
 from reshard.model_files import ModelFiles
-from reshard.optimizers import is_plain, state_role
+from reshard.optimizers import plain_settings
 from reshard.plans import Target
 from reshard.torch_file import TorchFile
 
-from .assembly import Part, Reading
+from .assembly import Part, Reading, role_of
 from .checks import check_steps_agree, topology_of
 from .partitions import flat_part
 from .reading import joins_of, models_of, state_of
-from .states import ModelStates, Shape, is_stored
+from .states import ModelStates, Shape
 from .tag import open_tag
-from .tensor_parallel import matches
+from .tensor_parallel import says
 from .training import Training, size, stage, stored_dtype, training_of
 from .weights import add_aliases, read_fragments, read_weights
 
@@ -166,7 +167,7 @@ def _read_state(reading: Reading, name: str, kind: str, path: str, shape: Shape 
     if not is_stored(tensor):
         reading.objects[f"{name}.{kind}"] = None
         return
-    role, full = state_role(name, name, kind) if kind != _MASTER else ("master", name)
+    role, full = role_of(name, kind, master=_MASTER)
     if len(tensor.shape) == 1 and shape is not None and shape != tensor.shape:
         if math.prod(shape) != tensor.shape[0]:
             raise CheckpointError(f"it has {tensor.shape[0]:,} elements, param_shapes says {list(shape)}", where=path)
@@ -191,8 +192,7 @@ def _param_groups(files: Files, path: str, models: list[ModelStates]) -> Iterato
             if type(g) is int and states.groups and g < len(states.groups)
             for name, _ in states.groups[g]
         )
-        settings = {str(key): value for key, value in group.items() if key != "params" and is_plain(value)}
-        yield ParamGroup(tuple(names), settings)
+        yield ParamGroup(tuple(names), plain_settings(group, without=["params"]))
 
 
 # ---- writing ----
@@ -236,16 +236,12 @@ def _parameter_files(training: Training, folder: str, name: str) -> Iterator[Tar
 def _how_to_cut(training: Training, name: str) -> dict[str, Any]:
     """How tensor-parallel ranks cut it when they load it, where the source's run said so; along axis 0 otherwise."""
     info = training.content.facts.state.get("universal_checkpoint_info") or {}
-
-    def says(key: str) -> bool:
-        return any(matches(pattern, name) for pattern in info.get(key) or ())
-
-    if says("tp_replicated_parameter_patterns") or says("parameter_to_average_patterns"):
+    if says(info, "tp_replicated_parameter_patterns", name) or says(info, "parameter_to_average_patterns", name):
         return {}
-    vocabulary = {"vocab_tensor": True} if says("vocabulary_parameter_patterns") else {}
-    if says("parameter_with_2_sub_params_cat_dim_0"):
+    vocabulary = {"vocab_tensor": True} if says(info, "vocabulary_parameter_patterns", name) else {}
+    if says(info, "parameter_with_2_sub_params_cat_dim_0", name):
         return {"cat_dim": 0, "param_n_sub_params": 2, **vocabulary}
-    return {"cat_dim": 1 if says("parameter_with_row_parallelism_patterns") else 0, **vocabulary}
+    return {"cat_dim": 1 if says(info, "parameter_with_row_parallelism_patterns", name) else 0, **vocabulary}
 
 
 def _model_file(training: Training, path: str, rest: Mapping[str, Tensor]) -> TargetFile:

@@ -7,13 +7,13 @@ from dataclasses import replace
 from itertools import chain
 
 from reshard.containers import torch_zip
-from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor
+from reshard.containers.torch_zip import AnyTensor, is_stored, memory_of
 from reshard.errors import CheckpointError
 from reshard.index import Role
 
 from .assembly import TIED, Part, Reading
 from .partitions import Row, part_of_stage_3, ranks_of, slices_of_stage_3
-from .states import ModelStates, Shape, elements, is_stored
+from .states import ModelStates, Shape
 
 
 def read_weights(reading: Reading, states: ModelStates, place: tuple[int, int]) -> None:
@@ -29,13 +29,13 @@ def read_weights(reading: Reading, states: ModelStates, place: tuple[int, int]) 
                 reading.objects[str(name)] = None
         elif str(name) in partitioned:
             continue
-        elif reading.tag.zero_models and states.buffers is not None and str(name) not in states.buffers and not elements(value):
+        elif reading.tag.zero_models and states.buffers is not None and str(name) not in states.buffers and 0 in value.shape:
             left.append(str(name))
         else:
-            if str(name) not in trained and elements(value) and (same := memory.get(_memory(value))):
+            if str(name) not in trained and 0 not in value.shape and (same := memory.get(_memory(value))):
                 reading.aliases.setdefault(str(name), same)
             reading.add_whole("weight", str(name), value, place)
-            if not elements(value):
+            if 0 in value.shape:
                 reading.add_nothing(str(name), value.shape, place)
     if left:
         reading.notes.append(
@@ -46,8 +46,8 @@ def read_weights(reading: Reading, states: ModelStates, place: tuple[int, int]) 
 
 
 def _memory(tensor: AnyTensor) -> tuple[object, ...]:
-    """What tensors that are one have in common."""
-    return tensor.storage, tensor.skipped if isinstance(tensor, UnlocatedTensor) else tensor.byte_offset, tensor.shape, tensor.strides
+    """What tensors that are one have in common: not a square weight and its transpose."""
+    return *memory_of(tensor), tensor.strides
 
 
 def _read_layers(reading: Reading, place: tuple[int, int]) -> None:

@@ -14,12 +14,10 @@ from typing import Any, TypeGuard
 
 from reshard.boxes import Box
 from reshard.containers.inert_pickle import Inert, shown
-from reshard.containers.torch_zip import StoredTensor, UnlocatedTensor
+from reshard.containers.torch_zip import AnyTensor, is_stored, memory_of
 from reshard.dtypes import DType, from_torch
 from reshard.errors import CheckpointError
 from reshard.meshes import Distribution, Mesh, Placement, Replicated, Sharded, StridedSharded, distribution
-
-Stored = StoredTensor | UnlocatedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +29,14 @@ class LocalTensor:
 
     dtype: DType
     shape: tuple[int, ...]
-    shards: tuple[tuple[Box, Stored], ...]
+    shards: tuple[tuple[Box, AnyTensor], ...]
     distribution: Distribution | None = None
     rank: int | None = None
 
     @property
     def memory(self) -> tuple[object, ...] | None:
         """What two tied parameters have in common: the place of their bytes. None if the file holds nothing of it."""
-        if not self.shards:
-            return None
-        stored = self.shards[0][1]
-        return stored.storage, stored.skipped if isinstance(stored, UnlocatedTensor) else stored.byte_offset, stored.shape
+        return memory_of(self.shards[0][1]) if self.shards else None
 
 
 def class_of(value: Any) -> str:
@@ -62,14 +57,14 @@ class Decoder:
 
         Raises: CheckpointError for tensors that contradict themselves, or are of a class that is not known.
         """
-        if isinstance(value, StoredTensor | UnlocatedTensor):
+        if is_stored(value):
             return LocalTensor(value.dtype, value.shape, ((Box.whole(value.shape), value),))
         kind = class_of(value)
         if kind == "DTensor":
             return self._dtensor(name, value)
         if kind == "ShardedTensor":
             return self._sharded(name, value)
-        if isinstance(value, Inert) and len(value.args) == 1 and isinstance(value.args[0], StoredTensor | UnlocatedTensor):
+        if isinstance(value, Inert) and len(value.args) == 1 and is_stored(value.args[0]):
             raise CheckpointError(
                 f"it is a tensor of class {value.class_name}",
                 where=f"{name} in {self._where}",
@@ -81,7 +76,7 @@ class Decoder:
     def _dtensor(self, name: str, value: Inert) -> LocalTensor:
         where = f"{name} in {self._where}"
         shape, local, spec = value.args[2] if len(value.args) > 2 else None, value.get("_local_tensor"), value.get("_spec")
-        if not _are_counts(shape) or not isinstance(local, StoredTensor | UnlocatedTensor) or not isinstance(spec, Inert):
+        if not _are_counts(shape) or not is_stored(local) or not isinstance(spec, Inert):
             raise CheckpointError(
                 f"the DTensor has the size {shown(shape)}, the local tensor {shown(local)}, the spec {shown(spec)}", where=where
             )
@@ -131,7 +126,7 @@ class Decoder:
         for shard in state[0]:
             local, metadata = _attribute(shard, "tensor"), _attribute(shard, "metadata")
             offsets, sizes = _attribute(metadata, "shard_offsets"), _attribute(metadata, "shard_sizes")
-            if not isinstance(local, StoredTensor | UnlocatedTensor) or not _are_counts(offsets) or not _are_counts(sizes):
+            if not is_stored(local) or not _are_counts(offsets) or not _are_counts(sizes):
                 raise CheckpointError(f"a shard of it is {shown(local)} at {shown(offsets)}, {shown(sizes)}", where=where)
             if local.shape != tuple(sizes) or local.dtype != dtype or len(offsets) != len(sizes) or len(sizes) != len(shape):
                 raise CheckpointError(
@@ -155,7 +150,7 @@ def _mesh_facts(value: Any, where: str) -> _MeshFacts:
         raise CheckpointError(f"its mesh is {shown(value)}, a DeviceMesh was expected", where=where)
     coordinates = _attribute(value, "_coordinate_on_dim")
     layout, grid = _attribute(value, "_layout"), _attribute(value, "mesh", "_mesh")
-    sizes = _layout_sizes(layout) if layout is not None else grid.shape if isinstance(grid, StoredTensor | UnlocatedTensor) else None
+    sizes = _layout_sizes(layout) if layout is not None else grid.shape if is_stored(grid) else None
     if not _are_counts(sizes) or not _are_counts(coordinates) or len(coordinates) != len(sizes):
         raise CheckpointError(
             f"its mesh has the sizes {shown(sizes)}, the rank's coordinates are {shown(coordinates)}",

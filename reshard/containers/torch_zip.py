@@ -19,7 +19,7 @@ import math
 import struct
 from dataclasses import dataclass
 from pickle import UnpicklingError
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from reshard.containers import looks
 from reshard.containers.inert_pickle import DTypeName, Function, Inert, Rebuild, StorageClass, end_of, load, sealed, shown
@@ -63,6 +63,16 @@ class UnlocatedTensor:
 
 
 AnyTensor = StoredTensor | UnlocatedTensor
+
+
+def is_stored(value: Any) -> TypeGuard[AnyTensor]:
+    """Whether something that a file holds is a plain tensor."""
+    return isinstance(value, StoredTensor | UnlocatedTensor)
+
+
+def memory_of(tensor: AnyTensor) -> tuple[object, ...]:
+    """What tied tensors of one file have in common: the storage, where in it they start, their shape."""
+    return tensor.storage, tensor.skipped if isinstance(tensor, UnlocatedTensor) else tensor.byte_offset, tensor.shape
 
 
 Attributes = dict[str, Any]
@@ -224,7 +234,7 @@ def _rebuild_functions(source: Range, attributes: Attributes | None) -> Rebuild:
 
     def from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
         found = _from_type(function, kind, args, state)
-        if attributes is not None and isinstance(found, StoredTensor | UnlocatedTensor):
+        if attributes is not None and is_stored(found):
             attributes[found.storage] = state
         return found
 

@@ -56,34 +56,25 @@ def test_a_missing_rank_is_named(case, tmp_path):
     refused(folder, r"of \d data-parallel ranks, 1 has no file", "partition_count")
 
 
-def test_a_missing_ranks_model_states_are_named(tmp_path):
-    folder, tag = copied(ZERO / "z3-4", tmp_path)
-    (tag / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
-    refused(folder, "of 4 data-parallel ranks, 2 has no file")
-
-
-def test_a_missing_model_parallel_rank_is_named(tmp_path):
-    folder, tag = copied(PARALLEL / "autotp2-z1", tmp_path)
-    (tag / "mp_rank_01_model_states.pt").unlink()
-    refused(folder, "of 2 model-parallel ranks, 1 has no file")
-
-
-def test_a_missing_optimizer_of_a_model_parallel_rank_is_named(tmp_path):
-    folder, tag = copied(PARALLEL / "autotp2-z1", tmp_path)
-    (tag / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt").unlink()
-    refused(folder, "model-parallel rank 1 has no file of its optimizer")
-
-
-def test_a_missing_layer_of_a_pipeline_is_named(tmp_path):
-    folder, tag = copied(PARALLEL / "pp2-dp2-z1", tmp_path)
-    (tag / "layer_02-model_states.pt").unlink()
-    refused(folder, r"layer_02-model_states\.pt", "2 has no file|not there")
-
-
-def test_a_missing_expert_is_named(tmp_path):
-    folder, tag = copied(PARALLEL / "moe-ep2-dp4-z2", tmp_path)
-    (tag / "layer_0_expert_2_mp_rank_00_model_states.pt").unlink()
-    refused(folder, r"layer_0_expert_2|deepspeed_experts\.2")
+@pytest.mark.parametrize(
+    "case, name, texts",
+    [
+        (ZERO / "z3-4", "zero_pp_rank_2_mp_rank_00_model_states.pt", ["of 4 data-parallel ranks, 2 has no file"]),
+        (PARALLEL / "autotp2-z1", "mp_rank_01_model_states.pt", ["of 2 model-parallel ranks, 1 has no file"]),
+        (
+            PARALLEL / "autotp2-z1",
+            "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt",
+            ["model-parallel rank 1 has no file of its optimizer"],
+        ),
+        (PARALLEL / "pp2-dp2-z1", "layer_02-model_states.pt", [r"layer_02-model_states\.pt", "2 has no file|not there"]),
+        (PARALLEL / "moe-ep2-dp4-z2", "layer_0_expert_2_mp_rank_00_model_states.pt", [r"layer_0_expert_2|deepspeed_experts\.2"]),
+    ],
+    ids=["model states of a rank", "model-parallel rank", "optimizer of a model-parallel rank", "layer of a pipeline", "expert"],
+)
+def test_a_missing_file_is_named(case, name, texts, tmp_path):
+    folder, tag = copied(case, tmp_path)
+    (tag / name).unlink()
+    refused(folder, *texts)
 
 
 def test_zero_3_without_the_optimizer_has_no_weights(tmp_path):
@@ -130,24 +121,20 @@ def test_optimizers_of_two_precisions_under_one_tag_are_named(tmp_path):
     refused(folder, "the states of the same rank")
 
 
-def test_two_stages_under_one_tag_are_named(tmp_path):
-    folder, tag = copied(ZERO / "z3-bf16", tmp_path)
-    shutil.copy(next((ZERO / "z1-bf16" / "checkpoint").glob("*/mp_rank_00_model_states.pt")), tag)
-    refused(folder, "mp_rank_00_model_states", "without ZeRO-3")
-
-
-def test_an_optimizer_of_another_stage_is_named(tmp_path):
-    folder, tag = copied(ZERO / "z1-bf16", tmp_path)
-    name = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    shutil.copy(next((ZERO / "z3-bf16" / "checkpoint").glob(f"*/{name}")), tag)
-    refused(folder, re.escape(name), "of ZeRO-3")
-
-
-def test_a_rank_of_a_run_of_another_size_is_named(tmp_path):
-    folder, tag = copied(ZERO / "z2-bf16-3", tmp_path)
-    name = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    shutil.copy(next((ZERO / "z1-bf16" / "checkpoint").glob(f"*/{name}")), tag)
-    refused(folder, re.escape(name), "another save|different sizes")
+@pytest.mark.parametrize(
+    "case, other, name, text",
+    [
+        ("z3-bf16", "z1-bf16", "mp_rank_00_model_states.pt", "without ZeRO-3"),
+        ("z1-bf16", "z3-bf16", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "of ZeRO-3"),
+        ("z2-bf16-3", "z1-bf16", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "another save|different sizes"),
+        ("z3-bf16", "z3-4", "zero_pp_rank_1_mp_rank_00_model_states.pt", "param_shapes|dp_world_size|ranks"),
+    ],
+    ids=["model states of another stage", "optimizer of another stage", "rank of a run of another size", "parameters of another run"],
+)
+def test_a_file_of_another_run_is_named(case, other, name, text, tmp_path):
+    folder, tag = copied(ZERO / case, tmp_path)
+    shutil.copy(next((ZERO / other / "checkpoint").glob(f"*/{name}")), tag)
+    refused(folder, re.escape(name), text)
 
 
 def test_a_rank_of_another_step_is_named(tmp_path):
@@ -188,13 +175,6 @@ def test_a_model_of_another_step_than_its_optimizer_is_named(tmp_path):
     raw[weight.byte_offset] ^= 1
     model.write_bytes(raw)
     refused(folder, "counted 2 steps", "of step 3", "up_proj")
-
-
-def test_parameters_of_another_run_are_named(tmp_path):
-    folder, tag = copied(ZERO / "z3-bf16", tmp_path)
-    name = "zero_pp_rank_1_mp_rank_00_model_states.pt"
-    shutil.copy(next((ZERO / "z3-4" / "checkpoint").glob(f"*/{name}")), tag)
-    refused(folder, re.escape(name), "param_shapes|dp_world_size|ranks")
 
 
 def test_a_tag_that_is_not_there_is_named(tmp_path):

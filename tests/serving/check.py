@@ -12,57 +12,27 @@ That converted files equal the references is tests/formats' part, which needs no
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
-import shutil
 import signal
 import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+sys.path.insert(0, str(HERE.parent))
+
+from environments import Environment, run_checks  # noqa: E402
+
+# Without dependencies: vLLM's own would replace torch.
+VLLM = Environment("vLLM", HERE / "requirements.txt", options=("--no-deps",))
 HF = ROOT / "fixtures" / "hf"
 FSDP2 = ROOT / "fixtures" / "dcp" / "fsdp2"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reshard", type=Path, default=ROOT / ".venv" / "bin" / "reshard")
-    parser.add_argument("--python", type=Path, help="of an environment that has vLLM; made in .venv-vllm if not given")
-    options = parser.parse_args()
-    python = options.python or make_environment()
-    results: list[bool] = []
-    with tempfile.TemporaryDirectory() as work:
-        for what, passed, detail in checks(options.reshard, python, Path(work)):
-            results.append(passed)
-            print(f"{'ok  ' if passed else 'FAIL'} {what}{'' if passed else ': ' + detail}", flush=True)
-    print(f"{sum(results)} passed, {len(results) - sum(results)} failed")
-    return 0 if all(results) else 1
-
-
-def make_environment() -> Path:
-    """The interpreter of .venv-vllm, made now if it is not there."""
-    folder = ROOT / ".venv-vllm"
-    ready = folder / "installed"
-    python = folder / "bin" / "python"
-    if not ready.exists():
-        began = time.monotonic()
-        shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        # torch first: it must be the build for CPUs, and vLLM's requirements would replace it.
-        subprocess.run([*pip, "torch==2.13.0"], check=True)
-        subprocess.run([*pip, "--no-deps", "-r", HERE / "requirements.txt"], check=True)
-        ready.touch()
-        print(f"made the vLLM environment in {time.monotonic() - began:.0f} s", flush=True)
-    return python
 
 
 def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
@@ -149,4 +119,4 @@ def exchange_query_heads(path: Path, name: str, head_dim: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(run_checks(checks, VLLM, __doc__))

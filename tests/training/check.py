@@ -9,19 +9,19 @@ A moment exchanged on the way changes them: the check can fail.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+sys.path.insert(0, str(HERE.parent))
+
+from environments import Environment, run_checks  # noqa: E402
+
+DEEPSPEED = Environment("DeepSpeed", HERE / "requirements.txt", variables={"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"})
 
 # What is saved by (world, stage, more), and what loads it: format, its options, (world, stage, more).
 Z2 = {"world": 2, "stage": 2}
@@ -38,39 +38,6 @@ CASES = [
     (GROUPS, "deepspeed", ("--dp", "2"), {"world": 2, "stage": 3, "groups": True}),
     (TIED, "deepspeed", ("--dp", "4"), TIED | {"world": 4}),
 ]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reshard", type=Path, default=ROOT / ".venv" / "bin" / "reshard")
-    parser.add_argument("--python", type=Path, help="of an environment that has DeepSpeed; made in .venv-deepspeed if not given")
-    options = parser.parse_args()
-    python = options.python or make_environment()
-    results: list[bool] = []
-    with tempfile.TemporaryDirectory() as work:
-        for what, passed, detail in checks(options.reshard, python, Path(work)):
-            results.append(passed)
-            print(f"{'ok  ' if passed else 'FAIL'} {what}{'' if passed else ': ' + detail}", flush=True)
-    print(f"{sum(results)} passed, {len(results) - sum(results)} failed")
-    return 0 if results and all(results) else 1
-
-
-def make_environment() -> Path:
-    """The interpreter of .venv-deepspeed, made now if it is not there."""
-    folder = ROOT / ".venv-deepspeed"
-    ready, python = folder / "installed", folder / "bin" / "python"
-    if not ready.exists():
-        began = time.monotonic()
-        shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        # torch first: it must be the build for CPUs.
-        subprocess.run([*pip, "torch==2.13.0"], check=True)
-        environment = {**os.environ, "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
-        subprocess.run([*pip, "-r", HERE / "requirements.txt"], check=True, env=environment)
-        ready.touch()
-        print(f"made the DeepSpeed environment in {time.monotonic() - began:.0f} s", flush=True)
-    return python
 
 
 def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
@@ -130,4 +97,4 @@ def exchange_a_moment(checkpoint: Path) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_checks(checks, DEEPSPEED, __doc__))

@@ -1,0 +1,65 @@
+"""The frame of the slow checks: an environment with the real framework, made where there is none, and checks that are counted."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Each check as (what, passed, detail), from reshard's command, the framework's interpreter and a folder to work in.
+Checks = Callable[[Path, Path, Path], Iterator[tuple[str, bool, str]]]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What pip installs to have a framework, after torch; the options and the variables that it needs for that."""
+
+    framework: str
+    requirements: Path
+    options: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        return ROOT / f".venv-{self.framework.lower()}"
+
+    def python(self) -> Path:
+        """The interpreter, made now if it is not there."""
+        ready, python = self.folder / "installed", self.folder / "bin" / "python"
+        if not ready.exists():
+            began = time.monotonic()
+            shutil.rmtree(self.folder, ignore_errors=True)
+            subprocess.run([sys.executable, "-m", "venv", self.folder], check=True)
+            pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            # torch first: it must be the build for CPUs, which a framework's requirements could replace.
+            subprocess.run([*pip, "torch==2.13.0"], check=True)
+            subprocess.run([*pip, *self.options, "-r", self.requirements], check=True, env={**os.environ, **self.variables})
+            ready.touch()
+            print(f"made the {self.framework} environment in {time.monotonic() - began:.0f} s", flush=True)
+        return python
+
+
+def run_checks(checks: Checks, environment: Environment, about: str) -> int:
+    """The command line of a file of checks, which `about` describes; the exit code is 0 if there were any and all passed."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reshard", type=Path, default=ROOT / ".venv" / "bin" / "reshard")
+    made = f"made in {environment.folder.name} if not given"
+    parser.add_argument("--python", type=Path, help=f"of an environment that has {environment.framework}; {made}")
+    options = parser.parse_args()
+    python = options.python or environment.python()
+    results: list[bool] = []
+    with tempfile.TemporaryDirectory() as work:
+        for what, passed, detail in checks(options.reshard, python, Path(work)):
+            results.append(passed)
+            print(f"{'ok  ' if passed else 'FAIL'} {what}{'' if passed else ': ' + detail}", flush=True)
+    print(f"{sum(results)} passed, {len(results) - sum(results)} failed")
+    return 0 if results and all(results) else 1
