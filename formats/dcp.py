@@ -15,24 +15,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from reshard.adapter import Hints
 from reshard.architecture import find_model
-from reshard.boxes import Box
 from reshard.canonical import Canonical
-from reshard.containers import dcp_metadata, pickle_writer, torch_frame, torch_pickle
-from reshard.containers.pickle_writer import Call, Instance, Name
+from reshard.containers import dcp_metadata
+from reshard.dcp_files import DcpFile, written_metadata
 from reshard.dcp_folder import DATA, METADATA, DcpFolder, is_rank_metadata
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError, RequestError
 from reshard.files import Files
 from reshard.index import Index, ParamGroup, Role, RunFacts, StoredFile, Tensor
-from reshard.layout import Layout, Placed, Sidecar, TargetFile, row_shard
+from reshard.layout import Layout, Sidecar, row_shard
 from reshard.model_files import ModelFiles
 from reshard.optimizers import ROOTS as OPTIMIZER_ROOTS
-from reshard.optimizers import names_for, parameter_and_kind, plain_groups, plain_settings, state_role
+from reshard.optimizers import is_state_key, names_for, parameter_and_kind, plain_groups, plain_settings, state_role
 from reshard.plans import Target
 from reshard.rank_files import step_of
 from reshard.state_dicts import MODEL_ROOTS
@@ -41,6 +40,9 @@ from reshard.stored import part
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+/")
 # Words by which trainers name what is neither the model's nor the optimizer's, at the root of the state dict.
 _RUN_ROOTS = {"train_state", "lr_scheduler", "scheduler", "lr_schedulers", "dataloader", "rng", "rng_state", "extra_state", "random_states"}
+
+
+_Key = tuple[str | int, ...]
 
 
 class Dcp:
@@ -95,134 +97,51 @@ class Dcp:
         dtypes = {key: target.dtype_of(tensor) for key, tensor in content.tensors.items()}
         ranks = target.parallel.dp
         growing = list(_laid_out(content, dtypes, ranks, target.max_shard_bytes))
-        files = tuple(
-            TargetFile(file.path, file.nbytes, tuple(file.literals), tuple(file.placed), {"dp": file.rank} if ranks > 1 else {})
-            for file in growing
-        )
-        metadata = Sidecar(METADATA, _written_metadata(content, dtypes, growing))
+        files = tuple(file.close({"dp": rank} if ranks > 1 else {}) for rank, file in growing)
+        paths = [_state_path(key, bool(content.states)) for key in content.tensors]
+        paths += [path for path, _ in _group_objects(content.param_groups() if content.states else ())]
+        metadata = Sidecar(METADATA, written_metadata([file for _, file in growing], {_fqn(path): path for path in paths}))
         # torch writes .metadata last as well: where it is, everything is.
         return Layout(self.name, files, (*companions.sidecars(dtypes.values()), metadata), target.parallel)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """An entry to be written: its place in the state dict, its box (None: an object), and where it lies."""
-
-    path: tuple[str | int, ...]
-    box: Box | None
-    file: str
-    start: int
-    nbytes: int
-
-    @property
-    def fqn(self) -> str:
-        return ".".join(map(str, self.path))
-
-
-@dataclass(slots=True)
-class _Growing:
-    """A file of entries, as far as it is laid out, and the rank that it is for."""
-
-    path: str
-    rank: int
-    nbytes: int = 0
-    literals: list[tuple[int, bytes]] = field(default_factory=list)
-    placed: list[Placed] = field(default_factory=list)
-    entries: list[_Entry] = field(default_factory=list)
-
-    def add_tensor(self, path: tuple[str | int, ...], key: str, tensor: Tensor, dtype: DType, box: Box) -> None:
-        pickle, storages = torch_pickle.tensor_pickle(torch_pickle.Plain(dtype, box.sizes))
-        frame = torch_frame.frame("archive", pickle, storages, start=self.nbytes)
-        self.placed.append(Placed(part(".".join(map(str, path)), key, dtype, tensor.shape, box), frame.storages[0]))
-        self.literals.extend(frame.literals)
-        self._close(path, box, frame.nbytes)
-
-    def add_object(self, path: tuple[str | int, ...], value: object) -> None:
-        frame = torch_frame.frame("archive", pickle_writer.dumps(value), (), start=self.nbytes)
-        self.literals.extend(frame.literals)
-        self._close(path, None, frame.nbytes)
-
-    def _close(self, path: tuple[str | int, ...], box: Box | None, stop: int) -> None:
-        self.entries.append(_Entry(path, box, self.path, self.nbytes, stop - self.nbytes))
-        self.nbytes = stop
-
-
-def _laid_out(content: Canonical, dtypes: Mapping[str, DType], ranks: int, most: int | None) -> Iterator[_Growing]:
+def _laid_out(content: Canonical, dtypes: Mapping[str, DType], ranks: int, most: int | None) -> Iterator[tuple[int, DcpFile]]:
     """The files of every rank: its rows of every tensor; objects and scalars in the first one's. A file that would grow beyond
     `most` bytes is followed by another."""
     groups = content.param_groups() if content.states else ()
     for rank in range(ranks):
-        file, number = _Growing(f"__{rank}_0{DATA}", rank), 0
+        file, number = DcpFile(f"__{rank}_0{DATA}"), 0
         for path, value in _group_objects(groups) if rank == 0 else ():
-            file.add_object(path, value)
+            file.add_object(_fqn(path), value)
         for key, tensor in content.tensors.items():
             box = row_shard(tensor.shape, ranks, rank)
             if box is not None:
                 if most and file.entries and file.nbytes + box.volume * dtypes[key].itemsize > most:
-                    yield file
+                    yield rank, file
                     number += 1
-                    file = _Growing(f"__{rank}_{number}{DATA}", rank)
-                file.add_tensor(_state_path(key, bool(content.states)), key, tensor, dtypes[key], box)
-        yield file
+                    file = DcpFile(f"__{rank}_{number}{DATA}")
+                fqn = _fqn(_state_path(key, bool(content.states)))
+                file.add_tensor(fqn, part(fqn, key, dtypes[key], tensor.shape, box), box.offsets, tensor.shape)
+        yield rank, file
 
 
-def _state_path(key: str, has_optimizer: bool) -> tuple[str | int, ...]:
+def _fqn(path: _Key) -> str:
+    return ".".join(map(str, path))
+
+
+def _state_path(key: str, has_optimizer: bool) -> _Key:
     """Where a tensor is in the state dict: the model's alone, or {"model": ..., "optim": ...} as get_state_dict gives them."""
     if not has_optimizer:
         return (key,)
-    if key.startswith("optim.state."):
+    if is_state_key(key):
         return ("optim", "state", *parameter_and_kind(key))
     return ("model", key)
 
 
-def _group_objects(groups: tuple[ParamGroup, ...]) -> Iterator[tuple[tuple[str | int, ...], object]]:
+def _group_objects(groups: tuple[ParamGroup, ...]) -> Iterator[tuple[_Key, object]]:
     for number, group in enumerate(groups):
         yield ("optim", "param_groups", number, "params"), list(group.names)
         yield from ((("optim", "param_groups", number, name), value) for name, value in group.settings.items())
-
-
-def _written_metadata(content: Canonical, dtypes: Mapping[str, DType], files: list[_Growing]) -> bytes:
-    """The .metadata of the entries, as torch 2.13 pickles it; torch 2.4 and later read it."""
-    listed: dict[str, Any] = {}
-    chunks: dict[str, list[Instance]] = {}
-    storage: dict[Any, Any] = {}
-    for entry in (entry for file in files for entry in file.entries):
-        info = Instance(_STORAGE_INFO, {"relative_path": entry.file, "offset": entry.start, "length": entry.nbytes})
-        index: dict[str, Any] = {"fqn": entry.fqn}
-        if entry.box is None:
-            listed[entry.fqn] = Instance(_class("BytesStorageMetadata"), {})
-        else:
-            held = chunks.setdefault(entry.fqn, [])
-            if not held:
-                key = ".".join(map(str, entry.path)) if entry.path[0] == "optim" else str(entry.path[-1])
-                listed[entry.fqn] = _tensor_metadata(dtypes[key], content.tensors[key].shape, held)
-            index |= {"offset": _size(entry.box.offsets), "index": len(held)}
-            held.append(Instance(_class("ChunkStorageMetadata"), {"offsets": _size(entry.box.offsets), "sizes": _size(entry.box.sizes)}))
-        storage[Instance(_class("MetadataIndex"), index)] = info
-    planner = {entry.fqn: entry.path for file in files for entry in file.entries}
-    state = {"state_dict_metadata": listed, "planner_data": planner, "storage_data": storage, "storage_meta": None, "version": "1.0.0"}
-    return pickle_writer.dumps(Instance(_class("Metadata"), state))
-
-
-def _tensor_metadata(dtype: DType, shape: tuple[int, ...], chunks: list[Instance]) -> Instance:
-    layout = Call(Name("torch.serialization", "_get_layout"), ("torch.strided",))
-    # dtype, layout, whether it wants gradients, memory format, whether it is pinned.
-    state = (Name("torch", dtype.torch), layout, False, Call(_class("_MEM_FORMAT_ENCODING"), (0,)), False)
-    return Instance(
-        _class("TensorStorageMetadata"),
-        {"properties": Instance(_class("TensorProperties"), state), "size": _size(shape), "chunks": chunks},
-    )
-
-
-def _class(name: str) -> Name:
-    return Name("torch.distributed.checkpoint.metadata", name)
-
-
-def _size(values: tuple[int, ...]) -> Call:
-    return Call(Name("torch", "Size"), (values,))
-
-
-_STORAGE_INFO = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
 
 def _folders(files: Files) -> list[str]:
@@ -266,9 +185,6 @@ class _State:
     root: str
     parameter: str | int
     kind: str
-
-
-_Key = tuple[str | int, ...]
 
 
 def _key(metadata: dcp_metadata.DcpMetadata, fqn: str) -> _Key:
