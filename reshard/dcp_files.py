@@ -34,7 +34,7 @@ class Entry:
 
 @dataclass(slots=True)
 class DcpFile:
-    """A file of entries, as far as it is laid out."""
+    """A file of entries, as far as it is laid out. path: in the folder of the .metadata."""
 
     path: str
     nbytes: int = 0
@@ -53,8 +53,9 @@ class DcpFile:
         frame = torch_frame.frame("archive", pickle_writer.dumps(value), (), start=self.nbytes)
         self._close(frame, Entry(fqn, self.path, self.nbytes, frame.nbytes - self.nbytes))
 
-    def close(self, ranks: Mapping[str, int] | None = None) -> TargetFile:
-        return TargetFile(self.path, self.nbytes, tuple(self.literals), tuple(self.placed), ranks or {})
+    def close(self, ranks: Mapping[str, int] | None = None, *, folder: str = "") -> TargetFile:
+        """The file, in a folder of the target that ends in a slash."""
+        return TargetFile(folder + self.path, self.nbytes, tuple(self.literals), tuple(self.placed), ranks or {})
 
     def _close(self, frame: torch_frame.Frame, entry: Entry) -> None:
         self.literals.extend(frame.literals)

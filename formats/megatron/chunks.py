@@ -155,10 +155,9 @@ def entries(model: MegatronModel, chunk: Chunk, sizes: Sizes, rank: tuple[int, i
 
 def _layer(model: MegatronModel, prefix: str, layer: int, sizes: Sizes, rank: tuple[int, int, int], spelling: Spelling) -> Iterator[Entry]:
     tensors, sparse = model.layer(layer), model.is_sparse(layer)
-    latent = "self_attention.linear_kv_up_proj.weight" in tensors
 
     def spelled(some: Tensors) -> Iterator[Entry]:
-        renamed = {spelling.name(name, sparse=sparse, latent=latent): tensor for name, tensor in some.items()}
+        renamed = {spelling.name(name, sparse=sparse, latent=model.is_latent): tensor for name, tensor in some.items()}
         yield from _with_state({prefix + name: tensor for name, tensor in renamed.items()}, sizes.tp, rank[0])
 
     shared = {name: tensor for name, tensor in tensors.items() if name.startswith("mlp.shared_experts.")}

@@ -18,29 +18,46 @@ from itertools import product
 from typing import Any
 
 from reshard.adapter import Hints
+from reshard.architecture import Part
+from reshard.boxes import Box
+from reshard.canonical import Canonical
 from reshard.containers import torch_zip
 from reshard.containers.dcp_metadata import TensorItem
 from reshard.containers.inert_pickle import shown
+from reshard.containers.torch_zip import StoredTensor
 from reshard.dcp_folder import DcpFolder
 from reshard.errors import CheckpointError
+from reshard.extents import Extent, Piece
 from reshard.files import Files, read_whole
-from reshard.index import Index, RunFacts, StoredFile, Tensor
+from reshard.index import Index, ParamGroup, RunFacts, StoredFile, Tensor
+from reshard.layout import Layout
+from reshard.model_files import ModelFiles
 from reshard.mosaics import Mosaic, Tile
 from reshard.optimizers import is_plain, state_role
-from reshard.shards import seen_as
+from reshard.plans import Target
+from reshard.shards import Shards, seen_as
 
-from .arguments import plain_args
+from .arguments import plain_args, size
 from .building import begin, check_model
 from .names import IGNORED, place_of
 from .places import METADATA, save_folder
 from .placing import misfit
 from .tensors import TABLE, MegatronModel, MegatronTensor, respelled
+from .writing import OPTIONS
+from .writing_dist import lay_out
 
 _COMMON, _COMMON_ENTRY = "common.pt", "common_state/shard_0_1"
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[a-z0-9_]+)\.(?P<key>(?:embedding|decoder|output_layer|mtp)\..*)")
 _STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(.*)")
 _NUMBERED = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?(.*)")
 _EXPERTS = re.compile(r"mlp\.experts\.(?:(?:local_)?experts\.)?(?:(?P<expert>\d+)\.)?(?P<name>linear_fc[12]\.(?:weight|bias))")
+# Of the run that wrote it; the files do not depend on them, but for the padding of the vocabulary.
+_DEGREES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vp": "virtual_pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+}
 # Where a gate and its other half are stored apart.
 _HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias))_(w|v)")
 _MASTERS = {"param": "master_param", "fp32_param": "master_param"}
@@ -51,6 +68,8 @@ class MegatronDist:
     summary = "Megatron-Core distributed checkpoints (torch_dist): iter_*/metadata.json, common.pt, *.distcp"
     owns = (METADATA, "common.pt", ".metadata", "*.distcp", "latest_checkpointed_iteration.txt")
     refines = ("dcp",)
+    options = OPTIONS
+    keeps_masters = True
 
     def detect(self, files: Files) -> str | None:
         folder = save_folder(files)
@@ -61,6 +80,9 @@ class MegatronDist:
         if folder is None:
             raise CheckpointError(f"there is no {METADATA} here, and no iter_0000001", where=files.root)
         return _read(files, folder, hints)
+
+    def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+        return lay_out(content, target, companions)
 
 
 def _read(files: Files, folder: str, hints: Hints) -> Index:
@@ -82,6 +104,8 @@ def _read(files: Files, folder: str, hints: Hints) -> Index:
     tensors: list[Tensor] = []
     for key, item in stored.metadata.tensors.items():
         tensors.extend(_tensors(building.model, stored, key, item, building.shapes))
+    steps, groups = _common_optimizer(common.get("optimizer"), building.model)
+    tensors.extend(steps)
     common_file = files.size(folder + _COMMON)
     own = (StoredFile(folder + _COMMON, common_file),) if common_file is not None else ()
     iteration = common.get("iteration")
@@ -93,9 +117,11 @@ def _read(files: Files, folder: str, hints: Hints) -> Index:
         step=iteration if type(iteration) is int else None,
         config=building.config,
         state=plain,
+        parallel={name: size(args, key) for name, key in _DEGREES.items() if size(args, key) > 1},
         asks=building.asks,
     )
-    return Index("megatron-dist", tuple(tensors), (*stored.files, *own), facts, objects=tuple(stored.metadata.objects))
+    objects = tuple(stored.metadata.objects)
+    return Index("megatron-dist", tuple(tensors), (*stored.files, *own), facts, objects=objects, param_groups=lambda: groups)
 
 
 def _backend(files: Files, folder: str) -> str:
@@ -126,6 +152,34 @@ def _common(files: Files, stored: DcpFolder) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
         raise CheckpointError(f"it holds {shown(found)}, a dict was expected", where=path)
     return found
+
+
+def _common_optimizer(optimizer: Any, model: MegatronModel) -> tuple[list[Tensor], tuple[ParamGroup, ...]]:
+    """The one count of steps, as every parameter's; and the param groups, whose members follow from their settings."""
+    by_key = optimizer if isinstance(optimizer, Mapping) and 0 in optimizer else {0: optimizer}
+    links = [value for _, value in sorted(by_key.items(), key=lambda item: str(item[0])) if isinstance(value, Mapping)]
+    tensors: list[Tensor] = []
+    groups: list[ParamGroup] = []
+    for number, link in enumerate(links):
+        inner = link.get("optimizer", link)
+        listed = [group for group in inner.get("param_groups", ()) if isinstance(group, Mapping)]
+        own = [part for part in model.model.parts if len(links) == 1 or (part.expert is not None) is bool(number)]
+        for group in listed:
+            names = dict.fromkeys(part.tensor for part in own if _is_decayed(part) is (group.get("wd_mult", 1.0) != 0))
+            settings = {str(key): value for key, value in group.items() if key != "params" and is_plain(value)}
+            groups.append(ParamGroup(tuple(names), settings))
+        state = inner.get("state")
+        step = state.get("common_step") if isinstance(state, Mapping) else None
+        if isinstance(step, StoredTensor):
+            piece = Piece(Box.whole(step.shape), Extent(step.path, step.byte_offset, step.strides, step.dtype))
+            shards = Shards.of([piece])
+            names = dict.fromkeys(part.tensor for part in own if part.role != "router.correction")
+            tensors.extend(Tensor(name, step.dtype, step.shape, "step", shards) for name in names)
+    return tensors, tuple(groups)
+
+
+def _is_decayed(part: Part) -> bool:
+    return len(part.array.shape) > 1 and part.kind != "bias"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,16 +249,16 @@ def _rows(model: MegatronModel, meaning: _Meaning, item: TensorItem, where: str)
     chunks = item.chunks
     for i in range(len(chunks)):
         offsets, sizes = chunks.offsets[i].tolist(), chunks.sizes[i].tolist()
-        for step in product(*(range(size) for size in sizes[:lead])):
+        for step in product(*(range(count) for count in sizes[:lead])):
             index = tuple(offset + each for offset, each in zip(offsets, step, strict=False))
             array = arrays.get(index)
             if array is None:
                 array = arrays[index] = _array(model, meaning, index, where)
                 if array.shape != item.shape[lead:]:
                     raise misfit(item.shape[lead:], array, where)
-            for axis, (offset, size) in enumerate(zip(offsets[lead:], sizes[lead:], strict=True)):
-                if size != array.shape[axis]:
-                    array = array.cut(axis, offset, offset + size)
+            for axis, (offset, count) in enumerate(zip(offsets[lead:], sizes[lead:], strict=True)):
+                if count != array.shape[axis]:
+                    array = array.cut(axis, offset, offset + count)
             for tile in array.tiles:
                 placed = tile.renumbered(lambda axis: axis + lead, (*step, *tile.at))
                 found.setdefault(tile.name, []).append((i, placed))

@@ -193,11 +193,12 @@ def ranks_settings(sizes: Sizes, chunks: Sequence[Chunk], rows: int) -> dict[str
 
 
 def namespace(
-    model: Model, source: Mapping[str, Any], sizes: Sizes, chunks: Sequence[Chunk], rows: int, own: Mapping[str, Any]
+    model: Mapping[str, Any], source: Mapping[str, Any], sizes: Sizes, chunks: Sequence[Chunk], rows: int, own: Mapping[str, Any]
 ) -> Instance:
-    """The argparse.Namespace to be written. source: the args that the source had; own: further settings, which come before all."""
+    """The argparse.Namespace to be written. model: what `settings_of` says; source: the args that the source had; own: further settings,
+    which come before all."""
     dtype = own["params_dtype"]
-    settings = {**_DEFAULTS, **source, **settings_of(model), **ranks_settings(sizes, chunks, rows), **own}
+    settings = {**_DEFAULTS, **source, **model, **ranks_settings(sizes, chunks, rows), **own}
     settings |= {
         "params_dtype": Name("torch", dtype),
         "bf16": dtype == "bfloat16",

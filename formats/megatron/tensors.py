@@ -129,6 +129,11 @@ class MegatronModel:
     def experts(self) -> int:
         return self.model.dimensions.get("experts", 0)
 
+    @property
+    def is_latent(self) -> bool:
+        """Whether attention is multi-head latent attention."""
+        return "kv_rank" in self.model.dimensions
+
     def is_sparse(self, layer: int) -> bool:
         return layer in self.model.sparse_layers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,9 +17,12 @@ from reshard.index import ParamGroup
 from reshard.mosaics import Mosaic, Tile
 from reshard.optimizers import is_plain, parameter_and_kind
 from reshard.plans import Target
+from reshard.stored import constant
+from reshard.torch_file import TorchFile
 
+from .arguments import sparse_layers
 from .chunks import Chunk, Entry, Experts, Sizes, Spelling, chunks_of, entries, layer_counts
-from .settings import namespace
+from .settings import namespace, settings_of
 from .tensors import MegatronModel
 
 F32 = from_torch("float32", where="")
@@ -103,6 +107,30 @@ class Writing:
             )
         return counts.pop() if counts else self.step
 
+    @cached_property
+    def is_stacked(self) -> bool:
+        """Whether the layers of a distributed checkpoint are stacked: not if the run says that they may differ (transformer_block.py)."""
+        frequency = self.settings.get("moe_layer_freq", 1)
+        return type(frequency) is int and frequency == 1
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """What describes the model; the layers with experts as the source's run said them, if that comes to the same."""
+        found = settings_of(self.model.model)
+        if "moe_layer_freq" in found and "moe_layer_freq" in self.source_args and "num_layers" in self.source_args:
+            own = [layer in self.model.model.sparse_layers for layer in range(self.model.layers)]
+            if sparse_layers(self.source_args) == own:
+                found["moe_layer_freq"] = self.source_args["moe_layer_freq"]
+        return found
+
+    def step_tensor(self, file: TorchFile, names: Sequence[str], copies: dict[str, str]) -> Any:
+        """The count of steps of parameters that share one, as a tensor of the file; the others' are copies of the first one's."""
+        keys = [self.states[name][_STEP] for name in names if _STEP in self.states.get(name, {})]
+        if not keys:
+            return file.tensor(constant(_STEP, F32, (), struct.pack("<f", self.optimizer_step)))
+        copies.update(dict.fromkeys(keys[1:], keys[0]))
+        return file.whole(keys[0], self.content.tensors[keys[0]])
+
     def entries(self, chunk: Chunk, rank: tuple[int, int, int]) -> list[Entry]:
         return list(entries(self.model, chunk, self.sizes, rank, self.spelling))
 
@@ -124,7 +152,8 @@ class Writing:
 
         Raises: RequestError if a weight has none, or others than what is fused with it.
         """
-        names = list(dict.fromkeys(tile.name for tile in array.tiles))
+        # A rank's part of the table may be nothing but padding.
+        names = list(dict.fromkeys(tile.name for tile in array.tiles)) or [next(iter(self.states))]
         if lost := [name for name in names if name not in self.states]:
             raise RequestError(
                 "the optimizer keeps nothing of it",
@@ -171,7 +200,7 @@ class Writing:
             "moe_use_legacy_grouped_gemm": self.spelling.experts == "grouped",
             **own,
         }
-        return namespace(self.model.model, self.source_args, self.sizes, self.chunks, self.rows, settings)
+        return namespace(self.settings, self.source_args, self.sizes, self.chunks, self.rows, settings)
 
     @property
     def _multiple(self) -> int:

@@ -154,11 +154,7 @@ class _Rank:
         if member.dtype.itemsize >= 4:
             # It is its own full-precision copy.
             self._copies.update({self._writing.states[name]["master_param"]: name for name in member.names if name in self._writing.states})
-        keys = [self._writing.states[name]["step"] for name in member.names if "step" in self._writing.states.get(name, {})]
-        if keys:
-            first = self._writing.content.tensors[keys[0]]
-            found["step"] = file.whole(keys[0], first)
-            self._copies.update(dict.fromkeys(keys[1:], keys[0]))
+        found["step"] = self._writing.step_tensor(file, member.names, self._copies)
         for kind in self._writing.kinds(member.array):
             found[kind] = file.tensor(self._kept(member, kind))
         return found
