@@ -125,7 +125,7 @@ class Writing:
 
     def step_tensor(self, file: TorchFile, names: Sequence[str], copies: dict[str, str]) -> Any:
         """The count of steps of parameters that share one, as a tensor of the file; the others' are copies of the first one's."""
-        keys = [self.states[name][_STEP] for name in names if _STEP in self.states.get(name, {})]
+        keys = [self.states[name][_STEP] for name in dict.fromkeys(names) if _STEP in self.states.get(name, {})]
         if not keys:
             return file.tensor(constant(_STEP, F32, (), struct.pack("<f", self.optimizer_step)))
         copies.update(dict.fromkeys(keys[1:], keys[0]))
