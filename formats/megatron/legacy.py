@@ -80,8 +80,7 @@ def read(files: Files, folder: str, hints: Hints) -> Index:
         asks=building.asks,
         notes=tuple(optimizers.notes),
     )
-    found = tuple(building.collector.tensors(files))
-    return Index("megatron", found, stored_files, facts, objects=tuple(objects), param_groups=optimizers.param_groups)
+    return Index("megatron", building.tensors(files), stored_files, facts, objects=tuple(objects), param_groups=optimizers.param_groups)
 
 
 def _distributed(files: Files, rank: Rank) -> str | None:

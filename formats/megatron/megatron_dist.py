@@ -38,11 +38,12 @@ from reshard.plans import Target
 from reshard.shards import Shards, seen_as
 
 from .arguments import plain_args, size
-from .building import begin, check_model
+from .building import begin, check_complete, check_model
+from .checks import check_masters
 from .names import IGNORED, place_of
 from .places import METADATA, save_folder
 from .placing import misfit
-from .tensors import TABLE, MegatronModel, MegatronTensor, respelled
+from .tensors import TABLE, UNTRAINED, MegatronModel, MegatronTensor, respelled
 from .writing import OPTIONS
 from .writing_dist import lay_out
 
@@ -81,6 +82,9 @@ class MegatronDist:
             raise CheckpointError(f"there is no {METADATA} here, and no iter_0000001", where=files.root)
         return _read(files, folder, hints)
 
+    def examine(self, files: Files, index: Index) -> Index:
+        return check_masters(files, index)
+
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
         return lay_out(content, target, companions)
 
@@ -104,6 +108,7 @@ def _read(files: Files, folder: str, hints: Hints) -> Index:
     tensors: list[Tensor] = []
     for key, item in stored.metadata.tensors.items():
         tensors.extend(_tensors(building.model, stored, key, item, building.shapes))
+    check_complete(building.model.model, tensors, files.root, with_optimizer=False)
     steps, groups = _common_optimizer(common.get("optimizer"), building.model)
     tensors.extend(steps)
     common_file = files.size(folder + _COMMON)
@@ -173,7 +178,7 @@ def _common_optimizer(optimizer: Any, model: MegatronModel) -> tuple[list[Tensor
         if isinstance(step, StoredTensor):
             piece = Piece(Box.whole(step.shape), Extent(step.path, step.byte_offset, step.strides, step.dtype))
             shards = Shards.of([piece])
-            names = dict.fromkeys(part.tensor for part in own if part.role != "router.correction")
+            names = dict.fromkeys(part.tensor for part in own if part.role not in UNTRAINED)
             tensors.extend(Tensor(name, step.dtype, step.shape, "step", shards) for name in names)
     return tensors, tuple(groups)
 
