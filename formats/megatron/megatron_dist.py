@@ -37,6 +37,7 @@ from reshard.optimizers import is_plain, state_role
 from reshard.plans import Target
 from reshard.shards import Shards, seen_as
 
+from . import bucket_space
 from .arguments import plain_args, size
 from .building import begin, check_complete, check_model
 from .checks import check_masters
@@ -108,8 +109,10 @@ def _read(files: Files, folder: str, hints: Hints) -> Index:
     tensors: list[Tensor] = []
     for key, item in stored.metadata.tensors.items():
         tensors.extend(_tensors(building.model, stored, key, item, building.shapes))
+    tensors.extend(bucket_space.read(stored, building.model, args, building.shapes))
     check_complete(building.model.model, tensors, files.root, with_optimizer=False)
-    steps, groups = _common_optimizer(common.get("optimizer"), building.model)
+    optimizer = common.get("optimizer") or _optimizers_of_ranks(stored)
+    steps, groups = _common_optimizer(optimizer, building.model)
     tensors.extend(steps)
     common_file = files.size(folder + _COMMON)
     own = (StoredFile(folder + _COMMON, common_file),) if common_file is not None else ()
@@ -156,6 +159,16 @@ def _common(files: Files, stored: DcpFolder) -> Mapping[str, Any]:
         )
     if not isinstance(found, Mapping):
         raise CheckpointError(f"it holds {shown(found)}, a dict was expected", where=path)
+    return found
+
+
+def _optimizers_of_ranks(stored: DcpFolder) -> dict[int, Any]:
+    """The settings of each of the chained optimizers where every rank's were saved: all ranks' are the same."""
+    found: dict[int, Any] = {}
+    for key, item in stored.metadata.objects.items():
+        if (match := _OF_RANKS.fullmatch(key)) and (link := int(match[1] or 0)) not in found:
+            value = stored.value(item)
+            found[link] = value[0] if isinstance(value, list) and value else value
     return found
 
 
@@ -234,6 +247,7 @@ def _tensors(
         yield Tensor(known, item.dtype, shapes[name], role, seen_as(shards, found))
 
 
+_OF_RANKS = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_0\.optimizer/shard_0_1")
 # Keys of the run beside the model.
 _RUN = ("optimizer.", "chained_", "rng_state", "rerun_state_machine", "opt_param_scheduler")
 

@@ -263,13 +263,13 @@ def begin_writing(content: Canonical, target: Target, what: str) -> Writing:
         MegatronModel(model, rows),
         sizes,
         tuple(chunks_of(counts, sizes.pp)),
-        Spelling(impl == "transformer_engine", options.get("experts") or _experts(args, impl)),
+        Spelling(impl == "transformer_engine", options.get("experts") or experts_of(args, impl)),
         rows,
         target.dtype_of(embedding),
     )
 
 
-def _experts(args: Mapping[str, Any], impl: str) -> Experts:
+def experts_of(args: Mapping[str, Any], impl: str) -> Experts:
     """How the source's run had its experts."""
     if not args.get("moe_grouped_gemm"):
         return "sequential"
