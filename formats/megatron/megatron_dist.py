@@ -41,7 +41,8 @@ from . import bucket_space
 from .arguments import plain_args, size
 from .building import begin, check_complete, check_model
 from .checks import check_masters
-from .names import IGNORED, place_of
+from .names import IGNORED, place_of, without_wrappers
+from .nemo import nemo_args
 from .places import METADATA, save_folder
 from .placing import misfit
 from .tensors import TABLE, UNTRAINED, MegatronModel, MegatronTensor, respelled
@@ -49,7 +50,9 @@ from .writing import OPTIONS
 from .writing_dist import lay_out
 
 _COMMON, _COMMON_ENTRY = "common.pt", "common_state/shard_0_1"
-_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[a-z0-9_]+)\.(?P<key>(?:embedding|decoder|output_layer|mtp)\..*)")
+_OPTIMIZER = re.compile(
+    r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[a-z0-9_]+)\.(?P<key>(?:(?:module|model)\.)*(?:embedding|decoder|output_layer|mtp)\..*)"
+)
 _STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(.*)")
 _NUMBERED = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?(.*)")
 _EXPERTS = re.compile(r"mlp\.experts\.(?:(?:local_)?experts\.)?(?:(?P<expert>\d+)\.)?(?P<name>linear_fc[12]\.(?:weight|bias))")
@@ -102,8 +105,8 @@ def _read(files: Files, folder: str, hints: Hints) -> Index:
         )
     stored = DcpFolder(files, folder)
     common = _common(files, stored)
-    args = plain_args(common.get("args"))
-    table = stored.metadata.tensors.get(TABLE)
+    args = plain_args(common.get("args")) or nemo_args(files, folder)
+    table = next((item for key, item in stored.metadata.tensors.items() if without_wrappers(key) == TABLE), None)
     building = begin(args, hints, table.shape[0] if table and table.shape else None, folder + _COMMON)
     check_model(building.model.model, args, folder + _COMMON)
     tensors: list[Tensor] = []
@@ -116,7 +119,7 @@ def _read(files: Files, folder: str, hints: Hints) -> Index:
     tensors.extend(steps)
     common_file = files.size(folder + _COMMON)
     own = (StoredFile(folder + _COMMON, common_file),) if common_file is not None else ()
-    iteration = common.get("iteration")
+    iteration = common.get("iteration", common.get("global_step"))
     plain = {key: value for key, value in common.items() if is_plain(value)}
     plain["args"] = {key: value for key, value in args.items() if is_plain(value)}
     facts = RunFacts(
@@ -174,7 +177,8 @@ def _optimizers_of_ranks(stored: DcpFolder) -> dict[int, Any]:
 
 def _common_optimizer(optimizer: Any, model: MegatronModel) -> tuple[list[Tensor], tuple[ParamGroup, ...]]:
     """The one count of steps, as every parameter's; and the param groups, whose members follow from their settings."""
-    by_key = optimizer if isinstance(optimizer, Mapping) and 0 in optimizer else {0: optimizer}
+    by_key = dict(enumerate(optimizer)) if isinstance(optimizer, list) else optimizer
+    by_key = by_key if isinstance(by_key, Mapping) and 0 in by_key else {0: by_key}
     links = [value for _, value in sorted(by_key.items(), key=lambda item: str(item[0])) if isinstance(value, Mapping)]
     tensors: list[Tensor] = []
     groups: list[ParamGroup] = []
@@ -214,7 +218,7 @@ class _Meaning:
 
 
 def _meaning(key: str) -> _Meaning:
-    half = None
+    key, half = without_wrappers(key), None
     if match := _HALF.fullmatch(key):
         key, half = match[1], "wv".index(match[2])
     stacked, numbered = _STACKED.fullmatch(key), _NUMBERED.fullmatch(key)
