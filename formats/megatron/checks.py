@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,21 @@ def check_masters(files: Files, index: Index) -> Index:
                     do="Copy the files of one save again; or take the weights alone, by moving the optimizer's file away",
                 )
     return index
+
+
+def without_strange_masters(files: Files, index: Index) -> Index:
+    """The index; if its masters are not those of the weights without what the optimizer keeps, and with a note that says so.
+
+    Megatron-Core 0.16 itself writes shifted values into a fully reshardable checkpoint if a buffer had several buckets (its issue 504).
+    """
+    try:
+        return check_masters(files, index)
+    except CheckpointError as error:
+        note = (
+            f"the optimizer's state is left out: {error.where}: {error.what} (Megatron-Core 0.16 shifts it if there were several buckets)"
+        )
+        kept = tuple(tensor for tensor in index.tensors if tensor.role == "weight")
+        return replace(index, tensors=kept, facts=replace(index.facts, notes=(*index.facts.notes, note)), param_groups=tuple)
 
 
 def _samples(shape: tuple[int, ...]) -> list[Box]:
