@@ -43,11 +43,12 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=None)
     parser.add_argument("--peers", help="a Python with torch and accelerate")
     parser.add_argument("--deepspeed", help="a Python with DeepSpeed")
-    parser.add_argument("--only", choices=["speed", "memory", "scale", "deepspeed"])
+    parser.add_argument("--only", choices=["speed", "megatron", "memory", "scale", "deepspeed"])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="reshard-benchmark-", dir=options.work) as work:
         parts = {
             "speed": lambda: speed(Path(work), options.size, options.pairs, options.peers),
+            "megatron": lambda: megatron(Path(work), options.size, options.pairs),
             "memory": lambda: memory(Path(work), [float(size) for size in options.memory_sizes.split(",")]),
             "scale": lambda: scale(Path(work), options.peers) if options.peers else None,
             "deepspeed": lambda: deepspeed(Path(work), options.pairs, options.deepspeed) if options.deepspeed else None,
@@ -67,19 +68,7 @@ def speed(work: Path, gigabytes: float, pairs: int, peers: str | None) -> None:
         measured([peers, HERE / "peers.py", "save-verl", hf, verl])
         cases.append(("fsdp -> hf", verl, ["--to", "hf"]))
         cases.append(("fsdp -> dcp", verl, ["--to", "dcp"]))
-    print(
-        f"\n| {gigabytes:g} GB, {pairs} pairs | reshard s | cp + sync s | ratio (min..max) | peak MB |\n|---|---|---|---|---|", flush=True
-    )
-    medians = {}
-    for name, source, arguments in cases:
-        found = in_turn(source, out, [*RESHARD, "convert", source, out, *arguments], pairs)
-        ratios = sorted(ours.seconds / copied.seconds for ours, copied in found)
-        medians[name] = statistics.median(ours.seconds for ours, _ in found)
-        print(
-            f"| {name} | {medians[name]:.2f} | {statistics.median(copied.seconds for _, copied in found):.2f} "
-            f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f}..{ratios[-1]:.2f}) | {max(ours.megabytes for ours, _ in found):.0f} |",
-            flush=True,
-        )
+    medians = compared(cases, out, gigabytes, pairs)
     if peers:
         measured([peers, HERE / "peers.py", "save-hf-shards", hf, parts])
         print("\n| the same weights into whole files | s | x reshard | peak MB |\n|---|---|---|---|")
@@ -99,6 +88,43 @@ def speed(work: Path, gigabytes: float, pairs: int, peers: str | None) -> None:
         remove(folder)
 
 
+def compared(cases: list[tuple[str, Path, list[object]]], out: Path, gigabytes: float, pairs: int) -> dict[str, float]:
+    """A row for each (name, source, arguments) of a conversion; its median seconds by name."""
+    print(
+        f"\n| {gigabytes:g} GB, {pairs} pairs | reshard s | cp + sync s | ratio (min..max) | peak MB |\n|---|---|---|---|---|", flush=True
+    )
+    medians = {}
+    for name, source, arguments in cases:
+        found = in_turn(source, out, [*RESHARD, "convert", source, out, *arguments], pairs)
+        ratios = sorted(ours.seconds / copied.seconds for ours, copied in found)
+        medians[name] = statistics.median(ours.seconds for ours, _ in found)
+        print(
+            f"| {name} | {medians[name]:.2f} | {statistics.median(copied.seconds for _, copied in found):.2f} "
+            f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f}..{ratios[-1]:.2f}) | {max(ours.megabytes for ours, _ in found):.0f} |",
+            flush=True,
+        )
+    return medians
+
+
+def megatron(work: Path, gigabytes: float, pairs: int) -> None:
+    """A legacy checkpoint of TP 4 x PP 2, as Megatron writes it (tests/megatron/check.py: real Megatron loads these files)."""
+    hf, legacy, out = (work / name for name in ("hf", "tp4-pp2", "out"))
+    model = llama(gigabytes)
+    first = model.dimensions["layers"] // 2
+    stages = f"{model.dimensions['layers'] - first},{first}"
+    write_hugging_face(model, hf)
+    measured([*RESHARD, "convert", hf, legacy, "--to", "megatron", "--tp", "4", "--pp", "2", "--stage-layers", stages])
+    cases: list[tuple[str, Path, list[object]]] = [
+        ("megatron tp4 pp2 -> hf", legacy, ["--to", "hf"]),
+        ("megatron tp4 pp2 -> vllm tp8", legacy, ["--to", "vllm", "--tp", "8"]),
+        ("megatron tp4 pp2 -> megatron-dist", legacy, ["--to", "megatron-dist", "--tp", "4"]),
+        ("hf -> megatron tp4 pp2", hf, ["--to", "megatron", "--tp", "4", "--pp", "2", "--stage-layers", stages]),
+    ]
+    compared(cases, out, gigabytes, pairs)
+    for folder in (hf, legacy):
+        remove(folder)
+
+
 def in_turn(source: Path, out: Path, command: list[object], pairs: int) -> list[tuple[Run, Run]]:
     """Pairs of (reshard, cp + sync) on a warm cache; one pair before them is not counted."""
     found = []
@@ -106,7 +132,9 @@ def in_turn(source: Path, out: Path, command: list[object], pairs: int) -> list[
         pair = {}
         # Who goes first takes turns, too: on a virtual machine the second finds memory that the first has just used.
         for who in ("ours", "cp") if turn % 2 else ("cp", "ours"):
-            pair[who] = measured(command if who == "ours" else ["sh", "-c", 'cp -r "$0" "$1" && sync "$1"/*', source, out])
+            pair[who] = measured(
+                command if who == "ours" else ["sh", "-c", 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +', source, out]
+            )
             remove(out)
         found.append((pair["ours"], pair["cp"]))
     return found[1:]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Literal
 
 from reshard.architecture import Model
@@ -52,7 +53,7 @@ class Drop:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Canonical:
     """The chosen tensors by canonical name, what was left out, and the model they belong to, if it is known.
 
@@ -70,12 +71,12 @@ class Canonical:
     twice: tuple[str, ...] = ()
     scalar: Callable[[str], float] = _unreadable
 
-    @property
+    @cached_property
     def weights(self) -> dict[str, Tensor]:
         """The tensors that are the model's."""
         return {name: tensor for name, tensor in self.tensors.items() if not is_state_key(name)}
 
-    @property
+    @cached_property
     def states(self) -> dict[str, Tensor]:
         """The optimizer's tensors, by `optimizers.state_key`."""
         return {name: tensor for name, tensor in self.tensors.items() if is_state_key(name)}

@@ -143,14 +143,14 @@ def primary_rows(shards: Shards) -> npt.NDArray[np.bool_]:
 
 
 def in_memory(shards: Shards, rows: Sequence[tuple[int, Section]]) -> Shards:
-    """The pieces of a canonical tensor that lie in one-dimensional stored ones: (row of `shards`, section of that row's elements)."""
+    """The pieces of a canonical tensor that lie in stored ones, each of which is a run along its last axis: (row of `shards`, section)."""
     numbers = np.array([row for row, _ in rows], np.int64)
     ndim = len(rows[0][1].box.sizes) if rows else 0
 
     def extent(i: int) -> Extent:
         row, section = rows[i]
         known = shards.extent(row)
-        (step,) = known.strides
+        step = known.strides[-1]
         strides = tuple(stride * step for stride in section.strides)
         return replace(known, byte_offset=known.byte_offset + section.start * step * known.dtype.itemsize, strides=strides)
 

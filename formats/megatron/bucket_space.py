@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.boxes import flat_boxes, row_major
 from reshard.containers.dcp_metadata import TensorItem
 from reshard.dcp_folder import DcpFolder
 from reshard.errors import CheckpointError
@@ -29,9 +28,11 @@ from reshard.stored import Section
 from .arguments import Args, size
 from .buckets import places_in_buckets
 from .chunks import Entry, Sizes, Spelling, chunks_of, entries
+from .placing import flat_sections
 from .stages import counts_of
 from .tensors import MegatronModel
 from .writing import experts_of
+from .zarr import ZarrFolder
 
 _KEY = re.compile(
     r"(?:chained_(?P<link>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)\."
@@ -55,7 +56,7 @@ class _Buffer:
     kinds: Mapping[str, Sequence[TensorItem]]
 
 
-def read(stored: DcpFolder, model: MegatronModel, args: Args, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Tensor]:
+def read(stored: DcpFolder | ZarrFolder, model: MegatronModel, args: Args, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Tensor]:
     """Masters and moments of every parameter.
 
     Raises: CheckpointError if the buckets are not those of the parameters that the settings describe.
@@ -95,7 +96,7 @@ def read(stored: DcpFolder, model: MegatronModel, args: Args, shapes: Mapping[st
         yield Tensor(known, items[kind], shapes[name], role, concatenated(parts))
 
 
-def _buffers(stored: DcpFolder) -> Iterator[_Buffer]:
+def _buffers(stored: DcpFolder | ZarrFolder) -> Iterator[_Buffer]:
     listed: dict[tuple[Any, ...], dict[str, dict[int, TensorItem]]] = {}
     for key, item in stored.metadata.tensors.items():
         if match := _KEY.fullmatch(key):
@@ -106,7 +107,7 @@ def _buffers(stored: DcpFolder) -> Iterator[_Buffer]:
 
 
 def _placed(
-    stored: DcpFolder, buffers: Sequence[_Buffer], parameters: Sequence[tuple[int, Entry]], where: str
+    stored: DcpFolder | ZarrFolder, buffers: Sequence[_Buffer], parameters: Sequence[tuple[int, Entry]], where: str
 ) -> Iterator[tuple[str, str, Shards]]:
     """(canonical name, kind, pieces) of every parameter in the buffers of a rank, which follow each other as the chunks do."""
     chunks = [[entry for number, entry in parameters if number == chunk] for chunk in dict.fromkeys(number for number, _ in parameters)]
@@ -142,15 +143,8 @@ def _pieces(kind: str, array: Mosaic, shards: Shards, start: int) -> Iterator[tu
     for row in range(len(shards)):
         offset, length = int(shards.offsets[row, 0]), int(shards.sizes[row, 0])
         first, last = max(start, offset), min(start + count, offset + length)
-        at = first - offset
-        for box in flat_boxes(array.shape, first - start, last - start) if first < last else ():
-            part = array
-            for axis, (begin, width) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-                part = part.cut(axis, begin, begin + width)
-            # The box is a run of the array's memory, so it is row-major in itself.
-            for section in part.sections(row_major(part.shape)):
-                moved = Section(section.name, section.box, at + section.start, section.strides)
-                rows.setdefault(section.name, []).append((row, moved))
-            at += box.volume
+        if first < last:
+            for section in flat_sections(array, first - start, last - start, first - offset):
+                rows.setdefault(section.name, []).append((row, section))
     for name, found in rows.items():
         yield name, kind, in_memory(shards, found)

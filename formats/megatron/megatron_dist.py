@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import numpy as np
+
 from reshard.adapter import Hints
 from reshard.architecture import Part
-from reshard.boxes import Box
 from reshard.canonical import Canonical
 from reshard.containers import torch_zip
 from reshard.containers.dcp_metadata import TensorItem
@@ -27,15 +28,15 @@ from reshard.containers.inert_pickle import shown
 from reshard.containers.torch_zip import StoredTensor
 from reshard.dcp_folder import DcpFolder
 from reshard.errors import CheckpointError
-from reshard.extents import Extent, Piece
-from reshard.files import Files, read_whole
+from reshard.files import Files, read, read_whole
 from reshard.index import Index, ParamGroup, RunFacts, StoredFile, Tensor
 from reshard.layout import Layout
 from reshard.model_files import ModelFiles
 from reshard.mosaics import Mosaic, Tile
 from reshard.optimizers import is_plain, state_role
 from reshard.plans import Target
-from reshard.shards import Shards, seen_as
+from reshard.shards import in_memory, seen_as
+from reshard.stored import Section
 
 from . import bucket_space, plain_dcp
 from .arguments import plain_args, size
@@ -44,10 +45,11 @@ from .checks import without_strange_masters
 from .names import IGNORED, place_of, without_wrappers
 from .nemo import nemo_args
 from .places import METADATA, PLAIN, save_folder
-from .placing import misfit
-from .tensors import TABLE, UNTRAINED, MegatronModel, MegatronTensor, respelled
+from .placing import flat_sections, misfit
+from .tensors import TABLE, MegatronModel, MegatronTensor, respelled
 from .writing import OPTIONS
 from .writing_dist import lay_out
+from .zarr import ZarrFolder
 
 _COMMON, _COMMON_ENTRY = "common.pt", "common_state/shard_0_1"
 _OPTIMIZER = re.compile(
@@ -66,6 +68,9 @@ _DEGREES = {
 # Where a gate and its other half are stored apart.
 _HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias))_(w|v)")
 _MASTERS = {"param": "master_param", "fp32_param": "master_param"}
+
+
+Stored = DcpFolder | ZarrFolder
 
 
 class MegatronDist:
@@ -88,7 +93,7 @@ class MegatronDist:
         folder = save_folder(files)
         if folder is None:
             raise CheckpointError(f"there is no {METADATA} here, and no iter_0000001", where=files.root)
-        return _read(files, folder, hints)
+        return _index(files, folder, hints)
 
     def examine(self, files: Files, index: Index) -> Index:
         return without_strange_masters(files, index)
@@ -97,17 +102,17 @@ class MegatronDist:
         return lay_out(content, target, companions)
 
 
-def _read(files: Files, folder: str, hints: Hints) -> Index:
+def _index(files: Files, folder: str, hints: Hints) -> Index:
     """The index of a distributed checkpoint."""
     backend = _backend(files, folder)
-    if backend not in ("torch_dist", _PLAIN):
+    if backend not in ("torch_dist", "zarr", _PLAIN):
         raise CheckpointError(
             f"its tensors are stored by the backend {backend!r}",
             where=folder + METADATA,
-            why="torch_dist is read",
+            why="torch_dist and zarr are read",
             do="Convert it to torch_dist with the Megatron-Core that wrote it",
         )
-    stored = DcpFolder(files, folder)
+    stored: Stored = ZarrFolder(files, folder) if backend == "zarr" else DcpFolder(files, folder)
     common = plain_dcp.common(stored) if backend == _PLAIN else _common(files, stored)
     args = plain_args(common.get("args")) or nemo_args(files, folder)
     table = next((item for key, item in stored.metadata.tensors.items() if without_wrappers(key) == TABLE), None)
@@ -124,9 +129,10 @@ def _read(files: Files, folder: str, hints: Hints) -> Index:
     tensors.extend(bucket_space.read(stored, building.model, args, building.shapes))
     check_complete(building.model.model, tensors, files.root, with_optimizer=False)
     optimizer = common.get("optimizer") or _optimizers_of_ranks(stored)
-    steps, groups = _common_optimizer(optimizer, building.model)
-    tensors.extend(steps)
-    groups = groups or numbered.param_groups()
+
+    def param_groups() -> tuple[ParamGroup, ...]:
+        return _common_groups(files, optimizer, building.model) or numbered.param_groups()
+
     common_file = files.size(folder + _COMMON)
     own = (StoredFile(folder + _COMMON, common_file),) if common_file is not None else ()
     iteration = common.get("iteration", common.get("global_step"))
@@ -143,7 +149,7 @@ def _read(files: Files, folder: str, hints: Hints) -> Index:
         asks=building.asks,
     )
     objects = tuple(stored.metadata.objects)
-    return Index("megatron-dist", tuple(tensors), (*stored.files, *own), facts, objects=objects, param_groups=lambda: groups)
+    return Index("megatron-dist", tuple(tensors), (*stored.files, *own), facts, objects=objects, param_groups=param_groups)
 
 
 # Written as torch_dcp or fsdp_dtensor: a plain folder of torch.distributed.checkpoint.
@@ -162,7 +168,7 @@ def _backend(files: Files, folder: str) -> str:
         ) from None
 
 
-def _common(files: Files, stored: DcpFolder) -> Mapping[str, Any]:
+def _common(files: Files, stored: Stored) -> Mapping[str, Any]:
     """What all ranks agree on: a file of its own, or since 2026 an entry."""
     path = stored.prefix + _COMMON
     if files.size(path) is not None:
@@ -182,7 +188,7 @@ def _common(files: Files, stored: DcpFolder) -> Mapping[str, Any]:
     return found
 
 
-def _optimizers_of_ranks(stored: DcpFolder) -> dict[int, Any]:
+def _optimizers_of_ranks(stored: Stored) -> dict[int, Any]:
     """The settings of each of the chained optimizers where every rank's were saved: all ranks' are the same."""
     found: dict[int, Any] = {}
     for key, item in stored.metadata.objects.items():
@@ -192,29 +198,34 @@ def _optimizers_of_ranks(stored: DcpFolder) -> dict[int, Any]:
     return found
 
 
-def _common_optimizer(optimizer: Any, model: MegatronModel) -> tuple[list[Tensor], tuple[ParamGroup, ...]]:
-    """The one count of steps, as every parameter's; and the param groups, whose members follow from their settings."""
+def _common_groups(files: Files, optimizer: Any, model: MegatronModel) -> tuple[ParamGroup, ...]:
+    """The param groups, whose members follow from their settings; the one count of steps is among these."""
     by_key = dict(enumerate(optimizer)) if isinstance(optimizer, list) else optimizer
     by_key = by_key if isinstance(by_key, Mapping) and 0 in by_key else {0: by_key}
     links = [value for _, value in sorted(by_key.items(), key=lambda item: str(item[0])) if isinstance(value, Mapping)]
-    tensors: list[Tensor] = []
     groups: list[ParamGroup] = []
     for number, link in enumerate(links):
         inner = link.get("optimizer", link)
-        listed = [group for group in inner.get("param_groups", ()) if isinstance(group, Mapping)]
         own = [part for part in model.model.parts if len(links) == 1 or (part.expert is not None) is bool(number)]
-        for group in listed:
-            names = dict.fromkeys(part.tensor for part in own if _is_decayed(part) is (group.get("wd_mult", 1.0) != 0))
-            settings = {str(key): value for key, value in group.items() if key != "params" and is_plain(value)}
-            groups.append(ParamGroup(tuple(names), settings))
         state = inner.get("state")
         step = state.get("common_step") if isinstance(state, Mapping) else None
-        if isinstance(step, StoredTensor):
-            piece = Piece(Box.whole(step.shape), Extent(step.path, step.byte_offset, step.strides, step.dtype))
-            shards = Shards.of([piece])
-            names = dict.fromkeys(part.tensor for part in own if part.role not in UNTRAINED)
-            tensors.extend(Tensor(name, step.dtype, step.shape, "step", shards) for name in names)
-    return tensors, tuple(groups)
+        counted = {"step": _number(files, step)} if isinstance(step, StoredTensor) else {}
+        for group in inner.get("param_groups", ()):
+            if isinstance(group, Mapping):
+                names = dict.fromkeys(part.tensor for part in own if _is_decayed(part) is (group.get("wd_mult", 1.0) != 0))
+                settings = {str(key): value for key, value in group.items() if key != "params" and is_plain(value)}
+                groups.append(ParamGroup(tuple(names), settings | counted))
+    return tuple(groups)
+
+
+def _number(files: Files, step: StoredTensor) -> int:
+    """The count of steps in a tensor of one element."""
+    if step.dtype.name not in _COUNTS or step.shape not in ((), (1,)):
+        raise CheckpointError(f"common_step is {step.dtype} {list(step.shape)}, one number was expected", where=step.path)
+    return int(np.frombuffer(read(files, step.path, step.byte_offset, step.dtype.itemsize), _COUNTS[step.dtype.name])[0])
+
+
+_COUNTS = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4"}
 
 
 def _is_decayed(part: Part) -> bool:
@@ -250,9 +261,7 @@ def _meaning(key: str) -> _Meaning:
     return _Meaning(respelled(rest), bool(stacked), False, layer, extra, None, half)
 
 
-def _tensors(
-    model: MegatronModel, stored: DcpFolder, key: str, item: TensorItem, shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[Tensor]:
+def _tensors(model: MegatronModel, stored: Stored, key: str, item: TensorItem, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Tensor]:
     """The canonical tensors that lie in a stored one.
 
     Raises: CheckpointError if the model has no such tensor, or of another shape.
@@ -261,14 +270,45 @@ def _tensors(
     if IGNORED.fullmatch(key) or (state is None and key.startswith(_RUN)):
         return
     kind = _MASTERS.get(state["kind"], state["kind"]) if state else None
+    weight = stored.metadata.tensors.get(state["key"]) if state else None
+    if weight is not None and kind and len(item.shape) == len(weight.shape) + 1:
+        yield from _flattened(model, stored, _meaning(weight.fqn), weight, item, shapes, kind)
+        return
     rows = _rows(model, _meaning(state["key"] if state else key), item, f"{key} in {stored.prefix}.metadata")
     yield from _found(stored, item, rows, shapes, kind)
+
+
+def _flattened(
+    model: MegatronModel,
+    stored: Stored,
+    meaning: _Meaning,
+    weight: TensorItem,
+    item: TensorItem,
+    shapes: Mapping[str, tuple[int, ...]],
+    kind: str,
+) -> Iterator[Tensor]:
+    """What the optimizer kept in fully_sharded_model_space, the default until 2025: (layer, .., block of rows, block of columns, element of
+    the block). The blocks are those in which tensor-parallel ranks saved the weight; data-parallel ranks cut them between elements."""
+    lead = meaning.layers + meaning.experts
+    shards, found = stored.shards(item), dict[str, list[tuple[int, Section]]]()
+    blocks = item.shape[lead:-1]
+    inner = tuple(size // count for size, count in zip(weight.shape[lead:], blocks, strict=True))
+    for i in range(len(shards)):
+        offsets = shards.offsets[i].tolist()
+        array = _array(model, meaning, tuple(offsets[:lead]), f"{item.fqn} in {stored.prefix}.metadata")
+        for axis, (number, width) in enumerate(zip(offsets[lead:-1], inner, strict=True)):
+            array = array.cut(axis, number * width, (number + 1) * width)
+        for section in flat_sections(array, offsets[-1], offsets[-1] + int(shards.sizes[i, -1]), 0):
+            found.setdefault(section.name, []).append((i, section))
+    for name, rows in found.items():
+        role, known = state_role(name, name, kind)
+        yield Tensor(known, item.dtype, shapes[name], role, in_memory(shards, rows))
 
 
 _Rows = dict[str, list[tuple[int, Tile]]]
 
 
-def _found(stored: DcpFolder, item: TensorItem, rows: _Rows, shapes: Mapping[str, tuple[int, ...]], kind: str | None) -> Iterator[Tensor]:
+def _found(stored: Stored, item: TensorItem, rows: _Rows, shapes: Mapping[str, tuple[int, ...]], kind: str | None) -> Iterator[Tensor]:
     """The canonical tensors of which a stored one holds these pieces: weights, or what the optimizer keeps of them."""
     shards = stored.shards(item)
     for name, found in rows.items():

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from reshard.boxes import Box, row_major
+from reshard.boxes import Box, flat_boxes, row_major
 from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor, StoredTensor
 from reshard.errors import CheckpointError
 from reshard.mosaics import Mosaic
+from reshard.stored import Section
 
 from .tensors import MegatronTensor
 
@@ -60,6 +61,18 @@ def pieces(array: Mosaic, stored: AnyTensor) -> Iterator[tuple[str, Box, AnyTens
         strides = row_major(array.shape)
     for section in array.sections(strides):
         yield section.name, section.box, view(stored, section.start, section.box.sizes, section.strides)
+
+
+def flat_sections(array: Mosaic, start: int, stop: int, at: int) -> Iterator[Section]:
+    """The elements start..stop of an array's row-major memory as sections of a run that has them from its element `at` on."""
+    for box in flat_boxes(array.shape, start, stop):
+        part = array
+        for axis, (begin, width) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            part = part.cut(axis, begin, begin + width)
+        # The box is itself a run of the memory, so it is row-major.
+        for section in part.sections(row_major(part.shape)):
+            yield Section(section.name, section.box, at + section.start, section.strides)
+        at += box.volume
 
 
 def view(stored: AnyTensor, start: int, sizes: Shape, strides: Shape) -> AnyTensor:

@@ -22,6 +22,7 @@ from .chunks import Entry, Sizes, Spelling, chunks_of, entries
 from .names import without_wrappers
 from .tensors import MegatronModel
 from .writing import experts_of
+from .zarr import ZarrFolder
 
 _STATE = re.compile(r"optimizer\.(?:optimizer\.)?state\.(\d+)\.([a-z0-9_]+)")
 _MASTER = re.compile(r"optimizer\.fp32_from_fp16_params\.(\d+)\.(\d+)")
@@ -36,7 +37,7 @@ def is_megatrons(files: Files, path: str) -> bool:
     return (files.size(path) or 0) <= _LIMIT and _SIGN in read_whole(files, path, limit=_LIMIT)
 
 
-def common(stored: DcpFolder) -> dict[str, Any]:
+def common(stored: DcpFolder | ZarrFolder) -> dict[str, Any]:
     """What all ranks agree on: entries of the root, and the schedule's."""
     objects = stored.metadata.objects
     found = {key: stored.value(objects[key]) for key in _COMMON if key in objects}
@@ -49,7 +50,7 @@ def common(stored: DcpFolder) -> dict[str, Any]:
 class Numbered:
     """The numbered optimizer of such a folder. notes: why its state is left out, if it is."""
 
-    def __init__(self, stored: DcpFolder, model: MegatronModel, args: Args) -> None:
+    def __init__(self, stored: DcpFolder | ZarrFolder, model: MegatronModel, args: Args) -> None:
         self._stored, self._tensors = stored, stored.metadata.tensors
         self.notes: list[str] = []
         self._groups = self._param_groups()

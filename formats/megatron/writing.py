@@ -59,7 +59,7 @@ class Writing:
         found = self.content.facts.state.get("args")
         return found if isinstance(found, Mapping) else {}
 
-    @property
+    @cached_property
     def has_optimizer(self) -> bool:
         return bool(self.content.states)
 
@@ -131,9 +131,13 @@ class Writing:
         """The count of steps of parameters that share one, as a tensor of the file; the others' are copies of the first one's."""
         keys = [self.states[name][_STEP] for name in dict.fromkeys(names) if _STEP in self.states.get(name, {})]
         if not keys:
-            return file.tensor(constant(_STEP, F32, (), struct.pack("<f", self.optimizer_step)))
+            return self.count(file)
         copies.update(dict.fromkeys(keys[1:], keys[0]))
         return file.whole(keys[0], self.content.tensors[keys[0]])
+
+    def count(self, file: TorchFile) -> Any:
+        """How many steps the optimizer has made, as a tensor of the file."""
+        return file.tensor(constant(_STEP, F32, (), struct.pack("<f", self.optimizer_step)))
 
     def entries(self, chunk: Chunk, rank: tuple[int, int, int]) -> list[Entry]:
         return list(entries(self.model, chunk, self.sizes, rank, self.spelling))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ def lay_out(content: Canonical, target: Target, companions: ModelFiles) -> Layou
     backend = Sidecar(f"{save}{METADATA}", json.dumps(_BACKEND).encode())
     tracker = Sidecar(TRACKER, (str(writing.step) if writing.has_optimizer else "release").encode())
     placed = tuple(file.close(rank, folder=save) for file, rank in zip(files, ranks, strict=True))
-    told = tuple(kinds["step"] for kinds in writing.states.values() if "step" in kinds) if writing.is_distributed else ()
+    told = tuple(kinds["step"] for kinds in writing.states.values() if "step" in kinds)
     sidecars = (*companions.sidecars({writing.dtype}), metadata, backend, tracker)
     return Layout("megatron-dist", (*placed, common), sidecars, target.parallel, writing.notes(), {**writing.copies, **copies}, told)
 
@@ -205,12 +205,12 @@ def _optimizer(writing: Writing, file: TorchFile, copies: dict[str, str]) -> Any
             for is_decayed, names in groups.items()
             if names or not is_expert
         ]
-        chain.append(_one(writing, found, [name for names in groups.values() for name in names], file, copies))
+        chain.append(_one(writing, found, file))
     return dict(enumerate(chain)) if len(chain) > 1 else chain[0]
 
 
-def _one(writing: Writing, groups: list[dict[str, Any]], names: Sequence[str], file: TorchFile, copies: dict[str, str]) -> dict[str, Any]:
+def _one(writing: Writing, groups: list[dict[str, Any]], file: TorchFile) -> dict[str, Any]:
     if writing.is_distributed:
         return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
-    inner = {"state": {"common_step": writing.step_tensor(file, names, copies)}, "param_groups": groups}
+    inner = {"state": {"common_step": writing.count(file)}, "param_groups": groups}
     return {"optimizer": inner, "fp32_from_fp16_params": [[] for _ in groups]} if writing.has_masters else inner
