@@ -153,7 +153,7 @@ def assert_truth(found: dict, truth: dict) -> None:
             if role == "step":
                 continue
             value = found[name][role]
-            narrow = value.to(getattr(torch, {"BF16": "bfloat16", "F32": "float32"}[told["dtype"]]))
+            narrow = value.to(getattr(torch, {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[told["dtype"]]))
             if facts(narrow) != told or not torch.equal(narrow.to(value.dtype), value):
                 different.append(f"{role} of {name}")
         if "master" in found[name] and "master" not in roles and not torch.equal(found[name]["master"], found[name]["weight"].float()):
@@ -192,7 +192,7 @@ def answered(asked: dict) -> dict[str, object]:
             # Ranks are forked: importing megatron and transformers takes longer than what they do.
             torch.multiprocessing.start_processes(of_rank, (asked, scratch), nprocs=Layout(**asked["layout"]).world, start_method="fork")
         except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException) as error:
-            return {"failed": str(error)}
+            return {"failed": str(error).strip()[-1500:]}
         return json.loads((Path(scratch) / "answer.json").read_text())
 
 
