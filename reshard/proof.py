@@ -115,7 +115,10 @@ def compose(plan: Plan, read_back: Index) -> RoundTrip:
         returned = back.pop(name, None)
         if returned is None or not all(same for _, same in _compared(written[kept], returned)):
             losses.append(f"{name}: the reader does not find it where {kept} is, which stands for it")
-    losses.extend(f"{name}: the reader finds it, but nothing was written" for name in back)
+    known = {(constant.path, constant.byte_offset) for constant in plan.target_index.constants}
+    for name, returned in back.items():
+        if not all((piece.extent.path, piece.extent.byte_offset) in known for piece in returned.pieces()):
+            losses.append(f"{name}: the reader finds it, but nothing was written")
     return RoundTrip(len(plan.routes), boxes, nbytes, tuple(losses))
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from reshard.boxes import Box
 from reshard.extents import Extent, Piece
 from reshard.mosaics import Tile
+from reshard.stored import Section
 
 Columns = npt.NDArray[np.int64]
 
@@ -139,6 +140,28 @@ def primary_rows(shards: Shards) -> npt.NDArray[np.bool_]:
     primary = np.zeros(len(shards), np.bool_)
     primary[first] = True
     return primary
+
+
+def in_memory(shards: Shards, rows: Sequence[tuple[int, Section]]) -> Shards:
+    """The pieces of a canonical tensor that lie in one-dimensional stored ones: (row of `shards`, section of that row's elements)."""
+    numbers = np.array([row for row, _ in rows], np.int64)
+    ndim = len(rows[0][1].box.sizes) if rows else 0
+
+    def extent(i: int) -> Extent:
+        row, section = rows[i]
+        known = shards.extent(row)
+        (step,) = known.strides
+        strides = tuple(stride * step for stride in section.strides)
+        return replace(known, byte_offset=known.byte_offset + section.start * step * known.dtype.itemsize, strides=strides)
+
+    return Shards(
+        shards.paths,
+        np.array([section.box.offsets for _, section in rows], np.int64).reshape(len(rows), ndim),
+        np.array([section.box.sizes for _, section in rows], np.int64).reshape(len(rows), ndim),
+        shards.files[numbers],
+        shards.positions[numbers],
+        extent,
+    )
 
 
 def seen_as(shards: Shards, rows: Sequence[tuple[int, Tile]]) -> Shards:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from reshard import dtypes, registry
 from reshard.adapter import Hints
 from reshard.architecture import Model, find_model
+from reshard.archives import open_tree
 from reshard.canonical import Canonical, Selection, canonical, check_against_model
 from reshard.compare import Comparison, Side, compare, fingerprint_blocks, fingerprint_of
 from reshard.containers.inert_pickle import uncollected
@@ -91,7 +92,7 @@ def open(path: PathLike, *, format: str | None = None, model: PathLike | None = 
 
     Raises: CheckpointError if it is incomplete or contradicts itself, RequestError if its format is unknown.
     """
-    files = LocalFiles(path)
+    files = open_tree(path)
     found, reason = (registry.reader(format), "named by --format") if format else registry.detect(files)
     model_files = find_model_files(LocalFiles(model) if model is not None else files)
     if model is not None and model_files.config is None:
@@ -114,7 +115,7 @@ def open_both(
     large the vocabulary is, it speaks for both."""
     opened = []
     for path in (left, right):
-        own = model is None or find_model_files(LocalFiles(path)).config is not None
+        own = model is None or find_model_files(open_tree(path)).config is not None
         opened.append(open(path, model=None if own else model, vocab_size=vocab_size))
     for i, other in ((0, 1), (1, 0)):
         known = (opened[other].model_files.config or {}).get("vocab_size")

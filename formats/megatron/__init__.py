@@ -11,6 +11,7 @@ legacy.py             --ckpt-format torch, read
 megatron_dist.py      --ckpt-format torch_dist, read
 optimizer.py          which state is of which parameter of a legacy checkpoint
 buckets.py            where parameters lie in the distributed optimizer's buffers
+checks.py             whether masters are those of their weights
 chunks.py             what a rank's chunk of the model holds, in order
 settings.py           from a Hugging Face config to the run's settings
 writing.py            what is written of a model, whatever the kind; writing_legacy.py
@@ -30,6 +31,7 @@ from reshard.model_files import ModelFiles
 from reshard.plans import Target
 
 from . import legacy, writing_legacy
+from .checks import check_masters
 from .places import METADATA, WEIGHTS, is_rank_folder, save_folder
 from .writing import OPTIONS
 
@@ -53,6 +55,9 @@ class Megatron:
         if folder is None:
             raise CheckpointError("there is no folder of a rank here, such as mp_rank_00, and no iter_0000001", where=files.root)
         return legacy.read(files, folder, hints)
+
+    def examine(self, files: Files, index: Index) -> Index:
+        return check_masters(files, index)
 
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
         return writing_legacy.lay_out(content, target, companions)

@@ -86,6 +86,14 @@ def check_supported(args: Args, where: str) -> None:
             )
 
 
+def feed_forward(args: Args) -> int:
+    """The width of the MLP; four times that of the model, and with a gate two thirds of it in steps of 64, if nothing else was said."""
+    if said := args.get("ffn_hidden_size"):
+        return int(said)
+    hidden = int(args["hidden_size"])
+    return int(4 * hidden * 2 / 3 / 64) * 64 if args.get("swiglu") else 4 * hidden
+
+
 def config_of(args: Args, vocabulary: int) -> dict[str, Any]:
     """The Hugging Face config of the model that `args` describe."""
     kind = model_type(args)
@@ -97,7 +105,7 @@ def config_of(args: Args, vocabulary: int) -> dict[str, Any]:
         "model_type": kind,
         "vocab_size": vocabulary,
         "hidden_size": args["hidden_size"],
-        "intermediate_size": args["ffn_hidden_size"],
+        "intermediate_size": feed_forward(args),
         "num_hidden_layers": args["num_layers"],
         "num_attention_heads": heads,
         "max_position_embeddings": args.get("max_position_embeddings") or args.get("seq_length"),
@@ -203,7 +211,7 @@ def sparse_layers(args: Args) -> list[bool]:
 
 
 def _experts(args: Args, kind: str) -> dict[str, Any]:
-    width = args.get("moe_ffn_hidden_size") or args["ffn_hidden_size"]
+    width = args.get("moe_ffn_hidden_size") or feed_forward(args)
     found: dict[str, Any] = {"num_experts_per_tok": args.get("moe_router_topk", 2)}
     if kind == "mixtral":
         if not all(sparse_layers(args)):
@@ -242,7 +250,7 @@ def _latent(args: Args, kind: str) -> dict[str, Any]:
     first = sparse.index(True) if True in sparse else len(sparse)
     if not all(sparse[first:]):
         raise CheckpointError("layers without experts follow layers with some, which a DeepSeek config cannot say", do="Give --model DIR")
-    width = args.get("moe_ffn_hidden_size") or args["ffn_hidden_size"]
+    width = args.get("moe_ffn_hidden_size") or feed_forward(args)
     shared = args.get("moe_shared_expert_intermediate_size") or 0
     found |= {
         "first_k_dense_replace": first,
@@ -268,7 +276,7 @@ def _gpt2(args: Args, vocabulary: int) -> dict[str, Any]:
         "n_embd": args["hidden_size"],
         "n_layer": args["num_layers"],
         "n_head": args["num_attention_heads"],
-        "n_inner": args["ffn_hidden_size"],
+        "n_inner": feed_forward(args),
         "n_positions": args["max_position_embeddings"],
         "activation_function": _activation(args),
         "layer_norm_epsilon": args.get("layernorm_epsilon") or args.get("norm_epsilon") or 1e-5,

@@ -38,3 +38,22 @@ def starts(parameters: Sequence[Held], bucket_size: int | None) -> tuple[tuple[i
         if parameter.shared or (bucket_size is not None and end - bucket >= bucket_size):
             bucket = end
     return tuple(reversed(found)), end
+
+
+def places_in_buckets(parameters: Sequence[int], buckets: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
+    """(bucket, where in it) of each parameter, in the order of the model, from how many elements each bucket holds; None if they are not
+    these parameters' buckets."""
+    found: list[tuple[int, int]] = []
+    bucket = end = 0
+    for elements in reversed(parameters):
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        if end and bucket < len(buckets) and start + elements > buckets[bucket]:
+            if not end <= buckets[bucket] <= start:
+                return None
+            bucket, start = bucket + 1, 0
+        if bucket == len(buckets):
+            return None
+        found.append((bucket, start))
+        end = start + elements
+    is_full = bucket == len(buckets) - 1 and end == buckets[bucket]
+    return tuple(reversed(found)) if is_full else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +12,13 @@ from reshard.collect import Collector
 from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError, RequestError
-from reshard.index import Role
+from reshard.files import Files
+from reshard.index import Role, Tensor
 from reshard.mosaics import Mosaic
 
 from .arguments import Args, check_supported, config_of
 from .placing import Shape, locals_of
-from .tensors import MegatronModel
+from .tensors import UNTRAINED, MegatronModel
 
 # What only the user knows, and how to say it.
 VOCABULARY = "the true size of the vocabulary (--vocab-size N, or --model DIR with the model's config): rows up to {rows} are padding"
@@ -44,6 +45,28 @@ class Building:
     def locals_of(self, array: Mosaic, stored: AnyTensor) -> Iterator[tuple[str, LocalTensor]]:
         """The parts of canonical tensors that a stored one holds, by name."""
         return locals_of(array, stored, self.shapes)
+
+    def tensors(self, files: Files) -> tuple[Tensor, ...]:
+        """What was found. Raises CheckpointError if the model has a weight that was not, or one lost its part of the optimizer."""
+        found = tuple(self.collector.tensors(files))
+        check_complete(self.model.model, found, files.root, with_optimizer=True)
+        return found
+
+
+def check_complete(model: Model, found: Sequence[Tensor], where: str, *, with_optimizer: bool) -> None:
+    """Raises CheckpointError if a weight of the model is in no file; with_optimizer: or if it has no optimizer state where others have."""
+    weights = {tensor.name for tensor in found if tensor.role == "weight"}
+    moments = {tensor.name for tensor in found if tensor.role == "moment1" and with_optimizer}
+    for name, weight in model.weights.items():
+        lost = "it" if name not in weights else "its part of the optimizer's state"
+        is_kept = weight.optional or (name in weights and (not moments or name in moments or weight.role in UNTRAINED))
+        if not is_kept:
+            raise CheckpointError(
+                f"{lost} is in no file",
+                where=name,
+                why=f"The run's model has it; a rank's files are missing in {where}, or were lost",
+                do="Copy all ranks' files from where the checkpoint was written",
+            )
 
 
 def begin(args: Args, hints: Hints, vocabulary_rows: int | None, where: str, *, qkv: str = "groups") -> Building:

@@ -157,7 +157,7 @@ def _layer(model: MegatronModel, prefix: str, layer: int, sizes: Sizes, rank: tu
     tensors, sparse = model.layer(layer), model.is_sparse(layer)
 
     def spelled(some: Tensors) -> Iterator[Entry]:
-        renamed = {spelling.name(name, sparse=sparse, latent=model.is_latent): tensor for name, tensor in some.items()}
+        renamed = _fused_first({spelling.name(name, sparse=sparse, latent=model.is_latent): tensor for name, tensor in some.items()})
         yield from _with_state({prefix + name: tensor for name, tensor in renamed.items()}, sizes.tp, rank[0])
 
     shared = {name: tensor for name, tensor in tensors.items() if name.startswith("mlp.shared_experts.")}
@@ -167,6 +167,18 @@ def _layer(model: MegatronModel, prefix: str, layer: int, sizes: Sizes, rank: tu
         experts = range(rank[1] * own, (rank[1] + 1) * own)
         yield from _EXPERTS[spelling.experts](model, f"{prefix}mlp.experts.", layer, experts, sizes.etp, rank[2])
     yield from spelled(shared)
+
+
+def _fused_first(tensors: Tensors) -> Tensors:
+    """A norm that is fused into a layer comes where that layer comes, before its weight."""
+    fused = {name: tensor for name, tensor in tensors.items() if ".layer_norm_" in name}
+    found: dict[str, MegatronTensor] = {}
+    for name, tensor in tensors.items():
+        if name not in fused:
+            module = name.rpartition(".")[0]
+            found |= {norm: fused[norm] for norm in fused if norm.startswith(module + ".layer_norm_") and norm not in found}
+            found[name] = tensor
+    return found
 
 
 def _sequential(model: MegatronModel, prefix: str, layer: int, experts: range, etp: int, rank: int) -> Iterator[Entry]:

@@ -17,6 +17,7 @@ from reshard.optimizers import is_plain
 from .arguments import size
 from .building import begin, check_model
 from .names import Place, place_of
+from .nemo import nemo_args
 from .optimizer import Optimizers, Parameter
 from .places import rank_folders
 from .placing import array_of, fits, misfit
@@ -80,8 +81,7 @@ def read(files: Files, folder: str, hints: Hints) -> Index:
         asks=building.asks,
         notes=tuple(optimizers.notes),
     )
-    found = tuple(building.collector.tensors(files))
-    return Index("megatron", found, stored_files, facts, objects=tuple(objects), param_groups=optimizers.param_groups)
+    return Index("megatron", building.tensors(files), stored_files, facts, objects=tuple(objects), param_groups=optimizers.param_groups)
 
 
 def _distributed(files: Files, rank: Rank) -> str | None:
@@ -113,6 +113,7 @@ def _ranks(files: Files, folder: str) -> tuple[list[Rank], Topology]:
     if not folders:
         raise CheckpointError("there is no folder of a rank with weights here, such as mp_rank_00", where=f"{files.root}/{folder}")
     root, args = read_rank(files, folders[0])
+    args = args or nemo_args(files, folder)
     topology = topology_of(args, folders, files.root)
     ranks = []
     for found in folders:

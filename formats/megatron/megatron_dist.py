@@ -37,17 +37,22 @@ from reshard.optimizers import is_plain, state_role
 from reshard.plans import Target
 from reshard.shards import Shards, seen_as
 
+from . import bucket_space, plain_dcp
 from .arguments import plain_args, size
-from .building import begin, check_model
-from .names import IGNORED, place_of
-from .places import METADATA, save_folder
+from .building import begin, check_complete, check_model
+from .checks import without_strange_masters
+from .names import IGNORED, place_of, without_wrappers
+from .nemo import nemo_args
+from .places import METADATA, PLAIN, save_folder
 from .placing import misfit
-from .tensors import TABLE, MegatronModel, MegatronTensor, respelled
+from .tensors import TABLE, UNTRAINED, MegatronModel, MegatronTensor, respelled
 from .writing import OPTIONS
 from .writing_dist import lay_out
 
 _COMMON, _COMMON_ENTRY = "common.pt", "common_state/shard_0_1"
-_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[a-z0-9_]+)\.(?P<key>(?:embedding|decoder|output_layer|mtp)\..*)")
+_OPTIMIZER = re.compile(
+    r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[a-z0-9_]+)\.(?P<key>(?:(?:module|model)\.)*(?:embedding|decoder|output_layer|mtp)\..*)"
+)
 _STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(.*)")
 _NUMBERED = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?(.*)")
 _EXPERTS = re.compile(r"mlp\.experts\.(?:(?:local_)?experts\.)?(?:(?P<expert>\d+)\.)?(?P<name>linear_fc[12]\.(?:weight|bias))")
@@ -73,13 +78,20 @@ class MegatronDist:
 
     def detect(self, files: Files) -> str | None:
         folder = save_folder(files)
-        return folder + METADATA if folder is not None and folder + METADATA in files.list(folder) else None
+        listing = files.list(folder) if folder is not None else ()
+        if f"{folder}{METADATA}" in listing:
+            return f"{folder}{METADATA}"
+        path = f"{folder}{PLAIN}"
+        return path if path in listing and plain_dcp.is_megatrons(files, path) else None
 
     def read(self, files: Files, hints: Hints) -> Index:
         folder = save_folder(files)
         if folder is None:
             raise CheckpointError(f"there is no {METADATA} here, and no iter_0000001", where=files.root)
         return _read(files, folder, hints)
+
+    def examine(self, files: Files, index: Index) -> Index:
+        return without_strange_masters(files, index)
 
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
         return lay_out(content, target, companions)
@@ -88,7 +100,7 @@ class MegatronDist:
 def _read(files: Files, folder: str, hints: Hints) -> Index:
     """The index of a distributed checkpoint."""
     backend = _backend(files, folder)
-    if backend != "torch_dist":
+    if backend not in ("torch_dist", _PLAIN):
         raise CheckpointError(
             f"its tensors are stored by the backend {backend!r}",
             where=folder + METADATA,
@@ -96,24 +108,34 @@ def _read(files: Files, folder: str, hints: Hints) -> Index:
             do="Convert it to torch_dist with the Megatron-Core that wrote it",
         )
     stored = DcpFolder(files, folder)
-    common = _common(files, stored)
-    args = plain_args(common.get("args"))
-    table = stored.metadata.tensors.get(TABLE)
+    common = plain_dcp.common(stored) if backend == _PLAIN else _common(files, stored)
+    args = plain_args(common.get("args")) or nemo_args(files, folder)
+    table = next((item for key, item in stored.metadata.tensors.items() if without_wrappers(key) == TABLE), None)
     building = begin(args, hints, table.shape[0] if table and table.shape else None, folder + _COMMON)
     check_model(building.model.model, args, folder + _COMMON)
     tensors: list[Tensor] = []
     for key, item in stored.metadata.tensors.items():
         tensors.extend(_tensors(building.model, stored, key, item, building.shapes))
-    steps, groups = _common_optimizer(common.get("optimizer"), building.model)
+    numbered = plain_dcp.Numbered(stored, building.model, args)
+    for kind, array, item in numbered.arrays():
+        if item.shape == array.shape:
+            tensors.extend(_found(stored, item, _in_chunks(array, item), building.shapes, kind))
+    tensors.extend(numbered.steps())
+    tensors.extend(bucket_space.read(stored, building.model, args, building.shapes))
+    check_complete(building.model.model, tensors, files.root, with_optimizer=False)
+    optimizer = common.get("optimizer") or _optimizers_of_ranks(stored)
+    steps, groups = _common_optimizer(optimizer, building.model)
     tensors.extend(steps)
+    groups = groups or numbered.param_groups()
     common_file = files.size(folder + _COMMON)
     own = (StoredFile(folder + _COMMON, common_file),) if common_file is not None else ()
-    iteration = common.get("iteration")
+    iteration = common.get("iteration", common.get("global_step"))
     plain = {key: value for key, value in common.items() if is_plain(value)}
     plain["args"] = {key: value for key, value in args.items() if is_plain(value)}
     facts = RunFacts(
         producer="Megatron-Core",
-        version="torch_dist",
+        version=backend,
+        notes=tuple(numbered.notes),
         step=iteration if type(iteration) is int else None,
         config=building.config,
         state=plain,
@@ -124,7 +146,13 @@ def _read(files: Files, folder: str, hints: Hints) -> Index:
     return Index("megatron-dist", tuple(tensors), (*stored.files, *own), facts, objects=objects, param_groups=lambda: groups)
 
 
+# Written as torch_dcp or fsdp_dtensor: a plain folder of torch.distributed.checkpoint.
+_PLAIN = "torch_dcp"
+
+
 def _backend(files: Files, folder: str) -> str:
+    if files.size(folder + METADATA) is None:
+        return _PLAIN
     try:
         said = json.loads(read_whole(files, folder + METADATA, limit=1 << 16))
         return str(said["sharded_backend"])
@@ -154,9 +182,20 @@ def _common(files: Files, stored: DcpFolder) -> Mapping[str, Any]:
     return found
 
 
+def _optimizers_of_ranks(stored: DcpFolder) -> dict[int, Any]:
+    """The settings of each of the chained optimizers where every rank's were saved: all ranks' are the same."""
+    found: dict[int, Any] = {}
+    for key, item in stored.metadata.objects.items():
+        if (match := _OF_RANKS.fullmatch(key)) and (link := int(match[1] or 0)) not in found:
+            value = stored.value(item)
+            found[link] = value[0] if isinstance(value, list) and value else value
+    return found
+
+
 def _common_optimizer(optimizer: Any, model: MegatronModel) -> tuple[list[Tensor], tuple[ParamGroup, ...]]:
     """The one count of steps, as every parameter's; and the param groups, whose members follow from their settings."""
-    by_key = optimizer if isinstance(optimizer, Mapping) and 0 in optimizer else {0: optimizer}
+    by_key = dict(enumerate(optimizer)) if isinstance(optimizer, list) else optimizer
+    by_key = by_key if isinstance(by_key, Mapping) and 0 in by_key else {0: by_key}
     links = [value for _, value in sorted(by_key.items(), key=lambda item: str(item[0])) if isinstance(value, Mapping)]
     tensors: list[Tensor] = []
     groups: list[ParamGroup] = []
@@ -173,7 +212,7 @@ def _common_optimizer(optimizer: Any, model: MegatronModel) -> tuple[list[Tensor
         if isinstance(step, StoredTensor):
             piece = Piece(Box.whole(step.shape), Extent(step.path, step.byte_offset, step.strides, step.dtype))
             shards = Shards.of([piece])
-            names = dict.fromkeys(part.tensor for part in own if part.role != "router.correction")
+            names = dict.fromkeys(part.tensor for part in own if part.role not in UNTRAINED)
             tensors.extend(Tensor(name, step.dtype, step.shape, "step", shards) for name in names)
     return tensors, tuple(groups)
 
@@ -196,7 +235,7 @@ class _Meaning:
 
 
 def _meaning(key: str) -> _Meaning:
-    half = None
+    key, half = without_wrappers(key), None
     if match := _HALF.fullmatch(key):
         key, half = match[1], "wv".index(match[2])
     stacked, numbered = _STACKED.fullmatch(key), _NUMBERED.fullmatch(key)
@@ -223,17 +262,38 @@ def _tensors(
         return
     kind = _MASTERS.get(state["kind"], state["kind"]) if state else None
     rows = _rows(model, _meaning(state["key"] if state else key), item, f"{key} in {stored.prefix}.metadata")
+    yield from _found(stored, item, rows, shapes, kind)
+
+
+_Rows = dict[str, list[tuple[int, Tile]]]
+
+
+def _found(stored: DcpFolder, item: TensorItem, rows: _Rows, shapes: Mapping[str, tuple[int, ...]], kind: str | None) -> Iterator[Tensor]:
+    """The canonical tensors of which a stored one holds these pieces: weights, or what the optimizer keeps of them."""
     shards = stored.shards(item)
     for name, found in rows.items():
         role, known = state_role(name, name, kind) if kind else ("weight", name)
         yield Tensor(known, item.dtype, shapes[name], role, seen_as(shards, found))
 
 
+def _in_chunks(array: Mosaic, item: TensorItem) -> _Rows:
+    """By canonical tensor the chunks of a stored array that hold something of it, and what."""
+    found: _Rows = {}
+    for i in range(len(item.chunks)):
+        part = array
+        for axis, (offset, count) in enumerate(zip(item.chunks.offsets[i].tolist(), item.chunks.sizes[i].tolist(), strict=True)):
+            part = part.cut(axis, offset, offset + count)
+        for tile in part.tiles:
+            found.setdefault(tile.name, []).append((i, tile))
+    return found
+
+
+_OF_RANKS = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_0\.optimizer/shard_0_1")
 # Keys of the run beside the model.
 _RUN = ("optimizer.", "chained_", "rng_state", "rerun_state_machine", "opt_param_scheduler")
 
 
-def _rows(model: MegatronModel, meaning: _Meaning, item: TensorItem, where: str) -> dict[str, list[tuple[int, Tile]]]:
+def _rows(model: MegatronModel, meaning: _Meaning, item: TensorItem, where: str) -> _Rows:
     """By canonical tensor the chunks that hold something of it, and what."""
     lead = meaning.layers + meaning.experts
     expected = ((model.layers,) if meaning.layers else ()) + ((model.experts,) if meaning.experts else ())

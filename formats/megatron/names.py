@@ -41,9 +41,13 @@ _OLD_ENDS = {
 IGNORED = re.compile(r".*\._extra_state|.*rotary_pos_emb\.inv_freq|.*\.local_tokens_per_expert|.*\.core_attention\..*scale.*|_extra_state")
 
 
+def without_wrappers(name: str) -> str:
+    return _WRAPPER.sub("", name, count=1) if _WRAPPER.match(name) else name
+
+
 def place_of(name: str) -> Place:
     """The place of a stored tensor's name."""
-    name = _WRAPPER.sub("", name, count=1) if _WRAPPER.match(name) else name
+    name = without_wrappers(name)
     name = name.removeprefix("language_model.")
     if match := _OLD.fullmatch(name):
         name = "decoder." + match[1]

@@ -4,6 +4,8 @@
     iter_0000010/ or release/                     one save, which may also be given itself
         mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt legacy; PPP only with several stages, EEE only with several expert-parallel ranks
         metadata.json, .metadata, *.distcp        distributed (torch_dist); zarr has a folder per tensor instead
+    weights/, context/                            NeMo 2: a distributed save, and settings
+    tp_rank_TT_pp_rank_PPP/model_weights.ckpt, model_config.yaml, also in a tar called *.nemo: NeMo 1; mp_rank_TT/ with one stage
 
 Source: megatron/training/checkpointing.py, get_checkpoint_name and _get_checkpoint_format; NeMo 1's names from its
 utils/app_state and connectors.
@@ -22,6 +24,9 @@ _FOLDER = re.compile(r"iter_\d{7,}/|release/")
 _RANK = re.compile(
     r"(?:.*/)?(?:mp_rank_(?P<tp>\d{2,})(?:_(?P<a>\d{3,}))?(?:_(?P<b>\d{3,}))?|tp_rank_(?P<tp2>\d{2,})_pp_rank_(?P<pp2>\d{3,}))/"
 )
+PLAIN = ".metadata"
+# Where NeMo has the weights beside other things: NeMo 2, and NeMo 1 inside a .nemo.
+_INNER = ("weights/", "model_weights/")
 WEIGHTS = ("model_optim_rng.pt", "model_rng.pt", "model_weights.ckpt")
 
 
@@ -35,8 +40,13 @@ def save_folder(files: Files) -> str | None:
     Raises: CheckpointError if the tracker names a save that is not there; RequestError for several saves without a tracker.
     """
     listing = files.list()
-    if METADATA in listing or any(map(is_rank_folder, listing)):
+    if METADATA in listing or any(map(is_rank_folder, listing)) or WEIGHTS[-1] in listing:
         return ""
+    if PLAIN in listing and _FOLDER.fullmatch(files.root.rstrip("/").rpartition("/")[2] + "/"):
+        return ""
+    for folder in _INNER:
+        if folder in listing and METADATA in (path.removeprefix(folder) for path in files.list(folder)):
+            return folder
     inner = [path for path in listing if _FOLDER.fullmatch(path)]
     if TRACKER in listing:
         return _named_by_tracker(files, inner)
@@ -76,6 +86,8 @@ class RankFolder:
 def rank_folders(files: Files, folder: str) -> list[RankFolder]:
     """The folders of ranks that hold weights. Raises CheckpointError if one holds none."""
     found = []
+    if folder + WEIGHTS[-1] in files.list(folder):  # NeMo with one rank
+        found.append(RankFolder(folder, 0, (), folder + WEIGHTS[-1]))
     for path in files.list(folder):
         if match := _RANK.fullmatch(path):
             listing = files.list(path)

@@ -131,11 +131,12 @@ def read_rank(files: Files, found: RankFolder) -> tuple[Mapping[str, Any], Args]
 def rank_of(found: RankFolder, root: Mapping[str, Any], args: Args, place: tuple[int, int, int]) -> Rank:
     """A rank's file as plain values."""
     keys = [_MODEL] if _MODEL in root else sorted((key for key in root if _is_chunk(key)), key=lambda key: int(key.removeprefix(_MODEL)))
-    keys = keys or ["state_dict"]
+    keys = keys or ["state_dict" if "state_dict" in root else ""]
     chunks, objects = [], [str(key) for key in root if key not in (*keys, "optimizer", *_PLAIN)]
     for key in keys:
         tensors: dict[str, AnyTensor] = {}
-        for name, value in flat(root[key]) if isinstance(root[key], Mapping) else ():
+        module = root[key] if key else root  # NeMo saves the model alone
+        for name, value in flat(module) if isinstance(module, Mapping) else ():
             if is_tensor(value) and not IGNORED.fullmatch(name):
                 tensors[name] = value
             elif value is not None:

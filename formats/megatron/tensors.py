@@ -60,7 +60,7 @@ class _Row:
 
 TABLE, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 # What no optimizer sees.
-BUFFERS = {"mlp.router.expert_bias"}
+BUFFERS, UNTRAINED = {"mlp.router.expert_bias"}, {"router.correction"}
 _ENDS = (
     _Row("embedding.word_embeddings.{kind}", "column", ("embedding",)),
     _Row("embedding.position_embeddings.{kind}", "whole", ("position_embedding",)),

@@ -71,7 +71,11 @@ class Writing:
     def is_distributed(self) -> bool:
         """Whether the optimizer is the distributed one: as asked, or as the source's was."""
         asked = self.target.options.get("distributed_optimizer")
-        return bool(self.source_args.get("use_distributed_optimizer")) if asked is None else bool(asked)
+        if asked is not None:
+            return bool(asked)
+        # The distributed one keeps one count of steps, in its settings.
+        known = self.source_args.get("use_distributed_optimizer")
+        return bool(known) if known is not None else self.has_optimizer and not any(_STEP in kinds for kinds in self.states.values())
 
     @property
     def step(self) -> int:
@@ -263,13 +267,13 @@ def begin_writing(content: Canonical, target: Target, what: str) -> Writing:
         MegatronModel(model, rows),
         sizes,
         tuple(chunks_of(counts, sizes.pp)),
-        Spelling(impl == "transformer_engine", options.get("experts") or _experts(args, impl)),
+        Spelling(impl == "transformer_engine", options.get("experts") or experts_of(args, impl)),
         rows,
         target.dtype_of(embedding),
     )
 
 
-def _experts(args: Mapping[str, Any], impl: str) -> Experts:
+def experts_of(args: Mapping[str, Any], impl: str) -> Experts:
     """How the source's run had its experts."""
     if not args.get("moe_grouped_gemm"):
         return "sequential"

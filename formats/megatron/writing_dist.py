@@ -160,8 +160,8 @@ def _states(writing: Writing, chunk: Chunk, ep_rank: int) -> Iterator[str]:
     """The keys of the linear layers' FP8 states, which are not used: loaders ask for them."""
     seen: dict[str, None] = {}
     for each in _sharded(writing, chunk, ep_rank):
-        module = re.sub(r"\.(weight|bias|layer_norm_(weight|bias))$", "", each.key)
-        if module.rpartition(".")[2].startswith(("linear_", "eh_proj")) and (each.is_expert or ep_rank == 0):
+        module = re.sub(r"\.(weight|bias)$", "", each.key)
+        if module != each.key and module.rpartition(".")[2].startswith(("linear_", "eh_proj")) and (each.is_expert or ep_rank == 0):
             numbers = each.lead or ((0, 1),)
             place = ".".join(str(number) for number, _ in numbers) + "_" + ".".join(str(count) for _, count in numbers)
             seen[f"{module}._extra_state/shard_{place}"] = None

@@ -12,13 +12,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # A file imports only from files above it. architectures/* count as one; nothing in the core looks down at formats or cli.
 ORDER = [
-    "errors", "dtypes", "boxes", "extents", "meshes", "parallel", "roles", "codecs", "files", "processes", "outputs", "containers.looks",
-    "containers.safetensors", "containers.inert_pickle", "containers.zip_directory", "containers.torch_zip", "containers.pickle_writer",
-    "containers.torch_pickle", "containers.torch_frame", "containers.distributed_tensors", "containers.dcp_metadata", "stored", "mosaics",
-    "architecture", "architectures", "shards", "index", "dcp_folder", "optimizers", "state_dicts", "collect", "rank_files",
-    "flat_parameters", "wrappers", "canonical", "join", "splits", "layout", "torch_file", "dcp_files", "model_files", "digests", "plans",
-    "proof", "summaries", "engine.pool", "engine.journal", "engine.casts", "engine.transfer", "engine.run", "compare", "views", "adapter",
-    "registry", "verbs",
+    "errors", "dtypes", "boxes", "extents", "meshes", "parallel", "roles", "codecs", "files", "archives", "processes", "outputs",
+    "containers.looks", "containers.safetensors", "containers.inert_pickle", "containers.zip_directory", "containers.torch_zip",
+    "containers.pickle_writer", "containers.torch_pickle", "containers.torch_frame", "containers.distributed_tensors",
+    "containers.dcp_metadata", "stored", "mosaics", "architecture", "architectures", "shards", "index", "dcp_folder", "optimizers",
+    "state_dicts", "collect", "rank_files", "flat_parameters", "wrappers", "canonical", "join", "splits", "layout", "torch_file",
+    "dcp_files", "model_files", "digests", "plans", "proof", "summaries", "engine.pool", "engine.journal", "engine.casts",
+    "engine.transfer", "engine.run", "compare", "views", "adapter", "registry", "verbs",
 ]  # fmt: skip
 OUTSIDE = {"__init__", "__main__", "containers", "engine"}
 

@@ -1,0 +1,290 @@
+"""Megatron: any layout from any other, what lies in the files is what Megatron-Core wrote, and what does not belong together is named."""
+
+import json
+import re
+import shutil
+from collections import Counter
+
+import pytest
+from command import reshard as run
+from places import FIXTURES, described, open_case, truth
+
+import reshard
+from reshard.containers import torch_zip
+from reshard.dcp_folder import DcpFolder
+from reshard.errors import CheckpointError, RequestError
+from reshard.files import LocalFiles
+
+LEGACY, DIST, DERIVED = FIXTURES / "megatron", FIXTURES / "megatron_dist", FIXTURES / "megatron_derived"
+LEGACY_CASES = sorted(path.parent for path in LEGACY.glob("*/truth.json"))
+DIST_CASES = sorted(path.parent for path in DIST.glob("*/truth.json"))
+DERIVED_CASES = sorted(path.parent for path in DERIVED.glob("*/truth.json"))
+CASES = LEGACY_CASES + DIST_CASES + DERIVED_CASES
+# What writes other keys than torch_dist does: NeMo puts module. before them, torch_dcp and bucket space keep the optimizer otherwise.
+OTHER_KEYS = {"nemo2", "torch-dcp", "llama-dp-reshardable"}
+assert len(LEGACY_CASES) >= 22 and len(DIST_CASES) >= 9 and len(DERIVED_CASES) >= 10, (
+    "without fixtures these tests would pass by testing nothing"
+)
+
+
+def label(case):
+    return f"{case.parent.name}/{case.name}"
+
+
+def refused(folder, *texts, model=None, error=CheckpointError):
+    with pytest.raises(error) as raised:
+        reshard.open(folder, model=model)
+    for text in texts:
+        assert re.search(text, str(raised.value)), str(raised.value)
+
+
+def root(path):
+    return torch_zip.read(LocalFiles(path.parent), path.name, locate=False)
+
+
+def model_entries(folder):
+    """(rank's folder, chunk) -> name, shape and element type of every entry, in order."""
+    found = {}
+    for path in sorted(folder.rglob("model_optim_rng.pt")):
+        content = root(path)
+        for key in content:
+            if key.startswith("model"):
+                entries = [(name, value if value is None else (value.shape, value.dtype.name)) for name, value in content[key].items()]
+                found[path.parent.name, key] = entries
+    return found
+
+
+def sizes_of(opened, folder):
+    """The options that ask for the layout that a checkpoint has."""
+    facts = opened.index.facts.parallel
+    sizes = {name: facts[name] for name in ("tp", "pp", "ep", "vp", "etp") if name in facts}
+    layers = {}
+    for (rank, chunk), entries in model_entries(folder).items():
+        stage = int(rank.split("_")[3]) if sizes["pp"] > 1 else 0
+        names = [name.split(".")[2] for name, _ in entries if name.startswith("decoder.layers.")]
+        layers[int(chunk.removeprefix("model") or 0), stage] = len(set(names))
+    counts = tuple(layers[place] for place in sorted(layers))
+    return sizes if len(set(counts)) == 1 else {**sizes, "stage_layers": counts}
+
+
+def contents(opened):
+    return {(tensor.name, tensor.role): described(tensor, opened.files) for tensor in opened.index.tensors}
+
+
+def has_optimizer(case):
+    return any(role == "moment1" for _, role in truth(case))
+
+
+def expected(case, plan):
+    """The truth, but for counts of steps where the target has one number for them."""
+    told = {"step"} if plan.layout.told else set()
+    return {key: value for key, value in truth(case).items() if key[1] not in told}
+
+
+def converted(case, target, to, **options):
+    opened = open_case(case)
+    plan = reshard.plan(opened, to=to, **options)
+    assert not reshard.roundtrip(plan).losses
+    reshard.convert(plan, target)
+    return plan, reshard.open(target)
+
+
+# ---- any layout from any other ----
+
+
+@pytest.mark.parametrize("case", LEGACY_CASES, ids=label)
+def test_at_the_same_sizes_every_rank_holds_what_megatron_wrote(case, tmp_path):
+    sizes = sizes_of(open_case(case), case / "checkpoint")
+    plan, found = converted(case, tmp_path / "out", "megatron", optimizer=has_optimizer(case), **sizes)
+    assert model_entries(tmp_path / "out") == model_entries(case / "checkpoint")
+    assert contents(found) == expected(case, plan)
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+@pytest.mark.parametrize("to", ["megatron", "megatron-dist"])
+def test_at_other_sizes_nothing_is_lost(case, to, tmp_path):
+    sizes = {"tp": 1 if open_case(case).index.facts.parallel.get("tp", 1) > 1 else 2}
+    plan, found = converted(case, tmp_path / "out", to, optimizer=has_optimizer(case), **sizes)
+    assert contents(found) == expected(case, plan)
+
+
+@pytest.mark.parametrize("case", [case for case in DIST_CASES if case.name not in OTHER_KEYS], ids=label)
+def test_a_distributed_checkpoint_has_the_keys_and_shapes_that_megatron_wrote(case, tmp_path):
+    facts = open_case(case).index.facts.parallel
+    converted(case, tmp_path / "out", "megatron-dist", optimizer=has_optimizer(case), tp=facts.get("tp", 1), ep=facts.get("ep", 1))
+    assert keys(tmp_path / "out") == keys(case / "checkpoint")
+
+
+def keys(folder):
+    (metadata,) = folder.rglob(".metadata")
+    found = DcpFolder(LocalFiles(metadata.parent), "").metadata
+    objects = {key: None for key in found.objects if not key.startswith("rng_state")}
+    return {key: (item.dtype.name, item.shape) for key, item in found.tensors.items()} | objects
+
+
+def test_round_and_round_comes_back_bit_by_bit(tmp_path):
+    """TP2 PP2 -> TP4 PP1 -> TP1 PP4 VP... -> TP2 PP2, masters and moments, too."""
+    case = LEGACY / "llama-tp2-pp2-dp2"
+    ways = [("a", {"tp": 4}), ("b", {"tp": 1, "pp": 2}), ("c", {"tp": 2, "pp": 2})]
+    source = open_case(case)
+    for name, sizes in ways:
+        reshard.convert(reshard.plan(source, to="megatron", optimizer=True, **sizes), tmp_path / name)
+        source = reshard.open(tmp_path / name)
+    assert contents(source) == truth(case)
+    assert model_entries(tmp_path / "c") == model_entries(case / "checkpoint")
+
+
+def test_experts_are_written_as_the_run_has_them(tmp_path):
+    case = LEGACY / "mixtral-tp2-ep2"
+    names = {}
+    for experts in ("sequential", "grouped", "te-grouped"):
+        plan, found = converted(case, tmp_path / experts, "megatron", tp=2, ep=2, experts=experts, optimizer=True)
+        assert contents(found) == expected(case, plan)
+        names[experts] = {
+            name for entries in model_entries(tmp_path / experts).values() for name, _ in entries if ".0.mlp.experts." in name
+        }
+    assert "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight" in names["sequential"]
+    assert names["grouped"] == {f"decoder.layers.0.mlp.experts.weight{number}" for number in (1, 2)}
+    assert "decoder.layers.0.mlp.experts.linear_fc1.weight0" in names["te-grouped"]
+
+
+def test_norms_are_called_as_the_runs_layers_call_them(tmp_path):
+    plan, found = converted(LEGACY / "qwen3-tp4", tmp_path / "te", "megatron", tp=4, transformer_impl="transformer_engine", optimizer=True)
+    names = {name for entries in model_entries(tmp_path / "te").values() for name, _ in entries}
+    assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in names
+    assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in names
+    assert not any("input_layernorm" in name or "pre_mlp_layernorm" in name for name in names)
+    assert contents(found) == expected(LEGACY / "qwen3-tp4", plan)
+
+
+def test_the_optimizer_can_become_the_other_one(tmp_path):
+    for case, distributed in (("llama-tp2", True), ("llama-tp2-pp2-dp2", False)):
+        _, found = converted(LEGACY / case, tmp_path / case, "megatron", optimizer=True, distributed_optimizer=distributed)
+        assert bool(list((tmp_path / case).rglob("distrib_optim.pt"))) is distributed
+        without_steps = {key: value for key, value in truth(LEGACY / case).items() if key[1] != "step"}
+        assert {key: value for key, value in contents(found).items() if key[1] != "step"} == without_steps
+        steps = Counter(group.settings["step"] for group in found.index.param_groups())
+        assert list(steps) == [2]
+
+
+# ---- the model that the settings describe ----
+
+
+# Before ffn_hidden_size could be said it was four times the model's width, which these small models are not made of.
+WIDTHS_UNSAID = {"gpt-v0", "gpt-v1", "gpt-v2"}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name not in WIDTHS_UNSAID], ids=label)
+def test_the_settings_describe_the_model(case):
+    """What is derived from args says what the config of the model says, as far as both say it."""
+    theirs = json.loads((case / "model" / "config.json").read_text())
+    ours = reshard.open(case / "checkpoint", vocab_size=theirs["vocab_size"]).index.facts.config
+    known = {
+        "torch_dtype",
+        "rope_theta",
+        "rope_scaling",
+        "rotary_emb_base",
+        "rotary_pct",
+        "head_dim",
+        "num_key_value_heads",
+        "num_nextn_predict_layers",
+    }
+    names = {"n_embd", "n_layer", "n_head", "n_inner", "n_positions"}
+    if case.name == "nemo2":
+        known.add("max_position_embeddings")  # NeMo says how long its sequences were
+    compared = {key for key in ours if key in theirs and key not in known} | names & theirs.keys()
+    assert len(compared) >= 8
+    assert {key: ours.get(key) for key in compared} == {key: theirs[key] for key in compared}
+
+
+def test_the_vocabulary_is_asked_for(tmp_path):
+    checkpoint = LEGACY / "llama-tp2" / "checkpoint"
+    shown = run("inspect", checkpoint)
+    assert shown.code == 0 and "--vocab-size" in shown.out
+    refusal = run("convert", checkpoint, tmp_path / "out", "--to", "hf")
+    assert refusal.code == 2 and "--vocab-size" in refusal.err and "64" in refusal.err and not (tmp_path / "out").exists()
+    assert run("convert", checkpoint, tmp_path / "out", "--to", "hf", "--vocab-size", "50").code == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 50
+    # The other side of a comparison knows it.
+    assert run("verify", checkpoint, tmp_path / "out").code == 0
+    with pytest.raises(CheckpointError, match="64 rows"):
+        reshard.open(checkpoint, vocab_size=65)
+
+
+# ---- one save, all of it ----
+
+
+def copied(case, tmp_path):
+    folder = shutil.copytree(LEGACY / case / "checkpoint", tmp_path / "copy")
+    return folder, next(path for path in folder.iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize(
+    "case, rank, text",
+    [
+        ("llama-tp2", "mp_rank_01", "tensor-parallel rank 1"),
+        ("llama-tp2-pp2-dp2", "mp_rank_01_001", "tensor-parallel rank 1 of stage 1"),
+        ("mixtral-tp2-ep2", "mp_rank_00_001", "experts?|is in no file"),
+        ("qwen3moe-ep2-pp2", "mp_rank_00_001_001", "is in no file|expert"),
+        ("mixtral-etp1", "mp_rank_01_001", "tensor-parallel rank 1"),
+    ],
+)
+def test_a_missing_rank_is_named(case, rank, text, tmp_path):
+    folder, save = copied(case, tmp_path)
+    shutil.rmtree(save / rank)
+    refused(folder, text, model=LEGACY / case / "model")
+
+
+def test_a_rank_of_a_larger_run_is_named(tmp_path):
+    folder, save = copied("llama-tp2", tmp_path)
+    shutil.copytree(save / "mp_rank_01", save / "mp_rank_02")
+    refused(folder, "mp_rank_02", "tensor-parallel size 2")
+
+
+def test_a_replica_that_drifted_is_found_and_named(tmp_path):
+    """A norm that differs between tensor-parallel ranks."""
+    folder, save = copied("llama-tp2", tmp_path)
+    path = save / "mp_rank_01" / "model_optim_rng.pt"
+    stored = torch_zip.read(LocalFiles(path.parent), path.name)["model"]["decoder.layers.1.pre_mlp_layernorm.weight"]
+    raw = bytearray(path.read_bytes())
+    raw[stored.byte_offset] ^= 1
+    path.write_bytes(bytes(raw))
+    result = run("convert", folder, tmp_path / "out", "--to", "hf", "--vocab-size", "50")
+    assert result.code == 2 and "model.layers.1.post_attention_layernorm.weight" in result.err and "mp_rank_01" in result.err
+    assert run("verify", folder, LEGACY / "llama-tp2" / "checkpoint", "--vocab-size", "50").code == 2
+
+
+def test_a_tracker_that_names_nothing_is_told(tmp_path):
+    folder, save = copied("llama-tp2", tmp_path)
+    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    refused(folder, "iter_0000007 is not there")
+    (folder / "latest_checkpointed_iteration.txt").unlink()
+    assert reshard.open(folder, vocab_size=50).index.facts.step == 2
+    assert reshard.open(save, vocab_size=50).index.facts.step == 2
+    shutil.copytree(save, save.with_name("iter_0000003"))
+    refused(folder, "2 saves", error=RequestError)
+
+
+def test_a_config_of_another_model_is_refused(tmp_path):
+    refused(LEGACY / "llama-tp2" / "checkpoint", "the config says", model=LEGACY / "llama-uneven" / "model")
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"tp": 3}, "attention heads"),
+        ({"pp": 3}, "do not divide"),
+        ({"pp": 2, "stage_layers": (1, 2)}, "stage-layers"),
+        ({"ep": 2}, "no experts"),
+        ({"vp": 2}, "--pp"),
+        ({"dp": 2}, "--dp"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(options, text):
+    with pytest.raises(RequestError, match=text):
+        reshard.plan(open_case(LEGACY / "llama-tp2"), to="megatron", **options)
+
+
+def test_options_of_megatron_are_refused_elsewhere(tmp_path):
+    result = run("convert", LEGACY / "llama-tp2" / "checkpoint", tmp_path / "out", "--to", "hf", "--vocab-size", "50", "--vp", "2")
+    assert result.code == 2 and "--vp does not apply to hf" in result.err
