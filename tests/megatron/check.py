@@ -47,7 +47,7 @@ DISTRIBUTED = {"use_distributed_optimizer": True}
 
 @dataclass(frozen=True)
 class Run:
-    """A run of Megatron. args: Megatron's own names; options: what reshard is told of it beside its sizes."""
+    """A run of Megatron. args: Megatron's own names; saved_as: its --ckpt-format; options: what reshard is told of it beside its sizes."""
 
     model: str
     layout: dict[str, int]
@@ -55,6 +55,7 @@ class Run:
     precision: str = "bf16"
     args: dict[str, object] = field(default_factory=dict)
     adam: str = "torch"
+    saved_as: str = "torch"
     options: tuple[str, ...] = ()
 
     def asked(self) -> dict[str, object]:
@@ -107,13 +108,13 @@ GOES_ON = {
         [("megatron", {"pp": 2, "vp": 2}, {}), ("megatron-dist", {"tp": 2, "dp": 2}, DIST)],
     ),
     "llama with FusedAdam": (
-        Run("llama", {"tp": 2}, LLAMA, adam="fused"),
+        Run("llama", {"tp": 2}, LLAMA, adam="fused", saved_as="torch_dist"),
         [("megatron", {"pp": 2}, {}), ("megatron-dist", {"pp": 2}, DIST)],
     ),
     "llama in fp32": (Run("llama", {"tp": 2}, LLAMA, "fp32"), [("megatron", {"pp": 2, "dp": 2}, {}), ("megatron-dist", {"pp": 2}, {})]),
     "llama tied": (Run("llama", {"pp": 2, "dp": 2}, LLAMA | TIED, **DIST), [("megatron", {"tp": 2}, {}), ("megatron-dist", {"tp": 2}, {})]),
     "qwen2": (
-        Run("qwen2", {"pp": 2, "vp": 2, "dp": 2}, QWEN2, **DIST),
+        Run("qwen2", {"pp": 2, "vp": 2, "dp": 2}, QWEN2, saved_as="torch_dist", **DIST),
         [("megatron", {"tp": 2, "pp": 2}, {}), ("megatron-dist", {"tp": 2}, {"args": {}})],
     ),
     "mixtral": (
@@ -174,7 +175,7 @@ def training_checks(reshard: Path, ranks: Ranks, work: Path) -> Iterator[tuple[s
             found = converted(reshard, saved, made, to, target, "--optimizer", kind, "--model", str(hub)) or ranks.ask(asked)
             near = 0.0 if target == run else NEAR[run.precision]
             detail = f"{found} and {expected}"
-            yield f"{name} ({run}) -> {to} ({target}): the same state and losses", goes_on(found, expected, near), detail
+            yield f"{name} ({run}, {run.saved_as}) -> {to} ({target}): the same state and losses", goes_on(found, expected, near), detail
             if number == 0 and (to, target) == ("megatron", run):
                 ranks.ask({"exchange": str(made)})
                 found = ranks.ask(asked)

@@ -59,7 +59,7 @@ class Ranks(harness._Ranks):
         if dist.get_rank() == 0:
             told = {name: {role: facts(value) for role, value in roles.items()} for name, roles in tensors.items()}
             truth.write_text(json.dumps({"tensors": told}))
-        harness.WRITERS["torch"](self, folder, chunks, optimizer, scheduler)
+        harness.WRITERS[self.asked["saved_as"]](self, folder, chunks, optimizer, scheduler)
         return {"losses": self.losses(chunks, optimizer, scheduler, config, range(BEFORE, BEFORE + AFTER))}
 
     def loaded_weights(self, folder: Path, hub: Path) -> dict[str, object]:
