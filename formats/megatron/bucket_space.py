@@ -80,9 +80,10 @@ def read(stored: DcpFolder | ZarrFolder, model: MegatronModel, args: Args, shape
         for place in sizes.ranks():
             own = [(chunk.number, e) for chunk in chunks if chunk.stage == stage for e in entries(model, chunk, sizes, place, spelling)]
             parameters = [(number, entry) for number, entry in own if entry.is_parameter]
-            for expert, group in ((False, place[0] + sizes.tp * stage), (True, place[2] + sizes.etp * (place[1] + sizes.ep * stage))):
-                if not expert and place[1]:
-                    continue  # dense parameters are the same on all expert-parallel ranks
+            dense, experts = place.tp + sizes.tp * stage, place.etp + sizes.etp * (place.ep + sizes.ep * stage)
+            for expert, group, is_first in ((False, dense, place.has_dense), (True, experts, place.has_experts)):
+                if not is_first:
+                    continue
                 is_chained = any(buffer.link is not None for buffer in buffers)
                 if expert and not is_chained:
                     continue

@@ -23,14 +23,26 @@ class Sizes:
     vp: int = 1
     etp: int = 1
 
-    def ranks(self) -> Iterator[tuple[int, int, int]]:
-        """(tp rank, ep rank, etp rank) of those ranks of a stage that have different parts of the model (core/parallel_state.py)."""
-        seen = set()
+    def ranks(self) -> Iterator[RankPlace]:
+        """Those ranks of a stage that write files of their own (core/parallel_state.py): one of each tensor- and expert-parallel rank."""
+        seen: set[tuple[str, int, int]] = set()
         for rank in range(math.lcm(self.tp, self.etp * self.ep)):
-            place = rank % self.tp, rank // self.etp % self.ep, rank % self.etp
-            if place[:2] not in seen:
-                seen.add(place[:2])
-                yield place
+            tp, ep, etp = rank % self.tp, rank // self.etp % self.ep, rank % self.etp
+            if ("file", tp, ep) not in seen:
+                yield RankPlace(tp, ep, etp, ("dense", tp, 0) not in seen, ("experts", ep, etp) not in seen)
+                seen |= {("file", tp, ep), ("dense", tp, 0), ("experts", ep, etp)}
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """A rank's tensor-parallel rank, its expert-parallel rank, and that among the ranks that share experts. has_dense, has_experts:
+    whether it is the first that has its part of what is dense, of the experts."""
+
+    tp: int
+    ep: int
+    etp: int
+    has_dense: bool = True
+    has_experts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +138,12 @@ class Spelling:
         return f"{fused}.layer_norm_{kind}" if fused else name
 
 
-def entries(model: MegatronModel, chunk: Chunk, sizes: Sizes, rank: tuple[int, int, int], spelling: Spelling) -> Iterator[Entry]:
-    """The entries of a rank's chunk, in the order of its state dict. rank: its tensor-, expert- and expert-tensor-parallel rank.
+def entries(model: MegatronModel, chunk: Chunk, sizes: Sizes, rank: RankPlace, spelling: Spelling) -> Iterator[Entry]:
+    """The entries of a rank's chunk, in the order of its state dict.
 
     Raises: RequestError if the ranks do not divide a tensor.
     """
-    tp_rank, ends = rank[0], model.ends
+    tp_rank, ends = rank.tp, model.ends
     is_shared = sizes.pp > 1 and (model.model.is_tied or model.extra_layers > 0)
     has_extra = chunk.is_last and model.extra_layers > 0
     if chunk.is_first or has_extra:
@@ -153,19 +165,19 @@ def entries(model: MegatronModel, chunk: Chunk, sizes: Sizes, rank: tuple[int, i
         yield Entry("output_layer._extra_state")
 
 
-def _layer(model: MegatronModel, prefix: str, layer: int, sizes: Sizes, rank: tuple[int, int, int], spelling: Spelling) -> Iterator[Entry]:
+def _layer(model: MegatronModel, prefix: str, layer: int, sizes: Sizes, rank: RankPlace, spelling: Spelling) -> Iterator[Entry]:
     tensors, sparse = model.layer(layer), model.is_sparse(layer)
 
     def spelled(some: Tensors) -> Iterator[Entry]:
         renamed = _fused_first({spelling.name(name, sparse=sparse, latent=model.is_latent): tensor for name, tensor in some.items()})
-        yield from _with_state({prefix + name: tensor for name, tensor in renamed.items()}, sizes.tp, rank[0])
+        yield from _with_state({prefix + name: tensor for name, tensor in renamed.items()}, sizes.tp, rank.tp)
 
     shared = {name: tensor for name, tensor in tensors.items() if name.startswith("mlp.shared_experts.")}
     yield from spelled({name: tensor for name, tensor in tensors.items() if name not in shared})
     if sparse:
         own = model.experts // sizes.ep
-        experts = range(rank[1] * own, (rank[1] + 1) * own)
-        yield from _EXPERTS[spelling.experts](model, f"{prefix}mlp.experts.", layer, experts, sizes.etp, rank[2])
+        experts = range(rank.ep * own, (rank.ep + 1) * own)
+        yield from _EXPERTS[spelling.experts](model, f"{prefix}mlp.experts.", layer, experts, sizes.etp, rank.etp)
     yield from spelled(shared)
 
 
@@ -210,13 +222,13 @@ def _te_grouped(model: MegatronModel, prefix: str, layer: int, experts: range, e
 _EXPERTS = {"sequential": _sequential, "grouped": _grouped, "te-grouped": _te_grouped}
 
 
-def _extra(model: MegatronModel, prefix: str, extra: int, sizes: Sizes, rank: tuple[int, int, int], spelling: Spelling) -> Iterator[Entry]:
+def _extra(model: MegatronModel, prefix: str, extra: int, sizes: Sizes, rank: RankPlace, spelling: Spelling) -> Iterator[Entry]:
     """A layer that predicts a further token: two norms and a projection before it, a norm after it."""
     own = model.extra(extra)
     before = {name: tensor for name, tensor in own.items() if not name.startswith("final_layernorm.")}
-    yield from _with_state({prefix + name: tensor for name, tensor in before.items()}, sizes.tp, rank[0])
+    yield from _with_state({prefix + name: tensor for name, tensor in before.items()}, sizes.tp, rank.tp)
     yield from _layer(model, prefix + "transformer_layer.", model.layers + extra, sizes, rank, spelling)
-    yield from (_entry(prefix + name, own[name], sizes.tp, rank[0]) for name in own if name not in before)
+    yield from (_entry(prefix + name, own[name], sizes.tp, rank.tp) for name in own if name not in before)
 
 
 def _with_state(tensors: Tensors, tp: int, rank: int) -> Iterator[Entry]:

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-import numpy as np
-
 from reshard.adapter import Hints
 from reshard.architecture import Part
+from reshard.boxes import Box
 from reshard.canonical import Canonical
 from reshard.containers import torch_zip
 from reshard.containers.dcp_metadata import TensorItem
@@ -28,14 +27,15 @@ from reshard.containers.inert_pickle import shown
 from reshard.containers.torch_zip import StoredTensor
 from reshard.dcp_folder import DcpFolder
 from reshard.errors import CheckpointError
-from reshard.files import Files, read, read_whole
+from reshard.extents import Extent, Piece
+from reshard.files import Files, read_whole
 from reshard.index import Index, ParamGroup, RunFacts, StoredFile, Tensor
 from reshard.layout import Layout
 from reshard.model_files import ModelFiles
 from reshard.mosaics import Mosaic, Tile
 from reshard.optimizers import is_plain, state_role
 from reshard.plans import Target
-from reshard.shards import in_memory, seen_as
+from reshard.shards import Shards, in_memory, seen_as
 from reshard.stored import Section
 
 from . import bucket_space, plain_dcp
@@ -46,7 +46,7 @@ from .names import IGNORED, place_of, without_wrappers
 from .nemo import nemo_args
 from .places import METADATA, PLAIN, save_folder
 from .placing import flat_sections, misfit
-from .tensors import TABLE, MegatronModel, MegatronTensor, respelled
+from .tensors import TABLE, UNTRAINED, MegatronModel, MegatronTensor, respelled
 from .writing import OPTIONS
 from .writing_dist import lay_out
 from .zarr import ZarrFolder
@@ -128,11 +128,12 @@ def _index(files: Files, folder: str, hints: Hints) -> Index:
     tensors.extend(numbered.steps())
     tensors.extend(bucket_space.read(stored, building.model, args, building.shapes))
     check_complete(building.model.model, tensors, files.root, with_optimizer=False)
-    optimizer = common.get("optimizer") or _optimizers_of_ranks(stored)
-
-    def param_groups() -> tuple[ParamGroup, ...]:
-        return _common_groups(files, optimizer, building.model) or numbered.param_groups()
-
+    optimizer = common.get("optimizer")
+    if not isinstance(optimizer, list | Mapping) or ("param_state_sharding_type" in optimizer and "optimizer" not in optimizer):
+        optimizer = _optimizers_of_ranks(stored)
+    steps, groups = _common_optimizer(optimizer, building.model)
+    tensors.extend(steps)
+    groups = groups or numbered.param_groups()
     common_file = files.size(folder + _COMMON)
     own = (StoredFile(folder + _COMMON, common_file),) if common_file is not None else ()
     iteration = common.get("iteration", common.get("global_step"))
@@ -149,7 +150,7 @@ def _index(files: Files, folder: str, hints: Hints) -> Index:
         asks=building.asks,
     )
     objects = tuple(stored.metadata.objects)
-    return Index("megatron-dist", tuple(tensors), (*stored.files, *own), facts, objects=objects, param_groups=param_groups)
+    return Index("megatron-dist", tuple(tensors), (*stored.files, *own), facts, objects=objects, param_groups=lambda: groups)
 
 
 # Written as torch_dcp or fsdp_dtensor: a plain folder of torch.distributed.checkpoint.
@@ -198,34 +199,29 @@ def _optimizers_of_ranks(stored: Stored) -> dict[int, Any]:
     return found
 
 
-def _common_groups(files: Files, optimizer: Any, model: MegatronModel) -> tuple[ParamGroup, ...]:
-    """The param groups, whose members follow from their settings; the one count of steps is among these."""
+def _common_optimizer(optimizer: Any, model: MegatronModel) -> tuple[list[Tensor], tuple[ParamGroup, ...]]:
+    """The one count of steps, as every parameter's; and the param groups, whose members follow from their settings."""
     by_key = dict(enumerate(optimizer)) if isinstance(optimizer, list) else optimizer
     by_key = by_key if isinstance(by_key, Mapping) and 0 in by_key else {0: by_key}
     links = [value for _, value in sorted(by_key.items(), key=lambda item: str(item[0])) if isinstance(value, Mapping)]
+    tensors: list[Tensor] = []
     groups: list[ParamGroup] = []
     for number, link in enumerate(links):
         inner = link.get("optimizer", link)
+        listed = [group for group in inner.get("param_groups", ()) if isinstance(group, Mapping)]
         own = [part for part in model.model.parts if len(links) == 1 or (part.expert is not None) is bool(number)]
+        for group in listed:
+            names = dict.fromkeys(part.tensor for part in own if _is_decayed(part) is (group.get("wd_mult", 1.0) != 0))
+            settings = {str(key): value for key, value in group.items() if key != "params" and is_plain(value)}
+            groups.append(ParamGroup(tuple(names), settings))
         state = inner.get("state")
         step = state.get("common_step") if isinstance(state, Mapping) else None
-        counted = {"step": _number(files, step)} if isinstance(step, StoredTensor) else {}
-        for group in inner.get("param_groups", ()):
-            if isinstance(group, Mapping):
-                names = dict.fromkeys(part.tensor for part in own if _is_decayed(part) is (group.get("wd_mult", 1.0) != 0))
-                settings = {str(key): value for key, value in group.items() if key != "params" and is_plain(value)}
-                groups.append(ParamGroup(tuple(names), settings | counted))
-    return tuple(groups)
-
-
-def _number(files: Files, step: StoredTensor) -> int:
-    """The count of steps in a tensor of one element."""
-    if step.dtype.name not in _COUNTS or step.shape not in ((), (1,)):
-        raise CheckpointError(f"common_step is {step.dtype} {list(step.shape)}, one number was expected", where=step.path)
-    return int(np.frombuffer(read(files, step.path, step.byte_offset, step.dtype.itemsize), _COUNTS[step.dtype.name])[0])
-
-
-_COUNTS = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4"}
+        if isinstance(step, StoredTensor):
+            piece = Piece(Box.whole(step.shape), Extent(step.path, step.byte_offset, step.strides, step.dtype))
+            shards = Shards.of([piece])
+            names = dict.fromkeys(part.tensor for part in own if part.role not in UNTRAINED)
+            tensors.extend(Tensor(name, step.dtype, step.shape, "step", shards) for name in names)
+    return tensors, tuple(groups)
 
 
 def _is_decayed(part: Part) -> bool:

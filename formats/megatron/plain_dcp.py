@@ -18,7 +18,7 @@ from reshard.mosaics import Mosaic
 from reshard.optimizers import is_plain, state_role
 
 from .arguments import Args
-from .chunks import Entry, Sizes, Spelling, chunks_of, entries
+from .chunks import Entry, RankPlace, Sizes, Spelling, chunks_of, entries
 from .names import without_wrappers
 from .tensors import MegatronModel
 from .writing import experts_of
@@ -58,7 +58,9 @@ class Numbered:
         spelling = Spelling(impl == "transformer_engine", experts_of(args, impl))
         (chunk,) = chunks_of((model.layers,), 1)
         own = {without_wrappers(key) for key in self._tensors}
-        found = [entry for entry in entries(model, chunk, Sizes(), (0, 0, 0), spelling) if entry.is_parameter and entry.name in own]
+        found = [
+            entry for entry in entries(model, chunk, Sizes(), RankPlace(0, 0, 0), spelling) if entry.is_parameter and entry.name in own
+        ]
         self._members: list[list[Entry]] = []
         if self._groups:
             members = [[e for e in found if _is_decayed(e) is (group.get("wd_mult", 1.0) != 0)] for group in self._groups]

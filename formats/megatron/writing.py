@@ -21,7 +21,7 @@ from reshard.stored import constant
 from reshard.torch_file import TorchFile
 
 from .arguments import sparse_layers
-from .chunks import Chunk, Entry, Experts, Sizes, Spelling, chunks_of, entries, layer_counts
+from .chunks import Chunk, Entry, Experts, RankPlace, Sizes, Spelling, chunks_of, entries, layer_counts
 from .settings import namespace, settings_of
 from .tensors import MegatronModel
 
@@ -29,10 +29,11 @@ F32 = from_torch("float32", where="")
 OPTIONS = ("vp", "etp", "stage_layers", "transformer_impl", "vocab_multiple", "distributed_optimizer", "experts")
 _MULTIPLE = 128
 _STEP = "step"
-# What torch's Adam looks for in a param group, where the source's groups do not say it; Megatron's scheduler sets the rates anew.
+# What torch's Adam and Transformer Engine's look for in a param group, where the source's groups do not say it; Megatron's scheduler
+# sets the rates anew.
 _ADAM: dict[str, Any] = {
     "lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False, "foreach": None,
-    "capturable": False, "differentiable": False, "fused": None, "decoupled_weight_decay": True,
+    "capturable": False, "differentiable": False, "fused": None, "decoupled_weight_decay": True, "bias_correction": True,
 }  # fmt: skip
 _SCHEDULER: dict[str, Any] = {
     "max_lr": 0.0, "lr_warmup_steps": 0, "num_steps": 0, "lr_decay_style": "constant", "lr_decay_steps": 1, "min_lr": 0.0,
@@ -112,6 +113,19 @@ class Writing:
         return counts.pop() if counts else self.step
 
     @cached_property
+    def has_steps(self) -> bool:
+        """Whether every parameter's state counts its steps, as torch's Adam wants it. Transformer Engine's counts them in the param groups
+        alone, and refuses to load others (transformer_engine/pytorch/optimizers/fused_adam.py); so do runs that have used it."""
+        is_counted = any(_STEP in kinds for kinds in self.states.values())
+        is_fused = any("bias_correction" in group.settings for group in self.content.param_groups())
+        return not self.is_distributed and not self.spelling.te and (is_counted or not is_fused)
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """The counts of steps that only the param groups tell."""
+        return () if self.has_steps else tuple(kinds[_STEP] for kinds in self.states.values() if _STEP in kinds)
+
+    @cached_property
     def is_stacked(self) -> bool:
         """Whether the layers of a distributed checkpoint are stacked: not if the run says that they may differ (transformer_block.py)."""
         frequency = self.settings.get("moe_layer_freq", 1)
@@ -139,7 +153,7 @@ class Writing:
         """How many steps the optimizer has made, as a tensor of the file."""
         return file.tensor(constant(_STEP, F32, (), struct.pack("<f", self.optimizer_step)))
 
-    def entries(self, chunk: Chunk, rank: tuple[int, int, int]) -> list[Entry]:
+    def entries(self, chunk: Chunk, rank: RankPlace) -> list[Entry]:
         return list(entries(self.model, chunk, self.sizes, rank, self.spelling))
 
     def dtype_of(self, array: Mosaic) -> DType:
@@ -204,6 +218,7 @@ class Writing:
             "make_vocab_size_divisible_by": self._multiple,
             "use_distributed_optimizer": self.is_distributed,
             "iteration": self.step,
+            "no_save_rng": True,
             "moe_grouped_gemm": self.spelling.experts != "sequential",
             "moe_use_legacy_grouped_gemm": self.spelling.experts == "grouped",
             **own,

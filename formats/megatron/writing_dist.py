@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from reshard.mosaics import Mosaic
 from reshard.plans import Target
 from reshard.torch_file import TorchFile
 
-from .chunks import Chunk, Spelling
+from .chunks import Chunk, RankPlace, Spelling
 from .places import METADATA, TRACKER
 from .tensors import BUFFERS, MegatronTensor
 from .writing import F32, Writing, begin_writing
@@ -69,32 +69,29 @@ def lay_out(content: Canonical, target: Target, companions: ModelFiles) -> Layou
                 if chunk.stage == stage:
                     _add_chunk(writing, file, chunk, place)
             files.append(file)
-            ranks.append({"tp": place[0], "pp": stage, "ep": place[1]})
+            ranks.append({"tp": place.tp, "pp": stage, "ep": place.ep})
     common, copies = _common(writing, save)
     metadata = Sidecar(f"{save}.metadata", written_metadata(files))
     backend = Sidecar(f"{save}{METADATA}", json.dumps(_BACKEND).encode())
     tracker = Sidecar(TRACKER, (str(writing.step) if writing.has_optimizer else "release").encode())
     placed = tuple(file.close(rank, folder=save) for file, rank in zip(files, ranks, strict=True))
-    told = tuple(kinds["step"] for kinds in writing.states.values() if "step" in kinds)
     sidecars = (*companions.sidecars({writing.dtype}), metadata, backend, tracker)
-    return Layout("megatron-dist", (*placed, common), sidecars, target.parallel, writing.notes(), {**writing.copies, **copies}, told)
+    return Layout(
+        "megatron-dist", (*placed, common), sidecars, target.parallel, writing.notes(), {**writing.copies, **copies}, writing.told
+    )
 
 
-def _add_chunk(writing: Writing, file: DcpFile, chunk: Chunk, place: tuple[int, int, int]) -> None:
-    tp_rank, ep_rank, etp_rank = place
-    for each in _sharded(writing, chunk, ep_rank):
-        if each.is_expert:
-            parts = each.parts(writing.sizes.etp, etp_rank)
-        elif ep_rank:
+def _add_chunk(writing: Writing, file: DcpFile, chunk: Chunk, place: RankPlace) -> None:
+    """What a rank has of a chunk and no rank before it."""
+    for each in _sharded(writing, chunk, place.ep):
+        if not (place.has_experts if each.is_expert else place.has_dense):
             continue
-        else:
-            parts = each.parts(writing.sizes.tp, tp_rank)
+        parts = each.parts(writing.sizes.etp, place.etp) if each.is_expert else each.parts(writing.sizes.tp, place.tp)
         counts = tuple(count for _, count in each.lead)
         for array, offsets in parts:
             _add_array(writing, file, each, array, (*(number for number, _ in each.lead), *offsets), (*counts, *each.tensor.whole.shape))
-    if tp_rank == 0:
-        for key in _states(writing, chunk, ep_rank):
-            file.add_object(key, [None])
+    for key in _states(writing, chunk, place):
+        file.add_object(key, [None])
 
 
 def _add_array(writing: Writing, file: DcpFile, each: _Sharded, array: Mosaic, offsets: tuple[int, ...], shape: tuple[int, ...]) -> None:
@@ -156,15 +153,16 @@ def _key(writing: Writing, name: str, layer: int) -> str:
     return Spelling(te=True).name(name, sparse=False, latent=False)
 
 
-def _states(writing: Writing, chunk: Chunk, ep_rank: int) -> Iterator[str]:
+def _states(writing: Writing, chunk: Chunk, place: RankPlace) -> Iterator[str]:
     """The keys of the linear layers' FP8 states, which are not used: loaders ask for them."""
     seen: dict[str, None] = {}
-    for each in _sharded(writing, chunk, ep_rank):
+    for each in _sharded(writing, chunk, place.ep):
+        is_own = place.has_experts and not place.etp if each.is_expert else place.has_dense and not place.tp
         module = re.sub(r"\.(weight|bias)$", "", each.key)
-        if module != each.key and module.rpartition(".")[2].startswith(("linear_", "eh_proj")) and (each.is_expert or ep_rank == 0):
+        if module != each.key and module.rpartition(".")[2].startswith(("linear_", "eh_proj")) and is_own:
             numbers = each.lead or ((0, 1),)
-            place = ".".join(str(number) for number, _ in numbers) + "_" + ".".join(str(count) for _, count in numbers)
-            seen[f"{module}._extra_state/shard_{place}"] = None
+            shard = ".".join(str(number) for number, _ in numbers) + "_" + ".".join(str(count) for _, count in numbers)
+            seen[f"{module}._extra_state/shard_{shard}"] = None
     yield from seen
 
 
@@ -205,12 +203,14 @@ def _optimizer(writing: Writing, file: TorchFile, copies: dict[str, str]) -> Any
             for is_decayed, names in groups.items()
             if names or not is_expert
         ]
-        chain.append(_one(writing, found, file))
+        chain.append(_one(writing, found, [name for names in groups.values() for name in names], file, copies))
     return dict(enumerate(chain)) if len(chain) > 1 else chain[0]
 
 
-def _one(writing: Writing, groups: list[dict[str, Any]], file: TorchFile) -> dict[str, Any]:
+def _one(writing: Writing, groups: list[dict[str, Any]], names: Sequence[str], file: TorchFile, copies: dict[str, str]) -> dict[str, Any]:
     if writing.is_distributed:
         return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
-    inner = {"state": {"common_step": writing.count(file)}, "param_groups": groups}
-    return {"optimizer": inner, "fp32_from_fp16_params": [[] for _ in groups]} if writing.has_masters else inner
+    steps = {"common_step": writing.step_tensor(file, names, copies)} if writing.has_steps else {}
+    inner = {"state": steps, "param_groups": groups}
+    # Masters are entries only: a key for them here would be merged with those entries, list by list.
+    return {"optimizer": inner} if writing.has_masters else inner

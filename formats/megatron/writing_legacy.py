@@ -24,7 +24,7 @@ from reshard.stored import Section, StoredTensor
 from reshard.torch_file import TorchFile
 
 from .buckets import Held, starts
-from .chunks import Chunk, Entry
+from .chunks import Chunk, Entry, RankPlace
 from .places import TRACKER
 from .writing import F32, Writing, begin_writing
 
@@ -44,9 +44,8 @@ def lay_out(content: Canonical, target: Target, companions: ModelFiles) -> Layou
             files.extend(_Rank(writing, stage, place, copies).files(save))
     dtypes = {writing.dtype}
     tracker = Sidecar(TRACKER, (str(writing.step) if writing.has_optimizer else "release").encode())
-    told = tuple(kinds["step"] for kinds in writing.states.values() if "step" in kinds) if writing.is_distributed else ()
     parallel = target.parallel
-    return Layout("megatron", tuple(files), (*companions.sidecars(dtypes), tracker), parallel, writing.notes(), copies, told)
+    return Layout("megatron", tuple(files), (*companions.sidecars(dtypes), tracker), parallel, writing.notes(), copies, writing.told)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,17 +67,16 @@ class _Parameter:
 
 
 class _Rank:
-    """What one rank of one stage writes. place: its tensor-, expert- and expert-tensor-parallel rank; copies: filled with the step counts
-    for which another one stands."""
+    """What one rank of one stage writes. copies: filled with the step counts for which another one stands."""
 
-    def __init__(self, writing: Writing, stage: int, place: tuple[int, int, int], copies: dict[str, str]) -> None:
+    def __init__(self, writing: Writing, stage: int, place: RankPlace, copies: dict[str, str]) -> None:
         self._writing, self._stage, self._place, self._copies = writing, stage, place, copies
         self._chunks = [chunk for chunk in writing.chunks if chunk.stage == stage]
         self._parameters: list[_Parameter] = []
 
     def files(self, save: str) -> Iterator[TargetFile]:
         sizes = self._writing.sizes
-        tp_rank, ep_rank, _ = self._place
+        tp_rank, ep_rank = self._place.tp, self._place.ep
         suffix = (f"_{self._stage:03d}" if sizes.pp > 1 else "") + (f"_{ep_rank:03d}" if sizes.ep > 1 else "")
         folder = f"{save}/mp_rank_{tp_rank:02d}{suffix}/"
         ranks = {"tp": tp_rank, "pp": self._stage, "ep": ep_rank}
@@ -154,7 +152,8 @@ class _Rank:
         if member.dtype.itemsize >= 4:
             # It is its own full-precision copy.
             self._copies.update({self._writing.states[name]["master_param"]: name for name in member.names if name in self._writing.states})
-        found["step"] = self._writing.step_tensor(file, member.names, self._copies)
+        if self._writing.has_steps:
+            found["step"] = self._writing.step_tensor(file, member.names, self._copies)
         for kind in self._writing.kinds(member.array):
             found[kind] = file.tensor(self._kept(member, kind))
         return found
@@ -163,12 +162,11 @@ class _Rank:
         return self._writing.state_array(member.array, kind).stored(f"{kind}.{member.entry.name}", F32, member.entry.shape)
 
     def _flat_file(self, folder: str, ranks: Mapping[str, int]) -> TargetFile:
-        """The buffers of the distributed optimizer. What is not shared out over expert-parallel ranks is in the first one's file."""
+        """The buffers of the distributed optimizer; of what several ranks have alike they are in the first one's file."""
         file = TorchFile(folder + _DISTRIBUTED, ranks)
         links = self._links()
-        found: list[Any] = []
-        for link, members in enumerate(links):
-            found.append(None if len(links) > 1 and not link and self._place[1] else self._buffers(file, members))
+        is_first = (self._place.has_dense, self._place.has_experts) if len(links) > 1 else (True,)
+        found = [self._buffers(file, members) if first else None for first, members in zip(is_first, links, strict=True)]
         return file.close(found if len(found) > 1 else found[0])
 
     def _buffers(self, file: TorchFile, members: Sequence[_Parameter]) -> dict[Any, Any]:
