@@ -35,7 +35,7 @@ from reshard.optimizers import is_state_key, names_for, parameter_and_kind, plai
 from reshard.plans import Target
 from reshard.rank_files import step_of
 from reshard.state_dicts import MODEL_ROOTS
-from reshard.stored import part
+from reshard.stored import count, part
 
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+/")
 # Words by which trainers name what is neither the model's nor the optimizer's, at the root of the state dict.
@@ -99,6 +99,7 @@ class Dcp:
         growing = list(_laid_out(content, dtypes, ranks, target.max_shard_bytes))
         files = tuple(file.close({"dp": rank} if ranks > 1 else {}) for rank, file in growing)
         paths = [_state_path(key, bool(content.states)) for key in content.tensors]
+        paths += [path for path, _ in _counts(content)]
         paths += [path for path, _ in _group_objects(content.param_groups() if content.states else ())]
         metadata = Sidecar(METADATA, written_metadata([file for _, file in growing], {_fqn(path): path for path in paths}))
         # torch writes .metadata last as well: where it is, everything is.
@@ -122,7 +123,14 @@ def _laid_out(content: Canonical, dtypes: Mapping[str, DType], ranks: int, most:
                     file = DcpFile(f"__{rank}_{number}{DATA}")
                 fqn = _fqn(_state_path(key, bool(content.states)))
                 file.add_tensor(fqn, part(fqn, key, dtypes[key], tensor.shape, box), box.offsets, tensor.shape)
+        for path, number in _counts(content) if rank == 0 else ():
+            file.add_tensor(_fqn(path), count(_fqn(path), number), (), ())
         yield rank, file
+
+
+def _counts(content: Canonical) -> Iterator[tuple[_Key, int]]:
+    """The steps that torch's optimizers want for every parameter, where the source counts them once."""
+    yield from ((("optim", "state", name, "step"), number) for name, number in content.counts.items())
 
 
 def _fqn(path: _Key) -> str:

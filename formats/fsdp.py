@@ -35,7 +35,7 @@ from reshard.plans import Target
 from reshard.processes import in_processes
 from reshard.rank_files import RankFiles, check_progress, example, missing_ranks, open_folder, step_of
 from reshard.state_dicts import group_numbers, has_flat_parameters, model_part, optimizer_part, states
-from reshard.stored import StoredTensor, part
+from reshard.stored import StoredTensor, count, part
 
 
 class Fsdp:
@@ -121,6 +121,10 @@ class _Specs:
         local = self._noted(part(name, key, dtype, tensor.shape, box))
         return torch_pickle.Distributed(local, tensor.shape, DTensorSpec(self._mesh, (Shard(0),), tensor_meta=meta))
 
+    def count(self, name: str, number: int) -> torch_pickle.Plain:
+        """A count of steps, which every rank has."""
+        return self._noted(count(name, number))
+
     def _noted(self, stored: StoredTensor) -> torch_pickle.Plain:
         described = torch_pickle.Plain(stored.dtype, stored.shape)
         self.parts[described] = stored
@@ -163,6 +167,8 @@ def _optimizer_dict(content: Canonical, dtypes: Mapping[str, DType], groups: tup
             state[numbers[parameter]][kind] = specs.distributed(key, f"state.{numbers[parameter]}.{kind}", tensor, dtypes[key])
         else:
             raise RequestError("--optimizer: it is in no param group", where=parameter, do="Leave out --optimizer")
+    for parameter, number in content.counts.items():
+        state[numbers[parameter]]["step"] = specs.count(f"state.{numbers[parameter]}.step", number)
     listed = [{**group.settings, "params": [numbers[name] for name in group.names], "param_names": list(group.names)} for group in groups]
     return {"state": state, "param_groups": listed}
 

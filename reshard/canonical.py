@@ -81,6 +81,17 @@ class Canonical:
         """The optimizer's tensors, by `optimizers.state_key`."""
         return {name: tensor for name, tensor in self.tensors.items() if is_state_key(name)}
 
+    @cached_property
+    def counts(self) -> Mapping[str, int]:
+        """The steps that have been counted for a parameter where only its param group tells them, as some optimizers have it."""
+        kept = {parameter_and_kind(key) for key in self.states}
+        found: dict[str, int] = {}
+        for group in self.param_groups() if self.states else ():
+            count = group.settings.get("step")
+            if type(count) in (int, float) and count == int(count):
+                found.update({name: int(count) for name in group.names if (name, "exp_avg") in kept and (name, "step") not in kept})
+        return found
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self.tensors.items()}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 
 from reshard.boxes import Box, row_major
-from reshard.dtypes import DType
+from reshard.dtypes import DType, from_torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,11 @@ def part(name: str, canonical: str, dtype: DType, shape: tuple[int, ...], box: B
     """A box of a canonical tensor of that shape, stored as a row-major tensor of its own; it may be empty."""
     sections = (Section(canonical, box, 0, row_major(box.sizes)),) if box.volume or 0 in shape else ()
     return StoredTensor(name, dtype, box.sizes, sections)
+
+
+def count(name: str, number: int) -> StoredTensor:
+    """A count of steps as torch's optimizers keep it: a 32-bit float without axes."""
+    return constant(name, from_torch("float32", where=name), (), struct.pack("<f", number))
 
 
 def constant(name: str, dtype: DType, shape: tuple[int, ...], element: bytes) -> StoredTensor:

@@ -11,6 +11,7 @@ numbers. Source: megatron/core/transformer/*.py (sharded_state_dict) and dist_ch
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -287,8 +288,19 @@ def _flattened(
     the block). The blocks are those in which tensor-parallel ranks saved the weight; data-parallel ranks cut them between elements."""
     lead = meaning.layers + meaning.experts
     shards, found = stored.shards(item), dict[str, list[tuple[int, Section]]]()
-    blocks = item.shape[lead:-1]
-    inner = tuple(size // count for size, count in zip(weight.shape[lead:], blocks, strict=True))
+    blocks, whole = item.shape[lead:-1], weight.shape[lead:]
+    if (
+        0 in blocks
+        or any(size % count for size, count in zip(whole, blocks, strict=True))
+        or math.prod(blocks) * item.shape[-1] != math.prod(whole)
+    ):
+        raise CheckpointError(
+            f"its blocks are {list(blocks)} of {item.shape[-1]} elements each, the weight's shape is {list(whole)}",
+            where=f"{item.fqn} in {stored.prefix}.metadata",
+            why="In this form the two come to the same",
+            do="Copy the files of one save again",
+        )
+    inner = tuple(size // count for size, count in zip(whole, blocks, strict=True))
     for i in range(len(shards)):
         offsets = shards.offsets[i].tolist()
         array = _array(model, meaning, tuple(offsets[:lead]), f"{item.fqn} in {stored.prefix}.metadata")

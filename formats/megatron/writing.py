@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +16,7 @@ from reshard.index import ParamGroup
 from reshard.mosaics import Mosaic, Tile
 from reshard.optimizers import is_plain, parameter_and_kind
 from reshard.plans import Target
-from reshard.stored import constant
+from reshard.stored import count
 from reshard.torch_file import TorchFile
 
 from .arguments import sparse_layers
@@ -151,7 +150,7 @@ class Writing:
 
     def count(self, file: TorchFile) -> Any:
         """How many steps the optimizer has made, as a tensor of the file."""
-        return file.tensor(constant(_STEP, F32, (), struct.pack("<f", self.optimizer_step)))
+        return file.tensor(count(_STEP, self.optimizer_step))
 
     def entries(self, chunk: Chunk, rank: RankPlace) -> list[Entry]:
         return list(entries(self.model, chunk, self.sizes, rank, self.spelling))

@@ -14,6 +14,8 @@ from reshard.containers import torch_zip
 from reshard.dcp_folder import DcpFolder
 from reshard.errors import CheckpointError, RequestError
 from reshard.files import LocalFiles
+from reshard.stored import whole
+from reshard.views import LazyTensor
 
 LEGACY, DIST, DERIVED = FIXTURES / "megatron", FIXTURES / "megatron_dist", FIXTURES / "megatron_derived"
 VERSIONS = FIXTURES / "megatron_versions"
@@ -170,6 +172,14 @@ def test_the_optimizer_can_become_the_other_one(tmp_path):
         assert {key: value for key, value in contents(found).items() if key[1] != "step"} == without_steps
         steps = Counter(group.settings["step"] for group in found.index.param_groups())
         assert list(steps) == [2]
+
+
+@pytest.mark.parametrize("to", ["dcp", "fsdp"])
+def test_one_count_of_steps_becomes_every_parameters(to, tmp_path):
+    """The distributed optimizer counts once; torch's wants a count for each parameter, and would not load without."""
+    plan, found = converted(LEGACY / "llama-tp2-pp2-dp2", tmp_path / "out", to, dp=2, optimizer=True)
+    counts = [LazyTensor(whole(t.name, t.dtype, ()), {t.name: t}, found.files).numpy() for t in found.index.tensors if t.role == "step"]
+    assert counts == [2.0] * len(found.index.by_role("moment1")) and len(counts) == len(plan.content.weights)
 
 
 # ---- the model that the settings describe ----

@@ -28,6 +28,16 @@ DESCRIPTIONS = [
     ("deepspeed_parallel/autoep2-z2", "global_step2/mp_rank_00_model_states.pt"),
     ("deepspeed_parallel/moe-ep2-z0", "global_step2/expp_rank_0_mp_rank_00_optim_states.pt"),
     ("universal/z3-frozen", "global_step2_universal/zero/optimizer_state.pt"),
+    ("megatron/llama-tp2", "iter_0000002/mp_rank_00/model_optim_rng.pt"),
+    ("megatron/llama-tp2", "iter_0000002/mp_rank_01/model_optim_rng.pt"),
+    ("megatron/mixtral-tp2-ep2", "iter_0000002/mp_rank_01_001/distrib_optim.pt"),
+    ("megatron_dist/llama-tp2-pp2", "iter_0000002/common.pt"),
+    ("megatron_dist/llama-dp-reshardable", "iter_0000002/.metadata"),
+    ("megatron_dist/nemo2", "context/model.yaml"),
+    ("megatron_dist/torch-dcp", "iter_0000002/.metadata"),
+    ("megatron_versions/model-space", "iter_0000002/.metadata"),
+    ("megatron_versions/zarr-fp32", "iter_0000002/embedding.word_embeddings.weight/.zarray"),
+    ("megatron_derived/nemo-tp2", "model.nemo"),
 ]
 
 
