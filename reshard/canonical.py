@@ -88,7 +88,7 @@ class Canonical:
         found: dict[str, int] = {}
         for group in self.param_groups() if self.states else ():
             count = group.settings.get("step")
-            if type(count) in (int, float) and count == int(count):
+            if isinstance(count, int | float) and count == int(count):
                 found.update({name: int(count) for name in group.names if (name, "exp_avg") in kept and (name, "step") not in kept})
         return found
 

@@ -144,43 +144,40 @@ def primary_rows(shards: Shards) -> npt.NDArray[np.bool_]:
 
 def in_memory(shards: Shards, rows: Sequence[tuple[int, Section]]) -> Shards:
     """The pieces of a canonical tensor that lie in stored ones, each of which is a run along its last axis: (row of `shards`, section)."""
-    numbers = np.array([row for row, _ in rows], np.int64)
-    ndim = len(rows[0][1].box.sizes) if rows else 0
 
     def extent(i: int) -> Extent:
         row, section = rows[i]
         known = shards.extent(row)
         step = known.strides[-1]
-        strides = tuple(stride * step for stride in section.strides)
-        return replace(known, byte_offset=known.byte_offset + section.start * step * known.dtype.itemsize, strides=strides)
+        return _within(known, section.start * step, tuple(stride * step for stride in section.strides))
 
-    return Shards(
-        shards.paths,
-        np.array([section.box.offsets for _, section in rows], np.int64).reshape(len(rows), ndim),
-        np.array([section.box.sizes for _, section in rows], np.int64).reshape(len(rows), ndim),
-        shards.files[numbers],
-        shards.positions[numbers],
-        extent,
-    )
+    return _of_boxes(shards, [row for row, _ in rows], [section.box for _, section in rows], extent)
 
 
 def seen_as(shards: Shards, rows: Sequence[tuple[int, Tile]]) -> Shards:
     """The pieces of a canonical tensor that lie in stored ones: (row of `shards`, where in that row's array the piece lies)."""
-    ndim = len(rows[0][1].box.sizes) if rows else 0
-    numbers = np.array([row for row, _ in rows], np.int64)
 
     def extent(i: int) -> Extent:
         row, tile = rows[i]
         known = shards.extent(row)
         elements = sum(at * stride for at, stride in zip(tile.at, known.strides, strict=True))
         # An axis of one element goes nowhere, whatever its stride.
-        strides = tuple(1 if axis is None else known.strides[axis] for axis in tile.axes)
-        return replace(known, byte_offset=known.byte_offset + elements * known.dtype.itemsize, strides=strides)
+        return _within(known, elements, tuple(1 if axis is None else known.strides[axis] for axis in tile.axes))
 
+    return _of_boxes(shards, [row for row, _ in rows], [tile.box for _, tile in rows], extent)
+
+
+def _within(known: Extent, elements: int, strides: tuple[int, ...]) -> Extent:
+    return replace(known, byte_offset=known.byte_offset + elements * known.dtype.itemsize, strides=strides)
+
+
+def _of_boxes(shards: Shards, rows: Sequence[int], boxes: Sequence[Box], extent: Callable[[int], Extent]) -> Shards:
+    """Pieces with these boxes in those rows of other pieces."""
+    numbers, ndim = np.array(rows, np.int64), len(boxes[0].sizes) if boxes else 0
     return Shards(
         shards.paths,
-        np.array([tile.box.offsets for _, tile in rows], np.int64).reshape(len(rows), ndim),
-        np.array([tile.box.sizes for _, tile in rows], np.int64).reshape(len(rows), ndim),
+        np.array([box.offsets for box in boxes], np.int64).reshape(len(boxes), ndim),
+        np.array([box.sizes for box in boxes], np.int64).reshape(len(boxes), ndim),
         shards.files[numbers],
         shards.positions[numbers],
         extent,

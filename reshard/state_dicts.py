@@ -52,6 +52,15 @@ def is_tensor(value: Any) -> bool:
     return is_stored(value) or class_of(value) in ("DTensor", "ShardedTensor")
 
 
+def flat(module: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """What a state dict holds by whole names; Megatron's GPT models nest theirs, {"language_model": {"encoder": ...}}."""
+    for name, value in module.items():
+        if isinstance(value, Mapping) and depth < _DEEPEST:
+            yield from flat(value, f"{prefix}{name}.", depth + 1)
+        else:
+            yield f"{prefix}{name}", value
+
+
 def model_part(root: Any) -> tuple[Mapping[Any, Any] | None, list[str]]:
     """The dict of the model's tensors, which lies below words that say so or is the root itself; and the names of what lies beside it.
 

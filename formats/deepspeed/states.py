@@ -17,6 +17,7 @@ from reshard.containers.torch_zip import AnyTensor, StoredTensor, is_stored
 from reshard.errors import CheckpointError
 from reshard.files import Files
 from reshard.optimizers import is_plain, plain_settings
+from reshard.state_dicts import flat
 
 Shape = tuple[int, ...]
 Parameters = tuple[tuple[str, Shape], ...]
@@ -75,7 +76,7 @@ def read_model(files: Files, path: str) -> ModelStates:
     autoep = root.get("ds_autoep_layers") or root.get("autoep_layers")
     return ModelStates(
         path,
-        None if module is None else dict(_flat(module)),
+        None if module is None else dict(flat(module)),
         frozenset(map(str, buffers)) if isinstance(buffers, list | tuple) else None,
         tuple(_shapes(group, path) for group in shapes) if isinstance(shapes, list | tuple) else None,
         _shapes(root.get("frozen_param_shapes"), path),
@@ -93,19 +94,6 @@ def read_model(files: Files, path: str) -> ModelStates:
         {key: root[key] for key in _PROGRESS if root.get(key) is not None and is_plain(root[key])},
         tuple(str(key) for key, value in root.items() if key not in _KNOWN and value is not None),
     )
-
-
-# A dict of a file can hold itself.
-_DEEPEST = 8
-
-
-def _flat(module: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """The module's tensors by their whole names; Megatron-DeepSpeed without a pipeline nests them, {"language_model": {"encoder": ...}}."""
-    for name, value in module.items():
-        if isinstance(value, Mapping) and depth < _DEEPEST:
-            yield from _flat(value, f"{prefix}{name}.", depth + 1)
-        else:
-            yield f"{prefix}{name}", value
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +232,9 @@ def _swapped_back(files: Files, found: OptimizerStates, attributes: Mapping[str,
 def _flats(value: Any, what: str, path: str) -> tuple[AnyTensor, ...]:
     """One row of elements per group."""
     found = tuple(value) if isinstance(value, list | tuple) else ()
-    for i, flat in enumerate(found):
-        if not is_stored(flat) or len(flat.shape) != 1 or (flat.shape[0] > 1 and flat.strides != (1,)):
-            raise CheckpointError(f"{what}[{i}] should be one row of elements, it is {shown(flat)}", where=path, do="Copy the file again")
+    for i, row in enumerate(found):
+        if not is_stored(row) or len(row.shape) != 1 or (row.shape[0] > 1 and row.strides != (1,)):
+            raise CheckpointError(f"{what}[{i}] should be one row of elements, it is {shown(row)}", where=path, do="Copy the file again")
     return found
 
 

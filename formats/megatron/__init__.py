@@ -7,16 +7,17 @@ places.py, ranks.py   which folders and files there are, and what they say
 stages.py             which layers a pipeline's chunks hold
 placing.py            from a stored tensor to boxes of canonical ones
 building.py           what both kinds of checkpoint share on the way to an index
+nemo.py               NeMo's settings, as args would say them
 legacy.py             --ckpt-format torch, read
-megatron_dist.py      --ckpt-format torch_dist, read
 optimizer.py          which state is of which parameter of a legacy checkpoint
 buckets.py            where parameters lie in the distributed optimizer's buffers
+megatron_dist.py      --ckpt-format torch_dist, read; with zarr.py, plain_dcp.py (torch_dcp) and bucket_space.py (dp_reshardable)
 checks.py             whether masters are those of their weights
 chunks.py             what a rank's chunk of the model holds, in order
 settings.py           from a Hugging Face config to the run's settings
-writing.py            what is written of a model, whatever the kind; writing_legacy.py
+writing.py            what is written of a model, whatever the kind; with writing_legacy.py and writing_dist.py
 
-Measured on megatron-core 0.16.1 (fixtures/megatron, fixtures/megatron_dist).
+Measured on megatron-core 0.16.1 and 0.12.3 (fixtures/megatron, megatron_dist, megatron_versions).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Megatron:
     name = "megatron"
     summary = "Megatron-LM legacy: mp_rank_*/model_optim_rng.pt of tensor-, pipeline- and expert-parallel ranks"
     owns = ("model_optim_rng.pt", "distrib_optim.pt", "latest_checkpointed_iteration.txt")
+    refines = ("pt",)
     options = OPTIONS
     keeps_masters = True
 
@@ -47,6 +49,8 @@ class Megatron:
         folder = save_folder(files)
         if folder is None or folder + METADATA in files.list(folder):
             return None
+        if (alone := folder + WEIGHTS[-1]) in files.list(folder):
+            return alone
         ranks = (path for path in files.list(folder) if is_rank_folder(path))
         return next((path + name for path in ranks for name in WEIGHTS if path + name in files.list(path)), None)
 

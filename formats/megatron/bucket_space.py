@@ -41,10 +41,6 @@ _KEY = re.compile(
 _KINDS = {"param": "master_param"}
 
 
-def is_bucket(key: str) -> bool:
-    return _KEY.fullmatch(key) is not None
-
-
 @dataclass(frozen=True, slots=True)
 class _Buffer:
     """One buffer: by kind its buckets, in order."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from .tensors import respelled
 
@@ -69,16 +67,3 @@ def _in_layer(name: str, layer: int, *, extra: bool) -> Place:
             return Place(f"{match[3]}.{match[4]}", layer, extra, int(match[5]))
         return Place(match[7], layer, extra, int(match[6]))
     return Place(respelled(name), layer, extra)
-
-
-def flat(module: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """A module's tensors by their whole names; GPT models before Megatron-Core nest them."""
-    for name, value in module.items():
-        if isinstance(value, Mapping) and depth < _DEEPEST:
-            yield from flat(value, f"{prefix}{name}.", depth + 1)
-        else:
-            yield f"{prefix}{name}", value
-
-
-# A dict of a file can hold itself.
-_DEEPEST = 8

@@ -18,8 +18,9 @@ from reshard.errors import CheckpointError
 from reshard.files import Files, read_whole
 
 from .arguments import Args
+from .places import NEMO_CONFIG
 
-_NEMO2, _NEMO1 = "context/model.yaml", "model_config.yaml"
+_NEMO2 = "context/model.yaml"
 _LIMIT = 1 << 22
 # Names that differ; all others are Megatron's own.
 _NAMES = {
@@ -43,7 +44,7 @@ def nemo_args(files: Files, folder: str) -> Args:
     """
     parent = folder.rstrip("/").rpartition("/")[0]
     above = f"{parent}/" if parent else ""
-    for path in dict.fromkeys((above + _NEMO2, folder + _NEMO2, above + _NEMO1, folder + _NEMO1)):
+    for path in dict.fromkeys((above + _NEMO2, folder + _NEMO2, above + NEMO_CONFIG, folder + NEMO_CONFIG)):
         if files.size(path) is not None:
             found = _parsed(files, path)
             return _args(found["config"] if isinstance(found.get("config"), Mapping) else found)
@@ -54,7 +55,7 @@ class _Loader(yaml.SafeLoader):
     """Tags of other programs become nothing: no class is looked up."""
 
 
-_Loader.add_multi_constructor("", lambda loader, suffix, node: None)
+_Loader.add_multi_constructor("", lambda *_: None)
 
 
 def _parsed(files: Files, path: str) -> Mapping[str, Any]:

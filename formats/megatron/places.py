@@ -24,7 +24,7 @@ _FOLDER = re.compile(r"iter_\d{7,}/|release/")
 _RANK = re.compile(
     r"(?:.*/)?(?:mp_rank_(?P<tp>\d{2,})(?:_(?P<a>\d{3,}))?(?:_(?P<b>\d{3,}))?|tp_rank_(?P<tp2>\d{2,})_pp_rank_(?P<pp2>\d{3,}))/"
 )
-PLAIN = ".metadata"
+PLAIN, NEMO_CONFIG = ".metadata", "model_config.yaml"
 # Where NeMo has the weights beside other things: NeMo 2, and NeMo 1 inside a .nemo.
 _INNER = ("weights/", "model_weights/")
 WEIGHTS = ("model_optim_rng.pt", "model_rng.pt", "model_weights.ckpt")
@@ -40,7 +40,7 @@ def save_folder(files: Files) -> str | None:
     Raises: CheckpointError if the tracker names a save that is not there; RequestError for several saves without a tracker.
     """
     listing = files.list()
-    if METADATA in listing or any(map(is_rank_folder, listing)) or WEIGHTS[-1] in listing:
+    if METADATA in listing or any(map(is_rank_folder, listing)) or {WEIGHTS[-1], NEMO_CONFIG} <= set(listing):
         return ""
     if PLAIN in listing and _FOLDER.fullmatch(files.root.rstrip("/").rpartition("/")[2] + "/"):
         return ""

@@ -11,10 +11,10 @@ from reshard.containers.inert_pickle import shown
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError
 from reshard.files import Files
-from reshard.state_dicts import is_tensor
+from reshard.state_dicts import flat, is_tensor
 
 from .arguments import Args, plain_args, size
-from .names import IGNORED, flat
+from .names import IGNORED
 from .places import RankFolder
 
 _MODEL = "model"
