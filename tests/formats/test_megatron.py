@@ -130,15 +130,21 @@ def keys(folder):
 
 
 def test_round_and_round_comes_back_bit_by_bit(tmp_path):
-    """TP2 PP2 -> TP4 PP1 -> TP1 PP4 VP... -> TP2 PP2, masters and moments, too."""
-    case = LEGACY / "llama-tp2-pp2-dp2"
-    ways = [("a", {"tp": 4}), ("b", {"tp": 1, "pp": 2}), ("c", {"tp": 2, "pp": 2})]
+    """TP2 PP2 -> TP4 PP1 -> TP1 PP4 VPP2 -> TP2 PP2, weights, masters and moments: every byte of every file."""
+    case = LEGACY / "llama-layout"
+    ways = [
+        ("first", {"tp": 2, "pp": 2}),
+        ("tp4", {"tp": 4}),
+        ("pp4", {"tp": 1, "pp": 4, "vp": 2, "stage_layers": (1, 0, 1, 0, 0, 1, 0, 1)}),
+        ("last", {"tp": 2, "pp": 2}),
+    ]
     source = open_case(case)
     for name, sizes in ways:
         reshard.convert(reshard.plan(source, to="megatron", optimizer=True, **sizes), tmp_path / name)
         source = reshard.open(tmp_path / name)
     assert contents(source) == truth(case)
-    assert model_entries(tmp_path / "c") == model_entries(case / "checkpoint")
+    files = sorted(path.relative_to(tmp_path / "first") for path in (tmp_path / "first").rglob("*.pt"))
+    assert len(files) == 8 and all((tmp_path / "first" / path).read_bytes() == (tmp_path / "last" / path).read_bytes() for path in files)
 
 
 def test_experts_are_written_as_the_run_has_them(tmp_path):
