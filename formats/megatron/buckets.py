@@ -31,8 +31,6 @@ def starts(parameters: Sequence[Held], bucket_size: int | None) -> tuple[tuple[i
     bucket = end = 0  # where the current bucket starts, and where its last parameter ends
     for parameter in reversed(parameters):
         start = bucket - (bucket - end) // _ALIGNMENT * _ALIGNMENT
-        if parameter.shared:
-            bucket = start
         found.append(start)
         end = start + parameter.elements
         if parameter.shared or (bucket_size is not None and end - bucket >= bucket_size):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -111,6 +112,7 @@ class Entry:
         return self.name in (TABLE, HEAD)
 
 
+_DOWN = re.compile(r"self_attention\.linear_(q|kv)_down_proj\.")
 Experts = Literal["sequential", "grouped", "te-grouped"]
 
 
@@ -124,6 +126,11 @@ class Spelling:
 
     te: bool = False
     experts: Experts = "sequential"
+
+    def tensors(self, layer: Tensors) -> Tensors:
+        """A layer's tensors, of which Transformer Engine's ranks all hold the projections into latent spaces whole (parallel_mode
+        "duplicated", multi_latent_attention.py)."""
+        return {name: replace(tensor, axis=None) if self.te and _DOWN.match(name) else tensor for name, tensor in layer.items()}
 
     def name(self, name: str, *, sparse: bool, latent: bool) -> str:
         if not self.te:
@@ -166,7 +173,7 @@ def entries(model: MegatronModel, chunk: Chunk, sizes: Sizes, rank: RankPlace, s
 
 
 def _layer(model: MegatronModel, prefix: str, layer: int, sizes: Sizes, rank: RankPlace, spelling: Spelling) -> Iterator[Entry]:
-    tensors, sparse = model.layer(layer), model.is_sparse(layer)
+    tensors, sparse = spelling.tensors(model.layer(layer)), model.is_sparse(layer)
 
     def spelled(some: Tensors) -> Iterator[Entry]:
         renamed = _fused_first({spelling.name(name, sparse=sparse, latent=model.is_latent): tensor for name, tensor in some.items()})

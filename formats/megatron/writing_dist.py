@@ -136,7 +136,7 @@ def _prefix(writing: Writing, layer: int) -> tuple[str, tuple[tuple[int, int], .
 
 def _layer(writing: Writing, prefix: str, layer: int, lead: tuple[tuple[int, int], ...], ep_rank: int) -> Iterator[_Sharded]:
     model = writing.model
-    for name, tensor in model.layer(layer).items():
+    for name, tensor in writing.spelling.tensors(model.layer(layer)).items():
         yield _Sharded(prefix + _key(writing, name, layer), tensor, lead, False, name not in BUFFERS)
     if model.is_sparse(layer):
         own = model.experts // writing.sizes.ep

@@ -170,6 +170,27 @@ def test_norms_are_called_as_the_runs_layers_call_them(tmp_path):
     assert contents(found) == expected(LEGACY / "qwen3-tp4", plan)
 
 
+@pytest.mark.parametrize("to", ["megatron", "megatron-dist"])
+def test_experts_are_cut_otherwise_than_what_is_dense(to, tmp_path):
+    """Ranks (0, 0) and (1, 1) only: each has its half of what is dense, and two experts whole."""
+    case = LEGACY / "mixtral-tp2-ep2"
+    plan, found = converted(case, tmp_path / "out", to, tp=2, ep=2, etp=1, optimizer=True)
+    assert contents(found) == expected(case, plan) and found.model.dimensions["experts"] == 4
+    if to == "megatron":
+        assert sorted(path.name for path in (tmp_path / "out" / "iter_0000002").iterdir()) == ["mp_rank_00_000", "mp_rank_01_001"]
+
+
+@pytest.mark.parametrize("to", ["megatron", "megatron-dist"])
+def test_projections_into_latent_spaces_are_whole_with_transformer_engine(to, tmp_path):
+    case = LEGACY / "deepseek3"
+    plan, found = converted(case, tmp_path / "out", to, tp=2, transformer_impl="transformer_engine", optimizer=True)
+    assert contents(found) == expected(case, plan)
+    for rank, entries in model_entries(tmp_path / "out").items():
+        shapes = {name: entry[0] for name, entry in entries if entry}
+        assert shapes["decoder.layers.0.self_attention.linear_q_down_proj.weight"] == (10, 8), rank
+        assert shapes["decoder.layers.0.self_attention.linear_q_up_proj.layer_norm_weight"] == (10,)
+
+
 def test_the_optimizer_can_become_the_other_one(tmp_path):
     for case, distributed in (("llama-tp2", True), ("llama-tp2-pp2-dp2", False)):
         _, found = converted(LEGACY / case, tmp_path / case, "megatron", optimizer=True, distributed_optimizer=distributed)
@@ -273,6 +294,42 @@ def test_a_replica_that_drifted_is_found_and_named(tmp_path):
     result = run("convert", folder, tmp_path / "out", "--to", "hf", "--vocab-size", "50")
     assert result.code == 2 and "model.layers.0.post_attention_layernorm.weight" in result.err and "mp_rank_01" in result.err
     assert run("verify", folder, LEGACY / "llama-tp2" / "checkpoint", "--vocab-size", "50").code == 2
+
+
+def test_ranks_of_two_iterations_are_told_apart(tmp_path):
+    folder, save = copied("llama-tp2", tmp_path)
+    path = save / "mp_rank_01" / "model_optim_rng.pt"
+    raw = path.read_bytes()
+    (number,) = re.findall(rb"iterationq(.)", raw, flags=re.DOTALL)  # the word's place in the memo, by which the root's key refers to it
+    later = raw.replace(b"h" + number + b"K\x02", b"h" + number + b"K\x03")
+    assert later != raw
+    path.write_bytes(later)
+    refused(folder, "iteration 3.*iteration 2", "mp_rank_01")
+
+
+@pytest.mark.parametrize("case", ["llama-tp2", "llama-tp2-pp2-dp2"])
+def test_masters_of_another_save_are_refused(case, tmp_path):
+    folder, _ = copied(case, tmp_path)
+    opened = open_case(LEGACY / case)
+    piece = next(iter(opened.index.by_role("master")["model.layers.0.self_attn.q_proj.weight"].pieces()))
+    path = folder / piece.extent.path
+    raw = bytearray(path.read_bytes())
+    raw[piece.extent.byte_offset : piece.extent.byte_offset + 4] = b"\x00\x00\x80\x40"
+    path.write_bytes(bytes(raw))
+    refused(folder, "not what the weight was rounded from", "q_proj")
+
+
+def test_masters_that_a_distributed_save_has_shifted_are_left_out(tmp_path):
+    folder = shutil.copytree(DIST / "llama-tp2-pp2" / "checkpoint", tmp_path / "copy")
+    piece = next(iter(open_case(DIST / "llama-tp2-pp2").index.by_role("master")["model.norm.weight"].pieces()))
+    raw = bytearray((folder / piece.extent.path).read_bytes())
+    raw[piece.extent.byte_offset : piece.extent.byte_offset + 4] = b"\x00\x00\x80\x40"
+    (folder / piece.extent.path).write_bytes(bytes(raw))
+    found = reshard.open(folder, vocab_size=50)
+    assert {tensor.role for tensor in found.index.tensors} == {"weight"}
+    assert any("left out" in note and "model.norm" in note for note in found.index.facts.notes)
+    with pytest.raises(RequestError, match="no optimizer state"):
+        reshard.plan(found, to="dcp", optimizer=True)
 
 
 def test_a_tracker_that_names_nothing_is_told(tmp_path):
