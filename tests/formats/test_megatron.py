@@ -25,7 +25,7 @@ DERIVED_CASES = sorted(path.parent for path in DERIVED.glob("*/truth.json"))
 VERSION_CASES = sorted(path.parent for path in VERSIONS.glob("*/truth.json"))
 CASES = LEGACY_CASES + DIST_CASES + DERIVED_CASES + VERSION_CASES
 # What writes other keys than torch_dist does: NeMo puts module. before them, torch_dcp and bucket space keep the optimizer otherwise.
-OTHER_KEYS = {"nemo2", "torch-dcp", "llama-dp-reshardable"}
+OTHER_KEYS = {"nemo2", "torch-dcp", "llama-dp-reshardable", "mixtral-dp-reshardable"}
 assert len(LEGACY_CASES) >= 22 and len(DIST_CASES) >= 9 and len(DERIVED_CASES) >= 9 and len(VERSION_CASES) >= 4, (
     "without fixtures these tests would pass by testing nothing"
 )
