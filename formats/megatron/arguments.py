@@ -30,6 +30,10 @@ _CLASSES = {
 }
 
 
+class NotUnderstoodError(CheckpointError):
+    """The settings describe no model whose layout is known: what is stored can be shown, and not converted."""
+
+
 def plain_args(value: Any) -> dict[str, Any]:
     """The settings of a Namespace that an inert unpickler has read, or of a dict."""
     if isinstance(value, Mapping):
@@ -65,7 +69,7 @@ def model_type(args: Args) -> str:
 
 
 def check_supported(args: Args, where: str) -> None:
-    """Raises CheckpointError for settings under which the stored weights are not the model's own, or not in a known order."""
+    """Raises NotUnderstoodError for settings under which the stored weights are not the model's own, or not in a known order."""
     reasons = {
         "layernorm_zero_centered_gamma": "norms are stored minus one",
         "apply_layernorm_1p": "norms are stored minus one",
@@ -78,7 +82,7 @@ def check_supported(args: Args, where: str) -> None:
     }
     for key, reason in reasons.items():
         if args.get(key):
-            raise CheckpointError(
+            raise NotUnderstoodError(
                 f"the run was trained with {key}={args[key]!r}",
                 where=where,
                 why=f"Then {reason}, which reshard does not convert",

@@ -11,12 +11,12 @@ from reshard.architecture import Model, find_model, known_model_types
 from reshard.collect import Collector
 from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError
 from reshard.files import Files
 from reshard.index import Role, Tensor
 from reshard.mosaics import Mosaic
 
-from .arguments import Args, check_supported, config_of
+from .arguments import Args, NotUnderstoodError, check_supported, config_of
 from .placing import Shape, locals_of
 from .tensors import UNTRAINED, MegatronModel
 
@@ -73,7 +73,7 @@ def begin(args: Args, hints: Hints, vocabulary_rows: int | None, where: str, *, 
     """The model, from --model's config or else from the settings.
 
     vocabulary_rows: of the stored table, padding included; None if no table was found.
-    Raises: CheckpointError if the settings describe no model that can be read; RequestError if its architecture is not declared.
+    Raises: NotUnderstoodError if the settings describe no model that is declared.
     """
     check_supported(args, where)
     rows = vocabulary_rows or args.get("padded_vocab_size")
@@ -84,7 +84,7 @@ def begin(args: Args, hints: Hints, vocabulary_rows: int | None, where: str, *, 
     config = {**hints.config, "vocab_size": said} if hints.config else _derived(args, said, where)
     model = find_model(config)
     if model is None:
-        raise RequestError(
+        raise NotUnderstoodError(
             f"the architecture {config.get('model_type')!r} is not declared",
             why="Megatron's files hold each rank's slices of fused weights, which only the model's head counts explain",
             do=f"Declared are {', '.join(known_model_types())}; give the config of one of them with --model DIR",
@@ -102,12 +102,17 @@ def _derived(args: Args, vocabulary: Any, where: str) -> dict[str, Any]:
     try:
         return config_of(args, vocabulary)
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
+        raise NotUnderstoodError(
             f"the run's settings do not describe a model: {type(error).__name__} {error}",
             where=where,
             why="args, which Megatron-LM stores beside the weights, says how heads are grouped; without it slices cannot be put together",
             do="Give the model's Hugging Face config with --model DIR",
         ) from None
+
+
+def asked_for(error: NotUnderstoodError) -> tuple[str, ...]:
+    """What has to be said before anything is made of a checkpoint whose tensors are shown as they are stored."""
+    return (f"how the model's weights lie in it: {error}",)
 
 
 def check_model(model: Model, args: Args, where: str) -> None:

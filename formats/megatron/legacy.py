@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from reshard.adapter import Hints
+from reshard.boxes import Box
+from reshard.collect import Collector
 from reshard.containers import torch_zip
+from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError
 from reshard.files import Files
@@ -14,8 +18,8 @@ from reshard.index import Index, RunFacts, StoredFile
 from reshard.mosaics import Mosaic
 from reshard.optimizers import is_plain
 
-from .arguments import size
-from .building import begin, check_model
+from .arguments import NotUnderstoodError, size
+from .building import asked_for, begin, check_model
 from .names import Place, place_of
 from .nemo import nemo_args
 from .optimizer import Optimizers, Parameter
@@ -31,10 +35,37 @@ _QKV = {0.0: "parts", 1.0: "elements"}
 
 
 def read(files: Files, folder: str, hints: Hints) -> Index:
-    """The index of the ranks' files in a folder."""
+    """The index of the ranks' files in a folder; under Hugging Face names, or of a model that is not declared as it is stored."""
     ranks, topology = _ranks(files, folder)
-    first = ranks[0]
     _check_one_save(ranks)
+    try:
+        return _of_model(files, ranks, topology, hints)
+    except NotUnderstoodError as error:
+        return _as_stored(files, ranks, topology, error)
+
+
+def _as_stored(files: Files, ranks: Sequence[Rank], topology: Topology, error: NotUnderstoodError) -> Index:
+    """Every rank's tensors, each for itself."""
+    collector = Collector()
+    for number, rank in enumerate(ranks):
+        for chunk, tensors in enumerate(rank.chunks):
+            for name, stored in tensors.items():
+                local = LocalTensor(stored.dtype, stored.shape, ((Box.whole(stored.shape), stored),))
+                collector.add("weight", f"{rank.folder}{f'model{chunk}.' if topology.vp > 1 else ''}{name}", local, rank.path, number)
+    stored_files = tuple(StoredFile(rank.path, files.size(rank.path) or 0) for rank in ranks)
+    facts = _facts(ranks[0], topology, asks=asked_for(error))
+    return Index("megatron", tuple(collector.tensors(files)), stored_files, facts, objects=ranks[0].objects)
+
+
+def _facts(first: Rank, topology: Topology, **other: Any) -> RunFacts:
+    plain = {key: value for key, value in first.plain.items() if is_plain(value)}
+    plain["args"] = {key: value for key, value in first.args.items() if is_plain(value)}
+    version = f"legacy, checkpoint version {first.version:g}"
+    return RunFacts("Megatron-LM", version, first.iteration, topology.facts(), state=plain, **other)
+
+
+def _of_model(files: Files, ranks: Sequence[Rank], topology: Topology, hints: Hints) -> Index:
+    first = ranks[0]
     placed = [{name: place_of(name) for name in chunk} for rank in ranks for chunk in rank.chunks]
     building = begin(
         first.args,
@@ -65,22 +96,11 @@ def read(files: Files, folder: str, hints: Hints) -> Index:
         if flat := _distributed(files, rank):
             own_files.append(flat)
             buffers = torch_zip.read(files, flat, locate=False)
-            optimizers.read_distributed(rank.optimizer, buffers, parameters, _bucket_sizes(rank), flat, number)
+            optimizers.read_distributed(rank.optimizer, buffers, parameters, _bucket_sizes(rank, parameters), flat, number)
         else:
             optimizers.read_plain(rank.optimizer, parameters, rank.path, number)
     stored_files = tuple(StoredFile(path, files.size(path) or 0) for path in own_files)
-    plain = {key: value for key, value in first.plain.items() if is_plain(value)}
-    plain["args"] = {key: value for key, value in first.args.items() if is_plain(value)}
-    facts = RunFacts(
-        producer="Megatron-LM",
-        version=f"legacy, checkpoint version {first.version:g}",
-        step=first.iteration,
-        parallel=topology.facts(),
-        config=building.config,
-        state=plain,
-        asks=building.asks,
-        notes=tuple(optimizers.notes),
-    )
+    facts = _facts(first, topology, config=building.config, asks=building.asks, notes=tuple(optimizers.notes))
     return Index("megatron", building.tensors(files), stored_files, facts, objects=tuple(objects), param_groups=optimizers.param_groups)
 
 
@@ -90,10 +110,12 @@ def _distributed(files: Files, rank: Rank) -> str | None:
     return path if files.size(path) is not None else None
 
 
-def _bucket_sizes(rank: Rank) -> list[int | None]:
+def _bucket_sizes(rank: Rank, parameters: Sequence[Parameter]) -> list[int | None]:
     """The bucket sizes that a rank may have had (distributed_data_parallel.py): stages after the first have none."""
     data_parallel = size(rank.args, "data_parallel_size")
     said = rank.args.get("ddp_bucket_size")
+    if type(count := rank.args.get("ddp_num_buckets")) is int and count > 0:
+        said = sum(parameter.elements for parameter in parameters) // count
     known = [None, said if isinstance(said, int) else max(40_000_000, 1_000_000 * data_parallel)]
     return known[:1] if rank.pp else known
 

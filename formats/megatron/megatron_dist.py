@@ -40,8 +40,8 @@ from reshard.shards import Shards, in_memory, seen_as
 from reshard.stored import Section
 
 from . import bucket_space, plain_dcp
-from .arguments import plain_args, size
-from .building import begin, check_complete, check_model
+from .arguments import NotUnderstoodError, plain_args, size
+from .building import asked_for, begin, check_complete, check_model
 from .checks import without_strange_masters
 from .names import IGNORED, place_of, without_wrappers
 from .nemo import nemo_args
@@ -117,7 +117,10 @@ def _index(files: Files, folder: str, hints: Hints) -> Index:
     common = plain_dcp.common(stored) if backend == _PLAIN else _common(files, stored)
     args = plain_args(common.get("args")) or nemo_args(files, folder)
     table = next((item for key, item in stored.metadata.tensors.items() if without_wrappers(key) == TABLE), None)
-    building = begin(args, hints, table.shape[0] if table and table.shape else None, folder + _COMMON)
+    try:
+        building = begin(args, hints, table.shape[0] if table and table.shape else None, folder + _COMMON)
+    except NotUnderstoodError as error:
+        return _as_stored(stored, backend, error)
     check_model(building.model.model, args, folder + _COMMON)
     tensors: list[Tensor] = []
     for key, item in stored.metadata.tensors.items():
@@ -152,6 +155,14 @@ def _index(files: Files, folder: str, hints: Hints) -> Index:
     )
     objects = tuple(stored.metadata.objects)
     return Index("megatron-dist", tuple(tensors), (*stored.files, *own), facts, objects=objects, param_groups=lambda: groups)
+
+
+def _as_stored(stored: Stored, backend: str, error: NotUnderstoodError) -> Index:
+    """Every tensor under its key."""
+    items = stored.metadata.tensors.items()
+    found = [Tensor(key, item.dtype, item.shape, "state" if key.startswith(_RUN) else "weight", stored.shards(item)) for key, item in items]
+    facts = RunFacts(producer="Megatron-Core", version=backend, asks=asked_for(error))
+    return Index("megatron-dist", tuple(found), stored.files, facts, objects=tuple(stored.metadata.objects))
 
 
 # Written as torch_dcp or fsdp_dtensor: a plain folder of torch.distributed.checkpoint.

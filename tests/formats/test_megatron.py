@@ -253,6 +253,18 @@ def test_the_vocabulary_is_asked_for(tmp_path):
         reshard.open(checkpoint, vocab_size=65)
 
 
+@pytest.mark.parametrize("case", [LEGACY / "llama-tp2", DIST / "llama-tp2-pp2"], ids=label)
+def test_a_model_that_is_not_declared_is_shown_as_it_is_stored(case, tmp_path):
+    """And not converted: whose slices they are cannot be known."""
+    other = tmp_path / "model"
+    other.mkdir()
+    (other / "config.json").write_text('{"model_type": "mamba9", "vocab_size": 50}')
+    shown = run("inspect", case / "checkpoint", "--model", other)
+    assert shown.code == 0 and "linear_qkv" in shown.out and "mamba9" in shown.out
+    refusal = run("convert", case / "checkpoint", tmp_path / "out", "--to", "hf", "--model", other)
+    assert refusal.code == 2 and "mamba9" in refusal.err and not (tmp_path / "out").exists()
+
+
 # ---- one save, all of it ----
 
 
