@@ -6,10 +6,10 @@ import io
 import os
 import posixpath
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from reshard.errors import CheckpointError
-from reshard.files import Files, LocalFiles
+from reshard.files import Files, LocalFiles, read_each_run
 
 _SUFFIXES = (".nemo", ".tar")
 _GZIP = b"\x1f\x8b"
@@ -53,6 +53,9 @@ class TarFiles:
 
     def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
         raise CheckpointError(f"it is encoded with {', '.join(codecs)}, inside of an archive", where=path, do="Unpack the archive first")
+
+    def read_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+        read_each_run(self, path, byte_offsets, buffer)
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         offset, size = self._members[path]

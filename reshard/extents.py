@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from reshard.boxes import Box, row_major
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError
@@ -71,6 +74,29 @@ def spans(piece: Piece, box: Box, limit: int, *, dense: bool) -> Iterator[Span]:
     half = box.sizes[axis] // 2
     yield from spans(piece, box.narrow(axis, 0, half), limit, dense=dense)
     yield from spans(piece, box.narrow(axis, half, box.sizes[axis]), limit, dense=dense)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The dense runs of a strided box: how its axes are ordered in the file, outermost first; how many elements each run has; and where
+    the runs start, [n], in bytes."""
+
+    order: tuple[int, ...]
+    elements: int
+    byte_offsets: npt.NDArray[np.int64]
+
+
+def dense_runs(piece: Piece, box: Box) -> Runs:
+    """The runs of a box that lies within a piece, in the order in which they lie in the file."""
+    strides, sizes = piece.extent.strides, box.sizes
+    order = tuple(sorted(range(len(sizes)), key=lambda axis: (-strides[axis], sizes[axis] == 1)))
+    outer, elements = list(order), 1
+    while outer and (sizes[outer[-1]] == 1 or strides[outer[-1]] == elements):
+        elements *= sizes[outer.pop()]
+    starts = np.zeros(1, np.int64)
+    for axis in outer:
+        starts = (starts[:, None] + np.arange(sizes[axis], dtype=np.int64) * strides[axis]).reshape(-1)
+    return Runs(order, elements, piece.byte_offset_of(box) + starts * piece.extent.dtype.itemsize)
 
 
 def is_row_major(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -11,7 +11,7 @@ import stat
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -37,8 +37,18 @@ class Files(Protocol):
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill the buffer with the file's bytes from `byte_offset` on. Raises CheckpointError if they are not there."""
 
+    def read_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+        """Fill the buffer with runs of equal length, one after the other, that start at these bytes of the file."""
+
     def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
         """The path under which bytes [start, start + nbytes) of a file can be read with `codecs` undone (codecs.py)."""
+
+
+def read_each_run(files: Files, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+    """`Files.read_runs` by `Files.read_into`."""
+    length = len(buffer) // len(byte_offsets)
+    for i, byte_offset in enumerate(byte_offsets):
+        files.read_into(path, byte_offset, buffer[i * length : (i + 1) * length])
 
 
 def inside(path: str, *, where: str) -> str:
@@ -176,6 +186,20 @@ class LocalFiles:
         except OSError as error:
             raise CheckpointError(f"cannot be read: {error.strerror}", where=path) from error
 
+    def read_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+        if path in self._decoded:
+            read_each_run(self, path, byte_offsets, buffer)
+            return
+        length = len(buffer) // len(byte_offsets)
+        try:
+            with self._descriptors.borrow(path) as descriptor:
+                for i, byte_offset in enumerate(byte_offsets):
+                    self._fill(descriptor, path, byte_offset, buffer[i * length : (i + 1) * length])
+        except FileNotFoundError:
+            raise missing(self, path) from None
+        except OSError as error:
+            raise CheckpointError(f"cannot be read: {error.strerror}", where=path) from error
+
     @staticmethod
     def _fill(descriptor: int, path: str, byte_offset: int, buffer: memoryview) -> None:
         done = 0
@@ -217,6 +241,9 @@ class VirtualFiles:
 
     def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
         raise CheckpointError(f"it is planned with {', '.join(codecs)}; nothing that is planned is encoded", where=path)
+
+    def read_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+        read_each_run(self, path, byte_offsets, buffer)
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """What is known of the range; bytes that are not read as 0xA5. Raises CheckpointError if none of it is known."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from reshard.errors import RequestError
@@ -64,6 +64,19 @@ class Staging:
                 done = 0
                 while done < len(buffer):
                     done += os.pwrite(descriptor, buffer[done:], byte_offset + done)
+        except OSError as error:
+            raise self._told(error) from error
+
+    def write_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+        """Put runs of equal length, which follow each other in the buffer, at these bytes of a file. Raises as `write` does."""
+        assert self._descriptors is not None
+        length = len(buffer) // len(byte_offsets)
+        try:
+            with self._descriptors.borrow(path) as descriptor:
+                for i, byte_offset in enumerate(byte_offsets):
+                    run, done = buffer[i * length : (i + 1) * length], 0
+                    while done < length:
+                        done += os.pwrite(descriptor, run[done:] if done else run, byte_offset + done)
         except OSError as error:
             raise self._told(error) from error
 

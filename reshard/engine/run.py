@@ -124,7 +124,7 @@ class Conversion:
                 yield Done(job.route.name, job.nbytes)
 
         def make_worker() -> Callable[[_Job], tuple[_Job, bytes]]:
-            worker = Worker(plan.source_files, self._itemsize, staging.write)
+            worker = Worker(plan.source_files, self._itemsize, staging.write, staging.write_runs)
 
             def perform(job: _Job) -> tuple[_Job, bytes]:
                 block = cast(worker.gather(job.source, job.box), job.route.source.dtype, job.route.target.dtype)

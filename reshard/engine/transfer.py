@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from reshard.boxes import BLOCK_ELEMENTS, Box
 from reshard.dtypes import DType
 from reshard.errors import CheckpointError
-from reshard.extents import Piece, is_row_major, spans
+from reshard.extents import Piece, dense_runs, is_row_major, span_elements, spans
 from reshard.files import Files
 from reshard.index import Tensor
 from reshard.join import rows_meeting
@@ -19,6 +19,10 @@ from reshard.shards import primary_rows
 
 Block = npt.NDArray[Any]
 Write = Callable[[str, int, memoryview], None]
+# To a path, at these byte offsets, runs of equal length that follow each other in the buffer.
+WriteRuns = Callable[[str, Sequence[int], memoryview], None]
+# Bytes from which on a run is worth a read of its own.
+_LONG = 512
 
 
 class Pieces:
@@ -46,8 +50,8 @@ class Pieces:
 class Worker:
     """The buffers of one thread: two blocks of the widest element. Reads with `files`, writes with `write`."""
 
-    def __init__(self, files: Files, itemsize: int, write: Write | None = None) -> None:
-        self._files, self._write = files, write
+    def __init__(self, files: Files, itemsize: int, write: Write | None = None, write_runs: WriteRuns | None = None) -> None:
+        self._files, self._write, self._write_runs = files, write, write_runs
         self._block = np.empty(BLOCK_ELEMENTS * itemsize, np.uint8)
         self._scratch = np.empty(BLOCK_ELEMENTS * itemsize, np.uint8)
 
@@ -75,7 +79,7 @@ class Worker:
 
     def scatter(self, block: Block, pieces: Pieces, box: Box) -> int:
         """Write the block's elements to every piece that holds some; returns how many bytes were written."""
-        assert self._write is not None
+        assert self._write is not None and self._write_runs is not None
         written = 0
         for piece, shared, _ in pieces.meeting(box):
             part = block[shared.relative_to(box.offsets).index]
@@ -83,10 +87,10 @@ class Worker:
             if part.flags.c_contiguous and is_row_major(shared.sizes, piece.extent.strides):
                 self._write(path, piece.byte_offset_of(shared), bytes_of(part))
             else:
-                for span in spans(piece, shared, self._scratch.nbytes, dense=True):
-                    staged = _array(self._scratch, span.box.sizes, piece.extent.dtype, span.strides)
-                    staged[...] = part[span.box.relative_to(shared.offsets).index]
-                    self._write(path, span.byte_offset, self._scratch.data[: span.nbytes])
+                runs = dense_runs(piece, shared)
+                ordered = part.transpose(runs.order)
+                _array(self._scratch, ordered.shape, piece.extent.dtype)[...] = ordered
+                self._write_runs(path, runs.byte_offsets.tolist(), self._scratch.data[: part.nbytes])
             written += part.nbytes
         return written
 
@@ -113,7 +117,19 @@ class Worker:
                 )
 
     def _staged(self, piece: Piece, shared: Box) -> Iterator[tuple[Box, Block]]:
-        """The shared box in parts, each read into the scratch buffer and seen through its strides."""
+        """The shared box in parts, each read into the scratch buffer and seen through its strides.
+
+        Runs that are long enough are read one by one. Of short ones with little between them everything is read, and what is between is
+        skipped.
+        """
+        runs, itemsize = dense_runs(piece, shared), piece.extent.dtype.itemsize
+        wasted = span_elements(shared.sizes, piece.extent.strides) - shared.volume
+        if runs.elements * itemsize >= _LONG or wasted > shared.volume:
+            sizes = tuple(shared.sizes[axis] for axis in runs.order)
+            self._files.read_runs(piece.extent.path, runs.byte_offsets.tolist(), self._scratch.data[: shared.volume * itemsize])
+            back = tuple(runs.order.index(axis) for axis in range(len(sizes)))
+            yield shared, _array(self._scratch, sizes, piece.extent.dtype).transpose(back)
+            return
         for span in spans(piece, shared, self._scratch.nbytes, dense=False):
             self._files.read_into(piece.extent.path, span.byte_offset, self._scratch.data[: span.nbytes])
             yield span.box, _array(self._scratch, span.box.sizes, piece.extent.dtype, span.strides)

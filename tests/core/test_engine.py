@@ -20,7 +20,7 @@ from reshard.compare import Comparison, Side, compare, fingerprint_blocks, finge
 from reshard.engine.casts import cast
 from reshard.engine.transfer import Pieces, Worker
 from reshard.errors import CheckpointError
-from reshard.files import LocalFiles
+from reshard.files import LocalFiles, read_each_run
 
 SETTINGS = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -42,6 +42,14 @@ class Recorder:
     def read_into(self, path, byte_offset, buffer):
         self.reads.append((path, byte_offset, len(buffer)))
         self._files.read_into(path, byte_offset, buffer)
+
+    def read_runs(self, path, byte_offsets, buffer):
+        read_each_run(self, path, byte_offsets, buffer)
+
+    def write_runs(self, path, byte_offsets, buffer):
+        length = len(buffer) // len(byte_offsets)
+        for i, byte_offset in enumerate(byte_offsets):
+            self.write(path, byte_offset, buffer[i * length : (i + 1) * length])
 
     def write(self, path, byte_offset, buffer):
         self.writes.append((path, byte_offset, len(buffer)))
@@ -65,7 +73,7 @@ def test_any_sharding_becomes_any_other(small_blocks, tmp_path_factory, data, sh
     target = worlds.store(root / "b", "w", values, dtype, cuts[1], transposed=target_transposed)
     emptied(root / "b")
     recorder = Recorder(root / "a", root / "b")
-    worker = Worker(recorder, dtype.itemsize, recorder.write)
+    worker = Worker(recorder, dtype.itemsize, recorder.write, recorder.write_runs)
     for box in blocks(shape):
         block = worker.gather(Pieces(source), box)
         assert np.array_equal(block, values[box.index])
