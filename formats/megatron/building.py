@@ -82,7 +82,9 @@ def begin(args: Args, hints: Hints, vocabulary_rows: int | None, where: str, *, 
     if said is None and isinstance(rows, int):
         said, asks = rows, (VOCABULARY.format(rows=rows),)
     config = {**hints.config, "vocab_size": said} if hints.config else _derived(args, said, where)
-    model = find_model(config)
+    # Layers for multi-token prediction are the run's matter: configs of DeepSeek-V3 count one that most runs do not train.
+    extra = {"num_nextn_predict_layers": args["mtp_num_layers"] or 0} if "mtp_num_layers" in args else {}
+    model = find_model({**config, **extra} if "num_nextn_predict_layers" in config else config)
     if model is None:
         raise NotUnderstoodError(
             f"the architecture {config.get('model_type')!r} is not declared",

@@ -24,24 +24,30 @@ class Sizes:
     vp: int = 1
     etp: int = 1
 
+    @property
+    def per_stage(self) -> int:
+        """How many ranks a stage has at least."""
+        return math.lcm(self.tp, self.etp * self.ep)
+
     def ranks(self) -> Iterator[RankPlace]:
         """Those ranks of a stage that write files of their own (core/parallel_state.py): one of each tensor- and expert-parallel rank."""
         seen: set[tuple[str, int, int]] = set()
-        for rank in range(math.lcm(self.tp, self.etp * self.ep)):
+        for rank in range(self.per_stage):
             tp, ep, etp = rank % self.tp, rank // self.etp % self.ep, rank % self.etp
             if ("file", tp, ep) not in seen:
-                yield RankPlace(tp, ep, etp, ("dense", tp, 0) not in seen, ("experts", ep, etp) not in seen)
+                yield RankPlace(tp, ep, etp, rank, ("dense", tp, 0) not in seen, ("experts", ep, etp) not in seen)
                 seen |= {("file", tp, ep), ("dense", tp, 0), ("experts", ep, etp)}
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """A rank's tensor-parallel rank, its expert-parallel rank, and that among the ranks that share experts. has_dense, has_experts:
-    whether it is the first that has its part of what is dense, of the experts."""
+    """A rank's tensor-parallel rank, its expert-parallel rank, that among the ranks that share experts, and its number in the stage.
+    has_dense, has_experts: whether it is the first that has its part of what is dense, of the experts."""
 
     tp: int
     ep: int
     etp: int
+    number: int = 0
     has_dense: bool = True
     has_experts: bool = True
 
@@ -160,8 +166,10 @@ def entries(model: MegatronModel, chunk: Chunk, sizes: Sizes, rank: RankPlace, s
                 yield Entry(name, _cut(name, tensor, sizes.tp, tp_rank), is_shared=shared and name == TABLE)
     for number, layer in enumerate(chunk.layers):
         yield from _layer(model, f"decoder.layers.{number}.", layer, sizes, rank, spelling)
-    if chunk.is_last:
+    # With layers for multi-token prediction the norm follows the last decoder layer, wherever that is (transformer_block.py).
+    if model.layers - 1 in chunk.layers if model.extra_layers else chunk.is_last:
         yield from (_entry(name, ends[name], sizes.tp, tp_rank) for name in ends if name.startswith("decoder."))
+    if chunk.is_last:
         for extra in range(model.extra_layers):
             yield from _extra(model, f"mtp.layers.{extra}.", extra, sizes, rank, spelling)
         if not (model.model.is_tied and chunk.is_first):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,6 +87,7 @@ def _of_model(files: Files, ranks: Sequence[Rank], topology: Topology, hints: Hi
             places = next(chunks)
             for name, stored in tensors.items():
                 place = places[name]
+                _check_stage(place, model, rank, chunk, topology, name)
                 array = _array(model, place, stored, starts[rank.pp, chunk], rank, topology, f"{name} in {rank.path}")
                 building.add("weight", array, stored, rank.path, number)
                 if place.name not in BUFFERS:
@@ -112,12 +113,26 @@ def _distributed(files: Files, rank: Rank) -> str | None:
 
 def _bucket_sizes(rank: Rank, parameters: Sequence[Parameter]) -> list[int | None]:
     """The bucket sizes that a rank may have had (distributed_data_parallel.py): stages after the first have none."""
-    data_parallel = size(rank.args, "data_parallel_size")
+    data_parallel = size(rank.args, "data_parallel_size") * size(rank.args, "context_parallel_size")
     said = rank.args.get("ddp_bucket_size")
     if type(count := rank.args.get("ddp_num_buckets")) is int and count > 0:
         said = sum(parameter.elements for parameter in parameters) // count
     known = [None, said if isinstance(said, int) else max(40_000_000, 1_000_000 * data_parallel)]
     return known[:1] if rank.pp else known
+
+
+def _check_stage(place: Place, model: MegatronModel, rank: Rank, chunk: int, topology: Topology, name: str) -> None:
+    """Raises CheckpointError for what only the first or the last chunk of the model has, in another one: folders have changed places."""
+    if place.layer is not None or model.extra_layers:
+        return
+    is_first, is_last = (rank.pp, chunk) == (0, 0), (rank.pp, chunk) == (topology.pp - 1, topology.vp - 1)
+    if not (is_first if place.name.startswith("embedding.") else is_last):
+        raise CheckpointError(
+            f"{name} is in stage {rank.pp}{f', chunk {chunk}' if topology.vp > 1 else ''}",
+            where=rank.path,
+            why="Only the first stage has embeddings, only the last one what follows the layers: stages' folders have changed places",
+            do="Copy all ranks' folders again from where the checkpoint was written",
+        )
 
 
 def _is_shared(place: Place, chunk: Iterable[Place], model: MegatronModel, rank: Rank, topology: Topology) -> bool:
@@ -138,12 +153,37 @@ def _ranks(files: Files, folder: str) -> tuple[list[Rank], Topology]:
     args = args or nemo_args(files, folder)
     topology = topology_of(args, folders, files.root)
     ranks = []
+    writers: dict[str, int] = {}
     for found in folders:
+        own = args
         if found is not folders[0]:
-            root, _ = read_rank(files, found)
+            root, own = read_rank(files, found)
+        if type(writer := own.get("rank")) is int:
+            writers[found.weights] = writer
         ranks.append(rank_of(found, root, args, coordinates(found, topology)))
     ranks.sort(key=lambda rank: (rank.pp, rank.ep, rank.tp))
+    _check_writers(ranks, writers, topology)
     return ranks, replace(topology, vp=max(len(rank.chunks) for rank in ranks))
+
+
+def _check_writers(ranks: Sequence[Rank], writers: Mapping[str, int], topology: Topology) -> None:
+    """Every file says which rank of the run wrote it, and tensor-parallel ranks are numbered first.
+
+    Raises: CheckpointError if a file is a copy of another one, or lies in another rank's folder.
+    """
+    seen: dict[int, str] = {}
+    for rank in ranks:
+        writer = writers.get(rank.path)
+        if writer is None:
+            continue
+        if writer in seen or writer % topology.tp != rank.tp:
+            raise CheckpointError(
+                f"it was written by rank {writer} of the run" + (f", as was {seen[writer]}" if writer in seen else ""),
+                where=rank.path,
+                why=f"The folder is that of tensor-parallel rank {rank.tp} of {topology.tp}: files have changed places",
+                do="Copy all ranks' folders again from where the checkpoint was written",
+            )
+        seen[writer] = rank.path
 
 
 def _is_old(rank: Rank) -> bool:

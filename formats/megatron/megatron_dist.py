@@ -135,7 +135,7 @@ def _index(files: Files, folder: str, hints: Hints) -> Index:
     optimizer = common.get("optimizer")
     if not isinstance(optimizer, list | Mapping) or ("param_state_sharding_type" in optimizer and "optimizer" not in optimizer):
         optimizer = _optimizers_of_ranks(stored)
-    steps, groups = _common_optimizer(optimizer, building.model)
+    steps, groups = _common_optimizer(optimizer, building.model, {tensor.name for tensor in tensors if tensor.role == "weight"})
     tensors.extend(steps)
     groups = groups or numbered.param_groups()
     common_file = files.size(folder + _COMMON)
@@ -211,7 +211,7 @@ def _optimizers_of_ranks(stored: Stored) -> dict[int, Any]:
     return found
 
 
-def _common_optimizer(optimizer: Any, model: MegatronModel) -> tuple[list[Tensor], tuple[ParamGroup, ...]]:
+def _common_optimizer(optimizer: Any, model: MegatronModel, stored: set[str]) -> tuple[list[Tensor], tuple[ParamGroup, ...]]:
     """The one count of steps, as every parameter's; and the param groups, whose members follow from their settings."""
     by_key = dict(enumerate(optimizer)) if isinstance(optimizer, list) else optimizer
     by_key = by_key if isinstance(by_key, Mapping) and 0 in by_key else {0: by_key}
@@ -231,7 +231,7 @@ def _common_optimizer(optimizer: Any, model: MegatronModel) -> tuple[list[Tensor
         if isinstance(step, StoredTensor):
             piece = Piece(Box.whole(step.shape), Extent(step.path, step.byte_offset, step.strides, step.dtype))
             shards = Shards.of([piece])
-            names = dict.fromkeys(part.tensor for part in own if part.role not in UNTRAINED)
+            names = dict.fromkeys(part.tensor for part in own if part.role not in UNTRAINED and part.tensor in stored)
             tensors.extend(Tensor(name, step.dtype, step.shape, "step", shards) for name in names)
     return tensors, tuple(groups)
 

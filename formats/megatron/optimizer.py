@@ -72,6 +72,7 @@ class Optimizers:
         """The optimizer of a rank's file: state by number, masters group by group. Says so in a note if the numbers stay unknown."""
         for link, states in enumerate(_chain(optimizer)):
             inner = states.get("optimizer", states)
+            inner = inner if isinstance(inner, Mapping) else {}
             groups = [group for group in inner.get("param_groups", ()) if isinstance(group, Mapping)]
             own = _of_link(parameters, groups, is_chain=isinstance(optimizer, list), link=link)
             numbers = [list(group["params"]) for group in groups if isinstance(group.get("params"), list)]

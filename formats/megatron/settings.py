@@ -160,8 +160,8 @@ def _latent(model: Model) -> dict[str, Any]:
     return found
 
 
-def ranks_settings(sizes: Sizes, chunks: Sequence[Chunk], rows: int) -> dict[str, Any]:
-    """The settings that describe the ranks. rows: of the table, padding included."""
+def ranks_settings(sizes: Sizes, chunks: Sequence[Chunk], rows: int, extra_layers: int = 0) -> dict[str, Any]:
+    """The settings that describe the ranks. rows: of the table, padding included; extra_layers: for multi-token prediction."""
     counts = [len(chunk.layers) for chunk in chunks]
     found: dict[str, Any] = {
         "tensor_model_parallel_size": sizes.tp,
@@ -183,11 +183,11 @@ def ranks_settings(sizes: Sizes, chunks: Sequence[Chunk], rows: int) -> dict[str
     }
     if len(set(counts)) == 1:
         found["num_layers_per_virtual_pipeline_stage"] = counts[0] if sizes.vp > 1 else None
-    elif sizes.vp == 1 and len(set(counts[1:-1])) <= 1:
+    elif sizes.vp == 1 and len(set(counts[1:-1])) <= 1 and 0 not in counts:
         found |= {"decoder_first_pipeline_num_layers": counts[0], "decoder_last_pipeline_num_layers": counts[-1]}
     else:
         inner = ["t" * count for count in counts]
-        inner[0], inner[-1] = "E" + inner[0], inner[-1] + "L"
+        inner[0], inner[-1] = "E" + inner[0], inner[-1] + "m" * extra_layers + "L"
         found["pipeline_model_parallel_layout"] = "|".join(inner)
     return found
 
@@ -198,7 +198,7 @@ def namespace(
     """The argparse.Namespace to be written. model: what `settings_of` says; source: the args that the source had; own: further settings,
     which come before all."""
     dtype = own["params_dtype"]
-    settings = {**_DEFAULTS, **source, **model, **ranks_settings(sizes, chunks, rows), **own}
+    settings = {**_DEFAULTS, **source, **model, **ranks_settings(sizes, chunks, rows, model.get("mtp_num_layers") or 0), **own}
     settings |= {
         "params_dtype": Name("torch", dtype),
         "bf16": dtype == "bfloat16",

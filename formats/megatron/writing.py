@@ -22,7 +22,7 @@ from reshard.torch_file import TorchFile
 from .arguments import sparse_layers
 from .chunks import Chunk, Entry, Experts, RankPlace, Sizes, Spelling, chunks_of, entries, layer_counts
 from .settings import namespace, settings_of
-from .tensors import MegatronModel
+from .tensors import UNTRAINED, MegatronModel
 
 F32 = from_torch("float32", where="")
 OPTIONS = ("vp", "etp", "stage_layers", "transformer_impl", "vocab_multiple", "distributed_optimizer", "experts")
@@ -233,11 +233,17 @@ class Writing:
         found = []
         if added := self.rows - self.model.model.dimensions["vocab"]:
             found.append(f"{added} rows of zeros pad the vocabulary to {self.rows}, as Megatron does for --tp {self.sizes.tp}")
+        if any(self.target.dtype_of(self.content.tensors[name]) != F32 for name in self._buffers):
+            found.append("the routers' score corrections are widened to fp32, as Megatron keeps them")
         if self.has_optimizer:
             found.append("load it with --no-load-rng: random states belong to the ranks of the run that they were saved in")
             if "opt_param_scheduler" not in self.content.facts.state:
                 found.append("the source has no schedule of Megatron's: load it with --override-opt-param-scheduler")
         return tuple(found)
+
+    @property
+    def _buffers(self) -> list[str]:
+        return [part.tensor for part in self.model.model.parts if part.role in UNTRAINED and part.tensor in self.content.tensors]
 
     @cached_property
     def copies(self) -> dict[str, str]:
@@ -312,11 +318,30 @@ def _model(content: Canonical) -> Model:
             "the config says use_parallel_residual, which Megatron-Core does not compute",
             why="Its layers add attention before the MLP; the weights would load and mean another model",
         )
+    _check_biases(model)
     if model.extra_layers and not any(weight.optional and weight.name in content.tensors for weight in model.weights.values()):
         without = find_model({**model.config, str(model.architecture.extra_layers): 0})
         assert without is not None
         return without
     return model
+
+
+_LINEAR = ("attention.o", "mlp.up", "mlp.down", "expert.up", "expert.down", "shared_expert.up", "shared_expert.down")
+
+
+def _check_biases(model: Model) -> None:
+    """Raises RequestError if some linear layers have biases and others have none: add_bias_linear speaks for all of them."""
+    roles: dict[str, set[str]] = {}
+    for part in model.parts:
+        roles.setdefault(part.role, set()).add(part.kind)
+    linear = [role for role in _LINEAR if "weight" in roles.get(role, ())]
+    biased = [role for role in linear if "bias" in roles[role]]
+    fused = "bias" in roles.get("attention.q", ())
+    if (biased and len(biased) < len(linear)) or (biased and "attention.q" in roles and not fused):
+        raise RequestError(
+            f"{', '.join(biased)} have biases, other linear layers of the model have none",
+            why="Megatron-Core gives biases to all linear layers or to none of them (add_bias_linear), and would miss them when loading",
+        )
 
 
 def _check_sizes(model: Model, sizes: Sizes) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from reshard.canonical import Canonical
 from reshard.dcp_files import DcpFile, written_metadata
+from reshard.errors import RequestError
 from reshard.layout import Layout, Sidecar
 from reshard.model_files import ModelFiles
 from reshard.mosaics import Mosaic
@@ -49,7 +50,14 @@ class _Sharded:
                 if rank == 0:
                     yield block, (start, *rest)
             else:
-                part = block.part(tensor.axis, tp, rank)
+                try:
+                    part = block.part(tensor.axis, tp, rank)
+                except ValueError as error:
+                    raise RequestError(
+                        f"{tp} tensor-parallel ranks cannot share it: {error}",
+                        where=self.key,
+                        do="Choose a tensor-parallel size that divides it (--tp, or --etp for experts)",
+                    ) from None
                 offsets = [start, *rest]
                 offsets[tensor.axis] += rank * part.shape[tensor.axis]
                 yield part, tuple(offsets)

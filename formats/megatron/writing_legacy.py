@@ -83,7 +83,7 @@ class _Rank:
         file = TorchFile(folder + _FILE, ranks)
         keys = ["model"] if sizes.vp == 1 else [f"model{number}" for number in range(sizes.vp)]
         root: dict[str, Any] = {
-            "args": self._writing.args(rank=0),
+            "args": self._writing.args(rank=self._stage * sizes.per_stage + self._place.number),
             "checkpoint_version": _VERSION,
             "iteration": self._writing.step,
             "num_floating_point_operations_so_far": 0,

@@ -289,6 +289,26 @@ def test_a_missing_rank_is_named(case, rank, text, tmp_path):
     refused(folder, text, model=LEGACY / case / "model")
 
 
+@pytest.mark.parametrize(
+    "case, ranks, text",
+    [
+        ("llama-tp2", ("mp_rank_00", "mp_rank_01"), "written by rank"),
+        ("llama-uneven", ("mp_rank_00_000", "mp_rank_00_002"), "changed places"),
+        ("mixtral-tp2-ep2", ("mp_rank_00_000", "mp_rank_01_000"), "written by rank"),
+    ],
+)
+def test_folders_that_have_changed_places_are_told(case, ranks, text, tmp_path):
+    folder, save = copied(case, tmp_path)
+    first, second = (save / rank for rank in ranks)
+    first.rename(save / "aside")
+    second.rename(first)
+    (save / "aside").rename(second)
+    refused(folder, text, model=LEGACY / case / "model")
+    shutil.rmtree(second)
+    shutil.copytree(first, second)
+    refused(folder, text, model=LEGACY / case / "model")
+
+
 def test_a_rank_of_a_larger_run_is_named(tmp_path):
     folder, save = copied("llama-tp2", tmp_path)
     shutil.copytree(save / "mp_rank_01", save / "mp_rank_02")
