@@ -23,7 +23,7 @@ from .building import asked_for, begin, check_model
 from .names import Place, place_of
 from .nemo import nemo_args
 from .optimizer import Optimizers, Parameter
-from .places import rank_folders
+from .places import rank_folders, unread_optimizers
 from .placing import array_of, fits, misfit
 from .ranks import Rank, Topology, coordinates, rank_of, read_rank, topology_of
 from .stages import first_layers
@@ -39,9 +39,17 @@ def read(files: Files, folder: str, hints: Hints) -> Index:
     ranks, topology = _ranks(files, folder)
     _check_one_save(ranks)
     try:
-        return _of_model(files, ranks, topology, hints)
+        return _with_unread(_of_model(files, ranks, topology, hints), unread_optimizers(files, folder))
     except NotUnderstoodError as error:
         return _as_stored(files, ranks, topology, error)
+
+
+def _with_unread(index: Index, unread: Sequence[str]) -> Index:
+    if not unread:
+        return index
+    others = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+    note = f"the optimizer's state in {unread[0]}{others} is left out: its form is not known"
+    return replace(index, facts=replace(index.facts, notes=(*index.facts.notes, note)))
 
 
 def _as_stored(files: Files, ranks: Sequence[Rank], topology: Topology, error: NotUnderstoodError) -> Index:

@@ -24,6 +24,7 @@ _FOLDER = re.compile(r"iter_\d{7,}/|release/")
 _RANK = re.compile(
     r"(?:.*/)?(?:mp_rank_(?P<tp>\d{2,})(?:_(?P<a>\d{3,}))?(?:_(?P<b>\d{3,}))?|tp_rank_(?P<tp2>\d{2,})_pp_rank_(?P<pp2>\d{3,}))/"
 )
+_UNREAD = re.compile(r"optim\.pt|layer_wise_optimizer_\d+\.pt")
 PLAIN, NEMO_CONFIG = ".metadata", "model_config.yaml"
 # Where NeMo has the weights beside other things: NeMo 2, and NeMo 1 inside a .nemo.
 _INNER = ("weights/", "model_weights/")
@@ -81,6 +82,12 @@ class RankFolder:
     tp: int
     numbers: tuple[int, ...]
     weights: str
+
+
+def unread_optimizers(files: Files, folder: str) -> list[str]:
+    """Optimizers' files that are not read: those of data-parallel ranks before 2023, and those of layer-wise optimizers."""
+    ranks = [path for path in files.list(folder) if is_rank_folder(path)]
+    return [path for rank in ranks for path in files.list(rank) if _UNREAD.fullmatch(path.removeprefix(rank))]
 
 
 def rank_folders(files: Files, folder: str) -> list[RankFolder]:

@@ -1,16 +1,20 @@
 """Megatron: any layout from any other, what lies in the files is what Megatron-Core wrote, and what does not belong together is named."""
 
 import json
+import pickle
 import re
 import shutil
+import zipfile
 from collections import Counter
 
 import pytest
 from command import reshard as run
 from places import FIXTURES, described, open_case, truth
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 import reshard
-from reshard.containers import torch_zip
+from reshard.containers import torch_frame, torch_zip
 from reshard.dcp_folder import DcpFolder
 from reshard.errors import CheckpointError, RequestError
 from reshard.files import LocalFiles
@@ -120,6 +124,30 @@ def test_a_distributed_checkpoint_has_the_keys_and_shapes_that_megatron_wrote(ca
     facts = open_case(case).index.facts.parallel
     converted(case, tmp_path / "out", "megatron-dist", optimizer=has_optimizer(case), tp=facts.get("tp", 1), ep=facts.get("ep", 1))
     assert keys(tmp_path / "out") == keys(case / "checkpoint")
+
+
+def test_what_ranks_have_in_common_may_be_an_entry(tmp_path):
+    """As Megatron-Core writes it since 2026: no common.pt, but common_state/shard_0_1, a list with the same dict. Made of a real save."""
+    case = DIST / "llama-tp2-pp2"
+    folder = shutil.copytree(case / "checkpoint", tmp_path / "copy")
+    (common,) = folder.rglob("common.pt")
+    with zipfile.ZipFile(common) as archive:
+        body = next(archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
+    assert body.startswith(b"\x80\x02") and body.endswith(b".")
+    entry = torch_frame.frame("archive", b"\x80\x02]" + body[2:-1] + b"a.", ())
+    path = common.with_name("__9_0.distcp")
+    path.write_bytes(b"".join(data for _, data in entry.literals))
+    metadata = common.with_name(".metadata")
+    said = pickle.loads(metadata.read_bytes())
+    said.state_dict_metadata["common_state/shard_0_1"] = BytesStorageMetadata()
+    said.storage_data[MetadataIndex("common_state/shard_0_1")] = _StorageInfo(path.name, 0, entry.nbytes)
+    metadata.write_bytes(pickle.dumps(said))
+    common.unlink()
+    (common.parent / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    found = reshard.open(folder, model=case / "model")
+    assert contents(found, {role for _, role in truth(case)}) == truth(case) and found.index.facts.step == 2
+    (common.parent / path.name).unlink()
+    refused(folder, "__9_0.distcp|common", model=case / "model")
 
 
 def keys(folder):
@@ -362,6 +390,15 @@ def test_masters_that_a_distributed_save_has_shifted_are_left_out(tmp_path):
     assert any("left out" in note and "model.norm" in note for note in found.index.facts.notes)
     with pytest.raises(RequestError, match="no optimizer state"):
         reshard.plan(found, to="dcp", optimizer=True)
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_000_001/optim.pt", "mp_rank_00/layer_wise_optimizer_1.pt"])
+def test_an_optimizer_that_is_not_read_is_told(name, tmp_path):
+    folder, save = copied("llama-tp2", tmp_path)
+    (save / name).parent.mkdir(exist_ok=True)
+    (save / name).write_bytes(b"whatever")
+    (note,) = reshard.open(folder, vocab_size=50).index.facts.notes
+    assert name in note and "left out" in note
 
 
 def test_a_tracker_that_names_nothing_is_told(tmp_path):
