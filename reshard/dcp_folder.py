@@ -94,6 +94,13 @@ def _metadata(files: Files, folder: str) -> DcpMetadata:
         return dcp_metadata.parse(read_whole(files, folder + METADATA, limit=_METADATA_LIMIT), where=folder + METADATA)
     # Saved without collectives: each rank wrote its own.
     parts = [path for path in files.list(folder) if is_rank_metadata(path.removeprefix(folder))]
+    if not parts:
+        raise CheckpointError(
+            f"there is no {METADATA}",
+            where=f"{files.root}/{folder}",
+            why="It says where every tensor lies, and is written last (or the file was lost in a copy that skips dot files)",
+            do="Copy it from where the checkpoint was written, or take an earlier checkpoint",
+        )
     return dcp_metadata.merge([dcp_metadata.parse(read_whole(files, path, limit=_METADATA_LIMIT), where=path) for path in parts])
 
 

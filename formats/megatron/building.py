@@ -22,6 +22,7 @@ from .tensors import UNTRAINED, MegatronModel
 
 # What only the user knows, and how to say it.
 VOCABULARY = "the true size of the vocabulary (--vocab-size N, or --model DIR with the model's config): rows up to {rows} are padding"
+_MOST_LAYERS = 100_000
 
 
 @dataclass(slots=True)
@@ -76,6 +77,8 @@ def begin(args: Args, hints: Hints, vocabulary_rows: int | None, where: str, *, 
     Raises: NotUnderstoodError if the settings describe no model that is declared.
     """
     check_supported(args, where)
+    if isinstance(layers := args.get("num_layers"), int) and layers > _MOST_LAYERS:
+        raise CheckpointError(f"the run's settings claim {layers:,} layers", where=where, do="Get the checkpoint from a source you trust")
     rows = vocabulary_rows or args.get("padded_vocab_size")
     said = hints.vocabulary or (hints.config or {}).get("vocab_size")
     asks: tuple[str, ...] = ()

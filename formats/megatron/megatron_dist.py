@@ -45,14 +45,14 @@ from .building import asked_for, begin, check_complete, check_model
 from .checks import without_strange_masters
 from .names import IGNORED, place_of, without_wrappers
 from .nemo import nemo_args
-from .places import METADATA, PLAIN, save_folder
+from .places import COMMON, METADATA, PLAIN, save_folder
 from .placing import flat_sections, misfit
 from .tensors import TABLE, UNTRAINED, MegatronModel, MegatronTensor, respelled
 from .writing import OPTIONS
 from .writing_dist import lay_out
 from .zarr import ZarrFolder
 
-_COMMON, _COMMON_ENTRY = "common.pt", "common_state/shard_0_1"
+_COMMON_ENTRY = "common_state/shard_0_1"
 _OPTIMIZER = re.compile(
     r"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>[a-z0-9_]+)\.(?P<key>(?:(?:module|model)\.)*(?:embedding|decoder|output_layer|mtp)\..*)"
 )
@@ -88,6 +88,8 @@ class MegatronDist:
         if f"{folder}{METADATA}" in listing:
             return f"{folder}{METADATA}"
         path = f"{folder}{PLAIN}"
+        if path in listing and f"{folder}{COMMON}" in listing:
+            return path
         return path if path in listing and plain_dcp.is_megatrons(files, path) else None
 
     def read(self, files: Files, hints: Hints) -> Index:
@@ -118,10 +120,10 @@ def _index(files: Files, folder: str, hints: Hints) -> Index:
     args = plain_args(common.get("args")) or nemo_args(files, folder)
     table = next((item for key, item in stored.metadata.tensors.items() if without_wrappers(key) == TABLE), None)
     try:
-        building = begin(args, hints, table.shape[0] if table and table.shape else None, folder + _COMMON)
+        building = begin(args, hints, table.shape[0] if table and table.shape else None, folder + COMMON)
     except NotUnderstoodError as error:
         return _as_stored(stored, backend, error)
-    check_model(building.model.model, args, folder + _COMMON)
+    check_model(building.model.model, args, folder + COMMON)
     tensors: list[Tensor] = []
     for key, item in stored.metadata.tensors.items():
         tensors.extend(_tensors(building.model, stored, key, item, building.shapes))
@@ -138,8 +140,8 @@ def _index(files: Files, folder: str, hints: Hints) -> Index:
     steps, groups = _common_optimizer(optimizer, building.model, {tensor.name for tensor in tensors if tensor.role == "weight"})
     tensors.extend(steps)
     groups = groups or numbered.param_groups()
-    common_file = files.size(folder + _COMMON)
-    own = (StoredFile(folder + _COMMON, common_file),) if common_file is not None else ()
+    common_file = files.size(folder + COMMON)
+    own = (StoredFile(folder + COMMON, common_file),) if common_file is not None else ()
     iteration = common.get("iteration", common.get("global_step"))
     plain = {key: value for key, value in common.items() if is_plain(value)}
     plain["args"] = {key: value for key, value in args.items() if is_plain(value)}
@@ -171,6 +173,13 @@ _PLAIN = "torch_dcp"
 
 def _backend(files: Files, folder: str) -> str:
     if files.size(folder + METADATA) is None:
+        if files.size(folder + COMMON) is not None:
+            raise CheckpointError(
+                f"there is a {COMMON} and no {METADATA}",
+                where=f"{files.root}/{folder}",
+                why=f"Megatron-Core writes {METADATA} last, so this save was not finished (or the file was lost)",
+                do="Copy it from where the checkpoint was written, or take an earlier checkpoint",
+            )
         return _PLAIN
     try:
         said = json.loads(read_whole(files, folder + METADATA, limit=1 << 16))
@@ -183,7 +192,7 @@ def _backend(files: Files, folder: str) -> str:
 
 def _common(files: Files, stored: Stored) -> Mapping[str, Any]:
     """What all ranks agree on: a file of its own, or since 2026 an entry."""
-    path = stored.prefix + _COMMON
+    path = stored.prefix + COMMON
     if files.size(path) is not None:
         found = torch_zip.read(files, path)
     elif (entry := stored.metadata.objects.get(_COMMON_ENTRY)) is not None:
@@ -191,7 +200,7 @@ def _common(files: Files, stored: Stored) -> Mapping[str, Any]:
         found = found[0] if isinstance(found, list) and found else found
     else:
         raise CheckpointError(
-            f"there is neither {_COMMON} nor an entry {_COMMON_ENTRY}",
+            f"there is neither {COMMON} nor an entry {_COMMON_ENTRY}",
             where=files.root,
             why="It holds the run's settings, without which fused weights cannot be told apart",
             do="Copy it from where the checkpoint was written",

@@ -25,7 +25,7 @@ _RANK = re.compile(
     r"(?:.*/)?(?:mp_rank_(?P<tp>\d{2,})(?:_(?P<a>\d{3,}))?(?:_(?P<b>\d{3,}))?|tp_rank_(?P<tp2>\d{2,})_pp_rank_(?P<pp2>\d{3,}))/"
 )
 _UNREAD = re.compile(r"optim\.pt|layer_wise_optimizer_\d+\.pt")
-PLAIN, NEMO_CONFIG = ".metadata", "model_config.yaml"
+PLAIN, COMMON, NEMO_CONFIG = ".metadata", "common.pt", "model_config.yaml"
 # Where NeMo has the weights beside other things: NeMo 2, and NeMo 1 inside a .nemo.
 _INNER = ("weights/", "model_weights/")
 WEIGHTS = ("model_optim_rng.pt", "model_rng.pt", "model_weights.ckpt")
@@ -43,7 +43,7 @@ def save_folder(files: Files) -> str | None:
     listing = files.list()
     if METADATA in listing or any(map(is_rank_folder, listing)) or {WEIGHTS[-1], NEMO_CONFIG} <= set(listing):
         return ""
-    if PLAIN in listing and _FOLDER.fullmatch(files.root.rstrip("/").rpartition("/")[2] + "/"):
+    if PLAIN in listing and (COMMON in listing or _FOLDER.fullmatch(files.root.rstrip("/").rpartition("/")[2] + "/")):
         return ""
     for folder in _INNER:
         if folder in listing and METADATA in (path.removeprefix(folder) for path in files.list(folder)):

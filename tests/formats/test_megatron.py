@@ -401,6 +401,13 @@ def test_an_optimizer_that_is_not_read_is_told(name, tmp_path):
     assert name in note and "left out" in note
 
 
+@pytest.mark.parametrize("name, text", [("metadata.json", "no metadata.json.*not finished"), (".metadata", "no .metadata")])
+def test_a_distributed_save_that_was_not_finished_is_told(name, text, tmp_path):
+    folder = shutil.copytree(DIST / "llama-tp2-pp2" / "checkpoint", tmp_path / "copy")
+    next(folder.rglob(name)).unlink()
+    refused(folder, text)
+
+
 def test_a_tracker_that_names_nothing_is_told(tmp_path):
     folder, save = copied("llama-tp2", tmp_path)
     (folder / "latest_checkpointed_iteration.txt").write_text("7")
