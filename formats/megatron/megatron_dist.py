@@ -127,11 +127,11 @@ def _index(files: Files, folder: str, hints: Hints) -> Index:
     tensors: list[Tensor] = []
     for key, item in stored.metadata.tensors.items():
         tensors.extend(_tensors(building.model, stored, key, item, building.shapes))
-    numbered = plain_dcp.Numbered(stored, building.model, args)
-    for kind, array, item in numbered.arrays():
+    numbered = plain_dcp.Numbered(stored, building.model, args) if backend == _PLAIN else None
+    for kind, array, item in numbered.arrays() if numbered else ():
         if item.shape == array.shape:
             tensors.extend(_found(stored, item, _in_chunks(array, item), building.shapes, kind))
-    tensors.extend(numbered.steps())
+    tensors.extend(numbered.steps() if numbered else ())
     tensors.extend(bucket_space.read(stored, building.model, args, building.shapes))
     check_complete(building.model.model, tensors, files.root, with_optimizer=False)
     optimizer = common.get("optimizer")
@@ -139,7 +139,7 @@ def _index(files: Files, folder: str, hints: Hints) -> Index:
         optimizer = _optimizers_of_ranks(stored)
     steps, groups = _common_optimizer(optimizer, building.model, {tensor.name for tensor in tensors if tensor.role == "weight"})
     tensors.extend(steps)
-    groups = groups or numbered.param_groups()
+    groups = numbered.param_groups() if numbered else groups
     common_file = files.size(folder + COMMON)
     own = (StoredFile(folder + COMMON, common_file),) if common_file is not None else ()
     iteration = common.get("iteration", common.get("global_step"))
@@ -148,7 +148,7 @@ def _index(files: Files, folder: str, hints: Hints) -> Index:
     facts = RunFacts(
         producer="Megatron-Core",
         version=backend,
-        notes=tuple(numbered.notes),
+        notes=tuple(numbered.notes) if numbered else (),
         step=iteration if type(iteration) is int else None,
         config=building.config,
         state=plain,

@@ -71,9 +71,7 @@ class Optimizers:
     def read_plain(self, optimizer: Any, parameters: Sequence[Parameter], path: str, rank: int) -> None:
         """The optimizer of a rank's file: state by number, masters group by group. Says so in a note if the numbers stay unknown."""
         for link, states in enumerate(_chain(optimizer)):
-            inner = states.get("optimizer", states)
-            inner = inner if isinstance(inner, Mapping) else {}
-            groups = [group for group in inner.get("param_groups", ()) if isinstance(group, Mapping)]
+            inner, groups = _inner(states)
             own = _of_link(parameters, groups, is_chain=isinstance(optimizer, list), link=link)
             numbers = [list(group["params"]) for group in groups if isinstance(group.get("params"), list)]
             state = inner.get("state")
@@ -102,7 +100,7 @@ class Optimizers:
         for link, held in enumerate(chain):
             if not isinstance(held, Mapping):
                 continue  # of another rank's file
-            groups = settings[link].get("optimizer", {}).get("param_groups", []) if link < len(settings) else []
+            _, groups = _inner(settings[link]) if link < len(settings) else ({}, [])
             own = _of_link(parameters, groups, is_chain=isinstance(buffers, list), link=link)
             for position, group in enumerate(groups):
                 self._list(link, position, group, [p for p in own if _key(p, groups) == _group_key(group)])
@@ -162,6 +160,14 @@ class Optimizers:
 def _chain(optimizer: Any) -> Iterator[Mapping[str, Any]]:
     found = optimizer if isinstance(optimizer, list) else [optimizer]
     yield from (each if isinstance(each, Mapping) else {} for each in found)
+
+
+def _inner(states: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
+    """torch's state dict inside of Megatron's, or the one that is there alone; and its param groups."""
+    inner = states.get("optimizer", states)
+    inner = inner if isinstance(inner, Mapping) else {}
+    listed = inner.get("param_groups")
+    return inner, [group for group in listed if isinstance(group, Mapping)] if isinstance(listed, list) else []
 
 
 def _of_link(parameters: Sequence[Parameter], groups: Sequence[Mapping[str, Any]], *, is_chain: bool, link: int) -> list[Parameter]:
