@@ -63,6 +63,15 @@ class Mosaic:
         tile = Tile(name, box, (0,) * len(box.sizes), tuple(range(len(box.sizes))))
         return cls(box.sizes, (tile,) if box.volume else ())
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The canonical tensors of which it holds something, in the order in which they lie."""
+        return tuple(dict.fromkeys(tile.name for tile in self.tiles))
+
+    def renamed(self, new: Callable[[str], str]) -> Mosaic:
+        """The same array of tensors that have other names."""
+        return Mosaic(self.shape, tuple(Tile(new(tile.name), tile.box, tile.at, tile.axes) for tile in self.tiles))
+
     def cut(self, axis: int, start: int, stop: int) -> Mosaic:
         """The slice start..stop along an axis."""
         found = (tile.cut(axis, start, stop) for tile in self.tiles)

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.containers.dcp_metadata import TensorItem
-from reshard.dcp_folder import DcpFolder
 from reshard.errors import CheckpointError
 from reshard.index import Tensor
 from reshard.mosaics import Mosaic
@@ -26,19 +25,18 @@ from reshard.shards import Shards, concatenated, in_memory
 from reshard.stored import Section
 
 from .arguments import Args, size
-from .buckets import places_in_buckets
+from .buckets import KINDS, places_in_buckets
 from .chunks import Entry, Sizes, Spelling, chunks_of, entries
 from .placing import flat_sections
 from .stages import counts_of
 from .tensors import MegatronModel
 from .writing import experts_of
-from .zarr import ZarrFolder
+from .zarr import Stored
 
 _KEY = re.compile(
     r"(?:chained_(?P<link>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)\."
     r"dtype_\((?:torch\.)?(?P<dtype>\w+), [\w.]+\)\.bucket_idx_(?P<bucket>\d+)\.(?P<kind>param|exp_avg|exp_avg_sq)"
 )
-_KINDS = {"param": "master_param"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ class _Buffer:
     kinds: Mapping[str, Sequence[TensorItem]]
 
 
-def read(stored: DcpFolder | ZarrFolder, model: MegatronModel, args: Args, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Tensor]:
+def read(stored: Stored, model: MegatronModel, args: Args, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Tensor]:
     """Masters and moments of every parameter.
 
     Raises: CheckpointError if the buckets are not those of the parameters that the settings describe.
@@ -89,11 +87,11 @@ def read(stored: DcpFolder | ZarrFolder, model: MegatronModel, args: Args, shape
                     found.setdefault((name, kind), []).append(shards)
     items = {kind: items[0].dtype for buffer in buffers for kind, items in buffer.kinds.items()}
     for (name, kind), parts in found.items():
-        role, known = state_role(name, name, _KINDS.get(kind, kind))
+        role, known = state_role(name, name, KINDS[kind])
         yield Tensor(known, items[kind], shapes[name], role, concatenated(parts))
 
 
-def _buffers(stored: DcpFolder | ZarrFolder) -> Iterator[_Buffer]:
+def _buffers(stored: Stored) -> Iterator[_Buffer]:
     listed: dict[tuple[Any, ...], dict[str, dict[int, TensorItem]]] = {}
     for key, item in stored.metadata.tensors.items():
         if match := _KEY.fullmatch(key):
@@ -104,7 +102,7 @@ def _buffers(stored: DcpFolder | ZarrFolder) -> Iterator[_Buffer]:
 
 
 def _placed(
-    stored: DcpFolder | ZarrFolder, buffers: Sequence[_Buffer], parameters: Sequence[tuple[int, Entry]], where: str
+    stored: Stored, buffers: Sequence[_Buffer], parameters: Sequence[tuple[int, Entry]], where: str
 ) -> Iterator[tuple[str, str, Shards]]:
     """(canonical name, kind, pieces) of every parameter in the buffers of a rank, which follow each other as the chunks do."""
     chunks = [[entry for number, entry in parameters if number == chunk] for chunk in dict.fromkeys(number for number, _ in parameters)]

@@ -11,7 +11,7 @@ from typing import Literal
 from reshard.errors import RequestError
 from reshard.mosaics import Mosaic
 
-from .tensors import BUFFERS, HEAD, TABLE, MegatronModel, MegatronTensor, Tensors
+from .tensors import BUFFERS, TABLE, MegatronModel, MegatronTensor, Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +112,6 @@ class Entry:
     @property
     def is_parameter(self) -> bool:
         return self.array is not None and not any(self.name.endswith(buffer) for buffer in BUFFERS)
-
-    @property
-    def is_end(self) -> bool:
-        return self.name in (TABLE, HEAD)
 
 
 _DOWN = re.compile(r"self_attention\.linear_(q|kv)_down_proj\.")

@@ -19,7 +19,6 @@ from itertools import product
 from typing import Any
 
 from reshard.adapter import Hints
-from reshard.architecture import Part
 from reshard.boxes import Box
 from reshard.canonical import Canonical
 from reshard.containers import torch_zip
@@ -47,10 +46,10 @@ from .names import IGNORED, place_of, without_wrappers
 from .nemo import nemo_args
 from .places import COMMON, METADATA, PLAIN, save_folder
 from .placing import flat_sections, misfit
-from .tensors import TABLE, UNTRAINED, MegatronModel, MegatronTensor, respelled
+from .tensors import MASTERS, TABLE, UNTRAINED, MegatronModel, MegatronTensor, is_decayed, respelled
 from .writing import OPTIONS
 from .writing_dist import lay_out
-from .zarr import ZarrFolder
+from .zarr import Stored, ZarrFolder
 
 _COMMON_ENTRY = "common_state/shard_0_1"
 _OPTIMIZER = re.compile(
@@ -68,10 +67,6 @@ _DEGREES = {
 }
 # Where a gate and its other half are stored apart.
 _HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias))_(w|v)")
-_MASTERS = {"param": "master_param", "fp32_param": "master_param"}
-
-
-Stored = DcpFolder | ZarrFolder
 
 
 class MegatronDist:
@@ -232,7 +227,9 @@ def _common_optimizer(optimizer: Any, model: MegatronModel, stored: set[str]) ->
         listed = [group for group in inner.get("param_groups", ()) if isinstance(group, Mapping)]
         own = [part for part in model.model.parts if len(links) == 1 or (part.expert is not None) is bool(number)]
         for group in listed:
-            names = dict.fromkeys(part.tensor for part in own if _is_decayed(part) is (group.get("wd_mult", 1.0) != 0))
+            names = dict.fromkeys(
+                part.tensor for part in own if is_decayed(part.kind, part.array.shape) is (group.get("wd_mult", 1.0) != 0)
+            )
             settings = {str(key): value for key, value in group.items() if key != "params" and is_plain(value)}
             groups.append(ParamGroup(tuple(names), settings))
         state = inner.get("state")
@@ -243,10 +240,6 @@ def _common_optimizer(optimizer: Any, model: MegatronModel, stored: set[str]) ->
             names = dict.fromkeys(part.tensor for part in own if part.role not in UNTRAINED and part.tensor in stored)
             tensors.extend(Tensor(name, step.dtype, step.shape, "step", shards) for name in names)
     return tensors, tuple(groups)
-
-
-def _is_decayed(part: Part) -> bool:
-    return len(part.array.shape) > 1 and part.kind != "bias"
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +279,7 @@ def _tensors(model: MegatronModel, stored: Stored, key: str, item: TensorItem, s
     state = _OPTIMIZER.fullmatch(key)
     if IGNORED.fullmatch(key) or (state is None and key.startswith(_RUN)):
         return
-    kind = _MASTERS.get(state["kind"], state["kind"]) if state else None
+    kind = MASTERS.get(state["kind"], state["kind"]) if state else None
     weight = stored.metadata.tensors.get(state["key"]) if state else None
     if weight is not None and kind and len(item.shape) == len(weight.shape) + 1:
         yield from _flattened(model, stored, _meaning(weight.fqn), weight, item, shapes, kind)

@@ -21,12 +21,12 @@ from reshard.mosaics import Mosaic
 from reshard.optimizers import is_plain, state_role
 from reshard.state_dicts import is_tensor
 
-from .buckets import Held, starts
+from .buckets import KINDS, Held, starts
 from .building import Building
 from .placing import view
+from .tensors import is_decayed
 
 _MASTERS = "fp32_from_fp16_params"
-_FLAT = {"param": "master_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +54,7 @@ class Parameter:
 
     @property
     def is_decayed(self) -> bool:
-        return len(self.shape) > 1 and not self.name.endswith(".bias")
+        return is_decayed(self.name, self.shape)
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ class Optimizers:
             return
         for parameter, start in zip(own, next(iter(fitting)), strict=True):
             kept = {}
-            for key, kind in _FLAT.items():
+            for key, kind in KINDS.items():
                 if is_tensor(arrays.get(key)):
                     kept[kind] = view(arrays[key], start, parameter.shape, row_major(parameter.shape))
             self._add(parameter, kept, path, rank)
@@ -132,7 +132,7 @@ class Optimizers:
         plain = {str(key): value for key, value in group.items() if key != "params" and is_plain(value)}
         names, _ = self.groups.setdefault((link, position), ({}, plain))
         for member in members:
-            names.update(dict.fromkeys(tile.name for tile in member.array.tiles))
+            names.update(dict.fromkeys(member.array.names))
 
     def _add_all(self, found: Sequence[tuple[Parameter, Mapping[str, Any]]], path: str, rank: int) -> None:
         for parameter, kept in found:
@@ -146,7 +146,7 @@ class Optimizers:
             if stored.shape == parameter.shape:
                 self._add_array(parameter.array, kind, stored, path, rank)
                 continue
-            for name in dict.fromkeys(tile.name for tile in parameter.array.tiles):
+            for name in parameter.array.names:
                 role, known = state_role(name, name, kind)
                 local = LocalTensor(stored.dtype, stored.shape, ((Box.whole(stored.shape), stored),))
                 self.building.collector.add(role, known, local, path, rank)

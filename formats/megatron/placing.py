@@ -24,7 +24,7 @@ def array_of(tensor: MegatronTensor, stored: Shape, tp: int, rank: int, where: s
     What Megatron cuts in one version and keeps whole in another (MLA's down projections) is told apart by its shape.
     Raises: CheckpointError if it is neither.
     """
-    if tensor.axis is not None and tp > 1 and stored == tensor.whole.shape:
+    if tensor.axis is not None and tp > 1 and stored == tensor.shape:
         return tensor.whole
     try:
         array = tensor.of_rank(tp, rank)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.containers.dcp_metadata import TensorItem
-from reshard.dcp_folder import DcpFolder
 from reshard.files import Files, read_whole
 from reshard.index import ParamGroup, Tensor
 from reshard.mosaics import Mosaic
@@ -20,9 +19,9 @@ from reshard.optimizers import is_plain, state_role
 from .arguments import Args
 from .chunks import Entry, RankPlace, Sizes, Spelling, chunks_of, entries
 from .names import without_wrappers
-from .tensors import MegatronModel
+from .tensors import MegatronModel, is_decayed
 from .writing import experts_of
-from .zarr import ZarrFolder
+from .zarr import Stored
 
 _STATE = re.compile(r"optimizer\.(?:optimizer\.)?state\.(\d+)\.([a-z0-9_]+)")
 _MASTER = re.compile(r"optimizer\.fp32_from_fp16_params\.(\d+)\.(\d+)")
@@ -37,7 +36,7 @@ def is_megatrons(files: Files, path: str) -> bool:
     return (files.size(path) or 0) <= _LIMIT and _SIGN in read_whole(files, path, limit=_LIMIT)
 
 
-def common(stored: DcpFolder | ZarrFolder) -> dict[str, Any]:
+def common(stored: Stored) -> dict[str, Any]:
     """What all ranks agree on: entries of the root, and the schedule's."""
     objects = stored.metadata.objects
     found = {key: stored.value(objects[key]) for key in _COMMON if key in objects}
@@ -50,7 +49,7 @@ def common(stored: DcpFolder | ZarrFolder) -> dict[str, Any]:
 class Numbered:
     """The numbered optimizer of such a folder. notes: why its state is left out, if it is."""
 
-    def __init__(self, stored: DcpFolder | ZarrFolder, model: MegatronModel, args: Args) -> None:
+    def __init__(self, stored: Stored, model: MegatronModel, args: Args) -> None:
         self._stored, self._tensors = stored, stored.metadata.tensors
         self.notes: list[str] = []
         self._groups = self._param_groups()
@@ -73,7 +72,7 @@ class Numbered:
     def param_groups(self) -> tuple[ParamGroup, ...]:
         found = []
         for group, members in zip(self._groups, self._members, strict=False):
-            names = dict.fromkeys(tile.name for entry in members if entry.array for tile in entry.array.tiles)
+            names = dict.fromkeys(name for entry in members if entry.array for name in entry.array.names)
             found.append(ParamGroup(tuple(names), {key: value for key, value in group.items() if key != "params" and is_plain(value)}))
         return tuple(found)
 
@@ -95,7 +94,7 @@ class Numbered:
         """The counts of steps, one for all that is fused in a parameter."""
         for kind, array, item in self.arrays():
             if item.shape != array.shape:
-                for name in dict.fromkeys(tile.name for tile in array.tiles):
+                for name in array.names:
                     role, known = state_role(name, name, kind)
                     yield Tensor(known, item.dtype, item.shape, role, self._stored.shards(item))
 
@@ -108,4 +107,4 @@ class Numbered:
 
 
 def _is_decayed(entry: Entry) -> bool:
-    return entry.array is not None and len(entry.array.shape) > 1 and not entry.name.endswith(".bias")
+    return entry.array is not None and is_decayed(entry.name, entry.array.shape)

@@ -31,7 +31,12 @@ class MegatronTensor:
 
     blocks: tuple[Mosaic, ...]
     axis: int | None
-    optional: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        first = self.blocks[0].shape
+        return (sum(block.shape[0] for block in self.blocks), *first[1:])
 
     @property
     def whole(self) -> Mosaic:
@@ -46,7 +51,7 @@ class MegatronTensor:
     @property
     def tensors(self) -> tuple[str, ...]:
         """The canonical tensors of which it holds something."""
-        return tuple(dict.fromkeys(tile.name for block in self.blocks for tile in block.tiles))
+        return tuple(dict.fromkeys(name for block in self.blocks for name in block.names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,13 @@ _EXTRA = (
     _Row("final_layernorm.{kind}", "whole", ("extra.final_norm",)),
 )
 Tensors = Mapping[str, MegatronTensor]
+# What the distributed optimizer and the plain one call a full-precision copy.
+MASTERS = {"param": "master_param", "fp32_param": "master_param"}
+
+
+def is_decayed(name: str, shape: Sequence[int]) -> bool:
+    """Whether weight decay applies to a parameter: not to vectors and biases (optimizer/__init__.py, _get_param_groups)."""
+    return len(shape) > 1 and not name.endswith("bias")
 
 
 class MegatronModel:
@@ -184,7 +196,7 @@ class MegatronModel:
                 axis = _axis(row.how, arrays[0])
                 if row.how == "groups":
                     arrays = self._fused(arrays)
-                found[row.name.format(kind=kind)] = MegatronTensor(arrays, axis, members[0].optional)
+                found[row.name.format(kind=kind)] = MegatronTensor(arrays, axis)
         return found
 
     def _fused(self, arrays: tuple[Mosaic, ...]) -> tuple[Mosaic, ...]:

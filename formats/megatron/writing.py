@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ from reshard.containers.pickle_writer import Instance
 from reshard.dtypes import DType, from_torch
 from reshard.errors import RequestError
 from reshard.index import ParamGroup
-from reshard.mosaics import Mosaic, Tile
+from reshard.mosaics import Mosaic
 from reshard.optimizers import is_plain, parameter_and_kind
 from reshard.plans import Target
 from reshard.stored import count
@@ -157,7 +157,7 @@ class Writing:
 
     def dtype_of(self, array: Mosaic) -> DType:
         """The element type that a tensor is stored with. Raises RequestError if its parts have different ones."""
-        names = dict.fromkeys(tile.name for tile in array.tiles)
+        names = array.names
         kinds = {self.target.dtype_of(self.content.tensors[name]) for name in names}
         if len(kinds) > 1:
             raise RequestError(
@@ -174,7 +174,7 @@ class Writing:
         Raises: RequestError if a weight has none, or others than what is fused with it.
         """
         # A rank's part of the table may be nothing but padding.
-        names = list(dict.fromkeys(tile.name for tile in array.tiles)) or [next(iter(self.states))]
+        names = array.names or (next(iter(self.states)),)
         if lost := [name for name in names if name not in self.states]:
             raise RequestError(
                 "the optimizer keeps nothing of it",
@@ -194,7 +194,7 @@ class Writing:
 
     def state_array(self, array: Mosaic, kind: str) -> Mosaic:
         """The same array of what the optimizer keeps."""
-        return Mosaic(array.shape, tuple(replace_name(tile, self.states[tile.name][kind]) for tile in array.tiles))
+        return array.renamed(lambda name: self.states[name][kind])
 
     def group_settings(self, names: Sequence[str], *, is_decayed: bool, is_expert: bool) -> dict[str, Any]:
         """A param group's settings: those of the source's group that the first of these parameters is in."""
@@ -256,10 +256,6 @@ class Writing:
             if part.role in ("extra.embedding", "extra.head") and part.tensor in self.content.tensors:
                 found[part.tensor] = ends[part.role.removeprefix("extra.")]
         return found
-
-
-def replace_name(tile: Tile, name: str) -> Tile:
-    return replace(tile, name=name)
 
 
 def vocabulary_multiple(target: Target, args: Mapping[str, Any]) -> int:

@@ -24,7 +24,7 @@ from reshard.torch_file import TorchFile
 
 from .chunks import Chunk, RankPlace, Spelling
 from .places import METADATA, TRACKER
-from .tensors import BUFFERS, MegatronTensor
+from .tensors import BUFFERS, MegatronTensor, is_decayed
 from .writing import F32, Writing, begin_writing
 
 _COMMON = "common.pt"
@@ -97,7 +97,7 @@ def _add_chunk(writing: Writing, file: DcpFile, chunk: Chunk, place: RankPlace) 
         parts = each.parts(writing.sizes.etp, place.etp) if each.is_expert else each.parts(writing.sizes.tp, place.tp)
         counts = tuple(count for _, count in each.lead)
         for array, offsets in parts:
-            _add_array(writing, file, each, array, (*(number for number, _ in each.lead), *offsets), (*counts, *each.tensor.whole.shape))
+            _add_array(writing, file, each, array, (*(number for number, _ in each.lead), *offsets), (*counts, *each.tensor.shape))
     for key in _states(writing, chunk, place):
         file.add_object(key, [None])
 
@@ -200,7 +200,7 @@ def _optimizer(writing: Writing, file: TorchFile, copies: dict[str, str]) -> Any
         for each in (each for ep_rank in range(writing.sizes.ep) for each in _sharded(writing, chunk, ep_rank)):
             if each.is_parameter:
                 own = by_expert.setdefault(each.is_expert and writing.sizes.ep > 1, {True: [], False: []})
-                own[len(each.tensor.whole.shape) > 1 and not each.key.endswith(".bias")].extend(each.tensor.tensors)
+                own[is_decayed(each.key, each.tensor.shape)].extend(each.tensor.tensors)
     if not writing.is_distributed and not writing.has_masters:
         # The weights are their own full-precision copies.
         copies.update({kinds["master_param"]: name for name, kinds in writing.states.items()})

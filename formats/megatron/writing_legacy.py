@@ -23,14 +23,14 @@ from reshard.plans import Target
 from reshard.stored import Section, StoredTensor
 from reshard.torch_file import TorchFile
 
-from .buckets import Held, starts
+from .buckets import KINDS, Held, starts
 from .chunks import Chunk, Entry, RankPlace
 from .places import TRACKER
+from .tensors import is_decayed
 from .writing import F32, Writing, begin_writing
 
 _FILE, _DISTRIBUTED = "model_optim_rng.pt", "distrib_optim.pt"
 _VERSION = 3.0
-_FLAT = {"param": "master_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 def lay_out(content: Canonical, target: Target, companions: ModelFiles) -> Layout:
@@ -58,12 +58,8 @@ class _Parameter:
     dtype: DType
 
     @property
-    def names(self) -> list[str]:
-        return list(dict.fromkeys(tile.name for tile in self.array.tiles))
-
-    @property
     def is_decayed(self) -> bool:
-        return len(self.array.shape) > 1 and not self.entry.name.endswith(".bias")
+        return is_decayed(self.entry.name, self.array.shape)
 
 
 class _Rank:
@@ -123,12 +119,12 @@ class _Rank:
     def _groups(self, members: Sequence[_Parameter], *, is_expert: bool) -> list[tuple[dict[str, Any], list[_Parameter]]]:
         """The param groups: what is decayed, and what is not. Every rank has both, even if one is empty."""
         found = []
-        for is_decayed in (True, False):
-            own = [member for member in members if member.is_decayed is is_decayed]
-            if not own and (is_expert and not is_decayed):
+        for decayed in (True, False):
+            own = [member for member in members if member.is_decayed is decayed]
+            if not own and (is_expert and not decayed):
                 continue
-            names = [name for member in own for name in member.names]
-            found.append((self._writing.group_settings(names, is_decayed=is_decayed, is_expert=is_expert), own))
+            names = [name for member in own for name in member.array.names]
+            found.append((self._writing.group_settings(names, is_decayed=decayed, is_expert=is_expert), own))
         return found
 
     def _settings_alone(self, file: TorchFile, members: Sequence[_Parameter], *, is_expert: bool) -> dict[str, Any]:
@@ -151,9 +147,11 @@ class _Rank:
         found: dict[str, Any] = {}
         if member.dtype.itemsize >= 4:
             # It is its own full-precision copy.
-            self._copies.update({self._writing.states[name]["master_param"]: name for name in member.names if name in self._writing.states})
+            self._copies.update(
+                {self._writing.states[name]["master_param"]: name for name in member.array.names if name in self._writing.states}
+            )
         if self._writing.has_steps:
-            found["step"] = self._writing.step_tensor(file, member.names, self._copies)
+            found["step"] = self._writing.step_tensor(file, member.array.names, self._copies)
         for kind in self._writing.kinds(member.array):
             found[kind] = file.tensor(self._kept(member, kind))
         return found
@@ -176,7 +174,7 @@ class _Rank:
             for dtype in dict.fromkeys(member.dtype for member in inside):
                 own = [member for member in inside if member.dtype == dtype]
                 places, end = starts([Held(math.prod(m.array.shape), m.entry.is_shared) for m in own], self._bucket_size())
-                arrays = {key: file.tensor(self._flat(f"{key}.{len(found)}", kind, own, places, end)) for key, kind in _FLAT.items()}
+                arrays = {key: file.tensor(self._flat(f"{key}.{len(found)}", kind, own, places, end)) for key, kind in KINDS.items()}
                 found[len(found) - 1] = {(Name("torch", dtype.torch), Name("torch", "float32")): {**arrays, "numel_unpadded": end}}
         return found
 

@@ -19,6 +19,7 @@ import numpy as np
 from reshard.boxes import row_major
 from reshard.containers import torch_zip
 from reshard.containers.dcp_metadata import BytesItem, Chunks, DcpMetadata, TensorItem
+from reshard.dcp_folder import DcpFolder
 from reshard.dtypes import DType, from_torch
 from reshard.errors import CheckpointError
 from reshard.extents import Extent
@@ -94,6 +95,9 @@ class ZarrFolder:
         self._paths[key], self._chunk_shapes[key] = tuple(path for path, _ in found), chunk
         zeros = np.zeros(len(found), np.int64)
         return TensorItem(key, dtype, shape, Chunks(offsets, sizes, np.arange(len(found), dtype=np.int32), zeros, zeros + nbytes))
+
+
+Stored = DcpFolder | ZarrFolder
 
 
 def _header(data: bytes, where: str) -> tuple[tuple[int, ...], tuple[int, ...], DType]:
