@@ -126,7 +126,10 @@ class Plan:
 
     @property
     def drops(self) -> tuple[Drop, ...]:
-        return self.content.drops
+        """What of the source is left out, by choice or because the target has no place for it."""
+        tensors = self.content.tensors
+        here = (Drop(name, tensors[name].role, tensors[name].nbytes, why) for name, why in self.layout.left_out.items() if name in tensors)
+        return (*self.content.drops, *here)
 
     def copies(self) -> Iterator[Copy]:
         """Every box that goes from one file to one file."""

@@ -37,10 +37,10 @@ def prove(plan: Plan) -> None:
             _sections_are_disjoint(file, item)
     for route in plan.routes:
         check_coverage(route.target)
-    routed = {route.name for route in plan.routes} | plan.layout.copies.keys() | set(plan.layout.told)
+    routed = {route.name for route in plan.routes} | plan.layout.copies.keys() | set(plan.layout.told) | plan.layout.left_out.keys()
     if lost := sorted(set(plan.content.tensors) - routed):
         raise ProofFailed("the plan gives this weight no place and does not name it as dropped", where=lost[0])
-    named = len(plan.content.tensors) - len(plan.content.twice) + len(plan.drops) + len(plan.content.tied)
+    named = len(plan.content.tensors) - len(plan.content.twice) + len(plan.content.drops) + len(plan.content.tied)
     if named != len(plan.source.tensors):
         raise ProofFailed(f"the source has {len(plan.source.tensors)} tensors, the plan accounts for {named}")
 

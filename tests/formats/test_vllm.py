@@ -93,7 +93,7 @@ def test_stages_need_a_version_that_names_them():
 def test_layers_are_dealt_to_stages_as_vllm_deals_them(layers, pp, expected):
     import sys
 
-    partition = sys.modules[type(registry.reader("vllm")).__module__].partition
+    partition = sys.modules[type(registry.reader("vllm")).__module__ + ".rules"].partition
     assert partition(layers, pp) == expected
 
 
