@@ -148,9 +148,9 @@ class ModelWeight:
 class Part:
     """What one role is in a layer or an expert: [out features, in features], or [out features] of a bias. A view of a canonical tensor.
 
-    kind: the last word of the canonical name, "weight" or "bias" but for a few. split: how ranks share it. grain: of how many of the weight's
-    elements along each axis one of the array's stands; None of all, and then no rank has a part of it. blocks: the grain of the block scales
-    beside a weight; scale: what it is itself, if it is one.
+    kind: the last word of the canonical name, "weight" or "bias" but for a few. split: how ranks share it. grain: of how many of the
+    weight's elements along each axis one of the array's stands; None of all, and then no rank has a part of it. blocks: the grain of the
+    block scales beside a weight; scale: what it is itself, if it is one.
     """
 
     role: str

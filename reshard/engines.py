@@ -47,8 +47,8 @@ class Beside:
 class EngineRules:
     """How a serving engine lays out one rank's weights.
 
-    partition: (number of layers, pp) -> layers per stage. vocabulary_multiple: to which the rows of tables are padded. every_stage: roles of
-    the model's ends that all stages hold. as_stored: roles of fused weights that stay as the model has them. tied: the role under whose
+    partition: (number of layers, pp) -> layers per stage. vocabulary_multiple: to which the rows of tables are padded. every_stage: roles
+    of the model's ends that all stages hold. as_stored: roles of fused weights that stay as the model has them. tied: the role under whose
     name a tied table is stored where a stage has both. renames: patterns of names, in order, and what takes their place. dtypes: of roles
     whose element type is not the source's. shared: kinds of scales of which fused experts keep one for all. experts_share_ranks: whether
     there must be no more tensor-parallel ranks than experts.

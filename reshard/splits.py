@@ -64,7 +64,8 @@ def problem(part: Part, tp: int, rules: SplitRules) -> str | None:
         return f"{tp} ranks do not divide its {size} {what}"
     block = part.blocks[cut.axis] if part.blocks else None
     if block and tp > 1 and size // cut.runs % block:
-        return f"of its {size} {'input' if cut.axis else 'output'} features each of {tp} ranks has {size // cut.runs}, no whole blocks of {block}"
+        what = "input" if cut.axis else "output"
+        return f"of its {size} {what} features each of {tp} ranks has {size // cut.runs}, no whole blocks of {block}"
     return None
 
 

@@ -4,9 +4,9 @@
     model-rank-{tp}-part-{n}.safetensors          one pipeline stage; any number of parts, in any order
     model-pp-{pp}-tp-{tp}-part-{n}.safetensors    several stages; layer numbers stay global
 
-q, k, v are one tensor `qkv_proj` [q rows of this rank; k; v], gate and up one `gate_up_proj`, a layer's experts two, `w13_weight` [experts,
-gate above up, in] and `w2_weight`; the vocabulary is padded by zero rows to a multiple of 64; a tied table is stored once per stage. What else
-a model's class does, and what changed between versions: rules.py. Measured on vLLM 0.32.0 (every key and bit against real ranks,
+q, k, v are one tensor `qkv_proj` [q rows of this rank; k; v], gate and up one `gate_up_proj`, a layer's experts two, `w13_weight`
+[experts, gate above up, in] and `w2_weight`; the vocabulary is padded by zero rows to a multiple of 64; a tied table is stored once per
+stage. What else a model's class does, and what changed between versions: rules.py. Measured on vLLM 0.32.0 (every key and bit against real ranks,
 fixtures/vllm); the loader: model_loader/sharded_state_loader.py.
 """
 

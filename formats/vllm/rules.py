@@ -128,7 +128,7 @@ def rules_for(model: Model, version: str) -> VersionRules:
     if not fitting:
         oldest = min(rules.since for rules in all_rules(model))
         raise RequestError(
-            f"--engine-version {version}: the oldest vLLM whose keys for a {model.architecture.model_type} model are known is {_text(oldest)}",
+            f"--engine-version {version}: the oldest vLLM whose keys for {model.architecture.model_type} are known is {_text(oldest)}",
             do=f"Use vLLM {_text(oldest)} or newer, or convert to hf, which every version loads",
         )
     return fitting[-1]

@@ -14,7 +14,7 @@ from reshard.errors import CheckpointError, RequestError
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_rank_holds_bit_by_bit_what_real_vllm_holds(reference, tmp_path):
     expected = json.loads(reference.read_text())
-    plan = reshard.plan(HF / expected["model"], to="vllm", tp=expected["tp"], pp=expected["pp"])
+    plan = reshard.plan(HF / expected["model"], to="vllm", tp=expected["tp"], pp=expected["pp"], ep=expected.get("ep", 1))
     reshard.convert(plan, tmp_path / "out")
     assert ranks(tmp_path / "out") == expected["ranks"]
 
