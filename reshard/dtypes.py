@@ -99,6 +99,9 @@ _BY_USER = (
 )
 
 
+BF16, F32 = _ALL["BF16"], _ALL["F32"]
+
+
 def from_safetensors(name: str, *, where: str) -> DType:
     """The dtype that a safetensors header spells `name`.
 

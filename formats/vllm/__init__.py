@@ -21,7 +21,7 @@ from reshard.adapter import Hints
 from reshard.architecture import Model, find_model
 from reshard.canonical import Canonical, check_against_model
 from reshard.containers import safetensors
-from reshard.dtypes import DType, from_safetensors
+from reshard.dtypes import F32, DType
 from reshard.engines import EngineRules, check_degrees, rank_tensors, shared_copies, stored_dtypes, unserved
 from reshard.errors import CheckpointError, RequestError
 from reshard.files import Files
@@ -35,7 +35,6 @@ from reshard.stored import StoredTensor
 
 from .rules import NEWEST, VersionRules, all_rules, first_with_stages, is_known, numbers_of, rules_for, with_partition
 
-_F32 = from_safetensors("F32", where="vllm")
 _FILE = re.compile(r"model-(?:rank-(?P<rank>\d+)|pp-(?P<pp>\d+)-tp-(?P<tp>\d+))-part-[^/]*\.safetensors")
 
 
@@ -257,7 +256,7 @@ class _AnyDtype(Mapping[str, DType]):
     """The element type of every weight, as far as a layout of shapes is concerned."""
 
     def __getitem__(self, name: str) -> DType:
-        return _F32
+        return F32
 
     def __iter__(self) -> Iterator[str]:
         return iter(())

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from reshard.architecture import Model
-from reshard.dtypes import from_safetensors
+from reshard.dtypes import F32
 from reshard.engines import Beside, EngineRules, Fusion
 from reshard.errors import RequestError
 
-_F32 = from_safetensors("F32", where="vllm")
 NEWEST = "0.32.0"
 Numbers = tuple[int, ...]
 
@@ -95,11 +94,11 @@ _MODELS: dict[str, tuple[_Own, ...]] = {
 _PLACEHOLDERS = {
     "fp8": tuple(Beside("attention.o", f"attn.{name}_scale", -1.0, None) for name in ("q", "k", "v", "prob")),
     "compressed-tensors": (
-        *(Beside("attention.o", f"attn.{name}_scale", 1.0, _F32, (1,)) for name in ("q", "k", "v")),
+        *(Beside("attention.o", f"attn.{name}_scale", 1.0, F32, (1,)) for name in ("q", "k", "v")),
         *(Beside("attention.o", f"attn.{name}_zero_point", 0.0, None, (1,)) for name in ("q", "k", "v")),
     ),
 }
-_SCALES = tuple(Beside("attention.o", f"attn.{name}", 1.0, _F32) for name in ("_k_scale", "_q_scale", "_v_scale", "_prob_scale"))
+_SCALES = tuple(Beside("attention.o", f"attn.{name}", 1.0, F32) for name in ("_k_scale", "_q_scale", "_v_scale", "_prob_scale"))
 
 
 Row = TypeVar("Row", _Version, _Own)
@@ -177,7 +176,7 @@ def _rules(model: Model, since: Numbers, version: _Version, own: _Own) -> Versio
         as_stored=frozenset(own.as_stored),
         tied=own.tied,
         renames=own.renames,
-        dtypes={"router.correction": _F32, "scale": _F32},
+        dtypes={"router.correction": F32, "scale": F32},
         shared=frozenset({"input_scale"}),
         experts_share_ranks=own.experts_share_ranks,
     )
