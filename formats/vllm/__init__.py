@@ -78,6 +78,7 @@ class Vllm:
         check_degrees(model, rules, target.parallel)
         dtypes = stored_dtypes(model, rules, {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()})
         files: list[TargetFile] = []
+        left_out = unserved(model)
         for pp_rank in range(target.parallel.pp):
             for tp_rank in range(target.parallel.tp):
                 stored = rank_tensors(model, dtypes, rules, target.parallel, tp_rank, pp_rank)
@@ -87,9 +88,9 @@ class Vllm:
             tuple(files),
             companions.sidecars(dtypes.values()),
             target.parallel,
-            tuple(notes),
+            tuple(notes + _about(left_out, content)),
             copies=shared_copies(model, rules),
-            left_out=unserved(model),
+            left_out=left_out,
         )
 
     def engine_rules(self, model: Model, target: Target) -> EngineRules:
@@ -112,6 +113,13 @@ class Vllm:
         if not is_known(model.architecture.model_type):
             notes.append(f"vLLM's own class for {model.architecture.model_type} was not compared; it may call or fuse tensors otherwise")
         return found.engine, notes
+
+
+def _about(left_out: Mapping[str, str], content: Canonical) -> list[str]:
+    """How to compare the result with its source where something was left out."""
+    layers = sorted({name.split(".")[2] for name in left_out if name in content.tensors}, key=int)
+    globs = " ".join(f"--exclude 'model.layers.{layer}.*'" for layer in layers)
+    return [f"`reshard verify {globs}` compares all but the layers that were left out"] if layers else []
 
 
 def _model(model: Model | None, config: Mapping[str, object] | None) -> Model:
