@@ -10,7 +10,6 @@ import reshard
 from reshard import registry
 from reshard.errors import CheckpointError, RequestError
 
-
 SERVED = (*MODELS, "llama-biased", "gemma2", "gpt2", "gpt_neox", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 DEGREES = [(model, tp, pp, 1) for model in SERVED for tp, pp in ((1, 1), (8, 1), (2, 2))]
