@@ -20,7 +20,7 @@ from reshard.stored import count
 from reshard.torch_file import TorchFile
 
 from .arguments import sparse_layers
-from .chunks import Chunk, Entry, Experts, RankPlace, Sizes, Spelling, chunks_of, entries, layer_counts
+from .chunks import Chunk, Entry, RankPlace, Sizes, Spelling, chunks_of, entries, layer_counts
 from .settings import namespace, settings_of
 from .tensors import ROLES, UNTRAINED, MegatronModel
 
@@ -287,17 +287,10 @@ def begin_writing(content: Canonical, target: Target, what: str) -> Writing:
         MegatronModel(model, rows),
         sizes,
         tuple(chunks_of(counts, sizes.pp)),
-        Spelling(impl == "transformer_engine", options.get("experts") or experts_of(args, impl)),
+        Spelling.of(args, impl, options.get("experts")),
         rows,
         target.dtype_of(embedding),
     )
-
-
-def experts_of(args: Mapping[str, Any], impl: str) -> Experts:
-    """How the source's run had its experts."""
-    if not args.get("moe_grouped_gemm"):
-        return "sequential"
-    return "grouped" if args.get("moe_use_legacy_grouped_gemm") or impl == "local" else "te-grouped"
 
 
 def _model(content: Canonical) -> Model:
