@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.adapter import Hints
-from reshard.architecture import Model, find_model
+from reshard.architecture import Model
 from reshard.boxes import Box
 from reshard.collect import Collector
 from reshard.containers import torch_zip
@@ -92,7 +92,7 @@ class FsdpLocal:
 
 def _declared(hints: Hints, path: str) -> Model:
     """The model whose config was given. Raises RequestError without one."""
-    found = find_model(hints.config)
+    found = hints.model
     if found is None:
         told = "no config.json is known" if hints.config is None else f"the architecture {hints.config.get('model_type')!r} is not declared"
         raise RequestError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from reshard.architecture import Model, find_model, known_model_types
+from reshard.architecture import Model, known_model_types
 from reshard.canonical import Canonical, check_against_model
 from reshard.containers.pickle_writer import Instance
 from reshard.dtypes import DType, from_torch
@@ -309,16 +309,14 @@ def _model(content: Canonical) -> Model:
             why=f"Declared are {', '.join(known_model_types())}",
             do="Give the model's Hugging Face config with --model DIR",
         )
-    if model.config.get("use_parallel_residual", model.architecture.model_type == "gpt_neox"):
+    if model.config.get("use_parallel_residual", model.architecture.family == "gpt_neox"):
         raise RequestError(
             "the config says use_parallel_residual, which Megatron-Core does not compute",
             why="Its layers add attention before the MLP; the weights would load and mean another model",
         )
     _check_biases(model)
     if model.extra_layers and not any(weight.optional and weight.name in content.tensors for weight in model.weights.values()):
-        without = find_model({**model.config, str(model.architecture.extra_layers): 0})
-        assert without is not None
-        return without
+        return Model(model.architecture, {**model.config, str(model.architecture.extra_layers): 0})
     return model
 
 
