@@ -23,13 +23,19 @@ if TYPE_CHECKING:
 @options.model
 @options.as_json
 def command(
-    checkpoint: str, globs: tuple[str, ...], format_name: str | None, model: str | None, vocab_size: int | None, as_json: bool
+    checkpoint: str,
+    globs: tuple[str, ...],
+    format_name: str | None,
+    model: str | None,
+    vocab_size: int | None,
+    architecture: str | None,
+    as_json: bool,
 ) -> None:
     """Show what CHECKPOINT holds, and where each part lies. Reads no weights."""
     from reshard import verbs
     from reshard.errors import RequestError
 
-    opened = verbs.open(checkpoint, format=format_name, model=model, vocab_size=vocab_size)
+    opened = verbs.open(checkpoint, format=format_name, model=model, vocab_size=vocab_size, architecture=architecture)
     chosen = [t for t in opened.index.tensors if not globs or any(fnmatchcase(t.name, glob) for glob in globs)]
     if not chosen and globs:
         raise RequestError(f"no tensor is called {' or '.join(globs)}", do="`reshard inspect` without --tensor lists the names")

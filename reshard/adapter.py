@@ -17,8 +17,8 @@ from reshard.plans import Target
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What the user has said that the files may not say: the model's Hugging Face config; the true size of its vocabulary; the architecture,
-    where it is not to be found by the config's model_type."""
+    """What the user has said that the files may not say: the model's Hugging Face config; the true size of its vocabulary; the
+    architecture, where it is not the one that the config's model_type names."""
 
     config: Mapping[str, Any] | None = None
     vocabulary: int | None = None

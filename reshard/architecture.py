@@ -375,13 +375,18 @@ def find_architecture(model_type: str) -> Architecture | None:
     return found
 
 
-def known_model_types() -> tuple[str, ...]:
-    """The model types that are declared, here or by other packages, sorted."""
+def built_in_model_types() -> tuple[str, ...]:
+    """The model types that are declared here, sorted."""
     from pkgutil import iter_modules
 
     from reshard import architectures
 
-    return tuple(sorted({*(module.name for module in iter_modules(architectures.__path__)), *_entry_points()}))
+    return tuple(sorted(module.name for module in iter_modules(architectures.__path__)))
+
+
+def known_model_types() -> tuple[str, ...]:
+    """The model types that are declared, here or by other packages, sorted."""
+    return tuple(sorted({*built_in_model_types(), *_entry_points()}))
 
 
 @cache

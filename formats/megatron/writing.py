@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from reshard.architecture import Model, known_model_types
+from reshard.architecture import Model, built_in_model_types, known_model_types
 from reshard.canonical import Canonical, check_against_model
 from reshard.containers.pickle_writer import Instance
 from reshard.dtypes import DType, from_torch
@@ -308,6 +308,12 @@ def _model(content: Canonical) -> Model:
             "Megatron's layout of fused weights needs the model's architecture, which is not known",
             why=f"Declared are {', '.join(known_model_types())}",
             do="Give the model's Hugging Face config with --model DIR",
+        )
+    if model.architecture.family not in built_in_model_types():
+        raise RequestError(
+            f"which of Megatron's norms, positions and routers a {model.architecture.model_type} model has is not known",
+            why="Its declaration tells of weights; Megatron's settings also tell what is computed with them",
+            do="If it computes what a built-in model computes, add `like:` and that model's name to the declaration",
         )
     if model.config.get("use_parallel_residual", model.architecture.family == "gpt_neox"):
         raise RequestError(
