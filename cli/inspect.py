@@ -179,11 +179,13 @@ def _model_text(opened: Checkpoint) -> str:
     if config is None:
         return text + "; no config.json here (--model DIR gives one)"
     if opened.model is None:
-        return f"{config.get('model_type')} (not declared: converts wherever nothing is split by role), {text}"
-    d = opened.model.dimensions
+        return f"{config.get('model_type')} (not declared: converts where nothing is split by role; --architecture FILE declares it), {text}"
+    d, architecture = opened.model.dimensions, opened.model.architecture
     tied = ", tied head" if opened.model.is_tied else ""
     sizes = f"{d['layers']} layers, hidden {d['hidden']}, {d['heads']} heads ({d['kv_heads']} KV), vocabulary {d['vocab']}"
-    return f"{config.get('model_type')}, {text}: {sizes}{tied}"
+    declared = f", declared by {architecture.declared_in}" if architecture.declared_in else ""
+    named = "" if declared or opened.architecture is None else f", taken for {architecture.model_type}"
+    return f"{config.get('model_type')}{declared}{named}, {text}: {sizes}{tied}"
 
 
 def _show_tensor(tensor: Tensor) -> None:

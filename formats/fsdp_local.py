@@ -99,7 +99,8 @@ def _declared(hints: Hints, path: str) -> Model:
             f"the file holds flat parameters, and {told}",
             where=path,
             why="LOCAL_STATE_DICT keeps the elements of many weights in one row, without their names, shapes and order",
-            do="Give the model's config with --model DIR; or save with SHARDED_STATE_DICT, which keeps names and shapes",
+            do="Give the model's config with --model DIR and, if it is not declared, --architecture FILE; or save with SHARDED_STATE_DICT, "
+            "which keeps names and shapes",
         )
     return found
 

@@ -92,7 +92,8 @@ def begin(args: Args, hints: Hints, vocabulary_rows: int | None, where: str, *, 
         raise NotUnderstoodError(
             f"the architecture {config.get('model_type')!r} is not declared",
             why="Megatron's files hold each rank's slices of fused weights, which only the model's head counts explain",
-            do=f"Declared are {', '.join(known_model_types())}; give the config of one of them with --model DIR",
+            do=f"Declared are {', '.join(known_model_types())}; give the config of one of them with --model DIR, or a declaration with "
+            "--architecture FILE",
         )
     if rows is not None and isinstance(said, int) and rows < said:
         raise CheckpointError(

@@ -307,7 +307,7 @@ def _model(content: Canonical) -> Model:
         raise RequestError(
             "Megatron's layout of fused weights needs the model's architecture, which is not known",
             why=f"Declared are {', '.join(known_model_types())}",
-            do="Give the model's Hugging Face config with --model DIR",
+            do="Give the model's Hugging Face config with --model DIR, and a declaration with --architecture FILE if it is none of these",
         )
     if model.architecture.family not in built_in_model_types():
         raise RequestError(
