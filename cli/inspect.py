@@ -179,7 +179,7 @@ def _model_text(opened: Checkpoint) -> str:
     if config is None:
         return text + "; no config.json here (--model DIR gives one)"
     if opened.model is None:
-        return f"{config.get('model_type')} (not declared: converts where nothing is split by role; --architecture FILE declares it), {text}"
+        return f"{config.get('model_type')} (not declared: converts where nothing is split by role; see --architecture), {text}"
     d, architecture = opened.model.dimensions, opened.model.architecture
     tied = ", tied head" if opened.model.is_tied else ""
     sizes = f"{d['layers']} layers, hidden {d['hidden']}, {d['heads']} heads ({d['kv_heads']} KV), vocabulary {d['vocab']}"
