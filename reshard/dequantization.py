@@ -38,7 +38,9 @@ def dequantized(content: Canonical, config: Mapping[str, Any] | None) -> Canonic
             if found is None:
                 raise CheckpointError("it is not there, other scales of this weight are", where=other)
             if scale.of_input:
-                drops.append(Drop(other, found.role, found.nbytes, "the scale of a quantised layer's input; the layer is not quantised any more"))
+                drops.append(
+                    Drop(other, found.role, found.nbytes, "the scale of a quantised layer's input; the layer is not quantised any more")
+                )
             else:
                 tensors[name] = replace(tensor, scaling=_scaling(tensor, found, scale.grain, scale.shape(tensor.shape)))
     _check_none_is_left(tensors, quantization)

@@ -22,7 +22,7 @@ from reshard.torch_file import TorchFile
 from .arguments import sparse_layers
 from .chunks import Chunk, Entry, Experts, RankPlace, Sizes, Spelling, chunks_of, entries, layer_counts
 from .settings import namespace, settings_of
-from .tensors import UNTRAINED, MegatronModel
+from .tensors import ROLES, UNTRAINED, MegatronModel
 
 F32 = from_torch("float32", where="")
 OPTIONS = ("vp", "etp", "stage_layers", "transformer_impl", "vocab_multiple", "distributed_optimizer", "experts")
@@ -321,6 +321,18 @@ def _model(content: Canonical) -> Model:
             why="Its layers add attention before the MLP; the weights would load and mean another model",
         )
     _check_biases(model)
+    if model.quantization:
+        raise RequestError(
+            f"the weights are quantised ({model.quantization.method}), Megatron's are not",
+            why="Its layers would take the quantised elements for values",
+            do="Make values of them with --dequantize",
+        )
+    if foreign := [part for part in model.parts if part.role not in ROLES]:
+        raise RequestError(
+            f"Megatron-Core's layers have no such part ({foreign[0].role})",
+            where=foreign[0].tensor,
+            why=f"How it would keep a {model.architecture.model_type} model is not known, and is not guessed",
+        )
     if model.extra_layers and not any(weight.optional and weight.name in content.tensors for weight in model.weights.values()):
         return Model(model.architecture, {**model.config, str(model.architecture.extra_layers): 0})
     return model
