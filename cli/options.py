@@ -54,6 +54,7 @@ format_name = click.option("--format", "format_name", metavar="FORMAT", help="Th
 model = _all(
     click.option("--model", metavar="DIR", help="A directory with the model's Hugging Face config, where the checkpoint has none."),
     click.option("--vocab-size", type=click.IntRange(1), metavar="N", help="Rows of the embedding that are no padding (Megatron)."),
+    click.option("--architecture", metavar="NAME|FILE", help="A declared model, or a file that declares one, for one that we do not know."),
 )
 
 selection = _all(

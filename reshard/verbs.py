@@ -13,11 +13,12 @@ from typing import Any, Literal
 
 from reshard import dtypes, registry
 from reshard.adapter import Hints
-from reshard.architecture import Model, find_model
+from reshard.architecture import Architecture, Model, find_model
 from reshard.archives import open_tree
 from reshard.canonical import Canonical, Selection, canonical, check_against_model
 from reshard.compare import Comparison, Side, compare, fingerprint_blocks, fingerprint_of
 from reshard.containers.inert_pickle import uncollected
+from reshard.declarations import named_architecture
 from reshard.dequantization import dequantized, quantized_names, without_quantization
 from reshard.digests import Fingerprint
 from reshard.engine.run import MANIFEST, Conversion
@@ -49,6 +50,7 @@ class Checkpoint:
     index: Index
     model_files: ModelFiles
     detected: str
+    architecture: Architecture | None = None
 
     @property
     def format(self) -> str:
@@ -57,7 +59,7 @@ class Checkpoint:
     @cached_property
     def model(self) -> Model | None:
         """The model, if a config is there and its architecture is declared."""
-        return find_model(self.model_files.config)
+        return find_model(self.model_files.config, self.architecture)
 
     def content(self, selection: Selection | None = None, *, model: Model | None = None) -> Canonical:
         """The weights under the model's own names."""
@@ -85,43 +87,83 @@ class Checkpoint:
         return View(stored, made.content.tensors, self.files)
 
 
-def open(path: PathLike, *, format: str | None = None, model: PathLike | None = None, vocab_size: int | None = None) -> Checkpoint:
+def open(
+    path: PathLike,
+    *,
+    format: str | None = None,
+    model: PathLike | None = None,
+    vocab_size: int | None = None,
+    architecture: Architecture | PathLike | None = None,
+) -> Checkpoint:
     """The checkpoint in a directory or file: Index and files, nothing read but metadata.
 
     format: its name, where it should not be detected. model: a directory with the Hugging Face config, where the checkpoint has none.
-    vocab_size: how many rows of the embedding are no padding, where neither says it.
+    vocab_size: how many rows of the embedding are no padding, where neither says it. architecture: a declared model type, or a file that
+    declares one, in place of the one that the config names.
 
     Raises: CheckpointError if it is incomplete or contradicts itself, RequestError if its format is unknown.
     """
+    opened = _opened(path, format=format, model=model, vocab_size=vocab_size, architecture=architecture)
+    _check_architecture_is_used([opened])
+    return opened
+
+
+def _opened(
+    path: PathLike,
+    *,
+    format: str | None = None,
+    model: PathLike | None = None,
+    vocab_size: int | None = None,
+    architecture: Architecture | PathLike | None = None,
+) -> Checkpoint:
+    named = named_architecture(architecture) if architecture is not None else None
     files = open_tree(path)
     found, reason = (registry.reader(format), "named by --format") if format else registry.detect(files)
     model_files = find_model_files(LocalFiles(model) if model is not None else files)
     if model is not None and model_files.config is None:
         raise RequestError(f"there is no {CONFIG} in {os.fspath(model)!r}", do="Give --model the directory that holds the model's config")
     with uncollected():
-        index = without_wrappers(found.read(files, Hints(model_files.config, vocab_size)))
+        index = without_wrappers(found.read(files, Hints(model_files.config, vocab_size, named)))
     if index.facts.config is not None and index.facts.config != model_files.config:
         model_files = replace(model_files, config=index.facts.config, derived=True)
     index.check()
     check_steps(files, index.tensors)
     if hasattr(found, "examine"):
         index = found.examine(files, index)
-    return Checkpoint(os.fspath(path), files, index, model_files, reason)
+    return Checkpoint(os.fspath(path), files, index, model_files, reason, named)
+
+
+def _check_architecture_is_used(opened: list[Checkpoint]) -> None:
+    """Raises RequestError if an architecture was named, and no config gives it numbers."""
+    if opened[0].architecture is not None and all(each.model_files.config is None for each in opened):
+        raise RequestError(
+            f"--architecture names {opened[0].architecture.model_type}, and no {CONFIG} says how large this model is",
+            where=opened[0].path,
+            why="A declaration takes its numbers from the model's config",
+            do="Give the directory of the model's config with --model DIR",
+        )
 
 
 def open_both(
-    left: PathLike, right: PathLike, *, model: PathLike | None = None, vocab_size: int | None = None
+    left: PathLike,
+    right: PathLike,
+    *,
+    model: PathLike | None = None,
+    vocab_size: int | None = None,
+    architecture: Architecture | PathLike | None = None,
 ) -> tuple[Checkpoint, Checkpoint]:
     """Two checkpoints that are to be compared. `model` is for those without a config of their own; and where only one of them says how
     large the vocabulary is, it speaks for both."""
+    named = named_architecture(architecture) if architecture is not None else None
     opened = []
     for path in (left, right):
         own = model is None or find_model_files(open_tree(path)).config is not None
-        opened.append(open(path, model=None if own else model, vocab_size=vocab_size))
+        opened.append(_opened(path, model=None if own else model, vocab_size=vocab_size, architecture=named))
     for i, other in ((0, 1), (1, 0)):
         known = (opened[other].model_files.config or {}).get("vocab_size")
         if opened[i].index.facts.asks and not opened[other].index.facts.asks and known:
-            opened[i] = open(opened[i].path, vocab_size=known)
+            opened[i] = _opened(opened[i].path, vocab_size=known, architecture=named)
+    _check_architecture_is_used(opened)
     return opened[0], opened[1]
 
 
@@ -145,6 +187,7 @@ def plan(
     dequantize: bool = False,
     model: PathLike | None = None,
     vocab_size: int | None = None,
+    architecture: Architecture | PathLike | None = None,
     **options: Any,
 ) -> Plan:
     """The proven plan of a conversion to format `to`. Nothing is written, no weight is read.
@@ -153,7 +196,7 @@ def plan(
 
     Raises: RequestError if the model or the degrees do not allow it, CheckpointError if the source does not hold the whole model.
     """
-    opened = source if isinstance(source, Checkpoint) else open(source, model=model, vocab_size=vocab_size)
+    opened = source if isinstance(source, Checkpoint) else open(source, model=model, vocab_size=vocab_size, architecture=architecture)
     writer = registry.writer(to)
     said = {name: value for name, value in options.items() if value is not None}
     if foreign := sorted(said.keys() - set(getattr(writer, "options", ()))):
@@ -275,8 +318,10 @@ def roundtrip(made: Plan) -> RoundTrip:
         virtual.add(file.path, file.nbytes, file.literals)
     for sidecar in made.layout.sidecars:
         virtual.add(sidecar.path, len(sidecar.content), ((0, sidecar.content),))
-    config = find_model_files(virtual).config or (made.content.model.config if made.content.model else None)
-    read_back = registry.reader(made.layout.format).read(virtual, Hints(config))
+    model = made.content.model
+    config = find_model_files(virtual).config or (model.config if model else None)
+    architecture = model.architecture if model else None
+    read_back = registry.reader(made.layout.format).read(virtual, Hints(config, architecture=architecture))
     return compose(made, read_back)
 
 
@@ -300,7 +345,7 @@ def materialize(
     with TemporaryDirectory(prefix="reshard-", dir=work) as folder:
         there, back = Path(folder, "there"), Path(folder, "back")
         convert(made, there, **effort)
-        there_opened = open(there, model=source.model_files.path)
+        there_opened = open(there, model=source.model_files.path, architecture=source.architecture)
         content, facts = made.content, source.index.facts
         selection = Selection(optimizer=bool(content.states), masters=any(is_master_key(key) for key in content.states))
         sizes: dict[str, Any] = {}
@@ -312,7 +357,7 @@ def materialize(
         losses: list[str] = []
         for name, found in (
             (f"there ({made.layout.format})", there_opened),
-            (f"back ({back_format})", open(back, model=source.model_files.path)),
+            (f"back ({back_format})", open(back, model=source.model_files.path, architecture=source.architecture)),
         ):
             result = Comparison()
             for nbytes in compare(

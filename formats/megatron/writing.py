@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from reshard.architecture import Model, find_model, known_model_types
+from reshard.architecture import Model, built_in_model_types, known_model_types
 from reshard.canonical import Canonical, check_against_model
 from reshard.containers.pickle_writer import Instance
 from reshard.dtypes import DType, from_torch
@@ -300,9 +300,15 @@ def _model(content: Canonical) -> Model:
         raise RequestError(
             "Megatron's layout of fused weights needs the model's architecture, which is not known",
             why=f"Declared are {', '.join(known_model_types())}",
-            do="Give the model's Hugging Face config with --model DIR",
+            do="Give the model's Hugging Face config with --model DIR, and a declaration with --architecture FILE if it is none of these",
         )
-    if model.config.get("use_parallel_residual", model.architecture.model_type == "gpt_neox"):
+    if model.architecture.family not in built_in_model_types():
+        raise RequestError(
+            f"which of Megatron's norms, positions and routers a {model.architecture.model_type} model has is not known",
+            why="Its declaration tells of weights; Megatron's settings also tell what is computed with them",
+            do="If it computes what a built-in model computes, add `like:` and that model's name to the declaration",
+        )
+    if model.config.get("use_parallel_residual", model.architecture.family == "gpt_neox"):
         raise RequestError(
             "the config says use_parallel_residual, which Megatron-Core does not compute",
             why="Its layers add attention before the MLP; the weights would load and mean another model",
@@ -321,9 +327,7 @@ def _model(content: Canonical) -> Model:
             why=f"How it would keep a {model.architecture.model_type} model is not known, and is not guessed",
         )
     if model.extra_layers and not any(weight.optional and weight.name in content.tensors for weight in model.weights.values()):
-        without = find_model({**model.config, str(model.architecture.extra_layers): 0})
-        assert without is not None
-        return without
+        return Model(model.architecture, {**model.config, str(model.architecture.extra_layers): 0})
     return model
 
 

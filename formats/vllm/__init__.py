@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from reshard.adapter import Hints
-from reshard.architecture import Model, find_model
+from reshard.architecture import Model
 from reshard.canonical import Canonical, check_against_model
 from reshard.containers import safetensors
 from reshard.dtypes import F32, DType
@@ -47,7 +47,7 @@ class Vllm:
         return next((path for path in files.list() if _FILE.fullmatch(path)), None)
 
     def read(self, files: Files, hints: Hints) -> Index:
-        model = _model(find_model(hints.config), hints.config)
+        model = _model(hints.model, hints.config)
         ranks = _ranks(files)
         parallel = _degrees(ranks, files)
         headers = {rank: _headers(files, paths) for rank, paths in ranks.items()}
@@ -114,7 +114,7 @@ def _version(model: Model, target: Target) -> tuple[VersionRules, list[str]]:
     notes = []
     if numbers_of(text) > numbers_of(NEWEST):
         notes.append(f"vLLM {text} is newer than the newest one measured, {NEWEST}")
-    if not is_known(model.architecture.model_type):
+    if not is_known(model.architecture.family):
         notes.append(f"vLLM's own class for {model.architecture.model_type} was not compared; it may call or fuse tensors otherwise")
     return found, notes
 
@@ -167,7 +167,8 @@ def _model(model: Model | None, config: Mapping[str, object] | None) -> Model:
     raise RequestError(
         f"the architecture {config.get('model_type')!r} is not declared",
         why="How its weights split over ranks is not known, and is not guessed",
-        do="`reshard architectures` lists those that are. A conversion to hf needs no declaration",
+        do="`reshard architectures --start CKPT > my.yaml` begins a declaration of it, which --architecture my.yaml takes. "
+        "A conversion to hf needs none",
     )
 
 

@@ -150,7 +150,7 @@ def rules_for(model: Model, version: str) -> VersionRules:
 
 def all_rules(model: Model) -> tuple[VersionRules, ...]:
     """The rules of all versions between which something changed for this model, oldest first."""
-    own = _MODELS.get(model.architecture.model_type, (_Own(),))
+    own = _MODELS.get(model.architecture.family, (_Own(),))
     changes = {row.since for row in _VERSIONS} | {row.since for row in own}
     since = sorted(numbers for numbers in changes if numbers >= own[0].since)
     return tuple(_rules(model, numbers, _last(_VERSIONS, numbers), _last(own, numbers)) for numbers in since)
@@ -185,7 +185,7 @@ def _rules(model: Model, since: Numbers, version: _Version, own: _Own) -> Versio
             Fusion(("expert.down",), f"{experts}w2"),
         ),
         beside=tuple(_beside(model, version)),
-        vocabulary_multiple=64,
+        vocabulary_multiple=model.architecture.vocabulary_multiple or 64,
         partition=partition,
         every_stage=frozenset(own.every_stage),
         as_stored=frozenset(own.as_stored),
