@@ -30,6 +30,7 @@ from reshard.parallel import Parallel
 from reshard.plans import Plan, Target, make_plan
 from reshard.proof import RoundTrip, compose, prove
 from reshard.rank_files import check_steps
+from reshard.spellings import respelled
 from reshard.stored import StoredTensor, whole
 from reshard.views import LazyTensor, View
 from reshard.wrappers import without_wrappers
@@ -58,9 +59,16 @@ class Checkpoint:
         """The model, if a config is there and its architecture is declared."""
         return find_model(self.model_files.config)
 
+    def named(self, selection: Selection | None = None, *, model: Model | None = None) -> Index:
+        """The index under the model's canonical names, whatever its library calls and fuses."""
+        found = respelled(self.index, model or self.model, (selection or Selection()).strip_prefix)
+        if found is not self.index:
+            found.check()
+        return found
+
     def content(self, selection: Selection | None = None, *, model: Model | None = None) -> Canonical:
-        """The weights under the model's own names."""
-        return canonical(self.index, model or self.model, selection or Selection())
+        """The weights under the model's canonical names."""
+        return canonical(self.named(selection, model=model), model or self.model, selection or Selection())
 
     def tensors(self, selection: Selection | None = None) -> View:
         """Every weight under its canonical name, read when asked for."""
@@ -164,11 +172,15 @@ def plan(
             do="Say it with the option named above",
         )
     selection = Selection(weights, include, exclude, strip_prefix, optimizer, masters=getattr(writer, "keeps_masters", False))
-    content = opened.content(selection)
-    content = replace(content, scalar=lambda key: _scalar(content.tensors[key], opened.files))
+    index = opened.named(selection)
+    content = canonical(index, opened.model, selection)
     check_against_model(content, partial=selection.is_partial, strict=False)
+    if getattr(writer, "keeps_names", False) and index is not opened.index:
+        index = opened.index
+        content = canonical(index, opened.model, selection)
+    content = replace(content, scalar=lambda key: _scalar(content.tensors[key], opened.files))
     layout = writer.lay_out(content, target, opened.model_files)
-    made = make_plan(opened.index, opened.files, content, target, layout)
+    made = make_plan(index, opened.files, content, target, layout)
     prove(made)
     return made
 
@@ -268,7 +280,8 @@ def roundtrip(made: Plan) -> RoundTrip:
         virtual.add(sidecar.path, len(sidecar.content), ((0, sidecar.content),))
     config = find_model_files(virtual).config or (made.content.model.config if made.content.model else None)
     read_back = registry.reader(made.layout.format).read(virtual, Hints(config))
-    return compose(made, read_back)
+    writer = registry.writer(made.layout.format)
+    return compose(made, read_back if getattr(writer, "keeps_names", False) else respelled(read_back, find_model(config)))
 
 
 def materialize(
@@ -292,7 +305,7 @@ def materialize(
         there, back = Path(folder, "there"), Path(folder, "back")
         convert(made, there, **effort)
         there_opened = open(there, model=source.model_files.path)
-        content, facts = made.content, source.index.facts
+        content, facts = source.content(made.content.selection, model=made.content.model), source.index.facts
         selection = Selection(optimizer=bool(content.states), masters=any(is_master_key(key) for key in content.states))
         sizes: dict[str, Any] = {}
         if back_format == source.format:
