@@ -1,7 +1,7 @@
 """Spellings: other names, and other cuts, under which libraries store the weights of one family. Data; the same for readers and writers.
 
-    mlp.experts.gate_up_proj [E, 2 I, H]     what is published expert by expert, as transformers 5 has it in memory: so in training checkpoints,
-    mlp.experts.down_proj    [E, H, I]       and in folders saved with save_original_format=False
+    mlp.experts.gate_up_proj [E, 2 I, H]     what is published expert by expert, as transformers 5 has it in memory: so in
+    mlp.experts.down_proj    [E, H, I]       training checkpoints, and in folders saved with save_original_format=False
     self_attn.qkv_proj, mlp.gate_up_proj     fused, as phi3 has them; q_proj, gate_proj, ... are the other way
     layers.0. ..., h.0. ...                  saved from the model without its head, so without "model." or "transformer."
 
@@ -176,9 +176,7 @@ def respelled(index: Index, model: Model | None, prefix: str = "") -> Index:
     return replace(index, tensors=tensors, facts=facts, param_groups=groups)
 
 
-def _shares(
-    tensor: Tensor, array: Callable[[str], Mosaic | None], names: Names, model: Model, prefix: str
-) -> Iterator[tuple[str, _Held]]:
+def _shares(tensor: Tensor, array: Callable[[str], Mosaic | None], names: Names, model: Model, prefix: str) -> Iterator[tuple[str, _Held]]:
     """The canonical tensors that a stored one holds something of, by name; itself, if its name is canonical or means nothing."""
     parameter, _, kind = tensor.name.rpartition(".") if tensor.role == "state" else (tensor.name, "", "")
     suffix = f".{kind}" if tensor.role == "state" else ""

@@ -159,7 +159,7 @@ def plan(
     """
     opened = source if isinstance(source, Checkpoint) else open(source, model=model, vocab_size=vocab_size)
     writer = registry.writer(to)
-    said = {name: value for name, value in options.items() if value is not None}
+    said = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in options.items() if value is not None}
     if foreign := sorted(said.keys() - set(getattr(writer, "options", ()))):
         raise RequestError(f"--{foreign[0].replace('_', '-')} does not apply to {to}", do="Leave it out")
     target = Target(to, Parallel(tp, pp, ep, dp), _dtype(dtype), keep_dtype, engine_version, max_shard_bytes, said)
