@@ -141,6 +141,8 @@ def respelled(index: Index, model: Model | None, prefix: str = "") -> Index:
     if model is None:
         return index
     names = Names(model)
+    if all(names.is_canonical(tensor.name.removeprefix(prefix)) for tensor in index.tensors):
+        return index
     known: dict[str, Mosaic | None] = {}
 
     def array(name: str) -> Mosaic | None:
@@ -182,7 +184,8 @@ def _shares(tensor: Tensor, array: Callable[[str], Mosaic | None], names: Names,
     suffix = f".{kind}" if tensor.role == "state" else ""
     held = array(parameter) if parameter else None
     if held is None:
-        own = names.unneeded(tensor.name.removeprefix(prefix)) if tensor.role == "weight" else None
+        short = tensor.name.removeprefix(prefix)
+        own = None if names.is_canonical(short) or tensor.role != "weight" else names.unneeded(short)
         yield own or tensor.name, _Held(tensor, tensor.shape, tensor.shards)
     elif tensor.shape == held.shape:
         for name, rows in _located(tensor.shards, held).items():

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from places import HF, described, stored
 
 import reshard
@@ -258,3 +259,44 @@ def test_like_is_hfs_own_option_and_brings_element_types():
         reshard.plan(HF / "llama", to="hf", like=HF / "llama", dtype="fp32")
     with pytest.raises(RequestError, match="no file or directory"):
         reshard.plan(HF / "llama", to="hf", like=HF / "nowhere")
+
+
+@pytest.mark.parametrize("target", ["megatron", "megatron-dist"])
+def test_a_run_of_transformers_5_goes_on_in_megatron(target, tmp_path):
+    """What the optimizer keeps of fused experts is cut as they are; torch's own writer, names as the model has them in memory."""
+    case, kinds = "mixtral-fused", {"exp_avg": "moment1", "exp_avg_sq": "moment2"}
+    model = safetensors.torch.load_file(HF / case / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    state = {
+        name: {kind: torch.rand(each.shape, generator=generator) for kind in kinds} | {"step": torch.tensor(5.0)}
+        for name, each in model.items()
+    }
+    groups = [{"params": list(model), "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}]
+    dcp.save({"model": model, "optim": {"state": state, "param_groups": groups}}, checkpoint_id=tmp_path / "run", no_dist=True)
+    opened = reshard.open(tmp_path / "run", model=HF / case)
+    reshard.convert(reshard.plan(opened, to=target, optimizer=True), tmp_path / "out")
+    found = {(t.name, t.role): t for t in reshard.open(tmp_path / "out", model=HF / case).index.tensors}
+    files = reshard.open(tmp_path / "out", model=HF / case).files
+    for expert in range(4):
+        for stored_name, part in (("w1", slice(0, 12)), ("w3", slice(12, 24)), ("w2", slice(None))):
+            fused = "model.layers.1.mlp.experts." + ("down_proj" if stored_name == "w2" else "gate_up_proj")
+            own = f"model.layers.1.block_sparse_moe.experts.{expert}.{stored_name}.weight"
+            for kind, role in kinds.items():
+                expected = state[fused][kind][expert, part].contiguous().numpy().tobytes()
+                assert described(found[own, role], files)["sha256"] == hashlib.sha256(expected).hexdigest()
+
+
+def test_a_run_goes_on_under_its_own_names_with_its_optimizer(tmp_path):
+    case = "mixtral-fused"
+    model = safetensors.torch.load_file(HF / case / "model.safetensors")
+    state = {name: {"exp_avg": each.float() + 1, "step": torch.tensor(5.0)} for name, each in model.items()}
+    dcp.save(
+        {"model": model, "optim": {"state": state, "param_groups": [{"params": list(model), "lr": 0.1}]}},
+        checkpoint_id=tmp_path / "run",
+        no_dist=True,
+    )
+    opened = reshard.open(tmp_path / "run", model=HF / case)
+    reshard.convert(reshard.plan(opened, to="fsdp", dp=3, optimizer=True), tmp_path / "out")
+    result = reshard.open(tmp_path / "out", model=HF / case)
+    assert {(t.name, t.role) for t in result.index.tensors} == {(n, role) for n in model for role in ("weight", "moment1", "step")}
+    assert reshard.verify(opened, result).equal
