@@ -180,6 +180,7 @@ def plan(
         content = canonical(index, opened.model, selection)
     content = replace(content, scalar=lambda key: _scalar(content.tensors[key], opened.files))
     layout = writer.lay_out(content, target, opened.model_files)
+    layout = replace(layout, notes=(*index.facts.notes[len(opened.index.facts.notes) :], *layout.notes))
     made = make_plan(index, opened.files, content, target, layout)
     prove(made)
     return made

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import shutil
+import sys
+import types
 
 import pytest
 import safetensors.torch
@@ -12,6 +14,8 @@ from places import HF, described, stored
 
 import reshard
 from reshard import verbs
+from reshard.architecture import Weight
+from reshard.architectures.llama import ARCHITECTURE as LLAMA
 from reshard.errors import CheckpointError, RequestError
 
 CASES = sorted(path.parent.name for path in HF.glob("*/published.json"))
@@ -51,7 +55,7 @@ def test_it_is_read_as_it_is_published(case):
     opened = reshard.open(HF / case)
     content = opened.content().tensors
     assert {name: described(tensor, opened.files) for name, tensor in content.items()} == published(case)
-    assert any("other names" in note for note in opened.named().facts.notes)
+    assert "stored under other names" in reshard.plan(opened, to="hf").layout.notes[0]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -151,6 +155,31 @@ def test_q_k_v_and_gate_up_are_fused_and_taken_apart(tmp_path):
     assert reshard.verify(fused, HF / "llama").equal
     assert weights(convert(HF / "llama", tmp_path / "out", like=fused)) == weights(fused)
     assert files_of(convert(fused, tmp_path / "back", like=HF / "llama")) == files_of(HF / "llama")
+
+
+def test_a_model_that_has_them_fused_is_written_apart(tmp_path, monkeypatch):
+    """The other way round from llama: what is canonical is fused, as phi3 is."""
+    fused, at = "fused", "model.layers.{layer}."
+    sections = {
+        at + "self_attn.qkv_proj.weight": {
+            "attention.q": "heads * head_dim",
+            "attention.k": "kv_heads * head_dim",
+            "attention.v": "kv_heads * head_dim",
+        },
+        at + "mlp.gate_up_proj.weight": {"mlp.gate": "intermediate", "mlp.up": "intermediate"},
+    }
+    rows = [Weight(name, "fused", (" + ".join(holds.values()), "hidden"), holds=holds) for name, holds in sections.items()]
+    declared = LLAMA.plus(*rows, model_type=fused, without=r"\.(q|k|v|gate|up)_proj\.")
+    monkeypatch.setitem(sys.modules, f"reshard.architectures.{fused}", types.SimpleNamespace(ARCHITECTURE=declared))
+    apart = shutil.copytree(HF / "llama", tmp_path / "apart")
+    config = json.loads((apart / "config.json").read_text())
+    (apart / "config.json").write_text(json.dumps({**config, "model_type": fused}))
+    out = convert(apart, tmp_path / "out")
+    assert len(weights(out)) == 15 and reshard.verify(out, apart).equal
+    plan = reshard.plan(out, to="hf", like=HF / "llama")
+    assert not reshard.roundtrip(plan).losses
+    reshard.convert(plan, tmp_path / "back")
+    assert files_of(tmp_path / "back") == files_of(HF / "llama")
 
 
 def test_like_brings_the_element_types_tensor_by_tensor(tmp_path):
