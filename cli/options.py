@@ -76,6 +76,7 @@ target = _all(
     click.option("--dequantize", is_flag=True, help="Quantised weights as values, in --dtype or bf16."),
     click.option("--engine-version", metavar="V", help="The serving engine's version (default: the newest known)."),
     click.option("--max-shard-size", type=Size(), metavar="SIZE", help="Start a new file where one would grow beyond this."),
+    click.option("--like", metavar="DIR", help="hf: names, fusions, element types and files as in this folder; its headers are read."),
     click.option("--vp", type=click.IntRange(1), metavar="N", help="Megatron: chunks per stage (virtual pipeline)."),
     click.option("--etp", type=click.IntRange(1), metavar="N", help="Megatron: tensor-parallel size of experts (default: --tp)."),
     click.option("--stage-layers", type=Numbers(), metavar="N,N,..", help="Megatron: layers of every chunk (default: equal)."),

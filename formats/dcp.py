@@ -48,6 +48,7 @@ class Dcp:
     name = "dcp"
     summary = "torch.distributed.checkpoint: FSDP1, FSDP2, accelerate, torchtitan"
     owns = (METADATA, "__*.metadata", "*.distcp")
+    keeps_names = True
 
     def detect(self, files: Files) -> str | None:
         listing = files.list()

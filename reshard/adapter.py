@@ -55,7 +55,8 @@ class Writer(Reader, Protocol):
     """A format that is a target, too.
 
     `keeps_optimizer`, where it is True, says that it always holds masters and optimizer state; `keeps_masters`, that with the optimizer's
-    state it holds both the weights and their full-precision copies. `options` names those of Target.options that it understands.
+    state it holds both the weights and their full-precision copies; `keeps_names`, that it writes the names that the source has, for a run
+    that goes on in the source's library, and not the canonical ones. `options` names those of Target.options that it understands.
     """
 
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:

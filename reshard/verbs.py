@@ -32,6 +32,7 @@ from reshard.parallel import Parallel
 from reshard.plans import Plan, Target, make_plan
 from reshard.proof import RoundTrip, compose, prove
 from reshard.rank_files import check_steps
+from reshard.spellings import respelled
 from reshard.stored import StoredTensor, whole
 from reshard.views import LazyTensor, View
 from reshard.wrappers import without_wrappers
@@ -61,9 +62,16 @@ class Checkpoint:
         """The model, if a config is there and its architecture is declared."""
         return find_model(self.model_files.config, self.architecture)
 
+    def named(self, selection: Selection | None = None, *, model: Model | None = None) -> Index:
+        """The index under the model's canonical names, whatever its library calls and fuses."""
+        found = respelled(self.index, model or self.model, (selection or Selection()).strip_prefix)
+        if found is not self.index:
+            found.check()
+        return found
+
     def content(self, selection: Selection | None = None, *, model: Model | None = None) -> Canonical:
-        """The weights under the model's own names."""
-        return canonical(self.index, model or self.model, selection or Selection())
+        """The weights under the model's canonical names."""
+        return canonical(self.named(selection, model=model), model or self.model, selection or Selection())
 
     def tensors(self, selection: Selection | None = None) -> View:
         """Every weight under its canonical name, read when asked for."""
@@ -198,7 +206,7 @@ def plan(
     """
     opened = source if isinstance(source, Checkpoint) else open(source, model=model, vocab_size=vocab_size, architecture=architecture)
     writer = registry.writer(to)
-    said = {name: value for name, value in options.items() if value is not None}
+    said = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in options.items() if value is not None}
     if foreign := sorted(said.keys() - set(getattr(writer, "options", ()))):
         raise RequestError(f"--{foreign[0].replace('_', '-')} does not apply to {to}", do="Leave it out")
     if getattr(writer, "keeps_optimizer", False):
@@ -210,17 +218,22 @@ def plan(
             do="Say it with the option named above",
         )
     selection = Selection(weights, include, exclude, strip_prefix, optimizer, masters=getattr(writer, "keeps_masters", False))
-    content = opened.content(selection)
+    index = opened.named(selection)
+    content = canonical(index, opened.model, selection)
+    check_against_model(content, partial=selection.is_partial, strict=False)
+    if getattr(writer, "keeps_names", False) and index is not opened.index:
+        index = opened.index
+        content = canonical(index, opened.model, selection)
     content = replace(content, scalar=lambda key: _scalar(content.tensors[key], opened.files))
     companions = opened.model_files
-    check_against_model(content, partial=selection.is_partial, strict=False)
     fixed = quantized_names(content, companions.config)
     if dequantize:
         content, fixed = dequantized(content, companions.config), frozenset()
         companions = replace(companions, config=without_quantization(companions.config or {}), derived=True)
     target = Target(to, Parallel(tp, pp, ep, dp), _dtype(dtype), keep_dtype, engine_version, max_shard_bytes, fixed, said)
     layout = writer.lay_out(content, target, companions)
-    made = make_plan(opened.index, opened.files, content, target, layout)
+    layout = replace(layout, notes=(*index.facts.notes[len(opened.index.facts.notes) :], *layout.notes))
+    made = make_plan(index, opened.files, content, target, layout)
     prove(made)
     return made
 
@@ -321,8 +334,9 @@ def roundtrip(made: Plan) -> RoundTrip:
     model = made.content.model
     config = find_model_files(virtual).config or (model.config if model else None)
     architecture = model.architecture if model else None
-    read_back = registry.reader(made.layout.format).read(virtual, Hints(config, architecture=architecture))
-    return compose(made, read_back)
+    writer = registry.writer(made.layout.format)
+    read_back = writer.read(virtual, Hints(config, architecture=architecture))
+    return compose(made, read_back if getattr(writer, "keeps_names", False) else respelled(read_back, find_model(config, architecture)))
 
 
 def materialize(
@@ -346,7 +360,7 @@ def materialize(
         there, back = Path(folder, "there"), Path(folder, "back")
         convert(made, there, **effort)
         there_opened = open(there, model=source.model_files.path, architecture=source.architecture)
-        content, facts = made.content, source.index.facts
+        content, facts = source.content(made.content.selection, model=made.content.model), source.index.facts
         selection = Selection(optimizer=bool(content.states), masters=any(is_master_key(key) for key in content.states))
         sizes: dict[str, Any] = {}
         if back_format == source.format:
