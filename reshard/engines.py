@@ -96,9 +96,9 @@ def check_degrees(model: Model, rules: EngineRules, parallel: Parallel) -> None:
             why=f"{rules.name} would refuse it, or give ranks parts of a head",
             do=f"Legal tensor-parallel sizes are {', '.join(map(str, legal))}",
         )
-    if reason := stage_problem(model, rules, parallel.pp):
+    if unfit := stage_problem(model, rules, parallel.pp):
         raise RequestError(
-            f"--pp {parallel.pp} does not fit this model: {reason}", why=f"{rules.name} would refuse it", do="Use fewer stages"
+            f"--pp {parallel.pp} does not fit this model: {unfit}", why=f"{rules.name} would refuse it", do="Use fewer stages"
         )
 
 
