@@ -207,9 +207,11 @@ class Rank:
         groups += [list(_parts(self.model, self.rules.as_stored).get(layer, ())) for layer in self.layers]
         groups += [[part] for part in ends if part.role != "embedding"]
         for group in groups:
-            for held in self.held(group):
+            here = list(self.held(group))
+            names = {held.name for held in here}
+            for held in here:
                 yield held.array.stored(held.name, _one_dtype(held, dtypes, self.rules.name))
-                yield from self._beside(held, model_dtype)
+                yield from (each for each in self._beside(held, model_dtype) if each.name not in names)
 
     def layer_held(self, layer: int) -> Iterator[Held]:
         """The tensors of one layer."""

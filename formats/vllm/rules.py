@@ -249,6 +249,7 @@ def _rules(model: Model, since: Numbers, own: _Own) -> VersionRules:
 
 
 def _renames(own: _Own, since: Numbers) -> Iterator[tuple[str, str]]:
+    yield r"(?<!\.attn)\.([kv]_scale)$", r".attn.\1"
     for moved in own.moved:
         to = [text for first, text in moved.to if first <= since]
         if to and to[-1]:
