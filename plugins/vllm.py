@@ -51,7 +51,13 @@ def register() -> None:
             _config_folder(model_config)
 
         def load_weights(self, model: Any, model_config: Any) -> None:
-            load(model, model_config, self._options)
+            from reshard.errors import ReshardError
+
+            try:
+                load(model, model_config, self._options)
+            except ReshardError as error:
+                error.do = f"{error.do}. Here --model is the model's directory; other options are keys of {_OPTION}" if error.do else None
+                raise
 
 
 @dataclass(frozen=True, slots=True)
