@@ -11,7 +11,7 @@ ways, and the log says which:
 - whole: where vLLM's layout of the model, or of this version, is not known, whole tensors go to the model's own load_weights, which cuts
   them. Parameters are filled with one NaN beforehand, and whatever still holds it afterwards was not loaded.
 
-Run with vLLM 0.32.0; of older ones the source was read. The decorator that registers load formats is there since 0.10.1.
+Run with vLLM 0.32.0; of older ones the source was read. The decorator that registers load formats is there in 0.10.2, and not in 0.10.0.
 """
 
 from __future__ import annotations

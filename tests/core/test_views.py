@@ -80,5 +80,5 @@ def test_data_parallel_ranks_are_told_apart(dp_rank, rows):
 
 @pytest.mark.parametrize("ranks", [{"rank": 2}, {"pp_rank": 1}, {"ep_rank": 1}, {"dp_rank": 1}])
 def test_a_rank_that_there_is_not_is_refused(ranks):
-    with pytest.raises(RequestError, match="he target has no [a-z]+ rank"):
+    with pytest.raises(RequestError, match=r"he target has no [a-z]+ rank"):
         reshard.open(HF / "llama").view(to="vllm", tp=2, **ranks)

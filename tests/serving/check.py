@@ -121,6 +121,9 @@ def noticed(python: Path, work: Path, plugin: Path) -> Iterator[tuple[str, bool,
     yield "another model's config is refused", found is None and "the config says" in messages, messages[-2000:]
     found, messages = held(python, FSDP2 / "model", plugin, {**at, "folder": "there"})
     yield "an unknown key is refused with the known ones", found is None and "are checkpoint, format," in messages, messages[-2000:]
+    found, messages = held(python, "org/name", plugin, at, hub_cache(FSDP2 / "model", work / "hub"))
+    expected, _ = held(python, FSDP2 / "model", plugin, at)
+    yield "a model named as on the hub is loaded from the checkpoint", found is not None and found == expected, messages[-2000:]
     unknown = undeclared(HF / "llama", work / "undeclared")
     found, messages = held(python, unknown, plugin, {}, tensor_parallel_size=2)
     expected, _ = held(python, unknown, None, {}, tensor_parallel_size=2)
@@ -141,6 +144,15 @@ def installed(python: Path, work: Path) -> Path:
         copy(ROOT / name, source / name)
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", target, source]
     subprocess.run(pip, check=True)
+    return target
+
+
+def hub_cache(folder: Path, target: Path) -> Path:
+    """The cache of the hub's client that has loaded org/name, which consists of the files in a folder."""
+    model = target / "models--org--name"
+    shutil.copytree(folder, model / "snapshots" / "0123")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("0123")
     return target
 
 
@@ -173,12 +185,15 @@ def decode(
     return json.loads(output) if returncode == 0 and output else f"vLLM failed: {messages[-2000:]}"
 
 
-def held(python: Path, model: Path, plugin: Path | None, extra: dict[str, object], **options: object) -> tuple[object, str]:
+def held(
+    python: Path, model: Path | str, plugin: Path | None, extra: dict[str, object], hub: Path | None = None, **options: object
+) -> tuple[object, str]:
     """What real vLLM's ranks hold after --load-format reshard (without the plugin: auto), in the form of the references, or None; and
-    vLLM's messages."""
+    vLLM's messages. hub: where its client keeps what it has loaded."""
     how = {"load_format": "reshard", "model_loader_extra_config": extra} if plugin else {}
     command = [python, HERE / "ranks.py", json.dumps({"model": str(model), **how, **options})]
-    returncode, output, messages = alone(command, {**environment_with(plugin), "VLLM_LOGGING_LEVEL": "INFO"})
+    own = {"VLLM_LOGGING_LEVEL": "INFO", **({"HF_HUB_CACHE": str(hub)} if hub else {})}
+    returncode, output, messages = alone(command, {**environment_with(plugin), **own})
     return json.loads(output) if returncode == 0 and output else None, messages
 
 
