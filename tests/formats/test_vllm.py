@@ -229,7 +229,7 @@ def test_a_view_holds_what_the_file_would(tmp_path):
         view = opened.view(to="vllm", tp=4, rank=rank)
         expected = stored(tmp_path / "out" / f"model-rank-{rank}-part-0.safetensors")
         assert {name: (str(view[name].dtype), list(view[name].shape), view[name].words().tobytes()) for name in view} == expected
-    with pytest.raises(RequestError, match="no rank 4"):
+    with pytest.raises(RequestError, match="no tp rank 4"):
         opened.view(to="vllm", tp=4, rank=4)
 
 
