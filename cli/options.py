@@ -88,6 +88,7 @@ target = _all(
     click.option("--dp", default=1, metavar="N", help="How many data-parallel ranks share every tensor (FSDP, ZeRO-3)."),
     click.option("--dtype", metavar="DTYPE", help="Cast floating-point tensors, as torch does: bf16, fp16, fp32, fp8 ..."),
     click.option("--keep-dtype", multiple=True, metavar="GLOB", help="Exempt tensors of these names from --dtype."),
+    click.option("--dequantize", is_flag=True, help="Quantised weights as values, in --dtype or bf16."),
     click.option("--engine-version", metavar="V", help="The serving engine's version (default: the newest known)."),
     click.option("--max-shard-size", type=Size(), metavar="SIZE", help="Start a new file where one would grow beyond this."),
     click.option("--vp", type=click.IntRange(1), metavar="N", help="Megatron: chunks per stage (virtual pipeline)."),

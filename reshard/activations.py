@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from reshard.architecture import Model
-from reshard.weight_counts import Features
+from reshard.architecture import Model, Part
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -73,7 +72,7 @@ def published(model: Model) -> Kept:
     return Kept(whole=10 * hidden, divided=24 * hidden, scores=5 * heads, layer_input=2 * hidden)
 
 
-def itemised(model: Model, layer: Iterable[Features]) -> Kept:
+def itemised(model: Model, layer: Iterable[Part]) -> Kept:
     """The same with the widths of one layer's own weights.
 
     Routed experts are counted for as many as a token is sent to, spread evenly over the ranks. Dropout counts if the config has any.
@@ -83,11 +82,12 @@ def itemised(model: Model, layer: Iterable[Features]) -> Kept:
     whole = divided = 0
     for part in layer:
         keeps = _KEEPS.get(part.role)
-        if keeps is None or not part.is_weight:
+        if keeps is None or part.kind != "weight":
             continue
-        times = 2 * (routed if part.is_expert else 1) * (dimensions[keeps.per] if keeps.per else 1)
-        whole += times * (keeps.whole_in * part.in_features + keeps.whole_out * part.out_features)
-        divided += times * (keeps.divided_in * part.in_features + keeps.divided_out * part.out_features)
+        out_features, in_features = part.array.shape[0], part.array.shape[-1]
+        times = 2 * (routed if part.expert is not None else 1) * (dimensions[keeps.per] if keeps.per else 1)
+        whole += times * (keeps.whole_in * in_features + keeps.whole_out * out_features)
+        divided += times * (keeps.divided_in * in_features + keeps.divided_out * out_features)
     hidden = dimensions["hidden"]
     return Kept(whole + 2 * hidden * dropout, divided, (2 + 3 * dropout) * dimensions["heads"], 2 * hidden)
 

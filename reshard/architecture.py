@@ -17,6 +17,8 @@ from typing import Any, Literal
 from reshard.boxes import Box
 from reshard.errors import RequestError
 from reshard.mosaics import Mosaic, joined
+from reshard.quantization import Grain, Quantization, Scale, quantization_of, unknown_quantization
+from reshard.roles import LINEAR, SPLITS, Split
 
 Kind = Literal["dense", "sparse", "extra"]
 
@@ -30,7 +32,7 @@ class Weight:
     are sparse, and extra ones are those that predict further tokens.
 
     holds: the roles that are fused in it, each with its output features as an expression, one after the other; by: a dimension, such as
-    "heads", by which they alternate. transposed: it is stored as [in, out].
+    "heads", by which they alternate. transposed: it is stored as [in, out]. split: how ranks share it, where its role does not say.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Weight:
     holds: Mapping[str, str] = field(default_factory=dict)
     by: str | None = None
     transposed: bool = False
+    split: Split | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,22 +131,26 @@ def _last_beside(name: str, names: list[str]) -> int:
 @dataclass(frozen=True, slots=True)
 class ModelWeight:
     """A weight of one model: its canonical name, role, shape, the layer and the expert it belongs to (None outside of them), and how it is
-    declared. optional: a checkpoint may be without it."""
+    declared. optional: a checkpoint may be without it. scales: those beside it; scale: what it is itself, if it is one."""
 
     name: str
     role: str
     shape: tuple[int, ...]
     layer: int | None
+    declared: Weight
     expert: int | None = None
     optional: bool = False
-    declared: Weight | None = None
+    scales: tuple[Scale, ...] = ()
+    scale: Scale | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """What one role is in a layer or an expert: [out features, in features], or [out features] of a bias. A view of a canonical tensor.
 
-    kind: the last word of the canonical name, "weight" or "bias" but for a few.
+    kind: the last word of the canonical name, "weight" or "bias" but for a few. split: how ranks share it. grain: of how many of the
+    weight's elements along each axis one of the array's stands; None of all, and then no rank has a part of it. blocks: the grain of the
+    block scales beside a weight; scale: what it is itself, if it is one.
     """
 
     role: str
@@ -152,10 +159,13 @@ class Part:
     expert: int | None
     tensor: str
     array: Mosaic
-    optional: bool = False
+    split: Split
+    grain: Grain
+    blocks: Grain | None = None
+    scale: Scale | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
     """An architecture and one config's numbers."""
 
@@ -181,6 +191,11 @@ class Model:
                 )
             found[name] = value
         return found
+
+    @cached_property
+    def quantization(self) -> Quantization | None:
+        """How the weights are quantised, if they are."""
+        return quantization_of(self.config)
 
     @property
     def is_tied(self) -> bool:
@@ -213,7 +228,11 @@ class Model:
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """Every weight by what it does: a fused one is several parts."""
-        return tuple(part for weight in self.weights.values() for part in self._parts(weight))
+        return self.parts_but(frozenset())
+
+    def parts_but(self, whole: frozenset[str]) -> tuple[Part, ...]:
+        """Every weight by what it does; but fused ones of those roles are one part each."""
+        return tuple(part for weight in self.weights.values() for part in self._parts(weight, weight.role in whole))
 
     def reason_to_drop(self, name: str) -> str | None:
         """Why a tensor of that name is left out on purpose; None if it is not."""
@@ -246,32 +265,53 @@ class Model:
         return tuple(evaluate(axis, self.dimensions) for axis in weight.shape)
 
     def _numbered(self, weights: list[tuple[Weight, tuple[int, ...]]], layer: int | None) -> Iterator[ModelWeight]:
-        """The weights of one layer; those of experts expert after expert."""
+        """The weights of one layer, each before its scales; those of experts expert after expert."""
         optional = layer is not None and layer >= self.dimensions["layers"]
         for is_expert, run in groupby(weights, key=lambda each: "{expert}" in each[0].name):
             held = list(run)
             for expert in range(self.dimensions["experts"]) if is_expert else (None,):
                 for weight, shape in held:
                     name = weight.name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
-                    yield ModelWeight(name, weight.role, shape, layer, expert, optional, weight)
+                    scales = self._scales(weight, name)
+                    yield ModelWeight(name, weight.role, shape, layer, weight, expert, optional, scales)
+                    for scale in scales:
+                        beside = name.removesuffix("weight") + scale.kind
+                        yield ModelWeight(beside, weight.role, scale.shape(shape), layer, weight, expert, optional, scale=scale)
 
-    def _parts(self, weight: ModelWeight) -> Iterator[Part]:
+    def _scales(self, weight: Weight, name: str) -> tuple[Scale, ...]:
+        roles = {weight.role, *weight.holds}
+        if self.quantization is None or not name.endswith(".weight") or not roles & LINEAR:
+            return ()
+        return self.quantization.scales_of(name)
+
+    def _parts(self, weight: ModelWeight, whole: bool) -> Iterator[Part]:
         declared, kind = weight.declared, weight.name.rpartition(".")[2]
         array = Mosaic.of(weight.name, Box.whole(weight.shape))
-        where = (weight.layer, weight.expert, weight.name)
-        if declared and declared.transposed and len(weight.shape) == 2:
+        if declared.transposed and len(weight.shape) == 2:
             array = array.transposed()
-        if declared is None or not declared.holds:
-            yield Part(weight.role, kind, *where, array, weight.optional)
+        grain: Grain = weight.scale.grain if weight.scale else (1,) * len(weight.shape)
+        blocks = next((scale.grain for scale in weight.scales if scale.is_blocked), None)
+        where = (weight.layer, weight.expert, weight.name)
+
+        def part(role: str, held: Mosaic) -> Part:
+            return Part(role, kind, *where, held, declared.split or SPLITS[role], grain, blocks, weight.scale)
+
+        if whole or not declared.holds:
+            yield part(weight.role, array)
             return
         rounds = self.dimensions[declared.by] if declared.by else 1
         rows = {role: evaluate(expression, self.dimensions) // rounds for role, expression in declared.holds.items()}
-        turn = sum(rows.values())
+        if grain[0] is None:
+            yield from (part(role, array) for role in rows)
+            return
         start = 0
         for role, count in rows.items():
-            runs = [array.cut(0, i * turn + start, i * turn + start + count) for i in range(rounds)]
-            yield Part(role, kind, *where, joined(runs), weight.optional)
-            start += count
+            size, rest = divmod(count, grain[0])
+            if rest:
+                raise RequestError(f"its scales stand for {grain[0]} rows each, its {role} has {count}", where=weight.name)
+            turn = sum(rows.values()) // grain[0]
+            yield part(role, joined([array.cut(0, i * turn + start, i * turn + start + size) for i in range(rounds)]))
+            start += size
 
 
 def evaluate(expression: str, values: Mapping[str, int]) -> int:
@@ -295,10 +335,11 @@ def _product(expression: str, values: Mapping[str, int]) -> int:
 def find_model(config: Mapping[str, Any] | None) -> Model | None:
     """The model that a Hugging Face config describes; None if there is no config or its architecture is not declared.
 
-    The architecture is looked up by the config's `model_type`, as the file of that name in architectures/.
+    The architecture is looked up by the config's `model_type`, as the file of that name in architectures/. None also if the weights are
+    quantised in a way that is not known.
     """
     model_type = str((config or {}).get("model_type", "")).replace("-", "_")
-    if config is None or not re.fullmatch(r"[a-z][a-z0-9_]*", model_type):
+    if config is None or not re.fullmatch(r"[a-z][a-z0-9_]*", model_type) or unknown_quantization(config):
         return None
     module_name = f"reshard.architectures.{model_type}"
     try:

@@ -29,7 +29,7 @@ from reshard.weight_counts import (
     Count,
     StageCount,
     expert_ranks,
-    layer_features,
+    layer_parts,
     parameters,
     stages_of_model,
     stages_of_number,
@@ -212,7 +212,7 @@ def _kept(model: Model, training: Training) -> list[Kept]:
         return []
     if training.formula == "published":
         return [published(model)] * model.dimensions["layers"]
-    return [itemised(model, layer) for layer in layer_features(model)]
+    return [itemised(model, layer) for layer in layer_parts(model)]
 
 
 def _activations(source: Model | int, kept: Sequence[Kept], stage: StageCount, training: Training) -> int | None:

@@ -18,6 +18,7 @@ from reshard.archives import open_tree
 from reshard.canonical import Canonical, Selection, canonical, check_against_model
 from reshard.compare import Comparison, Side, compare, fingerprint_blocks, fingerprint_of
 from reshard.containers.inert_pickle import uncollected
+from reshard.dequantization import dequantized, quantized_names, without_quantization
 from reshard.digests import Fingerprint
 from reshard.engine.run import MANIFEST, Conversion
 from reshard.errors import RequestError
@@ -141,11 +142,14 @@ def plan(
     optimizer: bool = False,
     engine_version: str | None = None,
     max_shard_bytes: int | None = None,
+    dequantize: bool = False,
     model: PathLike | None = None,
     vocab_size: int | None = None,
     **options: Any,
 ) -> Plan:
-    """The proven plan of a conversion to format `to`. Nothing is written, no weight is read. options: what only some formats know.
+    """The proven plan of a conversion to format `to`. Nothing is written, no weight is read.
+
+    dequantize: quantised weights become values, in `dtype` or bf16. options: what only some formats know.
 
     Raises: RequestError if the model or the degrees do not allow it, CheckpointError if the source does not hold the whole model.
     """
@@ -154,7 +158,6 @@ def plan(
     said = {name: value for name, value in options.items() if value is not None}
     if foreign := sorted(said.keys() - set(getattr(writer, "options", ()))):
         raise RequestError(f"--{foreign[0].replace('_', '-')} does not apply to {to}", do="Leave it out")
-    target = Target(to, Parallel(tp, pp, ep, dp), _dtype(dtype), keep_dtype, engine_version, max_shard_bytes, said)
     if getattr(writer, "keeps_optimizer", False):
         weights, optimizer = weights or ("master" if opened.index.by_role("master") else None), True
     if opened.index.facts.asks:
@@ -166,8 +169,14 @@ def plan(
     selection = Selection(weights, include, exclude, strip_prefix, optimizer, masters=getattr(writer, "keeps_masters", False))
     content = opened.content(selection)
     content = replace(content, scalar=lambda key: _scalar(content.tensors[key], opened.files))
+    companions = opened.model_files
     check_against_model(content, partial=selection.is_partial, strict=False)
-    layout = writer.lay_out(content, target, opened.model_files)
+    fixed = quantized_names(content, companions.config)
+    if dequantize:
+        content, fixed = dequantized(content, companions.config), frozenset()
+        companions = replace(companions, config=without_quantization(companions.config or {}), derived=True)
+    target = Target(to, Parallel(tp, pp, ep, dp), _dtype(dtype), keep_dtype, engine_version, max_shard_bytes, fixed, said)
+    layout = writer.lay_out(content, target, companions)
     made = make_plan(opened.index, opened.files, content, target, layout)
     prove(made)
     return made

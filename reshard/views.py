@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from reshard.boxes import blocks
 from reshard.dtypes import DType
-from reshard.engine.casts import cast
-from reshard.engine.transfer import Pieces, Worker
+from reshard.engine.transfer import Worker
+from reshard.engine.values import Values
 from reshard.errors import RequestError
 from reshard.files import Files
 from reshard.index import Tensor
@@ -73,13 +73,12 @@ class LazyTensor:
 
     def _read(self, section: Section, flat: npt.NDArray[Any]) -> None:
         source = self._sources[section.name]
-        pieces, worker = Pieces(source), Worker(self._files, source.dtype.itemsize)
+        values, worker = Values(source, self.dtype), Worker(self._files, max(source.dtype.itemsize, 4 if source.scaling else 1))
         into = np.lib.stride_tricks.as_strided(
             flat[section.start :], section.box.sizes, tuple(stride * self.dtype.itemsize for stride in section.strides)
         )
         for box in blocks(section.box.sizes):
-            block = worker.gather(pieces, box.shifted(section.box.offsets))
-            into[box.index] = cast(block, source.dtype, self.dtype)
+            into[box.index] = values.read(worker, box.shifted(section.box.offsets))
 
 
 class View(Mapping[str, LazyTensor]):

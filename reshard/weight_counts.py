@@ -13,38 +13,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from reshard.architecture import Model, ModelWeight, evaluate
+from reshard.architecture import Model, Part
 from reshard.errors import RequestError
 from reshard.parallel import Parallel, stage_layers
-from reshard.roles import SPLITS, Heads, Replicate, Row, Split, Vocabulary
-from reshard.splits import SplitRules, problem
-
-
-@dataclass(frozen=True, slots=True)
-class Features:
-    """What one role is in a weight: its shape as [out features, in features], or [features] of a bias or a norm."""
-
-    role: str
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def out_features(self) -> int:
-        return self.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.shape[-1]
-
-    @property
-    def is_expert(self) -> bool:
-        """Whether it is one of the experts that a router chooses from."""
-        return self.role.startswith("expert.")
-
-    @property
-    def is_weight(self) -> bool:
-        """Whether it is no bias."""
-        return self.name.endswith("weight")
+from reshard.roles import Heads, Split, Vocabulary
+from reshard.splits import SplitRules, cut_of, problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,29 +45,17 @@ class StageCount:
     largest: Count = Count()
 
 
-def features(model: Model, weight: ModelWeight) -> Iterator[Features]:
-    """The roles in a weight, each with its shape: one, or those that are fused in it."""
-    declared = weight.declared
-    transposed = declared is not None and declared.transposed and len(weight.shape) == 2
-    shape = weight.shape[::-1] if transposed else weight.shape
-    held = declared.holds if declared else {}
-    if not held:
-        yield Features(weight.role, weight.name, shape)
-    for role, rows in held.items():
-        yield Features(role, weight.name, (evaluate(rows, model.dimensions), *shape[1:]))
-
-
 def parameters(model: Model) -> int:
     """How many weights a model has; without layers that predict further tokens, which a checkpoint may leave out."""
-    return sum(math.prod(weight.shape) for weight in model.weights.values() if not weight.optional)
+    return sum(math.prod(part.array.shape) for part in _trained(model))
 
 
-def layer_features(model: Model) -> list[list[Features]]:
-    """Per layer its roles, each once: those of the first expert stand for all."""
-    found: list[list[Features]] = [[] for _ in range(model.dimensions["layers"])]
-    for weight in model.weights.values():
-        if weight.layer is not None and not weight.optional and not weight.expert:
-            found[weight.layer].extend(features(model, weight))
+def layer_parts(model: Model) -> list[list[Part]]:
+    """Per layer its parts; those of the first expert stand for all."""
+    found: list[list[Part]] = [[] for _ in range(model.dimensions["layers"])]
+    for part in _trained(model):
+        if part.layer is not None and not part.expert:
+            found[part.layer].append(part)
     return found
 
 
@@ -110,18 +71,22 @@ def stages_of_model(
     rules = SplitRules(model.dimensions, vocabulary_multiple * parallel.tp)
     _check_experts(model, parallel)
     counts = _stage_sizes(model.dimensions["layers"], parallel.pp, layers)
-    before, between, behind = Counter[Features](), [Counter[Features]() for _ in range(sum(counts))], Counter[Features]()
-    for weight in model.weights.values():
-        if not weight.optional:
-            into = between[weight.layer] if weight.layer is not None else behind if any(between) else before
-            into.update(_alike(each) for each in features(model, weight))
+    before, between, behind = Counter[_Kind](), [Counter[_Kind]() for _ in range(sum(counts))], Counter[_Kind]()
+    kinds: dict[_Kind, Part] = {}
+    for part in _trained(model):
+        kind = (part.role, part.kind, part.array.shape)
+        kinds.setdefault(kind, part)
+        into = between[part.layer] if part.layer is not None else behind if any(between) else before
+        into[kind] += 1
     if model.is_tied and parallel.pp > 1:
-        behind.update(feature for feature in before if feature.role == "embedding")
-    blocks = (before, *between, behind)
-    every = {feature for block in blocks for feature in block}
-    _check_tensors(every, parallel.tp, rules)
-    held = {feature: _held(feature, parallel, rules) for feature in every}
-    first, *inner, last = (sum((_share(held[each], n, each, parallel) for each, n in block.items()), Count()) for block in blocks)
+        behind.update(kind for kind in before if kind[0] == "embedding")
+    _check_tensors(kinds.values(), parallel.tp, rules)
+    held = {kind: _held(part, parallel.tp, rules) for kind, part in kinds.items()}
+
+    def count(block: Counter[_Kind]) -> Count:
+        return sum((_share(held[kind], number, kinds[kind], parallel) for kind, number in block.items()), Count())
+
+    first, *inner, last = (count(block) for block in (before, *between, behind))
     found = []
     for stage in range(parallel.pp):
         own = stage_layers(counts, stage)
@@ -142,30 +107,33 @@ def vocabulary_rows(model: Model, tp: int, multiple: int = 1) -> int:
     return SplitRules(model.dimensions, multiple * tp).padded_vocabulary(model.dimensions["vocab"]) // tp
 
 
-def _alike(feature: Features) -> Features:
-    """Without the numbers in its name: the same weight of every layer and expert."""
-    return Features(feature.role, "." + feature.name.rpartition(".")[2], feature.shape)
+_Kind = tuple[str, str, tuple[int, ...]]
 
 
-def _held(feature: Features, parallel: Parallel, rules: SplitRules) -> int:
+def _trained(model: Model) -> Iterator[Part]:
+    """The parts that training has: no scales of quantised weights, no layers that a checkpoint may leave out."""
+    layers = model.dimensions["layers"]
+    return (part for part in model.parts if part.scale is None and (part.layer is None or part.layer < layers))
+
+
+def _held(part: Part, tp: int, rules: SplitRules) -> int:
     """How many elements of it a tensor-parallel rank holds."""
-    split, elements = SPLITS[feature.role], math.prod(feature.shape)
-    if isinstance(split, Replicate) or (isinstance(split, Row) and len(feature.shape) == 1):
-        return elements
-    if isinstance(split, Vocabulary):
-        return rules.padded_vocabulary(feature.shape[0]) // parallel.tp * math.prod(feature.shape[1:])
-    return -(-elements // parallel.tp)
+    if cut_of(part, tp, rules) is None:
+        return math.prod(part.array.shape)
+    rows = part.array.shape[0]
+    padded = rules.padded_vocabulary(rows) if isinstance(part.split, Vocabulary) else rows
+    return -(-padded * math.prod(part.array.shape[1:]) // tp)
 
 
-def _share(elements: int, number: int, feature: Features, parallel: Parallel) -> Count:
-    """`number` weights alike: of a layer's experts each expert-parallel rank has an equal part."""
-    return Count(experts=elements * -(-number // parallel.ep)) if feature.is_expert else Count(dense=elements * number)
+def _share(elements: int, number: int, part: Part, parallel: Parallel) -> Count:
+    """`number` parts alike: of a layer's experts each expert-parallel rank has an equal number."""
+    return Count(experts=elements * -(-number // parallel.ep)) if part.expert is not None else Count(dense=elements * number)
 
 
-def _check_tensors(every: Iterable[Features], tp: int, rules: SplitRules) -> None:
-    for feature in sorted(every, key=lambda each: (_plainness(SPLITS[each.role]), each.role, each.shape)):
-        if reason := problem(SPLITS[feature.role], feature.shape, tp, rules):
-            raise RequestError(f"--tp {tp} does not fit this model: {reason}", where=feature.role)
+def _check_tensors(parts: Iterable[Part], tp: int, rules: SplitRules) -> None:
+    for part in sorted(parts, key=lambda each: _plainness(each.split)):
+        if reason := problem(part, tp, rules):
+            raise RequestError(f"--tp {tp} does not fit this model: {reason}", where=part.tensor)
 
 
 def _plainness(split: Split) -> int:

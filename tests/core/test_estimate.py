@@ -18,7 +18,7 @@ from reshard.estimates import BytesPer
 from reshard.files import LocalFiles
 from reshard.parallel import Parallel
 from reshard.schedules import Schedule
-from reshard.weight_counts import layer_features, parameters, stages_of_model
+from reshard.weight_counts import layer_parts, parameters, stages_of_model
 
 GB = 10**9
 LLAMA_70B = {
@@ -167,21 +167,21 @@ def test_a_layer_keeps_what_the_papers_table_says(tp, sequence_parallel):
 def test_counted_tensor_by_tensor_a_gpt_keeps_what_the_formula_says():
     model = find_model(GPT2)
     assert has_dropout(model)
-    for layer in layer_features(model):
+    for layer in layer_parts(model):
         assert itemised(model, layer) == published(model)
 
 
 def test_counted_tensor_by_tensor_a_gated_mlp_and_few_kv_heads_keep_their_own_widths():
     """Llama-3-8B, without dropout, in elements per token: the inputs of 2 norms, of qkv and of gate and up, that is 4 h; q, k, v and the
     input of o; gate, up and the input of down."""
-    kept = itemised(find_model(LLAMA_8B), layer_features(find_model(LLAMA_8B))[0])
+    kept = itemised(find_model(LLAMA_8B), layer_parts(find_model(LLAMA_8B))[0])
     assert (kept.whole, kept.divided) == (2 * 4 * 4096, 2 * (4096 + 2 * 1024 + 4096 + 3 * 14336))
     assert kept.scores == 2 * 32
 
 
 def test_counted_tensor_by_tensor_experts_keep_the_tokens_sent_to_them():
     model = find_model(MIXTRAL)
-    kept = itemised(model, layer_features(model)[0])
+    kept = itemised(model, layer_parts(model)[0])
     assert kept.divided == 2 * (4096 + 2 * 1024 + 4096 + 2 * 3 * 14336)
     assert kept.whole == 2 * (2 * 4096 + 4096 + (4096 + 8) + 2 * 4096)  # norms, qkv, router and its scores, experts
 

@@ -14,7 +14,7 @@ from reshard.errors import CheckpointError, RequestError
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_rank_holds_bit_by_bit_what_real_vllm_holds(reference, tmp_path):
     expected = json.loads(reference.read_text())
-    plan = reshard.plan(HF / expected["model"], to="vllm", tp=expected["tp"], pp=expected["pp"])
+    plan = reshard.plan(HF / expected["model"], to="vllm", tp=expected["tp"], pp=expected["pp"], ep=expected.get("ep", 1))
     reshard.convert(plan, tmp_path / "out")
     assert ranks(tmp_path / "out") == expected["ranks"]
 
@@ -93,7 +93,7 @@ def test_stages_need_a_version_that_names_them():
 def test_layers_are_dealt_to_stages_as_vllm_deals_them(layers, pp, expected):
     import sys
 
-    partition = sys.modules[type(registry.reader("vllm")).__module__].partition
+    partition = sys.modules[type(registry.reader("vllm")).__module__ + ".rules"].partition
     assert partition(layers, pp) == expected
 
 
