@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from reshard.errors import CheckpointError, DifferenceFound, RequestError, ReshardError
-    from reshard.planning import estimate
+    from reshard.planning import degrees, estimate
     from reshard.verbs import Checkpoint, convert, fingerprint, open, plan, roundtrip, verify
 
 __version__ = "0.1.0"
@@ -26,6 +26,7 @@ __all__ = [
     "RequestError",
     "ReshardError",
     "convert",
+    "degrees",
     "estimate",
     "fingerprint",
     "open",
@@ -33,7 +34,7 @@ __all__ = [
     "roundtrip",
     "verify",
 ]
-_ELSEWHERE = {"estimate": "reshard.planning"}
+_ELSEWHERE = {"degrees": "reshard.planning", "estimate": "reshard.planning"}
 
 
 def __getattr__(name: str) -> Any:

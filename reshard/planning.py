@@ -1,20 +1,29 @@
-"""What one asks before anything runs: `estimate`, what training needs. It reads a config, or a checkpoint's metadata; no weight."""
+"""What one asks before anything runs: `estimate`, what training needs, and `degrees`, at which sizes a model can be served.
+
+Both read a config, or a checkpoint's metadata; no weight.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from reshard import estimates, verbs
+from reshard import estimates, registry, serving, verbs
 from reshard.activations import Batch
 from reshard.architecture import Model, find_model, known_model_types
 from reshard.archives import open_tree
+from reshard.canonical import Selection, check_against_model
+from reshard.dequantization import quantized_names, without_quantization
+from reshard.dtypes import F8, F32, DType, from_user
 from reshard.errors import RequestError
 from reshard.estimates import BytesPer, Estimate, Training
 from reshard.model_files import CONFIG, find_model_files
-from reshard.parallel import Parallel
+from reshard.parallel import ONE_RANK, Parallel
+from reshard.plans import Target
 from reshard.schedules import Schedule
+from reshard.serving import Degrees, Memory
 
 PathLike = str | os.PathLike[str]
 
@@ -54,26 +63,103 @@ def estimate(
     if seq_len is not None:
         batch = Batch(seq_len, micro_batch, tp, sequence_parallel, recompute, scores=not flash_attention)
     training = Training(sizes, Schedule(schedule, pp, microbatches, vp), batch, activations, bytes_per, stage_layers, vocab_multiple, link)
-    subject = source if isinstance(source, (int, Model)) else find_described(source)
+    subject = source if isinstance(source, int) else _trained(source)
     return estimates.estimate(subject, training, (zero,) if isinstance(zero, int) else tuple(zero))
 
 
-def find_described(path: PathLike) -> Model:
-    """The model whose config.json lies in a folder, with weights or without; or that a checkpoint's own settings describe.
+def degrees(
+    source: verbs.Checkpoint | PathLike,
+    *,
+    to: str,
+    tp: Sequence[int] = (1, 2, 4, 8),
+    pp: Sequence[int] = (1,),
+    ep: bool = False,
+    gpu_memory: int | None = None,
+    max_model_len: int | None = None,
+    gpu_memory_utilization: float = 0.9,
+    reserve: int = 0,
+    dtype: str | None = None,
+    kv_dtype: str | None = None,
+    keep_dtype: tuple[str, ...] = (),
+    weights: verbs.Weights = None,
+    engine_version: str | None = None,
+    model: PathLike | None = None,
+    vocab_size: int | None = None,
+) -> Degrees:
+    """What each rank of a serving engine would hold at every tp x pp, or why it would not serve the model so.
 
-    Raises: RequestError if neither does, or the architecture is not declared.
+    source: a checkpoint, or a folder with nothing but the model's config.json, which then says the element type. ep: the tensor-parallel
+    ranks share whole experts. gpu_memory: bytes of one GPU; the engine takes that part of it, of which `reserve` bytes are not for weights
+    or the cache. With max_model_len the sequences of that length that fit at once are counted.
+
+    Raises: RequestError if the format is no serving engine's, or the engine does not serve the model.
     """
-    config = find_model_files(open_tree(path)).config
+    engine = registry.writer(to)
+    if not hasattr(engine, "engine_rules"):
+        able = (name for name, found in registry.formats().items() if hasattr(found, "engine_rules"))
+        raise RequestError(f"--to {to}: no serving engine loads it rank by rank", do=f"Those that do are {', '.join(able)}")
+    asked = Target(to, ONE_RANK, verbs.dtype_named(dtype), keep_dtype, engine_version)
+    described, dtypes = _stored_model(source, asked, weights, model, vocab_size)
+    memory = None if gpu_memory is None else Memory(gpu_memory, gpu_memory_utilization, reserve, max_model_len)
+    return serving.degrees(
+        described,
+        dtypes,
+        lambda parallel: engine.engine_rules(described, replace(asked, parallel=parallel)),
+        [Parallel(each_tp, each_pp, each_tp if ep else 1) for each_pp in pp for each_tp in tp],
+        cache_dtype=verbs.dtype_named(kv_dtype, "--kv-dtype"),
+        memory=memory,
+    )
+
+
+def _stored_model(
+    source: verbs.Checkpoint | PathLike, asked: Target, weights: verbs.Weights, model: PathLike | None, vocab_size: int | None
+) -> tuple[Model, dict[str, DType]]:
+    """A model, and the element type of each of its weights as a conversion would store it."""
+    if not isinstance(source, verbs.Checkpoint):
+        files = open_tree(source)
+        config = find_model_files(files).config
+        if config is not None and not any(found.detect(files) for found in registry.formats().values()):
+            return _declared_model(find_declared(config), asked)
+        source = verbs.open(source, model=model, vocab_size=vocab_size)
+    verbs.check_answers(source)
+    content = source.content(Selection(weights))
+    described = find_declared(source.model_files.config) if content.model is None else content.model
+    check_against_model(content, partial=False, strict=True)
+    target = replace(asked, fixed=quantized_names(content, source.model_files.config))
+    return described, {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}
+
+
+def _declared_model(model: Model, asked: Target) -> tuple[Model, dict[str, DType]]:
+    """The same of a model without weights: its config says their element type, or --dtype, and which of them are quantised."""
+    said = model.config.get("dtype") or model.config.get("torch_dtype")
+    own = asked.dtype or from_user(str(said))
+    if own is None:
+        raise RequestError(f"the config does not say of which element type the weights are, but {said!r}", do="Say it with --dtype bf16")
+    by_kind = {True: F32, False: own}
+    return model, {w.name: F8 if w.scales else by_kind[w.scale is not None] for w in model.weights.values()}
+
+
+def _trained(source: PathLike | Model) -> Model:
+    """The model as it is trained: not quantised."""
+    model = source if isinstance(source, Model) else find_described(source)
+    return Model(model.architecture, without_quantization(model.config))
+
+
+def find_described(path: PathLike) -> Model:
+    """The model whose config.json lies in a folder, with weights or without; or that a checkpoint's own settings describe."""
+    return find_declared(find_model_files(open_tree(path)).config or verbs.open(path).model_files.config)
+
+
+def find_declared(config: Mapping[str, Any] | None) -> Model:
+    """The model that a config describes. Raises RequestError if there is none, or its architecture is not declared."""
     if config is None:
-        config = verbs.open(path).model_files.config
-    if config is None:
-        raise RequestError(f"there is no {CONFIG} in {os.fspath(path)!r}", do="Give the directory of the model's config")
+        raise RequestError(f"there is no {CONFIG} that says which model this is", do="Give the directory of the model's config")
     found = find_model(config)
     if found is None:
         raise RequestError(
-            f"the architecture {config.get('model_type')!r} is not declared",
-            why="What its weights are is not known, and is not guessed",
-            do=f"Known are {', '.join(known_model_types())}; or say how many parameters it has",
+            f"the architecture {config.get('model_type')!r} is not declared, or its weights are quantised in a way that is not known",
+            why="What its weights are is not guessed",
+            do=f"Known are {', '.join(known_model_types())}",
         )
     return found
 
