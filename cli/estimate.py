@@ -46,6 +46,7 @@ _NAMES = ("ddp", "zero1", "zero2", "zero3, fsdp")
 @click.option("--master-bytes", type=click.IntRange(0), default=4, metavar="N", help="... of the master copy (4).")
 @click.option("--moment-bytes", type=click.IntRange(0), default=4, metavar="N", help="... of each moment (4).")
 @click.option("--moments", type=click.IntRange(0), default=2, metavar="N", help="Moments that the optimizer has (2).")
+@options.architecture
 @options.as_json
 def command(source: str | None, parameters: int | None, zero: int | None, strategy: str | None, as_json: bool, **asked: Any) -> None:
     """Bytes per rank of weights, gradients, optimizer state and activations, under DDP, ZeRO-1 to 3 and FSDP.

@@ -67,9 +67,13 @@ def _all(*decorators: Callable[[Function], Function]) -> Callable[[Function], Fu
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 format_name = click.option("--format", "format_name", metavar="FORMAT", help="The checkpoint's format, instead of detecting it.")
+architecture = click.option(
+    "--architecture", metavar="NAME|FILE", help="A declared model, or a file that declares one, for one that we do not know."
+)
 model = _all(
     click.option("--model", metavar="DIR", help="A directory with the model's Hugging Face config, where the checkpoint has none."),
     click.option("--vocab-size", type=click.IntRange(1), metavar="N", help="Rows of the embedding that are no padding (Megatron)."),
+    architecture,
 )
 
 selection = _all(
@@ -91,6 +95,7 @@ target = _all(
     click.option("--dequantize", is_flag=True, help="Quantised weights as values, in --dtype or bf16."),
     click.option("--engine-version", metavar="V", help="The serving engine's version (default: the newest known)."),
     click.option("--max-shard-size", type=Size(), metavar="SIZE", help="Start a new file where one would grow beyond this."),
+    click.option("--like", metavar="DIR", help="hf: names, fusions, element types and files as in this folder; its headers are read."),
     click.option("--vp", type=click.IntRange(1), metavar="N", help="Megatron: chunks per stage (virtual pipeline)."),
     click.option("--etp", type=click.IntRange(1), metavar="N", help="Megatron: tensor-parallel size of experts (default: --tp)."),
     click.option("--stage-layers", type=Numbers(), metavar="N,N,..", help="Megatron: layers of every chunk (default: equal)."),

@@ -10,9 +10,9 @@ import importlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.boxes import Box
 from reshard.errors import RequestError
@@ -20,7 +20,11 @@ from reshard.mosaics import Mosaic, joined
 from reshard.quantization import Grain, Quantization, Scale, quantization_of, unknown_quantization
 from reshard.roles import LINEAR, SPLITS, Split
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
 Kind = Literal["dense", "sparse", "extra"]
+GROUP = "reshard.architectures"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,9 @@ class Architecture:
     `tied` names the head's weight and the embedding that it shares when the config says tie_word_embeddings. `dropped` maps patterns of
     names to the reason why nobody needs them. `sparse` says which layers have experts. `extra_layers` is the config's key for how many
     layers follow the last one to predict further tokens; a checkpoint may leave their weights out. `defaults` are the settings of a config
-    that does not say them.
+    that does not say them. `vocabulary_multiple` is the multiple to which an engine pads this model's vocabulary, where it is not the
+    engine's own. `like` names the declared model as which engines know it, where that is another one; `declared_in` the user's file that
+    declares it.
     """
 
     model_type: str
@@ -94,6 +100,14 @@ class Architecture:
     sparse: SparseLayers | None = None
     extra_layers: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    vocabulary_multiple: int | None = None
+    like: str | None = None
+    declared_in: str | None = None
+
+    @property
+    def family(self) -> str:
+        """The model type as which engines and frameworks know it: what a table of theirs is looked up by."""
+        return self.like or self.model_type
 
     def plus(
         self, *weights: Weight, model_type: str, dimensions: Mapping[str, Dimension] | None = None, without: str = "", **other: Any
@@ -165,6 +179,21 @@ class Part:
     scale: Scale | None = None
 
 
+class Dimensions(dict[str, int]):
+    """The dimensions of one model by name. Raises RequestError where one is asked for that the model's declaration has not."""
+
+    def __init__(self, model_type: str) -> None:
+        super().__init__()
+        self._model_type = model_type
+
+    def __missing__(self, name: str) -> int:
+        raise RequestError(
+            f"the declaration of {self._model_type} has no dimension {name!r}, which is needed here",
+            why="Weights are split and laid out by it",
+            do=f"Add it under `dimensions`, with the key of the config that gives it or a default; it has {', '.join(self)}",
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Model:
     """An architecture and one config's numbers."""
@@ -176,7 +205,7 @@ class Model:
     def dimensions(self) -> dict[str, int]:
         """Every dimension's value; without those that this model has not. Raises RequestError, naming the key, if the config does not say
         one."""
-        found: dict[str, int] = {}
+        found = Dimensions(self.architecture.model_type)
         for name, dimension in self.architecture.dimensions.items():
             value = next((self.config[key] for key in dimension.keys if self.config.get(key) is not None), None)
             if value is None and dimension.default:
@@ -262,7 +291,19 @@ class Model:
         return bool(self.setting(weight.when.removeprefix("not "))) is wanted
 
     def _shape(self, weight: Weight) -> tuple[int, ...]:
-        return tuple(evaluate(axis, self.dimensions) for axis in weight.shape)
+        shape = tuple(evaluate(axis, self.dimensions) for axis in weight.shape)
+        if weight.holds:
+            rows = {role: evaluate(expression, self.dimensions) for role, expression in weight.holds.items()}
+            out, rounds = shape[-1 if weight.transposed else 0], self.dimensions[weight.by] if weight.by else 1
+            if sum(rows.values()) != out or any(count % rounds for count in rows.values()):
+                raise RequestError(
+                    f"it has {out} output features, and what is fused in it has {' + '.join(map(str, rows.values()))}"
+                    + (f" in {rounds} equal runs, one per each of the {weight.by}" if weight.by else ""),
+                    where=weight.name,
+                    why="So the declaration does not say what every row of it is",
+                    do="Compare its `shape` and what it `holds` with the config",
+                )
+        return shape
 
     def _numbered(self, weights: list[tuple[Weight, tuple[int, ...]]], layer: int | None) -> Iterator[ModelWeight]:
         """The weights of one layer, each before its scales; those of experts expert after expert."""
@@ -332,29 +373,58 @@ def _product(expression: str, values: Mapping[str, int]) -> int:
     return result
 
 
-def find_model(config: Mapping[str, Any] | None) -> Model | None:
+def find_model(config: Mapping[str, Any] | None, architecture: Architecture | None = None) -> Model | None:
     """The model that a Hugging Face config describes; None if there is no config or its architecture is not declared.
 
-    The architecture is looked up by the config's `model_type`, as the file of that name in architectures/. None also if the weights are
+    architecture: the one that the user named, in place of the one that the config names by its `model_type`. None also if the weights are
     quantised in a way that is not known.
     """
-    model_type = str((config or {}).get("model_type", "")).replace("-", "_")
-    if config is None or not re.fullmatch(r"[a-z][a-z0-9_]*", model_type) or unknown_quantization(config):
+    if config is None or unknown_quantization(config):
         return None
-    module_name = f"reshard.architectures.{model_type}"
+    found = architecture or find_architecture(str(config.get("model_type", "")))
+    return Model(found, config) if found else None
+
+
+def find_architecture(model_type: str) -> Architecture | None:
+    """The declaration of a model type: the file of that name in architectures/, or else what another package calls so in the entry-point
+    group `reshard.architectures`; None if there is neither."""
+    name = model_type.replace("-", "_")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        return None
+    module_name = f"reshard.architectures.{name}"
     try:
-        module = importlib.import_module(module_name)
+        return importlib.import_module(module_name).ARCHITECTURE  # type: ignore[no-any-return]
     except ModuleNotFoundError as error:
         if error.name != module_name:
             raise
-        return None
-    return Model(module.ARCHITECTURE, config)
+    point = _entry_points().get(name)
+    found = point.load() if point else None
+    if found is not None and not isinstance(found, Architecture):
+        raise RequestError(
+            f"the entry point {name} of the group {GROUP} is a {type(found).__name__}, no Architecture",
+            where=point.value if point else None,
+            do="Mend or remove the package that brings it",
+        )
+    return found
 
 
-def known_model_types() -> tuple[str, ...]:
-    """The model types that are declared, sorted."""
+def built_in_model_types() -> tuple[str, ...]:
+    """The model types that are declared here, sorted."""
     from pkgutil import iter_modules
 
     from reshard import architectures
 
     return tuple(sorted(module.name for module in iter_modules(architectures.__path__)))
+
+
+def known_model_types() -> tuple[str, ...]:
+    """The model types that are declared, here or by other packages, sorted."""
+    return tuple(sorted({*built_in_model_types(), *_entry_points()}))
+
+
+@cache
+def _entry_points() -> dict[str, EntryPoint]:
+    """Other packages' declarations by model type; the packages' metadata are searched once, and only for what is not built in."""
+    from importlib.metadata import entry_points
+
+    return {point.name.replace("-", "_"): point for point in entry_points(group=GROUP)}

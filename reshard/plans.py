@@ -30,8 +30,8 @@ from reshard.shards import primary_rows
 class Target:
     """What is asked for: a format, parallel sizes, and what a format's own options say.
 
-    dtype: cast floating-point weights to it, but for names that match a glob of keep_dtype. engine_version: of the serving engine
-    that will load the result. max_shard_bytes: where a format cuts files, the most that one holds. fixed: tensors whose type stays, whatever dtype
+    dtype: cast floating-point weights to it, but for names that match a glob of keep_dtype. engine_version: of the serving engine that will
+    load the result. max_shard_bytes: where a format cuts files, the most that one holds. fixed: tensors whose type stays, whatever dtype
     says. options: what only some formats know.
     """
 

@@ -6,8 +6,8 @@
 
 q, k, v are one tensor `qkv_proj` [q rows of this rank; k; v], gate and up one `gate_up_proj`, a layer's experts two, `w13_weight`
 [experts, gate above up, in] and `w2_weight`; the vocabulary is padded by zero rows to a multiple of 64; a tied table is stored once per
-stage. What else a model's class does, and what changed between versions: rules.py. Measured on vLLM 0.32.0 (every key and bit against real ranks,
-fixtures/vllm); the loader: model_loader/sharded_state_loader.py.
+stage. What else a model's class does, and what changed between versions: rules.py. Measured on vLLM 0.32.0 (every key and bit against
+real ranks, fixtures/vllm); the loader: model_loader/sharded_state_loader.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from reshard.adapter import Hints
-from reshard.architecture import Model, find_model
+from reshard.architecture import Model
 from reshard.canonical import Canonical, check_against_model
 from reshard.containers import safetensors
 from reshard.dtypes import F32, DType
@@ -47,7 +47,7 @@ class Vllm:
         return next((path for path in files.list() if _FILE.fullmatch(path)), None)
 
     def read(self, files: Files, hints: Hints) -> Index:
-        model = _model(find_model(hints.config), hints.config)
+        model = _model(hints.model, hints.config)
         ranks = _ranks(files)
         parallel = _degrees(ranks, files)
         headers = {rank: _headers(files, paths) for rank, paths in ranks.items()}
@@ -71,13 +71,17 @@ class Vllm:
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
         model = _model(content.model, companions.config)
         check_against_model(content, partial=False, strict=True)
-        rules, notes = self._version(model, target)
+        version, notes = _version(model, target)
+        companions, added = _completed(companions, version)
+        rules = version.engine
+        _check_router(model, version)
         if content.states:
             raise RequestError("vLLM loads weights, no optimizer state", do="Leave out --optimizer")
         target.parallel.allow("tp", "pp", "ep", what="vLLM, where each rank serves its own part")
         check_degrees(model, rules, target.parallel)
         dtypes = stored_dtypes(model, rules, {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()})
         files: list[TargetFile] = []
+        left_out = unserved(model)
         for pp_rank in range(target.parallel.pp):
             for tp_rank in range(target.parallel.tp):
                 stored = rank_tensors(model, dtypes, rules, target.parallel, tp_rank, pp_rank)
@@ -87,31 +91,62 @@ class Vllm:
             tuple(files),
             companions.sidecars(dtypes.values()),
             target.parallel,
-            tuple(notes),
+            tuple(notes + added + _about(left_out, content)),
             copies=shared_copies(model, rules),
-            left_out=unserved(model),
+            left_out=left_out,
         )
 
     def engine_rules(self, model: Model, target: Target) -> EngineRules:
         """How the engine splits a model; what `reshard plan` computes with."""
-        return self._version(model, target)[0]
+        return _version(model, target)[0].engine
 
-    def _version(self, model: Model, target: Target) -> tuple[EngineRules, list[str]]:
-        """The rules that hold for the engine version that is asked for, and what to tell about it."""
-        text = target.engine_version or NEWEST
-        found = rules_for(model, text)
-        if target.parallel.pp > 1 and not found.has_stages:
-            raise RequestError(
-                f"--pp {target.parallel.pp}: vLLM {text} cannot load pre-sharded stages",
-                why="Its file names know no stage, so the stages' files would be taken for each other",
-                do=f"Use --pp 1, or vLLM {first_with_stages()} or newer",
-            )
-        notes = []
-        if numbers_of(text) > numbers_of(NEWEST):
-            notes.append(f"vLLM {text} is newer than the newest one measured, {NEWEST}")
-        if not is_known(model.architecture.model_type):
-            notes.append(f"vLLM's own class for {model.architecture.model_type} was not compared; it may call or fuse tensors otherwise")
-        return found.engine, notes
+
+def _version(model: Model, target: Target) -> tuple[VersionRules, list[str]]:
+    """The rules that hold for the engine version that is asked for, and what to tell about it."""
+    text = target.engine_version or NEWEST
+    found = rules_for(model, text)
+    if target.parallel.pp > 1 and not found.has_stages:
+        raise RequestError(
+            f"--pp {target.parallel.pp}: vLLM {text} cannot load pre-sharded stages",
+            why="Its file names know no stage, so the stages' files would be taken for each other",
+            do=f"Use --pp 1, or vLLM {first_with_stages()} or newer",
+        )
+    notes = []
+    if numbers_of(text) > numbers_of(NEWEST):
+        notes.append(f"vLLM {text} is newer than the newest one measured, {NEWEST}")
+    if not is_known(model.architecture.family):
+        notes.append(f"vLLM's own class for {model.architecture.model_type} was not compared; it may call or fuse tensors otherwise")
+    return found, notes
+
+
+def _completed(companions: ModelFiles, version: VersionRules) -> tuple[ModelFiles, list[str]]:
+    """The config with what the engine needs it to say, and what to tell about it."""
+    config = companions.config or {}
+    absent = {key: value for key, value in version.settings if key not in config}
+    if not absent:
+        return companions, []
+    told = ", ".join(f"{key}: {value}" for key, value in absent.items())
+    return replace(companions, config={**config, **absent}, derived=True), [f"config.json says {told} now, as vLLM needs it"]
+
+
+def _check_router(model: Model, version: VersionRules) -> None:
+    """Raises RequestError if the engine would take the router for a quantised layer, and its weight for quantised elements."""
+    quantization = model.quantization
+    routers = [weight.name for weight in model.weights.values() if weight.role == "router"]
+    if version.quantizes_router and quantization and routers and quantization.scales_of(routers[0]):
+        raise RequestError(
+            "the config does not say that it is not quantised",
+            where=routers[0],
+            why="vLLM would build a quantised router and cast the weight into it, without a word",
+            do="Name the routers in quantization_config, under modules_to_not_convert or ignore",
+        )
+
+
+def _about(left_out: Mapping[str, str], content: Canonical) -> list[str]:
+    """How to compare the result with its source where something was left out."""
+    layers = sorted({name.split(".")[2] for name in left_out if name in content.tensors}, key=int)
+    globs = " ".join(f"--exclude 'model.layers.{layer}.*'" for layer in layers)
+    return [f"`reshard verify {globs}` compares all but the layers that were left out"] if layers else []
 
 
 def _model(model: Model | None, config: Mapping[str, object] | None) -> Model:
@@ -132,7 +167,8 @@ def _model(model: Model | None, config: Mapping[str, object] | None) -> Model:
     raise RequestError(
         f"the architecture {config.get('model_type')!r} is not declared",
         why="How its weights split over ranks is not known, and is not guessed",
-        do="`reshard architectures` lists those that are. A conversion to hf needs no declaration",
+        do="`reshard architectures --start CKPT > my.yaml` begins a declaration of it, which --architecture my.yaml takes. "
+        "A conversion to hf needs none",
     )
 
 

@@ -48,7 +48,8 @@ _VERSIONS = (
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """What a model's class has of its own, from a version on."""
+    """What a model's class has of its own, from a version on. quantizes_router: unless the config says that the router is not quantised.
+    settings: what the config has to say."""
 
     since: Numbers = (0, 8, 5)
     renames: tuple[tuple[str, str], ...] = ()
@@ -56,6 +57,8 @@ class _Own:
     as_stored: tuple[str, ...] = ()
     tied: str = "head"
     experts_share_ranks: bool = False
+    quantizes_router: bool = False
+    settings: tuple[tuple[str, str], ...] = ()
 
 
 _ENDS = ("embedding", "position_embedding", "final_norm", "head")
@@ -85,9 +88,18 @@ _MODELS: dict[str, tuple[_Own, ...]] = {
             experts_share_ranks=True,
         ),
     ),
-    "qwen3_moe": (_Own(since=(0, 32), every_stage=_ENDS, renames=((r"\.mlp\.gate\.", ".mlp.experts.gate."),), experts_share_ranks=True),),
+    "qwen3_moe": (
+        _Own(
+            since=(0, 32),
+            every_stage=_ENDS,
+            renames=((r"\.mlp\.gate\.", ".mlp.experts.gate."),),
+            experts_share_ranks=True,
+            quantizes_router=True,
+        ),
+    ),
     "deepseek_v2": (_Own(since=(0, 32), renames=_LATENT),),
-    "deepseek_v3": (_Own(since=(0, 32), renames=_LATENT),),
+    # Published configs say it; without it there is no place for the router's correction.
+    "deepseek_v3": (_Own(since=(0, 32), renames=_LATENT, settings=(("topk_method", "noaux_tc"),)),),
 }
 
 # Of a quantised model's attention: "not given" is said by -1, or by a scale of 1 (layers/quantization/kv_cache.py).
@@ -106,11 +118,14 @@ Row = TypeVar("Row", _Version, _Own)
 
 @dataclass(frozen=True, slots=True)
 class VersionRules:
-    """The rules of one version for one model. has_stages: whether its file names tell pipeline stages apart."""
+    """The rules of one version for one model. has_stages: whether its file names tell pipeline stages apart. settings: what the config has
+    to say."""
 
     since: Numbers
     engine: EngineRules
     has_stages: bool
+    quantizes_router: bool
+    settings: tuple[tuple[str, str], ...]
 
 
 def is_known(model_type: str) -> bool:
@@ -135,7 +150,7 @@ def rules_for(model: Model, version: str) -> VersionRules:
 
 def all_rules(model: Model) -> tuple[VersionRules, ...]:
     """The rules of all versions between which something changed for this model, oldest first."""
-    own = _MODELS.get(model.architecture.model_type, (_Own(),))
+    own = _MODELS.get(model.architecture.family, (_Own(),))
     changes = {row.since for row in _VERSIONS} | {row.since for row in own}
     since = sorted(numbers for numbers in changes if numbers >= own[0].since)
     return tuple(_rules(model, numbers, _last(_VERSIONS, numbers), _last(own, numbers)) for numbers in since)
@@ -170,7 +185,7 @@ def _rules(model: Model, since: Numbers, version: _Version, own: _Own) -> Versio
             Fusion(("expert.down",), f"{experts}w2"),
         ),
         beside=tuple(_beside(model, version)),
-        vocabulary_multiple=64,
+        vocabulary_multiple=model.architecture.vocabulary_multiple or 64,
         partition=partition,
         every_stage=frozenset(own.every_stage),
         as_stored=frozenset(own.as_stored),
@@ -180,7 +195,7 @@ def _rules(model: Model, since: Numbers, version: _Version, own: _Own) -> Versio
         shared=frozenset({"input_scale"}),
         experts_share_ranks=own.experts_share_ranks,
     )
-    return VersionRules(since, engine, version.has_stages)
+    return VersionRules(since, engine, version.has_stages, own.quantizes_router, own.settings)
 
 
 def _beside(model: Model, version: _Version) -> Iterator[Beside]:

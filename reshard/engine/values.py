@@ -1,4 +1,4 @@
-"""The values of a tensor, box by box, in the element type that is wanted: gathered, multiplied with their scales if they have some, cast."""
+"""The values of a tensor, box by box, in the element type that is wanted: gathered, multiplied with scales if it has some, cast."""
 
 from __future__ import annotations
 
