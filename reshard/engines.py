@@ -201,7 +201,7 @@ class Rank:
 
         Raises: RequestError if parts of one tensor have different element types.
         """
-        model_dtype = _model_dtype(self.model, dtypes)
+        computed = model_dtype(self.model, dtypes)
         ends = _parts(self.model, self.rules.as_stored).get(None, ())
         groups = [[part] for part in ends if part.role == "embedding"]
         groups += [list(_parts(self.model, self.rules.as_stored).get(layer, ())) for layer in self.layers]
@@ -211,7 +211,7 @@ class Rank:
             names = {held.name for held in here}
             for held in here:
                 yield held.array.stored(held.name, _one_dtype(held, dtypes, self.rules.name))
-                yield from (each for each in self._beside(held, model_dtype) if each.name not in names)
+                yield from (each for each in self._beside(held, computed) if each.name not in names)
 
     def layer_held(self, layer: int) -> Iterator[Held]:
         """The tensors of one layer."""
@@ -329,9 +329,9 @@ def _one_dtype(held: Held, dtypes: Mapping[str, DType], engine: str) -> DType:
     return next(iter(kinds))
 
 
-def _model_dtype(model: Model, dtypes: Mapping[str, DType]) -> DType:
+def model_dtype(model: Model, dtypes: Mapping[str, DType]) -> DType:
     """The element type that the model computes with: that of its first table, which nothing quantises."""
-    return dtypes[next(part.tensor for part in model.parts if part.role == "embedding")]
+    return dtypes[next(weight.name for weight in model.weights.values() if weight.role == "embedding")]
 
 
 def _component_replaced(name: str, component: str) -> str:

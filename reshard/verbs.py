@@ -214,12 +214,7 @@ def plan(
         raise RequestError(f"--{foreign[0].replace('_', '-')} does not apply to {to}", do="Leave it out")
     if getattr(writer, "keeps_optimizer", False):
         weights, optimizer = weights or ("master" if opened.index.by_role("master") else None), True
-    if opened.index.facts.asks:
-        raise RequestError(
-            f"{opened.path} does not say {'; nor '.join(opened.index.facts.asks)}",
-            why="It is in no file of the checkpoint, and is not guessed",
-            do="Say it with the option named above",
-        )
+    check_answers(opened)
     selection = Selection(weights, include, exclude, strip_prefix, optimizer, masters=getattr(writer, "keeps_masters", False))
     index = opened.named(selection)
     content = canonical(index, opened.model, selection)
@@ -233,12 +228,32 @@ def plan(
     if dequantize:
         content, fixed = dequantized(content, companions.config), frozenset()
         companions = replace(companions, config=without_quantization(companions.config or {}), derived=True)
-    target = Target(to, Parallel(tp, pp, ep, dp), _dtype(dtype), keep_dtype, engine_version, max_shard_bytes, fixed, said, only or {})
+    target = Target(to, Parallel(tp, pp, ep, dp), dtype_named(dtype), keep_dtype, engine_version, max_shard_bytes, fixed, said, only or {})
     layout = writer.lay_out(content, target, companions)
     layout = replace(layout, notes=(*index.facts.notes[len(opened.index.facts.notes) :], *layout.notes))
     made = make_plan(index, opened.files, content, target, layout)
     prove(made)
     return made
+
+
+def check_answers(opened: Checkpoint) -> None:
+    """Raises RequestError if a checkpoint leaves something unsaid that only its owner knows."""
+    if opened.index.facts.asks:
+        raise RequestError(
+            f"{opened.path} does not say {'; nor '.join(opened.index.facts.asks)}",
+            why="It is in no file of the checkpoint, and is not guessed",
+            do="Say it with the option named above",
+        )
+
+
+def dtype_named(name: str | None, option: str = "--dtype") -> dtypes.DType | None:
+    """The floating-point type that a person means; None for None. Raises RequestError, naming those that are known."""
+    if name is None:
+        return None
+    found = dtypes.from_user(name)
+    if found is None or not found.floating:
+        raise RequestError(f"{option} {name}: not a floating-point type that is known", do="Use one of " + ", ".join(dtypes.known_names()))
+    return found
 
 
 def convert(
@@ -395,15 +410,6 @@ _WHOLE = "hf"
 def _scalar(tensor: Tensor, files: Files) -> float:
     """The value of a tensor of one element."""
     return float(LazyTensor(whole(tensor.name, tensor.dtype, tensor.shape), {tensor.name: tensor}, files).numpy().item())
-
-
-def _dtype(name: str | None) -> dtypes.DType | None:
-    if name is None:
-        return None
-    found = dtypes.from_user(name)
-    if found is None or not found.floating:
-        raise RequestError(f"--dtype {name}: not a floating-point type that is known", do="Use one of " + ", ".join(dtypes.known_names()))
-    return found
 
 
 def _replaceable(root: Path, made: Plan, *, resume: bool, overwrite: bool) -> tuple[str, ...]:
