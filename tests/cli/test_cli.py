@@ -10,7 +10,7 @@ import torch
 from command import command, reshard, tree
 from places import CASES, DCP, HF, MODELS, stored
 
-COMMANDS = ("inspect", "convert", "verify", "fingerprint", "roundtrip", "formats", "architectures")
+COMMANDS = ("inspect", "convert", "verify", "fingerprint", "roundtrip", "plan", "estimate", "formats", "architectures")
 FSDP2 = (DCP / "fsdp2" / "checkpoint", "--model", DCP / "fsdp2" / "model")
 
 
