@@ -26,6 +26,11 @@ REFERENCES = sorted(VLLM.glob("*/*.json"))
 assert len(CASES) >= 21 and len(TRUTHS) >= 60 and len(REFERENCES) >= 25, "without fixtures these tests would pass by testing nothing"
 
 
+def served(model: str) -> Path:
+    """The Hugging Face folder of a reference's model."""
+    return next(folder for folder in (HF / model, FIXTURES / "hf_fp8" / model) if folder.is_dir())
+
+
 def open_case(case: str | Path) -> reshard.Checkpoint:
     """A fixture (of DCP, if only its name is given), with the config that it does not hold."""
     folder = DCP / case

@@ -7,7 +7,7 @@ from collections import Counter
 from fnmatch import fnmatchcase
 
 import pytest
-from places import DCP, FIXTURES, HF, REFERENCES, open_case
+from places import DCP, FIXTURES, HF, REFERENCES, open_case, served
 from published import DEEPSEEK_V3, LLAMA_70B
 
 import reshard
@@ -65,7 +65,7 @@ def test_every_stage_holds_what_a_conversion_lays_out(model, pp, ep):
 def test_the_fullest_rank_holds_as_much_as_one_of_real_vllm(reference):
     expected = json.loads(reference.read_text())
     ep = expected.get("ep", 1) > 1
-    (row,) = reshard.degrees(HF / expected["model"], to="vllm", tp=(expected["tp"],), pp=(expected["pp"],), ep=ep).rows
+    (row,) = reshard.degrees(served(expected["model"]), to="vllm", tp=(expected["tp"],), pp=(expected["pp"],), ep=ep).rows
     sizes = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
     real = [sum(math.prod(t["shape"]) * sizes[t["dtype"]] for t in tensors.values()) for tensors in expected["ranks"].values()]
     assert row.fullest.weights == max(real)

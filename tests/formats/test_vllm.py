@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from places import FIXTURES, HF, MODELS, REFERENCES, VLLM, open_case, patch_stored, ranks, stored
+from places import FIXTURES, HF, MODELS, REFERENCES, VLLM, open_case, patch_stored, ranks, served, stored
 
 import reshard
 from reshard import registry
@@ -24,7 +24,7 @@ DEGREES += [(model, tp, pp, tp) for model in WITH_EXPERTS for tp, pp in ((4, 1),
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_rank_holds_bit_by_bit_what_real_vllm_holds(reference, tmp_path):
     expected = json.loads(reference.read_text())
-    plan = reshard.plan(HF / expected["model"], to="vllm", tp=expected["tp"], pp=expected["pp"], ep=expected.get("ep", 1))
+    plan = reshard.plan(served(expected["model"]), to="vllm", tp=expected["tp"], pp=expected["pp"], ep=expected.get("ep", 1))
     reshard.convert(plan, tmp_path / "out")
     assert ranks(tmp_path / "out") == expected["ranks"]
 
@@ -78,7 +78,7 @@ REFUSED = json.loads((VLLM / "refusals.json").read_text())["refusals"]
     "said", REFUSED, ids=lambda said: f"{said['model']}-tp{said['tp']}-{'-'.join(map(str, said['overrides'].values()))}"
 )
 def test_what_real_vllm_refuses_is_refused(said):
-    config = json.loads((HF / said["model"] / "config.json").read_text())
+    config = json.loads((served(said["model"]) / "config.json").read_text())
     model = find_model({**config, **said["overrides"]})
     rules = registry.writer("vllm").engine_rules(model, Target("vllm"))
     check_degrees(model, rules, Parallel())
