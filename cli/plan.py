@@ -109,9 +109,12 @@ def show_degrees(found: Degrees) -> None:
     if legal:
         show(table([_cells(row, has_experts, memory is not None) for row in legal], headings))
         show()
+    refused: dict[str, list[str]] = {}
     for row in found.rows:
         if row.problem is not None:
-            show(f"  no {row.parallel}: {row.problem}")
+            refused.setdefault(row.problem, []).append(str(row.parallel))
+    for problem, sizes in refused.items():
+        show(f"  not        {', '.join(sizes)}: {problem}")
     for sentence in found.assumptions:
         show(f"  assumed    {sentence}")
 

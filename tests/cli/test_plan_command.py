@@ -22,7 +22,7 @@ def test_the_table_says_what_each_gpu_holds_and_why_not(folder):
         "2 1 2 70.56 GB 2.639 MB 163.8 kB 6.754 GB 41,225 5",
         "16 1 16 8.989 GB 338.2 MB 40.96 kB 68.32 GB 1,667,967 203",
     ]
-    assert "no TP 3: 3 ranks do not divide its 64 attention heads (model.layers.0.self_attn.q_proj.weight)" in shown.out
+    assert "not        TP 3: 3 ranks do not divide its 64 attention heads (model.layers.0.self_attn.q_proj.weight)" in shown.out
     assert "takes 90% of a GPU's 85,899,345,920 bytes" in shown.out
 
 
