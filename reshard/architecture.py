@@ -318,6 +318,11 @@ class Model:
                     for scale in scales:
                         beside = name.removesuffix("weight") + scale.kind
                         yield ModelWeight(beside, weight.role, scale.shape(shape), layer, weight, expert, optional, scale=scale)
+                    if weight.role == "attention.o" and scales and self.quantization:
+                        module = name.removesuffix(".weight").rpartition(".")[0]
+                        for scale in self.quantization.cache:
+                            role = f"attention.{scale.kind}"
+                            yield ModelWeight(f"{module}.{scale.kind}", role, scale.one, layer, weight, expert, optional, scale=scale)
 
     def _scales(self, weight: Weight, name: str) -> tuple[Scale, ...]:
         roles = {weight.role, *weight.holds}

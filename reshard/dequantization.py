@@ -43,6 +43,9 @@ def dequantized(content: Canonical, config: Mapping[str, Any] | None) -> Canonic
                 )
             else:
                 tensors[name] = replace(tensor, scaling=_scaling(tensor, found, scale.grain, scale.shape(tensor.shape)))
+    for name in [name for name in tensors if name.rpartition(".")[2] in {scale.kind for scale in quantization.cache}]:
+        found = tensors.pop(name)
+        drops.append(Drop(name, found.role, found.nbytes, "a scale of cached keys or values; they are not quantised any more"))
     _check_none_is_left(tensors, quantization)
     model = Model(content.model.architecture, without_quantization(content.model.config)) if content.model else None
     return replace(content, tensors=tensors, drops=tuple(drops), model=model)

@@ -51,7 +51,7 @@ class EngineRules:
     of the model's ends that all stages hold. as_stored: roles of fused weights that stay as the model has them. tied: the role under whose
     name a tied table is stored where a stage has both. renames: patterns of names, in order, and what takes their place. dtypes: of roles
     whose element type is not the source's. shared: kinds of scales of which fused experts keep one for all. experts_share_ranks: whether
-    there must be no more tensor-parallel ranks than experts.
+    there must be no more tensor-parallel ranks than experts; stages_need_experts: whether every stage must have a layer with some.
     """
 
     name: str
@@ -66,6 +66,7 @@ class EngineRules:
     dtypes: Mapping[str, DType] = field(default_factory=dict)
     shared: frozenset[str] = frozenset()
     experts_share_ranks: bool = False
+    stages_need_experts: bool = False
 
     def split_rules(self, model: Model) -> SplitRules:
         return SplitRules(model.dimensions, self.vocabulary_multiple)
@@ -95,6 +96,19 @@ def check_degrees(model: Model, rules: EngineRules, parallel: Parallel) -> None:
             why=f"{rules.name} would refuse it, or give ranks parts of a head",
             do=f"Legal tensor-parallel sizes are {', '.join(map(str, legal))}",
         )
+    if unfit := stage_problem(model, rules, parallel.pp):
+        raise RequestError(
+            f"--pp {parallel.pp} does not fit this model: {unfit}", why=f"{rules.name} would refuse it", do="Use fewer stages"
+        )
+
+
+def stage_problem(model: Model, rules: EngineRules, pp: int) -> str | None:
+    """Why the layers cannot be dealt to `pp` stages; None if they can."""
+    counts = rules.partition(model.dimensions["layers"], pp)
+    for pp_rank in range(pp if rules.stages_need_experts else 0):
+        if not set(stage_layers(counts, pp_rank)) & model.sparse_layers:
+            return f"stage {pp_rank} would have no layer with experts"
+    return None
 
 
 def legal_tensor_parallel_sizes(model: Model, rules: EngineRules, *, with_experts: bool = False) -> tuple[int, ...]:
@@ -193,9 +207,11 @@ class Rank:
         groups += [list(_parts(self.model, self.rules.as_stored).get(layer, ())) for layer in self.layers]
         groups += [[part] for part in ends if part.role != "embedding"]
         for group in groups:
-            for held in self.held(group):
+            here = list(self.held(group))
+            names = {held.name for held in here}
+            for held in here:
                 yield held.array.stored(held.name, _one_dtype(held, dtypes, self.rules.name))
-                yield from self._beside(held, computed)
+                yield from (each for each in self._beside(held, computed) if each.name not in names)
 
     def layer_held(self, layer: int) -> Iterator[Held]:
         """The tensors of one layer."""

@@ -33,6 +33,7 @@ class Target:
     dtype: cast floating-point weights to it, but for names that match a glob of keep_dtype. engine_version: of the serving engine that will
     load the result. max_shard_bytes: where a format cuts files, the most that one holds. fixed: tensors whose type stays, whatever dtype
     says. options: what only some formats know.
+    only: the one rank that is asked for, such as {"tp": 3, "pp": 0}; a layout may leave out the files of all others.
     """
 
     format: str
@@ -43,6 +44,11 @@ class Target:
     max_shard_bytes: int | None = None
     fixed: frozenset[str] = frozenset()
     options: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, int] = field(default_factory=dict)
+
+    def wants(self, ranks: Mapping[str, int]) -> bool:
+        """Whether the files of a rank are asked for. An axis that one side does not name has one rank, 0, or does not matter."""
+        return all(ranks.get(axis, 0) == rank for axis, rank in self.only.items())
 
     def dtype_of(self, tensor: Tensor) -> DType:
         """The element type that a tensor will be stored with."""

@@ -39,11 +39,13 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a model's linear layers are quantised. kept: modules that are not, as names, or as patterns after "re:"."""
+    """How a model's linear layers are quantised. kept: modules that are not, as names, or as patterns after "re:". cache: the scales of
+    keys and values that every layer's attention has for them."""
 
     method: str
     scales: tuple[Scale, ...]
     kept: tuple[str, ...] = ()
+    cache: tuple[Scale, ...] = ()
 
     def scales_of(self, weight: str) -> tuple[Scale, ...]:
         """The scales beside a linear layer's weight."""
@@ -65,7 +67,13 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
     method = said.get("quant_method")
     kept = said.get("modules_to_not_convert") or said.get("ignored_layers") or said.get("ignore") or ()
     scales = _fp8(said) if method == "fp8" else _compressed(said) if method == "compressed-tensors" else None
-    return Quantization(str(method), scales, tuple(map(str, kept))) if scales else None
+    cache = said.get("kv_cache_scheme")
+    of_cache = (_scale("k_scale"), _scale("v_scale")) if isinstance(cache, Mapping) and not cache.get("dynamic") else ()
+    return Quantization(str(method), scales, tuple(map(str, kept)), of_cache) if scales else None
+
+
+def _scale(kind: str) -> Scale:
+    return Scale(kind, (None, None), (1,))
 
 
 def unknown_quantization(config: Mapping[str, Any]) -> str | None:

@@ -54,6 +54,8 @@ SPLITS: dict[str, Split] = {
     # All three in one tensor, head by head, where an engine keeps them so.
     "attention.qkv": Heads("heads"),
     "attention.o": Row(),
+    "attention.k_scale": Replicate(),
+    "attention.v_scale": Replicate(),
     "attention.q_norm": Replicate(),
     "attention.k_norm": Replicate(),
     # Multi-head latent attention: q or, through a bottleneck, q_a and q_b; keys and values through kv_a and kv_b.
@@ -92,5 +94,5 @@ SPLITS: dict[str, Split] = {
 LINEAR = {
     role
     for role in SPLITS
-    if role.startswith(("attention.", "mla.", "mlp.", "expert.", "shared_expert.")) and not role.endswith(("norm", ".score"))
+    if role.startswith(("attention.", "mla.", "mlp.", "expert.", "shared_expert.")) and not role.endswith(("norm", "score", "_scale"))
 }

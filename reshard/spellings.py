@@ -6,8 +6,8 @@
     layers.0. ..., h.0. ...                  saved from the model without its head, so without "model." or "transformer."
 
 What a name says is a Mosaic: which boxes of which canonical tensors its array is. Source: transformers 5.23, conversion_mapping.py (its
-WeightConverters and WeightRenamings of mixtral, qwen2_moe and llava) and core_model_loading.py (base_model_prefix); measured on
-fixtures/hf/*-fused and gpt2-bare.
+WeightConverters and WeightRenamings of mixtral, qwen2_moe and llava), core_model_loading.py (base_model_prefix) and
+integrations/finegrained_fp8.py; measured on fixtures/hf/*-fused and gpt2-bare.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ from reshard.shards import Shards, concatenated, seen_as
 class Spelling:
     """A name within a layer, with {expert} for a number and {kind} for weight or bias, and the roles that follow each other in it.
 
-    stacked: it holds them for every expert, along a new first axis.
+    stacked: it holds that kind of them for every expert, along a new first axis.
     """
 
     name: str
     roles: tuple[str, ...]
-    stacked: bool = False
+    stacked: str | None = None
 
 
 SPELLINGS = (
-    Spelling("mlp.experts.gate_up_proj", ("expert.gate", "expert.up"), stacked=True),
-    Spelling("mlp.experts.down_proj", ("expert.down",), stacked=True),
+    Spelling("mlp.experts.gate_up_proj", ("expert.gate", "expert.up"), stacked="weight"),
+    Spelling("mlp.experts.down_proj", ("expert.down",), stacked="weight"),
+    Spelling("mlp.experts.gate_up_proj_scale_inv", ("expert.gate", "expert.up"), stacked="weight_scale_inv"),
+    Spelling("mlp.experts.down_proj_scale_inv", ("expert.down",), stacked="weight_scale_inv"),
     Spelling("mlp.gate.{kind}", ("router",)),
     Spelling("mlp.experts.{expert}.gate_proj.{kind}", ("expert.gate",)),
     Spelling("mlp.experts.{expert}.up_proj.{kind}", ("expert.up",)),
@@ -67,7 +69,7 @@ class Names:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        layered = next(weight.name for weight in model.architecture.weights if "{layer}" in weight.name)
+        layered = next((weight.name for weight in model.architecture.weights if "{layer}" in weight.name), "{layer}")
         self._base = layered.partition(".")[0] + "."
         self._layer = re.compile(re.escape(layered.partition("{layer}")[0]) + r"(\d+)\.(.+)")
         self._shapes = {name: weight.shape for name, weight in model.weights.items()}
@@ -111,7 +113,7 @@ class Names:
             return None
         if not spelling.stacked:
             return self._joined(spelling, layer, expert, kind)
-        experts = [self._joined(spelling, layer, each, "weight") for each in range(self._model.dimensions.get("experts", 0))]
+        experts = [self._joined(spelling, layer, each, spelling.stacked) for each in range(self._model.dimensions.get("experts", 0))]
         held = [each for each in experts if each is not None]
         return stacked(held) if held and len(held) == len(experts) else None
 
@@ -120,7 +122,9 @@ class Names:
             self._parts = {(part.layer, part.expert, part.role, part.kind): part for part in self._model.parts}
         parts = [self._parts.get((layer, expert, role, kind)) for role in spelling.roles]
         arrays = [part.array for part in parts if part is not None]
-        return joined(arrays) if len(arrays) == len(parts) else None
+        if len(arrays) < len(parts) or (len(arrays) > 1 and not arrays[0].shape):
+            return None  # a scale that is one for all cannot be one of two
+        return joined(arrays)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -33,7 +33,7 @@ from reshard.plans import Plan, Target, make_plan
 from reshard.proof import RoundTrip, compose, prove
 from reshard.rank_files import check_steps
 from reshard.spellings import respelled
-from reshard.stored import StoredTensor, whole
+from reshard.stored import whole
 from reshard.views import LazyTensor, View
 from reshard.wrappers import without_wrappers
 
@@ -79,19 +79,20 @@ class Checkpoint:
         stored = {name: whole(name, tensor.dtype, tensor.shape) for name, tensor in content.tensors.items()}
         return View(stored, content.tensors, self.files)
 
-    def view(self, *, to: str, rank: int = 0, pp_rank: int = 0, **options: Any) -> View:
+    def view(self, *, to: str, rank: int = 0, pp_rank: int = 0, ep_rank: int = 0, dp_rank: int = 0, **options: Any) -> View:
         """What one rank of a target holds, by the names that its engine gives it; takes the options of `plan`.
+
+        rank: of the tensor-parallel ones. Only this rank is laid out and proven, and of the weights only its own bytes are ever read.
 
         Raises: RequestError if the target has no such rank.
         """
-        made = plan(self, to=to, **options)
-        wanted = {"tp": rank, "pp": pp_rank}
-        stored: dict[str, StoredTensor] = {}
-        for file in made.layout.files:
-            if all(file.ranks.get(axis, 0) == number for axis, number in wanted.items()):
-                stored.update({item.tensor.name: item.tensor for item in file.tensors})
-        if not stored:
-            raise RequestError(f"the target has no rank {rank} of stage {pp_rank}", why=f"It is laid out for {made.layout.parallel}")
+        only = {"tp": rank, "pp": pp_rank, "ep": ep_rank, "dp": dp_rank}
+        made = plan(self, to=to, only=only, **options)
+        files = [file for file in made.layout.files if made.target.wants(file.ranks)]
+        if not files:
+            named = ", ".join(f"{axis} rank {number}" for axis, number in only.items() if number)
+            raise RequestError(f"the target has no {named or 'rank 0'}", why=f"It is laid out for {made.layout.parallel}")
+        stored = {item.tensor.name: item.tensor for file in files for item in file.tensors}
         return View(stored, made.content.tensors, self.files)
 
 
@@ -196,11 +197,13 @@ def plan(
     model: PathLike | None = None,
     vocab_size: int | None = None,
     architecture: Architecture | PathLike | None = None,
+    only: Mapping[str, int] | None = None,
     **options: Any,
 ) -> Plan:
     """The proven plan of a conversion to format `to`. Nothing is written, no weight is read.
 
-    dequantize: quantised weights become values, in `dtype` or bf16. options: what only some formats know.
+    dequantize: quantised weights become values, in `dtype` or bf16. only: one rank, such as {"tp": 3}, to look at; such a plan is not run.
+    options: what only some formats know.
 
     Raises: RequestError if the model or the degrees do not allow it, CheckpointError if the source does not hold the whole model.
     """
@@ -225,7 +228,7 @@ def plan(
     if dequantize:
         content, fixed = dequantized(content, companions.config), frozenset()
         companions = replace(companions, config=without_quantization(companions.config or {}), derived=True)
-    target = Target(to, Parallel(tp, pp, ep, dp), dtype_named(dtype), keep_dtype, engine_version, max_shard_bytes, fixed, said)
+    target = Target(to, Parallel(tp, pp, ep, dp), dtype_named(dtype), keep_dtype, engine_version, max_shard_bytes, fixed, said, only or {})
     layout = writer.lay_out(content, target, companions)
     layout = replace(layout, notes=(*index.facts.notes[len(opened.index.facts.notes) :], *layout.notes))
     made = make_plan(index, opened.files, content, target, layout)
@@ -285,6 +288,8 @@ def conversion(
     memory: int | None = None,
 ) -> Conversion:
     """A conversion that has not begun, for those who show its progress; `convert` is the short way."""
+    if made.target.only:
+        raise RequestError(f"this is a plan of {dict(made.target.only)} alone", do="Plan without `only` what is to be written")
     root = Path(target)
     replaces = _replaceable(root, made, resume=resume, overwrite=overwrite)
     return Conversion(made, root, resume=resume, replaces=replaces, workers=workers, memory=memory)

@@ -84,6 +84,8 @@ class Vllm:
         left_out = unserved(model)
         for pp_rank in range(target.parallel.pp):
             for tp_rank in range(target.parallel.tp):
+                if not target.wants({"tp": tp_rank, "pp": pp_rank}):
+                    continue
                 stored = rank_tensors(model, dtypes, rules, target.parallel, tp_rank, pp_rank)
                 files.extend(_framed(stored, target, tp_rank, pp_rank))
         return Layout(

@@ -1,14 +1,13 @@
 """What vLLM's model classes make of a model's weights, by model and by version: names, fusions, and who holds the model's ends.
 
-Every row is a difference from a llama of the newest version. Measured on 0.32.0 (fixtures/vllm: what real ranks hold).
+Measured on 0.32.0 (fixtures/vllm: what real ranks hold) and on the model classes of older versions (fixtures/vllm_versions).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from reshard.architecture import Model
 from reshard.dtypes import F32
@@ -30,76 +29,133 @@ def partition(layers: int, pp: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """What changed for all models with one release: attention scales became buffers, experts moved, stages got their own file names."""
+    """What changed for all models with one release: projections into latent spaces were fused, attention scales became buffers, experts
+    moved, stages got their own file names."""
 
     since: Numbers
-    scales: bool
-    experts: str
+    fuses_latent: bool = True
+    scales: bool = True
+    experts: str = ""
     has_stages: bool = False
 
 
 _VERSIONS = (
-    _Version((0, 8, 5), scales=False, experts=""),
-    _Version((0, 14), scales=True, experts=""),
-    _Version((0, 25), scales=True, experts="routed_experts."),
-    _Version((0, 32), scales=True, experts="routed_experts.", has_stages=True),
+    _Version((0, 8, 5), fuses_latent=False, scales=False),
+    _Version((0, 10), scales=False),
+    _Version((0, 14)),
+    _Version((0, 24), experts="routed_experts."),
+    _Version((0, 32), experts="routed_experts.", has_stages=True),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class _Own:
-    """What a model's class has of its own, from a version on. quantizes_router: unless the config says that the router is not quantised.
-    settings: what the config has to say."""
+class _Moved:
+    """A pattern of names, and what is in its place from a version on; before the first of them, and where it says "", the name stays."""
 
-    since: Numbers = (0, 8, 5)
-    renames: tuple[tuple[str, str], ...] = ()
+    pattern: str
+    to: tuple[tuple[Numbers, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What a model's class has of its own. as_stored: roles of fused weights that stay fused as the model has them, and since when.
+    quantizes_router: unless the config says that the router is not quantised. settings: what the config has to say."""
+
+    moved: tuple[_Moved, ...] = ()
     every_stage: tuple[str, ...] = ()
-    as_stored: tuple[str, ...] = ()
+    as_stored: tuple[tuple[Numbers, str], ...] = ()
     tied: str = "head"
+    since: Numbers = _VERSIONS[0].since
     experts_share_ranks: bool = False
+    stages_need_experts: bool = False
     quantizes_router: bool = False
     settings: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def changes(self) -> set[Numbers]:
+        """The versions with which something changed."""
+        return {since for moved in self.moved for since, _ in moved.to} | {since for since, _ in self.as_stored}
+
 
 _ENDS = ("embedding", "position_embedding", "final_norm", "head")
-_SHARED = (r"\.mlp\.shared_experts?\.", r".mlp.experts._shared_experts._layer.")
 _LATENT = (
-    (r"\.self_attn\.attn\.", ".self_attn.mla_attn.mla_attn."),
-    (r"\.self_attn\.(q_a_layernorm|q_b_proj|q_proj|o_proj)\.", r".self_attn.mla_attn.\1."),
-    (r"\.mlp\.gate\.", ".mlp.experts.gate."),
-    _SHARED,
+    _Moved(r"\.self_attn\.attn\.", (((0, 14), ".self_attn.mla_attn.mla_attn."),)),
+    _Moved(r"\.self_attn\.(q_a_layernorm|q_b_proj|q_proj|o_proj)\.", (((0, 11), r".self_attn.mla_attn.\1."),)),
+    _Moved(
+        r"\.mlp\.gate\.weight$",
+        (
+            ((0, 12), ".mlp.experts._gate.weight"),
+            ((0, 20), ""),
+            ((0, 21), ".mlp.experts.runner.gate.weight"),
+            ((0, 24), ".mlp.experts.gate.weight"),
+        ),
+    ),
+    _Moved(
+        r"\.mlp\.gate\.(e_score_correction_bias)$",
+        (
+            ((0, 8, 5), r".mlp.experts.\1"),
+            ((0, 12), r".mlp.experts._gate.\1"),
+            ((0, 20), r".mlp.experts.\1"),
+            ((0, 24), r".mlp.experts.gate.\1"),
+        ),
+    ),
+    _Moved(
+        r"\.mlp\.shared_experts\.",
+        (((0, 11), ".mlp.experts._shared_experts."), ((0, 20), ""), ((0, 24), ".mlp.experts._shared_experts._layer.")),
+    ),
 )
-_MODELS: dict[str, tuple[_Own, ...]] = {
-    "llama": (_Own(),),
-    "mistral": (_Own(),),
-    "qwen2": (_Own(),),
-    "qwen3": (_Own(),),
-    "phi3": (_Own(),),
-    "gemma2": (_Own(every_stage=_ENDS, tied="embedding"),),
-    "gpt2": (_Own(every_stage=_ENDS),),
-    # Through the Transformers backend: heads keep their q, k and v together.
-    "gpt_neox": (_Own(since=(0, 32), renames=((r"^gpt_neox\.", "model."), (r"^embed_out\.", "lm_head.")), as_stored=("attention.qkv",)),),
-    "mixtral": (_Own(every_stage=_ENDS),),
-    "qwen2_moe": (
-        _Own(
-            since=(0, 32),
-            every_stage=_ENDS,
-            renames=((r"\.mlp\.shared_expert_gate\.", ".mlp.experts._shared_experts._layer.expert_gate."), _SHARED),
-            experts_share_ranks=True,
-        ),
+_MODELS: dict[str, _Own] = {
+    "llama": _Own(),
+    "mistral": _Own(),
+    "qwen2": _Own(),
+    "qwen3": _Own(),
+    "phi3": _Own(),
+    "gemma2": _Own(every_stage=_ENDS, tied="embedding", since=(0, 9)),
+    "gpt2": _Own(every_stage=_ENDS),
+    # Through the Transformers backend since 0.32: heads keep their q, k and v together.
+    "gpt_neox": _Own(
+        moved=(_Moved(r"^gpt_neox\.", (((0, 32), "model."),)), _Moved(r"^embed_out\.", (((0, 32), "lm_head."),))),
+        as_stored=(((0, 32), "attention.qkv"),),
     ),
-    "qwen3_moe": (
-        _Own(
-            since=(0, 32),
-            every_stage=_ENDS,
-            renames=((r"\.mlp\.gate\.", ".mlp.experts.gate."),),
-            experts_share_ranks=True,
-            quantizes_router=True,
+    "mixtral": _Own(every_stage=_ENDS),
+    "qwen2_moe": _Own(
+        moved=(
+            _Moved(
+                r"\.mlp\.shared_expert_gate\.",
+                (
+                    ((0, 12), ".mlp.experts._shared_experts.expert_gate."),
+                    ((0, 20), ".mlp.shared_expert.expert_gate."),
+                    ((0, 24), ".mlp.experts._shared_experts._layer.expert_gate."),
+                ),
+            ),
+            _Moved(
+                r"\.mlp\.shared_expert\.(?!expert_gate)",
+                (((0, 12), ".mlp.experts._shared_experts."), ((0, 20), ""), ((0, 24), ".mlp.experts._shared_experts._layer.")),
+            ),
         ),
+        every_stage=_ENDS,
+        experts_share_ranks=True,
     ),
-    "deepseek_v2": (_Own(since=(0, 32), renames=_LATENT),),
+    "qwen3_moe": _Own(
+        moved=(
+            _Moved(
+                r"\.mlp\.gate\.",
+                (
+                    ((0, 15), ".mlp.experts._gate."),
+                    ((0, 20), ""),
+                    ((0, 21), ".mlp.experts.runner.gate."),
+                    ((0, 24), ".mlp.experts.gate."),
+                ),
+            ),
+        ),
+        every_stage=_ENDS,
+        experts_share_ranks=True,
+        stages_need_experts=True,
+        quantizes_router=True,
+    ),
+    "deepseek_v2": _Own(moved=_LATENT),
     # Published configs say it; without it there is no place for the router's correction.
-    "deepseek_v3": (_Own(since=(0, 32), renames=_LATENT, settings=(("topk_method", "noaux_tc"),)),),
+    "deepseek_v3": _Own(moved=_LATENT, settings=(("topk_method", "noaux_tc"),)),
 }
 
 # Of a quantised model's attention: "not given" is said by -1, or by a scale of 1 (layers/quantization/kv_cache.py).
@@ -111,9 +167,6 @@ _PLACEHOLDERS = {
     ),
 }
 _SCALES = tuple(Beside("attention.o", f"attn.{name}", 1.0, F32) for name in ("_k_scale", "_q_scale", "_v_scale", "_prob_scale"))
-
-
-Row = TypeVar("Row", _Version, _Own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +203,9 @@ def rules_for(model: Model, version: str) -> VersionRules:
 
 def all_rules(model: Model) -> tuple[VersionRules, ...]:
     """The rules of all versions between which something changed for this model, oldest first."""
-    own = _MODELS.get(model.architecture.family, (_Own(),))
-    changes = {row.since for row in _VERSIONS} | {row.since for row in own}
-    since = sorted(numbers for numbers in changes if numbers >= own[0].since)
-    return tuple(_rules(model, numbers, _last(_VERSIONS, numbers), _last(own, numbers)) for numbers in since)
+    own = _MODELS.get(model.architecture.family, _Own())
+    since = sorted({own.since, *own.changes, *(version.since for version in _VERSIONS)})
+    return tuple(_rules(model, numbers, own) for numbers in since if numbers >= own.since)
 
 
 def first_with_stages() -> str:
@@ -164,38 +216,44 @@ def numbers_of(version: str) -> Numbers:
     return tuple(int(word) for word in re.match(r"v?([\d.]+)", version)[1].strip(".").split("."))  # type: ignore[index]
 
 
-def _last(rows: Sequence[Row], numbers: Numbers) -> Row:
-    return [row for row in rows if row.since <= numbers][-1]
-
-
 def _text(numbers: Numbers) -> str:
     return ".".join(map(str, numbers))
 
 
-def _rules(model: Model, since: Numbers, version: _Version, own: _Own) -> VersionRules:
-    experts = version.experts
+def _rules(model: Model, since: Numbers, own: _Own) -> VersionRules:
+    version = [row for row in _VERSIONS if row.since <= since][-1]
+    fusions = (
+        Fusion(("attention.q", "attention.k", "attention.v"), "qkv_proj"),
+        Fusion(("mlp.gate", "mlp.up"), "gate_up_proj"),
+        Fusion(("shared_expert.gate", "shared_expert.up"), "gate_up_proj"),
+        *((Fusion(("mla.q_a", "mla.kv_a"), "fused_qkv_a_proj"),) if version.fuses_latent else ()),
+        Fusion(("expert.gate", "expert.up"), f"{version.experts}w13"),
+        Fusion(("expert.down",), f"{version.experts}w2"),
+    )
     engine = EngineRules(
         name="vLLM",
-        fusions=(
-            Fusion(("attention.q", "attention.k", "attention.v"), "qkv_proj"),
-            Fusion(("mlp.gate", "mlp.up"), "gate_up_proj"),
-            Fusion(("shared_expert.gate", "shared_expert.up"), "gate_up_proj"),
-            Fusion(("mla.q_a", "mla.kv_a"), "fused_qkv_a_proj"),
-            Fusion(("expert.gate", "expert.up"), f"{experts}w13"),
-            Fusion(("expert.down",), f"{experts}w2"),
-        ),
+        fusions=fusions,
         beside=tuple(_beside(model, version)),
         vocabulary_multiple=model.architecture.vocabulary_multiple or 64,
         partition=partition,
         every_stage=frozenset(own.every_stage),
-        as_stored=frozenset(own.as_stored),
+        as_stored=frozenset(role for first, role in own.as_stored if first <= since),
         tied=own.tied,
-        renames=own.renames,
+        renames=tuple(_renames(own, since)),
         dtypes={"router.correction": F32, "scale": F32},
         shared=frozenset({"input_scale"}),
         experts_share_ranks=own.experts_share_ranks,
+        stages_need_experts=own.stages_need_experts,
     )
     return VersionRules(since, engine, version.has_stages, own.quantizes_router, own.settings)
+
+
+def _renames(own: _Own, since: Numbers) -> Iterator[tuple[str, str]]:
+    yield r"(?<!\.attn)\.([kv]_scale)$", r".attn.\1"
+    for moved in own.moved:
+        to = [text for first, text in moved.to if first <= since]
+        if to and to[-1]:
+            yield moved.pattern, to[-1]
 
 
 def _beside(model: Model, version: _Version) -> Iterator[Beside]:

@@ -68,6 +68,19 @@ def test_imports_point_up_the_list_only(path):
         assert ORDER.index(other) < ORDER.index(own), f"{own} imports {other}"
 
 
+@pytest.mark.parametrize("path", [*core_files(), *sorted((ROOT / "formats").rglob("*.py"))], ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_below_imports_a_plugin_or_what_it_plugs_into(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        named = (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [a.name for a in node.names]
+            if isinstance(node, ast.Import)
+            else []
+        )
+        assert not any("plugins" in name.split(".") or name.split(".")[0] == "vllm" for name in named)
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "formats").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT / "formats")))
 def test_no_format_imports_another(path):
     """A format that is a folder imports its own files relatively."""
@@ -111,7 +124,7 @@ def project():
 
 def test_the_packages_listed_are_the_tree():
     tools = project()["tool"]["setuptools"]
-    folders = {"reshard": "reshard", "formats": "reshard.formats", "cli": "reshard.cli"}
+    folders = {"reshard": "reshard", "formats": "reshard.formats", "cli": "reshard.cli", "plugins": "reshard.plugins"}
     found = {
         ".".join([folders[top], *init.parent.relative_to(ROOT / top).parts])
         for top in folders
@@ -123,6 +136,15 @@ def test_the_packages_listed_are_the_tree():
 def test_the_entry_points_are_the_files():
     points = project()["project"]["entry-points"]["reshard.formats"]
     assert points == {name: f"{module}:FORMAT" for name, module in format_modules().items()}
+
+
+def test_the_plugins_are_the_files_and_each_has_its_door():
+    """A file is called after the program that it is for, whose entry-point group says so."""
+    groups = {group: points for group, points in project()["project"]["entry-points"].items() if group != "reshard.formats"}
+    found = {point.partition(":")[0] for points in groups.values() for point in points.values()}
+    assert found == {f"reshard.plugins.{path.stem}" for path in (ROOT / "plugins").glob("*.py") if path.stem != "__init__"}
+    for group, points in groups.items():
+        assert {point.partition(":")[0].rpartition(".")[2] for point in points.values()} == {group.partition(".")[0]}
 
 
 def test_the_installed_formats_are_those_of_the_tree():
@@ -145,6 +167,13 @@ def test_help_loads_neither_numpy_nor_torch():
     assert not loaded_after(RUN.format(["--help"])) & {"numpy", "torch", "tqdm"}
     assert not loaded_after(RUN.format(["convert", "--help"])) & {"numpy", "torch", "tqdm"}
     assert not loaded_after("import reshard") & {"numpy", "torch", "click"}
+
+
+def test_a_plugin_loads_nothing_heavy_before_it_is_asked():
+    loaded = loaded_after(
+        "from importlib.metadata import entry_points\n[point.load() for point in entry_points(group='vllm.general_plugins')]"
+    )
+    assert "reshard.plugins.vllm" in loaded and not loaded & {"numpy", "torch", "vllm", "reshard.verbs"}
 
 
 @pytest.mark.parametrize(

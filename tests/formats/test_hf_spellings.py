@@ -329,3 +329,43 @@ def test_a_run_goes_on_under_its_own_names_with_its_optimizer(tmp_path):
     result = reshard.open(tmp_path / "out", model=HF / case)
     assert {(t.name, t.role) for t in result.index.tensors} == {(n, role) for n in model for role in ("weight", "moment1", "step")}
     assert reshard.verify(opened, result).equal
+
+
+def quantised(case, folder):
+    """Linear layers in 8 bits, a scale for each block of 4 x 4 (weight_scale_inv), those of fused experts as transformers names them."""
+
+    def quantise(tensors):
+        scales = {}
+        for name, each in tensors.items():
+            if "experts" in name or "self_attn" in name:
+                *outer, rows, columns = each.shape
+                beside = f"{name}_scale_inv" if "experts" in name else name.replace(".weight", ".weight_scale_inv")
+                scales[beside] = 1 + torch.rand(
+                    *outer, -(-rows // 4), -(-columns // 4), generator=torch.Generator().manual_seed(len(scales))
+                )
+        return {n: each.to(torch.float8_e4m3fn) if "experts" in n or "self_attn" in n else each for n, each in tensors.items()} | scales
+
+    edited(case, folder, quantise)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [4, 4]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_block_scales_are_fused_with_their_experts(tmp_path):
+    fused = quantised("mixtral-fused", tmp_path / "fused")
+    tensors = safetensors.torch.load_file(fused / "model.safetensors")
+    apart = convert(fused, tmp_path / "apart")
+    found = safetensors.torch.load_file(apart / "model.safetensors")
+    at, expert = "model.layers.0.mlp.experts.", "model.layers.0.block_sparse_moe.experts.2."
+    assert torch.equal(found[expert + "w3.weight_scale_inv"], tensors[at + "gate_up_proj_scale_inv"][2, 3:])
+    assert torch.equal(found[expert + "w3.weight"].view(torch.uint8), tensors[at + "gate_up_proj"][2, 12:].view(torch.uint8))
+    assert torch.equal(found[expert + "w2.weight_scale_inv"], tensors[at + "down_proj_scale_inv"][2])
+    assert files_of(convert(apart, tmp_path / "back", like=fused)) == files_of(fused)
+    assert json.loads((apart / "config.json").read_text())["dtype"] == "bfloat16"
+    with pytest.raises(RequestError, match=r"no place for: .*weight_scale_inv"):
+        reshard.plan(apart, to="hf", like=HF / "mixtral-fused")
+    values = convert(apart, tmp_path / "values", like=HF / "mixtral-fused", dequantize=True)
+    down = safetensors.torch.load_file(values / "model.safetensors")[at + "down_proj"]
+    blocks = tensors[at + "down_proj_scale_inv"].repeat_interleave(4, 1).repeat_interleave(4, 2)
+    assert torch.equal(down, (tensors[at + "down_proj"].float() * blocks).to(torch.bfloat16))

@@ -4,11 +4,15 @@ import json
 import shutil
 
 import pytest
-from places import FIXTURES, HF, MODELS, REFERENCES, open_case, patch_stored, ranks, stored
+from places import FIXTURES, HF, MODELS, REFERENCES, VLLM, open_case, patch_stored, ranks, stored
 
 import reshard
 from reshard import registry
+from reshard.architecture import find_model
+from reshard.engines import check_degrees
 from reshard.errors import CheckpointError, RequestError
+from reshard.parallel import Parallel
+from reshard.plans import Target
 
 SERVED = (*MODELS, "llama-biased", "gemma2", "gpt2", "gpt_neox", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
@@ -65,6 +69,21 @@ def test_the_round_trip_is_proven_from_the_plans(model, tp, pp, ep):
 def test_an_illegal_degree_is_refused_with_the_legal_ones(tp):
     with pytest.raises(RequestError, match=r"Legal tensor-parallel sizes are 1, 2, 4, 8\."):
         reshard.plan(HF / "llama", to="vllm", tp=tp)
+
+
+REFUSED = json.loads((VLLM / "refusals.json").read_text())["refusals"]
+
+
+@pytest.mark.parametrize(
+    "said", REFUSED, ids=lambda said: f"{said['model']}-tp{said['tp']}-{'-'.join(map(str, said['overrides'].values()))}"
+)
+def test_what_real_vllm_refuses_is_refused(said):
+    config = json.loads((HF / said["model"] / "config.json").read_text())
+    model = find_model({**config, **said["overrides"]})
+    rules = registry.writer("vllm").engine_rules(model, Target("vllm"))
+    check_degrees(model, rules, Parallel())
+    with pytest.raises(RequestError, match=r"Legal tensor-parallel sizes are 1|no experts|fewer stages"):
+        check_degrees(model, rules, Parallel(said["tp"], said["pp"], said.get("ep", 1)))
 
 
 @pytest.mark.parametrize("version, scales", [("0.8.5", 0), ("0.13.0", 0), ("0.14.0", 8), ("0.30", 8), ("v0.32.0", 8), ("0.32.1rc1", 8)])
@@ -210,7 +229,7 @@ def test_a_view_holds_what_the_file_would(tmp_path):
         view = opened.view(to="vllm", tp=4, rank=rank)
         expected = stored(tmp_path / "out" / f"model-rank-{rank}-part-0.safetensors")
         assert {name: (str(view[name].dtype), list(view[name].shape), view[name].words().tobytes()) for name in view} == expected
-    with pytest.raises(RequestError, match="no rank 4"):
+    with pytest.raises(RequestError, match="no tp rank 4"):
         opened.view(to="vllm", tp=4, rank=4)
 
 

@@ -6,7 +6,9 @@ Makes the vLLM environment (.venv-vllm) where there is none. Then, each as a che
 1. convert --to vllm, and real vLLM decodes the same tokens with the same log-probabilities as from the Hugging Face folder
    at the same degree; also for the bundled FSDP2 checkpoint;
 2. two query heads exchanged in one rank's file change the tokens: the first check can fail;
-3. the references in fixtures/vllm come from real vLLM: its ranks are asked again, and agree.
+3. the references in fixtures/vllm come from real vLLM: its ranks are asked again, and agree;
+4. real vLLM loads FSDP2, ZeRO-3 and Megatron checkpoints by --load-format reshard: it decodes as from the converted ones, and its ranks
+   hold the same bits; they read their own bytes only; a wrong config and what is not there are noticed.
 That converted files equal the references is tests/formats' part, which needs no vLLM.
 """
 
@@ -15,6 +17,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -28,11 +32,16 @@ ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE.parent))
 
 from environments import Environment, run_checks  # noqa: E402
+from places import ranks, stored  # noqa: E402
 
 # Without dependencies: vLLM's own would replace torch.
 VLLM = Environment("vLLM", HERE / "requirements.txt", options=("--no-deps",))
 HF = ROOT / "fixtures" / "hf"
 FSDP2 = ROOT / "fixtures" / "dcp" / "fsdp2"
+ZERO3 = ROOT / "fixtures" / "deepspeed" / "z3-bf16"
+MEGATRON = ROOT / "fixtures" / "megatron" / "llama-tied-pp2"
+# What the package is made of, plugin included.
+PACKAGE = ("pyproject.toml", "README.md", "reshard", "formats", "cli", "plugins")
 
 
 def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
@@ -58,6 +67,107 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
     for line in lines:
         yield f"real ranks hold what the reference says: {line.split(':')[0]}", line.endswith("the same"), line
     yield "all references were asked for", len(lines) == len(list((ROOT / "fixtures" / "vllm").glob("*/*.json"))), messages[-2000:]
+    plugin = installed(python, work)
+    yield from decoded_directly(reshard, python, work, plugin)
+    yield from held_directly(reshard, python, work, plugin)
+    yield from noticed(python, work, plugin)
+
+
+def decoded_directly(reshard: Path, python: Path, work: Path, plugin: Path) -> Iterator[tuple[str, bool, str]]:
+    """Checkpoints whose heads vLLM's CPU kernels take: one by real FSDP2, and ones made of it with their config beside them."""
+    named = ("--model", str(FSDP2 / "model"))
+    zero3 = converted(reshard, FSDP2 / "checkpoint", work / "zero3", "--to", "deepspeed", "--dp", "3", *named)
+    megatron = converted(reshard, FSDP2 / "checkpoint", work / "megatron", "--to", "megatron", "--tp", "2", "--pp", "2", *named)
+    outside = {"model_loader_extra_config": {"checkpoint": str(FSDP2 / "checkpoint")}}
+    for tp in (1, 2):
+        sharded = converted(reshard, FSDP2 / "checkpoint", work / f"direct-tp{tp}", "--to", "vllm", "--tp", str(tp), *named)
+        expected = decode(python, sharded, tp, "sharded_state")
+        for what, model, options in (
+            ("FSDP2, the model's directory elsewhere", FSDP2 / "model", outside),
+            ("ZeRO-3", zero3, {"dtype": "bfloat16"}),
+            ("Megatron", megatron, {}),
+        ):
+            found = decode(python, model, tp, "reshard", plugin, **options)
+            yield compared(f"{what}, at TP {tp}: --load-format reshard decodes as sharded_state", found, expected)
+
+
+def held_directly(reshard: Path, python: Path, work: Path, plugin: Path) -> Iterator[tuple[str, bool, str]]:
+    """Checkpoints by real frameworks, and what vLLM's ranks hold of them."""
+    for case, tp, pp, dtype in ((FSDP2, 2, 1, "bfloat16"), (ZERO3, 2, 1, "bfloat16"), (MEGATRON, 2, 2, "bfloat16")):
+        name = f"{case.parent.name}/{case.name} at TP {tp} PP {pp}"
+        sizes = ("--tp", str(tp), "--pp", str(pp), "--dtype", dtype, "--model", str(case / "model"))
+        written = converted(reshard, case / "checkpoint", work / f"held-{case.name}", "--to", "vllm", *sizes)
+        for whole in (False, True):
+            extra = {"checkpoint": str(case / "checkpoint"), "whole_tensors": whole}
+            degrees = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+            found, messages = held(python, case / "model", plugin, extra, dtype=dtype, **degrees)
+            way = "whole" if whole else "by rank"
+            yield f"{name}, read {way}: ranks hold the converted bits", found == ranks(written), f"{found} {messages[-2000:]}"
+            lines = re.findall(rf"rank (\d).*: read {way} .* ([\d,]+) bytes", messages)
+            told = {int(rank): int(count.replace(",", "")) for rank, count in lines}
+            yield f"{name}, read {way}: the log says so", set(told) == set(range(tp)), messages[-2000:]
+            if case == FSDP2:
+                # Padding is not read; of short runs what lies between is, too; whole tensors are twice as much.
+                share = {rank: own_bytes(written / f"model-rank-{rank}-part-0.safetensors") for rank in told}
+                fair = {rank: 0.9 * share[rank] < count < 1.5 * share[rank] for rank, count in told.items()}
+                expected = dict.fromkeys(told, not whole)
+                yield f"{name}, read {way}: {'more than' if whole else 'about'} their own bytes", fair == expected, f"{told} {share}"
+
+
+def noticed(python: Path, work: Path, plugin: Path) -> Iterator[tuple[str, bool, str]]:
+    """What must not be served; and a model that reshard does not know."""
+    at = {"checkpoint": str(FSDP2 / "checkpoint")}
+    found, messages = held(python, HF / "qwen3", plugin, at)
+    yield "another model's config is refused", found is None and "the config says" in messages, messages[-2000:]
+    found, messages = held(python, FSDP2 / "model", plugin, {**at, "folder": "there"})
+    yield "an unknown key is refused with the known ones", found is None and "are checkpoint, format," in messages, messages[-2000:]
+    found, messages = held(python, "org/name", plugin, at, hub_cache(FSDP2 / "model", work / "hub"))
+    expected, _ = held(python, FSDP2 / "model", plugin, at)
+    yield "a model named as on the hub is loaded from the checkpoint", found is not None and found == expected, messages[-2000:]
+    unknown = undeclared(HF / "llama", work / "undeclared")
+    found, messages = held(python, unknown, plugin, {}, tensor_parallel_size=2)
+    expected, _ = held(python, unknown, None, {}, tensor_parallel_size=2)
+    same = found is not None and found == expected and "is not declared" in messages
+    yield "of a model that is not declared vLLM cuts whole tensors, and the log says why", same, messages[-2000:]
+    rename(unknown / "model.safetensors", "model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.k_proj.inv_freq")
+    found, messages = held(python, unknown, plugin, {}, tensor_parallel_size=2)
+    lost = found is None and "model.layers.1.self_attn.qkv_proj.weight: it was not loaded" in messages.lower()
+    yield "of such a model a missing weight is noticed", lost, messages[-2000:]
+
+
+def installed(python: Path, work: Path) -> Path:
+    """A folder that makes a copy of this tree importable, entry points included; vLLM's environment stays as it is."""
+    source, target = work / "package", work / "site"
+    source.mkdir()
+    for name in PACKAGE:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", target, source]
+    subprocess.run(pip, check=True)
+    return target
+
+
+def hub_cache(folder: Path, target: Path) -> Path:
+    """The cache of the hub's client that has loaded org/name, which consists of the files in a folder."""
+    model = target / "models--org--name"
+    shutil.copytree(folder, model / "snapshots" / "0123")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("0123")
+    return target
+
+
+def undeclared(folder: Path, target: Path) -> Path:
+    """A llama under a name that vLLM knows as one, and reshard does not."""
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text())
+    names = {"model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"]}
+    (target / "config.json").write_text(json.dumps({**config, **names, "attention_out_bias": False, "residual_dropout": 0.0}))
+    return target
+
+
+def own_bytes(path: Path) -> int:
+    """The weights in a rank's file, padding included."""
+    return sum(len(data) for name, (_, _, data) in stored(path).items() if not name.endswith("_scale"))
 
 
 def converted(reshard: Path, source: Path, target: Path, *options: str) -> Path:
@@ -65,19 +175,32 @@ def converted(reshard: Path, source: Path, target: Path, *options: str) -> Path:
     return target
 
 
-def decode(python: Path, model: Path, tp: int, load_format: str) -> list[dict[str, list[object]]] | str:
-    """What real vLLM answers; the end of its messages if it does not."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(HERE / "startup"),
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(tp))),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    returncode, output, messages = alone([python, HERE / "decode.py", model, str(tp), load_format], environment)
+def decode(
+    python: Path, model: Path, tp: int, load_format: str, plugin: Path | None = None, **options: object
+) -> list[dict[str, list[object]]] | str:
+    """What real vLLM answers; the end of its messages if it does not. options: of its LLM."""
+    environment = {**environment_with(plugin), "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(tp)))}
+    command = [python, HERE / "decode.py", model, str(tp), load_format, json.dumps(options)]
+    returncode, output, messages = alone(command, environment)
     return json.loads(output) if returncode == 0 and output else f"vLLM failed: {messages[-2000:]}"
+
+
+def held(
+    python: Path, model: Path | str, plugin: Path | None, extra: dict[str, object], hub: Path | None = None, **options: object
+) -> tuple[object, str]:
+    """What real vLLM's ranks hold after --load-format reshard (without the plugin: auto), in the form of the references, or None; and
+    vLLM's messages. hub: where its client keeps what it has loaded."""
+    how = {"load_format": "reshard", "model_loader_extra_config": extra} if plugin else {}
+    command = [python, HERE / "ranks.py", json.dumps({"model": str(model), **how, **options})]
+    own = {"VLLM_LOGGING_LEVEL": "INFO", **({"HF_HUB_CACHE": str(hub)} if hub else {})}
+    returncode, output, messages = alone(command, {**environment_with(plugin), **own})
+    return json.loads(output) if returncode == 0 and output else None, messages
+
+
+def environment_with(plugin: Path | None) -> dict[str, str]:
+    folders = [HERE / "startup", *([plugin] if plugin else [])]
+    own = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return {**os.environ, **own}
 
 
 def alone(command: list[Path | str], environment: dict[str, str]) -> tuple[int, str, str]:
@@ -116,6 +239,14 @@ def exchange_query_heads(path: Path, name: str, head_dim: int) -> None:
     first, second = raw[start : start + size], raw[start + size : start + 2 * size]
     raw[start : start + 2 * size] = second + first
     path.write_bytes(raw)
+
+
+def rename(path: Path, old: str, new: str) -> None:
+    """Give a tensor of a safetensors file another name."""
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = raw[8 : 8 + length].replace(f'"{old}"'.encode(), f'"{new}"'.encode())
+    path.write_bytes(struct.pack("<Q", len(header)) + header + raw[8 + length :])
 
 
 if __name__ == "__main__":

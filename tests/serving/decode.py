@@ -1,8 +1,8 @@
 """Greedy decoding with real vLLM, in a process of its own: prints the tokens and their log-probabilities as JSON.
 
-    python decode.py MODEL_DIR TP auto|sharded_state
+    python decode.py MODEL_DIR TP auto|sharded_state|reshard [JSON]
 
-Runs in the vLLM environment. The prompts are token ids, so that no tokenizer is needed.
+JSON: further options of vLLM's LLM. Runs in the vLLM environment. The prompts are token ids, so that no tokenizer is needed.
 """
 
 import json
@@ -13,7 +13,7 @@ PROMPTS = ([3, 17, 91, 200, 45], [7, 7, 12, 133, 240, 5, 66], [101, 22], [249, 1
 TOKENS = 8
 
 
-def decode(model: str, tp: int, load_format: str) -> list[dict[str, list[object]]]:
+def decode(model: str, tp: int, load_format: str, options: dict[str, object]) -> list[dict[str, list[object]]]:
     from vllm import LLM, SamplingParams
 
     engine = LLM(
@@ -26,6 +26,7 @@ def decode(model: str, tp: int, load_format: str) -> list[dict[str, list[object]
         max_model_len=64,
         max_num_seqs=4,
         disable_log_stats=True,
+        **options,
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, logprobs=1, ignore_eos=True, detokenize=False)
     outputs = engine.generate([{"prompt_token_ids": list(prompt)} for prompt in PROMPTS], sampling, use_tqdm=False)
@@ -41,7 +42,7 @@ if __name__ == "__main__":
     # Only the answer goes to stdout; what vLLM and its workers print goes to stderr.
     answer_to = os.dup(1)
     os.dup2(2, 1)
-    model_dir, tp_size, how = sys.argv[1:4]
-    answers = decode(model_dir, int(tp_size), how)
+    model_dir, tp_size, how, *more = sys.argv[1:]
+    answers = decode(model_dir, int(tp_size), how, json.loads(more[0]) if more else {})
     os.write(answer_to, json.dumps(answers).encode())
     os._exit(0)
