@@ -129,9 +129,9 @@ def noticed(python: Path, work: Path, plugin: Path) -> Iterator[tuple[str, bool,
     expected, _ = held(python, unknown, None, {}, tensor_parallel_size=2)
     same = found is not None and found == expected and "is not declared" in messages
     yield "of a model that is not declared vLLM cuts whole tensors, and the log says why", same, messages[-2000:]
-    rename(unknown / "model.safetensors", "model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.k_proj.inv_freq")
+    rename(unknown / "model.safetensors", "model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.rotary_emb.inv_freq")
     found, messages = held(python, unknown, plugin, {}, tensor_parallel_size=2)
-    lost = found is None and "model.layers.1.self_attn.qkv_proj.weight: it was not loaded" in messages.lower()
+    lost = found is None and "model.layers.1.self_attn.qkv_proj.weight: it was not loaded" in messages
     yield "of such a model a missing weight is noticed", lost, messages[-2000:]
 
 
