@@ -1,4 +1,4 @@
-"""reshard architectures: the models whose split over ranks is declared."""
+"""reshard architectures: the models whose split over ranks is declared; and how a declaration of another one begins."""
 
 from __future__ import annotations
 
@@ -9,10 +9,39 @@ from .tables import show, show_json
 
 
 @click.command("architectures")
+@click.option("--start", metavar="CKPT", help="Print the beginning of a declaration for the model of this checkpoint.")
+@options.format_name
+@click.option("--model", metavar="DIR", help="With --start: a directory with the model's Hugging Face config.")
 @options.as_json
-def command(as_json: bool) -> None:
-    """List the models whose split over ranks is declared, by the model_type of their configs."""
+def command(start: str | None, format_name: str | None, model: str | None, as_json: bool) -> None:
+    """List the models whose split over ranks is declared, by the model_type of their configs.
+
+    For another one write a declaration, and give it to any command as --architecture FILE: `reshard architectures --start CKPT > my.yaml`
+    begins it.
+    """
     from reshard.architecture import known_model_types
 
+    if start is not None:
+        text = _beginning(start, format_name, model)
+        show_json({"declaration": text + "\n"}) if as_json else show(text)
+        return
     found = known_model_types()
     show_json(list(found)) if as_json else show("\n".join(found))
+
+
+def _beginning(start: str, format_name: str | None, model: str | None) -> str:
+    from reshard import verbs
+    from reshard.errors import RequestError
+    from reshard.skeletons import skeleton
+
+    opened = verbs.open(start, format=format_name, model=model)
+    if opened.index.facts.asks:
+        raise RequestError(
+            f"the tensors of this {opened.format} checkpoint do not have the model's own names",
+            where=start,
+            why="A declaration is about the names of the model's Hugging Face form",
+            do="Give --start a release of the model, or a checkpoint by FSDP, DeepSpeed or torch.distributed.checkpoint",
+        )
+    index = opened.index
+    weights = {**index.by_role("master"), **index.by_role("weight")}
+    return skeleton({name: tensor.shape for name, tensor in weights.items()}, opened.model_files.config, start)

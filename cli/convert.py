@@ -36,6 +36,7 @@ def command(
     format_name: str | None,
     model: str | None,
     vocab_size: int | None,
+    architecture: str | None,
     dry_run: bool,
     resume: bool,
     overwrite: bool,
@@ -55,7 +56,7 @@ def command(
 
     if resume and overwrite:
         raise RequestError("--resume and --overwrite contradict each other", do="Say one of them")
-    opened = verbs.open(source, format=format_name, model=model, vocab_size=vocab_size)
+    opened = verbs.open(source, format=format_name, model=model, vocab_size=vocab_size, architecture=architecture)
     plan = verbs.plan(opened, to=to, max_shard_bytes=max_shard_size, **asked)
     if dry_run:
         show_json(plan_document(plan)) if as_json else show_plan(plan)

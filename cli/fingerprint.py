@@ -23,6 +23,7 @@ def command(
     format_name: str | None,
     model: str | None,
     vocab_size: int | None,
+    architecture: str | None,
     workers: int | None,
     memory: int | None,
     shown: bool | None,
@@ -36,7 +37,7 @@ def command(
     """
     from reshard import verbs
 
-    opened = verbs.open(checkpoint, format=format_name, model=model, vocab_size=vocab_size)
+    opened = verbs.open(checkpoint, format=format_name, model=model, vocab_size=vocab_size, architecture=architecture)
     selection = options.selection_of(**asked)
     with bar(sum(t.nbytes for t in opened.content(selection).tensors.values()), "fingerprint", shown) as advance:
         found = verbs.fingerprint(opened, selection=selection, workers=workers, memory=memory, progress=advance)

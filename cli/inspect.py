@@ -23,13 +23,19 @@ if TYPE_CHECKING:
 @options.model
 @options.as_json
 def command(
-    checkpoint: str, globs: tuple[str, ...], format_name: str | None, model: str | None, vocab_size: int | None, as_json: bool
+    checkpoint: str,
+    globs: tuple[str, ...],
+    format_name: str | None,
+    model: str | None,
+    vocab_size: int | None,
+    architecture: str | None,
+    as_json: bool,
 ) -> None:
     """Show what CHECKPOINT holds, and where each part lies. Reads no weights."""
     from reshard import verbs
     from reshard.errors import RequestError
 
-    opened = verbs.open(checkpoint, format=format_name, model=model, vocab_size=vocab_size)
+    opened = verbs.open(checkpoint, format=format_name, model=model, vocab_size=vocab_size, architecture=architecture)
     chosen = [t for t in opened.index.tensors if not globs or any(fnmatchcase(t.name, glob) for glob in globs)]
     if not chosen and globs:
         raise RequestError(f"no tensor is called {' or '.join(globs)}", do="`reshard inspect` without --tensor lists the names")
@@ -173,11 +179,13 @@ def _model_text(opened: Checkpoint) -> str:
     if config is None:
         return text + "; no config.json here (--model DIR gives one)"
     if opened.model is None:
-        return f"{config.get('model_type')} (not declared: converts wherever nothing is split by role), {text}"
-    d = opened.model.dimensions
+        return f"{config.get('model_type')} (not declared: converts where nothing is split by role; see --architecture), {text}"
+    d, architecture = opened.model.dimensions, opened.model.architecture
     tied = ", tied head" if opened.model.is_tied else ""
     sizes = f"{d['layers']} layers, hidden {d['hidden']}, {d['heads']} heads ({d['kv_heads']} KV), vocabulary {d['vocab']}"
-    return f"{config.get('model_type')}, {text}: {sizes}{tied}"
+    declared = f", declared by {architecture.declared_in}" if architecture.declared_in else ""
+    named = "" if declared or opened.architecture is None else f", taken for {architecture.model_type}"
+    return f"{config.get('model_type')}{declared}{named}, {text}: {sizes}{tied}"
 
 
 def _show_tensor(tensor: Tensor) -> None:

@@ -15,6 +15,8 @@ COMMANDS = {
     "verify": (".verify", "Check that two checkpoints hold the same weights, whatever their layouts."),
     "fingerprint": (".fingerprint", "Digest a checkpoint's weights, whatever their layout."),
     "roundtrip": (".roundtrip", "Prove that a conversion and its way back lose nothing."),
+    "plan": (".plan", "Tell at which degrees a model can be served, and what each GPU holds then."),
+    "estimate": (".estimate", "Tell what training needs on each rank, before it runs."),
     "formats": (".formats", "List the formats that this installation reads and writes."),
     "architectures": (".architectures", "List the models whose split over ranks is declared."),
 }

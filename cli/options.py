@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, TypeVar
 
 import click
@@ -25,6 +26,21 @@ class Size(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic 
         if not match:
             self.fail(f"{value!r} is not a size such as 512MiB or 5GB", param, ctx)
         return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+class Count(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """A number of things: 7B, 1.5M, 7000000000."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmbt]?)", str(value).lower())
+        number = round(Fraction(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}[match[2]]) if match else 0
+        if not number:
+            self.fail(f"{value!r} is not a number such as 7B or 350M", param, ctx)
+        return number
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg,unused-ignore]
@@ -51,9 +67,13 @@ def _all(*decorators: Callable[[Function], Function]) -> Callable[[Function], Fu
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 format_name = click.option("--format", "format_name", metavar="FORMAT", help="The checkpoint's format, instead of detecting it.")
+architecture = click.option(
+    "--architecture", metavar="NAME|FILE", help="A declared model, or a file that declares one, for one that we do not know."
+)
 model = _all(
     click.option("--model", metavar="DIR", help="A directory with the model's Hugging Face config, where the checkpoint has none."),
     click.option("--vocab-size", type=click.IntRange(1), metavar="N", help="Rows of the embedding that are no padding (Megatron)."),
+    architecture,
 )
 
 selection = _all(
@@ -72,8 +92,10 @@ target = _all(
     click.option("--dp", default=1, metavar="N", help="How many data-parallel ranks share every tensor (FSDP, ZeRO-3)."),
     click.option("--dtype", metavar="DTYPE", help="Cast floating-point tensors, as torch does: bf16, fp16, fp32, fp8 ..."),
     click.option("--keep-dtype", multiple=True, metavar="GLOB", help="Exempt tensors of these names from --dtype."),
+    click.option("--dequantize", is_flag=True, help="Quantised weights as values, in --dtype or bf16."),
     click.option("--engine-version", metavar="V", help="The serving engine's version (default: the newest known)."),
     click.option("--max-shard-size", type=Size(), metavar="SIZE", help="Start a new file where one would grow beyond this."),
+    click.option("--like", metavar="DIR", help="hf: names, fusions, element types and files as in this folder; its headers are read."),
     click.option("--vp", type=click.IntRange(1), metavar="N", help="Megatron: chunks per stage (virtual pipeline)."),
     click.option("--etp", type=click.IntRange(1), metavar="N", help="Megatron: tensor-parallel size of experts (default: --tp)."),
     click.option("--stage-layers", type=Numbers(), metavar="N,N,..", help="Megatron: layers of every chunk (default: equal)."),

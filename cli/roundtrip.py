@@ -26,6 +26,7 @@ def command(
     format_name: str | None,
     model: str | None,
     vocab_size: int | None,
+    architecture: str | None,
     materialize: bool,
     work: str | None,
     workers: int | None,
@@ -42,7 +43,7 @@ def command(
     """
     from reshard import verbs
 
-    opened = verbs.open(source, format=format_name, model=model, vocab_size=vocab_size)
+    opened = verbs.open(source, format=format_name, model=model, vocab_size=vocab_size, architecture=architecture)
     plan = verbs.plan(opened, to=asked.pop("to"), max_shard_bytes=max_shard_size, **asked)
     proof = verbs.roundtrip(plan)
     losses = list(proof.losses)

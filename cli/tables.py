@@ -11,14 +11,14 @@ import click
 from reshard.errors import printable
 
 
-def nbytes_text(nbytes: int) -> str:
-    """1.5 GB, 148 kB, 12 B: three digits, decimal units."""
+def nbytes_text(nbytes: int, digits: int = 3) -> str:
+    """1.5 GB, 148 kB, 12 B: three digits, where nothing else is said, and decimal units."""
     value, unit = float(nbytes), "B"
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if value < 999.5 or unit == "PB":
+        if value < 1000 - 0.5 * 10 ** (3 - digits) or unit == "PB":
             break
         value /= 1000
-    return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}"
+    return f"{nbytes} B" if unit == "B" else f"{value:.{digits}g} {unit}"
 
 
 def count_text(count: int) -> str:

@@ -25,6 +25,7 @@ def command(
     cast: bool,
     model: str | None,
     vocab_size: int | None,
+    architecture: str | None,
     workers: int | None,
     memory: int | None,
     shown: bool | None,
@@ -38,7 +39,7 @@ def command(
     """
     from reshard import verbs
 
-    a, b = verbs.open_both(left, right, model=model, vocab_size=vocab_size)
+    a, b = verbs.open_both(left, right, model=model, vocab_size=vocab_size, architecture=architecture)
     total = sum(tensor.nbytes for tensor in b.index.tensors if tensor.role == "weight")
     with bar(total, "verify", shown) as advance:
         result = verbs.verify(a, b, cast=cast, selection=options.selection_of(**asked), workers=workers, memory=memory, progress=advance)

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.adapter import Hints
-from reshard.architecture import find_model
 from reshard.canonical import Canonical
 from reshard.containers import dcp_metadata
 from reshard.dcp_files import DcpFile, written_metadata
@@ -49,6 +48,7 @@ class Dcp:
     name = "dcp"
     summary = "torch.distributed.checkpoint: FSDP1, FSDP2, accelerate, torchtitan"
     owns = (METADATA, "__*.metadata", "*.distcp")
+    keeps_names = True
 
     def detect(self, files: Files) -> str | None:
         listing = files.list()
@@ -245,7 +245,7 @@ def _role(words: _Key, names: Mapping[Any, str]) -> tuple[Role, str]:
 def _parameters(metadata: dcp_metadata.DcpMetadata, hints: Hints) -> dict[str, tuple[int, ...]]:
     """The shapes of the model's floating-point tensors, in the order in which they were saved; a tied head is no parameter of its own."""
     order = [fqn for fqn in metadata.planner or () if fqn in metadata.tensors] or list(metadata.tensors)
-    model = find_model(hints.config)
+    model = hints.model
     tied = model.architecture.tied[0] if model and model.is_tied else None
     found = ((_role(_key(metadata, fqn), {}), metadata.tensors[fqn]) for fqn in order)
     return {name: item.shape for (role, name), item in found if role == "weight" and item.dtype.floating and name != tied}

@@ -20,7 +20,6 @@ from dataclasses import replace
 import numpy as np
 
 from reshard.adapter import Hints
-from reshard.architecture import find_model
 from reshard.boxes import Box, row_major
 from reshard.containers import safetensors
 from reshard.errors import CheckpointError
@@ -64,7 +63,7 @@ class DcpSafetensors:
             step=step_of(files.root),
             parallel={"writing ranks": len(ranks)},
             config=hints.config,
-            notes=() if find_model(hints.config) else (f"{note}; with --model they are compared with the config",),
+            notes=() if hints.model else (f"{note}; with --model they are compared with the config",),
         )
         return Index(self.name, tensors, tuple(StoredFile(path, files.size(path) or 0) for path in paths), facts)
 
@@ -149,7 +148,7 @@ def _check_files(files: Files, paths: list[str], tensors: tuple[Tensor, ...]) ->
 
 def _check_shapes(tensors: tuple[Tensor, ...], hints: Hints) -> None:
     """Raises CheckpointError if a tensor ends before the config's shape does: then its last box is lost."""
-    model = find_model(hints.config)
+    model = hints.model
     for tensor in tensors if model else ():
         weight = model.weights.get(tensor.name) if model else None
         if weight and len(weight.shape) == len(tensor.shape) and any(a < b for a, b in zip(tensor.shape, weight.shape, strict=True)):

@@ -42,6 +42,7 @@ class Fsdp:
     name = "fsdp"
     summary = "FSDP files of one rank each (verl, accelerate): DTensor, ShardedTensor"
     owns = ("*_rank_*.pt", "*_rank[0-9]*.bin", "fsdp_config.json")
+    keeps_names = True
 
     def detect(self, files: Files) -> str | None:
         found = example(files)

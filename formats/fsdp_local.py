@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.adapter import Hints
-from reshard.architecture import Model, find_model
+from reshard.architecture import Model
 from reshard.boxes import Box
 from reshard.collect import Collector
 from reshard.containers import torch_zip
@@ -92,14 +92,15 @@ class FsdpLocal:
 
 def _declared(hints: Hints, path: str) -> Model:
     """The model whose config was given. Raises RequestError without one."""
-    found = find_model(hints.config)
+    found = hints.model
     if found is None:
         told = "no config.json is known" if hints.config is None else f"the architecture {hints.config.get('model_type')!r} is not declared"
         raise RequestError(
             f"the file holds flat parameters, and {told}",
             where=path,
             why="LOCAL_STATE_DICT keeps the elements of many weights in one row, without their names, shapes and order",
-            do="Give the model's config with --model DIR; or save with SHARDED_STATE_DICT, which keeps names and shapes",
+            do="Give the model's config with --model DIR and, if it is not declared, --architecture FILE; or save with SHARDED_STATE_DICT, "
+            "which keeps names and shapes",
         )
     return found
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from reshard.errors import CheckpointError, DifferenceFound, RequestError, ReshardError
+    from reshard.planning import degrees, estimate
     from reshard.verbs import Checkpoint, convert, fingerprint, open, plan, roundtrip, verify
 
 __version__ = "0.1.0"
@@ -25,12 +26,15 @@ __all__ = [
     "RequestError",
     "ReshardError",
     "convert",
+    "degrees",
+    "estimate",
     "fingerprint",
     "open",
     "plan",
     "roundtrip",
     "verify",
 ]
+_ELSEWHERE = {"degrees": "reshard.planning", "estimate": "reshard.planning"}
 
 
 def __getattr__(name: str) -> Any:
@@ -39,5 +43,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'reshard' has no attribute {name!r}")
     from importlib import import_module
 
-    module = "reshard.errors" if name.endswith(("Error", "Found")) else "reshard.verbs"
+    module = "reshard.errors" if name.endswith(("Error", "Found")) else _ELSEWHERE.get(name, "reshard.verbs")
     return getattr(import_module(module), name)

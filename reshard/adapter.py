@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from reshard.architecture import Architecture, Model, find_model
 from reshard.canonical import Canonical
 from reshard.files import Files
 from reshard.index import Index
@@ -16,10 +17,17 @@ from reshard.plans import Target
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What the user has said that the files may not say: the model's Hugging Face config; the true size of its vocabulary."""
+    """What the user has said that the files may not say: the model's Hugging Face config; the true size of its vocabulary; the
+    architecture, where it is not the one that the config's model_type names."""
 
     config: Mapping[str, Any] | None = None
     vocabulary: int | None = None
+    architecture: Architecture | None = None
+
+    @property
+    def model(self) -> Model | None:
+        """The model, if there is a config and its architecture is declared."""
+        return find_model(self.config, self.architecture)
 
 
 class Reader(Protocol):
@@ -47,7 +55,10 @@ class Writer(Reader, Protocol):
     """A format that is a target, too.
 
     `keeps_optimizer`, where it is True, says that it always holds masters and optimizer state; `keeps_masters`, that with the optimizer's
-    state it holds both the weights and their full-precision copies. `options` names those of Target.options that it understands.
+    state it holds both the weights and their full-precision copies; `keeps_names`, that it writes the names that the source has, for a run
+    that goes on in the source's library, and not the canonical ones. `options` names those of Target.options that it understands. A serving
+    engine's has `engine_rules(model, target) -> EngineRules`, by which `reshard plan` counts what ranks hold; it raises RequestError for
+    sizes or versions that the engine does not serve the model with.
     """
 
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:

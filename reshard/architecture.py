@@ -10,15 +10,21 @@ import importlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.boxes import Box
 from reshard.errors import RequestError
 from reshard.mosaics import Mosaic, joined
+from reshard.quantization import Grain, Quantization, Scale, quantization_of, unknown_quantization
+from reshard.roles import LINEAR, SPLITS, Split
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 Kind = Literal["dense", "sparse", "extra"]
+GROUP = "reshard.architectures"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +36,7 @@ class Weight:
     are sparse, and extra ones are those that predict further tokens.
 
     holds: the roles that are fused in it, each with its output features as an expression, one after the other; by: a dimension, such as
-    "heads", by which they alternate. transposed: it is stored as [in, out].
+    "heads", by which they alternate. transposed: it is stored as [in, out]. split: how ranks share it, where its role does not say.
     """
 
     name: str
@@ -41,6 +47,7 @@ class Weight:
     holds: Mapping[str, str] = field(default_factory=dict)
     by: str | None = None
     transposed: bool = False
+    split: Split | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +87,9 @@ class Architecture:
     `tied` names the head's weight and the embedding that it shares when the config says tie_word_embeddings. `dropped` maps patterns of
     names to the reason why nobody needs them. `sparse` says which layers have experts. `extra_layers` is the config's key for how many
     layers follow the last one to predict further tokens; a checkpoint may leave their weights out. `defaults` are the settings of a config
-    that does not say them.
+    that does not say them. `vocabulary_multiple` is the multiple to which an engine pads this model's vocabulary, where it is not the
+    engine's own. `like` names the declared model as which engines know it, where that is another one; `declared_in` the user's file that
+    declares it.
     """
 
     model_type: str
@@ -91,6 +100,14 @@ class Architecture:
     sparse: SparseLayers | None = None
     extra_layers: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    vocabulary_multiple: int | None = None
+    like: str | None = None
+    declared_in: str | None = None
+
+    @property
+    def family(self) -> str:
+        """The model type as which engines and frameworks know it: what a table of theirs is looked up by."""
+        return self.like or self.model_type
 
     def plus(
         self, *weights: Weight, model_type: str, dimensions: Mapping[str, Dimension] | None = None, without: str = "", **other: Any
@@ -128,22 +145,26 @@ def _last_beside(name: str, names: list[str]) -> int:
 @dataclass(frozen=True, slots=True)
 class ModelWeight:
     """A weight of one model: its canonical name, role, shape, the layer and the expert it belongs to (None outside of them), and how it is
-    declared. optional: a checkpoint may be without it."""
+    declared. optional: a checkpoint may be without it. scales: those beside it; scale: what it is itself, if it is one."""
 
     name: str
     role: str
     shape: tuple[int, ...]
     layer: int | None
+    declared: Weight
     expert: int | None = None
     optional: bool = False
-    declared: Weight | None = None
+    scales: tuple[Scale, ...] = ()
+    scale: Scale | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """What one role is in a layer or an expert: [out features, in features], or [out features] of a bias. A view of a canonical tensor.
 
-    kind: the last word of the canonical name, "weight" or "bias" but for a few.
+    kind: the last word of the canonical name, "weight" or "bias" but for a few. split: how ranks share it. grain: of how many of the
+    weight's elements along each axis one of the array's stands; None of all, and then no rank has a part of it. blocks: the grain of the
+    block scales beside a weight; scale: what it is itself, if it is one.
     """
 
     role: str
@@ -152,10 +173,28 @@ class Part:
     expert: int | None
     tensor: str
     array: Mosaic
-    optional: bool = False
+    split: Split
+    grain: Grain
+    blocks: Grain | None = None
+    scale: Scale | None = None
 
 
-@dataclass(frozen=True)
+class Dimensions(dict[str, int]):
+    """The dimensions of one model by name. Raises RequestError where one is asked for that the model's declaration has not."""
+
+    def __init__(self, model_type: str) -> None:
+        super().__init__()
+        self._model_type = model_type
+
+    def __missing__(self, name: str) -> int:
+        raise RequestError(
+            f"the declaration of {self._model_type} has no dimension {name!r}, which is needed here",
+            why="Weights are split and laid out by it",
+            do=f"Add it under `dimensions`, with the key of the config that gives it or a default; it has {', '.join(self)}",
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class Model:
     """An architecture and one config's numbers."""
 
@@ -166,7 +205,7 @@ class Model:
     def dimensions(self) -> dict[str, int]:
         """Every dimension's value; without those that this model has not. Raises RequestError, naming the key, if the config does not say
         one."""
-        found: dict[str, int] = {}
+        found = Dimensions(self.architecture.model_type)
         for name, dimension in self.architecture.dimensions.items():
             value = next((self.config[key] for key in dimension.keys if self.config.get(key) is not None), None)
             if value is None and dimension.default:
@@ -181,6 +220,11 @@ class Model:
                 )
             found[name] = value
         return found
+
+    @cached_property
+    def quantization(self) -> Quantization | None:
+        """How the weights are quantised, if they are."""
+        return quantization_of(self.config)
 
     @property
     def is_tied(self) -> bool:
@@ -213,7 +257,11 @@ class Model:
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """Every weight by what it does: a fused one is several parts."""
-        return tuple(part for weight in self.weights.values() for part in self._parts(weight))
+        return self.parts_but(frozenset())
+
+    def parts_but(self, whole: frozenset[str]) -> tuple[Part, ...]:
+        """Every weight by what it does; but fused ones of those roles are one part each."""
+        return tuple(part for weight in self.weights.values() for part in self._parts(weight, weight.role in whole))
 
     def reason_to_drop(self, name: str) -> str | None:
         """Why a tensor of that name is left out on purpose; None if it is not."""
@@ -243,35 +291,73 @@ class Model:
         return bool(self.setting(weight.when.removeprefix("not "))) is wanted
 
     def _shape(self, weight: Weight) -> tuple[int, ...]:
-        return tuple(evaluate(axis, self.dimensions) for axis in weight.shape)
+        shape = tuple(evaluate(axis, self.dimensions) for axis in weight.shape)
+        if weight.holds:
+            rows = {role: evaluate(expression, self.dimensions) for role, expression in weight.holds.items()}
+            out, rounds = shape[-1 if weight.transposed else 0], self.dimensions[weight.by] if weight.by else 1
+            if sum(rows.values()) != out or any(count % rounds for count in rows.values()):
+                raise RequestError(
+                    f"it has {out} output features, and what is fused in it has {' + '.join(map(str, rows.values()))}"
+                    + (f" in {rounds} equal runs, one per each of the {weight.by}" if weight.by else ""),
+                    where=weight.name,
+                    why="So the declaration does not say what every row of it is",
+                    do="Compare its `shape` and what it `holds` with the config",
+                )
+        return shape
 
     def _numbered(self, weights: list[tuple[Weight, tuple[int, ...]]], layer: int | None) -> Iterator[ModelWeight]:
-        """The weights of one layer; those of experts expert after expert."""
+        """The weights of one layer, each before its scales; those of experts expert after expert."""
         optional = layer is not None and layer >= self.dimensions["layers"]
         for is_expert, run in groupby(weights, key=lambda each: "{expert}" in each[0].name):
             held = list(run)
             for expert in range(self.dimensions["experts"]) if is_expert else (None,):
                 for weight, shape in held:
                     name = weight.name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
-                    yield ModelWeight(name, weight.role, shape, layer, expert, optional, weight)
+                    scales = self._scales(weight, name)
+                    yield ModelWeight(name, weight.role, shape, layer, weight, expert, optional, scales)
+                    for scale in scales:
+                        beside = name.removesuffix("weight") + scale.kind
+                        yield ModelWeight(beside, weight.role, scale.shape(shape), layer, weight, expert, optional, scale=scale)
+                    if weight.role == "attention.o" and scales and self.quantization:
+                        module = name.removesuffix(".weight").rpartition(".")[0]
+                        for scale in self.quantization.cache:
+                            role = f"attention.{scale.kind}"
+                            yield ModelWeight(f"{module}.{scale.kind}", role, scale.one, layer, weight, expert, optional, scale=scale)
 
-    def _parts(self, weight: ModelWeight) -> Iterator[Part]:
+    def _scales(self, weight: Weight, name: str) -> tuple[Scale, ...]:
+        roles = {weight.role, *weight.holds}
+        if self.quantization is None or not name.endswith(".weight") or not roles & LINEAR:
+            return ()
+        return self.quantization.scales_of(name)
+
+    def _parts(self, weight: ModelWeight, whole: bool) -> Iterator[Part]:
         declared, kind = weight.declared, weight.name.rpartition(".")[2]
         array = Mosaic.of(weight.name, Box.whole(weight.shape))
-        where = (weight.layer, weight.expert, weight.name)
-        if declared and declared.transposed and len(weight.shape) == 2:
+        if declared.transposed and len(weight.shape) == 2:
             array = array.transposed()
-        if declared is None or not declared.holds:
-            yield Part(weight.role, kind, *where, array, weight.optional)
+        grain: Grain = weight.scale.grain if weight.scale else (1,) * len(weight.shape)
+        blocks = next((scale.grain for scale in weight.scales if scale.is_blocked), None)
+        where = (weight.layer, weight.expert, weight.name)
+
+        def part(role: str, held: Mosaic) -> Part:
+            return Part(role, kind, *where, held, declared.split or SPLITS[role], grain, blocks, weight.scale)
+
+        if whole or not declared.holds:
+            yield part(weight.role, array)
             return
         rounds = self.dimensions[declared.by] if declared.by else 1
         rows = {role: evaluate(expression, self.dimensions) // rounds for role, expression in declared.holds.items()}
-        turn = sum(rows.values())
+        if grain[0] is None:
+            yield from (part(role, array) for role in rows)
+            return
         start = 0
         for role, count in rows.items():
-            runs = [array.cut(0, i * turn + start, i * turn + start + count) for i in range(rounds)]
-            yield Part(role, kind, *where, joined(runs), weight.optional)
-            start += count
+            size, rest = divmod(count, grain[0])
+            if rest:
+                raise RequestError(f"its scales stand for {grain[0]} rows each, its {role} has {count}", where=weight.name)
+            turn = sum(rows.values()) // grain[0]
+            yield part(role, joined([array.cut(0, i * turn + start, i * turn + start + size) for i in range(rounds)]))
+            start += size
 
 
 def evaluate(expression: str, values: Mapping[str, int]) -> int:
@@ -292,28 +378,58 @@ def _product(expression: str, values: Mapping[str, int]) -> int:
     return result
 
 
-def find_model(config: Mapping[str, Any] | None) -> Model | None:
+def find_model(config: Mapping[str, Any] | None, architecture: Architecture | None = None) -> Model | None:
     """The model that a Hugging Face config describes; None if there is no config or its architecture is not declared.
 
-    The architecture is looked up by the config's `model_type`, as the file of that name in architectures/.
+    architecture: the one that the user named, in place of the one that the config names by its `model_type`. None also if the weights are
+    quantised in a way that is not known.
     """
-    model_type = str((config or {}).get("model_type", "")).replace("-", "_")
-    if config is None or not re.fullmatch(r"[a-z][a-z0-9_]*", model_type):
+    if config is None or unknown_quantization(config):
         return None
-    module_name = f"reshard.architectures.{model_type}"
+    found = architecture or find_architecture(str(config.get("model_type", "")))
+    return Model(found, config) if found else None
+
+
+def find_architecture(model_type: str) -> Architecture | None:
+    """The declaration of a model type: the file of that name in architectures/, or else what another package calls so in the entry-point
+    group `reshard.architectures`; None if there is neither."""
+    name = model_type.replace("-", "_")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        return None
+    module_name = f"reshard.architectures.{name}"
     try:
-        module = importlib.import_module(module_name)
+        return importlib.import_module(module_name).ARCHITECTURE  # type: ignore[no-any-return]
     except ModuleNotFoundError as error:
         if error.name != module_name:
             raise
-        return None
-    return Model(module.ARCHITECTURE, config)
+    point = _entry_points().get(name)
+    found = point.load() if point else None
+    if found is not None and not isinstance(found, Architecture):
+        raise RequestError(
+            f"the entry point {name} of the group {GROUP} is a {type(found).__name__}, no Architecture",
+            where=point.value if point else None,
+            do="Mend or remove the package that brings it",
+        )
+    return found
 
 
-def known_model_types() -> tuple[str, ...]:
-    """The model types that are declared, sorted."""
+def built_in_model_types() -> tuple[str, ...]:
+    """The model types that are declared here, sorted."""
     from pkgutil import iter_modules
 
     from reshard import architectures
 
     return tuple(sorted(module.name for module in iter_modules(architectures.__path__)))
+
+
+def known_model_types() -> tuple[str, ...]:
+    """The model types that are declared, here or by other packages, sorted."""
+    return tuple(sorted({*built_in_model_types(), *_entry_points()}))
+
+
+@cache
+def _entry_points() -> dict[str, EntryPoint]:
+    """Other packages' declarations by model type; the packages' metadata are searched once, and only for what is not built in."""
+    from importlib.metadata import entry_points
+
+    return {point.name.replace("-", "_"): point for point in entry_points(group=GROUP)}

@@ -59,7 +59,7 @@ class Canonical:
 
     `tied` names the stored tensors that are counted as copies of another. Optimizer state, where it was chosen, follows the
     weights under the keys of `optimizers.state_key`, with its role. facts: of the run that wrote them. twice: keys under which a tensor is
-    there once more. scalar: the value of a tensor of one element, which is read from its file.
+    there once more. scalar: the value of a tensor of one element, which is read from its file. selection: what was meant.
     """
 
     tensors: Mapping[str, Tensor]
@@ -70,6 +70,7 @@ class Canonical:
     facts: RunFacts = field(default_factory=RunFacts)
     twice: tuple[str, ...] = ()
     scalar: Callable[[str], float] = _unreadable
+    selection: Selection = field(default_factory=Selection)
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
@@ -130,7 +131,7 @@ def canonical(index: Index, model: Model | None, selection: Selection) -> Canoni
         chosen |= {key: replace(tensor, name=key) for key, tensor in states.items()}
     else:
         drops = [_drop(tensor, reason) for tensor, reason in left] + drops
-    return Canonical(chosen, tuple(drops), model, tied, lambda: _groups(index, chosen, selection), index.facts, twice)
+    return Canonical(chosen, tuple(drops), model, tied, lambda: _groups(index, chosen, selection), index.facts, twice, selection=selection)
 
 
 def _groups(index: Index, chosen: Mapping[str, Tensor], selection: Selection) -> tuple[ParamGroup, ...]:

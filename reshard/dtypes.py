@@ -5,6 +5,7 @@ A DType moves as an unsigned word of its size: copying, comparing and hashing ne
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,15 @@ class DType:
         """Whether torch pickles such tensors by their storage's class; of newer types the pickle names the dtype instead
         (torch/storage.py, _new_dtypes)."""
         return not self.torch.startswith(("float8", "uint16", "uint32", "uint64"))
+
+    def encoded(self, value: float) -> bytes:
+        """The bytes of one element. Raises ValueError for a type or a value of which that is not exact."""
+        found = (
+            struct.pack("<f", value)[2:] if self.name == "BF16" else struct.pack({"F64": "<d", "F32": "<f", "F16": "<e"}[self.name], value)
+        )
+        if self.name == "BF16" and struct.pack("<f", value)[:2] != b"\0\0":
+            raise ValueError(f"{value} has no {self}")
+        return found
 
     def __str__(self) -> str:
         return self.name
@@ -87,6 +97,9 @@ _BY_USER = (
         "fp8_e5m2": _BY_NAME["F8_E5M2"],
     }
 )
+
+
+BF16, F32, F8 = _ALL["BF16"], _ALL["F32"], _ALL["F8_E4M3"]
 
 
 def from_safetensors(name: str, *, where: str) -> DType:

@@ -31,7 +31,8 @@ ROLES: dict[Role, str] = {
 class Tensor:
     """A canonical tensor: name, element type, global shape, what it is to the run, and its pieces.
 
-    distribution: how it lay on the run's mesh, where the files tell.
+    distribution: how it lay on the run's mesh, where the files tell. scaling: what its elements are multiplied with to be values; None if
+    they are values themselves, or are to stay as they are.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Tensor:
     role: Role
     shards: Shards
     distribution: Distribution | None = None
+    scaling: Scaling | None = None
 
     @property
     def elements(self) -> int:
@@ -51,6 +53,25 @@ class Tensor:
 
     def pieces(self) -> Iterator[Piece]:
         return (self.shards.piece(i) for i in range(len(self.shards)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scaling:
+    """Factors that make values of quantised elements: a tensor of them, and per axis for how many elements one stands (None: all)."""
+
+    scales: Tensor
+    grain: tuple[int | None, ...]
+
+    def box_of(self, box: Box) -> Box:
+        """The factors of a box of elements."""
+        shape = self.scales.shape
+        if len(shape) != len(box.sizes):
+            return Box.whole(shape)
+        spans = [
+            (0, 1) if step is None else (start // step, -(-stop // step))
+            for step, start, stop in zip(self.grain, box.offsets, box.stops, strict=True)
+        ]
+        return Box(tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans))
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,25 +41,27 @@ class ModelFiles:
         """The directory that `--model` would name to get this config; None without a config."""
         return f"{self.files.root}/{self.folder}" if self.config is not None and not self.derived else None
 
-    def sidecars(self, dtypes: Iterable[DType]) -> tuple[Sidecar, ...]:
+    def sidecars(self, dtypes: Iterable[DType], main: DType | None = None) -> tuple[Sidecar, ...]:
         """The files to put beside weights of those element types; config.json comes last, so that it completes the directory.
 
-        The config keeps its bytes, unless it names another element type than the one that all floating-point weights have now.
+        The config keeps its bytes, unless it names another element type than the floating-point weights have now; main: the one to name
+        where they have several.
         """
         names = [path.removeprefix(self.folder) for path in self.files.list(self.folder)]
         kept = [name for name in names if not name.endswith("/") and any(fnmatchcase(name, glob) for glob in CARRIED)]
         found = [Sidecar(name, content=read_whole(self.files, self.folder + name, limit=1 << 28)) for name in kept]
         if self.config is not None:
-            found.append(Sidecar(CONFIG, self._config_for(dtypes)))
+            found.append(Sidecar(CONFIG, self._config_for(dtypes, main)))
         return tuple(found)
 
-    def _config_for(self, dtypes: Iterable[DType]) -> bytes:
+    def _config_for(self, dtypes: Iterable[DType], main: DType | None) -> bytes:
         assert self.config is not None
         stored = {dtype for dtype in dtypes if dtype.floating}
-        key = next((key for key in ("dtype", "torch_dtype") if key in self.config), "torch_dtype")
-        changed = len(stored) == 1 and self.config.get(key) != next(iter(stored)).torch
-        if changed or self.derived:
-            own = {key: next(iter(stored)).torch} if changed else {}
+        said = next(iter(stored)) if len(stored) == 1 else main
+        # transformers 5 says dtype, those before torch_dtype; a config with both has to say one thing.
+        keys = [key for key in ("dtype", "torch_dtype") if key in self.config] or ["torch_dtype"]
+        own = dict.fromkeys(keys, said.torch) if said else {}
+        if self.derived or any(self.config.get(key) != value for key, value in own.items()):
             return (json.dumps({**self.config, **own}, indent=2) + "\n").encode()
         return read_whole(self.files, self.folder + CONFIG, limit=1 << 24)
 

@@ -96,6 +96,11 @@ class Mosaic:
         last = len(self.shape) - 1
         return Mosaic(self.shape[::-1], tuple(tile.renumbered(lambda axis: last - axis, tile.at[::-1]) for tile in self.tiles))
 
+    def flattened(self) -> Mosaic:
+        """An array of one element, whatever its axes, as one of one axis."""
+        assert math.prod(self.shape) == 1
+        return Mosaic((1,), tuple(Tile(tile.name, tile.box, (0,), (None,) * len(tile.axes)) for tile in self.tiles))
+
     def split(self, axis: int, inner: int) -> Mosaic:
         """The array with one axis as two, of which the second is `inner` long."""
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from reshard.boxes import Box
 from reshard.canonical import Canonical, Drop
-from reshard.dtypes import DType
+from reshard.dtypes import BF16, DType
 from reshard.errors import CheckpointError, RequestError
 from reshard.files import Files
 from reshard.index import Index, Tensor
@@ -30,8 +30,9 @@ from reshard.shards import primary_rows
 class Target:
     """What is asked for: a format, parallel sizes, and what a format's own options say.
 
-    dtype: cast floating-point weights to it, but for names that match a glob of keep_dtype. engine_version: of the serving engine
-    that will load the result. max_shard_bytes: where a format cuts files, the most that one holds. options: what only some formats know.
+    dtype: cast floating-point weights to it, but for names that match a glob of keep_dtype. engine_version: of the serving engine that will
+    load the result. max_shard_bytes: where a format cuts files, the most that one holds. fixed: tensors whose type stays, whatever dtype
+    says. options: what only some formats know.
     only: the one rank that is asked for, such as {"tp": 3, "pp": 0}; a layout may leave out the files of all others.
     """
 
@@ -41,6 +42,7 @@ class Target:
     keep_dtype: tuple[str, ...] = ()
     engine_version: str | None = None
     max_shard_bytes: int | None = None
+    fixed: frozenset[str] = frozenset()
     options: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, int] = field(default_factory=dict)
 
@@ -50,11 +52,14 @@ class Target:
 
     def dtype_of(self, tensor: Tensor) -> DType:
         """The element type that a tensor will be stored with."""
+        if tensor.scaling:
+            return self.dtype or BF16
         is_weight = tensor.role in ("weight", "master")
         if (
             self.dtype is None
             or not tensor.dtype.floating
             or not is_weight
+            or tensor.name in self.fixed
             or any(fnmatchcase(tensor.name, glob) for glob in self.keep_dtype)
         ):
             return tensor.dtype
@@ -80,6 +85,12 @@ class Route:
     @property
     def is_cast(self) -> bool:
         return self.source.dtype != self.target.dtype
+
+    @property
+    def dtypes(self) -> tuple[DType, ...]:
+        """The element types that are read and written."""
+        scaling = self.source.scaling
+        return (self.source.dtype, self.target.dtype, *((scaling.scales.dtype,) if scaling else ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +143,10 @@ class Plan:
 
     @property
     def drops(self) -> tuple[Drop, ...]:
-        return self.content.drops
+        """What of the source is left out, by choice or because the target has no place for it."""
+        tensors = self.content.tensors
+        here = (Drop(name, tensors[name].role, tensors[name].nbytes, why) for name, why in self.layout.left_out.items() if name in tensors)
+        return (*self.content.drops, *here)
 
     def copies(self) -> Iterator[Copy]:
         """Every box that goes from one file to one file."""
@@ -148,6 +162,8 @@ class Plan:
             is_primary = primary_rows(route.source.shards)
             read += int(volumes[is_primary].sum()) * route.source.dtype.itemsize
             compared += int(volumes[~is_primary].sum()) * route.source.dtype.itemsize
+            if route.source.scaling:
+                read += route.source.scaling.scales.nbytes
             copied += int(route.target.shards.sizes.prod(axis=1).sum()) * route.target.dtype.itemsize
         written = sum(file.nbytes for file in self.layout.files)
         stored = sum(item.tensor.nbytes for file in self.layout.files for item in file.tensors)
@@ -221,6 +237,7 @@ class Plan:
                     "shape": list(route.source.shape),
                     "from": str(route.source.dtype),
                     "to": str(route.target.dtype),
+                    "scaled_by": route.source.scaling.scales.name if route.source.scaling else None,
                     "source_boxes": len(route.source.shards),
                     "target_boxes": len(route.target.shards),
                 }

@@ -42,10 +42,11 @@ def prove(plan: Plan) -> None:
         return  # the other ranks hold the rest
     for route in plan.routes:
         check_coverage(route.target)
-    routed = {route.name for route in plan.routes} | plan.layout.copies.keys() | set(plan.layout.told)
+    scales = {route.source.scaling.scales.name for route in plan.routes if route.source.scaling}
+    routed = {route.name for route in plan.routes} | plan.layout.copies.keys() | set(plan.layout.told) | plan.layout.left_out.keys()
     if lost := sorted(set(plan.content.tensors) - routed):
         raise ProofFailed("the plan gives this weight no place and does not name it as dropped", where=lost[0])
-    named = len(plan.content.tensors) - len(plan.content.twice) + len(plan.drops) + len(plan.content.tied)
+    named = len(plan.content.tensors) + len(scales) - len(plan.content.twice) + len(plan.content.drops) + len(plan.content.tied)
     if named != len(plan.source.tensors):
         raise ProofFailed(f"the source has {len(plan.source.tensors)} tensors, the plan accounts for {named}")
 
@@ -129,7 +130,7 @@ def compose(plan: Plan, read_back: Index) -> RoundTrip:
 
 def widens(route: Route) -> bool:
     """Whether a route's cast keeps every value, so that casting back gives the same bits."""
-    return (route.source.dtype.name, route.target.dtype.name) in _EXACT
+    return route.source.scaling is None and (route.source.dtype.name, route.target.dtype.name) in _EXACT
 
 
 _EXACT = {

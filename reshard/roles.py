@@ -51,7 +51,11 @@ SPLITS: dict[str, Split] = {
     "attention.q": Heads("heads"),
     "attention.k": Heads("kv_heads", copies=True),
     "attention.v": Heads("kv_heads", copies=True),
+    # All three in one tensor, head by head, where an engine keeps them so.
+    "attention.qkv": Heads("heads"),
     "attention.o": Row(),
+    "attention.k_scale": Replicate(),
+    "attention.v_scale": Replicate(),
     "attention.q_norm": Replicate(),
     "attention.k_norm": Replicate(),
     # Multi-head latent attention: q or, through a bottleneck, q_a and q_b; keys and values through kv_a and kv_b.
@@ -62,7 +66,9 @@ SPLITS: dict[str, Split] = {
     "mla.kv_a": Replicate(),
     "mla.kv_a_norm": Replicate(),
     "mla.kv_b": Heads("heads"),
+    "attention.post_norm": Replicate(),
     "mlp.norm": Replicate(),
+    "mlp.post_norm": Replicate(),
     "mlp.gate": Column(),
     "mlp.up": Column(),
     "mlp.down": Row(),
@@ -82,4 +88,11 @@ SPLITS: dict[str, Split] = {
     "extra.projection": Column(),
     "extra.final_norm": Replicate(),
     "extra.head": Vocabulary(),
+}
+
+# The weights of linear layers that quantisation changes; embeddings, heads, norms and routers stay as they are.
+LINEAR = {
+    role
+    for role in SPLITS
+    if role.startswith(("attention.", "mla.", "mlp.", "expert.", "shared_expert.")) and not role.endswith(("norm", "score", "_scale"))
 }

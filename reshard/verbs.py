@@ -13,11 +13,13 @@ from typing import Any, Literal
 
 from reshard import dtypes, registry
 from reshard.adapter import Hints
-from reshard.architecture import Model, find_model
+from reshard.architecture import Architecture, Model, find_model
 from reshard.archives import open_tree
 from reshard.canonical import Canonical, Selection, canonical, check_against_model
 from reshard.compare import Comparison, Side, compare, fingerprint_blocks, fingerprint_of
 from reshard.containers.inert_pickle import uncollected
+from reshard.declarations import named_architecture
+from reshard.dequantization import dequantized, quantized_names, without_quantization
 from reshard.digests import Fingerprint
 from reshard.engine.run import MANIFEST, Conversion
 from reshard.errors import RequestError
@@ -30,6 +32,7 @@ from reshard.parallel import Parallel
 from reshard.plans import Plan, Target, make_plan
 from reshard.proof import RoundTrip, compose, prove
 from reshard.rank_files import check_steps
+from reshard.spellings import respelled
 from reshard.stored import whole
 from reshard.views import LazyTensor, View
 from reshard.wrappers import without_wrappers
@@ -48,6 +51,7 @@ class Checkpoint:
     index: Index
     model_files: ModelFiles
     detected: str
+    architecture: Architecture | None = None
 
     @property
     def format(self) -> str:
@@ -56,11 +60,18 @@ class Checkpoint:
     @cached_property
     def model(self) -> Model | None:
         """The model, if a config is there and its architecture is declared."""
-        return find_model(self.model_files.config)
+        return find_model(self.model_files.config, self.architecture)
+
+    def named(self, selection: Selection | None = None, *, model: Model | None = None) -> Index:
+        """The index under the model's canonical names, whatever its library calls and fuses."""
+        found = respelled(self.index, model or self.model, (selection or Selection()).strip_prefix)
+        if found is not self.index:
+            found.check()
+        return found
 
     def content(self, selection: Selection | None = None, *, model: Model | None = None) -> Canonical:
-        """The weights under the model's own names."""
-        return canonical(self.index, model or self.model, selection or Selection())
+        """The weights under the model's canonical names."""
+        return canonical(self.named(selection, model=model), model or self.model, selection or Selection())
 
     def tensors(self, selection: Selection | None = None) -> View:
         """Every weight under its canonical name, read when asked for."""
@@ -85,43 +96,83 @@ class Checkpoint:
         return View(stored, made.content.tensors, self.files)
 
 
-def open(path: PathLike, *, format: str | None = None, model: PathLike | None = None, vocab_size: int | None = None) -> Checkpoint:
+def open(
+    path: PathLike,
+    *,
+    format: str | None = None,
+    model: PathLike | None = None,
+    vocab_size: int | None = None,
+    architecture: Architecture | PathLike | None = None,
+) -> Checkpoint:
     """The checkpoint in a directory or file: Index and files, nothing read but metadata.
 
     format: its name, where it should not be detected. model: a directory with the Hugging Face config, where the checkpoint has none.
-    vocab_size: how many rows of the embedding are no padding, where neither says it.
+    vocab_size: how many rows of the embedding are no padding, where neither says it. architecture: a declared model type, or a file that
+    declares one, in place of the one that the config names.
 
     Raises: CheckpointError if it is incomplete or contradicts itself, RequestError if its format is unknown.
     """
+    opened = _opened(path, format=format, model=model, vocab_size=vocab_size, architecture=architecture)
+    _check_architecture_is_used([opened])
+    return opened
+
+
+def _opened(
+    path: PathLike,
+    *,
+    format: str | None = None,
+    model: PathLike | None = None,
+    vocab_size: int | None = None,
+    architecture: Architecture | PathLike | None = None,
+) -> Checkpoint:
+    named = named_architecture(architecture) if architecture is not None else None
     files = open_tree(path)
     found, reason = (registry.reader(format), "named by --format") if format else registry.detect(files)
     model_files = find_model_files(LocalFiles(model) if model is not None else files)
     if model is not None and model_files.config is None:
         raise RequestError(f"there is no {CONFIG} in {os.fspath(model)!r}", do="Give --model the directory that holds the model's config")
     with uncollected():
-        index = without_wrappers(found.read(files, Hints(model_files.config, vocab_size)))
+        index = without_wrappers(found.read(files, Hints(model_files.config, vocab_size, named)))
     if index.facts.config is not None and index.facts.config != model_files.config:
         model_files = replace(model_files, config=index.facts.config, derived=True)
     index.check()
     check_steps(files, index.tensors)
     if hasattr(found, "examine"):
         index = found.examine(files, index)
-    return Checkpoint(os.fspath(path), files, index, model_files, reason)
+    return Checkpoint(os.fspath(path), files, index, model_files, reason, named)
+
+
+def _check_architecture_is_used(opened: list[Checkpoint]) -> None:
+    """Raises RequestError if an architecture was named, and no config gives it numbers."""
+    if opened[0].architecture is not None and all(each.model_files.config is None for each in opened):
+        raise RequestError(
+            f"--architecture names {opened[0].architecture.model_type}, and no {CONFIG} says how large this model is",
+            where=opened[0].path,
+            why="A declaration takes its numbers from the model's config",
+            do="Give the directory of the model's config with --model DIR",
+        )
 
 
 def open_both(
-    left: PathLike, right: PathLike, *, model: PathLike | None = None, vocab_size: int | None = None
+    left: PathLike,
+    right: PathLike,
+    *,
+    model: PathLike | None = None,
+    vocab_size: int | None = None,
+    architecture: Architecture | PathLike | None = None,
 ) -> tuple[Checkpoint, Checkpoint]:
     """Two checkpoints that are to be compared. `model` is for those without a config of their own; and where only one of them says how
     large the vocabulary is, it speaks for both."""
+    named = named_architecture(architecture) if architecture is not None else None
     opened = []
     for path in (left, right):
         own = model is None or find_model_files(open_tree(path)).config is not None
-        opened.append(open(path, model=None if own else model, vocab_size=vocab_size))
+        opened.append(_opened(path, model=None if own else model, vocab_size=vocab_size, architecture=named))
     for i, other in ((0, 1), (1, 0)):
         known = (opened[other].model_files.config or {}).get("vocab_size")
         if opened[i].index.facts.asks and not opened[other].index.facts.asks and known:
-            opened[i] = open(opened[i].path, vocab_size=known)
+            opened[i] = _opened(opened[i].path, vocab_size=known, architecture=named)
+    _check_architecture_is_used(opened)
     return opened[0], opened[1]
 
 
@@ -142,38 +193,68 @@ def plan(
     optimizer: bool = False,
     engine_version: str | None = None,
     max_shard_bytes: int | None = None,
+    dequantize: bool = False,
     model: PathLike | None = None,
     vocab_size: int | None = None,
+    architecture: Architecture | PathLike | None = None,
     only: Mapping[str, int] | None = None,
     **options: Any,
 ) -> Plan:
-    """The proven plan of a conversion to format `to`. Nothing is written, no weight is read. options: what only some formats know.
-    only: one rank, such as {"tp": 3}, to look at; such a plan is not run.
+    """The proven plan of a conversion to format `to`. Nothing is written, no weight is read.
+
+    dequantize: quantised weights become values, in `dtype` or bf16. only: one rank, such as {"tp": 3}, to look at; such a plan is not run.
+    options: what only some formats know.
 
     Raises: RequestError if the model or the degrees do not allow it, CheckpointError if the source does not hold the whole model.
     """
-    opened = source if isinstance(source, Checkpoint) else open(source, model=model, vocab_size=vocab_size)
+    opened = source if isinstance(source, Checkpoint) else open(source, model=model, vocab_size=vocab_size, architecture=architecture)
     writer = registry.writer(to)
-    said = {name: value for name, value in options.items() if value is not None}
+    said = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in options.items() if value is not None}
     if foreign := sorted(said.keys() - set(getattr(writer, "options", ()))):
         raise RequestError(f"--{foreign[0].replace('_', '-')} does not apply to {to}", do="Leave it out")
-    target = Target(to, Parallel(tp, pp, ep, dp), _dtype(dtype), keep_dtype, engine_version, max_shard_bytes, said, only or {})
     if getattr(writer, "keeps_optimizer", False):
         weights, optimizer = weights or ("master" if opened.index.by_role("master") else None), True
+    check_answers(opened)
+    selection = Selection(weights, include, exclude, strip_prefix, optimizer, masters=getattr(writer, "keeps_masters", False))
+    index = opened.named(selection)
+    content = canonical(index, opened.model, selection)
+    check_against_model(content, partial=selection.is_partial, strict=False)
+    told = index.facts.notes[len(opened.index.facts.notes) :]
+    if getattr(writer, "keeps_names", False) and index is not opened.index:
+        index, told = opened.index, (_KEPT,)
+        content = canonical(index, opened.model, selection)
+    content = replace(content, scalar=lambda key: _scalar(content.tensors[key], opened.files))
+    companions = opened.model_files
+    fixed = quantized_names(content, companions.config)
+    if dequantize:
+        content, fixed = dequantized(content, companions.config), frozenset()
+        companions = replace(companions, config=without_quantization(companions.config or {}), derived=True)
+    target = Target(to, Parallel(tp, pp, ep, dp), dtype_named(dtype), keep_dtype, engine_version, max_shard_bytes, fixed, said, only or {})
+    layout = writer.lay_out(content, target, companions)
+    layout = replace(layout, notes=(*told, *layout.notes))
+    made = make_plan(index, opened.files, content, target, layout)
+    prove(made)
+    return made
+
+
+def check_answers(opened: Checkpoint) -> None:
+    """Raises RequestError if a checkpoint leaves something unsaid that only its owner knows."""
     if opened.index.facts.asks:
         raise RequestError(
             f"{opened.path} does not say {'; nor '.join(opened.index.facts.asks)}",
             why="It is in no file of the checkpoint, and is not guessed",
             do="Say it with the option named above",
         )
-    selection = Selection(weights, include, exclude, strip_prefix, optimizer, masters=getattr(writer, "keeps_masters", False))
-    content = opened.content(selection)
-    content = replace(content, scalar=lambda key: _scalar(content.tensors[key], opened.files))
-    check_against_model(content, partial=selection.is_partial, strict=False)
-    layout = writer.lay_out(content, target, opened.model_files)
-    made = make_plan(opened.index, opened.files, content, target, layout)
-    prove(made)
-    return made
+
+
+def dtype_named(name: str | None, option: str = "--dtype") -> dtypes.DType | None:
+    """The floating-point type that a person means; None for None. Raises RequestError, naming those that are known."""
+    if name is None:
+        return None
+    found = dtypes.from_user(name)
+    if found is None or not found.floating:
+        raise RequestError(f"{option} {name}: not a floating-point type that is known", do="Use one of " + ", ".join(dtypes.known_names()))
+    return found
 
 
 def convert(
@@ -271,9 +352,12 @@ def roundtrip(made: Plan) -> RoundTrip:
         virtual.add(file.path, file.nbytes, file.literals)
     for sidecar in made.layout.sidecars:
         virtual.add(sidecar.path, len(sidecar.content), ((0, sidecar.content),))
-    config = find_model_files(virtual).config or (made.content.model.config if made.content.model else None)
-    read_back = registry.reader(made.layout.format).read(virtual, Hints(config))
-    return compose(made, read_back)
+    model = made.content.model
+    config = find_model_files(virtual).config or (model.config if model else None)
+    architecture = model.architecture if model else None
+    writer = registry.writer(made.layout.format)
+    read_back = writer.read(virtual, Hints(config, architecture=architecture))
+    return compose(made, read_back if getattr(writer, "keeps_names", False) else respelled(read_back, find_model(config, architecture)))
 
 
 def materialize(
@@ -296,8 +380,8 @@ def materialize(
     with TemporaryDirectory(prefix="reshard-", dir=work) as folder:
         there, back = Path(folder, "there"), Path(folder, "back")
         convert(made, there, **effort)
-        there_opened = open(there, model=source.model_files.path)
-        content, facts = made.content, source.index.facts
+        there_opened = open(there, model=source.model_files.path, architecture=source.architecture)
+        content, facts = source.content(made.content.selection, model=made.content.model), source.index.facts
         selection = Selection(optimizer=bool(content.states), masters=any(is_master_key(key) for key in content.states))
         sizes: dict[str, Any] = {}
         if back_format == source.format:
@@ -308,7 +392,7 @@ def materialize(
         losses: list[str] = []
         for name, found in (
             (f"there ({made.layout.format})", there_opened),
-            (f"back ({back_format})", open(back, model=source.model_files.path)),
+            (f"back ({back_format})", open(back, model=source.model_files.path, architecture=source.architecture)),
         ):
             result = Comparison()
             for nbytes in compare(
@@ -320,6 +404,10 @@ def materialize(
         return losses
 
 
+_KEPT = (
+    "names stay as the source has them, so that its run goes on, and the fingerprint is of these; "
+    "`reshard fingerprint`, where it knows the config, and `verify` go by the published ones"
+)
 # The format that holds every tensor whole, under its canonical name.
 _WHOLE = "hf"
 
@@ -327,15 +415,6 @@ _WHOLE = "hf"
 def _scalar(tensor: Tensor, files: Files) -> float:
     """The value of a tensor of one element."""
     return float(LazyTensor(whole(tensor.name, tensor.dtype, tensor.shape), {tensor.name: tensor}, files).numpy().item())
-
-
-def _dtype(name: str | None) -> dtypes.DType | None:
-    if name is None:
-        return None
-    found = dtypes.from_user(name)
-    if found is None or not found.floating:
-        raise RequestError(f"--dtype {name}: not a floating-point type that is known", do="Use one of " + ", ".join(dtypes.known_names()))
-    return found
 
 
 def _replaceable(root: Path, made: Plan, *, resume: bool, overwrite: bool) -> tuple[str, ...]:

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from reshard.boxes import blocks
 from reshard.dtypes import DType, from_torch
-from reshard.engine.casts import cast
-from reshard.engine.transfer import Block, Pieces, Worker
+from reshard.engine.transfer import Block, Worker
+from reshard.engine.values import Values
 from reshard.errors import RequestError
 from reshard.files import Files
 from reshard.index import Tensor
@@ -109,10 +109,10 @@ class LazyTensor:
         until the next."""
         for section in self._stored.sections:
             source = self._sources[section.name]
-            pieces, worker = Pieces(source), Worker(self._files, source.dtype.itemsize)
+            values, worker = Values(source, dtype), Worker(self._files, max(source.dtype.itemsize, 4 if source.scaling else 1))
             for box in blocks(section.box.sizes):
                 start = section.start + sum(offset * stride for offset, stride in zip(box.offsets, section.strides, strict=True))
-                yield start, section.strides, cast(worker.gather(pieces, box.shifted(section.box.offsets)), source.dtype, dtype)
+                yield start, section.strides, values.read(worker, box.shifted(section.box.offsets))
 
 
 class View(Mapping[str, LazyTensor]):

@@ -33,6 +33,7 @@ class DeepSpeed:
     name = "deepspeed"
     summary = "DeepSpeed ZeRO-0 to 3, pipeline, MoE, AutoTP: a tag's folder, or its parent with `latest`"
     owns = ("*_model_states.pt", "*_optim_states.pt", "latest")
+    keeps_names = True
     keeps_optimizer = True
 
     def detect(self, files: Files) -> str | None:

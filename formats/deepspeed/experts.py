@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reshard.architecture import find_model
 from reshard.boxes import Box
 from reshard.containers import torch_zip
 from reshard.containers.torch_zip import AnyTensor, is_stored
@@ -187,7 +186,7 @@ def groups_without_shapes(reading: Reading, model: ModelStates, own: Mapping[int
     """
     shapes: dict[str, Shape] = {str(name): value.shape for name, value in (model.module or {}).items() if is_stored(value)}
     shapes.update(_shapes(reading))
-    declared = find_model(reading.hints.config)
+    declared = reading.hints.model
     shapes |= {name: weight.shape for name, weight in declared.weights.items() if name not in shapes} if declared else {}
     found = []
     for g in range(len(own[0].masters)):

@@ -7,7 +7,6 @@ from itertools import chain
 from typing import Any
 
 from reshard.adapter import Hints
-from reshard.architecture import find_model
 from reshard.errors import CheckpointError
 from reshard.files import Files
 from reshard.index import Index, RunFacts, StoredFile
@@ -92,7 +91,7 @@ def read(files: Files, tag: Tag, hints: Hints) -> Index:
 
 def joins_of(first: ModelStates, hints: Hints) -> Joins:
     """The rules by which tensor-parallel parts are joined, from the first model file and, if it has none, from the config."""
-    model = find_model(hints.config)
+    model = hints.model
     return Joins(first.universal, {name: weight.shape for name, weight in model.weights.items()} if model else {}, first.path)
 
 

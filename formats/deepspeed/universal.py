@@ -50,6 +50,7 @@ class Universal:
     name = "universal"
     summary = "DeepSpeed universal checkpoints: every parameter whole, loaded at any world size"
     owns = ("*/zero/*.pt", "zero/*.pt", _LATEST)
+    keeps_names = True
     keeps_optimizer = True
 
     def detect(self, files: Files) -> str | None:

@@ -30,7 +30,6 @@ from .chunks import Entry, Sizes, Spelling, chunks_of, entries
 from .placing import flat_sections
 from .stages import counts_of
 from .tensors import MegatronModel
-from .writing import experts_of
 from .zarr import Stored
 
 _KEY = re.compile(
@@ -67,7 +66,7 @@ def read(stored: Stored, model: MegatronModel, args: Args, shapes: Mapping[str, 
         size(args, "expert_tensor_parallel_size", default=tp),
     )
     impl = args.get("transformer_impl", "transformer_engine")
-    spelling = Spelling(impl == "transformer_engine", experts_of(args, impl))
+    spelling = Spelling.of(args, impl)
     chunks = chunks_of(counts_of(args, sizes, where), sizes.pp)
     found: dict[tuple[str, str], list[Shards]] = {}
     for stage in range(sizes.pp):

@@ -87,12 +87,13 @@ def begin(args: Args, hints: Hints, vocabulary_rows: int | None, where: str, *, 
     config = {**hints.config, "vocab_size": said} if hints.config else _derived(args, said, where)
     # Layers for multi-token prediction are the run's matter: configs of DeepSeek-V3 count one that most runs do not train.
     extra = {"num_nextn_predict_layers": args["mtp_num_layers"] or 0} if "mtp_num_layers" in args else {}
-    model = find_model({**config, **extra} if "num_nextn_predict_layers" in config else config)
+    model = find_model({**config, **extra} if "num_nextn_predict_layers" in config else config, hints.architecture)
     if model is None:
         raise NotUnderstoodError(
             f"the architecture {config.get('model_type')!r} is not declared",
             why="Megatron's files hold each rank's slices of fused weights, which only the model's head counts explain",
-            do=f"Declared are {', '.join(known_model_types())}; give the config of one of them with --model DIR",
+            do=f"Declared are {', '.join(known_model_types())}; give the config of one of them with --model DIR, or a declaration with "
+            "--architecture FILE",
         )
     if rows is not None and isinstance(said, int) and rows < said:
         raise CheckpointError(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from reshard.errors import RequestError
 from reshard.mosaics import Mosaic
@@ -128,6 +128,14 @@ class Spelling:
 
     te: bool = False
     experts: Experts = "sequential"
+
+    @classmethod
+    def of(cls, args: Mapping[str, Any], impl: str, experts: Experts | None = None) -> Spelling:
+        """That of a run with these settings and transformer_impl; experts: if they are to be others than the settings say."""
+        te = impl == "transformer_engine"
+        if not args.get("moe_grouped_gemm"):
+            return cls(te, experts or "sequential")
+        return cls(te, experts or ("grouped" if impl == "local" or args.get("moe_use_legacy_grouped_gemm") else "te-grouped"))
 
     def tensors(self, layer: Tensors) -> Tensors:
         """A layer's tensors, of which Transformer Engine's ranks all hold the projections into latent spaces whole (parallel_mode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .tensors import respelled
 
@@ -43,6 +44,7 @@ def without_wrappers(name: str) -> str:
     return _WRAPPER.sub("", name, count=1) if _WRAPPER.match(name) else name
 
 
+@lru_cache(maxsize=1 << 17)
 def place_of(name: str) -> Place:
     """The place of a stored tensor's name."""
     name = without_wrappers(name)

@@ -20,7 +20,6 @@ from .arguments import Args
 from .chunks import Entry, RankPlace, Sizes, Spelling, chunks_of, entries
 from .names import without_wrappers
 from .tensors import MegatronModel, is_decayed
-from .writing import experts_of
 from .zarr import Stored
 
 _STATE = re.compile(r"optimizer\.(?:optimizer\.)?state\.(\d+)\.([a-z0-9_]+)")
@@ -54,7 +53,7 @@ class Numbered:
         self.notes: list[str] = []
         self._groups = self._param_groups()
         impl = str(args.get("transformer_impl", "local"))
-        spelling = Spelling(impl == "transformer_engine", experts_of(args, impl))
+        spelling = Spelling.of(args, impl)
         (chunk,) = chunks_of((model.layers,), 1)
         own = {without_wrappers(key) for key in self._tensors}
         found = [

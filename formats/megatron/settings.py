@@ -36,7 +36,7 @@ _DEFAULTS: dict[str, Any] = {
 def settings_of(model: Model) -> dict[str, Any]:
     """The settings that describe the model."""
     config, sizes = model.config, model.dimensions
-    kind = model.architecture.model_type
+    kind = model.architecture.family
     found: dict[str, Any] = {
         "num_layers": sizes["layers"],
         "encoder_num_layers": sizes["layers"],
@@ -136,7 +136,7 @@ def _experts(model: Model) -> dict[str, Any]:
         "moe_router_topk": config.get("num_experts_per_tok", 2),
         "moe_shared_expert_intermediate_size": shared or None,
         "moe_shared_expert_gate": any(part.role == "shared_expert.score" for part in model.parts),
-        "moe_router_pre_softmax": model.architecture.model_type != "mixtral" and not config.get("norm_topk_prob", False),
+        "moe_router_pre_softmax": model.architecture.family != "mixtral" and not config.get("norm_topk_prob", False),
         "moe_router_score_function": "softmax",
         "moe_router_enable_expert_bias": any(part.role == "router.correction" for part in model.parts),
     }
@@ -155,7 +155,7 @@ def _latent(model: Model) -> dict[str, Any]:
         "moe_router_group_topk": config.get("topk_group") if (config.get("n_group") or 1) > 1 else None,
         "mtp_num_layers": model.extra_layers or None,
     }
-    if model.architecture.model_type == "deepseek_v3":
+    if model.architecture.family == "deepseek_v3":
         found |= {"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": False}
     return found
 

@@ -105,6 +105,8 @@ _EXTRA = (
     _Row("eh_proj.{kind}", "column", ("extra.projection",)),
     _Row("final_layernorm.{kind}", "whole", ("extra.final_norm",)),
 )
+# What of a model has a place in Megatron's.
+ROLES = {role for rows in (_ENDS, _LAYER, _EXPERT, _EXTRA) for row in rows for role in row.roles} | {"extra.embedding", "extra.head"}
 Tensors = Mapping[str, MegatronTensor]
 # What the distributed optimizer and the plain one call a full-precision copy.
 MASTERS = {"param": "master_param", "fp32_param": "master_param"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from reshard.architecture import Model, find_model, known_model_types
+from reshard.architecture import Model, built_in_model_types, known_model_types
 from reshard.canonical import Canonical, check_against_model
 from reshard.containers.pickle_writer import Instance
 from reshard.dtypes import DType, from_torch
@@ -20,9 +20,9 @@ from reshard.stored import count
 from reshard.torch_file import TorchFile
 
 from .arguments import sparse_layers
-from .chunks import Chunk, Entry, Experts, RankPlace, Sizes, Spelling, chunks_of, entries, layer_counts
+from .chunks import Chunk, Entry, RankPlace, Sizes, Spelling, chunks_of, entries, layer_counts
 from .settings import namespace, settings_of
-from .tensors import UNTRAINED, MegatronModel
+from .tensors import ROLES, UNTRAINED, MegatronModel
 
 F32 = from_torch("float32", where="")
 OPTIONS = ("vp", "etp", "stage_layers", "transformer_impl", "vocab_multiple", "distributed_optimizer", "experts")
@@ -287,17 +287,10 @@ def begin_writing(content: Canonical, target: Target, what: str) -> Writing:
         MegatronModel(model, rows),
         sizes,
         tuple(chunks_of(counts, sizes.pp)),
-        Spelling(impl == "transformer_engine", options.get("experts") or experts_of(args, impl)),
+        Spelling.of(args, impl, options.get("experts")),
         rows,
         target.dtype_of(embedding),
     )
-
-
-def experts_of(args: Mapping[str, Any], impl: str) -> Experts:
-    """How the source's run had its experts."""
-    if not args.get("moe_grouped_gemm"):
-        return "sequential"
-    return "grouped" if args.get("moe_use_legacy_grouped_gemm") or impl == "local" else "te-grouped"
 
 
 def _model(content: Canonical) -> Model:
@@ -307,18 +300,34 @@ def _model(content: Canonical) -> Model:
         raise RequestError(
             "Megatron's layout of fused weights needs the model's architecture, which is not known",
             why=f"Declared are {', '.join(known_model_types())}",
-            do="Give the model's Hugging Face config with --model DIR",
+            do="Give the model's Hugging Face config with --model DIR, and a declaration with --architecture FILE if it is none of these",
         )
-    if model.config.get("use_parallel_residual", model.architecture.model_type == "gpt_neox"):
+    if model.architecture.family not in built_in_model_types():
+        raise RequestError(
+            f"which of Megatron's norms, positions and routers a {model.architecture.model_type} model has is not known",
+            why="Its declaration tells of weights; Megatron's settings also tell what is computed with them",
+            do="If it computes what a built-in model computes, add `like:` and that model's name to the declaration",
+        )
+    if model.config.get("use_parallel_residual", model.architecture.family == "gpt_neox"):
         raise RequestError(
             "the config says use_parallel_residual, which Megatron-Core does not compute",
             why="Its layers add attention before the MLP; the weights would load and mean another model",
         )
     _check_biases(model)
+    if model.quantization:
+        raise RequestError(
+            f"the weights are quantised ({model.quantization.method}), Megatron's are not",
+            why="Its layers would take the quantised elements for values",
+            do="Make values of them with --dequantize",
+        )
+    if foreign := [part for part in model.parts if part.role not in ROLES]:
+        raise RequestError(
+            f"Megatron-Core's layers have no such part ({foreign[0].role})",
+            where=foreign[0].tensor,
+            why=f"How it would keep a {model.architecture.model_type} model is not known, and is not guessed",
+        )
     if model.extra_layers and not any(weight.optional and weight.name in content.tensors for weight in model.weights.values()):
-        without = find_model({**model.config, str(model.architecture.extra_layers): 0})
-        assert without is not None
-        return without
+        return Model(model.architecture, {**model.config, str(model.architecture.extra_layers): 0})
     return model
 
 

@@ -6,10 +6,11 @@ Source: transformers, models/deepseek_v2/modeling_deepseek_v2.py. Heads of queri
 
 from reshard.architecture import Dimension, SparseLayers, Weight
 from reshard.architectures.llama import ARCHITECTURE as LLAMA
+from reshard.architectures.qwen3_moe import MOE
 
 _LAYER = "model.layers.{layer}."
 _ATTENTION = _LAYER + "self_attn."
-_MLP, _SHARED, _EXPERT = _LAYER + "mlp.", _LAYER + "mlp.shared_experts.", _LAYER + "mlp.experts.{expert}."
+_SHARED = _LAYER + "mlp.shared_experts."
 
 ARCHITECTURE = LLAMA.plus(
     Weight(_ATTENTION + "q_proj.weight", "mla.q", ("heads * qk_dim", "hidden"), when="not q_lora_rank"),
@@ -23,13 +24,7 @@ ARCHITECTURE = LLAMA.plus(
     Weight(_ATTENTION + "kv_b_proj.weight", "mla.kv_b", ("heads * kv_b_dim", "kv_rank")),
     Weight(_ATTENTION + "o_proj.weight", "attention.o", ("hidden", "heads * v_dim")),
     Weight(_ATTENTION + "o_proj.bias", "attention.o", ("hidden",), when="attention_bias"),
-    Weight(_MLP + "gate_proj.weight", "mlp.gate", ("intermediate", "hidden"), layers="dense"),
-    Weight(_MLP + "up_proj.weight", "mlp.up", ("intermediate", "hidden"), layers="dense"),
-    Weight(_MLP + "down_proj.weight", "mlp.down", ("hidden", "intermediate"), layers="dense"),
-    Weight(_MLP + "gate.weight", "router", ("experts", "hidden"), layers="sparse"),
-    Weight(_EXPERT + "gate_proj.weight", "expert.gate", ("expert_intermediate", "hidden"), layers="sparse"),
-    Weight(_EXPERT + "up_proj.weight", "expert.up", ("expert_intermediate", "hidden"), layers="sparse"),
-    Weight(_EXPERT + "down_proj.weight", "expert.down", ("hidden", "expert_intermediate"), layers="sparse"),
+    *MOE,
     Weight(_SHARED + "gate_proj.weight", "shared_expert.gate", ("shared_experts * expert_intermediate", "hidden"), layers="sparse"),
     Weight(_SHARED + "up_proj.weight", "shared_expert.up", ("shared_experts * expert_intermediate", "hidden"), layers="sparse"),
     Weight(_SHARED + "down_proj.weight", "shared_expert.down", ("hidden", "shared_experts * expert_intermediate"), layers="sparse"),

@@ -54,8 +54,8 @@ class Frame:
     nbytes: int
 
 
-def read_header(files: Files, path: str) -> Header:
-    """The file's tensors and metadata, in two small reads.
+def read_header(files: Files, path: str, *, alone: bool = False) -> Header:
+    """The file's tensors and metadata, in two small reads. alone: the header is enough, the file may end anywhere after it.
 
     From here on they are facts: every entry lies in the file and is as long as its dtype and shape say, entries neither
     overlap nor leave a hole, and the last one ends where the file ends.
@@ -70,7 +70,7 @@ def read_header(files: Files, path: str) -> Header:
     metadata = _metadata(claims.pop("__metadata__", None), path)
     entries = [_entry(name, claim, 8 + length, path) for name, claim in claims.items()]
     entries.sort(key=lambda entry: (entry.byte_offset, entry.nbytes))
-    _check_tiling(entries, 8 + length, size, path)
+    _check_tiling(entries, 8 + length, None if alone else size, path)
     return Header(tuple(entries), metadata, size)
 
 
@@ -173,8 +173,8 @@ def _entry(name: str, claim: object, data: int, path: str) -> Entry:
     return Entry(name, dtype, tuple(shape), data + start, nbytes)
 
 
-def _check_tiling(entries: list[Entry], data: int, size: int, path: str) -> None:
-    """Raise unless the entries, in order, fill the bytes from `data` to the file's end."""
+def _check_tiling(entries: list[Entry], data: int, size: int | None, path: str) -> None:
+    """Raise unless the entries, in order, fill the bytes from `data` to the file's end, where that matters."""
     stop, before = data, "the header"
     for entry in entries:
         if entry.byte_offset != stop:
@@ -185,7 +185,7 @@ def _check_tiling(entries: list[Entry], data: int, size: int, path: str) -> None
                 do="Get the file again",
             )
         stop, before = stop + entry.nbytes, entry.name
-    if stop == size:
+    if size is None or stop == size:
         return
     cut = [entry for entry in entries if entry.byte_offset + entry.nbytes > size]
     if not cut:

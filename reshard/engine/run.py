@@ -9,10 +9,10 @@ from pathlib import Path
 
 from reshard.boxes import Box, blocks
 from reshard.digests import Fingerprint, block_digest, fingerprint, tensor_digest
-from reshard.engine.casts import cast
 from reshard.engine.journal import BlockKey, Journal, read_journal
 from reshard.engine.pool import run_jobs, workers_within
 from reshard.engine.transfer import Pieces, Worker, bytes_of
+from reshard.engine.values import Values
 from reshard.errors import CheckpointError, RequestError
 from reshard.layout import Sidecar
 from reshard.outputs import WORK_FOLDER, Staging
@@ -33,7 +33,7 @@ class Done:
 class _Job:
     key: BlockKey
     route: Route
-    source: Pieces
+    source: Values
     target: Pieces
     box: Box
 
@@ -61,7 +61,7 @@ class Conversion:
         self._staging = Staging(root)
         self._resume, self._replaces = resume, replaces
         self._identity = plan.identity()
-        self._itemsize = max((max(r.source.dtype.itemsize, r.target.dtype.itemsize) for r in plan.routes), default=1)
+        self._itemsize = max((dtype.itemsize for route in plan.routes for dtype in route.dtypes), default=1)
         self._workers = workers_within(memory, workers, self._itemsize, buffers=3 if any(r.is_cast for r in plan.routes) else 2)
 
     @property
@@ -127,7 +127,7 @@ class Conversion:
             worker = Worker(plan.source_files, self._itemsize, staging.write, staging.write_runs)
 
             def perform(job: _Job) -> tuple[_Job, bytes]:
-                block = cast(worker.gather(job.source, job.box), job.route.source.dtype, job.route.target.dtype)
+                block = job.source.read(worker, job.box)
                 digest = block_digest(bytes_of(block))
                 worker.scatter(block, job.target, job.box)
                 return job, digest
@@ -141,7 +141,7 @@ class Conversion:
 
     def _jobs(self) -> Iterator[_Job]:
         for i, route in enumerate(self.plan.routes):
-            source, target = Pieces(route.source), Pieces(route.target)
+            source, target = Values(route.source, route.target.dtype), Pieces(route.target)
             for j, box in enumerate(blocks(route.target.shape)):
                 yield _Job((i, j), route, source, target, box)
 

@@ -10,7 +10,7 @@ import torch
 from command import command, reshard, tree
 from places import CASES, DCP, HF, MODELS, stored
 
-COMMANDS = ("inspect", "convert", "verify", "fingerprint", "roundtrip", "formats", "architectures")
+COMMANDS = ("inspect", "convert", "verify", "fingerprint", "roundtrip", "plan", "estimate", "formats", "architectures")
 FSDP2 = (DCP / "fsdp2" / "checkpoint", "--model", DCP / "fsdp2" / "model")
 
 
@@ -103,6 +103,16 @@ def test_converts_document_has_stable_keys(tmp_path):
     assert {file["path"]: file["bytes"] for file in done["files"]} == {
         path.name: path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")
     }
+
+
+def test_another_folders_layout_is_asked_for_by_its_name(tmp_path):
+    done = reshard("convert", HF / "mixtral-fused", tmp_path / "out", "--to", "hf", "--like", HF / "mixtral-fused", "--json")
+    assert done.code == 0 and done.document["target"]["options"] == {"like": str(HF / "mixtral-fused")}
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (HF / "mixtral-fused" / "model.safetensors").read_bytes()
+    refused = reshard("convert", HF / "llama", tmp_path / "no", "--to", "hf", "--like", HF / "qwen3")
+    assert refused.code == 2 and "self_attn.q_norm.weight" in refused.err and not (tmp_path / "no").exists()
+    shown = reshard("convert", HF / "mixtral-fused", tmp_path / "no", "--to", "hf", "--dry-run")
+    assert "stored under other names" in shown.out
 
 
 def test_the_companions_go_along(tmp_path):

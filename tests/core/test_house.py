@@ -15,10 +15,12 @@ ORDER = [
     "errors", "dtypes", "boxes", "extents", "meshes", "parallel", "roles", "codecs", "files", "archives", "processes", "outputs",
     "containers.looks", "containers.safetensors", "containers.inert_pickle", "containers.zip_directory", "containers.torch_zip",
     "containers.pickle_writer", "containers.torch_pickle", "containers.torch_frame", "containers.distributed_tensors",
-    "containers.dcp_metadata", "stored", "mosaics", "architecture", "architectures", "shards", "index", "dcp_folder", "optimizers",
-    "state_dicts", "collect", "rank_files", "flat_parameters", "wrappers", "canonical", "join", "splits", "layout", "torch_file",
+    "containers.dcp_metadata", "stored", "mosaics", "quantization", "architecture", "architectures", "containers.plain_yaml", "said",
+    "declared_weights", "declarations", "skeletons", "shards", "index", "dcp_folder", "optimizers", "state_dicts", "collect", "rank_files",
+    "flat_parameters", "wrappers", "join", "spellings", "canonical", "dequantization", "splits", "weight_counts",
+    "collectives", "schedules", "activations", "estimates", "engines", "kv_cache", "serving", "layout", "torch_file",
     "dcp_files", "model_files", "digests", "plans", "proof", "summaries", "engine.pool", "engine.journal", "engine.casts",
-    "engine.transfer", "engine.run", "compare", "views", "adapter", "registry", "verbs",
+    "engine.transfer", "engine.values", "engine.run", "compare", "views", "adapter", "registry", "verbs", "planning",
 ]  # fmt: skip
 OUTSIDE = {"__init__", "__main__", "containers", "engine"}
 

@@ -1,11 +1,12 @@
 import json
 import shutil
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import safetensors.numpy
 import safetensors.torch
-from places import DCP, HF, MODELS, described, open_case, stored, truth
+from places import DCP, FIXTURES, HF, MODELS, described, open_case, stored, truth
 
 import reshard
 from reshard.errors import CheckpointError, RequestError
@@ -69,6 +70,93 @@ def test_a_cast_is_recorded_in_the_config(tmp_path):
     kinds = {name: dtype for name, (dtype, *_) in stored(tmp_path / "mixed" / "model.safetensors").items()}
     assert {dtype for name, dtype in kinds.items() if "norm" in name} == {"BF16"}
     assert {dtype for name, dtype in kinds.items() if "norm" not in name} == {"F32"}
+
+
+def config_of(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def test_of_several_element_types_the_config_names_the_one_of_most_weights(tmp_path):
+    reshard.convert(reshard.plan(HF / "llama", to="hf", dtype="fp32"), tmp_path / "wide")
+    reshard.convert(reshard.plan(tmp_path / "wide", to="hf", dtype="bf16", keep_dtype=("*norm*",)), tmp_path / "mixed")
+    assert config_of(tmp_path / "wide")["dtype"] == "float32" and config_of(tmp_path / "mixed")["dtype"] == "bfloat16"
+    reshard.convert(reshard.plan(tmp_path / "wide", to="hf", dtype="fp8", keep_dtype=("*norm*", "lm_head*")), tmp_path / "scaled")
+    assert config_of(tmp_path / "scaled")["dtype"] == "float32", "a model does not compute with 8 bits"
+
+
+@pytest.mark.parametrize("keys", [("dtype",), ("torch_dtype",), ("dtype", "torch_dtype"), ()])
+def test_the_element_type_is_recorded_under_the_keys_that_the_config_has(tmp_path, keys):
+    model = shutil.copytree(HF / "llama", tmp_path / "m")
+    config = {key: value for key, value in config_of(model).items() if key != "dtype"} | dict.fromkeys(keys, "bfloat16")
+    (model / "config.json").write_text(json.dumps(config))
+    reshard.convert(reshard.plan(model, to="hf", dtype="fp16"), tmp_path / "out")
+    found = config_of(tmp_path / "out")
+    assert {key: found[key] for key in found if "dtype" in key} == dict.fromkeys(keys or ("torch_dtype",), "float16")
+    assert {key: value for key, value in found.items() if "dtype" not in key} == {k: v for k, v in config.items() if k not in keys}
+
+
+def test_without_a_cast_the_config_keeps_its_bytes(tmp_path):
+    reshard.convert(reshard.plan(HF / "llama", to="hf"), tmp_path / "out")
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (HF / "llama" / name).read_bytes()
+
+
+def test_the_files_of_the_model_directory_go_along(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    shutil.copy(DCP / "fsdp2" / "model" / "config.json", model)
+    along = (
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+    )
+    for name in along:
+        (model / name).write_text(f"{{}} {name}")
+    for name in ("README.md", "training_args.bin", "pytorch_model.bin"):
+        (model / name).write_text("not for an engine")
+    reshard.convert(reshard.plan(DCP / "fsdp2" / "checkpoint", to="hf", model=model), tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*along, "config.json", "model.safetensors", "reshard.json"}
+    assert all((tmp_path / "out" / name).read_bytes() == (model / name).read_bytes() for name in along)
+
+
+def test_a_config_without_architectures_is_told(tmp_path):
+    model = shutil.copytree(HF / "llama", tmp_path / "m")
+    config = config_of(model)
+    (model / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != "architectures"}))
+    assert any("names no architectures" in note for note in reshard.plan(model, to="hf").layout.notes)
+    assert not reshard.plan(HF / "llama", to="hf").layout.notes
+
+
+@pytest.mark.parametrize("case, dtype", [("llama-fp16", "float16"), ("llama-fp32", "float32"), ("mixtral-etp1", "bfloat16")])
+def test_megatrons_settings_become_a_config_that_names_its_class_and_element_type(tmp_path, case, dtype):
+    found = next(path for path in (FIXTURES / "megatron" / case).iterdir() if path.is_dir() and path.name == "checkpoint")
+    opened = reshard.open(found, vocab_size=50)
+    reshard.convert(reshard.plan(opened, to="hf"), tmp_path / "own")
+    reshard.convert(reshard.plan(opened, to="hf", dtype="bf16"), tmp_path / "cast")
+    config = config_of(tmp_path / "own")
+    assert config["torch_dtype"] == dtype and config["architectures"] and config["vocab_size"] == 50
+    assert config_of(tmp_path / "cast")["torch_dtype"] == "bfloat16"
+
+
+def test_files_are_cut_as_transformers_cuts_them(tmp_path):
+    reshard.convert(reshard.plan(HF / "llama", to="hf", max_shard_bytes=60_000), tmp_path / "out")
+    wanted, found = (
+        json.loads((folder / "model.safetensors.index.json").read_text()) for folder in (HF / "llama-sharded", tmp_path / "out")
+    )
+    assert found["weight_map"] == wanted["weight_map"] and found["metadata"]["total_size"] == wanted["metadata"]["total_size"]
+
+
+def test_a_tensor_that_is_larger_than_a_file_should_be_is_alone_and_does_not_end_another_file(tmp_path):
+    most = 10_000
+    reshard.convert(reshard.plan(HF / "llama", to="hf", max_shard_bytes=most), tmp_path / "out")
+    files = [[len(data) for *_, data in stored(path).values()] for path in sorted((tmp_path / "out").glob("*.safetensors"))]
+    assert all(len(sizes) == 1 or sum(sizes) <= most for sizes in files)
+    shared = [sizes for sizes in files if max(sizes) <= most]
+    assert len(shared) > 1 and all(sum(one) + sum(next_one) > most for one, next_one in pairwise(shared))
+    assert reshard.verify(HF / "llama", tmp_path / "out").equal
 
 
 def test_widening_and_back_is_the_identity(tmp_path):
@@ -136,7 +224,7 @@ def test_a_model_that_is_not_declared_still_becomes_hf_but_not_vllm(tmp_path):
     (copy / "config.json").write_text(json.dumps({**config, "model_type": "somebodys_own"}))
     printed = reshard.convert(reshard.plan(copy, to="hf"), tmp_path / "out")
     assert printed.root == reshard.fingerprint(HF / "llama").root
-    with pytest.raises(RequestError, match=r"somebodys_own.*not declared.*llama"):
+    with pytest.raises(RequestError, match=r"somebodys_own.*not declared.*reshard architectures"):
         reshard.plan(copy, to="vllm")
 
 

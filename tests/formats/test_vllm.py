@@ -4,32 +4,54 @@ import json
 import shutil
 
 import pytest
-from places import HF, MODELS, REFERENCES, open_case, patch_stored, ranks, stored
+from places import FIXTURES, HF, MODELS, OLDER, REFERENCES, VLLM, open_case, patch_stored, ranks, served, stored
 
 import reshard
 from reshard import registry
+from reshard.architecture import find_model
+from reshard.engines import check_degrees
 from reshard.errors import CheckpointError, RequestError
+from reshard.parallel import Parallel
+from reshard.plans import Target
+
+SERVED = (*MODELS, "llama-biased", "gemma2", "gpt2", "gpt_neox", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+DEGREES = [(model, tp, pp, 1) for model in SERVED for tp, pp in ((1, 1), (8, 1), (2, 2))]
+DEGREES += [(model, tp, pp, 1) for model in MODELS for tp, pp in ((2, 1), (4, 1))]
+DEGREES += [(model, tp, pp, tp) for model in WITH_EXPERTS for tp, pp in ((4, 1), (2, 2))]
+QUANTIZED = sorted({path.parent.name for path in REFERENCES} & {path.name for path in (FIXTURES / "hf_fp8").iterdir()})
+DEGREES += [(model, tp, 1, 1) for model in QUANTIZED for tp in (1, 2)]
 
 
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_rank_holds_bit_by_bit_what_real_vllm_holds(reference, tmp_path):
     expected = json.loads(reference.read_text())
-    plan = reshard.plan(HF / expected["model"], to="vllm", tp=expected["tp"], pp=expected["pp"])
+    plan = reshard.plan(served(expected["model"]), to="vllm", tp=expected["tp"], pp=expected["pp"], ep=expected.get("ep", 1))
     reshard.convert(plan, tmp_path / "out")
     assert ranks(tmp_path / "out") == expected["ranks"]
 
 
+@pytest.mark.parametrize("reference", OLDER, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_every_rank_holds_bit_by_bit_what_an_older_vllm_holds(reference, tmp_path):
+    """And the last version before the next change of that model's keys holds the same."""
+    expected = json.loads(reference.read_text())
+    plan = reshard.plan(served(expected["model"]), to="vllm", tp=expected["tp"], engine_version=expected["vllm"])
+    reshard.convert(plan, tmp_path / "out")
+    assert ranks(tmp_path / "out") == expected["ranks"]
+    assert reshard.verify(served(expected["model"]), tmp_path / "out", cast=True).equal
+
+
 def test_there_are_references_for_every_model_and_degree():
     found = {(path.parent.name, path.stem) for path in REFERENCES}
-    assert found >= {(model, degree) for model in MODELS for degree in ("tp1", "tp2", "tp4", "tp8", "tp2-pp2")}
+    assert found >= {(model, degree) for model in SERVED for degree in ("tp1", "tp2", "tp4", "tp8", "tp2-pp2")}
+    assert found >= {(model, degree) for model in WITH_EXPERTS for degree in ("tp2-ep", "tp4-ep")}
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2)])
-def test_what_was_written_reads_back(model, tp, pp, tmp_path):
-    printed = reshard.convert(reshard.plan(HF / model, to="vllm", tp=tp, pp=pp), tmp_path / "out")
-    assert reshard.verify(HF / model, tmp_path / "out").equal
-    assert reshard.fingerprint(tmp_path / "out").root == printed.root == reshard.fingerprint(HF / model).root
+@pytest.mark.parametrize("model, tp, pp, ep", DEGREES)
+def test_what_was_written_reads_back(model, tp, pp, ep, tmp_path):
+    printed = reshard.convert(reshard.plan(served(model), to="vllm", tp=tp, pp=pp, ep=ep), tmp_path / "out")
+    assert reshard.verify(served(model), tmp_path / "out").equal
+    assert reshard.fingerprint(tmp_path / "out").root == printed.root == reshard.fingerprint(served(model)).root
 
 
 @pytest.mark.parametrize("there, back", [((8, 1), (1, 1)), ((4, 1), (2, 2)), ((2, 2), (8, 1)), ((1, 2), (4, 1))])
@@ -49,10 +71,9 @@ def test_a_training_checkpoint_becomes_what_its_hf_form_becomes(case, tmp_path):
     assert ranks(tmp_path / "direct") == ranks(tmp_path / "detour")
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("tp, pp", [(1, 1), (8, 1), (2, 2)])
-def test_the_round_trip_is_proven_from_the_plans(model, tp, pp):
-    proof = reshard.roundtrip(reshard.plan(HF / model, to="vllm", tp=tp, pp=pp))
+@pytest.mark.parametrize("model, tp, pp, ep", DEGREES)
+def test_the_round_trip_is_proven_from_the_plans(model, tp, pp, ep):
+    proof = reshard.roundtrip(reshard.plan(served(model), to="vllm", tp=tp, pp=pp, ep=ep))
     assert proof.losses == () and proof.boxes >= proof.tensors
 
 
@@ -60,6 +81,21 @@ def test_the_round_trip_is_proven_from_the_plans(model, tp, pp):
 def test_an_illegal_degree_is_refused_with_the_legal_ones(tp):
     with pytest.raises(RequestError, match=r"Legal tensor-parallel sizes are 1, 2, 4, 8\."):
         reshard.plan(HF / "llama", to="vllm", tp=tp)
+
+
+REFUSED = json.loads((VLLM / "refusals.json").read_text())["refusals"]
+
+
+@pytest.mark.parametrize(
+    "said", REFUSED, ids=lambda said: f"{said['model']}-tp{said['tp']}-{'-'.join(map(str, said['overrides'].values()))}"
+)
+def test_what_real_vllm_refuses_is_refused(said):
+    config = json.loads((served(said["model"]) / "config.json").read_text())
+    model = find_model({**config, **said["overrides"]})
+    rules = registry.writer("vllm").engine_rules(model, Target("vllm"))
+    check_degrees(model, rules, Parallel())
+    with pytest.raises(RequestError, match=r"Legal tensor-parallel sizes are 1|no experts|fewer stages"):
+        check_degrees(model, rules, Parallel(said["tp"], said["pp"], said.get("ep", 1)))
 
 
 @pytest.mark.parametrize("version, scales", [("0.8.5", 0), ("0.13.0", 0), ("0.14.0", 8), ("0.30", 8), ("v0.32.0", 8), ("0.32.1rc1", 8)])
@@ -93,7 +129,7 @@ def test_stages_need_a_version_that_names_them():
 def test_layers_are_dealt_to_stages_as_vllm_deals_them(layers, pp, expected):
     import sys
 
-    partition = sys.modules[type(registry.reader("vllm")).__module__].partition
+    partition = sys.modules[type(registry.reader("vllm")).__module__ + ".rules"].partition
     assert partition(layers, pp) == expected
 
 
@@ -182,9 +218,20 @@ def test_weights_that_the_engine_does_not_know_are_refused_by_name(tmp_path):
     assert reshard.verify(HF / "llama", tmp_path / "out").equal
 
 
-def test_experts_are_refused_where_there_are_none():
+def test_experts_are_refused_where_there_are_none_or_the_ranks_are_not_those_of_tp():
     with pytest.raises(RequestError, match="no experts"):
         reshard.plan(HF / "llama", to="vllm", tp=2, ep=2)
+    with pytest.raises(RequestError, match="Give --ep 4"):
+        reshard.plan(HF / "mixtral", to="vllm", tp=4, ep=2)
+
+
+def test_layers_that_predict_further_tokens_are_left_out_by_name(tmp_path):
+    """Engines serve them from the Hugging Face folder, as a model of their own."""
+    plan = reshard.plan(open_case(FIXTURES / "megatron" / "deepseek3-mtp"), to="vllm", tp=2)
+    left = {drop.name for drop in plan.drops if "predicts further tokens" in drop.reason}
+    assert left and all(name.startswith("model.layers.2.") for name in left)
+    reshard.convert(plan, tmp_path / "out")
+    assert not any("layers.2." in name for name in stored(tmp_path / "out" / "model-rank-0-part-0.safetensors"))
 
 
 def test_a_view_holds_what_the_file_would(tmp_path):

@@ -4,165 +4,179 @@
     model-rank-{tp}-part-{n}.safetensors          one pipeline stage; any number of parts, in any order
     model-pp-{pp}-tp-{tp}-part-{n}.safetensors    several stages; layer numbers stay global
 
-q, k, v are one tensor `qkv_proj` [q rows of this rank; k; v], gate and up one `gate_up_proj`; the vocabulary is padded by zero rows to a
-multiple of 64; a tied table is stored once per stage, as `lm_head.weight` where the stage has the head. The keys that the loader demands
-differ by engine version: VERSIONS. Measured on vLLM 0.32.0 (every key and bit against real ranks, fixtures/vllm); older versions
-from their source: model_loader/sharded_state_loader.py, distributed/utils.py, model_executor/layers/attention.
+q, k, v are one tensor `qkv_proj` [q rows of this rank; k; v], gate and up one `gate_up_proj`, a layer's experts two, `w13_weight`
+[experts, gate above up, in] and `w2_weight`; the vocabulary is padded by zero rows to a multiple of 64; a tied table is stored once per
+stage. What else a model's class does, and what changed between versions: rules.py. Measured on vLLM 0.32.0 (every key and bit against
+real ranks, fixtures/vllm); the loader: model_loader/sharded_state_loader.py.
 """
 
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from reshard.adapter import Hints
-from reshard.architecture import Model, find_model
+from reshard.architecture import Model
 from reshard.canonical import Canonical, check_against_model
 from reshard.containers import safetensors
-from reshard.dtypes import DType, from_safetensors
+from reshard.dtypes import F32, DType
+from reshard.engines import EngineRules, check_degrees, rank_tensors, shared_copies, stored_dtypes, unserved
 from reshard.errors import CheckpointError, RequestError
 from reshard.files import Files
 from reshard.index import Index, RunFacts
-from reshard.layout import EngineRules, Fusion, Layout, PerLayerConstant, Placed, TargetFile, check_degrees, index_of, rank_tensors
+from reshard.layout import Layout, Placed, TargetFile, index_of
 from reshard.model_files import ModelFiles
 from reshard.parallel import Parallel
 from reshard.plans import Target
+from reshard.quantization import unknown_quantization
 from reshard.stored import StoredTensor
 
-_F32 = from_safetensors("F32", where="vllm")
-_ONE = b"\x00\x00\x80\x3f"
-_SCALES = tuple(PerLayerConstant("attention.o", f"attn.{name}", _F32, _ONE) for name in ("_k_scale", "_q_scale", "_v_scale", "_prob_scale"))
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """What changed in the keys or files with one release: attention scales became buffers, stages got their own file names."""
-
-    since: tuple[int, ...]
-    constants: tuple[PerLayerConstant, ...]
-    has_stages: bool
-
-
-VERSIONS = (
-    Version((0, 8, 5), (), has_stages=False),
-    Version((0, 14), _SCALES, has_stages=False),
-    Version((0, 32), _SCALES, has_stages=True),
-)
-NEWEST = "0.32.0"
+from .rules import NEWEST, VersionRules, all_rules, first_with_stages, is_known, numbers_of, rules_for, with_partition, without_expert_maps
 
 _FILE = re.compile(r"model-(?:rank-(?P<rank>\d+)|pp-(?P<pp>\d+)-tp-(?P<tp>\d+))-part-[^/]*\.safetensors")
 
 
-def partition(layers: int, pp: int) -> tuple[int, ...]:
-    """The layers of each stage: equal, and what is left over one each to the stages before the last (vLLM, distributed/utils.py)."""
-    base, rest = divmod(layers, pp)
-    counts = [base] * pp
-    for i in range(2, rest + 2):
-        counts[-i] += 1
-    return tuple(counts)
-
-
-_RULES = EngineRules(
-    name="vLLM",
-    fusions=(Fusion(("attention.q", "attention.k", "attention.v"), "qkv_proj"), Fusion(("mlp.gate", "mlp.up"), "gate_up_proj")),
-    constants=(),
-    vocabulary_multiple=64,
-    partition=partition,
-)
-
-
 class Vllm:
     name = "vllm"
-    summary = "vLLM sharded_state: pre-sharded for tensor and pipeline parallel ranks"
+    summary = "vLLM sharded_state: pre-sharded for tensor, pipeline and expert parallel ranks"
     owns = ("model-rank-*-part-*.safetensors", "model-pp-*-tp-*-part-*.safetensors")
 
     def detect(self, files: Files) -> str | None:
         return next((path for path in files.list() if _FILE.fullmatch(path)), None)
 
     def read(self, files: Files, hints: Hints) -> Index:
-        model = _model(find_model(hints.config), hints.config)
+        model = _model(hints.model, hints.config)
         ranks = _ranks(files)
         parallel = _degrees(ranks, files)
         headers = {rank: _headers(files, paths) for rank, paths in ranks.items()}
-        rules = replace(_RULES, partition=lambda layers, pp: _stored_partition(headers, layers, pp), constants=_stored_constants(headers))
+        version = _stored_version(model, headers, parallel)
+        rules, parallel = version.engine, replace(parallel, ep=_stored_ep(model, headers, parallel))
         check_degrees(model, rules, parallel)
+        also = {kept: name for name, kept in shared_copies(model, rules).items()}
         placed: list[tuple[TargetFile, Placed]] = []
         for (pp_rank, tp_rank), found in headers.items():
             expected = rank_tensors(model, _AnyDtype(), rules, parallel, tp_rank, pp_rank)
-            placed.extend(_matched(expected, found, f"stage {pp_rank}, rank {tp_rank}" if parallel.pp > 1 else f"rank {tp_rank}"))
+            rank = f"stage {pp_rank}, rank {tp_rank}" if parallel.pp > 1 else f"rank {tp_rank}"
+            for file, item in _matched(expected, found, rank):
+                placed.append((file, item))
+                placed.extend((file, copy) for copy in _standing_for(item, also))
         shapes = {weight.name: weight.shape for weight in model.weights.values()}
         target_files = tuple({file.path: file for found in headers.values() for file, _ in found.values()}.values())
-        stored_scales = "0.14 or newer" if rules.constants else "before 0.14"
-        facts = RunFacts("vLLM sharded_state", stored_scales, parallel={"tp": parallel.tp, "pp": parallel.pp}, config=hints.config)
+        sizes = {"tp": parallel.tp, "pp": parallel.pp, **({"ep": parallel.ep} if parallel.ep > 1 else {})}
+        facts = RunFacts("vLLM sharded_state", f"{'.'.join(map(str, version.since))} or newer", parallel=sizes, config=hints.config)
         return index_of(self.name, iter(placed), shapes, files=target_files, facts=facts)
 
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
         model = _model(content.model, companions.config)
         check_against_model(content, partial=False, strict=True)
-        version, notes = _version(target.engine_version, target.parallel)
+        version, notes = _version(model, target)
+        companions, added = _completed(companions, version)
+        rules = version.engine
+        _check_router(model, version)
         if content.states:
             raise RequestError("vLLM loads weights, no optimizer state", do="Leave out --optimizer")
         target.parallel.allow("tp", "pp", "ep", what="vLLM, where each rank serves its own part")
-        if target.parallel.ep > 1:
-            raise RequestError(f"--ep {target.parallel.ep}: a {model.architecture.model_type} model has no experts", do="Leave out --ep")
-        rules = replace(_RULES, constants=version.constants)
         check_degrees(model, rules, target.parallel)
-        dtypes = {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}
+        dtypes = stored_dtypes(model, rules, {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()})
         files: list[TargetFile] = []
+        left_out = unserved(model)
         for pp_rank in range(target.parallel.pp):
             for tp_rank in range(target.parallel.tp):
                 if not target.wants({"tp": tp_rank, "pp": pp_rank}):
                     continue
                 stored = rank_tensors(model, dtypes, rules, target.parallel, tp_rank, pp_rank)
                 files.extend(_framed(stored, target, tp_rank, pp_rank))
-        return Layout(self.name, tuple(files), companions.sidecars(dtypes.values()), target.parallel, tuple(notes))
+        return Layout(
+            self.name,
+            tuple(files),
+            companions.sidecars(dtypes.values()),
+            target.parallel,
+            tuple(notes + added + _about(left_out, content)),
+            copies=shared_copies(model, rules),
+            left_out=left_out,
+        )
+
+    def engine_rules(self, model: Model, target: Target) -> EngineRules:
+        """How the engine splits a model; what `reshard plan` computes with."""
+        return _version(model, target)[0].engine
 
 
-# Whose state dict was compared with real ranks'.
-_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+def _version(model: Model, target: Target) -> tuple[VersionRules, list[str]]:
+    """The rules that hold for the engine version that is asked for, and what to tell about it."""
+    text = target.engine_version or NEWEST
+    found = rules_for(model, text)
+    if target.parallel.pp > 1 and not found.has_stages:
+        raise RequestError(
+            f"--pp {target.parallel.pp}: vLLM {text} cannot load pre-sharded stages",
+            why="Its file names know no stage, so the stages' files would be taken for each other",
+            do=f"Use --pp 1, or vLLM {first_with_stages()} or newer",
+        )
+    if target.parallel.ep > 1 and found.maps_experts:
+        raise RequestError(
+            f"--ep {target.parallel.ep}: vLLM {text} wants a map of experts in every rank's file, which is not written here",
+            do=f"Use vLLM {without_expert_maps()} or newer, or leave out --ep",
+        )
+    notes = []
+    if numbers_of(text) > numbers_of(NEWEST):
+        notes.append(f"vLLM {text} is newer than the newest one measured, {NEWEST}")
+    if not is_known(model.architecture.family):
+        notes.append(f"vLLM's own class for {model.architecture.model_type} was not compared; it may call or fuse tensors otherwise")
+    return found, notes
+
+
+def _completed(companions: ModelFiles, version: VersionRules) -> tuple[ModelFiles, list[str]]:
+    """The config with what the engine needs it to say, and what to tell about it."""
+    config = companions.config or {}
+    absent = {key: value for key, value in version.settings if key not in config}
+    if not absent:
+        return companions, []
+    told = ", ".join(f"{key}: {value}" for key, value in absent.items())
+    return replace(companions, config={**config, **absent}, derived=True), [f"config.json says {told} now, as vLLM needs it"]
+
+
+def _check_router(model: Model, version: VersionRules) -> None:
+    """Raises RequestError if the engine would take the router for a quantised layer, and its weight for quantised elements."""
+    quantization = model.quantization
+    routers = [weight.name for weight in model.weights.values() if weight.role == "router"]
+    if version.quantizes_router and quantization and routers and quantization.scales_of(routers[0]):
+        raise RequestError(
+            "the config does not say that it is not quantised",
+            where=routers[0],
+            why="vLLM would build a quantised router and cast the weight into it, without a word",
+            do="Name the routers in quantization_config, under modules_to_not_convert or ignore",
+        )
+
+
+def _about(left_out: Mapping[str, str], content: Canonical) -> list[str]:
+    """How to compare the result with its source where something was left out."""
+    layers = sorted({name.split(".")[2] for name in left_out if name in content.tensors}, key=int)
+    globs = " ".join(f"--exclude 'model.layers.{layer}.*'" for layer in layers)
+    return [f"`reshard verify {globs}` compares all but the layers that were left out"] if layers else []
 
 
 def _model(model: Model | None, config: Mapping[str, object] | None) -> Model:
-    if model is not None and model.architecture.model_type in _MODEL_TYPES:
-        return model
     if model is not None:
-        raise RequestError(
-            f"how vLLM fuses and splits a {model.architecture.model_type} model is not known here",
-            why="Only what was compared with what its ranks hold is laid out",
-            do=f"Known are {', '.join(_MODEL_TYPES)}. A conversion to hf, which vLLM loads as well, works for every model",
-        )
+        return model
     if config is None:
         raise RequestError(
             "no config.json says which model this is",
             why="vLLM's files hold each rank's slices, which only the model's head counts explain",
             do="Give the directory of the model's config with --model DIR",
         )
+    if method := unknown_quantization(config):
+        raise RequestError(
+            f"the weights are quantised ({method}) in a way that is not known here",
+            why="How packed weights and their scales split over ranks is not guessed",
+            do="A conversion to hf, which vLLM loads as well, keeps them as they are",
+        )
     raise RequestError(
         f"the architecture {config.get('model_type')!r} is not declared",
         why="How its weights split over ranks is not known, and is not guessed",
-        do=f"Known are {', '.join(_MODEL_TYPES)}. A conversion to hf needs no declaration",
+        do="`reshard architectures --start CKPT > my.yaml` begins a declaration of it, which --architecture my.yaml takes. "
+        "A conversion to hf needs none",
     )
-
-
-def _version(asked: str | None, parallel: Parallel) -> tuple[Version, list[str]]:
-    """The row that holds for an engine version, and what to tell about it."""
-    text = asked or NEWEST
-    if not re.fullmatch(r"v?\d+(\.\d+)*([a-z+.-].*)?", text):
-        raise RequestError(f"--engine-version {text}: a version such as {NEWEST} is expected")
-    numbers = tuple(int(word) for word in re.match(r"v?([\d.]+)", text)[1].strip(".").split("."))  # type: ignore[index]
-    fitting = [version for version in VERSIONS if version.since <= numbers]
-    if not fitting:
-        raise RequestError(f"--engine-version {text}: the oldest vLLM whose files are known is {'.'.join(map(str, VERSIONS[0].since))}")
-    if parallel.pp > 1 and not fitting[-1].has_stages:
-        first = next(version for version in VERSIONS if version.has_stages)
-        raise RequestError(
-            f"--pp {parallel.pp}: vLLM {text} cannot load pre-sharded stages",
-            why="Its file names know no stage, so the stages' files would be taken for each other",
-            do=f"Use --pp 1, or vLLM {'.'.join(map(str, first.since))} or newer",
-        )
-    newest = tuple(map(int, NEWEST.split(".")))
-    return fitting[-1], [f"vLLM {text} is newer than the newest one measured, {NEWEST}"] if numbers > newest else []
 
 
 def _framed(stored: tuple[StoredTensor, ...], target: Target, tp_rank: int, pp_rank: int) -> Iterator[TargetFile]:
@@ -236,11 +250,35 @@ def _headers(files: Files, paths: list[str]) -> _Headers:
     return found
 
 
+def _stored_version(model: Model, headers: Mapping[tuple[int, int], _Headers], parallel: Parallel) -> VersionRules:
+    """The rules of the newest version that has the keys which the first rank has; of none has, those that come closest.
+
+    Whoever wrote the files may have dealt the layers in a way of their own.
+    """
+    counts = _stored_partition(headers, model.dimensions["layers"], parallel.pp)
+    candidates = [replace(each, engine=with_partition(each.engine, counts)) for each in reversed(all_rules(model))]
+
+    def unlike(candidate: VersionRules) -> int:
+        expected = rank_tensors(model, _AnyDtype(), candidate.engine, replace(parallel, tp=1), 0, 0)
+        return len({stored.name for stored in expected} ^ set(headers[0, 0]))
+
+    return min(candidates, key=unlike)
+
+
+def _stored_ep(model: Model, headers: Mapping[tuple[int, int], _Headers], parallel: Parallel) -> int:
+    """Over how many ranks whole experts are shared, as the first axis of the stacked ones tells."""
+    stacks = (
+        entry.shape[0] for found in headers.values() for name, (_, entry) in found.items() if name.endswith("w2_weight") and entry.shape
+    )
+    held = next(stacks, None)
+    return parallel.tp if held is not None and held < model.dimensions.get("experts", 0) else 1
+
+
 def _stored_partition(headers: Mapping[tuple[int, int], _Headers], layers: int, pp: int) -> tuple[int, ...]:
-    """The layers that each stage's keys name: whoever wrote the files may have set a partition of their own."""
+    """The layers that each stage's keys name."""
     held: list[set[int]] = [set() for _ in range(pp)]
     for (pp_rank, _), found in headers.items():
-        held[pp_rank].update(int(match[1]) for name in found if (match := re.match(r"model\.layers\.(\d+)\.", name)))
+        held[pp_rank].update(int(match[1]) for name in found if (match := re.search(r"\.(?:layers|h)\.(\d+)\.", name)))
     counts = tuple(len(layer_set) for layer_set in held)
     if [layer for layer_set in held for layer in sorted(layer_set)] != list(range(layers)):
         raise CheckpointError(
@@ -250,16 +288,18 @@ def _stored_partition(headers: Mapping[tuple[int, int], _Headers], layers: int, 
     return counts
 
 
-def _stored_constants(headers: Mapping[tuple[int, int], _Headers]) -> tuple[PerLayerConstant, ...]:
-    """The constants of the engine version that the files were written for, as their keys tell."""
-    return _SCALES if any(name.endswith("._k_scale") for found in headers.values() for name in found) else ()
+def _standing_for(item: Placed, also: Mapping[str, str]) -> Iterator[Placed]:
+    """A tensor under the names of those that it stands for as well."""
+    sections = tuple(replace(section, name=also[section.name]) for section in item.tensor.sections if section.name in also)
+    if sections:
+        yield replace(item, tensor=replace(item.tensor, sections=sections))
 
 
 class _AnyDtype(Mapping[str, DType]):
     """The element type of every weight, as far as a layout of shapes is concerned."""
 
     def __getitem__(self, name: str) -> DType:
-        return _F32
+        return F32
 
     def __iter__(self) -> Iterator[str]:
         return iter(())
@@ -287,7 +327,7 @@ def _matched(expected: tuple[StoredTensor, ...], found: _Headers, rank: str) -> 
                 why="The files are for another number of ranks than there are, or the config is another model's",
                 do="Check that all ranks' files are there, and the config",
             )
-        yield file, Placed(replace(stored, dtype=entry.dtype), entry.byte_offset)
+        yield file, Placed(_as_found(stored, entry.dtype), entry.byte_offset)
     if surplus:
         name, (file, _) = next(iter(surplus.items()))
         raise CheckpointError(
@@ -296,6 +336,13 @@ def _matched(expected: tuple[StoredTensor, ...], found: _Headers, rank: str) -> 
             why="The engine would refuse to start",
             do="Remove files of other conversions from the folder, or check the config",
         )
+
+
+def _as_found(stored: StoredTensor, dtype: DType) -> StoredTensor:
+    """The tensor in the element type that the file has; a constant keeps its value."""
+    if stored.sections or stored.dtype == dtype or not stored.filled or len(stored.fill) == 1:
+        return replace(stored, dtype=dtype)
+    return replace(stored, dtype=dtype, fill=dtype.encoded(*struct.unpack("<f", stored.fill)))
 
 
 FORMAT = Vllm()

@@ -1,0 +1,188 @@
+"""reshard estimate: what training needs on each rank, before it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import options
+from .tables import count_text, nbytes_text, show, show_json, table
+
+if TYPE_CHECKING:
+    from reshard.estimates import Estimate, RankBytes, Strategy
+
+# What people call the stages.
+STRATEGIES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
+_NAMES = ("ddp", "zero1", "zero2", "zero3, fsdp")
+
+
+@click.command("estimate")
+@click.argument("source", required=False)
+@click.option("--parameters", type=options.Count(), metavar="N", help="Only so many parameters, such as 7B, in place of SOURCE.")
+@click.option("--gpus", type=click.IntRange(1), metavar="N", help="Ranks in all (default: what the sizes need).")
+@click.option("--dp", type=click.IntRange(1), metavar="N", help="Data-parallel ranks.")
+@click.option("--tp", type=click.IntRange(1), default=1, metavar="N", help="Tensor-parallel size.")
+@click.option("--pp", type=click.IntRange(1), default=1, metavar="N", help="Pipeline-parallel size.")
+@click.option("--ep", type=click.IntRange(1), default=1, metavar="N", help="Expert-parallel size.")
+@click.option("--zero", type=click.IntRange(0, 3), metavar="STAGE", help="ZeRO stage; 3 is FSDP (default: a table of all).")
+@click.option("--strategy", type=click.Choice(list(STRATEGIES)), help="The same by name.")
+@click.option("--seq-len", type=click.IntRange(1), metavar="N", help="Tokens per sequence; without it activations are not counted.")
+@click.option("--micro-batch", type=click.IntRange(1), default=1, metavar="N", help="Sequences per microbatch.")
+@click.option("--microbatches", type=click.IntRange(1), default=1, metavar="M", help="Microbatches per step and data-parallel rank.")
+@click.option("--schedule", type=click.Choice(["gpipe", "1f1b", "interleaved"]), default="1f1b", help="The pipeline's schedule.")
+@click.option("--vp", type=click.IntRange(1), default=1, metavar="N", help="Chunks of layers per stage (interleaved).")
+@click.option("--stage-layers", type=options.Numbers(), metavar="N,N,..", help="Layers of every stage (default: as equal as can be).")
+@click.option("--recompute", type=click.Choice(["none", "selective", "full"]), default="none", help="Activations computed again.")
+@click.option("--sequence-parallel", is_flag=True, help="TP ranks divide what lies between the linears, too.")
+@click.option("--flash-attention", is_flag=True, help="The attention kernel keeps no scores.")
+@click.option(
+    "--activations", type=click.Choice(["published", "itemised"]), default="published", help="The paper's formula, or own widths."
+)
+@click.option("--vocab-multiple", type=click.IntRange(1), default=1, metavar="N", help="Tables have a multiple of N x TP rows.")
+@click.option("--link", type=options.Size(), metavar="SIZE", help="Bytes per second that a rank sends: 50GB.")
+@click.option("--weight-bytes", type=click.IntRange(0), default=2, metavar="N", help="Bytes per parameter of weights (default 2).")
+@click.option("--gradient-bytes", type=click.IntRange(0), default=2, metavar="N", help="... of gradients (2).")
+@click.option("--master-bytes", type=click.IntRange(0), default=4, metavar="N", help="... of the master copy (4).")
+@click.option("--moment-bytes", type=click.IntRange(0), default=4, metavar="N", help="... of each moment (4).")
+@click.option("--moments", type=click.IntRange(0), default=2, metavar="N", help="Moments that the optimizer has (2).")
+@options.architecture
+@options.as_json
+def command(source: str | None, parameters: int | None, zero: int | None, strategy: str | None, as_json: bool, **asked: Any) -> None:
+    """Bytes per rank of weights, gradients, optimizer state and activations, under DDP, ZeRO-1 to 3 and FSDP.
+
+    SOURCE is a directory with a Hugging Face config.json, or a checkpoint; its weights are not read.
+    """
+    from reshard import planning
+    from reshard.errors import RequestError
+    from reshard.estimates import ZERO_STAGES, BytesPer
+
+    if (source is None) == (parameters is None):
+        raise RequestError("a model is needed, or how many parameters it has", do="Give a directory with a config.json, or --parameters 7B")
+    named = STRATEGIES[strategy] if strategy else None
+    if zero is not None and named is not None and zero != named:
+        raise RequestError(f"--zero {zero} and --strategy {strategy} contradict each other", do="Say one of them")
+    chosen = zero if zero is not None else named
+    each = {name: asked.pop(f"{name}_bytes") for name in ("weight", "gradient", "master", "moment")}
+    bytes_per = BytesPer(**each, moments=asked.pop("moments"))
+    subject = source if source is not None else parameters
+    assert subject is not None
+    found = planning.estimate(subject, zero=ZERO_STAGES if chosen is None else chosen, bytes_per=bytes_per, **asked)
+    show_json(document(found)) if as_json else show_estimate(found)
+
+
+def document(found: Estimate) -> dict[str, Any]:
+    """The estimate with stable keys."""
+    training = found.training
+    parallel, schedule, batch = training.parallel, training.schedule, training.batch
+    return {
+        "parameters": found.parameters,
+        "gpus": parallel.dp * parallel.tp * parallel.pp,
+        "parallel": {"dp": parallel.dp, "tp": parallel.tp, "pp": parallel.pp, "ep": parallel.ep},
+        "pipeline": {
+            "schedule": schedule.name,
+            "stages": schedule.stages,
+            "microbatches": schedule.microbatches,
+            "chunks_per_stage": schedule.chunks,
+            "bubble": float(schedule.bubble),
+            "microbatches_in_flight": [float(schedule.in_flight(stage)) for stage in range(schedule.stages)],
+        },
+        "batch": batch
+        and {
+            "seq_len": batch.seq_len,
+            "micro_batch": batch.sequences,
+            "recompute": batch.recompute,
+            "sequence_parallel": batch.sequence_parallel,
+            "flash_attention": not batch.scores,
+            "layer_activations": found.layer_activations,
+        },
+        "strategies": [_strategy(each) for each in found.strategies],
+        "assumptions": list(found.assumptions),
+    }
+
+
+def _strategy(found: Strategy) -> dict[str, Any]:
+    return {
+        "strategy": _NAMES[found.zero].partition(",")[0],
+        "zero": found.zero,
+        "fullest": _rank(found.fullest),
+        "stages": [_rank(rank) for rank in found.stages],
+        "data_parallel_traffic": {
+            "gradients": found.moved.gradients,
+            "weights": found.moved.weights,
+            "total": found.moved.total,
+            "seconds": found.moved.seconds,
+        },
+    }
+
+
+def _rank(rank: RankBytes) -> dict[str, Any]:
+    return {
+        "stage": rank.stage,
+        "layers": None if rank.layers is None else [rank.layers.start, rank.layers.stop],
+        "parameters": rank.parameters,
+        "weights": rank.weights,
+        "gradients": rank.gradients,
+        "optimizer": rank.optimizer,
+        "states": rank.states,
+        "activations": rank.activations,
+        "transient": rank.transient,
+        "total": rank.total,
+    }
+
+
+def show_estimate(found: Estimate) -> None:
+    """Per strategy the fullest rank; per pipeline stage its rank; what is sent and waited for; what all that assumes."""
+    training = found.training
+    parallel, schedule = training.parallel, training.schedule
+    gpus = parallel.dp * parallel.tp * parallel.pp
+    show(f"{found.parameters:,} parameters ({count_text(found.parameters)}) on {gpus} GPU{'s' if gpus > 1 else ''}: {parallel}")
+    show()
+    rows = [(_NAMES[each.zero], *_cells(each.fullest)) for each in found.strategies]
+    show(table(rows, ("per rank", *_COLUMNS)))
+    if parallel.pp > 1:
+        for each in found.strategies:
+            show()
+            stages = [(_stage(rank), count_text(rank.parameters), *_cells(rank)) for rank in each.stages]
+            show(table(stages, (f"{_NAMES[each.zero]}, by stage", "parameters", *_COLUMNS)))
+    show()
+    if found.layer_activations is not None:
+        show(f"  a layer    keeps {_bytes(found.layer_activations)} for one microbatch")
+    if schedule.stages > 1:
+        show(f"  bubble     {float(schedule.bubble):.1%} of the time: {schedule.name}, {schedule.stages} stages, {_count(schedule)}")
+    if parallel.dp > 1:
+        for each in found.strategies:
+            _show_moved(each)
+    for sentence in found.assumptions:
+        show(f"  assumed    {sentence}")
+
+
+_COLUMNS = ("weights", "gradients", "optimizer", "states", "activations", "transient", "total")
+
+
+def _cells(rank: RankBytes) -> tuple[str, ...]:
+    values = (rank.weights, rank.gradients, rank.optimizer, rank.states, rank.activations, rank.transient, rank.total)
+    return tuple("-" if value is None else _bytes(value) for value in values)
+
+
+def _stage(rank: RankBytes) -> str:
+    layers = rank.layers
+    if not layers:
+        return str(rank.stage)
+    return f"{rank.stage}: layers {layers.start}..{layers.stop - 1}"
+
+
+def _count(schedule: Any) -> str:
+    chunks = f" in {schedule.chunks} chunks" if schedule.chunks > 1 else ""
+    return f"{schedule.microbatches} microbatch{'es' if schedule.microbatches > 1 else ''}{chunks}"
+
+
+def _show_moved(each: Strategy) -> None:
+    moved = each.moved
+    parts = f"{_bytes(moved.gradients)} of gradients" + (f", {_bytes(moved.weights)} of weights" if moved.weights else "")
+    time = "" if moved.seconds is None else f" in {moved.seconds:.3g} s"
+    show(f"  sent       {_NAMES[each.zero]}: {_bytes(moved.total)} per rank and step{time} ({parts})")
+
+
+def _bytes(nbytes: int) -> str:
+    return nbytes_text(nbytes, digits=4)

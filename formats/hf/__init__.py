@@ -1,0 +1,79 @@
+"""Hugging Face: one safetensors file, or several with an index; or the torch pickles that came before.
+
+    config.json                        what the model is (generation_config.json, tokenizer files beside it)
+    model.safetensors                  one file, or
+    model-00001-of-00003.safetensors   several, with
+    model.safetensors.index.json       {"metadata": {"total_size": bytes}, "weight_map": {name: file}}
+    pytorch_model.bin                  the same as torch.save of a dict, or pytorch_model-0000i-of-0000n.bin + its index
+
+reading.py    which files count, and what is in them
+writing.py    the cut into files, their framing, the index
+like.py       the names, fusions, shapes and element types of another folder
+
+Names and shapes are canonical as models are published; what transformers has called or fused otherwise since is in reshard/spellings.py.
+Measured on transformers 5.23 and safetensors 0.8; index rules: transformers, modeling_utils.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from reshard.adapter import Hints
+from reshard.canonical import Canonical
+from reshard.errors import RequestError
+from reshard.files import Files
+from reshard.index import Index, RunFacts, StoredFile
+from reshard.layout import Layout
+from reshard.model_files import ModelFiles
+from reshard.plans import Target
+from reshard.stored import StoredTensor, whole
+
+from . import like, reading, writing
+
+
+class HuggingFace:
+    name = "hf"
+    summary = "Hugging Face: safetensors (single or with an index), pytorch_model*.bin"
+    owns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+    options = ("like",)
+
+    def detect(self, files: Files) -> str | None:
+        found = reading.weight_files(files)
+        return f"{found[0]}" if found else None
+
+    def read(self, files: Files, hints: Hints) -> Index:
+        found = reading.read(files)
+        stored = tuple(StoredFile(path, files.size(path) or 0) for path in found.paths)
+        producer = "safetensors" if found.paths[0].endswith(reading.SAFETENSORS) else "torch.save"
+        facts = RunFacts(producer=producer, config=hints.config, notes=found.notes)
+        return Index(self.name, found.tensors, stored, facts, objects=found.objects)
+
+    def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+        target.parallel.allow(what="a Hugging Face checkpoint, which is whole")
+        target.refuse_engine_version("a Hugging Face checkpoint")
+        if content.states:
+            raise RequestError("a Hugging Face checkpoint holds weights, no optimizer state", do="Leave out --optimizer")
+        notes: list[str] = []
+        shards: Mapping[str, list[StoredTensor]] | None = None
+        if folder := target.options.get("like"):
+            reference = like.reference(folder)
+            if target.dtype is not None:
+                raise RequestError("--like brings the element types of its folder, --dtype others", do="Say one of them")
+            matched = like.match(content, reference)
+            notes.extend(matched.notes)
+            stored, shards = list(matched.tensors), None if target.max_shard_bytes else matched.files
+        else:
+            order = writing.in_model_order(content)
+            stored = [whole(name, target.dtype_of(content.tensors[name]), content.tensors[name].shape) for name in order]
+        files = writing.framed(shards or writing.cut(stored, target.max_shard_bytes))
+        sidecars = companions.sidecars([tensor.dtype for tensor in stored], main=writing.main_dtype(stored))
+        if companions.config is None:
+            notes.append("no config.json is known: give one with --model DIR, engines need it")
+        elif not companions.config.get("architectures"):
+            notes.append("config.json names no architectures, and engines choose the model's class by them")
+        if len(files) > 1:
+            sidecars = (*sidecars, writing.index_of(files))
+        return Layout(self.name, files, sidecars, notes=tuple(notes))
+
+
+FORMAT = HuggingFace()

@@ -1,0 +1,79 @@
+"""`reshard estimate`: the published numbers as a table and as a document, everything assumed said beside them."""
+
+import json
+
+import pytest
+from command import reshard
+from places import FIXTURES, HF
+
+
+def test_the_table_of_seven_billion_on_eight_gpus():
+    out = reshard("estimate", "--parameters", "7B", "--gpus", 8, "--link", "50GB").out
+    rows = [line for line in out.splitlines() if line.startswith(("  ddp", "  zero"))]
+    expected = {"ddp": "112 GB", "zero1": "38.5 GB", "zero2": "26.25 GB", "zero3, fsdp": "14 GB"}
+    assert len(rows) == 4
+    for row, (name, states) in zip(rows, expected.items(), strict=True):
+        cells = [cell.strip() for cell in row.split("  ") if cell.strip()]
+        assert (cells[0], cells[4]) == (name, states)
+    for words in ("2 weight + 2 gradient + 4 master + 2 x 4 moments = 16", "24.5 GB per rank and step in 0.49 s", "36.75 GB"):
+        assert words in out
+
+
+@pytest.mark.parametrize("arguments, zero", [(("--zero", 2), 2), (("--strategy", "fsdp"), 3), (("--strategy", "ddp"), 0)])
+def test_one_strategy_by_stage_or_by_name(arguments, zero):
+    document = reshard("estimate", "--parameters", "10B", "--gpus", 8, *arguments, "--json").document
+    (strategy,) = document["strategies"]
+    assert strategy["zero"] == zero and strategy["fullest"]["states"] == [160, 55, 37.5, 20][zero] * 10**9
+
+
+def test_the_document_has_stable_keys():
+    document = reshard("estimate", HF / "llama", "--tp", 2, "--pp", 2, "--dp", 2, "--seq-len", 64, "--microbatches", 6, "--json").document
+    assert list(document) == ["parameters", "gpus", "parallel", "pipeline", "batch", "strategies", "assumptions"]
+    assert list(document["pipeline"]) == ["schedule", "stages", "microbatches", "chunks_per_stage", "bubble", "microbatches_in_flight"]
+    assert list(document["batch"]) == ["seq_len", "micro_batch", "recompute", "sequence_parallel", "flash_attention", "layer_activations"]
+    assert document["gpus"] == 8 and document["pipeline"]["bubble"] == 1 / 7 and document["pipeline"]["microbatches_in_flight"] == [2, 1]
+    assert [each["strategy"] for each in document["strategies"]] == ["ddp", "zero1", "zero2", "zero3"]
+    for strategy in document["strategies"]:
+        assert list(strategy) == ["strategy", "zero", "fullest", "stages", "data_parallel_traffic"]
+        assert list(strategy["data_parallel_traffic"]) == ["gradients", "weights", "total", "seconds"]
+        for stage in strategy["stages"]:
+            assert list(stage) == [
+                "stage", "layers", "parameters", "weights", "gradients", "optimizer", "states", "activations", "transient", "total",
+            ]  # fmt: skip
+            assert stage["states"] == stage["weights"] + stage["gradients"] + stage["optimizer"]
+            assert stage["total"] == stage["states"] + stage["activations"] + stage["transient"]
+
+
+def test_stages_and_the_bubble_are_shown():
+    out = reshard("estimate", HF / "llama", "--pp", 2, "--microbatches", 7, "--schedule", "gpipe", "--seq-len", 64, "--zero", 0).out
+    assert "12.5% of the time: gpipe, 2 stages, 7 microbatches" in out and "0: layers 0..0" in out and "1: layers 1..1" in out
+
+
+def test_a_folder_with_nothing_but_a_config_will_do(tmp_path):
+    (tmp_path / "config.json").write_bytes((HF / "llama" / "config.json").read_bytes())
+    alone, whole = (reshard("estimate", folder, "--json").out for folder in (tmp_path, HF / "llama"))
+    assert alone == whole and json.loads(alone)["parameters"] > 0
+
+
+def test_a_checkpoint_of_training_says_its_model_itself():
+    found = reshard("estimate", FIXTURES / "megatron" / "llama-tp2" / "checkpoint", "--tp", 2, "--json")
+    assert found.code == 0 and found.document["strategies"][0]["fullest"]["parameters"] == 1064
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ((), "--parameters 7B"),
+        (("--parameters", "7B", HF / "llama"), "--parameters 7B"),
+        (("--parameters", "7B", "--seq-len", 8), "how large activations are"),
+        (("--parameters", "7B", "--ep", 2), "experts"),
+        (("--parameters", "7B", "--zero", 1, "--strategy", "fsdp"), "contradict"),
+        (("--parameters", "seven"), "7B"),
+        ((HF / "llama", "--tp", 3), "3 ranks do not divide"),
+        ((HF,), "no known format lies here"),
+        ((HF / "llama", "--gpus", 6, "--tp", 4), "6 GPUs are not"),
+    ],
+)
+def test_what_cannot_be_answered_is_bad_usage(arguments, words):
+    result = reshard("estimate", *arguments)
+    assert result.code == 2 and result.out == "" and words in result.err

@@ -1,0 +1,277 @@
+"""A model that is not built in, declared by its user: every command makes of it what it makes of the built-in one, bit by bit.
+
+The config's model_type is changed to `mymodel`; the oracle is what real vLLM ranks held of the same weights (fixtures/vllm), or what the
+built-in declaration makes of them.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from command import command, reshard, tree
+from places import DCP, FIXTURES, FSDP, HF, VLLM, ranks, stored
+
+import reshard as library
+from reshard.architecture import find_model
+from reshard.declarations import read_declaration
+from reshard.errors import CheckpointError, RequestError
+
+DECLARED = Path(__file__).resolve().parent.parent / "declared"
+LLAMA = Path(__file__).resolve().parent.parent.parent / "docs" / "llama.yaml"
+# The model as which fixtures/hf has it -> the declaration of somebody else's model that is the same.
+DECLARATIONS = {path.stem: path for path in sorted(DECLARED.glob("*.yaml"))} | {"llama": LLAMA, "llama-tied": LLAMA}
+assert len(DECLARATIONS) >= 7
+
+
+def renamed(folder, to):
+    """A copy of a folder with a config that calls its model `mymodel`."""
+    copy = shutil.copytree(folder, to)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": "mymodel"}))
+    return copy
+
+
+def without_config(folder):
+    return {path: data for path, data in tree(folder).items() if path not in ("config.json", "reshard.json")}
+
+
+@pytest.mark.parametrize("model", DECLARATIONS)
+def test_a_declared_model_is_weight_by_weight_the_built_in_one(model):
+    config = json.loads((HF / model / "config.json").read_text())
+    own, built_in = find_model(config, read_declaration(DECLARATIONS[model])), find_model(config)
+    assert own.architecture is not built_in.architecture
+
+    def facts(weight):
+        return weight.name, weight.shape, weight.layer, weight.expert, weight.optional, weight.declared.transposed
+
+    assert [facts(weight) for weight in own.weights.values()] == [facts(weight) for weight in built_in.weights.values()]
+    assert own.parts == built_in.parts
+
+
+@pytest.mark.parametrize("reference", sorted(path for model in DECLARATIONS for path in VLLM.glob(f"{model}/*.json")), ids=str)
+def test_every_rank_holds_what_real_vllm_holds(reference, tmp_path):
+    expected = json.loads(reference.read_text())
+    source = renamed(HF / expected["model"], tmp_path / "m")
+    degrees = {"tp": expected["tp"], "pp": expected["pp"], "ep": expected.get("ep", 1)}
+    plan = library.plan(source, to="vllm", architecture=DECLARATIONS[expected["model"]], **degrees)
+    library.convert(plan, tmp_path / "out")
+    assert ranks(tmp_path / "out") == expected["ranks"]
+
+
+def test_a_declared_name_stands_in_for_the_configs(tmp_path):
+    source = renamed(HF / "qwen2", tmp_path / "m")
+    library.convert(library.plan(source, to="vllm", tp=2, architecture="qwen2"), tmp_path / "out")
+    assert ranks(tmp_path / "out") == json.loads((VLLM / "qwen2" / "tp2.json").read_text())["ranks"]
+
+
+@pytest.mark.parametrize("model", ["qwen2", "gpt_neox", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("target", ["megatron", "megatron-dist"])
+def test_megatron_gets_the_files_of_the_built_in_model(model, target, tmp_path):
+    to = ("--to", target, "--tp", 2)
+    source = renamed(HF / model, tmp_path / "m")
+    own = reshard("convert", source, tmp_path / "own", *to, "--architecture", DECLARATIONS[model])
+    built_in = reshard("convert", HF / model, tmp_path / "built-in", *to)
+    assert (own.code, built_in.code) == (0, 0), own.err + built_in.err
+    assert without_config(tmp_path / "own") == without_config(tmp_path / "built-in") != {}
+    back = reshard("convert", tmp_path / "own", tmp_path / "back", "--to", "hf", "--model", source, "--architecture", DECLARATIONS[model])
+    assert back.code == 0, back.err
+    assert reshard("verify", tmp_path / "back", HF / model).code == 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [DCP / "fsdp2", DCP / "fsdp2-tied", FSDP / "verl", FSDP / "tp", FSDP / "fsdp1-local", FIXTURES / "deepspeed" / "z3-bf16",
+     FIXTURES / "deepspeed_parallel" / "autotp2-z1", FIXTURES / "dcp_safetensors" / "tp"],
+    ids=lambda case: f"{case.parent.name}-{case.name}",
+)  # fmt: skip
+def test_a_training_checkpoint_becomes_what_it_becomes_for_the_built_in_model(case, tmp_path):
+    folder = renamed(case / "model", tmp_path / "model")
+    built_in = json.loads((case / "model" / "config.json").read_text())["model_type"]
+    declaration = tmp_path / "my.yaml"
+    declaration.write_text(LLAMA.read_text() if built_in == "llama" else f"model_type: mymodel\nlike: {built_in}\n")
+    target = ("--to", "vllm", "--tp", 1 if case.name == "fsdp1-local" else 2, "--dtype", "bf16")  # its 23 features are odd
+    own = reshard("convert", case / "checkpoint", tmp_path / "own", *target, "--model", folder, "--architecture", declaration)
+    expected = reshard("convert", case / "checkpoint", tmp_path / "expected", *target, "--model", case / "model")
+    assert (own.code, expected.code) == (0, 0), own.err + expected.err
+    assert without_config(tmp_path / "own") == without_config(tmp_path / "expected") != {}
+
+
+def test_every_command_takes_the_declaration(tmp_path):
+    source, said = renamed(HF / "gpt_neox", tmp_path / "m"), ("--architecture", DECLARATIONS["gpt_neox"])
+    target = ("--to", "vllm", "--tp", 4)
+    assert reshard("convert", source, tmp_path / "out", *target, *said).code == 0
+    shown = reshard("inspect", tmp_path / "out", *said)
+    assert shown.code == 0 and f"mymodel, declared by {DECLARATIONS['gpt_neox']}" in shown.out
+    assert reshard("inspect", tmp_path / "out", *said, "--json").document["architecture_known"] is True
+    assert reshard("verify", source, tmp_path / "out", *said).code == 0
+    assert reshard("verify", HF / "gpt_neox", source, *said).code == 0
+    printed = {reshard("fingerprint", folder, *said).out.split()[0] for folder in (source, tmp_path / "out")}
+    assert printed == {reshard("fingerprint", HF / "gpt_neox").out.split()[0]}
+    assert reshard("roundtrip", source, *target, *said, "--materialize").code == 0
+    assert reshard("convert", tmp_path / "out", tmp_path / "tp2", "--to", "vllm", "--tp", 2, *said).code == 0
+    assert ranks(tmp_path / "tp2") == json.loads((VLLM / "gpt_neox" / "tp2.json").read_text())["ranks"]
+    for arguments in (("inspect", tmp_path / "out"), ("convert", source, tmp_path / "no", *target), ("verify", source, tmp_path / "out")):
+        refused = reshard(*arguments)
+        assert refused.code == 2 and "reshard architectures --start CKPT > my.yaml" in refused.err
+
+
+def test_a_view_of_one_rank(tmp_path):
+    source = renamed(HF / "qwen2", tmp_path / "m")
+    opened = library.open(source, architecture=DECLARATIONS["qwen2"])
+    held = opened.view(to="vllm", tp=2, rank=1)
+    expected = library.open(HF / "qwen2").view(to="vllm", tp=2, rank=1)
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    assert held.keys() == expected.keys() and np.array_equal(held[name].words(), expected[name].words())
+
+
+def test_a_declaration_needs_a_config_to_take_its_numbers_from(tmp_path):
+    (tmp_path / "m").mkdir()
+    shutil.copy(HF / "qwen2" / "model.safetensors", tmp_path / "m")
+    with pytest.raises(RequestError, match=r"--architecture names mymodel, and no config\.json says.*--model DIR"):
+        library.open(tmp_path / "m", architecture=DECLARATIONS["qwen2"])
+    # Where only one of two has a config, it speaks for both.
+    assert reshard("verify", tmp_path / "m", HF / "qwen2", "--architecture", DECLARATIONS["qwen2"]).code == 0
+    assert reshard("verify", tmp_path / "m", tmp_path / "m", "--architecture", DECLARATIONS["qwen2"]).code == 2
+
+
+def test_a_declaration_of_another_model_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no such weight.*mymodel model needs"):
+        library.plan(HF / "qwen3", to="vllm", architecture=DECLARATIONS["qwen2"])
+    text = DECLARATIONS["qwen2"].read_text() + "dimensions: {head_dim: {default: 2 * hidden / heads}}\n"
+    (tmp_path / "wrong.yaml").write_text(text)
+    with pytest.raises(CheckpointError, match=r"its shape is \[\d+, 256\], the config says \[\d+, 256\]|its shape is .*the config says"):
+        library.plan(HF / "qwen2", to="vllm", architecture=tmp_path / "wrong.yaml")
+
+
+# ---- what only a declaration can say ----
+
+OWN = """model_type: mymodel
+like: qwen2
+dimensions: {rank: adapter_rank}
+weights:
+  model.layers.*.self_attn.gate.weight: {role: my.gate, split: {heads: heads}, shape: [heads, hidden]}
+  model.layers.*.self_attn.group.weight: {role: my.group, split: {heads: kv_heads, copies: true}, shape: [kv_heads * 2, rank]}
+  model.layers.*.adapter.down.weight: {role: my.down, split: row, shape: [rank, hidden]}
+  model.layers.*.adapter.down.bias: {role: my.down, split: row, shape: [rank]}
+  model.layers.*.adapter.up.weight: {role: my.up, split: column, shape: [hidden, rank]}
+  model.layers.*.adapter.scale: {role: my.scale, split: replicate, shape: [rank, 1, 2]}
+  model.table.weight: {role: my.table, split: vocabulary, shape: [rank, 4]}
+vocabulary_multiple: 16
+"""
+ROWS = {"self_attn.gate.weight": (8, 256), "self_attn.group.weight": (4, 6), "adapter.down.weight": (6, 256), "adapter.down.bias": (6,),
+        "adapter.up.weight": (256, 6), "adapter.scale": (6, 1, 2)}  # fmt: skip
+
+
+@pytest.fixture
+def adapted(tmp_path):
+    """qwen2 with more weights, and the arrays of those."""
+    source = renamed(HF / "qwen2", tmp_path / "m")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "adapter_rank": 6}))
+    rng = np.random.default_rng(6)
+    arrays = {f"model.layers.0.{name}": rng.standard_normal(shape, np.float32) for name, shape in ROWS.items()}
+    arrays["model.table.weight"] = rng.standard_normal((6, 4), np.float32)
+    safetensors.torch.save_file({name: torch.from_numpy(array) for name, array in arrays.items()}, source / "adapter.safetensors")
+    weights = {
+        **dict.fromkeys(stored(source / "model.safetensors"), "model.safetensors"),
+        **dict.fromkeys(arrays, "adapter.safetensors"),
+    }
+    (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    (tmp_path / "own.yaml").write_text(OWN)
+    return source, tmp_path / "own.yaml", arrays
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_own_roles_are_split_as_the_declaration_says(adapted, tp, tmp_path):
+    source, declaration, arrays = adapted
+    library.convert(library.plan(source, to="vllm", tp=tp, architecture=declaration), tmp_path / "out")
+    assert library.verify(library.open(source, architecture=declaration), library.open(tmp_path / "out", architecture=declaration)).equal
+    for rank in range(tp):
+        loaded = safetensors.torch.load_file(tmp_path / "out" / f"model-rank-{rank}-part-0.safetensors")
+        held = {name: tensor.float().numpy() for name, tensor in loaded.items()}
+        layer = "model.layers.0."
+
+        def rows(name, parts, number):
+            return np.array_split(arrays[name], parts, axis=0)[number]
+
+        assert np.array_equal(held[layer + "self_attn.gate.weight"], rows(layer + "self_attn.gate.weight", tp, rank))
+        groups = min(tp, 2)  # two KV heads: four ranks share them in pairs
+        assert np.array_equal(held[layer + "self_attn.group.weight"], rows(layer + "self_attn.group.weight", groups, rank * groups // tp))
+        assert np.array_equal(held[layer + "adapter.down.weight"], np.split(arrays[layer + "adapter.down.weight"], tp, axis=1)[rank])
+        assert np.array_equal(held[layer + "adapter.down.bias"], arrays[layer + "adapter.down.bias"])
+        assert np.array_equal(held[layer + "adapter.up.weight"], rows(layer + "adapter.up.weight", tp, rank))
+        assert np.array_equal(held[layer + "adapter.scale"], arrays[layer + "adapter.scale"])
+        table = np.zeros((16, 4), np.float32)
+        table[:6] = arrays["model.table.weight"]
+        assert np.array_equal(held["model.table.weight"], np.split(table, tp)[rank])
+        # 250 rows up to a multiple of 16 are 256, as they are up to vLLM's own 64.
+        assert held["lm_head.weight"].shape[0] == 256 // tp
+
+
+def test_megatron_has_no_place_for_a_role_of_ones_own(adapted, tmp_path):
+    source, declaration, _ = adapted
+    refused = reshard("convert", source, tmp_path / "out", "--to", "megatron", "--architecture", declaration)
+    assert refused.code == 2 and "my." in refused.err, refused.err
+
+
+def test_megatron_is_not_guessed_the_settings_of_a_model_like_none(tmp_path):
+    source = renamed(HF / "qwen3", tmp_path / "m")
+    with pytest.raises(RequestError, match=r"hich of Megatron's norms, positions and routers a mymodel model has.*`like:`"):
+        library.plan(source, to="megatron", architecture=DECLARATIONS["qwen3"])
+
+
+def test_vllm_says_that_the_class_of_a_model_like_none_was_not_compared(tmp_path):
+    source = renamed(HF / "qwen3", tmp_path / "m")
+    plan = library.plan(source, to="vllm", architecture=DECLARATIONS["qwen3"])
+    assert any("class for mymodel was not compared" in note for note in plan.layout.notes)
+    like = library.plan(renamed(HF / "qwen2", tmp_path / "n"), to="vllm", architecture=DECLARATIONS["qwen2"])
+    assert not any("not compared" in note for note in like.layout.notes)
+
+
+# ---- packages that bring models ----
+
+
+@pytest.fixture
+def package(tmp_path):
+    """An environment in which an installed package declares the model types mymodel and broken."""
+    folder = tmp_path / "site"
+    (folder / "their_models-1.0.dist-info").mkdir(parents=True)
+    (folder / "their_models-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: their-models\nVersion: 1.0\n")
+    (folder / "their_models-1.0.dist-info" / "entry_points.txt").write_text(
+        "[reshard.architectures]\nmymodel = their_models:MINE\nbroken = their_models:BROKEN\nllama = their_models:BROKEN\n"
+    )
+    (folder / "their_models.py").write_text(
+        f"from reshard.declarations import read_declaration\nMINE = read_declaration({str(DECLARATIONS['qwen2'])!r})\nBROKEN = 3\n"
+    )
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+def test_a_package_declares_models_by_an_entry_point(package, tmp_path):
+    source = renamed(HF / "qwen2", tmp_path / "m")
+
+    def run(*arguments):
+        return subprocess.run(command(*arguments), env=package, capture_output=True, text=True, check=False)
+
+    listed = json.loads(run("architectures", "--json").stdout)
+    assert {"mymodel", "broken", "qwen2"} <= set(listed) and listed == sorted(set(listed))
+    made = run("convert", source, tmp_path / "out", "--to", "vllm", "--tp", 2)
+    assert made.returncode == 0, made.stderr
+    assert ranks(tmp_path / "out") == json.loads((VLLM / "qwen2" / "tp2.json").read_text())["ranks"]
+    broken = run("inspect", source, "--architecture", "broken")
+    assert broken.returncode == 2 and "their_models:BROKEN: the entry point broken of the group" in broken.stderr
+    # What is built in comes first.
+    assert run("inspect", HF / "llama").returncode == 0
+
+
+def test_the_metadata_of_packages_are_not_searched_for_what_is_built_in():
+    code = "import sys, reshard; reshard.open(sys.argv[1]).model; from reshard.architecture import _entry_points as found; "
+    code += "print(found.cache_info().misses)"
+    found = subprocess.run([sys.executable, "-c", code, str(HF / "llama")], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "0"
