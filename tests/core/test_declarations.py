@@ -305,6 +305,21 @@ def test_sections_that_are_not_the_whole_tensor_are_refused_with_the_numbers():
         _ = Model(declared(text), CONFIG).weights
 
 
+@pytest.mark.parametrize(
+    "said, config, what",
+    [
+        ("sparse: {first: first_one}", {"first_one": "two"}, "gives 'two' for first_one, a whole number"),
+        ("sparse: {step: every}", {"every": [1]}, r"gives \[1\] for every, a whole number"),
+        ("sparse: {dense: those}", {"those": 3}, "gives 3 for those, a list"),
+        ("extra_layers: more", {"more": "one"}, "gives 'one' for more, a whole number"),
+    ],
+)
+def test_a_config_that_says_something_else_under_a_key_is_refused(said, config, what):
+    architecture = declared(f"{HEAD}{said}\nweights:\n  a.*.weight: {{role: mlp.norm, layers: dense}}\n")
+    with pytest.raises(RequestError, match=what):
+        _ = Model(architecture, {**CONFIG, **config}).weights
+
+
 def test_a_dimension_that_nobody_declared_is_asked_for_by_name():
     model = Model(declared("model_type: m\ndimensions: {layers: 2}\nweights: {a.weight: {role: final_norm, shape: [4]}}"), CONFIG)
     with pytest.raises(RequestError, match=r"The declaration of m has no dimension 'heads'"):
