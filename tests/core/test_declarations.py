@@ -154,7 +154,15 @@ def test_a_role_of_ones_own_says_its_split(said, split):
 )
 def test_a_star_is_the_layers_number_and_a_second_one_the_experts(said, name):
     text = HEAD.replace("layers:", "experts: num_experts\n  layers:")
-    assert declared(f"{text}weights:\n  {said}: mlp.norm\n").weights[0].name == name
+    assert declared(f"{text}weights:\n  {said}: mlp.norm\nsparse: all\n").weights[0].name == name
+
+
+def test_experts_are_of_sparse_layers_which_are_to_be_named():
+    text = HEAD.replace("layers:", "experts: num_experts\n  layers:") + "weights:\n  a.*.b.*.weight: mlp.norm\n"
+    with pytest.raises(
+        RequestError, match=r"a\.\*\.b\.\*\.weight: it is a sparse layer's, and nothing says which.*`sparse: all` if all are"
+    ):
+        declared(text)
 
 
 def test_the_only_head_and_embedding_are_those_that_a_config_ties():
