@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 @click.option("--reserve", type=options.Size(), default=0, metavar="SIZE", help="Of that, for activations and CUDA graphs (default 0).")
 @click.option("--dtype", metavar="DTYPE", help="Cast floating-point weights, or what a bare config does not say: bf16, fp16 ...")
 @click.option("--keep-dtype", multiple=True, metavar="GLOB", help="Exempt tensors of these names from --dtype.")
+@click.option("--dequantize", is_flag=True, help="Quantised weights as values, in --dtype or bf16.")
 @click.option("--kv-dtype", metavar="DTYPE", help="Of the KV cache: fp8 ... (default: the model's).")
 @click.option("--engine-version", metavar="V", help="The serving engine's version (default: the newest known).")
 @click.option("--weights", type=click.Choice(["model", "master"]), help="The model's copy or the optimizer's full-precision one.")
@@ -108,9 +109,12 @@ def show_degrees(found: Degrees) -> None:
     if legal:
         show(table([_cells(row, has_experts, memory is not None) for row in legal], headings))
         show()
+    refused: dict[str, list[str]] = {}
     for row in found.rows:
         if row.problem is not None:
-            show(f"  no {row.parallel}: {row.problem}")
+            refused.setdefault(row.problem, []).append(str(row.parallel))
+    for problem, sizes in refused.items():
+        show(f"  not        {', '.join(sizes)}: {problem}")
     for sentence in found.assumptions:
         show(f"  assumed    {sentence}")
 

@@ -56,7 +56,9 @@ class Writer(Reader, Protocol):
 
     `keeps_optimizer`, where it is True, says that it always holds masters and optimizer state; `keeps_masters`, that with the optimizer's
     state it holds both the weights and their full-precision copies; `keeps_names`, that it writes the names that the source has, for a run
-    that goes on in the source's library, and not the canonical ones. `options` names those of Target.options that it understands.
+    that goes on in the source's library, and not the canonical ones. `options` names those of Target.options that it understands. A serving
+    engine's has `engine_rules(model, target) -> EngineRules`, by which `reshard plan` counts what ranks hold; it raises RequestError for
+    sizes or versions that the engine does not serve the model with.
     """
 
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from reshard import estimates, registry, serving, verbs
 from reshard.activations import Batch
@@ -16,8 +16,8 @@ from reshard.architecture import Architecture, Model, find_model, known_model_ty
 from reshard.archives import open_tree
 from reshard.canonical import Selection, check_against_model
 from reshard.declarations import named_architecture
-from reshard.dequantization import quantized_names, without_quantization
-from reshard.dtypes import F8, F32, DType, from_user
+from reshard.dequantization import dequantized, quantized_names, without_quantization
+from reshard.dtypes import BF16, F8, F32, DType, from_user
 from reshard.errors import RequestError
 from reshard.estimates import BytesPer, Estimate, Training
 from reshard.model_files import CONFIG, find_model_files
@@ -84,6 +84,7 @@ def degrees(
     kv_dtype: str | None = None,
     keep_dtype: tuple[str, ...] = (),
     weights: verbs.Weights = None,
+    dequantize: bool = False,
     engine_version: str | None = None,
     model: PathLike | None = None,
     vocab_size: int | None = None,
@@ -92,8 +93,9 @@ def degrees(
     """What each rank of a serving engine would hold at every tp x pp, or why it would not serve the model so.
 
     source: a checkpoint, or a folder with nothing but the model's config.json, which then says the element type. ep: the tensor-parallel
-    ranks share whole experts. gpu_memory: bytes of one GPU; the engine takes that part of it, of which `reserve` bytes are not for weights
-    or the cache. With max_model_len the sequences of that length that fit at once are counted.
+    ranks share whole experts. gpu_memory: bytes of one GPU; the engine takes that part of it, of which `reserve` bytes are neither for
+    weights nor for the cache. With max_model_len the sequences of that length that fit at once are counted. dtype, keep_dtype, weights,
+    dequantize, engine_version: as for a conversion.
 
     Raises: RequestError if the format is no serving engine's, or the engine does not serve the model.
     """
@@ -102,11 +104,11 @@ def degrees(
         able = (name for name, found in registry.formats().items() if hasattr(found, "engine_rules"))
         raise RequestError(f"--to {to}: no serving engine loads it rank by rank", do=f"Those that do are {', '.join(able)}")
     asked = Target(to, ONE_RANK, verbs.dtype_named(dtype), keep_dtype, engine_version)
-    described, dtypes = (
-        _declared_model(source, asked, architecture)
-        if _is_bare(source)
-        else _stored_model(_opened(source, model=model, vocab_size=vocab_size, architecture=architecture), asked, weights)
-    )
+    if _is_bare(source):
+        described, dtypes = _declared_model(find_described(source, architecture), asked, dequantize)
+    else:
+        opened = _opened(source, model=model, vocab_size=vocab_size, architecture=architecture)
+        described, dtypes = _stored_model(opened, asked, weights, dequantize)
     memory = None if gpu_memory is None else Memory(gpu_memory, gpu_memory_utilization, reserve, max_model_len)
     return serving.degrees(
         described,
@@ -118,7 +120,7 @@ def degrees(
     )
 
 
-def _is_bare(source: verbs.Checkpoint | PathLike) -> bool:
+def _is_bare(source: verbs.Checkpoint | PathLike) -> TypeGuard[PathLike]:
     """Whether a folder has a config, and no weights in any format that is known."""
     if isinstance(source, verbs.Checkpoint):
         return False
@@ -130,27 +132,31 @@ def _opened(source: verbs.Checkpoint | PathLike, **said: Any) -> verbs.Checkpoin
     return source if isinstance(source, verbs.Checkpoint) else verbs.open(source, **said)
 
 
-def _stored_model(opened: verbs.Checkpoint, asked: Target, weights: verbs.Weights) -> tuple[Model, dict[str, DType]]:
+def _stored_model(opened: verbs.Checkpoint, asked: Target, weights: verbs.Weights, dequantize: bool) -> tuple[Model, dict[str, DType]]:
     """A checkpoint's model, and the element type of each of its weights as a conversion would store it."""
     verbs.check_answers(opened)
-    content = opened.content(Selection(weights))
-    described = content.model or find_declared(opened.model_files.config)
+    config, content = opened.model_files.config, opened.content(Selection(weights))
+    find_declared(config, opened.architecture)
     check_against_model(content, partial=False, strict=True)
-    target = replace(asked, fixed=quantized_names(content, opened.model_files.config))
-    return described, {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}
+    fixed = quantized_names(content, config)
+    if dequantize:
+        content, fixed = dequantized(content, config), frozenset()
+    assert content.model is not None
+    target = replace(asked, fixed=fixed)
+    return content.model, {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}
 
 
-def _declared_model(
-    source: verbs.Checkpoint | PathLike, asked: Target, architecture: Architecture | PathLike | None
-) -> tuple[Model, dict[str, DType]]:
-    """The same of a folder without weights: its config says their element type, or --dtype, and which of them are quantised."""
-    assert not isinstance(source, verbs.Checkpoint)
-    model = find_described(source, architecture)
+def _declared_model(model: Model, asked: Target, dequantize: bool) -> tuple[Model, dict[str, DType]]:
+    """The same of a model without weights: its config says their element type, or --dtype, and which of them are quantised."""
     said = model.config.get("dtype") or model.config.get("torch_dtype")
     own = asked.dtype or from_user(str(said))
     if own is None:
         raise RequestError(f"the config does not say of which element type the weights are, but {said!r}", do="Say it with --dtype bf16")
-    return model, {w.name: F8 if w.scales else F32 if w.scale else own for w in model.weights.values()}
+    stored = {w.name: F8 if w.scales else F32 if w.scale else own for w in model.weights.values()}
+    if not dequantize:
+        return model, stored
+    values = Model(model.architecture, without_quantization(model.config))
+    return values, {name: (asked.dtype or BF16) if stored[name] == F8 else stored[name] for name in values.weights}
 
 
 def _trained(source: PathLike | Model, architecture: Architecture | PathLike | None) -> Model:

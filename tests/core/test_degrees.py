@@ -7,6 +7,8 @@ from collections import Counter
 from fnmatch import fnmatchcase
 
 import pytest
+import safetensors.torch
+import torch
 from places import DCP, FIXTURES, HF, REFERENCES, open_case
 from published import DEEPSEEK_V3, LLAMA_70B
 
@@ -133,6 +135,36 @@ def test_a_quantised_config_counts_a_byte_per_weight_and_its_scales(tmp_path):
     assert not any(row.problem for row in bf16.rows)
     problems = {row.parallel.tp: row.problem for row in fp8.rows}
     assert {tp for tp, problem in problems.items() if problem} == {32} and "576, no whole blocks of 128" in problems[32]
+
+
+@pytest.fixture
+def quantised(tmp_path):
+    """A llama whose linears are FP8 with scales per block, of zeros."""
+    own = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    quantisation = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    config = {**LLAMA_70B, **own, "vocab_size": 130, "torch_dtype": "bfloat16", "quantization_config": quantisation}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    types = {name: torch.float8_e4m3fn if w.scales else torch.float32 if w.scale else torch.bfloat16 for name, w in weights_of(config)}
+    tensors = {name: torch.zeros(w.shape, dtype=types[name]) for name, w in weights_of(config)}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def weights_of(config):
+    return find_model(config).weights.items()
+
+
+@pytest.mark.parametrize("asked", [{}, {"dtype": "fp16"}, {"dequantize": True}, {"dequantize": True, "dtype": "fp32"}], ids=str)
+def test_quantised_weights_are_counted_as_a_conversion_stores_them(asked, quantised):
+    found = reshard.degrees(quantised, to="vllm", tp=(1, 2, 4), pp=(1, 2), **asked)
+    for row in found.rows:
+        sizes = {"tp": row.parallel.tp, "pp": row.parallel.pp, **asked}
+        assert (row.problem is None) == is_legal(quantised, **sizes)
+        if row.problem is None:
+            assert row.fullest.weights == max(laid_out(quantised, **sizes)[0].values())
+    assert [row.parallel.tp for row in found.rows if row.problem] == ([] if "dequantize" in asked else [4, 4])
+    (quantised / "model.safetensors").unlink()
+    assert reshard.degrees(quantised, to="vllm", tp=(1, 2, 4), pp=(1, 2), **asked) == found
 
 
 def test_a_reason_names_the_numbers():

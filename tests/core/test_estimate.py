@@ -103,6 +103,14 @@ def test_stages_add_up_to_the_model(config, pp):
     assert sum(stage.held.total for stage in stages_of_model(model, Parallel(pp=pp))) == parameters(model)
 
 
+def test_layers_that_are_left_over_go_to_the_first_stages():
+    """DeepSpeed 0.19.8, runtime/utils.py: partition_uniform(61, 4) is [0, 16, 31, 46, 61]."""
+    stages = stages_of_model(find_model(DEEPSEEK_V3), Parallel(pp=4))
+    assert [stage.layers for stage in stages] == [range(16), range(16, 31), range(31, 46), range(46, 61)]
+    own = stages_of_model(find_model(DEEPSEEK_V3), Parallel(pp=4), (13, 16, 16, 16))
+    assert own[0].layers == range(13) and own[0].held.total < stages[0].held.total
+
+
 def test_experts_divide_by_ep_and_their_state_by_fewer_ranks():
     """Mixtral on 16 ranks, EP 8: each has one expert of eight per layer, which two ranks share; the rest is shared by all 16."""
     experts = 32 * 8 * 3 * 4096 * 14336
