@@ -218,11 +218,11 @@ def test_the_type_of_the_cache_is_an_option(tmp_path):
 
 
 def test_layers_with_a_window_remember_no_more_than_it(tmp_path):
-    types = ["sliding_attention", "full_attention"] * 40
+    types = ["sliding_attention", "full_attention", "full_attention", "full_attention"] * 20
     folder = folder_of(tmp_path, LLAMA_70B, sliding_window=4096, layer_types=types)
     (row,) = reshard.degrees(folder, to="vllm", tp=(4,), gpu_memory=80 * GIB, max_model_len=32768).rows
     (stage,) = row.stages
-    assert stage.cache_per_sequence == stage.cache_per_token // 80 * (40 * 4096 + 40 * 32768)
+    assert stage.cache_per_sequence == stage.cache_per_token // 80 * (20 * 4096 + 60 * 32768)
     assert row.room.sequences == row.room.cache // stage.cache_per_sequence
     assert row.room.tokens == row.room.cache * 32768 // stage.cache_per_sequence
 
