@@ -64,13 +64,15 @@ def register() -> None:
 class Options:
     """What --model-loader-extra-config may say.
 
-    checkpoint: where it lies, if not in the model's directory. format, vocab_size, weights, strip_prefix: as on reshard's command line.
+    checkpoint: where it lies, if not in the model's directory. format, vocab_size, architecture, weights, strip_prefix: as on reshard's
+    command line.
     threads: how many read at the same time. whole_tensors: let vLLM cut them, even where its layout is known.
     """
 
     checkpoint: str = ""
     format: str = ""
     vocab_size: int = 0
+    architecture: str = ""
     weights: str = ""
     strip_prefix: str = ""
     threads: int = 4
@@ -153,7 +155,13 @@ def load(model: Any, model_config: Any, options: Options) -> None:
 
     began, place = time.monotonic(), Place.here(model_config)
     path = options.checkpoint or model_config.model
-    opened = reshard.open(path, format=options.format or None, model=_config_folder(model_config), vocab_size=options.vocab_size or None)
+    opened = reshard.open(
+        path,
+        format=options.format or None,
+        model=_config_folder(model_config),
+        vocab_size=options.vocab_size or None,
+        architecture=options.architecture or None,
+    )
     counted = _Counted(opened.files)
     checkpoint = replace(opened, files=counted)
     chosen: dict[str, Any] = {"weights": options.weights or None, "strip_prefix": options.strip_prefix}

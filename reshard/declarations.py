@@ -232,14 +232,15 @@ def _tied(said: Mapping[str, Said], made: Architecture, base: Architecture | Non
         if found[1] not in names:
             raise keys["embedding"].wrong(f"no weight is called {found[1]!r}", do="Name the embedding as under `weights`")
         return found
-    if base and base.tied[1] in names:
-        return base.tied
+    usual = base.tied if base else Architecture.tied
+    if base and set(usual) <= set(names):
+        return usual
     by_role = {role: [weight.name for weight in made.weights if weight.role == role] for role in ("head", "embedding")}
-    heads, embeddings = by_role["head"] or [Architecture.tied[0]], by_role["embedding"]
+    heads, embeddings = by_role["head"] or [usual[0]], by_role["embedding"]
     if len(heads) == 1 and len(embeddings) == 1:
         return heads[0], embeddings[0]
     if not embeddings:
-        return Architecture.tied
+        return usual
     raise RequestError(
         f"{len(heads)} weights are heads and {len(embeddings)} embeddings",
         where=f"{next(iter(said.values())).file}: weights",

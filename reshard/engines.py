@@ -50,8 +50,9 @@ class EngineRules:
     partition: (number of layers, pp) -> layers per stage. vocabulary_multiple: to which the rows of tables are padded. every_stage: roles
     of the model's ends that all stages hold. as_stored: roles of fused weights that stay as the model has them. tied: the role under whose
     name a tied table is stored where a stage has both. renames: patterns of names, in order, and what takes their place. dtypes: of roles
-    whose element type is not the source's. shared: kinds of scales of which fused experts keep one for all. experts_share_ranks: whether
-    there must be no more tensor-parallel ranks than experts; stages_need_experts: whether every stage must have a layer with some.
+    whose element type is not the source's (None: that of the model). shared: kinds of scales of which fused experts keep one for all.
+    experts_share_ranks: whether there must be no more tensor-parallel ranks than experts; stages_need_experts: whether every stage must
+    have a layer with some.
     """
 
     name: str
@@ -63,7 +64,7 @@ class EngineRules:
     as_stored: frozenset[str] = frozenset()
     tied: str = "head"
     renames: tuple[tuple[str, str], ...] = ()
-    dtypes: Mapping[str, DType] = field(default_factory=dict)
+    dtypes: Mapping[str, DType | None] = field(default_factory=dict)
     shared: frozenset[str] = frozenset()
     experts_share_ranks: bool = False
     stages_need_experts: bool = False
@@ -297,8 +298,9 @@ def rank_tensors(
 
 def stored_dtypes(model: Model, rules: EngineRules, dtypes: Mapping[str, DType]) -> dict[str, DType]:
     """The element types that an engine has, where it does not keep those that are given."""
-    own = {w.name: rules.dtypes.get("scale" if w.scale else w.role) for w in model.weights.values()}
-    return {name: own.get(name) or dtype for name, dtype in dtypes.items()}
+    kinds = {w.name: "scale" if w.scale else w.role for w in model.weights.values()}
+    own = {kind: dtype or model_dtype(model, dtypes) for kind, dtype in rules.dtypes.items()}
+    return {name: own.get(kinds.get(name, ""), dtype) for name, dtype in dtypes.items()}
 
 
 def shared_copies(model: Model, rules: EngineRules) -> dict[str, str]:

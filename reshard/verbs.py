@@ -219,8 +219,9 @@ def plan(
     index = opened.named(selection)
     content = canonical(index, opened.model, selection)
     check_against_model(content, partial=selection.is_partial, strict=False)
+    told = index.facts.notes[len(opened.index.facts.notes) :]
     if getattr(writer, "keeps_names", False) and index is not opened.index:
-        index = opened.index
+        index, told = opened.index, (_KEPT,)
         content = canonical(index, opened.model, selection)
     content = replace(content, scalar=lambda key: _scalar(content.tensors[key], opened.files))
     companions = opened.model_files
@@ -230,7 +231,7 @@ def plan(
         companions = replace(companions, config=without_quantization(companions.config or {}), derived=True)
     target = Target(to, Parallel(tp, pp, ep, dp), dtype_named(dtype), keep_dtype, engine_version, max_shard_bytes, fixed, said, only or {})
     layout = writer.lay_out(content, target, companions)
-    layout = replace(layout, notes=(*index.facts.notes[len(opened.index.facts.notes) :], *layout.notes))
+    layout = replace(layout, notes=(*told, *layout.notes))
     made = make_plan(index, opened.files, content, target, layout)
     prove(made)
     return made
@@ -403,6 +404,10 @@ def materialize(
         return losses
 
 
+_KEPT = (
+    "names stay as the source has them, so that its run goes on, and the fingerprint is of these; "
+    "`reshard fingerprint`, where it knows the config, and `verify` go by the published ones"
+)
 # The format that holds every tensor whole, under its canonical name.
 _WHOLE = "hf"
 

@@ -22,8 +22,14 @@ CASES = sorted(path.name for path in DCP.iterdir() if path.is_dir() and path.nam
 # Every checkpoint with a truth that was gathered while training, whatever wrote it.
 TRUTHS = sorted(path.parent for path in FIXTURES.rglob("truth.json") if path.parent.name not in UNREADABLE)
 FSDP = FIXTURES / "fsdp"
+OLDER = sorted((FIXTURES / "vllm_versions").glob("*/*.json"))
 REFERENCES = sorted(VLLM.glob("*/*.json"))
 assert len(CASES) >= 21 and len(TRUTHS) >= 60 and len(REFERENCES) >= 25, "without fixtures these tests would pass by testing nothing"
+
+
+def served(model: str) -> Path:
+    """The Hugging Face folder of a reference's model."""
+    return next(folder for folder in (HF / model, FIXTURES / "hf_fp8" / model) if folder.is_dir())
 
 
 def open_case(case: str | Path) -> reshard.Checkpoint:

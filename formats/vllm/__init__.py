@@ -33,7 +33,7 @@ from reshard.plans import Target
 from reshard.quantization import unknown_quantization
 from reshard.stored import StoredTensor
 
-from .rules import NEWEST, VersionRules, all_rules, first_with_stages, is_known, numbers_of, rules_for, with_partition
+from .rules import NEWEST, VersionRules, all_rules, first_with_stages, is_known, numbers_of, rules_for, with_partition, without_expert_maps
 
 _FILE = re.compile(r"model-(?:rank-(?P<rank>\d+)|pp-(?P<pp>\d+)-tp-(?P<tp>\d+))-part-[^/]*\.safetensors")
 
@@ -112,6 +112,11 @@ def _version(model: Model, target: Target) -> tuple[VersionRules, list[str]]:
             f"--pp {target.parallel.pp}: vLLM {text} cannot load pre-sharded stages",
             why="Its file names know no stage, so the stages' files would be taken for each other",
             do=f"Use --pp 1, or vLLM {first_with_stages()} or newer",
+        )
+    if target.parallel.ep > 1 and found.maps_experts:
+        raise RequestError(
+            f"--ep {target.parallel.ep}: vLLM {text} wants a map of experts in every rank's file, which is not written here",
+            do=f"Use vLLM {without_expert_maps()} or newer, or leave out --ep",
         )
     notes = []
     if numbers_of(text) > numbers_of(NEWEST):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from reshard.architecture import Model
 from reshard.dtypes import F32
@@ -29,23 +30,33 @@ def partition(layers: int, pp: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """What changed for all models with one release: projections into latent spaces were fused, attention scales became buffers, experts
-    moved, stages got their own file names."""
+    """What changed for all models with one release: projections into latent spaces were fused, a router's correction became 32 bits wide,
+    attention scales became buffers, experts moved, stages got their own file names.
+
+    maps_experts: where ranks share whole experts, each has a buffer that says which; such files are not written.
+    """
 
     since: Numbers
     fuses_latent: bool = True
+    corrects_wide: bool = True
     scales: bool = True
+    maps_experts: bool = False
     experts: str = ""
     has_stages: bool = False
 
 
 _VERSIONS = (
-    _Version((0, 8, 5), fuses_latent=False, scales=False),
-    _Version((0, 10), scales=False),
-    _Version((0, 14)),
-    _Version((0, 24), experts="routed_experts."),
+    _Version((0, 8, 5), fuses_latent=False, corrects_wide=False, scales=False),
+    _Version((0, 10), corrects_wide=False, scales=False),
+    _Version((0, 10, 2), scales=False),
+    _Version((0, 11), scales=False, maps_experts=True),
+    _Version((0, 14), maps_experts=True),
+    _Version((0, 24), maps_experts=True, experts="routed_experts."),
+    _Version((0, 27), experts="routed_experts."),
     _Version((0, 32), experts="routed_experts.", has_stages=True),
 )
+# From here on the placeholders of a quantised model's attention are those of today.
+_QUANTIZED_SINCE = (0, 15)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +91,11 @@ class _Own:
 _ENDS = ("embedding", "position_embedding", "final_norm", "head")
 _LATENT = (
     _Moved(r"\.self_attn\.attn\.", (((0, 14), ".self_attn.mla_attn.mla_attn."),)),
-    _Moved(r"\.self_attn\.(q_a_layernorm|q_b_proj|q_proj|o_proj)\.", (((0, 11), r".self_attn.mla_attn.\1."),)),
+    _Moved(r"\.self_attn\.(q_a_layernorm|q_b_proj|q_proj|o_proj)\.", (((0, 10, 2), r".self_attn.mla_attn.\1."),)),
     _Moved(
         r"\.mlp\.gate\.weight$",
         (
-            ((0, 12), ".mlp.experts._gate.weight"),
+            ((0, 11, 1), ".mlp.experts._gate.weight"),
             ((0, 20), ""),
             ((0, 21), ".mlp.experts.runner.gate.weight"),
             ((0, 24), ".mlp.experts.gate.weight"),
@@ -94,14 +105,14 @@ _LATENT = (
         r"\.mlp\.gate\.(e_score_correction_bias)$",
         (
             ((0, 8, 5), r".mlp.experts.\1"),
-            ((0, 12), r".mlp.experts._gate.\1"),
+            ((0, 11, 1), r".mlp.experts._gate.\1"),
             ((0, 20), r".mlp.experts.\1"),
             ((0, 24), r".mlp.experts.gate.\1"),
         ),
     ),
     _Moved(
         r"\.mlp\.shared_experts\.",
-        (((0, 11), ".mlp.experts._shared_experts."), ((0, 20), ""), ((0, 24), ".mlp.experts._shared_experts._layer.")),
+        (((0, 10, 2), ".mlp.experts._shared_experts."), ((0, 20), ""), ((0, 24), ".mlp.experts._shared_experts._layer.")),
     ),
 )
 _MODELS: dict[str, _Own] = {
@@ -110,7 +121,8 @@ _MODELS: dict[str, _Own] = {
     "qwen2": _Own(),
     "qwen3": _Own(),
     "phi3": _Own(),
-    "gemma2": _Own(every_stage=_ENDS, tied="embedding", since=(0, 9)),
+    # Before 0.9.2 it has its normalizer as a key.
+    "gemma2": _Own(every_stage=_ENDS, tied="embedding", since=(0, 9, 2)),
     "gpt2": _Own(every_stage=_ENDS),
     # Through the Transformers backend since 0.32: heads keep their q, k and v together.
     "gpt_neox": _Own(
@@ -123,14 +135,14 @@ _MODELS: dict[str, _Own] = {
             _Moved(
                 r"\.mlp\.shared_expert_gate\.",
                 (
-                    ((0, 12), ".mlp.experts._shared_experts.expert_gate."),
+                    ((0, 11, 1), ".mlp.experts._shared_experts.expert_gate."),
                     ((0, 20), ".mlp.shared_expert.expert_gate."),
                     ((0, 24), ".mlp.experts._shared_experts._layer.expert_gate."),
                 ),
             ),
             _Moved(
                 r"\.mlp\.shared_expert\.(?!expert_gate)",
-                (((0, 12), ".mlp.experts._shared_experts."), ((0, 20), ""), ((0, 24), ".mlp.experts._shared_experts._layer.")),
+                (((0, 11, 1), ".mlp.experts._shared_experts."), ((0, 20), ""), ((0, 24), ".mlp.experts._shared_experts._layer.")),
             ),
         ),
         every_stage=_ENDS,
@@ -171,12 +183,14 @@ _SCALES = tuple(Beside("attention.o", f"attn.{name}", 1.0, F32) for name in ("_k
 
 @dataclass(frozen=True, slots=True)
 class VersionRules:
-    """The rules of one version for one model. has_stages: whether its file names tell pipeline stages apart. settings: what the config has
-    to say."""
+    """The rules of one version for one model. has_stages: whether its file names tell pipeline stages apart. maps_experts: whether ranks
+    that share whole experts have a buffer of which. settings: what the config has to say.
+    """
 
     since: Numbers
     engine: EngineRules
     has_stages: bool
+    maps_experts: bool
     quantizes_router: bool
     settings: tuple[tuple[str, str], ...]
 
@@ -204,12 +218,18 @@ def rules_for(model: Model, version: str) -> VersionRules:
 def all_rules(model: Model) -> tuple[VersionRules, ...]:
     """The rules of all versions between which something changed for this model, oldest first."""
     own = _MODELS.get(model.architecture.family, _Own())
-    since = sorted({own.since, *own.changes, *(version.since for version in _VERSIONS)})
-    return tuple(_rules(model, numbers, own) for numbers in since if numbers >= own.since)
+    first = max(own.since, _QUANTIZED_SINCE) if model.quantization else own.since
+    since = sorted({first, *own.changes, *(version.since for version in _VERSIONS)})
+    return tuple(_rules(model, numbers, own) for numbers in since if numbers >= first)
 
 
 def first_with_stages() -> str:
     return _text(next(version.since for version in _VERSIONS if version.has_stages))
+
+
+def without_expert_maps() -> str:
+    """The version from which on no rank says which experts it has."""
+    return _text(next(later.since for version, later in pairwise(_VERSIONS) if version.maps_experts and not later.maps_experts))
 
 
 def numbers_of(version: str) -> Numbers:
@@ -240,12 +260,12 @@ def _rules(model: Model, since: Numbers, own: _Own) -> VersionRules:
         as_stored=frozenset(role for first, role in own.as_stored if first <= since),
         tied=own.tied,
         renames=tuple(_renames(own, since)),
-        dtypes={"router.correction": F32, "scale": F32},
+        dtypes={"scale": F32, "router.correction": F32 if version.corrects_wide else None},
         shared=frozenset({"input_scale"}),
         experts_share_ranks=own.experts_share_ranks,
         stages_need_experts=own.stages_need_experts,
     )
-    return VersionRules(since, engine, version.has_stages, own.quantizes_router, own.settings)
+    return VersionRules(since, engine, version.has_stages, version.maps_experts, own.quantizes_router, own.settings)
 
 
 def _renames(own: _Own, since: Numbers) -> Iterator[tuple[str, str]]:

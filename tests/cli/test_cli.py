@@ -105,6 +105,16 @@ def test_converts_document_has_stable_keys(tmp_path):
     }
 
 
+def test_another_folders_layout_is_asked_for_by_its_name(tmp_path):
+    done = reshard("convert", HF / "mixtral-fused", tmp_path / "out", "--to", "hf", "--like", HF / "mixtral-fused", "--json")
+    assert done.code == 0 and done.document["target"]["options"] == {"like": str(HF / "mixtral-fused")}
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (HF / "mixtral-fused" / "model.safetensors").read_bytes()
+    refused = reshard("convert", HF / "llama", tmp_path / "no", "--to", "hf", "--like", HF / "qwen3")
+    assert refused.code == 2 and "self_attn.q_norm.weight" in refused.err and not (tmp_path / "no").exists()
+    shown = reshard("convert", HF / "mixtral-fused", tmp_path / "no", "--to", "hf", "--dry-run")
+    assert "stored under other names" in shown.out
+
+
 def test_the_companions_go_along(tmp_path):
     (tmp_path / "m").mkdir()
     for name, content in tree(HF / "llama").items():

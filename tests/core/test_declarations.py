@@ -161,6 +161,10 @@ def test_the_only_head_and_embedding_are_those_that_a_config_ties():
     text = HEAD + "weights:\n  a.in.weight: embedding\n  a.out.weight: head\n"
     assert declared(text).tied == ("a.out.weight", "a.in.weight")
     assert declared(text + "tied: {head: b.weight, embedding: a.in.weight}\n").tied == ("b.weight", "a.in.weight")
+    like = "model_type: m\nlike: llama\nwithout: {}\nweights: {}\n".format
+    assert declared(like("model.embed*", "{a.in.weight: embedding}")).tied == ("lm_head.weight", "a.in.weight")
+    assert declared(like("lm_head.*", "{a.out.weight: head}")).tied == ("a.out.weight", "model.embed_tokens.weight")
+    assert declared(like("lm_head.*", "{}")).tied == ("lm_head.weight", "model.embed_tokens.weight")
     with pytest.raises(RequestError, match=r"2 weights are heads and 1 embeddings.*`tied:"):
         declared(text + "  b.out.weight: head\n")
 

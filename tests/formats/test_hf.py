@@ -1,5 +1,6 @@
 import json
 import shutil
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -148,11 +149,13 @@ def test_files_are_cut_as_transformers_cuts_them(tmp_path):
     assert found["weight_map"] == wanted["weight_map"] and found["metadata"]["total_size"] == wanted["metadata"]["total_size"]
 
 
-def test_a_tensor_that_is_larger_than_a_file_should_be_is_alone(tmp_path):
-    reshard.convert(reshard.plan(HF / "llama", to="hf", max_shard_bytes=10_000), tmp_path / "out")
-    for path in (tmp_path / "out").glob("*.safetensors"):
-        sizes = [len(data) for *_, data in stored(path).values()]
-        assert len(sizes) == 1 or sum(sizes) <= 10_000
+def test_a_tensor_that_is_larger_than_a_file_should_be_is_alone_and_does_not_end_another_file(tmp_path):
+    most = 10_000
+    reshard.convert(reshard.plan(HF / "llama", to="hf", max_shard_bytes=most), tmp_path / "out")
+    files = [[len(data) for *_, data in stored(path).values()] for path in sorted((tmp_path / "out").glob("*.safetensors"))]
+    assert all(len(sizes) == 1 or sum(sizes) <= most for sizes in files)
+    shared = [sizes for sizes in files if max(sizes) <= most]
+    assert len(shared) > 1 and all(sum(one) + sum(next_one) > most for one, next_one in pairwise(shared))
     assert reshard.verify(HF / "llama", tmp_path / "out").equal
 
 

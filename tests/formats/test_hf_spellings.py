@@ -3,19 +3,15 @@
 import hashlib
 import json
 import shutil
-import sys
-import types
 
 import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from places import HF, described, stored
+from places import HF, VLLM, described, ranks, stored
 
 import reshard
 from reshard import verbs
-from reshard.architecture import Weight
-from reshard.architectures.llama import ARCHITECTURE as LLAMA
 from reshard.errors import CheckpointError, RequestError
 
 CASES = sorted(path.parent.name for path in HF.glob("*/published.json"))
@@ -104,7 +100,7 @@ def test_formats_that_a_run_goes_on_from_keep_the_sources_names(options, tmp_pat
     case = "qwen2_moe-fused"
     opened = reshard.open(HF / case)
     plan = reshard.plan(opened, **options)
-    assert {route.name for route in plan.routes} == set(weights(HF / case))
+    assert {route.name for route in plan.routes} == set(weights(HF / case)) and "names stay" in plan.layout.notes[0]
     assert not reshard.roundtrip(plan).losses and not verbs.materialize(plan, opened, work=tmp_path)
     reshard.convert(plan, tmp_path / "ranks")
     assert reshard.verify(tmp_path / "ranks", HF / case).equal
@@ -157,29 +153,50 @@ def test_q_k_v_and_gate_up_are_fused_and_taken_apart(tmp_path):
     assert files_of(convert(fused, tmp_path / "back", like=HF / "llama")) == files_of(HF / "llama")
 
 
-def test_a_model_that_has_them_fused_is_written_apart(tmp_path, monkeypatch):
-    """The other way round from llama: what is canonical is fused, as phi3 is."""
-    fused, at = "fused", "model.layers.{layer}."
-    sections = {
-        at + "self_attn.qkv_proj.weight": {
-            "attention.q": "heads * head_dim",
-            "attention.k": "kv_heads * head_dim",
-            "attention.v": "kv_heads * head_dim",
-        },
-        at + "mlp.gate_up_proj.weight": {"mlp.gate": "intermediate", "mlp.up": "intermediate"},
-    }
-    rows = [Weight(name, "fused", (" + ".join(holds.values()), "hidden"), holds=holds) for name, holds in sections.items()]
-    declared = LLAMA.plus(*rows, model_type=fused, without=r"\.(q|k|v|gate|up)_proj\.")
-    monkeypatch.setitem(sys.modules, f"reshard.architectures.{fused}", types.SimpleNamespace(ARCHITECTURE=declared))
-    apart = shutil.copytree(HF / "llama", tmp_path / "apart")
-    config = json.loads((apart / "config.json").read_text())
-    (apart / "config.json").write_text(json.dumps({**config, "model_type": fused}))
-    out = convert(apart, tmp_path / "out")
-    assert len(weights(out)) == 15 and reshard.verify(out, apart).equal
-    plan = reshard.plan(out, to="hf", like=HF / "llama")
+def test_phi3_has_them_fused_and_is_written_apart(tmp_path):
+    """The other way round from llama: what is published is fused."""
+
+    def take_apart(tensors):
+        config = json.loads((HF / "phi3" / "config.json").read_text())
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+        heads, kv_heads = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+        for layer in range(config["num_hidden_layers"]):
+            at = f"model.layers.{layer}."
+            qkv = tensors.pop(at + "self_attn.qkv_proj.weight").split([heads, kv_heads, kv_heads])
+            gate_up = tensors.pop(at + "mlp.gate_up_proj.weight").chunk(2)
+            tensors |= {f"{at}self_attn.{letter}_proj.weight": part for letter, part in zip("qkv", qkv, strict=True)}
+            tensors |= {f"{at}mlp.{name}_proj.weight": part for name, part in zip(("gate", "up"), gate_up, strict=True)}
+        return tensors
+
+    apart = edited("phi3", tmp_path / "apart", take_apart)
+    assert weights(apart).keys() != weights(HF / "phi3").keys() and reshard.verify(apart, HF / "phi3").equal
+    plan = reshard.plan(HF / "phi3", to="hf", like=apart)
     assert not reshard.roundtrip(plan).losses
-    reshard.convert(plan, tmp_path / "back")
-    assert files_of(tmp_path / "back") == files_of(HF / "llama")
+    reshard.convert(plan, tmp_path / "out")
+    assert files_of(tmp_path / "out") == files_of(apart)
+    assert files_of(convert(apart, tmp_path / "back", like=HF / "phi3")) == files_of(HF / "phi3")
+
+
+@pytest.mark.parametrize("model", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("degree", ["tp2", "tp4-ep"])
+def test_from_fused_experts_every_rank_holds_what_real_vllm_holds(model, degree, tmp_path):
+    names = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj")}
+    module, gate, up, down = names[model]
+    config = json.loads((HF / model / "config.json").read_text())
+    experts = config.get("num_local_experts") or config["num_experts"]
+
+    def fuse(tensors):
+        for at in {name.split(f".{module}.experts.")[0] for name in tensors if f".{module}.experts." in name}:
+            each = [{p: tensors.pop(f"{at}.{module}.experts.{i}.{p}.weight") for p in (gate, up, down)} for i in range(experts)]
+            tensors[f"{at}.mlp.experts.gate_up_proj"] = torch.stack([torch.cat([held[gate], held[up]]) for held in each])
+            tensors[f"{at}.mlp.experts.down_proj"] = torch.stack([held[down] for held in each])
+        return tensors
+
+    fused, expected = edited(model, tmp_path / "fused", fuse), json.loads((VLLM / model / f"{degree}.json").read_text())
+    assert not any(".experts.0." in name for name in weights(fused))
+    plan = reshard.plan(fused, to="vllm", tp=expected["tp"], ep=expected.get("ep", 1))
+    reshard.convert(plan, tmp_path / "out")
+    assert ranks(tmp_path / "out") == expected["ranks"]
 
 
 def test_like_brings_the_element_types_tensor_by_tensor(tmp_path):

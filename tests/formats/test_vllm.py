@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from places import FIXTURES, HF, MODELS, REFERENCES, VLLM, open_case, patch_stored, ranks, stored
+from places import FIXTURES, HF, MODELS, OLDER, REFERENCES, VLLM, open_case, patch_stored, ranks, served, stored
 
 import reshard
 from reshard import registry
@@ -19,14 +19,25 @@ WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3
 DEGREES = [(model, tp, pp, 1) for model in SERVED for tp, pp in ((1, 1), (8, 1), (2, 2))]
 DEGREES += [(model, tp, pp, 1) for model in MODELS for tp, pp in ((2, 1), (4, 1))]
 DEGREES += [(model, tp, pp, tp) for model in WITH_EXPERTS for tp, pp in ((4, 1), (2, 2))]
+QUANTIZED = sorted({path.parent.name for path in REFERENCES} & {path.name for path in (FIXTURES / "hf_fp8").iterdir()})
 
 
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_rank_holds_bit_by_bit_what_real_vllm_holds(reference, tmp_path):
     expected = json.loads(reference.read_text())
-    plan = reshard.plan(HF / expected["model"], to="vllm", tp=expected["tp"], pp=expected["pp"], ep=expected.get("ep", 1))
+    plan = reshard.plan(served(expected["model"]), to="vllm", tp=expected["tp"], pp=expected["pp"], ep=expected.get("ep", 1))
     reshard.convert(plan, tmp_path / "out")
     assert ranks(tmp_path / "out") == expected["ranks"]
+
+
+@pytest.mark.parametrize("reference", OLDER, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_every_rank_holds_bit_by_bit_what_an_older_vllm_holds(reference, tmp_path):
+    """And the last version before the next change of that model's keys holds the same."""
+    expected = json.loads(reference.read_text())
+    plan = reshard.plan(served(expected["model"]), to="vllm", tp=expected["tp"], engine_version=expected["vllm"])
+    reshard.convert(plan, tmp_path / "out")
+    assert ranks(tmp_path / "out") == expected["ranks"]
+    assert reshard.verify(served(expected["model"]), tmp_path / "out", cast=True).equal
 
 
 def test_there_are_references_for_every_model_and_degree():
@@ -37,9 +48,20 @@ def test_there_are_references_for_every_model_and_degree():
 
 @pytest.mark.parametrize("model, tp, pp, ep", DEGREES)
 def test_what_was_written_reads_back(model, tp, pp, ep, tmp_path):
-    printed = reshard.convert(reshard.plan(HF / model, to="vllm", tp=tp, pp=pp, ep=ep), tmp_path / "out")
-    assert reshard.verify(HF / model, tmp_path / "out").equal
-    assert reshard.fingerprint(tmp_path / "out").root == printed.root == reshard.fingerprint(HF / model).root
+    printed = reshard.convert(reshard.plan(served(model), to="vllm", tp=tp, pp=pp, ep=ep), tmp_path / "out")
+    assert reshard.verify(served(model), tmp_path / "out").equal
+    assert reshard.fingerprint(tmp_path / "out").root == printed.root == reshard.fingerprint(served(model)).root
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("model", QUANTIZED)
+def test_quantised_weights_read_back_with_their_scales(model, tp, tmp_path):
+    """Scales are 32 bits wide in the engine, whatever the source has."""
+    plan = reshard.plan(served(model), to="vllm", tp=tp)
+    assert all("cast" in loss for loss in reshard.roundtrip(plan).losses)
+    printed = reshard.convert(plan, tmp_path / "out")
+    assert reshard.verify(served(model), tmp_path / "out", cast=True).equal
+    assert reshard.fingerprint(tmp_path / "out").root == printed.root
 
 
 @pytest.mark.parametrize("there, back", [((8, 1), (1, 1)), ((4, 1), (2, 2)), ((2, 2), (8, 1)), ((1, 2), (4, 1))])
@@ -61,7 +83,7 @@ def test_a_training_checkpoint_becomes_what_its_hf_form_becomes(case, tmp_path):
 
 @pytest.mark.parametrize("model, tp, pp, ep", DEGREES)
 def test_the_round_trip_is_proven_from_the_plans(model, tp, pp, ep):
-    proof = reshard.roundtrip(reshard.plan(HF / model, to="vllm", tp=tp, pp=pp, ep=ep))
+    proof = reshard.roundtrip(reshard.plan(served(model), to="vllm", tp=tp, pp=pp, ep=ep))
     assert proof.losses == () and proof.boxes >= proof.tensors
 
 
@@ -78,7 +100,7 @@ REFUSED = json.loads((VLLM / "refusals.json").read_text())["refusals"]
     "said", REFUSED, ids=lambda said: f"{said['model']}-tp{said['tp']}-{'-'.join(map(str, said['overrides'].values()))}"
 )
 def test_what_real_vllm_refuses_is_refused(said):
-    config = json.loads((HF / said["model"] / "config.json").read_text())
+    config = json.loads((served(said["model"]) / "config.json").read_text())
     model = find_model({**config, **said["overrides"]})
     rules = registry.writer("vllm").engine_rules(model, Target("vllm"))
     check_degrees(model, rules, Parallel())
