@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import pytest
 import safetensors.torch
 import torch
-from places import DCP, FIXTURES, HF, REFERENCES, open_case
+from places import DCP, FIXTURES, HF, REFERENCES, open_case, served
 from published import DEEPSEEK_V3, LLAMA_70B
 
 import reshard
@@ -17,8 +17,8 @@ from reshard import kv_cache
 from reshard.architecture import find_model
 from reshard.errors import RequestError
 
-MODELS = sorted(path.parent.name for path in HF.glob("*/config.json") if (path.parent / "model.safetensors").exists())
-assert len(MODELS) >= 14
+MODELS = sorted(path.parent.name for folder in ("hf", "hf_fp8") for path in (FIXTURES / folder).glob("*/model.safetensors"))
+assert len(MODELS) >= 20
 GIB = 2**30
 
 
@@ -48,12 +48,12 @@ def is_legal(source, **asked):
 @pytest.mark.parametrize("ep", [False, True], ids=["tp", "ep"])
 def test_every_stage_holds_what_a_conversion_lays_out(model, pp, ep):
     """Legal or not, bytes of the fullest rank, and those that it shares with others of its stage."""
-    for row in reshard.degrees(HF / model, to="vllm", tp=(1, 2, 3, 4, 8), pp=(pp,), ep=ep).rows:
+    for row in reshard.degrees(served(model), to="vllm", tp=(1, 2, 3, 4, 8), pp=(pp,), ep=ep).rows:
         sizes = {"tp": row.parallel.tp, "pp": pp, "ep": row.parallel.ep}
-        assert (row.problem is None) == is_legal(HF / model, **sizes), row
+        assert (row.problem is None) == is_legal(served(model), **sizes), row
         if row.problem is not None:
             continue
-        held, origins = laid_out(HF / model, **sizes)
+        held, origins = laid_out(served(model), **sizes)
         for stage, found in enumerate(row.stages):
             ranks = [rank for rank in held if rank[0] == stage]
             assert found.weights == max(held[rank] for rank in ranks)
@@ -67,7 +67,7 @@ def test_every_stage_holds_what_a_conversion_lays_out(model, pp, ep):
 def test_the_fullest_rank_holds_as_much_as_one_of_real_vllm(reference):
     expected = json.loads(reference.read_text())
     ep = expected.get("ep", 1) > 1
-    (row,) = reshard.degrees(HF / expected["model"], to="vllm", tp=(expected["tp"],), pp=(expected["pp"],), ep=ep).rows
+    (row,) = reshard.degrees(served(expected["model"]), to="vllm", tp=(expected["tp"],), pp=(expected["pp"],), ep=ep).rows
     sizes = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
     real = [sum(math.prod(t["shape"]) * sizes[t["dtype"]] for t in tensors.values()) for tensors in expected["ranks"].values()]
     assert row.fullest.weights == max(real)
@@ -103,9 +103,9 @@ def test_a_checkpoint_that_leaves_something_unsaid_is_asked_about():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_bare_config_says_the_same_as_the_checkpoint(model, tmp_path):
-    (tmp_path / "config.json").write_bytes((HF / model / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes((served(model) / "config.json").read_bytes())
     for ep in (False, True):
-        bare, whole = (reshard.degrees(folder, to="vllm", pp=(1, 2), ep=ep) for folder in (tmp_path, HF / model))
+        bare, whole = (reshard.degrees(folder, to="vllm", pp=(1, 2), ep=ep) for folder in (tmp_path, served(model)))
         assert bare == whole
 
 
@@ -218,11 +218,11 @@ def test_the_type_of_the_cache_is_an_option(tmp_path):
 
 
 def test_layers_with_a_window_remember_no_more_than_it(tmp_path):
-    types = ["sliding_attention", "full_attention"] * 40
+    types = ["sliding_attention", "full_attention", "full_attention", "full_attention"] * 20
     folder = folder_of(tmp_path, LLAMA_70B, sliding_window=4096, layer_types=types)
     (row,) = reshard.degrees(folder, to="vllm", tp=(4,), gpu_memory=80 * GIB, max_model_len=32768).rows
     (stage,) = row.stages
-    assert stage.cache_per_sequence == stage.cache_per_token // 80 * (40 * 4096 + 40 * 32768)
+    assert stage.cache_per_sequence == stage.cache_per_token // 80 * (20 * 4096 + 60 * 32768)
     assert row.room.sequences == row.room.cache // stage.cache_per_sequence
     assert row.room.tokens == row.room.cache * 32768 // stage.cache_per_sequence
 
