@@ -47,9 +47,13 @@ PACKAGE = ("pyproject.toml", "README.md", "reshard", "formats", "cli", "plugins"
 
 def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
     """Each check as (what, passed, detail)."""
-    for model, tp in (("llama", 1), ("llama", 2), ("llama-tied", 2), ("qwen2", 2), ("qwen3", 2)):
-        sharded = converted(reshard, HF / model, work / f"{model}-tp{tp}", "--to", "vllm", "--tp", str(tp))
-        whole = decode(python, HF / model, tp, "auto")
+    made = work / "deepseek_v3"
+    subprocess.run([python, ROOT / "fixtures" / "models.py", made.name, made], check=True, stderr=subprocess.DEVNULL)
+    dense = [(HF / model, tp) for model, tp in (("llama", 1), ("llama", 2), ("llama-tied", 2), ("qwen2", 2), ("qwen3", 1), ("qwen3", 2))]
+    for folder, tp in (*dense, (HF / "mixtral", 1), (HF / "mixtral", 2), (made, 1), (made, 2)):
+        model = folder.name
+        sharded = converted(reshard, folder, work / f"{model}-tp{tp}", "--to", "vllm", "--tp", str(tp))
+        whole = decode(python, folder, tp, "auto")
         found = decode(python, sharded, tp, "sharded_state")
         yield compared(f"{model} at TP {tp}: sharded_state decodes as the Hugging Face folder", found, whole)
         if (model, tp) == ("llama", 2):
