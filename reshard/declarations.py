@@ -253,12 +253,12 @@ def _check_layers(weight: Weight, made: Architecture, at: Said) -> None:
     """Raises RequestError if a weight is of layers that there are none of, or counts experts that nobody has counted."""
     if weight.layers and "{layer}" not in weight.name:
         raise at.wrong(f"`layers: {weight.layers}` is said of a weight that is no layer's")
-    if weight.layers == "sparse" and made.sparse is None:
-        raise at.wrong("it is a sparse layer's, and nothing says which layers are sparse", do="Add `sparse:`; `sparse: all` if all are")
     if weight.layers == "extra" and made.extra_layers is None:
         raise at.wrong("it is an extra layer's, and nothing says how many there are", do="Add `extra_layers:` and the config's key")
     if "{expert}" in weight.name and "experts" not in made.dimensions:
         raise at.wrong("its name counts experts, and no dimension is called experts", do="Add `experts:` under `dimensions`")
+    if (weight.layers == "sparse" or "{expert}" in weight.name) and made.sparse is None:
+        raise at.wrong("it is a sparse layer's, and nothing says which layers are sparse", do="Add `sparse:`; `sparse: all` if all are")
 
 
 def _check_names(made: Architecture, written: Sequence[tuple[Said, Weight]]) -> None:

@@ -81,6 +81,23 @@ def test_layers_that_differ_are_left_open(tmp_path):
     assert "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight: {role: expert.gate" in text
 
 
+def test_quantised_weights_are_declared_without_their_scales(tmp_path):
+    source = shutil.copytree(FIXTURES / "hf_fp8" / "llama-fp8-block", tmp_path / "m")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "model_type": "mymodel"}))
+    text = started(source)
+    assert "_scale" not in text and '"?"' not in text.split("model_type:")[-1]
+    (tmp_path / "my.yaml").write_text(text)
+    made = reshard("convert", source, tmp_path / "out", "--to", "vllm", "--tp", 2, "--architecture", tmp_path / "my.yaml")
+    expected = reshard("convert", FIXTURES / "hf_fp8" / "llama-fp8-block", tmp_path / "expected", "--to", "vllm", "--tp", 2)
+    assert (made.code, expected.code) == (0, 0), made.err + expected.err
+    assert ranks(tmp_path / "out") == ranks(tmp_path / "expected") != {}
+
+
+def test_where_all_layers_have_experts_all_are_sparse(tmp_path):
+    assert started(renamed("mixtral", tmp_path / "m")).endswith("\nsparse: all\n")
+
+
 def test_a_name_that_is_usual_with_a_shape_that_is_not_is_left_open(tmp_path):
     source = renamed("qwen2", tmp_path / "m", head_dim=16)
     assert 'q_proj.weight: "?"    # stored as [256, 256]; an attention.q, as which it is called, would be [128, 256]' in started(source)
