@@ -119,7 +119,6 @@ class Sglang:
         own = OWN.get(model.architecture.family, _Own())
         if content.states:
             raise RequestError("SGLang loads weights, no optimizer state", do="Leave out --optimizer")
-        target.parallel.allow("tp", "ep", what="SGLang, whose files' names know no stage")
         check_degrees(model, rules, target.parallel)
         companions, notes = completed(companions, own.settings, "SGLang")
         dtypes = stored_dtypes(model, rules, {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()})
@@ -138,7 +137,8 @@ class Sglang:
         )
 
     def engine_rules(self, model: Model, target: Target) -> EngineRules:
-        """How the engine splits a model. Raises RequestError for a version or a model whose files are not known."""
+        """How the engine splits a model. Raises RequestError for a version or a model whose files are not known, and for stages."""
+        target.parallel.allow("tp", "ep", what="SGLang, whose files' names know no stage")
         _about_version(model, target)
         _check_served(model)
         return _rules(model)
