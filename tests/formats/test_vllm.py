@@ -115,6 +115,12 @@ def test_the_scale_buffers_are_there_from_0_14_on(version, scales, tmp_path):
     assert reshard.verify(HF / "llama", tmp_path / "out").equal
 
 
+def test_blocks_are_not_cut_even_where_the_engine_would_repeat_their_scales():
+    with pytest.raises(RequestError, match=r"experts\.0\..* each of 2 ranks has 64, no whole blocks of 128.*sizes are 1\."):
+        reshard.plan(served("qwen3_moe-fp8-block"), to="vllm", tp=2)
+    assert reshard.plan(served("qwen3_moe-fp8-block"), to="vllm", tp=2, ep=2).totals().files == 2
+
+
 def test_stages_need_a_version_that_names_them():
     with pytest.raises(RequestError, match=r"0\.30 cannot load pre-sharded stages"):
         reshard.plan(HF / "llama", to="vllm", pp=2, engine_version="0.30")
