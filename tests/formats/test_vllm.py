@@ -19,7 +19,8 @@ WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3
 DEGREES = [(model, tp, pp, 1) for model in SERVED for tp, pp in ((1, 1), (8, 1), (2, 2))]
 DEGREES += [(model, tp, pp, 1) for model in MODELS for tp, pp in ((2, 1), (4, 1))]
 DEGREES += [(model, tp, pp, tp) for model in WITH_EXPERTS for tp, pp in ((4, 1), (2, 2))]
-QUANTIZED = [(path.parent.name, json.loads(path.read_text())["tp"]) for path in REFERENCES if not (HF / path.parent.name).is_dir()]
+_FP8 = [json.loads(path.read_text()) for path in REFERENCES if not (HF / path.parent.name).is_dir()]
+QUANTIZED = [(said["model"], said["tp"], said.get("ep", 1)) for said in _FP8]
 
 
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda path: f"{path.parent.name}-{path.stem}")
@@ -53,10 +54,10 @@ def test_what_was_written_reads_back(model, tp, pp, ep, tmp_path):
     assert reshard.fingerprint(tmp_path / "out").root == printed.root == reshard.fingerprint(served(model)).root
 
 
-@pytest.mark.parametrize("model, tp", QUANTIZED)
-def test_quantised_weights_read_back_with_their_scales(model, tp, tmp_path):
+@pytest.mark.parametrize("model, tp, ep", QUANTIZED)
+def test_quantised_weights_read_back_with_their_scales(model, tp, ep, tmp_path):
     """Scales are 32 bits wide in the engine, whatever the source has."""
-    plan = reshard.plan(served(model), to="vllm", tp=tp)
+    plan = reshard.plan(served(model), to="vllm", tp=tp, ep=ep)
     assert all("cast" in loss for loss in reshard.roundtrip(plan).losses)
     printed = reshard.convert(plan, tmp_path / "out")
     assert reshard.verify(served(model), tmp_path / "out", cast=True).equal
