@@ -18,7 +18,7 @@ COMMANDS = {
     "plan": (".plan", "Tell at which degrees a model can be served, and what each GPU holds then."),
     "estimate": (".estimate", "Tell what training needs on each rank, before it runs."),
     "formats": (".formats", "List the formats that this installation reads and writes."),
-    "architectures": (".architectures", "List the models whose split over ranks is declared."),
+    "architectures": (".architectures", "List the models that are declared, or begin a declaration of another one."),
 }
 
 EPILOG = "Exit codes: 0 fine; 1 the check found differences; 2 bad input or usage; 130 interrupted."

@@ -74,10 +74,20 @@ class SparseLayers:
 
     def among(self, config: Mapping[str, Any], layers: int) -> frozenset[int]:
         """The sparse ones of so many layers."""
-        first = int(config.get(self.first) or 0) if self.first else 0
-        step = int(config.get(self.step) or 1) if self.step else 1
-        dense = set(config.get(self.dense) or ()) if self.dense else set()
+        first = _count(config, self.first) or 0
+        step = _count(config, self.step) or 1
+        dense = (config.get(self.dense) if self.dense else None) or ()
+        if not isinstance(dense, list | tuple):
+            raise RequestError(f"config.json gives {dense!r} for {self.dense}, a list is expected", why="It says which layers are dense")
         return frozenset(layer for layer in range(first, layers) if (layer + self.offset) % step == 0 and layer not in dense)
+
+
+def _count(config: Mapping[str, Any], key: str | None) -> int | None:
+    """A number of layers that a config says; None if it says none. Raises RequestError if it says something else."""
+    value = config.get(key) if key else None
+    if value is not None and (not isinstance(value, int) or value < 0):
+        raise RequestError(f"config.json gives {value!r} for {key}, a whole number is expected", why="It says which layers there are")
+    return value
 
 
 @dataclass(frozen=True)
@@ -240,7 +250,7 @@ class Model:
     def extra_layers(self) -> int:
         """How many layers follow the last one."""
         key = self.architecture.extra_layers
-        return int(self.setting(key) or 0) if key else 0
+        return _count({key: self.setting(key)}, key) or 0 if key else 0
 
     @cached_property
     def sparse_layers(self) -> frozenset[int]:

@@ -232,14 +232,15 @@ def _tied(said: Mapping[str, Said], made: Architecture, base: Architecture | Non
         if found[1] not in names:
             raise keys["embedding"].wrong(f"no weight is called {found[1]!r}", do="Name the embedding as under `weights`")
         return found
-    if base and base.tied[1] in names:
-        return base.tied
+    usual = base.tied if base else Architecture.tied
+    if base and set(usual) <= set(names):
+        return usual
     by_role = {role: [weight.name for weight in made.weights if weight.role == role] for role in ("head", "embedding")}
-    heads, embeddings = by_role["head"] or [Architecture.tied[0]], by_role["embedding"]
+    heads, embeddings = by_role["head"] or [usual[0]], by_role["embedding"]
     if len(heads) == 1 and len(embeddings) == 1:
         return heads[0], embeddings[0]
     if not embeddings:
-        return Architecture.tied
+        return usual
     raise RequestError(
         f"{len(heads)} weights are heads and {len(embeddings)} embeddings",
         where=f"{next(iter(said.values())).file}: weights",
@@ -252,12 +253,12 @@ def _check_layers(weight: Weight, made: Architecture, at: Said) -> None:
     """Raises RequestError if a weight is of layers that there are none of, or counts experts that nobody has counted."""
     if weight.layers and "{layer}" not in weight.name:
         raise at.wrong(f"`layers: {weight.layers}` is said of a weight that is no layer's")
-    if weight.layers == "sparse" and made.sparse is None:
-        raise at.wrong("it is a sparse layer's, and nothing says which layers are sparse", do="Add `sparse:`; `sparse: all` if all are")
     if weight.layers == "extra" and made.extra_layers is None:
         raise at.wrong("it is an extra layer's, and nothing says how many there are", do="Add `extra_layers:` and the config's key")
     if "{expert}" in weight.name and "experts" not in made.dimensions:
         raise at.wrong("its name counts experts, and no dimension is called experts", do="Add `experts:` under `dimensions`")
+    if (weight.layers == "sparse" or "{expert}" in weight.name) and made.sparse is None:
+        raise at.wrong("it is a sparse layer's, and nothing says which layers are sparse", do="Add `sparse:`; `sparse: all` if all are")
 
 
 def _check_names(made: Architecture, written: Sequence[tuple[Said, Weight]]) -> None:

@@ -49,7 +49,8 @@ SHAPES: dict[str, tuple[str, ...]] = {
 }
 # Roles that stand for several, which `holds` names.
 _FUSED = {("attention.q", "attention.k", "attention.v"): "attention.qkv", ("mlp.gate", "mlp.up"): "mlp.gate_up"}
-ROLES = tuple(role for role in SPLITS if role not in _FUSED.values())
+# What a declaration says of weights; scales follow from a config that says how they are quantised.
+ROLES = tuple(role for role in SPLITS if role not in _FUSED.values() and not role.endswith("_scale"))
 _SPLITS: dict[str, Split] = {"column": Column(), "row": Row(), "vocabulary": Vocabulary(), "replicate": Replicate()}
 # A number in a name, or what stands for one.
 NUMBER = r"\{layer\}|\{expert\}|\d+"

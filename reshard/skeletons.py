@@ -16,6 +16,7 @@ from reshard.architecture import Architecture, Dimension, Model, Weight, built_i
 from reshard.declarations import UNKNOWN
 from reshard.declared_weights import SHAPES
 from reshard.errors import RequestError
+from reshard.quantization import quantization_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 _ASK = f'"{UNKNOWN}"'
@@ -88,13 +89,15 @@ def skeleton(shapes: Shapes, config: Mapping[str, Any] | None, where: str) -> st
             do="Give the directory of the model's config with --model DIR",
         )
     prefix = _layer_prefix(shapes)
-    rows = [row for row in _folded(shapes, prefix) if not row.name.endswith(_ROTARY)]
+    scales = _scales(config)
+    rows = [row for row in _folded(shapes, prefix) if not row.name.endswith(_ROTARY) and row.name.rpartition(".")[2] not in scales]
     used = set(_ALWAYS) | _needed(rows)
     numbers = _numbers(config, used)
     lines = [
         "# A declaration to begin with; docs/architectures.md of reshard tells what may stand here.",
         f"# Where {_ASK} stands nothing was guessed: replace it. Roles that are written have a usual name and the shape that it goes with;",
         "# whether the model uses them as usual only its code tells.",
+        *(["# Scales of quantised weights are not declared: they follow from the config's quantization_config."] if scales else []),
         *_alike(shapes, config),
         f"model_type: {_word(config.get('model_type'))}",
         "",
@@ -112,6 +115,12 @@ def skeleton(shapes: Shapes, config: Mapping[str, Any] | None, where: str) -> st
 
 def _word(value: object) -> str:
     return str(value) if re.fullmatch(r"[A-Za-z][\w.-]*", str(value or "")) else _ASK
+
+
+def _scales(config: Mapping[str, Any]) -> set[str]:
+    """What the scales of quantised weights are called."""
+    known = quantization_of(config)
+    return {scale.kind for scale in (*known.scales, *known.cache)} if known else set()
 
 
 # ---- names ----
@@ -261,7 +270,7 @@ def _layer_lines(rows: Sequence[_Row], numbers: Mapping[str, int]) -> list[str]:
     layers = numbers.get("layers")
     held = [row.layers for row in rows if "{layer}" in row.name]
     if layers is None or all(each == list(range(layers)) for each in held):
-        return []
+        return ["", "sparse: all"] if any("{expert}" in row.name for row in rows) else []
     lines = [
         "",
         f"sparse: {_ASK}    # which layers are sparse: all, or {{first: KEY, step: KEY, offset: N, dense: KEY}} with keys of the config",

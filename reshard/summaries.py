@@ -68,8 +68,9 @@ def roles(index: Index) -> tuple[RoleSummary, ...]:
 
 
 def parameters(content: Canonical) -> int:
-    """The number of the model's elements; a tied table counts once."""
-    return sum(tensor.elements for tensor in content.weights.values())
+    """The number of the model's elements; a tied table counts once, scales of quantised weights not at all."""
+    scales = {name for name, weight in content.model.weights.items() if weight.scale} if content.model else set()
+    return sum(tensor.elements for name, tensor in content.weights.items() if name not in scales)
 
 
 def groups(tensors: Iterable[Tensor]) -> tuple[TensorGroup, ...]:

@@ -154,13 +154,25 @@ def test_a_role_of_ones_own_says_its_split(said, split):
 )
 def test_a_star_is_the_layers_number_and_a_second_one_the_experts(said, name):
     text = HEAD.replace("layers:", "experts: num_experts\n  layers:")
-    assert declared(f"{text}weights:\n  {said}: mlp.norm\n").weights[0].name == name
+    assert declared(f"{text}weights:\n  {said}: mlp.norm\nsparse: all\n").weights[0].name == name
+
+
+def test_experts_are_of_sparse_layers_which_are_to_be_named():
+    text = HEAD.replace("layers:", "experts: num_experts\n  layers:") + "weights:\n  a.*.b.*.weight: mlp.norm\n"
+    with pytest.raises(
+        RequestError, match=r"a\.\*\.b\.\*\.weight: it is a sparse layer's, and nothing says which.*`sparse: all` if all are"
+    ):
+        declared(text)
 
 
 def test_the_only_head_and_embedding_are_those_that_a_config_ties():
     text = HEAD + "weights:\n  a.in.weight: embedding\n  a.out.weight: head\n"
     assert declared(text).tied == ("a.out.weight", "a.in.weight")
     assert declared(text + "tied: {head: b.weight, embedding: a.in.weight}\n").tied == ("b.weight", "a.in.weight")
+    like = "model_type: m\nlike: llama\nwithout: {}\nweights: {}\n".format
+    assert declared(like("model.embed*", "{a.in.weight: embedding}")).tied == ("lm_head.weight", "a.in.weight")
+    assert declared(like("lm_head.*", "{a.out.weight: head}")).tied == ("a.out.weight", "model.embed_tokens.weight")
+    assert declared(like("lm_head.*", "{}")).tied == ("lm_head.weight", "model.embed_tokens.weight")
     with pytest.raises(RequestError, match=r"2 weights are heads and 1 embeddings.*`tied:"):
         declared(text + "  b.out.weight: head\n")
 
@@ -299,6 +311,21 @@ def test_sections_that_are_not_the_whole_tensor_are_refused_with_the_numbers():
     text = HEAD + "weights:\n  a.weight: {holds: [mlp.gate, mlp.up], by: rounds}\n".replace("rounds", "vocab")
     with pytest.raises(RequestError, match=r"24 \+ 24 in 50 equal runs, one per each of the vocab"):
         _ = Model(declared(text), CONFIG).weights
+
+
+@pytest.mark.parametrize(
+    "said, config, what",
+    [
+        ("sparse: {first: first_one}", {"first_one": "two"}, "gives 'two' for first_one, a whole number"),
+        ("sparse: {step: every}", {"every": [1]}, r"gives \[1\] for every, a whole number"),
+        ("sparse: {dense: those}", {"those": 3}, "gives 3 for those, a list"),
+        ("extra_layers: more", {"more": "one"}, "gives 'one' for more, a whole number"),
+    ],
+)
+def test_a_config_that_says_something_else_under_a_key_is_refused(said, config, what):
+    architecture = declared(f"{HEAD}{said}\nweights:\n  a.*.weight: {{role: mlp.norm, layers: dense}}\n")
+    with pytest.raises(RequestError, match=what):
+        _ = Model(architecture, {**CONFIG, **config}).weights
 
 
 def test_a_dimension_that_nobody_declared_is_asked_for_by_name():

@@ -115,6 +115,11 @@ def test_every_command_takes_the_declaration(tmp_path):
     printed = {reshard("fingerprint", folder, *said).out.split()[0] for folder in (source, tmp_path / "out")}
     assert printed == {reshard("fingerprint", HF / "gpt_neox").out.split()[0]}
     assert reshard("roundtrip", source, *target, *said, "--materialize").code == 0
+    for words in (("plan", "--to", "vllm"), ("estimate",)):
+        own, built_in = (
+            reshard(words[0], folder, *words[1:], *which, "--json") for folder, which in ((source, said), (HF / "gpt_neox", ()))
+        )
+        assert (own.code, own.out.replace("mymodel", "gpt_neox").replace(str(source), str(HF / "gpt_neox"))) == (0, built_in.out)
     assert reshard("convert", tmp_path / "out", tmp_path / "tp2", "--to", "vllm", "--tp", 2, *said).code == 0
     assert ranks(tmp_path / "tp2") == json.loads((VLLM / "gpt_neox" / "tp2.json").read_text())["ranks"]
     for arguments in (("inspect", tmp_path / "out"), ("convert", source, tmp_path / "no", *target), ("verify", source, tmp_path / "out")):

@@ -19,8 +19,8 @@ WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3
 DEGREES = [(model, tp, pp, 1) for model in SERVED for tp, pp in ((1, 1), (8, 1), (2, 2))]
 DEGREES += [(model, tp, pp, 1) for model in MODELS for tp, pp in ((2, 1), (4, 1))]
 DEGREES += [(model, tp, pp, tp) for model in WITH_EXPERTS for tp, pp in ((4, 1), (2, 2))]
-QUANTIZED = sorted({path.parent.name for path in REFERENCES} & {path.name for path in (FIXTURES / "hf_fp8").iterdir()})
-DEGREES += [(model, tp, 1, 1) for model in QUANTIZED for tp in (1, 2)]
+_FP8 = [json.loads(path.read_text()) for path in REFERENCES if not (HF / path.parent.name).is_dir()]
+QUANTIZED = [(said["model"], said["tp"], said.get("ep", 1)) for said in _FP8]
 
 
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda path: f"{path.parent.name}-{path.stem}")
@@ -52,6 +52,16 @@ def test_what_was_written_reads_back(model, tp, pp, ep, tmp_path):
     printed = reshard.convert(reshard.plan(served(model), to="vllm", tp=tp, pp=pp, ep=ep), tmp_path / "out")
     assert reshard.verify(served(model), tmp_path / "out").equal
     assert reshard.fingerprint(tmp_path / "out").root == printed.root == reshard.fingerprint(served(model)).root
+
+
+@pytest.mark.parametrize("model, tp, ep", QUANTIZED)
+def test_quantised_weights_read_back_with_their_scales(model, tp, ep, tmp_path):
+    """Scales are 32 bits wide in the engine, whatever the source has."""
+    plan = reshard.plan(served(model), to="vllm", tp=tp, ep=ep)
+    assert all("cast" in loss for loss in reshard.roundtrip(plan).losses)
+    printed = reshard.convert(plan, tmp_path / "out")
+    assert reshard.verify(served(model), tmp_path / "out", cast=True).equal
+    assert reshard.fingerprint(tmp_path / "out").root == printed.root
 
 
 @pytest.mark.parametrize("there, back", [((8, 1), (1, 1)), ((4, 1), (2, 2)), ((2, 2), (8, 1)), ((1, 2), (4, 1))])
@@ -104,6 +114,12 @@ def test_the_scale_buffers_are_there_from_0_14_on(version, scales, tmp_path):
     names = stored(tmp_path / "out" / "model-rank-0-part-0.safetensors")
     assert sum(name.endswith("_scale") for name in names) == scales
     assert reshard.verify(HF / "llama", tmp_path / "out").equal
+
+
+def test_blocks_are_not_cut_even_where_the_engine_would_repeat_their_scales():
+    with pytest.raises(RequestError, match=r"experts\.0\..* each of 2 ranks has 64, no whole blocks of 128.*sizes are 1\."):
+        reshard.plan(served("qwen3_moe-fp8-block"), to="vllm", tp=2)
+    assert reshard.plan(served("qwen3_moe-fp8-block"), to="vllm", tp=2, ep=2).totals().files == 2
 
 
 def test_stages_need_a_version_that_names_them():
