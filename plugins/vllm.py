@@ -64,19 +64,26 @@ def register() -> None:
 class Options:
     """What --model-loader-extra-config may say.
 
-    checkpoint: where it lies, if not in the model's directory. format, vocab_size, architecture, weights, strip_prefix: as on reshard's
-    command line.
-    threads: how many read at the same time. whole_tensors: let vLLM cut them, even where its layout is known.
+    checkpoint: where it lies, if not in the model's directory. format, architecture, vocab_size, weights, strip_prefix: as on reshard's
+    command line. threads: how many read at the same time. whole_tensors: let vLLM cut them, even where its layout is known.
     """
 
     checkpoint: str = ""
     format: str = ""
-    vocab_size: int = 0
     architecture: str = ""
+    vocab_size: int = 0
     weights: str = ""
     strip_prefix: str = ""
     threads: int = 4
     whole_tensors: bool = False
+
+    @property
+    def reason(self) -> str | None:
+        """Why whole tensors are read, if that is said here."""
+        if self.whole_tensors:
+            return f"{_OPTION} asks for it"
+        # What vLLM's class makes of it was not compared: sections could follow each other in another order, which no shape shows.
+        return "the architecture is declared by the user" if self.architecture else None
 
     @classmethod
     def of(cls, given: Any) -> Options:
@@ -165,7 +172,7 @@ def load(model: Any, model_config: Any, options: Options) -> None:
     counted = _Counted(opened.files)
     checkpoint = replace(opened, files=counted)
     chosen: dict[str, Any] = {"weights": options.weights or None, "strip_prefix": options.strip_prefix}
-    reason = f"{_OPTION} asks for it" if options.whole_tensors else place.unusual
+    reason = options.reason or place.unusual
     if reason is None:
         try:
             view = checkpoint.view(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from reshard.architecture import Model, Part
@@ -34,7 +34,7 @@ class Fusion:
 @dataclass(frozen=True, slots=True)
 class Beside:
     """A tensor without weights that an engine demands beside every weight of a role, which it is named after: `name` in place of that
-    weight's module. dtype: None for that of the model."""
+    weight's module. value: of all its elements, rounded to its type. dtype: None for that of the model."""
 
     role: str
     name: str
@@ -49,10 +49,11 @@ class EngineRules:
 
     partition: (number of layers, pp) -> layers per stage. vocabulary_multiple: to which the rows of tables are padded. every_stage: roles
     of the model's ends that all stages hold. as_stored: roles of fused weights that stay as the model has them. tied: the role under whose
-    name a tied table is stored where a stage has both. renames: patterns of names, in order, and what takes their place. dtypes: of roles
-    whose element type is not the source's (None: that of the model). shared: kinds of scales of which fused experts keep one for all.
-    experts_share_ranks: whether there must be no more tensor-parallel ranks than experts; stages_need_experts: whether every stage must
-    have a layer with some.
+    name a tied table is stored where a stage has both, or "both". names: of modules, by the role of what is first in them, where the engine
+    has names of its own; {layer} is a layer's number within its stage. renames: patterns of names, in order, and what takes their place.
+    dtypes: of roles whose element type is not the source's (None: that of the model). shared: kinds of scales of which fused experts keep
+    one for all. experts_share_ranks: whether there must be no more tensor-parallel ranks than experts; equal_experts: whether ranks that
+    share experts must have equally many; stages_need_experts: whether every stage must have a layer with some.
     """
 
     name: str
@@ -63,10 +64,12 @@ class EngineRules:
     every_stage: frozenset[str] = frozenset()
     as_stored: frozenset[str] = frozenset()
     tied: str = "head"
+    names: Mapping[str, str] = field(default_factory=dict)
     renames: tuple[tuple[str, str], ...] = ()
     dtypes: Mapping[str, DType | None] = field(default_factory=dict)
     shared: frozenset[str] = frozenset()
     experts_share_ranks: bool = False
+    equal_experts: bool = False
     stages_need_experts: bool = False
 
     def split_rules(self, model: Model) -> SplitRules:
@@ -95,7 +98,7 @@ def check_degrees(model: Model, rules: EngineRules, parallel: Parallel) -> None:
             f"--tp {parallel.tp} does not fit this model: {reason}",
             where=name,
             why=f"{rules.name} would refuse it, or give ranks parts of a head",
-            do=f"Legal tensor-parallel sizes are {', '.join(map(str, legal))}",
+            do=f"Legal tensor-parallel sizes are {', '.join(map(str, legal)) or 'none: the model cannot be served so'}",
         )
     if unfit := stage_problem(model, rules, parallel.pp):
         raise RequestError(
@@ -127,6 +130,8 @@ def degree_problem(model: Model, rules: EngineRules, tp: int, ep: int = 1) -> tu
             return part.tensor, reason
     if max(ep, tp if rules.experts_share_ranks else 1) > max(1, experts):
         return "experts", f"{max(ep, tp)} ranks are more than its {experts} experts"
+    if rules.equal_experts and experts % ep:
+        return "experts", f"{ep} ranks do not divide its {experts} experts"
     return _unaligned(model, rules)
 
 
@@ -237,7 +242,14 @@ class Rank:
                 several = fusion is not None and len({part.tensor for part in members}) > 1
                 name = _component_replaced(first.tensor, fusion.component) if several and fusion else first.tensor
                 arrays = [self._shard(part) for part in ordered]
-                yield Held(self.rules.renamed(name), joined(arrays), tuple(ordered))
+                yield Held(self._named(name, ordered[0]), joined(arrays), tuple(ordered))
+
+    def _named(self, name: str, first: Part) -> str:
+        """What the engine calls a tensor, which is `name` in the model's own spelling and begins with that part."""
+        if first.role not in self.rules.names:
+            return self.rules.renamed(name)
+        layer = None if first.layer is None else first.layer - self.layers.start
+        return f"{self.rules.names[first.role].format(layer=layer)}.{first.kind}"
 
     def _shard(self, part: Part) -> Mosaic:
         tp = 1 if part.expert is not None and self.parallel.ep > 1 else self.parallel.tp
@@ -258,7 +270,8 @@ class Rank:
         array = stacked(arrays)
         module = members[0].tensor.rpartition(f".{members[0].expert}.")[0]
         one_each = len(array.shape) == 2 and array.shape[1] == 1 and members[0].scale is not None
-        name = self.rules.renamed(f"{module}.{fusion.component}_{kind}")
+        in_order = sorted(members, key=lambda part: fusion.roles.index(part.role))
+        name = self._named(f"{module}.{fusion.component}_{kind}", in_order[0])
         return Held(name, array.merged(0) if one_each else array, tuple(part for held in by_expert.values() for part in held))
 
     def _end(self, part: Part) -> Iterator[Held]:
@@ -266,13 +279,14 @@ class Rank:
         head, embedding = self.model.architecture.tied
         if not (self.model.is_tied and part.tensor == embedding):
             if self._is_here(part.role):
-                yield Held(self.rules.renamed(part.tensor), self._shard(part), (part,))
+                yield Held(self._named(part.tensor, part), self._shard(part), (part,))
             return
         by_role = {"head": head, "embedding": embedding}
         here = [role for role in by_role if self._is_here(role)]
-        if here:
-            role = self.rules.tied if self.rules.tied in here or self.rules.tied == "embedding" else here[0]
-            yield Held(self.rules.renamed(by_role[role]), self._shard(part), (part,))
+        if here and self.rules.tied != "both":
+            here = [self.rules.tied if self.rules.tied in here or self.rules.tied == "embedding" else here[0]]
+        for role in here:
+            yield Held(self._named(by_role[role], replace(part, role=role)), self._shard(part), (part,))
 
     def _is_here(self, role: str) -> bool:
         own = 0 if role in ("embedding", "position_embedding") else self.parallel.pp - 1
@@ -286,7 +300,7 @@ class Rank:
         for each in self.rules.beside:
             if each.role == first.role:
                 dtype = each.dtype or model_dtype
-                yield constant(self.rules.renamed(f"{module}.{each.name}"), dtype, each.shape, dtype.encoded(each.value))
+                yield constant(self.rules.renamed(f"{module}.{each.name}"), dtype, each.shape, dtype.encoded(dtype.nearest(each.value)))
 
 
 def rank_tensors(

@@ -144,9 +144,9 @@ def respelled(index: Index, model: Model | None, prefix: str = "") -> Index:
     """
     if model is None:
         return index
-    names = Names(model)
-    if all(names.is_canonical(tensor.name.removeprefix(prefix)) for tensor in index.tensors):
+    if all(map(_declared(model).fullmatch, _own_names(index, prefix))):
         return index
+    names = Names(model)
     known: dict[str, Mosaic | None] = {}
 
     def array(name: str) -> Mosaic | None:
@@ -180,6 +180,18 @@ def respelled(index: Index, model: Model | None, prefix: str = "") -> Index:
     tied = {new_names(alias)[0]: new_names(name)[0] for alias, name in index.facts.tied.items()}
     facts = replace(index.facts, notes=(*index.facts.notes, note), buffers=buffers, tied=tied)
     return replace(index, tensors=tensors, facts=facts, param_groups=groups)
+
+
+def _own_names(index: Index, prefix: str) -> Iterator[str]:
+    return (tensor.name.removeprefix(prefix) for tensor in index.tensors if tensor.role in ("weight", "master"))
+
+
+def _declared(model: Model) -> re.Pattern[str]:
+    """What the names of a model's modules look like, whatever its config says of their number and size."""
+    names = [*(weight.name for weight in model.architecture.weights), *model.architecture.tied]
+    modules = {re.escape(name.rpartition(".")[0]) for name in names}
+    numbered = (re.sub(r"\\{(layer|expert)\\}", r"\\d+", module) for module in sorted(modules))
+    return re.compile(rf"(?:{'|'.join(numbered)})\.\w+")
 
 
 def _shares(tensor: Tensor, array: Callable[[str], Mosaic | None], names: Names, model: Model, prefix: str) -> Iterator[tuple[str, _Held]]:

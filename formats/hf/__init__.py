@@ -16,7 +16,7 @@ Measured on transformers 5.23 and safetensors 0.8; index rules: transformers, mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 
 from reshard.adapter import Hints
 from reshard.canonical import Canonical
@@ -26,7 +26,7 @@ from reshard.index import Index, RunFacts, StoredFile
 from reshard.layout import Layout
 from reshard.model_files import ModelFiles
 from reshard.plans import Target
-from reshard.stored import StoredTensor, whole
+from reshard.stored import whole
 
 from . import like, reading, writing
 
@@ -53,27 +53,32 @@ class HuggingFace:
         target.refuse_engine_version("a Hugging Face checkpoint")
         if content.states:
             raise RequestError("a Hugging Face checkpoint holds weights, no optimizer state", do="Leave out --optimizer")
-        notes: list[str] = []
-        shards: Mapping[str, list[StoredTensor]] | None = None
-        if folder := target.options.get("like"):
-            reference = like.reference(folder)
-            if target.dtype is not None:
-                raise RequestError("--like brings the element types of its folder, --dtype others", do="Say one of them")
-            matched = like.match(content, reference)
-            notes.extend(matched.notes)
-            stored, shards = list(matched.tensors), None if target.max_shard_bytes else matched.files
-        else:
-            order = writing.in_model_order(content)
-            stored = [whole(name, target.dtype_of(content.tensors[name]), content.tensors[name].shape) for name in order]
-        files = writing.framed(shards or writing.cut(stored, target.max_shard_bytes))
-        sidecars = companions.sidecars([tensor.dtype for tensor in stored], main=writing.main_dtype(stored))
-        if companions.config is None:
-            notes.append("no config.json is known: give one with --model DIR, engines need it")
-        elif not companions.config.get("architectures"):
-            notes.append("config.json names no architectures, and engines choose the model's class by them")
+        matched = _like(content, target) if target.options.get("like") else _as_published(content, target)
+        files = writing.framed(matched.files or writing.cut(matched.tensors, target.max_shard_bytes))
+        sidecars = companions.sidecars([tensor.dtype for tensor in matched.tensors], main=writing.main_dtype(matched.tensors))
         if len(files) > 1:
             sidecars = (*sidecars, writing.index_of(files))
-        return Layout(self.name, files, sidecars, notes=tuple(notes))
+        return Layout(self.name, files, sidecars, notes=(*matched.notes, *_about(companions)))
+
+
+def _as_published(content: Canonical, target: Target) -> like.Matched:
+    tensors = ((name, content.tensors[name]) for name in writing.in_model_order(content))
+    return like.Matched(tuple(whole(name, target.dtype_of(tensor), tensor.shape) for name, tensor in tensors), None, ())
+
+
+def _like(content: Canonical, target: Target) -> like.Matched:
+    if target.dtype is not None:
+        raise RequestError("--like brings the element types of its folder, --dtype others", do="Say one of them")
+    matched = like.match(content, like.reference(target.options["like"]))
+    return replace(matched, files=None) if target.max_shard_bytes else matched
+
+
+def _about(companions: ModelFiles) -> tuple[str, ...]:
+    if companions.config is None:
+        return ("no config.json is known: give one with --model DIR, engines need it",)
+    if not companions.config.get("architectures"):
+        return ("config.json names no architectures, and engines choose the model's class by them",)
+    return ()
 
 
 FORMAT = HuggingFace()

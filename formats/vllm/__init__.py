@@ -13,15 +13,24 @@ real ranks, fixtures/vllm); the loader: model_loader/sharded_state_loader.py.
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from reshard.adapter import Hints
 from reshard.architecture import Model
 from reshard.canonical import Canonical, check_against_model
-from reshard.containers import safetensors
-from reshard.dtypes import F32, DType
+from reshard.engine_files import (
+    AnyDtype,
+    Headers,
+    about_left_out,
+    completed,
+    framed,
+    in_parts,
+    matched,
+    read_headers,
+    served_model,
+    standing_for,
+)
 from reshard.engines import EngineRules, check_degrees, rank_tensors, shared_copies, stored_dtypes, unserved
 from reshard.errors import CheckpointError, RequestError
 from reshard.files import Files
@@ -30,7 +39,6 @@ from reshard.layout import Layout, Placed, TargetFile, index_of
 from reshard.model_files import ModelFiles
 from reshard.parallel import Parallel
 from reshard.plans import Target
-from reshard.quantization import unknown_quantization
 from reshard.stored import StoredTensor
 
 from .rules import NEWEST, VersionRules, all_rules, first_with_stages, is_known, numbers_of, rules_for, with_partition, without_expert_maps
@@ -47,21 +55,21 @@ class Vllm:
         return next((path for path in files.list() if _FILE.fullmatch(path)), None)
 
     def read(self, files: Files, hints: Hints) -> Index:
-        model = _model(hints.model, hints.config)
+        model = served_model(hints.model, hints.config, "vLLM")
         ranks = _ranks(files)
         parallel = _degrees(ranks, files)
-        headers = {rank: _headers(files, paths) for rank, paths in ranks.items()}
+        headers = {rank: read_headers(files, paths) for rank, paths in ranks.items()}
         version = _stored_version(model, headers, parallel)
         rules, parallel = version.engine, replace(parallel, ep=_stored_ep(model, headers, parallel))
         check_degrees(model, rules, parallel)
         also = {kept: name for name, kept in shared_copies(model, rules).items()}
         placed: list[tuple[TargetFile, Placed]] = []
         for (pp_rank, tp_rank), found in headers.items():
-            expected = rank_tensors(model, _AnyDtype(), rules, parallel, tp_rank, pp_rank)
+            expected = rank_tensors(model, AnyDtype(), rules, parallel, tp_rank, pp_rank)
             rank = f"stage {pp_rank}, rank {tp_rank}" if parallel.pp > 1 else f"rank {tp_rank}"
-            for file, item in _matched(expected, found, rank):
+            for file, item in matched(expected, found, rank):
                 placed.append((file, item))
-                placed.extend((file, copy) for copy in _standing_for(item, also))
+                placed.extend((file, copy) for copy in standing_for(item, also))
         shapes = {weight.name: weight.shape for weight in model.weights.values()}
         target_files = tuple({file.path: file for found in headers.values() for file, _ in found.values()}.values())
         sizes = {"tp": parallel.tp, "pp": parallel.pp, **({"ep": parallel.ep} if parallel.ep > 1 else {})}
@@ -69,10 +77,10 @@ class Vllm:
         return index_of(self.name, iter(placed), shapes, files=target_files, facts=facts)
 
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
-        model = _model(content.model, companions.config)
+        model = served_model(content.model, companions.config, "vLLM")
         check_against_model(content, partial=False, strict=True)
         version, notes = _version(model, target)
-        companions, added = _completed(companions, version)
+        companions, added = completed(companions, version.settings, "vLLM")
         rules = version.engine
         _check_router(model, version)
         if content.states:
@@ -93,7 +101,7 @@ class Vllm:
             tuple(files),
             companions.sidecars(dtypes.values()),
             target.parallel,
-            tuple(notes + added + _about(left_out, content)),
+            tuple(notes + added + about_left_out(left_out, content)),
             copies=shared_copies(model, rules),
             left_out=left_out,
         )
@@ -126,16 +134,6 @@ def _version(model: Model, target: Target) -> tuple[VersionRules, list[str]]:
     return found, notes
 
 
-def _completed(companions: ModelFiles, version: VersionRules) -> tuple[ModelFiles, list[str]]:
-    """The config with what the engine needs it to say, and what to tell about it."""
-    config = companions.config or {}
-    absent = {key: value for key, value in version.settings if key not in config}
-    if not absent:
-        return companions, []
-    told = ", ".join(f"{key}: {value}" for key, value in absent.items())
-    return replace(companions, config={**config, **absent}, derived=True), [f"config.json says {told} now, as vLLM needs it"]
-
-
 def _check_router(model: Model, version: VersionRules) -> None:
     """Raises RequestError if the engine would take the router for a quantised layer, and its weight for quantised elements."""
     quantization = model.quantization
@@ -149,61 +147,10 @@ def _check_router(model: Model, version: VersionRules) -> None:
         )
 
 
-def _about(left_out: Mapping[str, str], content: Canonical) -> list[str]:
-    """How to compare the result with its source where something was left out."""
-    layers = sorted({name.split(".")[2] for name in left_out if name in content.tensors}, key=int)
-    globs = " ".join(f"--exclude 'model.layers.{layer}.*'" for layer in layers)
-    return [f"`reshard verify {globs}` compares all but the layers that were left out"] if layers else []
-
-
-def _model(model: Model | None, config: Mapping[str, object] | None) -> Model:
-    if model is not None:
-        return model
-    if config is None:
-        raise RequestError(
-            "no config.json says which model this is",
-            why="vLLM's files hold each rank's slices, which only the model's head counts explain",
-            do="Give the directory of the model's config with --model DIR",
-        )
-    if method := unknown_quantization(config):
-        raise RequestError(
-            f"the weights are quantised ({method}) in a way that is not known here",
-            why="How packed weights and their scales split over ranks is not guessed",
-            do="A conversion to hf, which vLLM loads as well, keeps them as they are",
-        )
-    raise RequestError(
-        f"the architecture {config.get('model_type')!r} is not declared",
-        why="How its weights split over ranks is not known, and is not guessed",
-        do="`reshard architectures --start CKPT > my.yaml` begins a declaration of it, which --architecture my.yaml takes. "
-        "A conversion to hf needs none",
-    )
-
-
 def _framed(stored: tuple[StoredTensor, ...], target: Target, tp_rank: int, pp_rank: int) -> Iterator[TargetFile]:
     stem = f"model-pp-{pp_rank}-tp-{tp_rank}" if target.parallel.pp > 1 else f"model-rank-{tp_rank}"
-    for part, run in enumerate(_parts(stored, target.max_shard_bytes)):
-        # Wide elements first keeps every tensor aligned to its element size.
-        ordered = sorted(run, key=lambda s: -s.dtype.itemsize)
-        frame = safetensors.frame(((s.name, s.dtype, s.shape) for s in ordered), {"format": "pt"})
-        placed = tuple(Placed(s, entry.byte_offset) for s, entry in zip(ordered, frame.entries, strict=True))
-        path = f"{stem}-part-{part}.safetensors"
-        yield TargetFile(path, frame.nbytes, ((0, frame.header),), placed, {"pp": pp_rank, "tp": tp_rank})
-
-
-def _parts(stored: tuple[StoredTensor, ...], most: int | None) -> Iterator[list[StoredTensor]]:
-    """A new part starts where the next tensor would pass `most` bytes, as vLLM's own writer does."""
-    run: list[StoredTensor] = []
-    size = 0
-    for tensor in stored:
-        if most is not None and run and size + tensor.nbytes > most:
-            yield run
-            run, size = [], 0
-        run.append(tensor)
-        size += tensor.nbytes
-    yield run
-
-
-_Headers = dict[str, tuple[TargetFile, safetensors.Entry]]
+    for part, run in enumerate(in_parts(stored, target.max_shard_bytes)):
+        yield framed(f"{stem}-part-{part}.safetensors", run, {"pp": pp_rank, "tp": tp_rank})
 
 
 def _ranks(files: Files) -> dict[tuple[int, int], list[str]]:
@@ -238,19 +185,7 @@ def _degrees(ranks: Mapping[tuple[int, int], list[str]], files: Files) -> Parall
     return parallel
 
 
-def _headers(files: Files, paths: list[str]) -> _Headers:
-    found: _Headers = {}
-    for path in paths:
-        header = safetensors.read_header(files, path)
-        file = TargetFile(path, header.nbytes, (), ())
-        for entry in header.entries:
-            if entry.name in found:
-                raise CheckpointError(f"two parts hold it: {found[entry.name][0].path} and {path}", where=entry.name)
-            found[entry.name] = (file, entry)
-    return found
-
-
-def _stored_version(model: Model, headers: Mapping[tuple[int, int], _Headers], parallel: Parallel) -> VersionRules:
+def _stored_version(model: Model, headers: Mapping[tuple[int, int], Headers], parallel: Parallel) -> VersionRules:
     """The rules of the newest version that has the keys which the first rank has; of none has, those that come closest.
 
     Whoever wrote the files may have dealt the layers in a way of their own.
@@ -259,13 +194,13 @@ def _stored_version(model: Model, headers: Mapping[tuple[int, int], _Headers], p
     candidates = [replace(each, engine=with_partition(each.engine, counts)) for each in reversed(all_rules(model))]
 
     def unlike(candidate: VersionRules) -> int:
-        expected = rank_tensors(model, _AnyDtype(), candidate.engine, replace(parallel, tp=1), 0, 0)
+        expected = rank_tensors(model, AnyDtype(), candidate.engine, replace(parallel, tp=1), 0, 0)
         return len({stored.name for stored in expected} ^ set(headers[0, 0]))
 
     return min(candidates, key=unlike)
 
 
-def _stored_ep(model: Model, headers: Mapping[tuple[int, int], _Headers], parallel: Parallel) -> int:
+def _stored_ep(model: Model, headers: Mapping[tuple[int, int], Headers], parallel: Parallel) -> int:
     """Over how many ranks whole experts are shared, as the first axis of the stacked ones tells."""
     stacks = (
         entry.shape[0] for found in headers.values() for name, (_, entry) in found.items() if name.endswith("w2_weight") and entry.shape
@@ -274,7 +209,7 @@ def _stored_ep(model: Model, headers: Mapping[tuple[int, int], _Headers], parall
     return parallel.tp if held is not None and held < model.dimensions.get("experts", 0) else 1
 
 
-def _stored_partition(headers: Mapping[tuple[int, int], _Headers], layers: int, pp: int) -> tuple[int, ...]:
+def _stored_partition(headers: Mapping[tuple[int, int], Headers], layers: int, pp: int) -> tuple[int, ...]:
     """The layers that each stage's keys name."""
     held: list[set[int]] = [set() for _ in range(pp)]
     for (pp_rank, _), found in headers.items():
@@ -286,63 +221,6 @@ def _stored_partition(headers: Mapping[tuple[int, int], _Headers], layers: int, 
             why="Files of another model or another split are among them, or the config is another model's",
         )
     return counts
-
-
-def _standing_for(item: Placed, also: Mapping[str, str]) -> Iterator[Placed]:
-    """A tensor under the names of those that it stands for as well."""
-    sections = tuple(replace(section, name=also[section.name]) for section in item.tensor.sections if section.name in also)
-    if sections:
-        yield replace(item, tensor=replace(item.tensor, sections=sections))
-
-
-class _AnyDtype(Mapping[str, DType]):
-    """The element type of every weight, as far as a layout of shapes is concerned."""
-
-    def __getitem__(self, name: str) -> DType:
-        return F32
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
-
-
-def _matched(expected: tuple[StoredTensor, ...], found: _Headers, rank: str) -> Iterator[tuple[TargetFile, Placed]]:
-    """Each expected tensor where the file has it. Raises CheckpointError for one that is missing, of another shape, or not expected."""
-    surplus = dict(found)
-    for stored in expected:
-        if stored.name not in surplus:
-            raise CheckpointError(
-                f"{rank} does not hold it",
-                where=stored.name,
-                why="The engine would refuse to start",
-                do="Convert again, with all parts of this rank's file in place",
-            )
-        file, entry = surplus.pop(stored.name)
-        if entry.shape != stored.shape:
-            raise CheckpointError(
-                f"{rank} holds it as {list(entry.shape)}, {list(stored.shape)} is expected",
-                where=f"{stored.name} in {file.path}",
-                why="The files are for another number of ranks than there are, or the config is another model's",
-                do="Check that all ranks' files are there, and the config",
-            )
-        yield file, Placed(_as_found(stored, entry.dtype), entry.byte_offset)
-    if surplus:
-        name, (file, _) = next(iter(surplus.items()))
-        raise CheckpointError(
-            f"{rank} holds it, the engine knows no such key" + (f" (and {len(surplus) - 1} more)" if len(surplus) > 1 else ""),
-            where=f"{name} in {file.path}",
-            why="The engine would refuse to start",
-            do="Remove files of other conversions from the folder, or check the config",
-        )
-
-
-def _as_found(stored: StoredTensor, dtype: DType) -> StoredTensor:
-    """The tensor in the element type that the file has; a constant keeps its value."""
-    if stored.sections or stored.dtype == dtype or not stored.filled or len(stored.fill) == 1:
-        return replace(stored, dtype=dtype)
-    return replace(stored, dtype=dtype, fill=dtype.encoded(*struct.unpack("<f", stored.fill)))
 
 
 FORMAT = Vllm()

@@ -19,7 +19,7 @@ ORDER = [
     "declared_weights", "declarations", "skeletons", "shards", "index", "dcp_folder", "optimizers", "state_dicts", "collect", "rank_files",
     "flat_parameters", "wrappers", "join", "spellings", "canonical", "dequantization", "splits", "weight_counts",
     "collectives", "schedules", "activations", "estimates", "engines", "kv_cache", "serving", "layout", "torch_file",
-    "dcp_files", "model_files", "digests", "plans", "proof", "summaries", "engine.pool", "engine.journal", "engine.casts",
+    "dcp_files", "model_files", "engine_files", "digests", "plans", "proof", "summaries", "engine.pool", "engine.journal", "engine.casts",
     "engine.transfer", "engine.values", "engine.run", "compare", "views", "adapter", "registry", "verbs", "planning",
 ]  # fmt: skip
 OUTSIDE = {"__init__", "__main__", "containers", "engine"}

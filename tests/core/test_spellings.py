@@ -12,7 +12,7 @@ from reshard.architectures.llama import ARCHITECTURE as LLAMA
 from reshard.architectures.mixtral import ARCHITECTURE as MIXTRAL
 from reshard.boxes import Box, row_major
 from reshard.dtypes import from_torch
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, RequestError
 from reshard.extents import Extent, Piece
 from reshard.index import Index, ParamGroup, RunFacts, Tensor
 from reshard.shards import Shards
@@ -150,6 +150,19 @@ def test_canonical_names_are_left_alone():
     for model in (MOE, DENSE, FUSED, GPT2_MODEL):
         index = index_of(*(stored(name, numbers(weight.shape), files=files) for name, weight in model.weights.items()))
         assert respelled(index, model) is index and respelled(index, None) is index
+
+
+def test_published_names_need_no_sizes():
+    """A config that does not say all of them, or says too much, is no reason not to compare what is stored."""
+    files, layer = {}, "model.layers.700."
+    index = index_of(
+        stored(layer + "block_sparse_moe.experts.9.w1.weight", numbers((2, 2)), files=files),
+        stored("lm_head.weight", numbers((2, 2)), files=files),
+    )
+    assert respelled(index, Model(MIXTRAL, {})) is index
+    fused = index_of(stored(layer + "mlp.experts.down_proj", numbers((1, 2, 2)), files=files))
+    with pytest.raises(RequestError, match="vocab_size"):
+        respelled(fused, Model(MIXTRAL, {}))
 
 
 def test_names_of_another_model_mean_nothing():

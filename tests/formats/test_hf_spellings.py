@@ -386,3 +386,11 @@ def test_block_scales_are_fused_with_their_experts(tmp_path):
     down = safetensors.torch.load_file(values / "model.safetensors")[at + "down_proj"]
     blocks = tensors[at + "down_proj_scale_inv"].repeat_interleave(4, 1).repeat_interleave(4, 2)
     assert torch.equal(down, (tensors[at + "down_proj"].float() * blocks).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("reference", ["llama-bin", "llama-bin-sharded", "llama/model.safetensors"])
+def test_pickles_and_single_files_are_references_too(reference, tmp_path):
+    plan = reshard.plan(HF / "llama-sharded", to="hf", like=HF / reference)
+    assert not plan.layout.notes and [file.path for file in plan.layout.files] == ["model.safetensors"]
+    reshard.convert(plan, tmp_path / "out")
+    assert weights(tmp_path / "out") == weights(HF / "llama")

@@ -126,7 +126,7 @@ def test_what_has_no_nan_is_left_as_it_is():
 @pytest.mark.parametrize(
     "given, told",
     [
-        ({"path": "x"}, "names 'path'.*checkpoint, format, vocab_size, weights, strip_prefix, threads, whole_tensors"),
+        ({"path": "x"}, "names 'path'.*checkpoint, format, architecture, vocab_size, weights, strip_prefix, threads, whole_tensors"),
         ({"vocab_size": "250"}, "vocab_size is '250', a value of type int"),
         ({"whole_tensors": 1}, "whole_tensors is 1, a value of type bool"),
         ({"threads": 0}, "at least 1"),
@@ -135,6 +135,12 @@ def test_what_has_no_nan_is_left_as_it_is():
 def test_an_option_that_is_none_is_refused_with_those_there_are(given, told):
     with pytest.raises(RequestError, match=told):
         plugin.Options.of(given)
+
+
+def test_whole_tensors_are_read_where_the_user_says_so_or_declares_the_architecture():
+    assert plugin.Options().reason is None
+    assert "asks for it" in plugin.Options(whole_tensors=True).reason
+    assert "declared by the user" in plugin.Options(architecture="mine.py").reason
 
 
 def test_options_that_are_not_given_have_their_defaults():

@@ -1,0 +1,234 @@
+"""SGLang sharded_state: each rank's state dict as the engine itself holds it.
+
+    config.json, tokenizer files
+    model-rank-{tp}-part-{n}.safetensors          any number of parts, in any order
+
+The files are called as vLLM's, and so are most tensors; but there are no attention scales, experts always lie under `experts.`, routers
+where the model has them, and DeepSeek's fused projection has another name. The names of the files know no pipeline stage. SGLang reads them
+after its kernels have brought weights into their own form: quantised ones would have to be in the form of one machine, and are not written.
+
+Nothing in the files tells whose they are. What SGLang itself saved is taken for vLLM's, which it mostly is bit by bit, unless --format
+sglang says otherwise; what was written here has a manifest that does. Measured on SGLang 0.5.23 (every key and bit against real ranks,
+fixtures/sglang); its loader, ShardedStateLoader in model_loader/loader.py, is the same in 0.5.10.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from reshard.adapter import Hints
+from reshard.architecture import Model
+from reshard.canonical import Canonical, check_against_model
+from reshard.dtypes import F32
+from reshard.engine.run import MANIFEST
+from reshard.engine_files import AnyDtype, about_left_out, completed, framed, in_parts, matched, read_headers, served_model
+from reshard.engines import Beside, EngineRules, Fusion, check_degrees, rank_tensors, stored_dtypes, unserved
+from reshard.errors import CheckpointError, RequestError
+from reshard.files import Files
+from reshard.index import Index, RunFacts
+from reshard.layout import Layout, Placed, TargetFile, index_of
+from reshard.model_files import ModelFiles, read_json
+from reshard.parallel import Parallel
+from reshard.plans import Target
+from reshard.stored import StoredTensor
+
+OLDEST, NEWEST = "0.5.10", "0.5.23"
+_FILE = re.compile(r"model-rank-(?P<rank>\d+)-part-[^/]*\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What a model's class has of its own. settings: what the config has to say; without_bias: roles whose biases it does not have, and
+    leaves out; plain_heads: whether its heads are hidden / heads wide, whatever the config says; notes: what to know when it is started;
+    unserved: why there is no class that loads these files."""
+
+    tied: str = "head"
+    settings: tuple[tuple[str, object], ...] = ()
+    without_bias: frozenset[str] = frozenset()
+    plain_heads: bool = False
+    notes: tuple[str, ...] = ()
+    unserved: str | None = None
+
+
+_NO_MLP_BIAS = frozenset({"mlp.gate", "mlp.up", "mlp.down"})
+_UNFUSED = "start SGLang with --disable-shared-experts-fusion: otherwise it may take a shared expert for one more routed one"
+OWN = {
+    "llama": _Own(without_bias=_NO_MLP_BIAS),
+    "mistral": _Own(without_bias=_NO_MLP_BIAS),
+    "qwen2": _Own(),
+    "qwen3": _Own(),
+    "phi3": _Own(),
+    "gemma2": _Own(tied="embedding", settings=(("hidden_act", "gelu_pytorch_tanh"),)),
+    "gpt2": _Own(),
+    "mixtral": _Own(plain_heads=True),
+    "qwen2_moe": _Own(plain_heads=True),
+    "qwen3_moe": _Own(),
+    "deepseek_v2": _Own(settings=(("moe_layer_freq", 1), ("scoring_func", "softmax")), notes=(_UNFUSED,)),
+    "deepseek_v3": _Own(
+        settings=(("moe_layer_freq", 1), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
+        notes=(_UNFUSED,),
+    ),
+    "gpt_neox": _Own(unserved="it has no class for them; its Transformers backend's names were not measured"),
+}
+
+_FUSIONS = (
+    Fusion(("attention.q", "attention.k", "attention.v"), "qkv_proj"),
+    Fusion(("mlp.gate", "mlp.up"), "gate_up_proj"),
+    Fusion(("shared_expert.gate", "shared_expert.up"), "gate_up_proj"),
+    Fusion(("mla.q_a", "mla.kv_a"), "fused_qkv_a_proj_with_mqa"),
+    Fusion(("expert.gate", "expert.up"), "w13"),
+    Fusion(("expert.down",), "w2"),
+)
+
+
+class Sglang:
+    name = "sglang"
+    summary = "SGLang sharded_state: pre-sharded for tensor and expert parallel ranks"
+    owns = ("model-rank-*-part-*.safetensors",)
+    # The same file names: only a manifest tells them apart.
+    refines = ("vllm",)
+
+    def detect(self, files: Files) -> str | None:
+        if files.size(MANIFEST) is None or read_json(files, MANIFEST).get("format") != self.name:
+            return None
+        found = next((path for path in files.list() if _FILE.fullmatch(path)), None)
+        return found and f"{MANIFEST} says so"
+
+    def read(self, files: Files, hints: Hints) -> Index:
+        model = served_model(hints.model, hints.config, "SGLang")
+        headers = {rank: read_headers(files, paths) for rank, paths in _ranks(files).items()}
+        stacked = [entry.shape[0] for found in headers.values() for name, (_, entry) in found.items() if name.endswith(".w2_weight")]
+        ep = len(headers) if stacked and stacked[0] < model.dimensions.get("experts", 0) else 1
+        parallel, rules = Parallel(tp=len(headers), ep=ep), _rules(model)
+        check_degrees(model, rules, parallel)
+        placed: list[tuple[TargetFile, Placed]] = []
+        for rank, found in headers.items():
+            placed.extend(matched(rank_tensors(model, AnyDtype(), rules, parallel, rank, 0), found, f"rank {rank}"))
+        shapes = {weight.name: weight.shape for weight in model.weights.values()}
+        target_files = tuple({file.path: file for found in headers.values() for file, _ in found.values()}.values())
+        sizes = {"tp": parallel.tp, **({"ep": ep} if ep > 1 else {})}
+        facts = RunFacts("SGLang sharded_state", None, parallel=sizes, config=hints.config)
+        return index_of(self.name, iter(placed), shapes, files=target_files, facts=facts)
+
+    def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+        model = served_model(content.model, companions.config, "SGLang")
+        check_against_model(content, partial=False, strict=True)
+        rules = self.engine_rules(model, target)
+        own = OWN.get(model.architecture.family, _Own())
+        if content.states:
+            raise RequestError("SGLang loads weights, no optimizer state", do="Leave out --optimizer")
+        check_degrees(model, rules, target.parallel)
+        companions, notes = completed(companions, own.settings, "SGLang")
+        dtypes = stored_dtypes(model, rules, {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()})
+        files: list[TargetFile] = []
+        for rank in range(target.parallel.tp):
+            if target.wants({"tp": rank}):
+                files.extend(_framed(rank_tensors(model, dtypes, rules, target.parallel, rank, 0), target, rank))
+        left_out = unserved(model)
+        return Layout(
+            self.name,
+            tuple(files),
+            companions.sidecars(dtypes.values()),
+            target.parallel,
+            (*_about_version(model, target), *own.notes, *notes, *about_left_out(left_out, content)),
+            left_out=left_out,
+        )
+
+    def engine_rules(self, model: Model, target: Target) -> EngineRules:
+        """How the engine splits a model. Raises RequestError for a version or a model whose files are not known, and for stages."""
+        target.parallel.allow("tp", "ep", what="SGLang, whose files' names know no stage")
+        _about_version(model, target)
+        _check_served(model)
+        return _rules(model)
+
+
+def _rules(model: Model) -> EngineRules:
+    return EngineRules(
+        name="SGLang",
+        fusions=_FUSIONS,
+        beside=tuple(_beside(model)),
+        vocabulary_multiple=model.architecture.vocabulary_multiple or 64,
+        partition=lambda layers, pp: (layers,),
+        tied=OWN.get(model.architecture.family, _Own()).tied,
+        dtypes={"router.correction": F32},
+        equal_experts=True,
+    )
+
+
+def _beside(model: Model) -> Iterator[Beside]:
+    if model.architecture.family == "gemma2":
+        # A buffer that its class keeps beside the embedding, in the model's element type.
+        yield Beside("embedding", "normalizer", model.dimensions["hidden"] ** 0.5, None)
+
+
+def _check_served(model: Model) -> None:
+    own = OWN.get(model.architecture.family, _Own())
+    what = f"a {model.architecture.model_type} model"
+    if own.unserved:
+        raise RequestError(f"SGLang does not load {what} from such files: {own.unserved}", do="Convert to hf, which it loads as well")
+    if model.quantization:
+        raise RequestError(
+            "the weights are quantised",
+            why="SGLang reads these files after its kernels have changed the weights' form, which differs from machine to machine",
+            do="Convert to hf, which it loads as well, or add --dequantize",
+        )
+    width, plain = model.dimensions["head_dim"], model.dimensions["hidden"] // model.dimensions["heads"]
+    if own.plain_heads and width != plain:
+        raise RequestError(
+            f"SGLang's class for {what} has heads of hidden size / heads, {plain}; the config says {width}",
+            why="It would load a part of every head, and say nothing",
+            do="Serve it with another engine",
+        )
+    for part in model.parts:
+        if part.kind == "bias" and part.role in own.without_bias:
+            raise RequestError(
+                f"SGLang's class for {what} has no such bias", where=part.tensor, why="It would serve the model without it, and say nothing"
+            )
+
+
+def _about_version(model: Model, target: Target) -> list[str]:
+    """What to tell about the version that is asked for. Raises RequestError if its files are not known."""
+    text = target.engine_version or NEWEST
+    if not re.fullmatch(r"v?\d+(\.\d+)*([a-z+.-].*)?", text):
+        raise RequestError(f"--engine-version {text}: a version such as {NEWEST} is expected")
+    if _numbers(text) < _numbers(OLDEST):
+        raise RequestError(
+            f"--engine-version {text}: the oldest SGLang whose files are known is {OLDEST}", do="Convert to hf, which every version loads"
+        )
+    notes = [f"SGLang {text} is newer than the newest one measured, {NEWEST}"] if _numbers(text) > _numbers(NEWEST) else []
+    if model.architecture.family not in OWN:
+        notes.append(f"SGLang's own class for {model.architecture.model_type} was not compared; it may call or fuse tensors otherwise")
+    return notes
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in re.match(r"v?([\d.]+)", version)[1].strip(".").split("."))  # type: ignore[index]
+
+
+def _framed(stored: tuple[StoredTensor, ...], target: Target, rank: int) -> Iterator[TargetFile]:
+    for part, run in enumerate(in_parts(stored, target.max_shard_bytes)):
+        yield framed(f"model-rank-{rank}-part-{part}.safetensors", run, {"tp": rank})
+
+
+def _ranks(files: Files) -> dict[int, list[str]]:
+    """Rank -> its files. Raises CheckpointError if there are none, or a rank between the first and last is missing."""
+    found: dict[int, list[str]] = {}
+    for path in files.list():
+        if match := _FILE.fullmatch(path):
+            found.setdefault(int(match["rank"]), []).append(path)
+    if not found:
+        raise CheckpointError("no file here is called model-rank-*-part-*.safetensors", where=files.root, do="Give another --format")
+    for rank in range(max(found)):
+        if rank not in found:
+            raise CheckpointError(
+                f"the file of rank {rank} is not there",
+                where=files.root,
+                why=f"The other files are numbered up to {max(found)}",
+                do="Copy it from where the checkpoint was written",
+            )
+    return dict(sorted(found.items()))
+
+
+FORMAT = Sglang()

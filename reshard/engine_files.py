@@ -1,0 +1,156 @@
+"""Files of serving engines: per rank a safetensors file, or several parts of it, that hold its state dict under the engine's names.
+
+writing: stored tensors of a rank -> framed files          reading: headers of a rank's files, matched with what the rank must hold
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from reshard.architecture import Model
+from reshard.canonical import Canonical
+from reshard.containers import safetensors
+from reshard.dtypes import F32, DType
+from reshard.errors import CheckpointError, RequestError
+from reshard.files import Files
+from reshard.layout import Placed, TargetFile
+from reshard.model_files import ModelFiles
+from reshard.quantization import unknown_quantization
+from reshard.stored import StoredTensor
+
+Headers = dict[str, tuple[TargetFile, safetensors.Entry]]
+
+
+def served_model(model: Model | None, config: Mapping[str, object] | None, engine: str) -> Model:
+    """The model, if there is one. Raises RequestError that says why there is none, and what to do."""
+    if model is not None:
+        return model
+    if config is None:
+        raise RequestError(
+            "no config.json says which model this is",
+            why=f"{engine}'s files hold each rank's slices, which only the model's head counts explain",
+            do="Give the directory of the model's config with --model DIR",
+        )
+    if method := unknown_quantization(config):
+        raise RequestError(
+            f"the weights are quantised ({method}) in a way that is not known here",
+            why="How packed weights and their scales split over ranks is not guessed",
+            do=f"A conversion to hf, which {engine} loads as well, keeps them as they are",
+        )
+    raise RequestError(
+        f"the architecture {config.get('model_type')!r} is not declared",
+        why="How its weights split over ranks is not known, and is not guessed",
+        do="`reshard architectures --start CKPT > my.yaml` begins a declaration of it, which --architecture my.yaml takes. "
+        "A conversion to hf needs none",
+    )
+
+
+def completed(companions: ModelFiles, settings: Iterable[tuple[str, object]], engine: str) -> tuple[ModelFiles, list[str]]:
+    """The config with what the engine needs it to say, and what to tell about it."""
+    config = companions.config or {}
+    absent = {key: value for key, value in settings if key not in config}
+    if not absent:
+        return companions, []
+    told = ", ".join(f"{key}: {value}" for key, value in absent.items())
+    return replace(companions, config={**config, **absent}, derived=True), [f"config.json says {told} now, as {engine} needs it"]
+
+
+def about_left_out(left_out: Mapping[str, str], content: Canonical) -> list[str]:
+    """How to compare the result with its source where layers were left out."""
+    layers = sorted({name.split(".")[2] for name in left_out if name in content.tensors}, key=int)
+    globs = " ".join(f"--exclude 'model.layers.{layer}.*'" for layer in layers)
+    return [f"`reshard verify {globs}` compares all but the layers that were left out"] if layers else []
+
+
+def framed(path: str, stored: Iterable[StoredTensor], ranks: Mapping[str, int]) -> TargetFile:
+    """One safetensors file that holds those tensors."""
+    # Wide elements first keeps every tensor aligned to its element size.
+    ordered = sorted(stored, key=lambda s: -s.dtype.itemsize)
+    frame = safetensors.frame(((s.name, s.dtype, s.shape) for s in ordered), {"format": "pt"})
+    placed = tuple(Placed(s, entry.byte_offset) for s, entry in zip(ordered, frame.entries, strict=True))
+    return TargetFile(path, frame.nbytes, ((0, frame.header),), placed, ranks)
+
+
+def in_parts(stored: tuple[StoredTensor, ...], most: int | None) -> Iterator[list[StoredTensor]]:
+    """A new part starts where the next tensor would pass `most` bytes, as engines' own writers do."""
+    run: list[StoredTensor] = []
+    size = 0
+    for tensor in stored:
+        if most is not None and run and size + tensor.nbytes > most:
+            yield run
+            run, size = [], 0
+        run.append(tensor)
+        size += tensor.nbytes
+    yield run
+
+
+def read_headers(files: Files, paths: list[str]) -> Headers:
+    """What one rank's files hold. Raises CheckpointError if two of them hold the same name."""
+    found: Headers = {}
+    for path in paths:
+        header = safetensors.read_header(files, path)
+        file = TargetFile(path, header.nbytes, (), ())
+        for entry in header.entries:
+            if entry.name in found:
+                raise CheckpointError(f"two parts hold it: {found[entry.name][0].path} and {path}", where=entry.name)
+            found[entry.name] = (file, entry)
+    return found
+
+
+class AnyDtype(Mapping[str, DType]):
+    """The element type of every weight, as far as a layout of shapes is concerned."""
+
+    def __getitem__(self, name: str) -> DType:
+        return F32
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def matched(expected: tuple[StoredTensor, ...], found: Headers, rank: str) -> Iterator[tuple[TargetFile, Placed]]:
+    """Each expected tensor where the file has it. Raises CheckpointError for one that is missing, of another shape, or not expected."""
+    surplus = dict(found)
+    for stored in expected:
+        if stored.name not in surplus:
+            raise CheckpointError(
+                f"{rank} does not hold it",
+                where=stored.name,
+                why="The engine would refuse to start",
+                do="Convert again, with all parts of this rank's file in place",
+            )
+        file, entry = surplus.pop(stored.name)
+        if entry.shape != stored.shape:
+            raise CheckpointError(
+                f"{rank} holds it as {list(entry.shape)}, {list(stored.shape)} is expected",
+                where=f"{stored.name} in {file.path}",
+                why="The files are for another number of ranks than there are, or the config is another model's",
+                do="Check that all ranks' files are there, and the config",
+            )
+        yield file, Placed(_as_found(stored, entry.dtype), entry.byte_offset)
+    if surplus:
+        name, (file, _) = next(iter(surplus.items()))
+        raise CheckpointError(
+            f"{rank} holds it, the engine knows no such key" + (f" (and {len(surplus) - 1} more)" if len(surplus) > 1 else ""),
+            where=f"{name} in {file.path}",
+            why="The engine would refuse to start",
+            do="Remove files of other conversions from the folder, or check the config",
+        )
+
+
+def standing_for(item: Placed, also: Mapping[str, str]) -> Iterator[Placed]:
+    """A tensor under the names of those that it stands for as well."""
+    sections = tuple(replace(section, name=also[section.name]) for section in item.tensor.sections if section.name in also)
+    if sections:
+        yield replace(item, tensor=replace(item.tensor, sections=sections))
+
+
+def _as_found(stored: StoredTensor, dtype: DType) -> StoredTensor:
+    """The tensor in the element type that the file has; a constant keeps its value."""
+    if stored.sections or stored.dtype == dtype or not stored.filled or len(stored.fill) == 1:
+        return replace(stored, dtype=dtype)
+    return replace(stored, dtype=dtype, fill=dtype.encoded(*struct.unpack("<f", stored.fill)))
