@@ -141,7 +141,7 @@ class Sglang:
         )
 
     def engine_rules(self, model: Model, target: Target) -> EngineRules:
-        """How the engine splits a model. Raises RequestError for a version or a model whose files are not known."""
+        """How the engine splits a model. Raises RequestError for a version or a model whose files are not known, and for stages."""
         target.parallel.allow("tp", "ep", what="SGLang, whose files' names know no stage")
         _about_version(model, target)
         _check_served(model)

@@ -46,13 +46,11 @@ class DType:
         return float(struct.unpack("<f", struct.pack("<I", (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000))[0])
 
     def encoded(self, value: float) -> bytes:
-        """The bytes of one element. Raises ValueError for a type or a value of which that is not exact."""
-        found = (
-            struct.pack("<f", value)[2:] if self.name == "BF16" else struct.pack({"F64": "<d", "F32": "<f", "F16": "<e"}[self.name], value)
-        )
-        if self.name == "BF16" and struct.pack("<f", value)[:2] != b"\0\0":
-            raise ValueError(f"{value} has no {self}")
-        return found
+        """The bytes of one element of 16 to 64 bits with the value, rounded to the nearest, ties to even."""
+        if self.name != "BF16":
+            return struct.pack({"F64": "<d", "F32": "<f", "F16": "<e"}[self.name], value)
+        (word,) = struct.unpack("<I", struct.pack("<f", value))
+        return struct.pack("<H", (word + 0x7FFF + (word >> 16 & 1)) >> 16)
 
     def __str__(self) -> str:
         return self.name

@@ -104,7 +104,7 @@ def check_degrees(model: Model, rules: EngineRules, parallel: Parallel) -> None:
             f"--tp {parallel.tp} does not fit this model: {reason}",
             where=name,
             why=f"{rules.name} would refuse it, or give ranks parts of a head",
-            do=f"Legal tensor-parallel sizes are {', '.join(map(str, legal))}",
+            do=f"Legal tensor-parallel sizes are {', '.join(map(str, legal)) or 'none: the model cannot be served so'}",
         )
     if unfit := stage_problem(model, rules, parallel.pp):
         raise RequestError(

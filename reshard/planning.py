@@ -103,6 +103,8 @@ def degrees(
     if not hasattr(engine, "engine_rules"):
         able = (name for name, found in registry.formats().items() if hasattr(found, "engine_rules"))
         raise RequestError(f"--to {to}: no serving engine loads it rank by rank", do=f"Those that do are {', '.join(able)}")
+    if gpu_memory is None and (max_model_len or reserve):
+        raise RequestError("how much fits depends on the memory of a GPU, which is not said", do="Say it with --gpu-memory, such as 80GiB")
     asked = Target(to, ONE_RANK, verbs.dtype_named(dtype), keep_dtype, engine_version)
     if _is_bare(source):
         described, dtypes = _declared_model(find_described(source, architecture), asked, dequantize)

@@ -107,9 +107,11 @@ class LazyTensor:
     def _blocks(self, dtype: DType) -> Iterator[tuple[int, tuple[int, ...], Block]]:
         """All that is read, a block at a time: the element of this tensor that it starts at, its strides there, its words. They are good
         until the next."""
+        workers: dict[int, Worker] = {}
         for section in self._stored.sections:
             source = self._sources[section.name]
-            values, worker = Values(source, dtype), Worker(self._files, max(source.dtype.itemsize, 4 if source.scaling else 1))
+            values, size = Values(source, dtype), max(source.dtype.itemsize, 4 if source.scaling else 1)
+            worker = workers.get(size) or workers.setdefault(size, Worker(self._files, size))
             for box in blocks(section.box.sizes):
                 start = section.start + sum(offset * stride for offset, stride in zip(box.offsets, section.strides, strict=True))
                 yield start, section.strides, values.read(worker, box.shifted(section.box.offsets))

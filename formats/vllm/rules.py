@@ -70,13 +70,15 @@ class _Moved:
 @dataclass(frozen=True, slots=True)
 class _Own:
     """What a model's class has of its own. as_stored: roles of fused weights that stay fused as the model has them, and since when.
-    quantizes_router: unless the config says that the router is not quantised. settings: what the config has to say."""
+    quantizes_router: unless the config says that the router is not quantised. settings: what the config has to say.
+    keeps_normalizer_until: before that version the factor of embeddings is a key.
+    """
 
     moved: tuple[_Moved, ...] = ()
     every_stage: tuple[str, ...] = ()
     as_stored: tuple[tuple[Numbers, str], ...] = ()
     tied: str = "head"
-    since: Numbers = _VERSIONS[0].since
+    keeps_normalizer_until: Numbers = ()
     experts_share_ranks: bool = False
     stages_need_experts: bool = False
     quantizes_router: bool = False
@@ -85,7 +87,8 @@ class _Own:
     @property
     def changes(self) -> set[Numbers]:
         """The versions with which something changed."""
-        return {since for moved in self.moved for since, _ in moved.to} | {since for since, _ in self.as_stored}
+        moved = {since for moved in self.moved for since, _ in moved.to}
+        return moved | {since for since, _ in self.as_stored} | {self.keeps_normalizer_until}
 
 
 _ENDS = ("embedding", "position_embedding", "final_norm", "head")
@@ -121,8 +124,7 @@ _MODELS: dict[str, _Own] = {
     "qwen2": _Own(),
     "qwen3": _Own(),
     "phi3": _Own(),
-    # Before 0.9.2 it has its normalizer as a key.
-    "gemma2": _Own(every_stage=_ENDS, tied="embedding", since=(0, 9, 2)),
+    "gemma2": _Own(every_stage=_ENDS, tied="embedding", keeps_normalizer_until=(0, 9, 2)),
     "gpt2": _Own(every_stage=_ENDS),
     # Through the Transformers backend since 0.32: heads keep their q, k and v together.
     "gpt_neox": _Own(
@@ -218,7 +220,7 @@ def rules_for(model: Model, version: str) -> VersionRules:
 def all_rules(model: Model) -> tuple[VersionRules, ...]:
     """The rules of all versions between which something changed for this model, oldest first."""
     own = _MODELS.get(model.architecture.family, _Own())
-    first = max(own.since, _QUANTIZED_SINCE) if model.quantization else own.since
+    first = _QUANTIZED_SINCE if model.quantization else _VERSIONS[0].since
     since = sorted({first, *own.changes, *(version.since for version in _VERSIONS)})
     return tuple(_rules(model, numbers, own) for numbers in since if numbers >= first)
 
@@ -242,6 +244,8 @@ def _text(numbers: Numbers) -> str:
 
 def _rules(model: Model, since: Numbers, own: _Own) -> VersionRules:
     version = [row for row in _VERSIONS if row.since <= since][-1]
+    # A square root, rounded to the model's type when it is written.
+    normalizer = [Beside("embedding", "normalizer", model.dimensions["hidden"] ** 0.5, None)] if since < own.keeps_normalizer_until else []
     fusions = (
         Fusion(("attention.q", "attention.k", "attention.v"), "qkv_proj"),
         Fusion(("mlp.gate", "mlp.up"), "gate_up_proj"),
@@ -253,7 +257,7 @@ def _rules(model: Model, since: Numbers, own: _Own) -> VersionRules:
     engine = EngineRules(
         name="vLLM",
         fusions=fusions,
-        beside=tuple(_beside(model, version)),
+        beside=(*_beside(model, version), *normalizer),
         vocabulary_multiple=model.architecture.vocabulary_multiple or 64,
         partition=partition,
         every_stage=frozenset(own.every_stage),

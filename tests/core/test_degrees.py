@@ -9,24 +9,26 @@ from fnmatch import fnmatchcase
 import pytest
 import safetensors.torch
 import torch
-from places import DCP, FIXTURES, HF, REFERENCES, open_case
+from places import DCP, FIXTURES, HF, REFERENCES, open_case, served
 from published import DEEPSEEK_V3, LLAMA_70B
 
 import reshard
-from reshard import kv_cache
+from reshard import kv_cache, registry
 from reshard.architecture import find_model
 from reshard.errors import RequestError
 
-MODELS = sorted(path.parent.name for path in HF.glob("*/config.json") if (path.parent / "model.safetensors").exists())
-assert len(MODELS) >= 14
+MODELS = sorted(path.parent.name for folder in ("hf", "hf_fp8") for path in (FIXTURES / folder).glob("*/model.safetensors"))
+assert len(MODELS) >= 20
+ENGINES = sorted(name for name, found in registry.formats().items() if hasattr(found, "engine_rules"))
+assert {"vllm", "sglang"} <= set(ENGINES)
 GIB = 2**30
 
 
-def laid_out(source, **asked):
+def laid_out(source, to="vllm", **asked):
     """Per (stage, rank) what a conversion lays out: bytes in all, and which box of which weight takes how many of them."""
     held, origins = Counter(), {}
-    for file in reshard.plan(source, to="vllm", **asked).layout.files:
-        rank = file.ranks["pp"], file.ranks["tp"]
+    for file in reshard.plan(source, to=to, **asked).layout.files:
+        rank = file.ranks.get("pp", 0), file.ranks["tp"]
         for item in file.tensors:
             tensor = item.tensor
             held[rank] += tensor.nbytes
@@ -35,9 +37,9 @@ def laid_out(source, **asked):
     return held, origins
 
 
-def is_legal(source, **asked):
+def is_legal(source, to="vllm", **asked):
     try:
-        reshard.plan(source, to="vllm", **asked)
+        reshard.plan(source, to=to, **asked)
     except RequestError:
         return False
     return True
@@ -46,14 +48,22 @@ def is_legal(source, **asked):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("ep", [False, True], ids=["tp", "ep"])
-def test_every_stage_holds_what_a_conversion_lays_out(model, pp, ep):
+@pytest.mark.parametrize("to", ENGINES)
+def test_every_stage_holds_what_a_conversion_lays_out(model, pp, ep, to):
     """Legal or not, bytes of the fullest rank, and those that it shares with others of its stage."""
-    for row in reshard.degrees(HF / model, to="vllm", tp=(1, 2, 3, 4, 8), pp=(pp,), ep=ep).rows:
+    try:
+        rows = reshard.degrees(served(model), to=to, tp=(1, 2, 3, 4, 8), pp=(pp,), ep=ep).rows
+    except RequestError as refusal:
+        with pytest.raises(RequestError) as raised:
+            reshard.plan(served(model), to=to, pp=pp)
+        assert str(raised.value) == str(refusal)
+        return
+    for row in rows:
         sizes = {"tp": row.parallel.tp, "pp": pp, "ep": row.parallel.ep}
-        assert (row.problem is None) == is_legal(HF / model, **sizes), row
+        assert (row.problem is None) == is_legal(served(model), to, **sizes), row
         if row.problem is not None:
             continue
-        held, origins = laid_out(HF / model, **sizes)
+        held, origins = laid_out(served(model), to, **sizes)
         for stage, found in enumerate(row.stages):
             ranks = [rank for rank in held if rank[0] == stage]
             assert found.weights == max(held[rank] for rank in ranks)
@@ -63,11 +73,17 @@ def test_every_stage_holds_what_a_conversion_lays_out(model, pp, ep):
         assert row.fullest.weights == max(held.values())
 
 
+@pytest.mark.parametrize("to", ENGINES)
+def test_every_engine_serves_a_llama_and_experts_at_some_degree(to):
+    for model in ("llama", "qwen3_moe"):
+        assert not all(row.problem for row in reshard.degrees(HF / model, to=to, tp=(1, 2)).rows)
+
+
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_the_fullest_rank_holds_as_much_as_one_of_real_vllm(reference):
     expected = json.loads(reference.read_text())
     ep = expected.get("ep", 1) > 1
-    (row,) = reshard.degrees(HF / expected["model"], to="vllm", tp=(expected["tp"],), pp=(expected["pp"],), ep=ep).rows
+    (row,) = reshard.degrees(served(expected["model"]), to="vllm", tp=(expected["tp"],), pp=(expected["pp"],), ep=ep).rows
     sizes = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
     real = [sum(math.prod(t["shape"]) * sizes[t["dtype"]] for t in tensors.values()) for tensors in expected["ranks"].values()]
     assert row.fullest.weights == max(real)
@@ -103,10 +119,19 @@ def test_a_checkpoint_that_leaves_something_unsaid_is_asked_about():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_bare_config_says_the_same_as_the_checkpoint(model, tmp_path):
-    (tmp_path / "config.json").write_bytes((HF / model / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes((served(model) / "config.json").read_bytes())
     for ep in (False, True):
-        bare, whole = (reshard.degrees(folder, to="vllm", pp=(1, 2), ep=ep) for folder in (tmp_path, HF / model))
+        bare, whole = (reshard.degrees(folder, to="vllm", pp=(1, 2), ep=ep) for folder in (tmp_path, served(model)))
         assert bare == whole
+
+
+def test_a_model_that_is_not_declared_is_taken_for_one_that_is_named(tmp_path):
+    folder = folder_of(tmp_path, LLAMA_70B, model_type="somebodys_own")
+    for ask in (lambda **said: reshard.degrees(folder, to="vllm", **said), lambda **said: reshard.estimate(folder, **said)):
+        with pytest.raises(RequestError, match=r"'somebodys_own' is not declared.*--architecture"):
+            ask()
+    assert reshard.degrees(folder, to="vllm", tp=(1,), architecture="llama").rows[0].fullest.weights > 2 * 70_553_706_496
+    assert reshard.estimate(folder, architecture="llama").parameters == 70_553_706_496
 
 
 def test_a_bare_config_without_an_element_type_is_asked_for_one(tmp_path):
@@ -218,11 +243,11 @@ def test_the_type_of_the_cache_is_an_option(tmp_path):
 
 
 def test_layers_with_a_window_remember_no_more_than_it(tmp_path):
-    types = ["sliding_attention", "full_attention"] * 40
+    types = ["sliding_attention", "full_attention", "full_attention", "full_attention"] * 20
     folder = folder_of(tmp_path, LLAMA_70B, sliding_window=4096, layer_types=types)
     (row,) = reshard.degrees(folder, to="vllm", tp=(4,), gpu_memory=80 * GIB, max_model_len=32768).rows
     (stage,) = row.stages
-    assert stage.cache_per_sequence == stage.cache_per_token // 80 * (40 * 4096 + 40 * 32768)
+    assert stage.cache_per_sequence == stage.cache_per_token // 80 * (20 * 4096 + 60 * 32768)
     assert row.room.sequences == row.room.cache // stage.cache_per_sequence
     assert row.room.tokens == row.room.cache * 32768 // stage.cache_per_sequence
 
@@ -242,6 +267,7 @@ def test_a_window_of_which_the_config_does_not_say_whose_it_is_is_told(tmp_path)
         ({"to": "vllm", "kv_dtype": "int3"}, "--kv-dtype int3"),
         ({"to": "vllm", "gpu_memory": GIB, "gpu_memory_utilization": 90}, "such as 0.9"),
         ({"to": "vllm", "engine_version": "0.1"}, "oldest"),
+        ({"to": "vllm", "max_model_len": 8192}, "--gpu-memory"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(asked, words):

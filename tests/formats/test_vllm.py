@@ -9,7 +9,7 @@ from places import FIXTURES, HF, MODELS, OLDER, REFERENCES, VLLM, open_case, pat
 import reshard
 from reshard import registry
 from reshard.architecture import find_model
-from reshard.engines import check_degrees
+from reshard.engines import check_degrees, legal_tensor_parallel_sizes
 from reshard.errors import CheckpointError, RequestError
 from reshard.parallel import Parallel
 from reshard.plans import Target
@@ -19,7 +19,8 @@ WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3
 DEGREES = [(model, tp, pp, 1) for model in SERVED for tp, pp in ((1, 1), (8, 1), (2, 2))]
 DEGREES += [(model, tp, pp, 1) for model in MODELS for tp, pp in ((2, 1), (4, 1))]
 DEGREES += [(model, tp, pp, tp) for model in WITH_EXPERTS for tp, pp in ((4, 1), (2, 2))]
-QUANTIZED = sorted({path.parent.name for path in REFERENCES} & {path.name for path in (FIXTURES / "hf_fp8").iterdir()})
+_FP8 = [json.loads(path.read_text()) for path in REFERENCES if not (HF / path.parent.name).is_dir()]
+QUANTIZED = [(said["model"], said["tp"], said.get("ep", 1)) for said in _FP8]
 
 
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda path: f"{path.parent.name}-{path.stem}")
@@ -53,11 +54,10 @@ def test_what_was_written_reads_back(model, tp, pp, ep, tmp_path):
     assert reshard.fingerprint(tmp_path / "out").root == printed.root == reshard.fingerprint(served(model)).root
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("model", QUANTIZED)
-def test_quantised_weights_read_back_with_their_scales(model, tp, tmp_path):
+@pytest.mark.parametrize("model, tp, ep", QUANTIZED)
+def test_quantised_weights_read_back_with_their_scales(model, tp, ep, tmp_path):
     """Scales are 32 bits wide in the engine, whatever the source has."""
-    plan = reshard.plan(served(model), to="vllm", tp=tp)
+    plan = reshard.plan(served(model), to="vllm", tp=tp, ep=ep)
     assert all("cast" in loss for loss in reshard.roundtrip(plan).losses)
     printed = reshard.convert(plan, tmp_path / "out")
     assert reshard.verify(served(model), tmp_path / "out", cast=True).equal
@@ -103,8 +103,9 @@ def test_what_real_vllm_refuses_is_refused(said):
     config = json.loads((served(said["model"]) / "config.json").read_text())
     model = find_model({**config, **said["overrides"]})
     rules = registry.writer("vllm").engine_rules(model, Target("vllm"))
-    check_degrees(model, rules, Parallel())
-    with pytest.raises(RequestError, match=r"Legal tensor-parallel sizes are 1|no experts|fewer stages"):
+    for tp in legal_tensor_parallel_sizes(model, rules):
+        check_degrees(model, rules, Parallel(tp))
+    with pytest.raises(RequestError, match=r"Legal tensor-parallel sizes are (1|none)|no experts|fewer stages"):
         check_degrees(model, rules, Parallel(said["tp"], said["pp"], said.get("ep", 1)))
 
 
@@ -114,6 +115,12 @@ def test_the_scale_buffers_are_there_from_0_14_on(version, scales, tmp_path):
     names = stored(tmp_path / "out" / "model-rank-0-part-0.safetensors")
     assert sum(name.endswith("_scale") for name in names) == scales
     assert reshard.verify(HF / "llama", tmp_path / "out").equal
+
+
+def test_blocks_are_not_cut_even_where_the_engine_would_repeat_their_scales():
+    with pytest.raises(RequestError, match=r"experts\.0\..* each of 2 ranks has 64, no whole blocks of 128.*sizes are 1\."):
+        reshard.plan(served("qwen3_moe-fp8-block"), to="vllm", tp=2)
+    assert reshard.plan(served("qwen3_moe-fp8-block"), to="vllm", tp=2, ep=2).totals().files == 2
 
 
 def test_stages_need_a_version_that_names_them():

@@ -14,7 +14,7 @@ import socket
 import sys
 import traceback
 
-SPELLED = {"torch.bfloat16": "BF16", "torch.float32": "F32", "torch.float16": "F16"}
+SPELLED = {"torch.bfloat16": "BF16", "torch.float32": "F32", "torch.float16": "F16", "torch.float8_e4m3fn": "F8_E4M3"}
 
 
 def rank_state(options: dict[str, object], rank: int, ranks: int, port: int) -> dict[str, dict[str, object]]:
@@ -90,9 +90,15 @@ if __name__ == "__main__":
     # Only the answer goes to stdout.
     answer_to = os.dup(1)
     os.dup2(2, 1)
+    import torch
     import vllm.model_executor.models.llama  # noqa: F401  imported once, before the ranks are forked
+    from vllm.model_executor.models import registry
     from vllm.plugins import load_general_plugins
 
+    # A process of its own for each question about a model class keeps CUDA out of this one; here are no GPUs.
+    registry._run_in_subprocess = lambda ask: ask()
+    # A kernel is chosen when a layer is made, and none is called here: let those for FP8 blocks be found on any CPU.
+    torch.cpu._is_amx_tile_supported = lambda: True
     load_general_plugins()
     os.write(answer_to, json.dumps(all_ranks(json.loads(sys.argv[1]))).encode())
     os._exit(0)
