@@ -184,3 +184,10 @@ def test_what_its_config_says_is_a_claim(key, value, why, tmp_path):
     else:
         with pytest.raises((CheckpointError, RequestError), match=why):
             reshard.open(tmp_path / "out")
+
+
+def test_there_and_back_for_real_finds_wider_routers_whole_and_a_narrower_cast_lost(tmp_path):
+    opened = reshard.open(HF / "mixtral")
+    assert reshard.verbs.materialize(plan("mixtral", 2), opened, work=tmp_path) == []
+    lost = reshard.verbs.materialize(plan("mixtral", 2, dtype="fp16"), opened, work=tmp_path)
+    assert len(lost) >= 2 * len(opened.index.tensors) - 4 and all("BF16 on the left" in each for each in lost)
