@@ -41,13 +41,16 @@ _FILE = re.compile(r"model-rank-(?P<rank>\d+)-part-[^/]*\.safetensors")
 @dataclass(frozen=True, slots=True)
 class _Own:
     """What a model's class has of its own. settings: what the config has to say; without_bias: roles whose biases it does not have, and
-    leaves out; plain_heads: whether its heads are hidden / heads wide, whatever the config says; notes: what to know when it is started;
-    unserved: why there is no class that loads these files."""
+    leaves out; plain_heads: whether its heads are hidden / heads wide, whatever the config says; all_sparse: whether all its layers have
+    experts, likewise; experts_share_ranks: see EngineRules; notes: what to know when it is started; unserved: why there is no class that
+    loads these files."""
 
     tied: str = "head"
     settings: tuple[tuple[str, object], ...] = ()
     without_bias: frozenset[str] = frozenset()
     plain_heads: bool = False
+    all_sparse: bool = False
+    experts_share_ranks: bool = False
     notes: tuple[str, ...] = ()
     unserved: str | None = None
 
@@ -63,11 +66,12 @@ OWN = {
     "gemma2": _Own(tied="embedding", settings=(("hidden_act", "gelu_pytorch_tanh"),)),
     "gpt2": _Own(),
     "mixtral": _Own(plain_heads=True),
-    "qwen2_moe": _Own(plain_heads=True),
-    "qwen3_moe": _Own(),
-    "deepseek_v2": _Own(settings=(("moe_layer_freq", 1), ("scoring_func", "softmax")), notes=(_UNFUSED,)),
+    "qwen2_moe": _Own(plain_heads=True, all_sparse=True, experts_share_ranks=True),
+    "qwen3_moe": _Own(all_sparse=True, experts_share_ranks=True),
+    "deepseek_v2": _Own(settings=(("moe_layer_freq", 1), ("scoring_func", "softmax")), experts_share_ranks=True, notes=(_UNFUSED,)),
     "deepseek_v3": _Own(
         settings=(("moe_layer_freq", 1), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
+        experts_share_ranks=True,
         notes=(_UNFUSED,),
     ),
     "gpt_neox": _Own(unserved="it has no class for them; its Transformers backend's names were not measured"),
@@ -145,14 +149,16 @@ class Sglang:
 
 
 def _rules(model: Model) -> EngineRules:
+    own = OWN.get(model.architecture.family, _Own())
     return EngineRules(
         name="SGLang",
         fusions=_FUSIONS,
         beside=tuple(_beside(model)),
         vocabulary_multiple=model.architecture.vocabulary_multiple or 64,
         partition=lambda layers, pp: (layers,),
-        tied=OWN.get(model.architecture.family, _Own()).tied,
+        tied=own.tied,
         dtypes={"router.correction": F32},
+        experts_share_ranks=own.experts_share_ranks,
         equal_experts=True,
     )
 
@@ -179,6 +185,13 @@ def _check_served(model: Model) -> None:
         raise RequestError(
             f"SGLang's class for {what} has heads of hidden size / heads, {plain}; the config says {width}",
             why="It would load a part of every head, and say nothing",
+            do="Serve it with another engine",
+        )
+    dense = set(range(model.dimensions["layers"])) - model.sparse_layers
+    if own.all_sparse and dense:
+        raise RequestError(
+            f"SGLang's class for {what} has experts in every layer, whatever the config says; layer {min(dense)} has none",
+            why="It would serve experts that were never loaded, and say nothing",
             do="Serve it with another engine",
         )
     for part in model.parts:
@@ -209,7 +222,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _framed(stored: tuple[StoredTensor, ...], target: Target, rank: int) -> Iterator[TargetFile]:
     for part, run in enumerate(in_parts(stored, target.max_shard_bytes)):
-        yield framed(f"model-rank-{rank}-part-{part}.safetensors", run, {"tp": rank})
+        yield framed(f"model-rank-{rank}-part-{part}.safetensors", run, {"format": "pt"}, {"tp": rank})
 
 
 def _ranks(files: Files) -> dict[int, list[str]]:

@@ -64,11 +64,11 @@ def about_left_out(left_out: Mapping[str, str], content: Canonical) -> list[str]
     return [f"`reshard verify {globs}` compares all but the layers that were left out"] if layers else []
 
 
-def framed(path: str, stored: Iterable[StoredTensor], ranks: Mapping[str, int]) -> TargetFile:
-    """One safetensors file that holds those tensors."""
+def framed(path: str, stored: Iterable[StoredTensor], metadata: Mapping[str, str], ranks: Mapping[str, int]) -> TargetFile:
+    """One safetensors file that holds those tensors; `ranks` says for whom."""
     # Wide elements first keeps every tensor aligned to its element size.
     ordered = sorted(stored, key=lambda s: -s.dtype.itemsize)
-    frame = safetensors.frame(((s.name, s.dtype, s.shape) for s in ordered), {"format": "pt"})
+    frame = safetensors.frame(((s.name, s.dtype, s.shape) for s in ordered), metadata)
     placed = tuple(Placed(s, entry.byte_offset) for s, entry in zip(ordered, frame.entries, strict=True))
     return TargetFile(path, frame.nbytes, ((0, frame.header),), placed, ranks)
 

@@ -15,7 +15,7 @@ from reshard.dtypes import DType
 from reshard.errors import RequestError
 from reshard.mosaics import Mosaic, joined, stacked
 from reshard.parallel import Parallel, stage_layers
-from reshard.roles import Heads
+from reshard.roles import Heads, Split
 from reshard.splits import SplitRules, problem, shard
 from reshard.stored import StoredTensor, constant
 
@@ -47,33 +47,39 @@ class Beside:
 class EngineRules:
     """How a serving engine lays out one rank's weights.
 
-    partition: (number of layers, pp) -> layers per stage. vocabulary_multiple: to which the rows of tables are padded. every_stage: roles
-    of the model's ends that all stages hold. as_stored: roles of fused weights that stay as the model has them. tied: the role under whose
-    name a tied table is stored where a stage has both, or "both". names: of modules, by the role of what is first in them, where the engine
-    has names of its own; {layer} is a layer's number within its stage. renames: patterns of names, in order, and what takes their place.
-    dtypes: of roles whose element type is not the source's (None: that of the model). shared: kinds of scales of which fused experts keep
-    one for all. experts_share_ranks: whether there must be no more tensor-parallel ranks than experts; equal_experts: whether ranks that
-    share experts must have equally many; stages_need_experts: whether every stage must have a layer with some.
+    partition: (number of layers, pp) -> layers per stage. vocabulary_multiple: to which the rows of tables are padded; None for the
+    number of ranks. every_stage: roles of the model's ends that all stages hold. as_stored: roles of fused weights that stay as the
+    model has them. tied: the role under whose name a tied table is stored where a stage has both, or "both". names: of modules, by the
+    role of what is first in them, where the engine has names of its own; {layer} is a layer's number within its stage. renames:
+    patterns of names, in order, and what takes their place. splits: of roles that ranks share otherwise than usual. dtypes: of roles
+    whose element type is not the source's (None: that of the model). shared: kinds of scales of which fused experts keep one for all.
+    experts_share_ranks: whether there must be no more tensor-parallel ranks than experts; equal_experts: whether ranks that share
+    experts must have equally many; stages_need_experts: whether every stage must have a layer with some.
     """
 
     name: str
     fusions: tuple[Fusion, ...]
     beside: tuple[Beside, ...]
-    vocabulary_multiple: int
+    vocabulary_multiple: int | None
     partition: Callable[[int, int], tuple[int, ...]]
     every_stage: frozenset[str] = frozenset()
     as_stored: frozenset[str] = frozenset()
     tied: str = "head"
     names: Mapping[str, str] = field(default_factory=dict)
     renames: tuple[tuple[str, str], ...] = ()
+    splits: Mapping[str, Split] = field(default_factory=dict)
     dtypes: Mapping[str, DType | None] = field(default_factory=dict)
     shared: frozenset[str] = frozenset()
     experts_share_ranks: bool = False
     equal_experts: bool = False
     stages_need_experts: bool = False
 
-    def split_rules(self, model: Model) -> SplitRules:
-        return SplitRules(model.dimensions, self.vocabulary_multiple)
+    def split_rules(self, model: Model, tp: int) -> SplitRules:
+        return SplitRules(model.dimensions, self.vocabulary_multiple or tp)
+
+    def split(self, part: Part) -> Part:
+        """The part with the split that it has here."""
+        return replace(part, split=self.splits[part.role]) if part.role in self.splits else part
 
     def renamed(self, name: str) -> str:
         for pattern, replacement in self.renames:
@@ -98,7 +104,7 @@ def check_degrees(model: Model, rules: EngineRules, parallel: Parallel) -> None:
             f"--tp {parallel.tp} does not fit this model: {reason}",
             where=name,
             why=f"{rules.name} would refuse it, or give ranks parts of a head",
-            do=f"Legal tensor-parallel sizes are {', '.join(map(str, legal))}",
+            do=f"Legal tensor-parallel sizes are {', '.join(map(str, legal)) or 'none: the model cannot be served so'}",
         )
     if unfit := stage_problem(model, rules, parallel.pp):
         raise RequestError(
@@ -123,9 +129,9 @@ def legal_tensor_parallel_sizes(model: Model, rules: EngineRules, *, with_expert
 
 def degree_problem(model: Model, rules: EngineRules, tp: int, ep: int = 1) -> tuple[str, str] | None:
     """The first weight that does not split over `tp` ranks (experts: over `ep`, whole), and why; None if all do."""
-    split_rules, experts = rules.split_rules(model), model.dimensions.get("experts", 0)
+    split_rules, experts = rules.split_rules(model, tp), model.dimensions.get("experts", 0)
     for part in _kinds_of_parts(model, rules.as_stored):
-        reason = problem(part, 1 if part.expert is not None and ep > 1 else tp, split_rules)
+        reason = problem(rules.split(part), 1 if part.expert is not None and ep > 1 else tp, split_rules)
         if reason:
             return part.tensor, reason
     if max(ep, tp if rules.experts_share_ranks else 1) > max(1, experts):
@@ -253,7 +259,7 @@ class Rank:
 
     def _shard(self, part: Part) -> Mosaic:
         tp = 1 if part.expert is not None and self.parallel.ep > 1 else self.parallel.tp
-        array = shard(part, tp, self.tp_rank if tp > 1 else 0, self.rules.split_rules(self.model))
+        array = shard(self.rules.split(part), tp, self.tp_rank if tp > 1 else 0, self.rules.split_rules(self.model, self.parallel.tp))
         return array.flattened() if part.scale and not any(part.grain) else array
 
     def _experts(self, members: list[Part], fusion: Fusion | None) -> Held:

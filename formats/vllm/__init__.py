@@ -150,7 +150,7 @@ def _check_router(model: Model, version: VersionRules) -> None:
 def _framed(stored: tuple[StoredTensor, ...], target: Target, tp_rank: int, pp_rank: int) -> Iterator[TargetFile]:
     stem = f"model-pp-{pp_rank}-tp-{tp_rank}" if target.parallel.pp > 1 else f"model-rank-{tp_rank}"
     for part, run in enumerate(in_parts(stored, target.max_shard_bytes)):
-        yield framed(f"{stem}-part-{part}.safetensors", run, {"pp": pp_rank, "tp": tp_rank})
+        yield framed(f"{stem}-part-{part}.safetensors", run, {"format": "pt"}, {"pp": pp_rank, "tp": tp_rank})
 
 
 def _ranks(files: Files) -> dict[tuple[int, int], list[str]]:

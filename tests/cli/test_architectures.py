@@ -98,6 +98,23 @@ def test_where_all_layers_have_experts_all_are_sparse(tmp_path):
     assert started(renamed("mixtral", tmp_path / "m")).endswith("\nsparse: all\n")
 
 
+def test_a_missing_head_is_asked_about_and_rotary_frequencies_are_dropped(tmp_path):
+    source = renamed("llama-tied", tmp_path / "m")
+    config = json.loads((source / "config.json").read_text())
+    assert "tie_word_embeddings" not in started(source) and config.pop("tie_word_embeddings") is True
+    (source / "config.json").write_text(json.dumps(config))
+    tensors = safetensors.torch.load_file(source / "model.safetensors")
+    frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in (0, 1)}
+    safetensors.torch.save_file({**tensors, **frequencies}, source / "model.safetensors")
+    text = started(source)
+    assert '\ndefaults: {tie_word_embeddings: "?"}    # no head is stored' in text
+    assert "\ndropped:\n  model.layers.{layer}.self_attn.rotary_emb.inv_freq: every engine computes it" in text
+    assert "inv_freq" not in text.split("dropped:")[0]
+    (tmp_path / "my.yaml").write_text(text.replace('"?"}', "true}"))
+    plan = reshard("convert", source, tmp_path / "out", "--to", "vllm", "--architecture", tmp_path / "my.yaml")
+    assert plan.code == 0 and "rotary_emb" in plan.out, plan.err
+
+
 def test_a_name_that_is_usual_with_a_shape_that_is_not_is_left_open(tmp_path):
     source = renamed("qwen2", tmp_path / "m", head_dim=16)
     assert 'q_proj.weight: "?"    # stored as [256, 256]; an attention.q, as which it is called, would be [128, 256]' in started(source)

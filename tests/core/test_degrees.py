@@ -125,6 +125,15 @@ def test_a_bare_config_says_the_same_as_the_checkpoint(model, tmp_path):
         assert bare == whole
 
 
+def test_a_model_that_is_not_declared_is_taken_for_one_that_is_named(tmp_path):
+    folder = folder_of(tmp_path, LLAMA_70B, model_type="somebodys_own")
+    for ask in (lambda **said: reshard.degrees(folder, to="vllm", **said), lambda **said: reshard.estimate(folder, **said)):
+        with pytest.raises(RequestError, match=r"'somebodys_own' is not declared.*--architecture"):
+            ask()
+    assert reshard.degrees(folder, to="vllm", tp=(1,), architecture="llama").rows[0].fullest.weights > 2 * 70_553_706_496
+    assert reshard.estimate(folder, architecture="llama").parameters == 70_553_706_496
+
+
 def test_a_bare_config_without_an_element_type_is_asked_for_one(tmp_path):
     config = json.loads((HF / "llama" / "config.json").read_text())
     config.pop("dtype")

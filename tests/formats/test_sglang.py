@@ -15,7 +15,7 @@ from reshard.parallel import Parallel
 from reshard.plans import Target
 
 REFERENCES = sorted((FIXTURES / "sglang").glob("*/*.json"))
-WITH_EXPERTS = ("mixtral-narrow", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+WITH_EXPERTS = ("mixtral-narrow", "qwen2_moe", "qwen3_moe-sparse", "deepseek_v2", "deepseek_v3")
 SERVED = (*MODELS, "gemma2", "gpt2", "phi3", *WITH_EXPERTS)
 DEGREES = [(model, tp, 1) for model in SERVED for tp in (1, 8)] + [(model, tp, tp) for model in WITH_EXPERTS for tp in (2, 4)]
 
@@ -91,6 +91,7 @@ def test_experts_that_do_not_come_out_even_are_refused():
         ("llama", {"pp": 2}, "know no stage"),
         ("llama-biased", {}, "has no such bias"),
         ("mixtral", {}, "the config says 32"),
+        ("qwen3_moe", {}, "layer 1 has none"),
         ("gpt_neox", {}, "no class"),
         ("llama", {"engine_version": "0.4.9"}, "oldest"),
         ("llama", {"engine_version": "latest"}, "a version such as"),

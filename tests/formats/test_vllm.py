@@ -9,7 +9,7 @@ from places import FIXTURES, HF, MODELS, OLDER, REFERENCES, VLLM, open_case, pat
 import reshard
 from reshard import registry
 from reshard.architecture import find_model
-from reshard.engines import check_degrees
+from reshard.engines import check_degrees, legal_tensor_parallel_sizes
 from reshard.errors import CheckpointError, RequestError
 from reshard.parallel import Parallel
 from reshard.plans import Target
@@ -103,8 +103,9 @@ def test_what_real_vllm_refuses_is_refused(said):
     config = json.loads((served(said["model"]) / "config.json").read_text())
     model = find_model({**config, **said["overrides"]})
     rules = registry.writer("vllm").engine_rules(model, Target("vllm"))
-    check_degrees(model, rules, Parallel())
-    with pytest.raises(RequestError, match=r"Legal tensor-parallel sizes are 1|no experts|fewer stages"):
+    for tp in legal_tensor_parallel_sizes(model, rules):
+        check_degrees(model, rules, Parallel(tp))
+    with pytest.raises(RequestError, match=r"Legal tensor-parallel sizes are (1|none)|no experts|fewer stages"):
         check_degrees(model, rules, Parallel(said["tp"], said["pp"], said.get("ep", 1)))
 
 
