@@ -35,9 +35,11 @@ def rank_state(options: dict[str, object], rank: int, ranks: int, port: int) -> 
         ensure_model_parallel_initialized(options.get("tensor_parallel_size", 1), options.get("pipeline_parallel_size", 1))
         with set_default_torch_dtype(config.model_config.dtype):
             model = initialize_model(vllm_config=config)
-        # What is not loaded must not look as if it were because memory was handed out again.
+        # What is not loaded must not look as if it were because memory was handed out again. Placeholders of FP8 scales, which have no
+        # axes, may stay as they are.
         for parameter in model.parameters():
-            parameter.data.view(torch.uint8 if parameter.element_size() == 1 else torch.int16).fill_(0x5A)
+            if parameter.ndim:
+                parameter.data.view(torch.uint8 if parameter.element_size() == 1 else torch.int16).fill_(0x5A)
         get_model_loader(config.load_config).load_weights(model, config.model_config)
         state = ShardedStateLoader._filter_subtensors(model.state_dict())
     return {key: described(tensor) for key, tensor in sorted(state.items()) if tensor.numel()}
