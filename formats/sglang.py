@@ -15,7 +15,7 @@ fixtures/sglang); its loader, ShardedStateLoader in model_loader/loader.py, is t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from reshard.adapter import Hints
@@ -95,10 +95,8 @@ class Sglang:
     refines = ("vllm",)
 
     def detect(self, files: Files) -> str | None:
-        if files.size(MANIFEST) is None or read_json(files, MANIFEST).get("format") != self.name:
-            return None
         found = next((path for path in files.list() if _FILE.fullmatch(path)), None)
-        return found and f"{MANIFEST} says so"
+        return f"{MANIFEST} says so" if found and _manifest(files).get("format") == self.name else None
 
     def read(self, files: Files, hints: Hints) -> Index:
         model = served_model(hints.model, hints.config, "SGLang")
@@ -146,6 +144,14 @@ class Sglang:
         _about_version(model, target)
         _check_served(model)
         return _rules(model)
+
+
+def _manifest(files: Files) -> Mapping[str, object]:
+    """What a conversion noted beside the files; nothing if it cannot be read: then the files themselves are all there is."""
+    try:
+        return read_json(files, MANIFEST) if files.size(MANIFEST) is not None else {}
+    except CheckpointError:
+        return {}
 
 
 def _rules(model: Model) -> EngineRules:

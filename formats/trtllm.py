@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,6 +164,7 @@ class Trtllm:
         config = hints.config if hints.config and "model_type" in hints.config else _as_hugging_face(said)
         model = served_model(find_model(config, hints.architecture), config, "TensorRT-LLM")
         parallel = _sizes(said)
+        _check_complete(files, parallel)
         rules = _checked_rules(model, parallel)
         headers = [read_headers(files, [f"rank{rank}.safetensors"]) for rank in range(parallel.tp * parallel.pp)]
         placed: list[tuple[TargetFile, Placed]] = []
@@ -196,8 +197,7 @@ class Trtllm:
                 files.append(framed(f"rank{rank}.safetensors", held, {"format": "pt"}, ranks))
         config = json.dumps(_config(model, target.parallel, main), indent=4) + "\n"
         carried = (sidecar for sidecar in companions.sidecars(dtypes.values()) if sidecar.path != CONFIG)
-        notes = ("build engines of it with trtllm-build; releases that build none load hf instead",)
-        return Layout(self.name, tuple(files), (*carried, Sidecar(CONFIG, config.encode())), target.parallel, notes)
+        return Layout(self.name, tuple(files), (*carried, Sidecar(CONFIG, config.encode())), target.parallel, tuple(_notes(model)))
 
     def engine_rules(self, model: Model, target: Target) -> EngineRules:
         """How the engine splits a model. Raises RequestError for a model whose checkpoints are not known."""
@@ -243,6 +243,13 @@ def _checked_rules(model: Model, parallel: Parallel) -> EngineRules:
             f"--pp {parallel.pp}: there are only {model.dimensions['layers']} layers", why="TensorRT-LLM refuses a stage without one"
         )
     return rules
+
+
+def _notes(model: Model) -> Iterator[str]:
+    yield "build engines of it with trtllm-build; releases that build none load hf instead"
+    window = model.config.get("sliding_window")
+    if window and model.config.get("use_sliding_window", True):
+        yield f"the sliding window of {window} is no part of the checkpoint: it is asked for at run time (--max_attention_window_size)"
 
 
 def _one_dtype(model: Model, dtypes: Mapping[str, DType]) -> DType:
@@ -315,7 +322,8 @@ def _as_hugging_face(said: Mapping[str, Any]) -> dict[str, Any]:
             why="How its weights lie in the ranks' files is not guessed",
             do=f"Known are {', '.join(_CLASSES)}",
         )
-    algorithms = {value for value in (said.get("quantization") or {}).values() if isinstance(value, str)}
+    moe, quantization = (value if isinstance(value := said.get(key), dict) else {} for key in ("moe", "quantization"))
+    algorithms = {value for value in quantization.values() if isinstance(value, str)}
     if algorithms:
         raise CheckpointError(
             f"the weights are quantised ({', '.join(sorted(algorithms))})", where=CONFIG, do="Convert the checkpoint that it was made from"
@@ -324,14 +332,16 @@ def _as_hugging_face(said: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError("its tables are not cut by rows", where=CONFIG, why="Only checkpoints whose tables are so are read")
     config = {theirs: said[ours] for ours, theirs in _SHARED_KEYS.items() if said.get(ours) is not None}
     config |= {value.key: said[key] for key, value in _OWN[family].says.items() if isinstance(value, Copied) and key in said}
-    moe = said.get("moe") or {}
     if moe.get("num_experts"):
-        config |= {"num_local_experts" if family == "mixtral" else "num_experts": moe["num_experts"], "num_experts_per_tok": moe["top_k"]}
+        config |= {
+            "num_local_experts" if family == "mixtral" else "num_experts": moe["num_experts"],
+            "num_experts_per_tok": moe.get("top_k"),
+        }
         config |= {} if family == "mixtral" else {"norm_topk_prob": bool(moe.get("normalization_mode"))}
     if said.get("rotary_base") is not None:
         config |= {"rope_theta": said["rotary_base"], "rope_scaling": said.get("rotary_scaling")}
     if family == "gpt2":
-        config |= {"n_inner": said["intermediate_size"], "activation_function": "gelu_new"}
+        config |= {"n_inner": said.get("intermediate_size"), "activation_function": "gelu_new"}
     elif family == "mixtral" or family.startswith("qwen"):
         config["hidden_act"] = "silu"
     return {"architectures": [said["architecture"]], "model_type": family, "torch_dtype": said.get("dtype"), **config}
@@ -345,6 +355,18 @@ def _sizes(said: Mapping[str, Any]) -> Parallel:
     if mapping.get("world_size", tp * pp) != tp * pp * cp:
         raise CheckpointError(f"its mapping says {dict(mapping)}, which does not multiply to the world size", where=CONFIG)
     return Parallel(tp=tp, pp=pp, ep=ep)
+
+
+def _check_complete(files: Files, parallel: Parallel) -> None:
+    held = {int(match["rank"]) for path in files.list() if (match := _FILE.fullmatch(path))}
+    missing = next((rank for rank in range(parallel.tp * parallel.pp) if rank not in held), None)
+    if missing is not None:
+        raise CheckpointError(
+            "it is not there",
+            where=f"rank{missing}.safetensors",
+            why=f"{CONFIG} says {parallel}, so there are {parallel.tp * parallel.pp} ranks",
+            do="Copy it from where the checkpoint was written",
+        )
 
 
 FORMAT = Trtllm()

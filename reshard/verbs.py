@@ -30,7 +30,7 @@ from reshard.optimizers import is_master_key
 from reshard.outputs import WORK_FOLDER
 from reshard.parallel import Parallel
 from reshard.plans import Plan, Target, make_plan
-from reshard.proof import RoundTrip, compose, prove
+from reshard.proof import RoundTrip, compose, prove, widens
 from reshard.rank_files import check_steps
 from reshard.spellings import respelled
 from reshard.stored import whole
@@ -390,14 +390,16 @@ def materialize(
         convert(plan(there_opened, to=back_format, optimizer=selection.optimizer, **sizes), back, **effort)
         left = Side(source.files, source.index, content)
         losses: list[str] = []
+        # What was made wider holds the same values; any other cast is a loss, and is found as one.
+        casts = [route for route in made.routes if route.is_cast]
+        wider = bool(casts) and all(widens(route) for route in casts)
         for name, found in (
             (f"there ({made.layout.format})", there_opened),
             (f"back ({back_format})", open(back, model=source.model_files.path, architecture=source.architecture)),
         ):
             result = Comparison()
-            for nbytes in compare(
-                left, Side(found.files, found.index, found.content(selection, model=content.model)), result, workers=workers, memory=memory
-            ):
+            right = Side(found.files, found.index, found.content(selection, model=content.model))
+            for nbytes in compare(left, right, result, with_cast=wider, workers=workers, memory=memory):
                 if progress:
                     progress(nbytes)
             losses.extend(f"{difference.name}: {name}: {difference.detail}" for difference in result.differences)

@@ -50,6 +50,8 @@ def test_what_was_written_is_told_from_vllms_and_reads_back(model, tp, ep, tmp_p
 @pytest.mark.parametrize("model", ["llama", "llama-tied", "qwen3", "mixtral-narrow", "qwen2_moe"])
 def test_without_a_manifest_it_is_opened_as_an_older_vllms(model, tmp_path):
     reshard.convert(plan(model, 2), tmp_path / "out")
+    (tmp_path / "out" / "reshard.json").write_text('{"format": "sgl')
+    assert reshard.open(tmp_path / "out").format == "vllm"
     (tmp_path / "out" / "reshard.json").unlink()
     assert reshard.open(tmp_path / "out").format == "vllm"
     assert reshard.open(tmp_path / "out", format="sglang").format == "sglang"

@@ -161,3 +161,33 @@ def test_tables_that_are_not_cut_are_refused(tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), "use_parallel_embedding": False}))
     with pytest.raises(CheckpointError, match="not cut by rows"):
         reshard.open(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "key, value, why",
+    [
+        ("architecture", "FalconForCausalLM", "FalconForCausalLM"),
+        ("quantization", {"quant_algo": "FP8"}, "quantised"),
+        ("mapping", {"world_size": 2, "tp_size": 10**12, "pp_size": 1}, "world size"),
+        ("mapping", {"world_size": 10**12, "tp_size": 10**12, "pp_size": 1}, "rank2.safetensors"),
+        ("num_attention_heads", "eight", "positive number"),
+        ("quantization", [], None),
+        ("moe", "none", None),
+    ],
+)
+def test_what_its_config_says_is_a_claim(key, value, why, tmp_path):
+    reshard.convert(plan("llama", 2), tmp_path / "out")
+    path = tmp_path / "out" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    if why is None:
+        assert reshard.verify(HF / "llama", tmp_path / "out").equal
+    else:
+        with pytest.raises((CheckpointError, RequestError), match=why):
+            reshard.open(tmp_path / "out")
+
+
+def test_there_and_back_for_real_finds_wider_routers_whole_and_a_narrower_cast_lost(tmp_path):
+    opened = reshard.open(HF / "mixtral")
+    assert reshard.verbs.materialize(plan("mixtral", 2), opened, work=tmp_path) == []
+    lost = reshard.verbs.materialize(plan("mixtral", 2, dtype="fp16"), opened, work=tmp_path)
+    assert len(lost) >= 2 * len(opened.index.tensors) - 4 and all("BF16 on the left" in each for each in lost)
