@@ -48,8 +48,7 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
     """Each check as (what, passed, detail)."""
     made = work / "deepseek_v3"
     subprocess.run([python, ROOT / "fixtures" / "models.py", made.name, made], check=True, stderr=subprocess.DEVNULL)
-    dense = [(HF / model, tp) for model, tp in (("llama", 1), ("llama", 2), ("llama-tied", 2), ("qwen2", 2), ("qwen3", 1), ("qwen3", 2))]
-    for folder, tp in (*dense, (HF / "mixtral", 1), (HF / "mixtral", 2), (made, 1), (made, 2)):
+    for folder, tp in ((folder, tp) for folder in (HF / "llama", HF / "qwen3", HF / "mixtral", made) for tp in (1, 2)):
         model = folder.name
         sharded = converted(reshard, folder, work / f"{model}-tp{tp}", "--to", "vllm", "--tp", str(tp))
         whole = decode(python, folder, tp, "auto")
