@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @click.command("plan")
 @click.argument("source")
-@click.option("--to", required=True, metavar="ENGINE", help="The serving engine's format, such as vllm.")
+@click.option("--to", default="vllm", metavar="ENGINE", help="The serving engine's format (default vllm).")
 @click.option("--tp", type=options.Numbers(), default="1,2,4,8", metavar="N,N,..", help="Tensor-parallel sizes (default 1,2,4,8).")
-@click.option("--pp", type=options.Numbers(), default="1", metavar="N,N,..", help="Pipeline-parallel sizes (default 1).")
+@click.option("--pp", type=options.Numbers(), default="1,2", metavar="N,N,..", help="Pipeline-parallel sizes (default 1,2).")
 @click.option("--ep", is_flag=True, help="Tensor-parallel ranks share whole experts.")
 @click.option(
     "--gpu-memory", type=options.Size(), metavar="SIZE", help="Of one GPU, such as 80GiB: how many tokens fit beside the weights."

@@ -15,7 +15,7 @@ def folder(tmp_path):
 
 
 def test_the_table_says_what_each_gpu_holds_and_why_not(folder):
-    shown = reshard("plan", folder, "--to", "vllm", "--tp", "2,3,16", "--gpu-memory", "80GiB", "--max-model-len", 8192)
+    shown = reshard("plan", folder, "--to", "vllm", "--tp", "2,3,16", "--pp", "1", "--gpu-memory", "80GiB", "--max-model-len", 8192)
     assert shown.code == 0
     rows = [" ".join(line.split()) for line in shown.out.splitlines() if line[:4].strip().isdigit()]
     assert rows == [
@@ -60,12 +60,18 @@ def test_the_document_has_stable_keys():
     assert without["memory"] is None and all(row["room"] is None for row in without["degrees"])
 
 
+def test_without_a_word_it_is_vllm_at_the_usual_degrees():
+    shown = reshard("plan", HF / "llama").out
+    rows = [tuple(map(int, line.split()[:2])) for line in shown.splitlines() if line[:4].strip().isdigit()]
+    assert rows == [(tp, pp) for pp in (1, 2) for tp in (1, 2, 4, 8)]
+
+
 def test_experts_shared_by_ranks_have_a_column_of_their_own():
     assert "EP" in reshard("plan", HF / "mixtral", "--to", "vllm", "--tp", "2", "--ep").out
     assert "EP" not in reshard("plan", HF / "mixtral", "--to", "vllm", "--tp", "2").out
 
 
-@pytest.mark.parametrize("arguments", [(), ("--to", "hf"), ("--to", "vllm", "--tp", "two"), ("--to", "vllm", "--gpu-memory", "much")])
+@pytest.mark.parametrize("arguments", [("--to", "hf"), ("--to", "vllm", "--tp", "two"), ("--to", "vllm", "--gpu-memory", "much")])
 def test_what_cannot_be_answered_is_bad_usage(arguments):
     result = reshard("plan", HF / "llama", *arguments)
     assert result.code == 2 and result.out == "" and result.err
