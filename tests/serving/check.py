@@ -51,8 +51,10 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
     for folder, tp in ((folder, tp) for folder in (HF / "llama", HF / "qwen3", HF / "mixtral", made) for tp in (1, 2)):
         model = folder.name
         sharded = converted(reshard, folder, work / f"{model}-tp{tp}", "--to", "vllm", "--tp", str(tp))
-        whole = decode(python, folder, tp, "auto")
-        found = decode(python, sharded, tp, "sharded_state")
+        # Of several sequences at once, attention over latents on a CPU answers one thing today and another tomorrow, in vLLM itself.
+        options: dict[str, object] = {"max_num_seqs": 1} if folder == made else {}
+        whole = decode(python, folder, tp, "auto", **options)
+        found = decode(python, sharded, tp, "sharded_state", **options)
         yield compared(f"{model} at TP {tp}: sharded_state decodes as the Hugging Face folder", found, whole)
         if (model, tp) == ("llama", 2):
             rank1 = sharded / "model-rank-1-part-0.safetensors"

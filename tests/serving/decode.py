@@ -24,9 +24,8 @@ def decode(model: str, tp: int, load_format: str, options: dict[str, object]) ->
         enforce_eager=True,
         kv_cache_memory_bytes=64 << 20,
         max_model_len=64,
-        max_num_seqs=4,
         disable_log_stats=True,
-        **options,
+        **{"max_num_seqs": 4, **options},
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, logprobs=1, ignore_eos=True, detokenize=False)
     outputs = engine.generate([{"prompt_token_ids": list(prompt)} for prompt in PROMPTS], sampling, use_tqdm=False)
