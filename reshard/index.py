@@ -44,6 +44,11 @@ class Tensor:
     scaling: Scaling | None = None
 
     @property
+    def dtypes(self) -> tuple[DType, ...]:
+        """The element types that are read for it: its own, and that of its scales."""
+        return (self.dtype, self.scaling.scales.dtype) if self.scaling else (self.dtype,)
+
+    @property
     def elements(self) -> int:
         return math.prod(self.shape)
 

@@ -89,8 +89,7 @@ class Route:
     @property
     def dtypes(self) -> tuple[DType, ...]:
         """The element types that are read and written."""
-        scaling = self.source.scaling
-        return (self.source.dtype, self.target.dtype, *((scaling.scales.dtype,) if scaling else ()))
+        return (*self.source.dtypes, self.target.dtype)
 
 
 @dataclass(frozen=True, slots=True)

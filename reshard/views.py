@@ -110,7 +110,7 @@ class LazyTensor:
         workers: dict[int, Worker] = {}
         for section in self._stored.sections:
             source = self._sources[section.name]
-            values, size = Values(source, dtype), max(source.dtype.itemsize, 4 if source.scaling else 1)
+            values, size = Values(source, dtype), max(each.itemsize for each in source.dtypes)
             worker = workers.get(size) or workers.setdefault(size, Worker(self._files, size))
             for box in blocks(section.box.sizes):
                 start = section.start + sum(offset * stride for offset, stride in zip(box.offsets, section.strides, strict=True))
