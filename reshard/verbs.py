@@ -112,20 +112,12 @@ def open(
 
     Raises: CheckpointError if it is incomplete or contradicts itself, RequestError if its format is unknown.
     """
-    opened = _opened(path, format=format, model=model, vocab_size=vocab_size, architecture=architecture)
+    opened = _opened(path, format, model, vocab_size, named_architecture(architecture) if architecture is not None else None)
     _check_architecture_is_used([opened])
     return opened
 
 
-def _opened(
-    path: PathLike,
-    *,
-    format: str | None = None,
-    model: PathLike | None = None,
-    vocab_size: int | None = None,
-    architecture: Architecture | PathLike | None = None,
-) -> Checkpoint:
-    named = named_architecture(architecture) if architecture is not None else None
+def _opened(path: PathLike, format: str | None, model: PathLike | None, vocab_size: int | None, named: Architecture | None) -> Checkpoint:
     files = open_tree(path)
     found, reason = (registry.reader(format), "named by --format") if format else registry.detect(files)
     model_files = find_model_files(LocalFiles(model) if model is not None else files)
@@ -167,11 +159,11 @@ def open_both(
     opened = []
     for path in (left, right):
         own = model is None or find_model_files(open_tree(path)).config is not None
-        opened.append(_opened(path, model=None if own else model, vocab_size=vocab_size, architecture=named))
+        opened.append(_opened(path, None, None if own else model, vocab_size, named))
     for i, other in ((0, 1), (1, 0)):
         known = (opened[other].model_files.config or {}).get("vocab_size")
         if opened[i].index.facts.asks and not opened[other].index.facts.asks and known:
-            opened[i] = _opened(opened[i].path, vocab_size=known, architecture=named)
+            opened[i] = _opened(opened[i].path, None, None, known, named)
     _check_architecture_is_used(opened)
     return opened[0], opened[1]
 
