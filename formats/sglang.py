@@ -15,24 +15,34 @@ fixtures/sglang); its loader, ShardedStateLoader in model_loader/loader.py, is t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from reshard.adapter import Hints
 from reshard.architecture import Model
-from reshard.canonical import Canonical, check_against_model
+from reshard.canonical import Canonical
 from reshard.dtypes import F32
 from reshard.engine.run import MANIFEST
-from reshard.engine_files import AnyDtype, about_left_out, completed, framed, in_parts, matched, read_headers, served_model
-from reshard.engines import Beside, EngineRules, Fusion, check_degrees, rank_tensors, stored_dtypes, unserved
+from reshard.engine_files import (
+    about_left_out,
+    completed,
+    degrees_of,
+    framed_parts,
+    index_of_ranks,
+    paths_by_rank,
+    read_headers,
+    served_content,
+    served_model,
+    with_stored_experts,
+)
+from reshard.engine_versions import about_version, version_numbers
+from reshard.engines import EngineRules, Fusion, check_degrees, normalizer, rank_tensors, stored_dtypes, unserved
 from reshard.errors import CheckpointError, RequestError
 from reshard.files import Files
 from reshard.index import Index, RunFacts
-from reshard.layout import Layout, Placed, TargetFile, index_of
+from reshard.layout import Layout, TargetFile
 from reshard.model_files import ModelFiles, read_json
-from reshard.parallel import Parallel
 from reshard.plans import Target
-from reshard.stored import StoredTensor
 
 OLDEST, NEWEST = "0.5.10", "0.5.23"
 _FILE = re.compile(r"model-rank-(?P<rank>\d+)-part-[^/]*\.safetensors")
@@ -40,12 +50,14 @@ _FILE = re.compile(r"model-rank-(?P<rank>\d+)-part-[^/]*\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """What a model's class has of its own. settings: what the config has to say; without_bias: roles whose biases it does not have, and
-    leaves out; plain_heads: whether its heads are hidden / heads wide, whatever the config says; all_sparse: whether all its layers have
-    experts, likewise; experts_share_ranks: see EngineRules; notes: what to know when it is started; unserved: why there is no class that
-    loads these files."""
+    """What a model's class has of its own. keeps_normalizer: whether the factor of embeddings is a key; settings: what the config has to
+    say; without_bias: roles whose biases it does not have, and leaves out; plain_heads: whether its heads are hidden / heads wide, whatever
+    the config says; all_sparse: whether all its layers have experts, likewise; experts_share_ranks: see EngineRules; notes: what to know
+    when it is started; unserved: why there is no class that loads these files.
+    """
 
     tied: str = "head"
+    keeps_normalizer: bool = False
     settings: tuple[tuple[str, object], ...] = ()
     without_bias: frozenset[str] = frozenset()
     plain_heads: bool = False
@@ -63,7 +75,7 @@ OWN = {
     "qwen2": _Own(),
     "qwen3": _Own(),
     "phi3": _Own(),
-    "gemma2": _Own(tied="embedding", settings=(("hidden_act", "gelu_pytorch_tanh"),)),
+    "gemma2": _Own(tied="embedding", keeps_normalizer=True, settings=(("hidden_act", "gelu_pytorch_tanh"),)),
     "gpt2": _Own(),
     "mixtral": _Own(plain_heads=True),
     "qwen2_moe": _Own(plain_heads=True, all_sparse=True, experts_share_ranks=True),
@@ -100,34 +112,25 @@ class Sglang:
 
     def read(self, files: Files, hints: Hints) -> Index:
         model = served_model(hints.model, hints.config, "SGLang")
-        headers = {rank: read_headers(files, paths) for rank, paths in _ranks(files).items()}
-        stacked = [entry.shape[0] for found in headers.values() for name, (_, entry) in found.items() if name.endswith(".w2_weight")]
-        ep = len(headers) if stacked and stacked[0] < model.dimensions.get("experts", 0) else 1
-        parallel, rules = Parallel(tp=len(headers), ep=ep), _rules(model)
-        check_degrees(model, rules, parallel)
-        placed: list[tuple[TargetFile, Placed]] = []
-        for rank, found in headers.items():
-            placed.extend(matched(rank_tensors(model, AnyDtype(), rules, parallel, rank, 0), found, f"rank {rank}"))
-        shapes = {weight.name: weight.shape for weight in model.weights.values()}
-        target_files = tuple({file.path: file for found in headers.values() for file, _ in found.values()}.values())
-        sizes = {"tp": parallel.tp, **({"ep": ep} if ep > 1 else {})}
+        ranks = paths_by_rank(files, _FILE)
+        headers = {rank: read_headers(files, paths) for rank, paths in ranks.items()}
+        parallel = with_stored_experts(degrees_of(ranks, files), model, headers.values())
+        sizes = {"tp": parallel.tp, **({"ep": parallel.ep} if parallel.ep > 1 else {})}
         facts = RunFacts("SGLang sharded_state", None, parallel=sizes, config=hints.config)
-        return index_of(self.name, iter(placed), shapes, files=target_files, facts=facts)
+        return index_of_ranks(self.name, model, _rules(model), parallel, headers, facts)
 
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
-        model = served_model(content.model, companions.config, "SGLang")
-        check_against_model(content, partial=False, strict=True)
+        model = served_content(content, companions, "SGLang")
         rules = self.engine_rules(model, target)
         own = OWN.get(model.architecture.family, _Own())
-        if content.states:
-            raise RequestError("SGLang loads weights, no optimizer state", do="Leave out --optimizer")
         check_degrees(model, rules, target.parallel)
         companions, notes = completed(companions, own.settings, "SGLang")
         dtypes = stored_dtypes(model, rules, {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()})
         files: list[TargetFile] = []
         for rank in range(target.parallel.tp):
             if target.wants({"tp": rank}):
-                files.extend(_framed(rank_tensors(model, dtypes, rules, target.parallel, rank, 0), target, rank))
+                stored = rank_tensors(model, dtypes, rules, target.parallel, rank, 0)
+                files.extend(framed_parts(f"model-rank-{rank}", stored, target.max_shard_bytes, {"tp": rank}))
         left_out = unserved(model)
         return Layout(
             self.name,
@@ -159,7 +162,7 @@ def _rules(model: Model) -> EngineRules:
     return EngineRules(
         name="SGLang",
         fusions=_FUSIONS,
-        beside=tuple(_beside(model)),
+        beside=(normalizer(model),) if own.keeps_normalizer else (),
         vocabulary_multiple=model.architecture.vocabulary_multiple or 64,
         partition=lambda layers, pp: (layers,),
         tied=own.tied,
@@ -167,12 +170,6 @@ def _rules(model: Model) -> EngineRules:
         experts_share_ranks=own.experts_share_ranks,
         equal_experts=True,
     )
-
-
-def _beside(model: Model) -> Iterator[Beside]:
-    if model.architecture.family == "gemma2":
-        # A buffer that its class keeps beside the embedding, in the model's element type.
-        yield Beside("embedding", "normalizer", model.dimensions["hidden"] ** 0.5, None)
 
 
 def _check_served(model: Model) -> None:
@@ -193,10 +190,10 @@ def _check_served(model: Model) -> None:
             why="It would load a part of every head, and say nothing",
             do="Serve it with another engine",
         )
-    dense = set(range(model.dimensions["layers"])) - model.sparse_layers
+    dense = model.dense_layers
     if own.all_sparse and dense:
         raise RequestError(
-            f"SGLang's class for {what} has experts in every layer, whatever the config says; layer {min(dense)} has none",
+            f"SGLang's class for {what} has experts in every layer, whatever the config says; layer {dense[0]} has none",
             why="It would serve experts that were never loaded, and say nothing",
             do="Serve it with another engine",
         )
@@ -210,44 +207,11 @@ def _check_served(model: Model) -> None:
 def _about_version(model: Model, target: Target) -> list[str]:
     """What to tell about the version that is asked for. Raises RequestError if its files are not known."""
     text = target.engine_version or NEWEST
-    if not re.fullmatch(r"v?\d+(\.\d+)*([a-z+.-].*)?", text):
-        raise RequestError(f"--engine-version {text}: a version such as {NEWEST} is expected")
-    if _numbers(text) < _numbers(OLDEST):
+    if version_numbers(text, NEWEST) < version_numbers(OLDEST, NEWEST):
         raise RequestError(
             f"--engine-version {text}: the oldest SGLang whose files are known is {OLDEST}", do="Convert to hf, which every version loads"
         )
-    notes = [f"SGLang {text} is newer than the newest one measured, {NEWEST}"] if _numbers(text) > _numbers(NEWEST) else []
-    if model.architecture.family not in OWN:
-        notes.append(f"SGLang's own class for {model.architecture.model_type} was not compared; it may call or fuse tensors otherwise")
-    return notes
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in re.match(r"v?([\d.]+)", version)[1].strip(".").split("."))  # type: ignore[index]
-
-
-def _framed(stored: tuple[StoredTensor, ...], target: Target, rank: int) -> Iterator[TargetFile]:
-    for part, run in enumerate(in_parts(stored, target.max_shard_bytes)):
-        yield framed(f"model-rank-{rank}-part-{part}.safetensors", run, {"format": "pt"}, {"tp": rank})
-
-
-def _ranks(files: Files) -> dict[int, list[str]]:
-    """Rank -> its files. Raises CheckpointError if there are none, or a rank between the first and last is missing."""
-    found: dict[int, list[str]] = {}
-    for path in files.list():
-        if match := _FILE.fullmatch(path):
-            found.setdefault(int(match["rank"]), []).append(path)
-    if not found:
-        raise CheckpointError("no file here is called model-rank-*-part-*.safetensors", where=files.root, do="Give another --format")
-    for rank in range(max(found)):
-        if rank not in found:
-            raise CheckpointError(
-                f"the file of rank {rank} is not there",
-                where=files.root,
-                why=f"The other files are numbered up to {max(found)}",
-                do="Copy it from where the checkpoint was written",
-            )
-    return dict(sorted(found.items()))
+    return about_version("SGLang", text, NEWEST, model, is_known=model.architecture.family in OWN)
 
 
 FORMAT = Sglang()

@@ -23,18 +23,19 @@ from typing import Any
 
 from reshard.adapter import Hints
 from reshard.architecture import Model, find_model
-from reshard.canonical import Canonical, check_against_model
+from reshard.canonical import Canonical
 from reshard.dtypes import F32, DType
-from reshard.engine_files import AnyDtype, framed, matched, read_headers, served_model
+from reshard.engine_files import index_of_ranks, read_headers, served_content, served_model
 from reshard.engines import EngineRules, Fusion, check_degrees, model_dtype, rank_tensors, stored_dtypes
 from reshard.errors import CheckpointError, RequestError
 from reshard.files import Files
 from reshard.index import Index, RunFacts
-from reshard.layout import Layout, Placed, Sidecar, TargetFile, index_of
+from reshard.layout import Layout, Sidecar, TargetFile
 from reshard.model_files import CONFIG, ModelFiles, read_json
 from reshard.parallel import Parallel
 from reshard.plans import Target
 from reshard.roles import Vocabulary
+from reshard.safetensors_file import framed
 
 _FILE = re.compile(r"rank(?P<rank>\d+)\.safetensors")
 _LAYER = "transformer.layers.{layer}."
@@ -165,24 +166,14 @@ class Trtllm:
         model = served_model(find_model(config, hints.architecture), config, "TensorRT-LLM")
         parallel = _sizes(said)
         _check_complete(files, parallel)
-        rules = _checked_rules(model, parallel)
-        headers = [read_headers(files, [f"rank{rank}.safetensors"]) for rank in range(parallel.tp * parallel.pp)]
-        placed: list[tuple[TargetFile, Placed]] = []
-        for rank, found in enumerate(headers):
-            pp_rank, tp_rank = divmod(rank, parallel.tp)
-            placed.extend(matched(rank_tensors(model, AnyDtype(), rules, parallel, tp_rank, pp_rank), found, f"rank {rank}"))
-        shapes = {weight.name: weight.shape for weight in model.weights.values()}
-        target_files = tuple({file.path: file for found in headers for file, _ in found.values()}.values())
-        sizes = {name: size for name, size in (("tp", parallel.tp), ("pp", parallel.pp), ("ep", parallel.ep)) if name != "ep" or size > 1}
+        headers = {divmod(rank, parallel.tp): read_headers(files, [f"rank{rank}.safetensors"]) for rank in range(parallel.tp * parallel.pp)}
+        sizes = {"tp": parallel.tp, "pp": parallel.pp, **({"ep": parallel.ep} if parallel.ep > 1 else {})}
         facts = RunFacts("TensorRT-LLM checkpoint", None, parallel=sizes, config=config)
-        return index_of(self.name, iter(placed), shapes, files=target_files, facts=facts)
+        return index_of_ranks(self.name, model, _checked_rules(model, parallel), parallel, headers, facts)
 
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
-        model = served_model(content.model, companions.config, "TensorRT-LLM")
-        check_against_model(content, partial=False, strict=True)
+        model = served_content(content, companions, "TensorRT-LLM")
         rules = self.engine_rules(model, target)
-        if content.states:
-            raise RequestError("TensorRT-LLM loads weights, no optimizer state", do="Leave out --optimizer")
         target.parallel.allow("tp", "pp", "ep", what="TensorRT-LLM, where each rank serves its own part")
         check_degrees(model, rules, target.parallel)
         dtypes = {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}
@@ -194,7 +185,7 @@ class Trtllm:
             ranks = {"pp": pp_rank, "tp": tp_rank}
             if target.wants(ranks):
                 held = rank_tensors(model, stored, rules, target.parallel, tp_rank, pp_rank)
-                files.append(framed(f"rank{rank}.safetensors", held, {"format": "pt"}, ranks))
+                files.append(framed(f"rank{rank}.safetensors", held, ranks))
         config = json.dumps(_config(model, target.parallel, main), indent=4) + "\n"
         carried = (sidecar for sidecar in companions.sidecars(dtypes.values()) if sidecar.path != CONFIG)
         return Layout(self.name, tuple(files), (*carried, Sidecar(CONFIG, config.encode())), target.parallel, tuple(_notes(model)))
@@ -218,10 +209,10 @@ def _checked_rules(model: Model, parallel: Parallel) -> EngineRules:
         raise RequestError(
             "the weights are quantised", why="TensorRT-LLM scales them in a way of its own", do="Add --dequantize, or convert to hf"
         )
-    dense = set(range(model.dimensions["layers"])) - model.sparse_layers
+    dense = model.dense_layers
     if own.all_sparse and dense:
         raise RequestError(
-            f"TensorRT-LLM's class for {what} has experts in every layer; layer {min(dense)} has none",
+            f"TensorRT-LLM's class for {what} has experts in every layer; layer {dense[0]} has none",
             do="Convert to hf, which current releases load",
         )
     rules = EngineRules(

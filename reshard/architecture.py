@@ -258,6 +258,11 @@ class Model:
         sparse, layers = self.architecture.sparse, self.dimensions["layers"] + self.extra_layers
         return sparse.among({**self.architecture.defaults, **self.config}, layers) if sparse else frozenset()
 
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """The layers, but those that predict further tokens, that have no experts."""
+        return tuple(layer for layer in range(self.dimensions["layers"]) if layer not in self.sparse_layers)
+
     @cached_property
     def weights(self) -> dict[str, ModelWeight]:
         """The weights by canonical name, in the model's order; a tied head is not among them."""

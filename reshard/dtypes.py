@@ -35,16 +35,6 @@ class DType:
         (torch/storage.py, _new_dtypes)."""
         return not self.torch.startswith(("float8", "uint16", "uint32", "uint64"))
 
-    def nearest(self, value: float) -> float:
-        """The closest value that the type has; of two that are equally close the even one."""
-        if self.name == "F64":
-            return value
-        if self.name != "BF16":
-            letter = {"F32": "<f", "F16": "<e"}[self.name]
-            return float(struct.unpack(letter, struct.pack(letter, value))[0])
-        (bits,) = struct.unpack("<I", struct.pack("<f", value))
-        return float(struct.unpack("<f", struct.pack("<I", (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000))[0])
-
     def encoded(self, value: float) -> bytes:
         """The bytes of one element of 16 to 64 bits with the value, rounded to the nearest, ties to even."""
         if self.name != "BF16":

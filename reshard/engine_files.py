@@ -5,19 +5,24 @@ writing: stored tensors of a rank -> framed files          reading: headers of a
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from reshard.architecture import Model
-from reshard.canonical import Canonical
+from reshard.canonical import Canonical, check_against_model
 from reshard.containers import safetensors
 from reshard.dtypes import F32, DType
+from reshard.engines import EngineRules, check_degrees, rank_tensors, shared_copies
 from reshard.errors import CheckpointError, RequestError
 from reshard.files import Files
-from reshard.layout import Placed, TargetFile
+from reshard.index import Index, RunFacts
+from reshard.layout import Placed, TargetFile, index_of
 from reshard.model_files import ModelFiles
+from reshard.parallel import Parallel
 from reshard.quantization import unknown_quantization
+from reshard.safetensors_file import framed
 from reshard.stored import StoredTensor
 
 Headers = dict[str, tuple[TargetFile, safetensors.Entry]]
@@ -47,6 +52,16 @@ def served_model(model: Model | None, config: Mapping[str, object] | None, engin
     )
 
 
+def served_content(content: Canonical, companions: ModelFiles, engine: str) -> Model:
+    """The model that a conversion for an engine is about. Raises RequestError or CheckpointError unless its weights, and they alone, are
+    all there."""
+    model = served_model(content.model, companions.config, engine)
+    check_against_model(content, partial=False, strict=True)
+    if content.states:
+        raise RequestError(f"{engine} loads weights, no optimizer state", do="Leave out --optimizer")
+    return model
+
+
 def completed(companions: ModelFiles, settings: Iterable[tuple[str, object]], engine: str) -> tuple[ModelFiles, list[str]]:
     """The config with what the engine needs it to say, and what to tell about it."""
     config = companions.config or {}
@@ -64,17 +79,13 @@ def about_left_out(left_out: Mapping[str, str], content: Canonical) -> list[str]
     return [f"`reshard verify {globs}` compares all but the layers that were left out"] if layers else []
 
 
-def framed(path: str, stored: Iterable[StoredTensor], metadata: Mapping[str, str], ranks: Mapping[str, int]) -> TargetFile:
-    """One safetensors file that holds those tensors; `ranks` says for whom."""
-    # Wide elements first keeps every tensor aligned to its element size.
-    ordered = sorted(stored, key=lambda s: -s.dtype.itemsize)
-    frame = safetensors.frame(((s.name, s.dtype, s.shape) for s in ordered), metadata)
-    placed = tuple(Placed(s, entry.byte_offset) for s, entry in zip(ordered, frame.entries, strict=True))
-    return TargetFile(path, frame.nbytes, ((0, frame.header),), placed, ranks)
+def framed_parts(stem: str, stored: tuple[StoredTensor, ...], most: int | None, ranks: Mapping[str, int]) -> Iterator[TargetFile]:
+    """A rank's files, numbered; a new one starts where the next tensor would pass `most` bytes, as engines' own writers do."""
+    for part, run in enumerate(_in_parts(stored, most)):
+        yield framed(f"{stem}-part-{part}.safetensors", run, ranks)
 
 
-def in_parts(stored: tuple[StoredTensor, ...], most: int | None) -> Iterator[list[StoredTensor]]:
-    """A new part starts where the next tensor would pass `most` bytes, as engines' own writers do."""
+def _in_parts(stored: tuple[StoredTensor, ...], most: int | None) -> Iterator[list[StoredTensor]]:
     run: list[StoredTensor] = []
     size = 0
     for tensor in stored:
@@ -99,7 +110,63 @@ def read_headers(files: Files, paths: list[str]) -> Headers:
     return found
 
 
-class AnyDtype(Mapping[str, DType]):
+def paths_by_rank(files: Files, pattern: re.Pattern[str]) -> dict[tuple[int, int], list[str]]:
+    """(pp rank, tp rank) -> its files. pattern: of their names, with the group `rank`, or with `pp` and `tp`."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for path in files.list():
+        if match := pattern.fullmatch(path):
+            numbers = match.groupdict()
+            rank = (0, int(numbers["rank"])) if numbers["rank"] else (int(numbers["pp"]), int(numbers["tp"]))
+            found.setdefault(rank, []).append(path)
+    return dict(sorted(found.items()))
+
+
+def degrees_of(ranks: Mapping[tuple[int, int], list[str]], files: Files) -> Parallel:
+    """The parallel sizes that ranks are numbered up to. Raises CheckpointError if there are none, or one before the last is missing."""
+    if not ranks:
+        raise CheckpointError("no file here is called model-rank-*-part-*.safetensors", where=files.root, do="Give another --format")
+    parallel = Parallel(tp=1 + max(tp for _, tp in ranks), pp=1 + max(pp for pp, _ in ranks))
+    for pp_rank in range(parallel.pp):
+        for tp_rank in range(parallel.tp):
+            if (pp_rank, tp_rank) not in ranks:
+                raise CheckpointError(
+                    f"the file of rank {tp_rank}" + (f" of stage {pp_rank}" if parallel.pp > 1 else "") + " is not there",
+                    where=files.root,
+                    why=f"The other files are numbered up to {parallel}",
+                    do="Copy it from where the checkpoint was written",
+                )
+    return parallel
+
+
+def with_stored_experts(parallel: Parallel, model: Model, ranks: Iterable[Headers]) -> Parallel:
+    """The sizes, with over how many ranks whole experts are shared, as the first axis of the stacked ones tells."""
+    stacks = (entry.shape[0] for found in ranks for name, (_, entry) in found.items() if name.endswith("w2_weight") and entry.shape)
+    held = next(stacks, None)
+    shared = held is not None and held < model.dimensions.get("experts", 0)
+    return replace(parallel, ep=parallel.tp if shared else 1)
+
+
+def index_of_ranks(
+    format_name: str, model: Model, rules: EngineRules, parallel: Parallel, ranks: Mapping[tuple[int, int], Headers], facts: RunFacts
+) -> Index:
+    """The index of the files of all ranks, (pp rank, tp rank) -> headers.
+
+    Raises: CheckpointError if a rank does not hold just what the engine's rules say, RequestError for sizes that they do not allow.
+    """
+    check_degrees(model, rules, parallel)
+    also = {kept: name for name, kept in shared_copies(model, rules).items()}
+    placed: list[tuple[TargetFile, Placed]] = []
+    for (pp_rank, tp_rank), found in ranks.items():
+        expected = rank_tensors(model, ANY_DTYPE, rules, parallel, tp_rank, pp_rank)
+        for file, item in _matched(expected, found, f"stage {pp_rank}, rank {tp_rank}" if parallel.pp > 1 else f"rank {tp_rank}"):
+            placed.append((file, item))
+            placed.extend((file, copy) for copy in _standing_for(item, also))
+    shapes = {weight.name: weight.shape for weight in model.weights.values()}
+    files = tuple({file.path: file for found in ranks.values() for file, _ in found.values()}.values())
+    return index_of(format_name, iter(placed), shapes, files=files, facts=facts)
+
+
+class _AnyDtype(Mapping[str, DType]):
     """The element type of every weight, as far as a layout of shapes is concerned."""
 
     def __getitem__(self, name: str) -> DType:
@@ -112,7 +179,10 @@ class AnyDtype(Mapping[str, DType]):
         return 0
 
 
-def matched(expected: tuple[StoredTensor, ...], found: Headers, rank: str) -> Iterator[tuple[TargetFile, Placed]]:
+ANY_DTYPE: Mapping[str, DType] = _AnyDtype()
+
+
+def _matched(expected: tuple[StoredTensor, ...], found: Headers, rank: str) -> Iterator[tuple[TargetFile, Placed]]:
     """Each expected tensor where the file has it. Raises CheckpointError for one that is missing, of another shape, or not expected."""
     surplus = dict(found)
     for stored in expected:
@@ -142,7 +212,7 @@ def matched(expected: tuple[StoredTensor, ...], found: Headers, rank: str) -> It
         )
 
 
-def standing_for(item: Placed, also: Mapping[str, str]) -> Iterator[Placed]:
+def _standing_for(item: Placed, also: Mapping[str, str]) -> Iterator[Placed]:
     """A tensor under the names of those that it stands for as well."""
     sections = tuple(replace(section, name=also[section.name]) for section in item.tensor.sections if section.name in also)
     if sections:

@@ -43,6 +43,11 @@ class Beside:
     shape: tuple[int, ...] = ()
 
 
+def normalizer(model: Model) -> Beside:
+    """The factor of a model's embeddings, which gemma's classes keep beside them: the root of the hidden size."""
+    return Beside("embedding", "normalizer", model.dimensions["hidden"] ** 0.5, None)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRules:
     """How a serving engine lays out one rank's weights.
@@ -306,7 +311,7 @@ class Rank:
         for each in self.rules.beside:
             if each.role == first.role:
                 dtype = each.dtype or model_dtype
-                yield constant(self.rules.renamed(f"{module}.{each.name}"), dtype, each.shape, dtype.encoded(dtype.nearest(each.value)))
+                yield constant(self.rules.renamed(f"{module}.{each.name}"), dtype, each.shape, dtype.encoded(each.value))
 
 
 def rank_tensors(

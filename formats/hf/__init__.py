@@ -7,7 +7,7 @@
     pytorch_model.bin                  the same as torch.save of a dict, or pytorch_model-0000i-of-0000n.bin + its index
 
 reading.py    which files count, and what is in them
-writing.py    the cut into files, their framing, the index
+writing.py    the cut into files, and the index
 like.py       the names, fusions, shapes and element types of another folder
 
 Names and shapes are canonical as models are published; what transformers has called or fused otherwise since is in reshard/spellings.py.
@@ -26,6 +26,7 @@ from reshard.index import Index, RunFacts, StoredFile
 from reshard.layout import Layout
 from reshard.model_files import ModelFiles
 from reshard.plans import Target
+from reshard.safetensors_file import framed
 from reshard.stored import whole
 
 from . import like, reading, writing
@@ -54,7 +55,8 @@ class HuggingFace:
         if content.states:
             raise RequestError("a Hugging Face checkpoint holds weights, no optimizer state", do="Leave out --optimizer")
         matched = _like(content, target) if target.options.get("like") else _as_published(content, target)
-        files = writing.framed(matched.files or writing.cut(matched.tensors, target.max_shard_bytes))
+        shards = matched.files or writing.cut(matched.tensors, target.max_shard_bytes)
+        files = tuple(framed(path, stored) for path, stored in shards.items())
         sidecars = companions.sidecars([tensor.dtype for tensor in matched.tensors], main=writing.main_dtype(matched.tensors))
         if len(files) > 1:
             sidecars = (*sidecars, writing.index_of(files))

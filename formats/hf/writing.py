@@ -1,4 +1,4 @@
-"""How weights are cut into files, and what stands around them.
+"""How weights are cut into files, and the index that says where they are.
 
 Files are cut as huggingface_hub cuts them (serialization/_base.py, split_state_dict_into_shards_factory): in the model's order, a new one
 where the next tensor would make it too large, a tensor that is too large alone in the file where it comes.
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 from reshard.canonical import Canonical
-from reshard.containers import safetensors
 from reshard.dtypes import DType
-from reshard.layout import Placed, Sidecar, TargetFile
+from reshard.layout import Sidecar, TargetFile
 from reshard.stored import StoredTensor
 
 _INDEX = "model.safetensors.index.json"
@@ -48,19 +47,6 @@ def cut(stored: Iterable[StoredTensor], most: int | None) -> dict[str, list[Stor
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
-
-
-def framed(shards: Mapping[str, Sequence[StoredTensor]]) -> tuple[TargetFile, ...]:
-    """The files with their headers."""
-    return tuple(_framed(path, stored) for path, stored in shards.items())
-
-
-def _framed(path: str, stored: Sequence[StoredTensor]) -> TargetFile:
-    # Wide elements first keeps every tensor aligned to its element size (what the safetensors library does as well).
-    ordered = sorted(stored, key=lambda each: -each.dtype.itemsize)
-    frame = safetensors.frame(((s.name, s.dtype, s.shape) for s in ordered), {"format": "pt"})
-    placed = tuple(Placed(s, entry.byte_offset) for s, entry in zip(ordered, frame.entries, strict=True))
-    return TargetFile(path, frame.nbytes, ((0, frame.header),), placed)
 
 
 def index_of(files: tuple[TargetFile, ...]) -> Sidecar:

@@ -5,18 +5,17 @@ Measured on 0.32.0 (fixtures/vllm: what real ranks hold) and on the model classe
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from reshard.architecture import Model
 from reshard.dtypes import F32
-from reshard.engines import Beside, EngineRules, Fusion
+from reshard.engine_versions import Numbers, version_numbers
+from reshard.engines import Beside, EngineRules, Fusion, normalizer
 from reshard.errors import RequestError
 
 NEWEST = "0.32.0"
-Numbers = tuple[int, ...]
 
 
 def partition(layers: int, pp: int) -> tuple[int, ...]:
@@ -204,9 +203,7 @@ def is_known(model_type: str) -> bool:
 
 def rules_for(model: Model, version: str) -> VersionRules:
     """The rules that hold for a version of vLLM. Raises RequestError if what it expects of this model is not known."""
-    if not re.fullmatch(r"v?\d+(\.\d+)*([a-z+.-].*)?", version):
-        raise RequestError(f"--engine-version {version}: a version such as {NEWEST} is expected")
-    numbers = numbers_of(version)
+    numbers = version_numbers(version, NEWEST)
     fitting = [rules for rules in all_rules(model) if rules.since <= numbers]
     if not fitting:
         oldest = min(rules.since for rules in all_rules(model))
@@ -234,18 +231,12 @@ def without_expert_maps() -> str:
     return _text(next(later.since for version, later in pairwise(_VERSIONS) if version.maps_experts and not later.maps_experts))
 
 
-def numbers_of(version: str) -> Numbers:
-    return tuple(int(word) for word in re.match(r"v?([\d.]+)", version)[1].strip(".").split("."))  # type: ignore[index]
-
-
 def _text(numbers: Numbers) -> str:
     return ".".join(map(str, numbers))
 
 
 def _rules(model: Model, since: Numbers, own: _Own) -> VersionRules:
     version = [row for row in _VERSIONS if row.since <= since][-1]
-    # A square root, rounded to the model's type when it is written.
-    normalizer = [Beside("embedding", "normalizer", model.dimensions["hidden"] ** 0.5, None)] if since < own.keeps_normalizer_until else []
     fusions = (
         Fusion(("attention.q", "attention.k", "attention.v"), "qkv_proj"),
         Fusion(("mlp.gate", "mlp.up"), "gate_up_proj"),
@@ -257,7 +248,7 @@ def _rules(model: Model, since: Numbers, own: _Own) -> VersionRules:
     engine = EngineRules(
         name="vLLM",
         fusions=fusions,
-        beside=(*_beside(model, version), *normalizer),
+        beside=tuple(_beside(model, version, has_normalizer=since < own.keeps_normalizer_until)),
         vocabulary_multiple=model.architecture.vocabulary_multiple or 64,
         partition=partition,
         every_stage=frozenset(own.every_stage),
@@ -280,7 +271,9 @@ def _renames(own: _Own, since: Numbers) -> Iterator[tuple[str, str]]:
             yield moved.pattern, to[-1]
 
 
-def _beside(model: Model, version: _Version) -> Iterator[Beside]:
+def _beside(model: Model, version: _Version, *, has_normalizer: bool) -> Iterator[Beside]:
+    if has_normalizer:
+        yield normalizer(model)
     if version.scales:
         yield from _SCALES
     if model.quantization and "kv_rank" not in model.dimensions:

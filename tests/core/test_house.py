@@ -17,10 +17,10 @@ ORDER = [
     "containers.pickle_writer", "containers.torch_pickle", "containers.torch_frame", "containers.distributed_tensors",
     "containers.dcp_metadata", "stored", "mosaics", "quantization", "architecture", "architectures", "containers.plain_yaml", "said",
     "declared_weights", "declarations", "skeletons", "shards", "index", "dcp_folder", "optimizers", "state_dicts", "collect", "rank_files",
-    "flat_parameters", "wrappers", "join", "spellings", "canonical", "dequantization", "splits", "weight_counts",
-    "collectives", "schedules", "activations", "estimates", "engines", "kv_cache", "serving", "layout", "torch_file",
-    "dcp_files", "model_files", "engine_files", "digests", "plans", "proof", "summaries", "engine.pool", "engine.journal", "engine.casts",
-    "engine.transfer", "engine.values", "engine.run", "compare", "views", "adapter", "registry", "verbs", "planning",
+    "flat_parameters", "wrappers", "join", "spellings", "canonical", "dequantization", "splits", "weight_counts", "collectives",
+    "schedules", "activations", "estimates", "engine_versions", "engines", "kv_cache", "serving", "layout", "safetensors_file",
+    "torch_file", "dcp_files", "model_files", "engine_files", "digests", "plans", "proof", "summaries", "engine.pool", "engine.journal",
+    "engine.casts", "engine.transfer", "engine.values", "engine.run", "compare", "views", "adapter", "registry", "verbs", "planning",
 ]  # fmt: skip
 OUTSIDE = {"__init__", "__main__", "containers", "engine"}
 
@@ -116,7 +116,7 @@ def test_the_core_names_no_format(path):
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation
     }
-    assert not words & set(format_names()) - {"verbs": {"hf"}, "engine_files": {"pt"}}.get(module_name(path), set())
+    assert not words & set(format_names()) - {"verbs": {"hf"}, "safetensors_file": {"pt"}}.get(module_name(path), set())
 
 
 def project():
