@@ -147,7 +147,7 @@ def _stored_version(model: Model, headers: Mapping[tuple[int, int], Headers], pa
         expected = rank_tensors(model, ANY_DTYPE, candidate.engine, replace(parallel, tp=1), 0, 0)
         return len({stored.name for stored in expected} ^ set(headers[0, 0]))
 
-    return min(candidates, key=unlike)
+    return next((each for each in candidates if not unlike(each)), None) or min(candidates, key=unlike)
 
 
 def _stored_partition(headers: Mapping[tuple[int, int], Headers], layers: int, pp: int) -> tuple[int, ...]:
