@@ -21,6 +21,7 @@ from fractions import Fraction
 from typing import Literal
 
 from reshard.architecture import Model, Part
+from reshard.errors import check_word
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -36,6 +37,9 @@ class Batch:
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     scores: bool = True
+
+    def __post_init__(self) -> None:
+        check_word("--recompute", self.recompute, RECOMPUTE)
 
     @property
     def tokens(self) -> int:

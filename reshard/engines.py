@@ -230,10 +230,6 @@ class Rank:
                 yield held.array.stored(held.name, _one_dtype(held, dtypes, self.rules.name))
                 yield from (each for each in self._beside(held, computed) if each.name not in names)
 
-    def layer_held(self, layer: int) -> Iterator[Held]:
-        """The tensors of one layer."""
-        yield from self.held(list(_parts(self.model, self.rules.as_stored)[layer]))
-
     def held(self, parts: list[Part]) -> Iterator[Held]:
         """The tensors that some parts of the model, all of one layer or of none, become."""
         fusion_of = {role: fusion for fusion in self.rules.fusions for role in fusion.roles}

@@ -6,6 +6,8 @@ that should be equal. Anything else that escapes is a defect of reshard.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class ReshardError(Exception):
     """One paragraph for the user: what is wrong, where, why it matters, what to do about it."""
@@ -33,6 +35,12 @@ class DifferenceFound(ReshardError):
     """Two checkpoints that should be equal are not."""
 
     exit_code = 1
+
+
+def check_word(option: str, word: str, known: Sequence[str]) -> None:
+    """Raises RequestError, naming those that are known, if a word is none of them."""
+    if word not in known:
+        raise RequestError(f"{option} {word}: there is no such thing", do=f"Known are {', '.join(known)}")
 
 
 def printable(text: str) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields
 from reshard import collectives
 from reshard.activations import Batch, Kept, embedding_bytes, head_bytes, itemised, published
 from reshard.architecture import Model
-from reshard.errors import RequestError
+from reshard.errors import RequestError, check_word
 from reshard.parallel import ONE_RANK, Parallel
 from reshard.schedules import NO_PIPELINE, Schedule
 from reshard.weight_counts import (
@@ -78,6 +78,9 @@ class Training:
     stage_layers: tuple[int, ...] | None = None
     vocabulary_multiple: int = 1
     link: int | None = None
+
+    def __post_init__(self) -> None:
+        check_word("--activations", self.formula, FORMULAS)
 
 
 @dataclass(frozen=True, slots=True)

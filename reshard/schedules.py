@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from reshard.errors import RequestError
+from reshard.errors import RequestError, check_word
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
@@ -34,6 +34,7 @@ class Schedule:
     chunks: int = 1
 
     def __post_init__(self) -> None:
+        check_word("--schedule", self.name, SCHEDULES)
         if self.microbatches < 1:
             raise RequestError(f"--microbatches {self.microbatches}: one at least goes through a step")
         if (self.name == "interleaved") != (self.chunks > 1):

@@ -294,3 +294,9 @@ def test_traffic_and_time_of_a_step():
     assert zero3.total * 2 == ddp.total * 3
     again = reshard.estimate(7 * GB, gpus=8, microbatches=4)
     assert [s.moved.total for s in again.strategies] == [ddp.total, ddp.total, ddp.total * 5 // 2, 4 * zero3.total]
+
+
+@pytest.mark.parametrize("said", [{"schedule": "zero-bubble"}, {"recompute": "some"}, {"activations": "measured"}], ids=str)
+def test_a_word_that_means_nothing_is_not_taken_for_another(said):
+    with pytest.raises(RequestError, match=r"no such thing\. Known are"):
+        reshard.estimate(HF / "llama", gpus=8, pp=2, microbatches=4, seq_len=8, **said)
