@@ -68,10 +68,11 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
     found = decode(python, sharded, 2, "sharded_state")
     yield compared("FSDP2 checkpoint at TP 2: sharded_state decodes as its Hugging Face form", found, whole)
     _, output, messages = alone([python, ROOT / "fixtures" / "vllm" / "make.py", "--check"], dict(os.environ), seconds=3600)
-    lines = [line for line in output.splitlines() if line.endswith((": the same", ": DIFFERENT"))]
-    for line in lines:
-        yield f"real ranks hold what the reference says: {line.split(':')[0]}", line.endswith("the same"), line
-    yield "all references were asked for", len(lines) == len(list((ROOT / "fixtures" / "vllm").rglob("*.json"))), messages[-2000:]
+    # Of each reference a line; where it is different, the lines that are follow.
+    answers = re.findall(r"^(\S+\.json): (the same|DIFFERENT)\n((?:[-+@].*\n)*)", output, re.MULTILINE)
+    for name, answer, lines in answers:
+        yield f"real ranks hold what the reference says: {name}", answer == "the same", lines[:2000]
+    yield "all references were asked for", len(answers) == len(list((ROOT / "fixtures" / "vllm").rglob("*.json"))), messages[-2000:]
     plugin = installed(python, work)
     yield from decoded_directly(reshard, python, work, plugin)
     yield from held_directly(reshard, python, work, plugin)
