@@ -24,8 +24,12 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
+from types import MappingProxyType
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -44,8 +48,25 @@ MEGATRON = ROOT / "fixtures" / "megatron" / "llama-tied-pp2"
 PACKAGE = ("pyproject.toml", "README.md", "reshard", "formats", "cli", "plugins")
 
 
+# Asks server.py: which of its files, the options, a folder to import from first, variables. The answer, or None, and vLLM's messages.
+Ask = Callable[..., tuple[Any, str]]
+
+
 def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
     """Each check as (what, passed, detail)."""
+    make_references = [python, ROOT / "fixtures" / "vllm" / "make.py", "--check"]
+    with ThreadPoolExecutor() as beside, served(python, work / "hub") as ask:
+        references = beside.submit(alone, make_references, dict(os.environ), seconds=3600)
+        yield from decoded(reshard, python, work, ask)
+        plugin = installed(python, work)
+        yield from decoded_directly(reshard, work, ask, plugin)
+        yield from held_directly(reshard, work, ask, plugin)
+        yield from noticed(work, ask, plugin)
+        yield from references_hold(*references.result())
+
+
+def decoded(reshard: Path, python: Path, work: Path, ask: Ask) -> Iterator[tuple[str, bool, str]]:
+    """What was converted, and what it was converted from."""
     made = work / "deepseek_v3"
     subprocess.run([python, ROOT / "fixtures" / "models.py", made.name, made], check=True, stderr=subprocess.DEVNULL)
     for folder, tp in ((folder, tp) for folder in (HF / "llama", HF / "qwen3", HF / "mixtral", made) for tp in (1, 2)):
@@ -53,33 +74,31 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
         sharded = converted(reshard, folder, work / f"{model}-tp{tp}", "--to", "vllm", "--tp", str(tp))
         # Of several sequences at once, attention over latents on a CPU answers one thing today and another tomorrow, in vLLM itself.
         options: dict[str, object] = {"max_num_seqs": 1} if folder == made else {}
-        whole = decode(python, folder, tp, "auto", **options)
-        found = decode(python, sharded, tp, "sharded_state", **options)
+        whole = decode(ask, folder, tp, "auto", **options)
+        found = decode(ask, sharded, tp, "sharded_state", **options)
         yield compared(f"{model} at TP {tp}: sharded_state decodes as the Hugging Face folder", found, whole)
         if (model, tp) == ("llama", 2):
             rank1 = sharded / "model-rank-1-part-0.safetensors"
             exchange_query_heads(rank1, "model.layers.1.self_attn.qkv_proj.weight", head_dim=32)
-            wrong = decode(python, sharded, tp, "sharded_state")
+            wrong = decode(ask, sharded, tp, "sharded_state")
             changed = isinstance(wrong, list) and tokens(wrong) != tokens(whole)
             yield "exchanging two query heads of rank 1 changes the tokens", changed, str(wrong)
     named = ("--model", str(FSDP2 / "model"))
     sharded = converted(reshard, FSDP2 / "checkpoint", work / "fsdp2-tp2", "--to", "vllm", "--tp", "2", *named)
-    whole = decode(python, converted(reshard, FSDP2 / "checkpoint", work / "fsdp2-hf", "--to", "hf", *named), 2, "auto")
-    found = decode(python, sharded, 2, "sharded_state")
+    whole = decode(ask, converted(reshard, FSDP2 / "checkpoint", work / "fsdp2-hf", "--to", "hf", *named), 2, "auto")
+    found = decode(ask, sharded, 2, "sharded_state")
     yield compared("FSDP2 checkpoint at TP 2: sharded_state decodes as its Hugging Face form", found, whole)
-    _, output, messages = alone([python, ROOT / "fixtures" / "vllm" / "make.py", "--check"], dict(os.environ), seconds=3600)
-    # Of each reference a line; where it is different, the lines that are follow.
+
+
+def references_hold(_: int, output: str, messages: str) -> Iterator[tuple[str, bool, str]]:
+    """What the maker of the references says when it asks real ranks again: of each a line, and after it the lines that are different."""
     answers = re.findall(r"^(\S+\.json): (the same|DIFFERENT)\n((?:[-+@].*\n)*)", output, re.MULTILINE)
     for name, answer, lines in answers:
         yield f"real ranks hold what the reference says: {name}", answer == "the same", lines[:2000]
     yield "all references were asked for", len(answers) == len(list((ROOT / "fixtures" / "vllm").rglob("*.json"))), messages[-2000:]
-    plugin = installed(python, work)
-    yield from decoded_directly(reshard, python, work, plugin)
-    yield from held_directly(reshard, python, work, plugin)
-    yield from noticed(python, work, plugin)
 
 
-def decoded_directly(reshard: Path, python: Path, work: Path, plugin: Path) -> Iterator[tuple[str, bool, str]]:
+def decoded_directly(reshard: Path, work: Path, ask: Ask, plugin: Path) -> Iterator[tuple[str, bool, str]]:
     """Checkpoints whose heads vLLM's CPU kernels take: one by real FSDP2, and ones made of it with their config beside them."""
     named = ("--model", str(FSDP2 / "model"))
     zero3 = converted(reshard, FSDP2 / "checkpoint", work / "zero3", "--to", "deepspeed", "--dp", "3", *named)
@@ -87,17 +106,17 @@ def decoded_directly(reshard: Path, python: Path, work: Path, plugin: Path) -> I
     outside = {"model_loader_extra_config": {"checkpoint": str(FSDP2 / "checkpoint")}}
     for tp in (1, 2):
         sharded = converted(reshard, FSDP2 / "checkpoint", work / f"direct-tp{tp}", "--to", "vllm", "--tp", str(tp), *named)
-        expected = decode(python, sharded, tp, "sharded_state")
+        expected = decode(ask, sharded, tp, "sharded_state")
         for what, model, options in (
             ("FSDP2, the model's directory elsewhere", FSDP2 / "model", outside),
             ("ZeRO-3", zero3, {"dtype": "bfloat16"}),
             ("Megatron", megatron, {}),
         ):
-            found = decode(python, model, tp, "reshard", plugin, **options)
+            found = decode(ask, model, tp, "reshard", plugin, **options)
             yield compared(f"{what}, at TP {tp}: --load-format reshard decodes as sharded_state", found, expected)
 
 
-def held_directly(reshard: Path, python: Path, work: Path, plugin: Path) -> Iterator[tuple[str, bool, str]]:
+def held_directly(reshard: Path, work: Path, ask: Ask, plugin: Path) -> Iterator[tuple[str, bool, str]]:
     """Checkpoints by real frameworks, and what vLLM's ranks hold of them."""
     # Of experts vLLM's CPU kernels take no rows of 8, which the fixtures by real Megatron have.
     experts = converted(reshard, HF / "mixtral", work / "experts", "--to", "megatron", "--tp", "2", "--ep", "2")
@@ -114,7 +133,7 @@ def held_directly(reshard: Path, python: Path, work: Path, plugin: Path) -> Iter
         for whole in (False, True):
             extra = {"checkpoint": str(source), "whole_tensors": whole}
             degrees = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "enable_expert_parallel": ep > 1}
-            found, messages = held(python, model, plugin, extra, dtype="bfloat16", **degrees)
+            found, messages = held(ask, model, plugin, extra, dtype="bfloat16", **degrees)
             way = "whole" if whole else "by rank"
             yield f"{name}, read {way}: ranks hold the converted bits", found == ranks(written), f"{found} {messages[-2000:]}"
             lines = re.findall(rf"rank (\d).*: read {way} .* ([\d,]+) bytes", messages)
@@ -128,23 +147,24 @@ def held_directly(reshard: Path, python: Path, work: Path, plugin: Path) -> Iter
                 yield f"{name}, read {way}: {'more than' if whole else 'about'} their own bytes", fair == expected, f"{told} {share}"
 
 
-def noticed(python: Path, work: Path, plugin: Path) -> Iterator[tuple[str, bool, str]]:
+def noticed(work: Path, ask: Ask, plugin: Path) -> Iterator[tuple[str, bool, str]]:
     """What must not be served; and a model that reshard does not know."""
     at = {"checkpoint": str(FSDP2 / "checkpoint")}
-    found, messages = held(python, HF / "qwen3", plugin, at)
+    found, messages = held(ask, HF / "qwen3", plugin, at)
     yield "another model's config is refused", found is None and "the config says" in messages, messages[-2000:]
-    found, messages = held(python, FSDP2 / "model", plugin, {**at, "folder": "there"})
+    found, messages = held(ask, FSDP2 / "model", plugin, {**at, "folder": "there"})
     yield "an unknown key is refused with the known ones", found is None and "are checkpoint, format," in messages, messages[-2000:]
-    found, messages = held(python, "org/name", plugin, at, hub_cache(FSDP2 / "model", work / "hub"))
-    expected, _ = held(python, FSDP2 / "model", plugin, at)
+    cached_as_by_the_hub(FSDP2 / "model", work / "hub")
+    found, messages = held(ask, "org/name", plugin, at)
+    expected, _ = held(ask, FSDP2 / "model", plugin, at)
     yield "a model named as on the hub is loaded from the checkpoint", found is not None and found == expected, messages[-2000:]
     unknown = undeclared(HF / "llama", work / "undeclared")
-    found, messages = held(python, unknown, plugin, {}, tensor_parallel_size=2)
-    expected, _ = held(python, unknown, None, {}, tensor_parallel_size=2)
+    found, messages = held(ask, unknown, plugin, {}, tensor_parallel_size=2)
+    expected, _ = held(ask, unknown, None, {}, tensor_parallel_size=2)
     same = found is not None and found == expected and "is not declared" in messages
     yield "of a model that is not declared vLLM cuts whole tensors, and the log says why", same, messages[-2000:]
     rename(unknown / "model.safetensors", "model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.rotary_emb.inv_freq")
-    found, messages = held(python, unknown, plugin, {}, tensor_parallel_size=2)
+    found, messages = held(ask, unknown, plugin, {}, tensor_parallel_size=2)
     lost = found is None and "model.layers.1.self_attn.qkv_proj.weight: it was not loaded" in messages
     yield "of such a model a missing weight is noticed", lost, messages[-2000:]
 
@@ -161,13 +181,12 @@ def installed(python: Path, work: Path) -> Path:
     return target
 
 
-def hub_cache(folder: Path, target: Path) -> Path:
-    """The cache of the hub's client that has loaded org/name, which consists of the files in a folder."""
-    model = target / "models--org--name"
+def cached_as_by_the_hub(folder: Path, cache: Path) -> None:
+    """Fill the cache of the hub's client as if it had loaded org/name, which consists of the files in a folder."""
+    model = cache / "models--org--name"
     shutil.copytree(folder, model / "snapshots" / "0123")
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text("0123")
-    return target
 
 
 def undeclared(folder: Path, target: Path) -> Path:
@@ -190,31 +209,43 @@ def converted(reshard: Path, source: Path, target: Path, *options: str) -> Path:
 
 
 def decode(
-    python: Path, model: Path, tp: int, load_format: str, plugin: Path | None = None, **options: object
+    ask: Ask, model: Path, tp: int, load_format: str, plugin: Path | None = None, **options: object
 ) -> list[dict[str, list[object]]] | str:
     """What real vLLM answers; the end of its messages if it does not. options: of its LLM."""
-    environment = {**environment_with(plugin), "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(tp)))}
-    command = [python, HERE / "decode.py", model, str(tp), load_format, json.dumps(options)]
-    returncode, output, messages = alone(command, environment)
-    return json.loads(output) if returncode == 0 and output else f"vLLM failed: {messages[-2000:]}"
+    named = {"model": str(model), "tensor_parallel_size": tp, "load_format": load_format, **options}
+    answers, messages = ask("decode", named, plugin, {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(tp)))})
+    return answers or f"vLLM failed: {messages[-2000:]}"
 
 
-def held(
-    python: Path, model: Path | str, plugin: Path | None, extra: dict[str, object], hub: Path | None = None, **options: object
-) -> tuple[object, str]:
+def held(ask: Ask, model: Path | str, plugin: Path | None, extra: dict[str, object], **options: object) -> tuple[object, str]:
     """What real vLLM's ranks hold after --load-format reshard (without the plugin: auto), in the form of the references, or None; and
-    vLLM's messages. hub: where its client keeps what it has loaded."""
+    vLLM's messages."""
     how = {"load_format": "reshard", "model_loader_extra_config": extra} if plugin else {}
-    command = [python, HERE / "ranks.py", json.dumps({"model": str(model), **how, **options})]
-    own = {"VLLM_LOGGING_LEVEL": "INFO", **({"HF_HUB_CACHE": str(hub)} if hub else {})}
-    returncode, output, messages = alone(command, {**environment_with(plugin), **own})
-    return json.loads(output) if returncode == 0 and output else None, messages
+    return ask("ranks", {"model": str(model), **how, **options}, plugin)
 
 
-def environment_with(plugin: Path | None) -> dict[str, str]:
-    folders = [HERE / "startup", *([plugin] if plugin else [])]
-    own = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    return {**os.environ, **own}
+@contextlib.contextmanager
+def served(python: Path, hub: Path) -> Iterator[Ask]:
+    """server.py, as long as it is needed. hub: where the hub's client keeps what it has loaded."""
+    own = {"PYTHONPATH": str(HERE / "startup"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub)}
+    # The engine in the process that asks: one process less to start. Its workers are processes all the same.
+    vllms = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "INFO"}
+    server = subprocess.Popen(
+        [python, HERE / "server.py"], env={**os.environ, **own, **vllms}, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True
+    )
+
+    def ask(
+        what: str, options: dict[str, object], folder: Path | None = None, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[Any, str]:
+        with tempfile.NamedTemporaryFile("r") as messages:
+            path = [str(folder)] if folder else []
+            request = {"ask": what, "options": options, "environment": dict(environment), "path": path, "messages": messages.name}
+            print(json.dumps(request), file=server.stdin, flush=True)
+            return json.loads(server.stdout.readline()), messages.read()
+
+    with server:
+        yield ask
+        server.stdin.close()
 
 
 def alone(command: list[Path | str], environment: dict[str, str], seconds: int = 600) -> tuple[int, str, str]:

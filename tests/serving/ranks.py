@@ -1,13 +1,8 @@
-"""What each rank of real vLLM holds after a load format has filled it: digests of its state dict, as JSON.
+"""What each rank of real vLLM holds after a load format has filled it: digests of its state dict.
 
-    python ranks.py '{"model": DIR, "tensor_parallel_size": 2, "load_format": "reshard", ...}'
-
-The options are those of vLLM's EngineArgs. As many processes as there are ranks form a gloo group; vLLM's own plugins, model class and
-loader do all else.
+As many processes as there are ranks form a gloo group; vLLM's own plugins, model class and loader do all else.
 """
 
-import json
-import os
 import sys
 from pathlib import Path
 
@@ -29,21 +24,17 @@ def poison(model) -> None:
             parameter.data.view(torch.uint8 if parameter.element_size() == 1 else torch.int16).fill_(0x5A)
 
 
-def all_ranks(options: dict[str, object]) -> dict[str, State]:
-    """The state of every rank, by the rank's part of its file name. Raises RankFailed with the error of a rank that has one."""
-    degrees = vllm_make.Degrees(options.get("tensor_parallel_size", 1), options.get("pipeline_parallel_size", 1))
-    vllm_make.name_a_group()
-    states = on_ranks(degrees.tp * degrees.pp, lambda rank, port: vllm_make.rank_state(options, rank, port, poison))
-    return {degrees.rank_name(rank): state for rank, state in enumerate(states)}
+def answer(**options: object) -> dict[str, State]:
+    """The state of every rank, by the rank's part of its file name. options: of vLLM's EngineArgs.
 
-
-if __name__ == "__main__":
-    # Only the answer goes to stdout.
-    answer_to = os.dup(1)
-    os.dup2(2, 1)
+    Raises:
+        RankFailed: a rank failed; its traceback is the text.
+    """
     from vllm.plugins import load_general_plugins
 
     vllm_make.arrange()
     load_general_plugins()
-    os.write(answer_to, json.dumps(all_ranks(json.loads(sys.argv[1]))).encode())
-    os._exit(0)
+    degrees = vllm_make.Degrees(options.get("tensor_parallel_size", 1), options.get("pipeline_parallel_size", 1))
+    vllm_make.name_a_group()
+    states = on_ranks(degrees.tp * degrees.pp, lambda rank, port: vllm_make.rank_state(options, rank, port, poison))
+    return {degrees.rank_name(rank): state for rank, state in enumerate(states)}

@@ -17,8 +17,10 @@ from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "fixtures"))
 
@@ -34,8 +36,6 @@ def worker(rank: int, asked: dict, port: int, results: list) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     dist.init_process_group("gloo")
-    import deepspeed
-
     deepspeed.utils.logger.setLevel(logging.ERROR)
     model = build(asked)
     with torch.no_grad():
@@ -56,8 +56,6 @@ def worker(rank: int, asked: dict, port: int, results: list) -> None:
 
 def build(asked: dict) -> torch.nn.Module:
     if "config" in asked:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(asked["config"]), dtype=torch.float32)
     return models.build(asked.get("model", "llama"), dtype=torch.float32, **SIZES)
 
@@ -100,7 +98,8 @@ def main() -> None:
         port = probe.getsockname()[1]
     with torch.multiprocessing.Manager() as manager:
         results = manager.list([None] * asked["world"])
-        torch.multiprocessing.spawn(worker, (asked, port, results), nprocs=asked["world"])
+        # Forked: DeepSpeed is imported once.
+        torch.multiprocessing.start_processes(worker, (asked, port, results), nprocs=asked["world"], start_method="fork")
         print("\n" + json.dumps(list(results)))
 
 
