@@ -78,7 +78,23 @@ def ranks(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
 def patch_stored(path: Path, name: str, at: int = 0) -> None:
     """Flip one bit of one tensor of a safetensors file."""
     raw = bytearray(path.read_bytes())
-    (length,) = struct.unpack("<Q", raw[:8])
-    start = 8 + length + json.loads(raw[8 : 8 + length])[name]["data_offsets"][0]
+    start, _, _ = _place(raw, name)
     raw[start + at] ^= 1
     path.write_bytes(bytes(raw))
+
+
+def exchange_query_heads(path: Path, name: str, head_dim: int) -> None:
+    """Exchange the first two query heads, the first 2 * head_dim rows, of one tensor of a safetensors file."""
+    raw = bytearray(path.read_bytes())
+    start, end, rows = _place(raw, name)
+    size = (end - start) // rows * head_dim
+    raw[start : start + 2 * size] = raw[start + size : start + 2 * size] + raw[start : start + size]
+    path.write_bytes(bytes(raw))
+
+
+def _place(raw: bytearray, name: str) -> tuple[int, int, int]:
+    """Where one tensor of a safetensors file begins and ends, and how many rows it has."""
+    (length,) = struct.unpack("<Q", raw[:8])
+    entry = json.loads(raw[8 : 8 + length])[name]
+    start, end = (8 + length + offset for offset in entry["data_offsets"])
+    return start, end, entry["shape"][0] if entry["shape"] else 1

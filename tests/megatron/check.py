@@ -13,12 +13,9 @@ Makes the Megatron environment (.venv-megatron) where there is none. On CPU rank
 
 from __future__ import annotations
 
-import json
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +24,8 @@ ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE.parent))
 
 from environments import Environment, run_checks  # noqa: E402
+from places import exchange_query_heads  # noqa: E402
+from questions import Ask, asking  # noqa: E402
 
 # Without dependencies: megatron-core's own would bring CUDA.
 MEGATRON = Environment("Megatron", HERE / "requirements.txt", options=("--no-deps",))
@@ -136,49 +135,49 @@ NEAR = {"bf16": 0.05, "fp32": 1e-4}
 
 def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
     """Each check as (what, passed, detail)."""
-    with Ranks.started(python) as ranks:
-        yield from weights_checks(reshard, ranks, work)
-        yield from training_checks(reshard, ranks, work)
-        found = from_fsdp2(reshard, ranks, work)
+    with asking([python, "-W", "ignore", HERE / "run.py"]) as ask:
+        yield from weights_checks(reshard, ask, work)
+        yield from training_checks(reshard, ask, work)
+        found = from_fsdp2(reshard, ask, work)
         yield "FSDP2's checkpoint -> megatron-dist: the distributed optimizer has its state", "failed" not in found, str(found)
 
 
-def weights_checks(reshard: Path, ranks: Ranks, work: Path) -> Iterator[tuple[str, bool, str]]:
+def weights_checks(reshard: Path, ask: Ask, work: Path) -> Iterator[tuple[str, bool, str]]:
     for number, (name, run) in enumerate(WEIGHTS.items()):
         hub = work / f"hub-{number}"
-        ranks.ask({"hub": run.model, "sizes": run.sizes, "to": str(hub)})
+        ask({"hub": run.model, "sizes": run.sizes, "to": str(hub)})
         for to in FORMATS:
             made = work / f"weights-{number}-{to}"
-            found = converted(reshard, hub, made, to, run, "--transformer-impl", "local", "--vocab-multiple", "8") or ranks.ask(
+            found = converted(reshard, hub, made, to, run, "--transformer-impl", "local", "--vocab-multiple", "8") or ask(
                 run.asked() | {"load": str(made), "weights": str(hub)}
             )
             yield f"{name} -> {to} at {str(run).split(',')[0]}: the folder's weights and logits", "failed" not in found, str(found)
     run, wrong = WEIGHTS["llama"], work / "exchanged"
     exchange_query_heads(work / "hub-0" / "model.safetensors", "model.layers.1.self_attn.q_proj.weight", head_dim=6)
     found = converted(reshard, work / "hub-0", wrong, "megatron", run, "--transformer-impl", "local", "--vocab-multiple", "8")
-    ranks.ask({"hub": run.model, "sizes": run.sizes, "to": str(work / "hub-0")})
-    found = found or ranks.ask(run.asked() | {"load": str(wrong), "weights": str(work / "hub-0")})
+    ask({"hub": run.model, "sizes": run.sizes, "to": str(work / "hub-0")})
+    found = found or ask(run.asked() | {"load": str(wrong), "weights": str(work / "hub-0")})
     yield "with two query heads exchanged the logits differ", "logits 0 differ" in found.get("failed", ""), str(found)
 
 
-def training_checks(reshard: Path, ranks: Ranks, work: Path) -> Iterator[tuple[str, bool, str]]:
+def training_checks(reshard: Path, ask: Ask, work: Path) -> Iterator[tuple[str, bool, str]]:
     for number, (name, (run, others)) in enumerate(GOES_ON.items()):
         saved, truth, hub = work / f"saved-{number}", work / f"truth-{number}.json", work / f"model-{number}"
-        ranks.ask({"hub": run.model, "sizes": run.sizes, "to": str(hub)})
-        expected = ranks.ask(run.asked() | {"save": str(saved), "truth": str(truth)})
+        ask({"hub": run.model, "sizes": run.sizes, "to": str(hub)})
+        expected = ask(run.asked() | {"save": str(saved), "truth": str(truth)})
         same = [(to, run.layout, {}) for to in FORMATS]
         for to, layout, more in same + others:
             target = Run(**vars(run) | {"layout": layout} | more)
             kind = "--distributed-optimizer" if target.args else "--plain-optimizer"
             made = work / f"made-{number}-{to}-{len(list(work.iterdir()))}"
             asked = target.asked() | {"load": str(made), "truth": str(truth)}
-            found = converted(reshard, saved, made, to, target, "--optimizer", kind, "--model", str(hub)) or ranks.ask(asked)
+            found = converted(reshard, saved, made, to, target, "--optimizer", kind, "--model", str(hub)) or ask(asked)
             near = 0.0 if target == run else NEAR[run.precision]
             detail = f"{found} and {expected}"
             yield f"{name} ({run}, {run.saved_as}) -> {to} ({target}): the same state and losses", goes_on(found, expected, near), detail
             if number == 0 and (to, target) == ("megatron", run):
-                ranks.ask({"exchange": str(made)})
-                found = ranks.ask(asked)
+                ask({"exchange": str(made)})
+                found = ask(asked)
                 yield (
                     "with another parameter's moment it is not the same state",
                     "not the source's, moment1" in found.get("failed", ""),
@@ -186,7 +185,7 @@ def training_checks(reshard: Path, ranks: Ranks, work: Path) -> Iterator[tuple[s
                 )
 
 
-def from_fsdp2(reshard: Path, ranks: Ranks, work: Path) -> dict:
+def from_fsdp2(reshard: Path, ask: Ask, work: Path) -> dict:
     """AdamW's state of bf16 weights: Megatron keeps it in fp32, and has full-precision copies, which are the weights."""
     run = Run("llama", {"tp": 2, "pp": 2}, {"intermediate_size": 24}, **DIST)
     options = (
@@ -200,7 +199,7 @@ def from_fsdp2(reshard: Path, ranks: Ranks, work: Path) -> dict:
         "8",
     )
     refused = converted(reshard, FSDP2 / "checkpoint", work / "fsdp2", "megatron-dist", run, *options)
-    return refused or ranks.ask(run.asked() | {"load": str(work / "fsdp2"), "truth": str(FSDP2 / "truth.json"), "own_schedule": True})
+    return refused or ask(run.asked() | {"load": str(work / "fsdp2"), "truth": str(FSDP2 / "truth.json"), "own_schedule": True})
 
 
 def goes_on(found: dict, expected: dict, near: float) -> bool:
@@ -210,45 +209,11 @@ def goes_on(found: dict, expected: dict, near: float) -> bool:
     return all(abs(float.fromhex(one) - float.fromhex(other)) <= near for one, other in pairs)
 
 
-class Ranks:
-    """run.py, which answers a line with a line."""
-
-    def __init__(self, process: subprocess.Popen) -> None:
-        self._process = process
-
-    @classmethod
-    @contextmanager
-    def started(cls, python: Path) -> Iterator[Ranks]:
-        # Ranks that fail tell it in the answer; what else megatron prints is of no use.
-        command = [python, "-W", "ignore", HERE / "run.py"]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-            yield cls(process)
-            process.stdin.close()
-
-    def ask(self, asked: dict) -> dict:
-        print(json.dumps(asked), file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise SystemExit(f"the ranks' process ended when asked {asked}")
-        return json.loads(answer)
-
-
 def converted(reshard: Path, source: Path, target: Path, to: str, run: Run, *options: str) -> dict:
     """Nothing, or why reshard did not do it."""
     command = [reshard, "convert", source, target, "--to", to, *run.sizes_of_ranks(), *run.options, *options]
     done = subprocess.run(command, capture_output=True, text=True)
     return {"failed": done.stderr} if done.returncode else {}
-
-
-def exchange_query_heads(path: Path, name: str, head_dim: int) -> None:
-    """The first two, in place."""
-    raw = bytearray(path.read_bytes())
-    (length,) = struct.unpack("<Q", raw[:8])
-    entry = json.loads(raw[8 : 8 + length])[name]
-    start = 8 + length + entry["data_offsets"][0]
-    size = head_dim * entry["shape"][1] * 4
-    raw[start : start + 2 * size] = raw[start + size : start + 2 * size] + raw[start : start + size]
-    path.write_bytes(raw)
 
 
 if __name__ == "__main__":

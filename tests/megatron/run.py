@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-FIXTURES = Path(__file__).resolve().parent.parent.parent / "fixtures"
+TESTS = Path(__file__).resolve().parent.parent
+FIXTURES = TESTS.parent / "fixtures"
 sys.path[:0] = [str(FIXTURES / "megatron"), str(FIXTURES)]
+sys.path.append(str(TESTS))
 
 import fused_adam  # noqa: E402
 import makers  # noqa: E402
 import mapping  # noqa: E402
 import models  # noqa: E402
+import questions  # noqa: E402
 import run as harness  # noqa: E402  fixtures/megatron/run.py
 import safetensors.torch  # noqa: E402
 import settings  # noqa: E402
@@ -208,10 +210,7 @@ def exchange_moments(folder: Path) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what megatron prints is no answer
-    for line in sys.stdin:
-        print(json.dumps(answered(json.loads(line))), file=answers, flush=True)
+    questions.answer(answered)
 
 
 if __name__ == "__main__":

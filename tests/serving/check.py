@@ -24,11 +24,9 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from subprocess import DEVNULL, PIPE
-from types import MappingProxyType
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -36,7 +34,8 @@ ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE.parent))
 
 from environments import Environment, run_checks  # noqa: E402
-from places import ranks, stored  # noqa: E402
+from places import exchange_query_heads, ranks, stored  # noqa: E402
+from questions import Ask, asking  # noqa: E402
 
 # Without dependencies: vLLM's own would replace torch.
 VLLM = Environment("vLLM", HERE / "requirements.txt", options=("--no-deps",))
@@ -48,15 +47,11 @@ MEGATRON = ROOT / "fixtures" / "megatron" / "llama-tied-pp2"
 PACKAGE = ("pyproject.toml", "README.md", "reshard", "formats", "cli", "plugins")
 
 
-# Asks server.py: which of its files, the options, a folder to import from first, variables. The answer, or None, and vLLM's messages.
-Ask = Callable[..., tuple[Any, str]]
-
-
 def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
     """Each check as (what, passed, detail)."""
     make_references = [python, ROOT / "fixtures" / "vllm" / "make.py", "--check"]
     with ThreadPoolExecutor() as beside, served(python, work / "hub") as ask:
-        references = beside.submit(alone, make_references, dict(os.environ), seconds=3600)
+        references = beside.submit(alone, make_references, seconds=3600)
         yield from decoded(reshard, python, work, ask)
         plugin = installed(python, work)
         yield from decoded_directly(reshard, work, ask, plugin)
@@ -90,7 +85,7 @@ def decoded(reshard: Path, python: Path, work: Path, ask: Ask) -> Iterator[tuple
     yield compared("FSDP2 checkpoint at TP 2: sharded_state decodes as its Hugging Face form", found, whole)
 
 
-def references_hold(_: int, output: str, messages: str) -> Iterator[tuple[str, bool, str]]:
+def references_hold(output: str, messages: str) -> Iterator[tuple[str, bool, str]]:
     """What the maker of the references says when it asks real ranks again: of each a line, and after it the lines that are different."""
     answers = re.findall(r"^(\S+\.json): (the same|DIFFERENT)\n((?:[-+@].*\n)*)", output, re.MULTILINE)
     for name, answer, lines in answers:
@@ -213,7 +208,7 @@ def decode(
 ) -> list[dict[str, list[object]]] | str:
     """What real vLLM answers; the end of its messages if it does not. options: of its LLM."""
     named = {"model": str(model), "tensor_parallel_size": tp, "load_format": load_format, **options}
-    answers, messages = ask("decode", named, plugin, {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(tp)))})
+    answers, messages = asked(ask, "decode", named, plugin, VLLM_CPU_OMP_THREADS_BIND="|".join(map(str, range(tp))))
     return answers or f"vLLM failed: {messages[-2000:]}"
 
 
@@ -221,7 +216,7 @@ def held(ask: Ask, model: Path | str, plugin: Path | None, extra: dict[str, obje
     """What real vLLM's ranks hold after --load-format reshard (without the plugin: auto), in the form of the references, or None; and
     vLLM's messages."""
     how = {"load_format": "reshard", "model_loader_extra_config": extra} if plugin else {}
-    return ask("ranks", {"model": str(model), **how, **options}, plugin)
+    return asked(ask, "ranks", {"model": str(model), **how, **options}, plugin)
 
 
 @contextlib.contextmanager
@@ -230,38 +225,32 @@ def served(python: Path, hub: Path) -> Iterator[Ask]:
     own = {"PYTHONPATH": str(HERE / "startup"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub)}
     # The engine in the process that asks: one process less to start. Its workers are processes all the same.
     vllms = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "INFO"}
-    server = subprocess.Popen(
-        [python, HERE / "server.py"], env={**os.environ, **own, **vllms}, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True
-    )
-
-    def ask(
-        what: str, options: dict[str, object], folder: Path | None = None, environment: Mapping[str, str] = MappingProxyType({})
-    ) -> tuple[Any, str]:
-        with tempfile.NamedTemporaryFile("r") as messages:
-            path = [str(folder)] if folder else []
-            request = {"ask": what, "options": options, "environment": dict(environment), "path": path, "messages": messages.name}
-            print(json.dumps(request), file=server.stdin, flush=True)
-            return json.loads(server.stdout.readline()), messages.read()
-
-    with server:
+    with asking([python, HERE / "server.py"], {**os.environ, **own, **vllms}) as ask:
         yield ask
-        server.stdin.close()
 
 
-def alone(command: list[Path | str], environment: dict[str, str], seconds: int = 600) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command in a session of its own, of which nothing is left running.
+def asked(ask: Ask, what: str, options: dict[str, object], plugin: Path | None, **environment: str) -> tuple[Any, str]:
+    """What server.py answers, or None, and the messages on the way."""
+    with tempfile.NamedTemporaryFile("r") as messages:
+        path = [str(plugin)] if plugin else []
+        answer = ask({"ask": what, "options": options, "environment": environment, "path": path, "messages": messages.name})
+        return answer, messages.read()
+
+
+def alone(command: list[Path | str], seconds: int) -> tuple[str, str]:
+    """stdout and stderr of a command in a session of its own, of which nothing is left running.
 
     Through files, not pipes: helpers that outlive their parent would keep a pipe open for ever.
     """
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as messages:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=messages, start_new_session=True)
+        process = subprocess.Popen(command, stdout=output, stderr=messages, start_new_session=True)
         try:
-            returncode = process.wait(timeout=seconds)
+            process.wait(timeout=seconds)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         output.seek(0), messages.seek(0)
-        return returncode, output.read(), messages.read()
+        return output.read(), messages.read()
 
 
 def compared(what: str, found: list[dict[str, list[object]]] | str, expected: list[dict[str, list[object]]] | str) -> tuple[str, bool, str]:
@@ -272,18 +261,6 @@ def compared(what: str, found: list[dict[str, list[object]]] | str, expected: li
 
 def tokens(answers: list[dict[str, list[object]]] | str) -> object:
     return [answer["tokens"] for answer in answers] if isinstance(answers, list) else None
-
-
-def exchange_query_heads(path: Path, name: str, head_dim: int) -> None:
-    """Exchange the first two query heads, the first 2 * head_dim rows, of a fused qkv_proj in place."""
-    raw = bytearray(path.read_bytes())
-    (length,) = struct.unpack("<Q", raw[:8])
-    entry = json.loads(raw[8 : 8 + length])[name]
-    start = 8 + length + entry["data_offsets"][0]
-    size = head_dim * entry["shape"][1] * 2
-    first, second = raw[start : start + size], raw[start + size : start + 2 * size]
-    raw[start : start + 2 * size] = second + first
-    path.write_bytes(raw)
 
 
 def rename(path: Path, old: str, new: str) -> None:

@@ -4,7 +4,9 @@ PROMPTS = ([3, 17, 91, 200, 45], [7, 7, 12, 133, 240, 5, 66], [101, 22], [249, 1
 TOKENS = 8
 
 
-def answer(model: str, tensor_parallel_size: int, load_format: str, **options: object) -> list[dict[str, list[object]]]:
+def answer(
+    model: str, tensor_parallel_size: int, load_format: str, max_num_seqs: int = 4, **options: object
+) -> list[dict[str, list[object]]]:
     """Of each prompt its continuation. options: of vLLM's LLM."""
     from vllm import LLM, SamplingParams
 
@@ -16,8 +18,9 @@ def answer(model: str, tensor_parallel_size: int, load_format: str, **options: o
         enforce_eager=True,
         kv_cache_memory_bytes=64 << 20,
         max_model_len=64,
+        max_num_seqs=max_num_seqs,
         disable_log_stats=True,
-        **{"max_num_seqs": 4, **options},
+        **options,
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, logprobs=1, ignore_eos=True, detokenize=False)
     outputs = engine.generate([{"prompt_token_ids": list(prompt)} for prompt in PROMPTS], sampling, use_tqdm=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fixtures"))
 
 import makers
-from engine_ranks import State, on_ranks
+from engine_ranks import State
 
 vllm_make = makers.load("vllm")
 
@@ -34,7 +34,4 @@ def answer(**options: object) -> dict[str, State]:
 
     vllm_make.arrange()
     load_general_plugins()
-    degrees = vllm_make.Degrees(options.get("tensor_parallel_size", 1), options.get("pipeline_parallel_size", 1))
-    vllm_make.name_a_group()
-    states = on_ranks(degrees.tp * degrees.pp, lambda rank, port: vllm_make.rank_state(options, rank, port, poison))
-    return {degrees.rank_name(rank): state for rank, state in enumerate(states)}
+    return vllm_make.all_ranks(options, poison)

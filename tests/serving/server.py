@@ -1,8 +1,6 @@
-"""Real vLLM, imported once; each request is answered by a process forked for it.
+"""Real vLLM, asked line by line (questions.py); each request is answered by a process forked for it.
 
-    python server.py < requests > answers
-
-A request is a line of JSON, the answer another:
+A request has
     ask          "decode" or "ranks": the file here whose function `answer` is asked
     options      what that function takes
     environment  variables that are set for it
@@ -19,12 +17,17 @@ import signal
 import sys
 import tempfile
 import traceback
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import questions
 
 SECONDS = 600
 
 
-def answered(request: dict) -> str:
-    """The line that answers a request. Nothing of what was started for it is left running."""
+def answered(request: dict) -> object:
+    """The answer to a request. Nothing of what was started for it is left running."""
     with tempfile.TemporaryFile("w+") as answer:
         child = os.fork()
         if not child:
@@ -36,7 +39,7 @@ def answered(request: dict) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
         answer.seek(0)
-        return answer.read() or "null"
+        return json.loads(answer.read() or "null")
 
 
 def work(request: dict, answer) -> None:
@@ -60,7 +63,4 @@ if __name__ == "__main__":
     import vllm.entrypoints.llm
     import vllm.model_executor.models.llama  # noqa: F401
 
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        print(answered(json.loads(line)), file=answers, flush=True)
+    questions.answer(answered)

@@ -20,6 +20,7 @@ ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE.parent))
 
 from environments import Environment, run_checks  # noqa: E402
+from questions import Ask, asking  # noqa: E402
 
 DEEPSPEED = Environment("DeepSpeed", HERE / "requirements.txt", variables={"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"})
 
@@ -42,20 +43,25 @@ CASES = [
 
 def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
     """Each check as (what, passed, detail)."""
+    with asking([python, "-W", "ignore", HERE / "run.py"]) as ask:
+        yield from goes_on(reshard, ask, work)
+
+
+def goes_on(reshard: Path, ask: Ask, work: Path) -> Iterator[tuple[str, bool, str]]:
     saved: dict[str, tuple[Path, list[str]]] = {}
     for number, (source, to, options, target) in enumerate(CASES):
         key = json.dumps(source)
         if key not in saved:
             folder = work / f"saved-{len(saved)}"
-            saved[key] = folder, run(python, source | {"save": str(folder)})
+            saved[key] = folder, run(ask, source | {"save": str(folder)})
         folder, expected = saved[key]
         made = work / f"made-{number}"
         converted(reshard, folder, made, "--to", to, *options)
-        found = run(python, target | {"load": str(made), "universal": to == "universal"})
+        found = run(ask, target | {"load": str(made), "universal": to == "universal"})
         yield f"{told(source)} -> {to} -> {told(target)}: the same losses", found == expected, f"{found} and {expected}"
         if number == 0:
             exchange_a_moment(made)
-            found = run(python, target | {"load": str(made), "universal": True})
+            found = run(ask, target | {"load": str(made), "universal": True})
             yield "with another parameter's moment the losses differ", found != expected, str(found)
     # FSDP2's own checkpoint: bf16 weights with their AdamW state. DeepSpeed loads it in both forms, and they are the same.
     fsdp, losses = ROOT / "fixtures" / "dcp" / "fsdp2", []
@@ -63,7 +69,7 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
         made = work / f"fsdp-{to}"
         converted(reshard, fsdp / "checkpoint", made, "--to", to, *options, "--model", str(fsdp / "model"))
         asked = target | {"load": str(made), "universal": to == "universal", "config": str(fsdp / "model"), "schedule": False}
-        losses.append(run(python, asked))
+        losses.append(run(ask, asked))
     yield "FSDP2's checkpoint -> universal, deepspeed: ZeRO-2 and ZeRO-3 go on alike", losses[0] == losses[1], str(losses)
 
 
@@ -73,12 +79,12 @@ def told(asked: dict) -> str:
     )
 
 
-def run(python: Path, asked: dict) -> list[str]:
+def run(ask: Ask, asked: dict) -> list[str]:
     """The losses of the last steps, which are the same on all ranks."""
-    found = subprocess.run([python, "-W", "ignore", HERE / "run.py", json.dumps(asked)], capture_output=True, text=True)
-    if found.returncode:
-        raise SystemExit(f"DeepSpeed failed on {asked}:\n{found.stderr[-3000:]}")
-    ranks = json.loads(found.stdout.strip().splitlines()[-1])
+    found = ask(asked)
+    if "failed" in found:
+        raise SystemExit(f"DeepSpeed failed on {asked}:\n{found['failed']}")
+    ranks = found["losses"]
     assert all(losses == ranks[0] for losses in ranks), ranks
     return ranks[0]
 

@@ -1,14 +1,14 @@
-"""Trains a small llama with real DeepSpeed on gloo, and prints the losses of the last steps as JSON. Run in an environment that has it.
+"""Real DeepSpeed trains a small llama on gloo, asked line by line (questions.py). Run in an environment that has it.
 
-    python run.py '{"world": 2, "stage": 3, "save": "folder"}'                          two steps, saved, then three more
-    python run.py '{"world": 4, "stage": 1, "load": "folder", "universal": true}'       three steps from what is there
+    {"world": 2, "stage": 3, "save": "folder"}                          two steps, saved, then three more
+    {"world": 4, "stage": 1, "load": "folder", "universal": true}       three steps from what is there
 
+An answer has the losses of the last steps, of each rank, or says why there are none: {"losses": [[..], ..]}, {"failed": "why"}.
 All ranks see the same tokens, so that the mean gradient is the same at any power of two of ranks, and losses can be compared by their bits.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -22,9 +22,12 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "fixtures"))
+TESTS = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(TESTS.parent / "fixtures"))
+sys.path.append(str(TESTS))
 
-import models
+import models  # noqa: E402
+import questions  # noqa: E402
 
 SIZES = {"num_hidden_layers": 1, "intermediate_size": 24, "hidden_size": 16, "head_dim": 8, "vocab_size": 50}
 BEFORE, AFTER = 2, 3
@@ -91,17 +94,19 @@ def train(engine: object, step: int) -> str:
     return float(loss.detach()).hex()
 
 
-def main() -> None:
-    asked = json.loads(sys.argv[1])
+def answered(asked: dict) -> dict[str, object]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with torch.multiprocessing.Manager() as manager:
         results = manager.list([None] * asked["world"])
-        # Forked: DeepSpeed is imported once.
-        torch.multiprocessing.start_processes(worker, (asked, port, results), nprocs=asked["world"], start_method="fork")
-        print("\n" + json.dumps(list(results)))
+        try:
+            # Forked: DeepSpeed is imported once.
+            torch.multiprocessing.start_processes(worker, (asked, port, results), nprocs=asked["world"], start_method="fork")
+        except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException) as error:
+            return {"failed": str(error)[-3000:]}
+        return {"losses": list(results)}
 
 
 if __name__ == "__main__":
-    main()
+    questions.answer(answered)
