@@ -19,7 +19,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import struct
 import subprocess
 import sys
@@ -33,6 +32,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE.parent))
 
+import sessions  # noqa: E402
 from environments import Environment, run_checks  # noqa: E402
 from places import exchange_query_heads, ranks, stored  # noqa: E402
 from questions import Ask, asking  # noqa: E402
@@ -206,10 +206,11 @@ def converted(reshard: Path, source: Path, target: Path, *options: str) -> Path:
 def decode(
     ask: Ask, model: Path, tp: int, load_format: str, plugin: Path | None = None, **options: object
 ) -> list[dict[str, list[object]]] | str:
-    """What real vLLM answers; the end of its messages if it does not. options: of its LLM."""
+    """What real vLLM answers; if it does not, the errors in its messages, a worker's before what follows from them. options: of its LLM."""
     named = {"model": str(model), "tensor_parallel_size": tp, "load_format": load_format, **options}
     answers, messages = asked(ask, "decode", named, plugin, VLLM_CPU_OMP_THREADS_BIND="|".join(map(str, range(tp))))
-    return answers or f"vLLM failed: {messages[-2000:]}"
+    errors = dict.fromkeys(re.findall(r"\w*(?:Error|Exception): .*", messages))
+    return answers or "\n".join(["vLLM failed:", *errors, messages[-1000:]])
 
 
 def held(ask: Ask, model: Path | str, plugin: Path | None, extra: dict[str, object], **options: object) -> tuple[object, str]:
@@ -247,8 +248,7 @@ def alone(command: list[Path | str], seconds: int) -> tuple[str, str]:
         try:
             process.wait(timeout=seconds)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            sessions.end(process.pid)
         output.seek(0), messages.seek(0)
         return output.read(), messages.read()
 

@@ -9,7 +9,6 @@ A request has
 The answer is null where the function raised (the traceback is among the messages) or took longer than SECONDS.
 """
 
-import contextlib
 import importlib
 import json
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import questions
+import sessions
 
 SECONDS = 600
 
@@ -36,8 +36,7 @@ def answered(request: dict) -> object:
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
+        sessions.end(child)
         answer.seek(0)
         return json.loads(answer.read() or "null")
 
