@@ -43,7 +43,7 @@ from reshard.model_files import ModelFiles
 from reshard.parallel import Parallel
 from reshard.plans import Target
 
-from .rules import NEWEST, VersionRules, all_rules, first_with_stages, is_known, rules_for, with_partition, without_expert_maps
+from .rules import NEWEST, VersionRules, all_rules, as_text, first_with_stages, is_known, rules_for, with_partition, without_expert_maps
 
 _FILE = re.compile(r"model-(?:rank-(?P<rank>\d+)|pp-(?P<pp>\d+)-tp-(?P<tp>\d+))-part-[^/]*\.safetensors")
 
@@ -65,10 +65,10 @@ class Vllm:
             )
         parallel = degrees_of(ranks, files)
         headers = {rank: read_headers(files, paths) for rank, paths in ranks.items()}
-        version = _stored_version(model, headers, parallel)
+        version, versions = _stored_version(model, headers, parallel)
         parallel = with_stored_experts(parallel, model, headers.values())
         sizes = {"tp": parallel.tp, "pp": parallel.pp, **({"ep": parallel.ep} if parallel.ep > 1 else {})}
-        facts = RunFacts("vLLM sharded_state", f"{'.'.join(map(str, version.since))} or newer", parallel=sizes, config=hints.config)
+        facts = RunFacts("vLLM sharded_state", versions, parallel=sizes, config=hints.config)
         return index_of_ranks(self.name, model, version.engine, parallel, headers, facts)
 
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
@@ -135,19 +135,25 @@ def _check_router(model: Model, version: VersionRules) -> None:
         )
 
 
-def _stored_version(model: Model, headers: Mapping[tuple[int, int], Headers], parallel: Parallel) -> VersionRules:
-    """The rules of the newest version that has the keys which the first rank has; of none has, those that come closest.
+def _stored_version(model: Model, headers: Mapping[tuple[int, int], Headers], parallel: Parallel) -> tuple[VersionRules, str]:
+    """The rules of the newest version that has the keys which the first rank has (of none has, those that come closest), and the range of
+    versions that have the same, as a version specifier: >=0.8.5,<0.14.
 
     Whoever wrote the files may have dealt the layers in a way of their own.
     """
     counts = _stored_partition(headers, model.dimensions["layers"], parallel.pp)
-    candidates = [replace(each, engine=with_partition(each.engine, counts)) for each in reversed(all_rules(model))]
+    known = [replace(each, engine=with_partition(each.engine, counts)) for each in all_rules(model)]
 
     def unlike(candidate: VersionRules) -> int:
         expected = rank_tensors(model, ANY_DTYPE, candidate.engine, replace(parallel, tp=1), 0, 0)
         return len({stored.name for stored in expected} ^ set(headers[0, 0]))
 
-    return next((each for each in candidates if not unlike(each)), None) or min(candidates, key=unlike)
+    differences = [unlike(each) for each in known]
+    fits = [difference == min(differences) for difference in differences]
+    newest = max(i for i, fit in enumerate(fits) if fit)
+    oldest = next(i for i in range(newest, -1, -1) if i == 0 or not fits[i - 1])
+    before = "".join(f",<{as_text(later.since)}" for later in known[newest + 1 : newest + 2])
+    return known[newest], f">={as_text(known[oldest].since)}{before}"
 
 
 def _stored_partition(headers: Mapping[tuple[int, int], Headers], layers: int, pp: int) -> tuple[int, ...]:

@@ -208,8 +208,8 @@ def rules_for(model: Model, version: str) -> VersionRules:
     if not fitting:
         oldest = min(rules.since for rules in all_rules(model))
         raise RequestError(
-            f"--engine-version {version}: the oldest vLLM whose keys for {model.architecture.model_type} are known is {_text(oldest)}",
-            do=f"Use vLLM {_text(oldest)} or newer, or convert to hf, which every version loads",
+            f"--engine-version {version}: the oldest vLLM whose keys for {model.architecture.model_type} are known is {as_text(oldest)}",
+            do=f"Use vLLM {as_text(oldest)} or newer, or convert to hf, which every version loads",
         )
     return fitting[-1]
 
@@ -223,15 +223,15 @@ def all_rules(model: Model) -> tuple[VersionRules, ...]:
 
 
 def first_with_stages() -> str:
-    return _text(next(version.since for version in _VERSIONS if version.has_stages))
+    return as_text(next(version.since for version in _VERSIONS if version.has_stages))
 
 
 def without_expert_maps() -> str:
     """The version from which on no rank says which experts it has."""
-    return _text(next(later.since for version, later in pairwise(_VERSIONS) if version.maps_experts and not later.maps_experts))
+    return as_text(next(later.since for version, later in pairwise(_VERSIONS) if version.maps_experts and not later.maps_experts))
 
 
-def _text(numbers: Numbers) -> str:
+def as_text(numbers: Numbers) -> str:
     return ".".join(map(str, numbers))
 
 

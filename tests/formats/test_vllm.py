@@ -117,6 +117,20 @@ def test_the_scale_buffers_are_there_from_0_14_on(version, scales, tmp_path):
     assert reshard.verify(HF / "llama", tmp_path / "out").equal
 
 
+@pytest.mark.parametrize(
+    "model, version, versions",
+    [
+        ("llama", "0.8.5", ">=0.8.5,<0.14"),
+        ("llama", "0.32", ">=0.14"),
+        ("deepseek_v3", "0.10", ">=0.10,<0.10.2"),
+        ("deepseek_v3", "0.20", ">=0.20,<0.21"),
+    ],
+)
+def test_the_keys_tell_which_versions_load_the_files(model, version, versions, tmp_path):
+    reshard.convert(reshard.plan(HF / model, to="vllm", tp=2, engine_version=version), tmp_path / "out")
+    assert reshard.open(tmp_path / "out").index.facts.version == versions
+
+
 def test_blocks_are_not_cut_even_where_the_engine_would_repeat_their_scales():
     with pytest.raises(RequestError, match=r"experts\.0\..* each of 2 ranks has 64, no whole blocks of 128.*sizes are 1\."):
         reshard.plan(served("qwen3_moe-fp8-block"), to="vllm", tp=2)
