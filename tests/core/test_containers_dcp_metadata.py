@@ -72,7 +72,7 @@ def by_box(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: row[:3])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.dictionaries(st.text(min_size=1, max_size=5), grids(), max_size=4))
 def test_every_chunk_comes_back_sorted_with_its_place(tensors: dict[str, tuple[tuple[int, ...], list[Row]]]) -> None:
     metadata = parsed(written(tensors))
@@ -84,7 +84,6 @@ def test_every_chunk_comes_back_sorted_with_its_place(tensors: dict[str, tuple[t
         assert item.chunks.offsets.shape == (len(rows), len(shape))
 
 
-@settings(deadline=None)
 @given(grids(), st.integers(0, 3))
 def test_parts_merge_into_the_whole(grid: tuple[tuple[int, ...], list[Row]], replicas: int) -> None:
     """Without collectives every rank lists the whole tensor, but only its own chunks; what several hold, all list."""

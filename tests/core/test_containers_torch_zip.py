@@ -79,7 +79,7 @@ def test_a_tensor_lies_where_we_say(tmp_path: Path, name: str, zipped: bool) -> 
     assert same(tmp_path, saved(tmp_path, tensor, zipped=zipped), tensor)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_view_lies_where_we_say(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     tensor = torch.arange(2 * 3 * 4 * 5, dtype=torch.int16).reshape(2, 3, 4, 5)

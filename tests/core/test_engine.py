@@ -22,7 +22,7 @@ from reshard.engine.transfer import Pieces, Worker
 from reshard.errors import CheckpointError
 from reshard.files import LocalFiles, read_each_run
 
-SETTINGS = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def test_killed_at_any_moment_it_resumes_bit_exactly(large, expected, tmp_path, 
 def test_an_interruption_is_exit_code_130_and_resumes(large, expected, tmp_path):
     target = tmp_path / "out"
     process = subprocess.Popen(command("convert", large, target, *OPTIONS), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not (target / ".reshard" / "journal.jsonl").exists():
+    while process.poll() is None and not (target / ".reshard" / "journal.jsonl").exists():
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
     _, messages = process.communicate(timeout=60)

@@ -38,7 +38,7 @@ from loading import Checkpoint  # noqa: E402
 from megatron.core import parallel_state as mpu  # noqa: E402
 
 MICROBATCHES, BEFORE, AFTER = 4, harness.STEPS, 3
-PATIENCE = datetime.timedelta(seconds=60)
+PATIENCE = datetime.timedelta(minutes=5)
 facts = makers.load("dcp")._facts
 
 
