@@ -11,6 +11,7 @@ The answer is null where the function raised (the traceback is among the message
 
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -27,23 +28,28 @@ SECONDS = 600
 
 
 def answered(request: dict) -> object:
-    """The answer to a request. Nothing of what was started for it is left running."""
-    with tempfile.TemporaryFile("w+") as answer:
+    """The answer to a request. Nothing of what was started for it is left running, and nothing in folders for temporary files."""
+    with tempfile.TemporaryFile("w+") as answer, tempfile.TemporaryDirectory() as folder:
         child = os.fork()
         if not child:
             try:
-                work(request, answer)
+                work(request, answer, folder)
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
         sessions.end(child)
+        # Ranks on a CPU leave shared memory, named as the file by which they met.
+        for meeting in Path(folder).glob("vllm_dist_*"):
+            for segment in Path("/dev/shm").glob(f"{meeting.name}-*"):
+                segment.unlink()
         answer.seek(0)
         return json.loads(answer.read() or "null")
 
 
-def work(request: dict, answer) -> None:
+def work(request: dict, answer, folder: str) -> None:
     os.setsid()
     signal.alarm(SECONDS)
+    os.environ["TMPDIR"], tempfile.tempdir = folder, None
     messages = os.open(request["messages"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(messages, 1)
     os.dup2(messages, 2)
@@ -58,8 +64,18 @@ def work(request: dict, answer) -> None:
         traceback.print_exc()
 
 
-if __name__ == "__main__":
+def arrange() -> None:
+    """Workers of vLLM's executor are forked, as this is: they need not import it again. Of each it asks for 240 MiB of shared memory
+    for queues, of which these need next to nothing."""
     import vllm.entrypoints.llm
     import vllm.model_executor.models.llama  # noqa: F401
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.v1.executor import multiproc_executor
 
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    shm_broadcast.check_shm_free_space = lambda *size, **names: None
+
+
+if __name__ == "__main__":
+    arrange()
     questions.answer(answered)
