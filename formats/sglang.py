@@ -25,13 +25,14 @@ from reshard.dtypes import F32
 from reshard.engine.run import MANIFEST
 from reshard.engine_files import (
     about_left_out,
+    check_content,
+    check_demands,
     completed,
     degrees_of,
     framed_parts,
     index_of_ranks,
     paths_by_rank,
     read_headers,
-    served_content,
     served_model,
     with_stored_experts,
 )
@@ -51,7 +52,7 @@ _FILE = re.compile(r"model-rank-(?P<rank>\d+)-part-[^/]*\.safetensors")
 @dataclass(frozen=True, slots=True)
 class _Own:
     """What a model's class has of its own. keeps_normalizer: whether the factor of embeddings is a key; settings: what the config has to
-    say; without_bias: roles whose biases it does not have, and leaves out; plain_heads: whether its heads are hidden / heads wide, whatever
+    say; demands: what it must not say otherwise; lacks: see EngineRules; plain_heads: whether its heads are hidden / heads wide, whatever
     the config says; all_sparse: whether all its layers have experts, likewise; experts_share_ranks: see EngineRules; notes: what to know
     when it is started; unserved: why there is no class that loads these files.
     """
@@ -59,7 +60,8 @@ class _Own:
     tied: str = "head"
     keeps_normalizer: bool = False
     settings: tuple[tuple[str, object], ...] = ()
-    without_bias: frozenset[str] = frozenset()
+    demands: tuple[tuple[str, object], ...] = ()
+    lacks: tuple[tuple[str, str], ...] = ()
     plain_heads: bool = False
     all_sparse: bool = False
     experts_share_ranks: bool = False
@@ -67,22 +69,30 @@ class _Own:
     unserved: str | None = None
 
 
-_NO_MLP_BIAS = frozenset({"mlp.gate", "mlp.up", "mlp.down"})
+_MLP_BIASES = tuple((role, "bias") for role in ("mlp.gate", "mlp.up", "mlp.down"))
+_LATENT_BIASES = (("mla.q_a", "bias"), ("mla.kv_a", "bias"), ("attention.o", "bias"))
+_TIED = (("tie_word_embeddings", True),)
 _UNFUSED = "start SGLang with --disable-shared-experts-fusion: otherwise it may take a shared expert for one more routed one"
 OWN = {
-    "llama": _Own(without_bias=_NO_MLP_BIAS),
-    "mistral": _Own(without_bias=_NO_MLP_BIAS),
+    "llama": _Own(lacks=_MLP_BIASES),
+    "mistral": _Own(lacks=_MLP_BIASES),
     "qwen2": _Own(),
     "qwen3": _Own(),
     "phi3": _Own(),
-    "gemma2": _Own(tied="embedding", keeps_normalizer=True, settings=(("hidden_act", "gelu_pytorch_tanh"),)),
-    "gpt2": _Own(),
-    "mixtral": _Own(plain_heads=True),
-    "qwen2_moe": _Own(plain_heads=True, all_sparse=True, experts_share_ranks=True),
-    "qwen3_moe": _Own(all_sparse=True, experts_share_ranks=True),
-    "deepseek_v2": _Own(settings=(("moe_layer_freq", 1), ("scoring_func", "softmax")), experts_share_ranks=True, notes=(_UNFUSED,)),
+    "gemma2": _Own(tied="embedding", keeps_normalizer=True, settings=(("hidden_act", "gelu_pytorch_tanh"),), demands=_TIED),
+    "gpt2": _Own(demands=_TIED),
+    "mixtral": _Own(tied="both", plain_heads=True),
+    "qwen2_moe": _Own(tied="both", plain_heads=True, all_sparse=True, experts_share_ranks=True),
+    "qwen3_moe": _Own(tied="both", all_sparse=True, experts_share_ranks=True),
+    "deepseek_v2": _Own(
+        settings=(("moe_layer_freq", 1), ("scoring_func", "softmax")),
+        lacks=_LATENT_BIASES,
+        experts_share_ranks=True,
+        notes=(_UNFUSED,),
+    ),
     "deepseek_v3": _Own(
         settings=(("moe_layer_freq", 1), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
+        lacks=_LATENT_BIASES,
         experts_share_ranks=True,
         notes=(_UNFUSED,),
     ),
@@ -120,8 +130,9 @@ class Sglang:
         return index_of_ranks(self.name, model, _rules(model), parallel, headers, facts)
 
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
-        model = served_content(content, companions, "SGLang")
+        model = served_model(content.model, companions.config, "SGLang")
         rules = self.engine_rules(model, target)
+        check_content(content, model, rules)
         own = OWN.get(model.architecture.family, _Own())
         check_degrees(model, rules, target.parallel)
         companions, notes = completed(companions, own.settings, "SGLang")
@@ -164,9 +175,11 @@ def _rules(model: Model) -> EngineRules:
         fusions=_FUSIONS,
         beside=(normalizer(model),) if own.keeps_normalizer else (),
         vocabulary_multiple=model.architecture.vocabulary_multiple or 64,
+        vocabulary_fits=True,
         partition=lambda layers, pp: (layers,),
         tied=own.tied,
         dtypes={"router.correction": F32},
+        lacks=frozenset(own.lacks),
         experts_share_ranks=own.experts_share_ranks,
         equal_experts=True,
     )
@@ -175,6 +188,7 @@ def _rules(model: Model) -> EngineRules:
 def _check_served(model: Model) -> None:
     own = OWN.get(model.architecture.family, _Own())
     what = f"a {model.architecture.model_type} model"
+    check_demands(model, own.demands, "SGLang")
     if own.unserved:
         raise RequestError(f"SGLang does not load {what} from such files: {own.unserved}", do="Convert to hf, which it loads as well")
     if model.quantization:
@@ -197,11 +211,6 @@ def _check_served(model: Model) -> None:
             why="It would serve experts that were never loaded, and say nothing",
             do="Serve it with another engine",
         )
-    for part in model.parts:
-        if part.kind == "bias" and part.role in own.without_bias:
-            raise RequestError(
-                f"SGLang's class for {what} has no such bias", where=part.tensor, why="It would serve the model without it, and say nothing"
-            )
 
 
 def _about_version(model: Model, target: Target) -> list[str]:

@@ -25,7 +25,7 @@ from reshard.adapter import Hints
 from reshard.architecture import Model, find_model
 from reshard.canonical import Canonical
 from reshard.dtypes import F32, DType
-from reshard.engine_files import index_of_ranks, read_headers, served_content, served_model
+from reshard.engine_files import check_content, index_of_ranks, read_headers, served_model
 from reshard.engines import EngineRules, Fusion, check_degrees, model_dtype, rank_tensors, stored_dtypes
 from reshard.errors import CheckpointError, RequestError
 from reshard.files import Files
@@ -172,8 +172,9 @@ class Trtllm:
         return index_of_ranks(self.name, model, _checked_rules(model, parallel), parallel, headers, facts)
 
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
-        model = served_content(content, companions, "TensorRT-LLM")
+        model = served_model(content.model, companions.config, "TensorRT-LLM")
         rules = self.engine_rules(model, target)
+        check_content(content, model, rules)
         target.parallel.allow("tp", "pp", "ep", what="TensorRT-LLM, where each rank serves its own part")
         check_degrees(model, rules, target.parallel)
         dtypes = {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}

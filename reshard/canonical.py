@@ -5,7 +5,7 @@ An index holds what is stored; this chooses and renames. What is left out is nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -144,13 +144,15 @@ def _groups(index: Index, chosen: Mapping[str, Tensor], selection: Selection) ->
     return tuple(found)
 
 
-def check_against_model(content: Canonical, *, partial: bool, strict: bool) -> None:
-    """Raises CheckpointError if a weight of the model is missing (unless `partial`) or has another shape than the config says; with
-    `strict` also if a tensor is none of the model's."""
+def check_against_model(content: Canonical, *, partial: bool, strict: bool, optional: Collection[str] = ()) -> None:
+    """Raises CheckpointError if a weight of the model is missing (unless `partial`, or among `optional`) or has another shape than the
+    config says; with `strict` also if a tensor is none of the model's."""
     model = content.model
     if model is None:
         return
-    missing = [name for name, weight in model.weights.items() if name not in content.tensors and not weight.optional]
+    missing = [
+        name for name, weight in model.weights.items() if name not in content.tensors and name not in optional and not weight.optional
+    ]
     unknown = [name for name in content.weights if name not in model.weights]
     for name, weight in model.weights.items():
         tensor = content.tensors.get(name)

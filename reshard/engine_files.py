@@ -5,6 +5,7 @@ writing: stored tensors of a rank -> framed files          reading: headers of a
 
 from __future__ import annotations
 
+import json
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +15,7 @@ from reshard.architecture import Model
 from reshard.canonical import Canonical, check_against_model
 from reshard.containers import safetensors
 from reshard.dtypes import F32, DType
-from reshard.engines import EngineRules, check_degrees, rank_tensors, shared_copies
+from reshard.engines import EngineRules, check_degrees, rank_tensors, shared_copies, unplaced
 from reshard.errors import CheckpointError, RequestError
 from reshard.files import Files
 from reshard.index import Index, RunFacts
@@ -24,6 +25,8 @@ from reshard.parallel import Parallel
 from reshard.quantization import unknown_quantization
 from reshard.safetensors_file import framed
 from reshard.stored import StoredTensor
+
+_LAYER = r"\.\d+\."
 
 Headers = dict[str, tuple[TargetFile, safetensors.Entry]]
 
@@ -52,14 +55,33 @@ def served_model(model: Model | None, config: Mapping[str, object] | None, engin
     )
 
 
-def served_content(content: Canonical, companions: ModelFiles, engine: str) -> Model:
-    """The model that a conversion for an engine is about. Raises RequestError or CheckpointError unless its weights, and they alone, are
-    all there."""
-    model = served_model(content.model, companions.config, engine)
-    check_against_model(content, partial=False, strict=True)
+def check_demands(model: Model, demands: Iterable[tuple[str, object]], engine: str) -> None:
+    """Raises RequestError if the model's class does as if the config said something else than it does."""
+    for key, value in demands:
+        if (said := model.setting(key)) != value:
+            raise RequestError(
+                f"{engine}'s class for a {model.architecture.model_type} model works as if {key} were {json.dumps(value)}, the config says "
+                f"{json.dumps(said)}",
+                why="It would refuse the weights, or serve unset or other ones",
+                do="Serve it with another engine",
+            )
+
+
+def check_content(content: Canonical, model: Model, rules: EngineRules) -> None:
+    """Raises RequestError or CheckpointError unless the weights for which the engine has a place, and they alone, are all there."""
     if content.states:
-        raise RequestError(f"{engine} loads weights, no optimizer state", do="Leave out --optimizer")
-    return model
+        raise RequestError(f"{rules.name} loads weights, no optimizer state", do="Leave out --optimizer")
+    homeless = unplaced(model, rules)
+    if held := [name for name in homeless if name in content.tensors]:
+        globs = dict.fromkeys(f"--exclude '{re.sub(_LAYER, '.*.', name, count=1)}'" for name in held)
+        raise RequestError(
+            f"{rules.name}'s class for a {model.architecture.model_type} model has no place for it"
+            + (f", nor for {len(held) - 1} more" if len(held) > 1 else ""),
+            where=held[0],
+            why="It would leave it out without a word, and answer otherwise than the model",
+            do=f"Leave it out on purpose with {' '.join(globs)}, or serve the model with an engine that has a place",
+        )
+    check_against_model(content, partial=False, strict=True, optional=homeless)
 
 
 def completed(companions: ModelFiles, settings: Iterable[tuple[str, object]], engine: str) -> tuple[ModelFiles, list[str]]:

@@ -53,11 +53,13 @@ class EngineRules:
     """How a serving engine lays out one rank's weights.
 
     partition: (number of layers, pp) -> layers per stage. vocabulary_multiple: to which the rows of tables are padded; None for the
-    number of ranks. every_stage: roles of the model's ends that all stages hold. as_stored: roles of fused weights that stay as the
+    number of ranks. vocabulary_fits: where the ranks do not divide these rows, they are padded to so many times that multiple as there are
+    ranks. every_stage: roles of the model's ends that all stages hold. as_stored: roles of fused weights that stay as the
     model has them. tied: the role under whose name a tied table is stored where a stage has both, or "both". names: of modules, by the
     role of what is first in them, where the engine has names of its own; {layer} is a layer's number within its stage. renames:
     patterns of names, in order, and what takes their place. splits: of roles that ranks share otherwise than usual. dtypes: of roles
     whose element type is not the source's (None: that of the model). shared: kinds of scales of which fused experts keep one for all.
+    lacks: roles and kinds of weights for which the model's class has no place.
     experts_share_ranks: whether there must be no more tensor-parallel ranks than experts; equal_experts: whether ranks that share
     experts must have equally many; stages_need_experts: whether every stage must have a layer with some.
     """
@@ -67,6 +69,7 @@ class EngineRules:
     beside: tuple[Beside, ...]
     vocabulary_multiple: int | None
     partition: Callable[[int, int], tuple[int, ...]]
+    vocabulary_fits: bool = False
     every_stage: frozenset[str] = frozenset()
     as_stored: frozenset[str] = frozenset()
     tied: str = "head"
@@ -75,12 +78,16 @@ class EngineRules:
     splits: Mapping[str, Split] = field(default_factory=dict)
     dtypes: Mapping[str, DType | None] = field(default_factory=dict)
     shared: frozenset[str] = frozenset()
+    lacks: frozenset[tuple[str, str]] = frozenset()
     experts_share_ranks: bool = False
     equal_experts: bool = False
     stages_need_experts: bool = False
 
     def split_rules(self, model: Model, tp: int) -> SplitRules:
-        return SplitRules(model.dimensions, self.vocabulary_multiple or tp)
+        rules = SplitRules(model.dimensions, self.vocabulary_multiple or tp)
+        if self.vocabulary_fits and rules.padded_vocabulary(model.dimensions.get("vocab", 0)) % tp:
+            return replace(rules, vocabulary_multiple=rules.vocabulary_multiple * tp)
+        return rules
 
     def split(self, part: Part) -> Part:
         """The part with the split that it has here."""
@@ -139,8 +146,8 @@ def degree_problem(model: Model, rules: EngineRules, tp: int, ep: int = 1) -> tu
         reason = problem(rules.split(part), 1 if part.expert is not None and ep > 1 else tp, split_rules)
         if reason:
             return part.tensor, reason
-    if max(ep, tp if rules.experts_share_ranks else 1) > max(1, experts):
-        return "experts", f"{max(ep, tp)} ranks are more than its {experts} experts"
+    if rules.experts_share_ranks and tp > experts:
+        return "experts", f"{tp} ranks are more than its {experts} experts"
     if rules.equal_experts and experts % ep:
         return "experts", f"{ep} ranks do not divide its {experts} experts"
     return _unaligned(model, rules)
@@ -235,13 +242,16 @@ class Rank:
         fusion_of = {role: fusion for fusion in self.rules.fusions for role in fusion.roles}
         groups: dict[tuple[object, ...], list[Part]] = {}
         for part in parts:
+            if (part.role, part.kind) in self.rules.lacks:
+                continue
             fusion = fusion_of.get(part.role)
             # A fused tensor's parts lie together, those of experts too; others are by themselves.
             groups.setdefault((fusion.roles, part.kind) if fusion else (part.tensor, part.role), []).append(part)
         for members in groups.values():
             first, fusion = members[0], fusion_of.get(members[0].role)
             if first.expert is not None:
-                yield self._experts(members, fusion)
+                if self.experts:
+                    yield self._experts(members, fusion)
             elif first.layer is None:
                 yield from self._end(first)
             else:
@@ -331,6 +341,11 @@ def shared_copies(model: Model, rules: EngineRules) -> dict[str, str]:
     kept = {(part.layer, part.expert, part.kind, part.role): part.tensor for part in scales}
     found = {part.tensor: kept[part.layer, part.expert, part.kind, last_of[part.role]] for part in scales}
     return {name: other for name, other in found.items() if name != other}
+
+
+def unplaced(model: Model, rules: EngineRules) -> tuple[str, ...]:
+    """The weights for which the engine's class of the model has no place, although they change what the model answers."""
+    return tuple(dict.fromkeys(part.tensor for part in model.parts if (part.role, part.kind) in rules.lacks))
 
 
 def unserved(model: Model) -> dict[str, str]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from reshard import kv_cache
 from reshard.architecture import Model
 from reshard.dtypes import DType
-from reshard.engines import EngineRules, Rank, check_degrees, degree_problem, model_dtype, stored_dtypes
+from reshard.engines import EngineRules, Rank, check_degrees, degree_problem, model_dtype, stored_dtypes, unplaced
 from reshard.errors import RequestError
 from reshard.parallel import Parallel, stage_layers
 from reshard.stored import StoredTensor
@@ -112,6 +112,7 @@ def degrees(
     measures: dict[tuple[int, int], _Measure] = {}
     rows: list[Degree] = []
     refusal: RequestError | None = None
+    homeless: dict[str, None] = {}
     for parallel in parallels:
         try:
             rules = rules_for(parallel)
@@ -119,6 +120,7 @@ def degrees(
             refusal = refusal or error
             rows.append(Degree(parallel, error.what))
             continue
+        homeless |= dict.fromkeys(_homeless(model, rules))
         if problem := _problem(model, rules, parallel):
             rows.append(Degree(parallel, problem))
             continue
@@ -129,7 +131,7 @@ def degrees(
         rows.append(Degree(parallel, None, stages, _room(stages, memory) if memory else None))
     if refusal is not None and all(row.problem == refusal.what for row in rows):
         raise refusal
-    return Degrees(model.architecture.model_type, own, memory, tuple(rows), _assumptions(model, own, memory))
+    return Degrees(model.architecture.model_type, own, memory, tuple(rows), (*_assumptions(model, own, memory), *homeless))
 
 
 def _problem(model: Model, rules: EngineRules, parallel: Parallel) -> str | None:
@@ -246,6 +248,15 @@ def _room(stages: Sequence[Stage], memory: Memory) -> Room:
             tokens = cache * memory.max_model_len // stage.cache_per_sequence
             rooms.append(Room(cache, tokens, cache // stage.cache_per_sequence))
     return min(rooms, key=lambda room: room.tokens)
+
+
+def _homeless(model: Model, rules: EngineRules) -> Iterator[str]:
+    if names := unplaced(model, rules):
+        yield (
+            f"{rules.name} has no place for {names[0]}"
+            + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            + ": they are not counted"
+        )
 
 
 def _assumptions(model: Model, cache_dtype: DType, memory: Memory | None) -> tuple[str, ...]:

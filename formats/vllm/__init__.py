@@ -23,13 +23,14 @@ from reshard.engine_files import (
     ANY_DTYPE,
     Headers,
     about_left_out,
+    check_content,
+    check_demands,
     completed,
     degrees_of,
     framed_parts,
     index_of_ranks,
     paths_by_rank,
     read_headers,
-    served_content,
     served_model,
     with_stored_experts,
 )
@@ -72,10 +73,11 @@ class Vllm:
         return index_of_ranks(self.name, model, version.engine, parallel, headers, facts)
 
     def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
-        model = served_content(content, companions, "vLLM")
+        model = served_model(content.model, companions.config, "vLLM")
         version, notes = _version(model, target)
         companions, added = completed(companions, version.settings, "vLLM")
         rules = version.engine
+        check_content(content, model, rules)
         _check_router(model, version)
         target.parallel.allow("tp", "pp", "ep", what="vLLM, where each rank serves its own part")
         check_degrees(model, rules, target.parallel)
@@ -119,6 +121,7 @@ def _version(model: Model, target: Target) -> tuple[VersionRules, list[str]]:
             f"--ep {target.parallel.ep}: vLLM {text} wants a map of experts in every rank's file, which is not written here",
             do=f"Use vLLM {without_expert_maps()} or newer, or leave out --ep",
         )
+    check_demands(model, found.demands, "vLLM")
     return found, about_version("vLLM", text, NEWEST, model, is_known=is_known(model.architecture.family))
 
 

@@ -69,7 +69,8 @@ class _Moved:
 @dataclass(frozen=True, slots=True)
 class _Own:
     """What a model's class has of its own. as_stored: roles of fused weights that stay fused as the model has them, and since when.
-    quantizes_router: unless the config says that the router is not quantised. settings: what the config has to say.
+    quantizes_router: unless the config says that the router is not quantised. settings: what the config has to say; demands: what it must
+    not say otherwise. lacks: see EngineRules; weights' loaders pass over biases that they do not know.
     keeps_normalizer_until: before that version the factor of embeddings is a key.
     """
 
@@ -82,6 +83,8 @@ class _Own:
     stages_need_experts: bool = False
     quantizes_router: bool = False
     settings: tuple[tuple[str, str], ...] = ()
+    demands: tuple[tuple[str, object], ...] = ()
+    lacks: tuple[tuple[str, str], ...] = ()
 
     @property
     def changes(self) -> set[Numbers]:
@@ -117,20 +120,21 @@ _LATENT = (
         (((0, 10, 2), ".mlp.experts._shared_experts."), ((0, 20), ""), ((0, 24), ".mlp.experts._shared_experts._layer.")),
     ),
 )
+_LATENT_BIASES = (("mla.q_a", "bias"), ("mla.kv_a", "bias"), ("attention.o", "bias"))
 _MODELS: dict[str, _Own] = {
     "llama": _Own(),
     "mistral": _Own(),
     "qwen2": _Own(),
-    "qwen3": _Own(),
+    "qwen3": _Own(lacks=(("attention.o", "bias"),)),
     "phi3": _Own(),
-    "gemma2": _Own(every_stage=_ENDS, tied="embedding", keeps_normalizer_until=(0, 9, 2)),
+    "gemma2": _Own(every_stage=_ENDS, tied="embedding", keeps_normalizer_until=(0, 9, 2), demands=(("tie_word_embeddings", True),)),
     "gpt2": _Own(every_stage=_ENDS),
     # Through the Transformers backend since 0.32: heads keep their q, k and v together.
     "gpt_neox": _Own(
         moved=(_Moved(r"^gpt_neox\.", (((0, 32), "model."),)), _Moved(r"^embed_out\.", (((0, 32), "lm_head."),))),
         as_stored=(((0, 32), "attention.qkv"),),
     ),
-    "mixtral": _Own(every_stage=_ENDS),
+    "mixtral": _Own(every_stage=_ENDS, stages_need_experts=True),
     "qwen2_moe": _Own(
         moved=(
             _Moved(
@@ -148,6 +152,7 @@ _MODELS: dict[str, _Own] = {
         ),
         every_stage=_ENDS,
         experts_share_ranks=True,
+        demands=(("qkv_bias", True),),
     ),
     "qwen3_moe": _Own(
         moved=(
@@ -165,10 +170,11 @@ _MODELS: dict[str, _Own] = {
         experts_share_ranks=True,
         stages_need_experts=True,
         quantizes_router=True,
+        lacks=(("attention.o", "bias"),),
     ),
-    "deepseek_v2": _Own(moved=_LATENT),
+    "deepseek_v2": _Own(moved=_LATENT, tied="both", lacks=_LATENT_BIASES),
     # Published configs say it; without it there is no place for the router's correction.
-    "deepseek_v3": _Own(moved=_LATENT, settings=(("topk_method", "noaux_tc"),)),
+    "deepseek_v3": _Own(moved=_LATENT, tied="both", lacks=_LATENT_BIASES, settings=(("topk_method", "noaux_tc"),)),
 }
 
 # Of a quantised model's attention: "not given" is said by -1, or by a scale of 1 (layers/quantization/kv_cache.py).
@@ -185,7 +191,7 @@ _SCALES = tuple(Beside("attention.o", f"attn.{name}", 1.0, F32) for name in ("_k
 @dataclass(frozen=True, slots=True)
 class VersionRules:
     """The rules of one version for one model. has_stages: whether its file names tell pipeline stages apart. maps_experts: whether ranks
-    that share whole experts have a buffer of which. settings: what the config has to say.
+    that share whole experts have a buffer of which. settings: what the config has to say; demands: what it must not say otherwise.
     """
 
     since: Numbers
@@ -194,6 +200,7 @@ class VersionRules:
     maps_experts: bool
     quantizes_router: bool
     settings: tuple[tuple[str, str], ...]
+    demands: tuple[tuple[str, object], ...]
 
 
 def is_known(model_type: str) -> bool:
@@ -257,10 +264,11 @@ def _rules(model: Model, since: Numbers, own: _Own) -> VersionRules:
         renames=tuple(_renames(own, since)),
         dtypes={"scale": F32, "router.correction": F32 if version.corrects_wide else None},
         shared=frozenset({"input_scale"}),
+        lacks=frozenset(own.lacks),
         experts_share_ranks=own.experts_share_ranks,
         stages_need_experts=own.stages_need_experts,
     )
-    return VersionRules(since, engine, version.has_stages, version.maps_experts, own.quantizes_router, own.settings)
+    return VersionRules(since, engine, version.has_stages, version.maps_experts, own.quantizes_router, own.settings, own.demands)
 
 
 def _renames(own: _Own, since: Numbers) -> Iterator[tuple[str, str]]:

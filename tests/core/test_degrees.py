@@ -22,6 +22,8 @@ assert len(MODELS) >= 20
 ENGINES = sorted(name for name, found in registry.formats().items() if hasattr(found, "engine_rules"))
 assert {"vllm", "sglang"} <= set(ENGINES)
 GIB = 2**30
+# For which an engine's class has no place.
+UNPLACED = {("vllm", "qwen3-biased"): ("*.o_proj.bias",), ("sglang", "llama-biased"): ("*.mlp.*.bias",)}
 
 
 def laid_out(source, to="vllm", **asked):
@@ -59,7 +61,7 @@ def test_every_stage_holds_what_a_conversion_lays_out(model, pp, ep, to):
         assert str(raised.value) == str(refusal)
         return
     for row in rows:
-        sizes = {"tp": row.parallel.tp, "pp": pp, "ep": row.parallel.ep}
+        sizes = {"tp": row.parallel.tp, "pp": pp, "ep": row.parallel.ep, "exclude": UNPLACED.get((to, model), ())}
         assert (row.problem is None) == is_legal(served(model), to, **sizes), row
         if row.problem is not None:
             continue

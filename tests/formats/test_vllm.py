@@ -1,6 +1,7 @@
 """sharded_state against what real vLLM's rank processes held (fixtures/vllm), and back again."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -9,7 +10,9 @@ from places import FIXTURES, HF, MODELS, OLDER, REFERENCES, VLLM, open_case, pat
 import reshard
 from reshard import registry
 from reshard.architecture import find_model
-from reshard.engines import check_degrees, legal_tensor_parallel_sizes
+from reshard.canonical import Selection
+from reshard.engine_files import ANY_DTYPE
+from reshard.engines import check_degrees, legal_tensor_parallel_sizes, rank_tensors
 from reshard.errors import CheckpointError, RequestError
 from reshard.parallel import Parallel
 from reshard.plans import Target
@@ -19,6 +22,9 @@ WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3
 DEGREES = [(model, tp, pp, 1) for model in SERVED for tp, pp in ((1, 1), (8, 1), (2, 2))]
 DEGREES += [(model, tp, pp, 1) for model in MODELS for tp, pp in ((2, 1), (4, 1))]
 DEGREES += [(model, tp, pp, tp) for model in WITH_EXPERTS for tp, pp in ((4, 1), (2, 2))]
+DEGREES += [("mixtral-2", 4, 1, 4)]  # two of the ranks have no expert
+# Biases for which vLLM's class has no place.
+UNPLACED = ("model.layers.*.self_attn.o_proj.bias",)
 _FP8 = [json.loads(path.read_text()) for path in REFERENCES if not (HF / path.parent.name).is_dir()]
 QUANTIZED = [(said["model"], said["tp"], said.get("ep", 1)) for said in _FP8]
 
@@ -26,8 +32,9 @@ QUANTIZED = [(said["model"], said["tp"], said.get("ep", 1)) for said in _FP8]
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_rank_holds_bit_by_bit_what_real_vllm_holds(reference, tmp_path):
     expected = json.loads(reference.read_text())
-    plan = reshard.plan(served(expected["model"]), to="vllm", tp=expected["tp"], pp=expected["pp"], ep=expected.get("ep", 1))
-    reshard.convert(plan, tmp_path / "out")
+    sizes = {"tp": expected["tp"], "pp": expected["pp"], "ep": expected.get("ep", 1)}
+    exclude = UNPLACED if expected["model"] == "qwen3-biased" else ()
+    reshard.convert(reshard.plan(served(expected["model"]), to="vllm", **sizes, exclude=exclude), tmp_path / "out")
     assert ranks(tmp_path / "out") == expected["ranks"]
 
 
@@ -135,6 +142,31 @@ def test_blocks_are_not_cut_even_where_the_engine_would_repeat_their_scales():
     with pytest.raises(RequestError, match=r"experts\.0\..* each of 2 ranks has 64, no whole blocks of 128.*sizes are 1\."):
         reshard.plan(served("qwen3_moe-fp8-block"), to="vllm", tp=2)
     assert reshard.plan(served("qwen3_moe-fp8-block"), to="vllm", tp=2, ep=2).totals().files == 2
+
+
+def test_a_bias_that_the_engine_would_leave_out_without_a_word_is_refused(tmp_path):
+    """Until that is said on purpose."""
+    told = re.escape("no place for it, nor for 1 more. It would leave it out without a word")
+    with pytest.raises(RequestError, match=f"^{re.escape(UNPLACED[0].replace('*', '0'))}.*{told}.*--exclude '{re.escape(UNPLACED[0])}'"):
+        reshard.plan(HF / "qwen3-biased", to="vllm")
+    assert "o_proj.bias and 1 more" in reshard.degrees(HF / "qwen3-biased", to="vllm").assumptions[-1]
+    reshard.convert(reshard.plan(HF / "qwen3-biased", to="vllm", tp=2, exclude=UNPLACED), tmp_path / "out")
+    assert reshard.verify(HF / "qwen3-biased", tmp_path / "out", selection=Selection(exclude=UNPLACED)).equal
+
+
+@pytest.mark.parametrize("model, key, value", [("gemma2", "tie_word_embeddings", False), ("qwen2_moe", "qkv_bias", False)])
+def test_what_a_class_does_whatever_the_config_says_is_refused(model, key, value):
+    config = json.loads((HF / model / "config.json").read_text())
+    with pytest.raises(RequestError, match=f"works as if {key} were true, the config says false"):
+        registry.writer("vllm").engine_rules(find_model({**config, key: value}), Target("vllm"))
+
+
+def test_latent_attention_does_not_tie_its_tables():
+    """What its class does not share has to be in the files twice."""
+    model = find_model({**json.loads((HF / "deepseek_v2" / "config.json").read_text()), "tie_word_embeddings": True})
+    rules = registry.writer("vllm").engine_rules(model, Target("vllm"))
+    held = {tensor.name: tensor.sections for tensor in rank_tensors(model, ANY_DTYPE, rules, Parallel(2), 1, 0)}
+    assert held["lm_head.weight"] == held["model.embed_tokens.weight"] != ()
 
 
 def test_stages_need_a_version_that_names_them():
