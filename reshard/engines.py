@@ -337,7 +337,9 @@ def stored_dtypes(model: Model, rules: EngineRules, dtypes: Mapping[str, DType])
 def shared_copies(model: Model, rules: EngineRules) -> dict[str, str]:
     """Canonical tensors for which an engine keeps another one, and which must equal it: scales of fused experts."""
     last_of = {role: fusion.roles[-1] for fusion in rules.fusions for role in fusion.roles}
-    scales = [part for part in model.parts_but(rules.as_stored) if part.expert is not None and part.kind in rules.shared]
+    left_out = unserved(model)
+    experts = (part for part in model.parts_but(rules.as_stored) if part.expert is not None and part.tensor not in left_out)
+    scales = [part for part in experts if part.kind in rules.shared]
     kept = {(part.layer, part.expert, part.kind, part.role): part.tensor for part in scales}
     found = {part.tensor: kept[part.layer, part.expert, part.kind, last_of[part.role]] for part in scales}
     return {name: other for name, other in found.items() if name != other}

@@ -12,7 +12,7 @@ from reshard import registry
 from reshard.architecture import find_model
 from reshard.canonical import Selection
 from reshard.engine_files import ANY_DTYPE
-from reshard.engines import check_degrees, legal_tensor_parallel_sizes, rank_tensors
+from reshard.engines import check_degrees, legal_tensor_parallel_sizes, rank_tensors, shared_copies
 from reshard.errors import CheckpointError, RequestError
 from reshard.parallel import Parallel
 from reshard.plans import Target
@@ -167,6 +167,14 @@ def test_latent_attention_does_not_tie_its_tables():
     rules = registry.writer("vllm").engine_rules(model, Target("vllm"))
     held = {tensor.name: tensor.sections for tensor in rank_tensors(model, ANY_DTYPE, rules, Parallel(2), 1, 0)}
     assert held["lm_head.weight"] == held["model.embed_tokens.weight"] != ()
+
+
+def test_scales_of_layers_that_are_not_served_stand_for_no_others():
+    config = json.loads((HF / "deepseek_v3" / "config.json").read_text())
+    static = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "static"}
+    model = find_model({**config, "num_nextn_predict_layers": 1, "quantization_config": static})
+    copies = shared_copies(model, registry.writer("vllm").engine_rules(model, Target("vllm")))
+    assert {int(name.split(".")[2]) for pair in copies.items() for name in pair} == model.sparse_layers - {config["num_hidden_layers"]}
 
 
 def test_stages_need_a_version_that_names_them():
