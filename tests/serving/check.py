@@ -7,7 +7,8 @@ Makes the vLLM environment (.venv-vllm) where there is none. Then, each as a che
    at the same degree; also for the bundled FSDP2 checkpoint;
 2. two query heads exchanged in one rank's file change the tokens: the first check can fail;
 3. the references in fixtures/vllm come from real vLLM: its ranks are asked again, and agree;
-4. real vLLM loads FSDP2, ZeRO-3 and Megatron checkpoints by --load-format reshard: it decodes as from the converted ones, and its ranks
+4. its ranks hold what is written of models of random sizes (random_models.py), or both refuse them;
+5. real vLLM loads FSDP2, ZeRO-3 and Megatron checkpoints by --load-format reshard: it decodes as from the converted ones, and its ranks
    hold the same bits; they read their own bytes only; a wrong config and what is not there are noticed.
 That converted files equal the references is tests/formats' part, which needs no vLLM.
 """
@@ -50,14 +51,17 @@ PACKAGE = ("pyproject.toml", "README.md", "reshard", "formats", "cli", "plugins"
 def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
     """Each check as (what, passed, detail)."""
     make_references = [python, ROOT / "fixtures" / "vllm" / "make.py", "--check"]
-    with ThreadPoolExecutor() as beside, served(python, work / "hub") as ask:
+    make_random = [python, HERE / "random_models.py", "--reshard", reshard]
+    with ThreadPoolExecutor(1) as beside, served(python, work / "hub") as ask:
         references = beside.submit(alone, make_references, seconds=3600)
+        random = beside.submit(alone, make_random, seconds=3600)
         yield from decoded(reshard, python, work, ask)
         plugin = installed(python, work)
         yield from decoded_directly(reshard, work, ask, plugin)
         yield from held_directly(reshard, work, ask, plugin)
         yield from noticed(work, ask, plugin)
         yield from references_hold(*references.result())
+        yield from random_hold(*random.result())
 
 
 def decoded(reshard: Path, python: Path, work: Path, ask: Ask) -> Iterator[tuple[str, bool, str]]:
@@ -91,6 +95,14 @@ def references_hold(output: str, messages: str) -> Iterator[tuple[str, bool, str
     for name, answer, lines in answers:
         yield f"real ranks hold what the reference says: {name}", answer == "the same", lines[:2000]
     yield "all references were asked for", len(answers) == len(list((ROOT / "fixtures" / "vllm").rglob("*.json"))), messages[-2000:]
+
+
+def random_hold(output: str, messages: str) -> Iterator[tuple[str, bool, str]]:
+    """What random_models.py says: most cases are served."""
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    for each in found:
+        yield f"{each['case']}: {each['outcome'][:60]}", not each["outcome"].startswith("DIFFERENT"), each["outcome"]
+    yield "half of the random models are the same", 2 * sum(each["outcome"] == "the same" for each in found) > len(found), messages[-2000:]
 
 
 def decoded_directly(reshard: Path, work: Path, ask: Ask, plugin: Path) -> Iterator[tuple[str, bool, str]]:
