@@ -146,7 +146,7 @@ def degree_problem(model: Model, rules: EngineRules, tp: int, ep: int = 1) -> tu
         reason = problem(rules.split(part), 1 if part.expert is not None and ep > 1 else tp, split_rules)
         if reason:
             return part.tensor, reason
-    if rules.experts_share_ranks and tp > experts:
+    if rules.experts_share_ranks and model.sparse_layers and tp > experts:
         return "experts", f"{tp} ranks are more than its {experts} experts"
     if rules.equal_experts and experts % ep:
         return "experts", f"{ep} ranks do not divide its {experts} experts"
