@@ -37,7 +37,7 @@ from reshard.engine_files import (
     with_stored_experts,
 )
 from reshard.engine_versions import about_version, version_numbers
-from reshard.engines import EngineRules, Fusion, check_degrees, normalizer, rank_tensors, stored_dtypes, unserved
+from reshard.engines import LATENT_BIASES, EngineRules, Fusion, check_degrees, normalizer, rank_tensors, stored_dtypes, unserved
 from reshard.errors import CheckpointError, RequestError
 from reshard.files import Files
 from reshard.index import Index, RunFacts
@@ -61,7 +61,7 @@ class _Own:
     keeps_normalizer: bool = False
     settings: tuple[tuple[str, object], ...] = ()
     demands: tuple[tuple[str, object], ...] = ()
-    lacks: tuple[tuple[str, str], ...] = ()
+    lacks: frozenset[tuple[str, str]] = frozenset()
     plain_heads: bool = False
     all_sparse: bool = False
     experts_share_ranks: bool = False
@@ -69,8 +69,7 @@ class _Own:
     unserved: str | None = None
 
 
-_MLP_BIASES = tuple((role, "bias") for role in ("mlp.gate", "mlp.up", "mlp.down"))
-_LATENT_BIASES = (("mla.q_a", "bias"), ("mla.kv_a", "bias"), ("attention.o", "bias"))
+_MLP_BIASES = frozenset((role, "bias") for role in ("mlp.gate", "mlp.up", "mlp.down"))
 _TIED = (("tie_word_embeddings", True),)
 _UNFUSED = "start SGLang with --disable-shared-experts-fusion: otherwise it may take a shared expert for one more routed one"
 OWN = {
@@ -86,13 +85,13 @@ OWN = {
     "qwen3_moe": _Own(tied="both", all_sparse=True, experts_share_ranks=True),
     "deepseek_v2": _Own(
         settings=(("moe_layer_freq", 1), ("scoring_func", "softmax")),
-        lacks=_LATENT_BIASES,
+        lacks=LATENT_BIASES,
         experts_share_ranks=True,
         notes=(_UNFUSED,),
     ),
     "deepseek_v3": _Own(
         settings=(("moe_layer_freq", 1), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
-        lacks=_LATENT_BIASES,
+        lacks=LATENT_BIASES,
         experts_share_ranks=True,
         notes=(_UNFUSED,),
     ),
@@ -179,7 +178,7 @@ def _rules(model: Model) -> EngineRules:
         partition=lambda layers, pp: (layers,),
         tied=own.tied,
         dtypes={"router.correction": F32},
-        lacks=frozenset(own.lacks),
+        lacks=own.lacks,
         experts_share_ranks=own.experts_share_ranks,
         equal_experts=True,
     )

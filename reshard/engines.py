@@ -19,6 +19,9 @@ from reshard.roles import Heads, Split
 from reshard.splits import SplitRules, problem, shard
 from reshard.stored import StoredTensor, constant
 
+# Biases that no published DeepSeek has, so that the engines' classes have no place for them.
+LATENT_BIASES = frozenset({("mla.q_a", "bias"), ("mla.kv_a", "bias"), ("attention.o", "bias")})
+
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
@@ -142,7 +145,7 @@ def legal_tensor_parallel_sizes(model: Model, rules: EngineRules, *, with_expert
 def degree_problem(model: Model, rules: EngineRules, tp: int, ep: int = 1) -> tuple[str, str] | None:
     """The first weight that does not split over `tp` ranks (experts: over `ep`, whole), and why; None if all do."""
     split_rules, experts = rules.split_rules(model, tp), model.dimensions.get("experts", 0)
-    for part in _kinds_of_parts(model, rules.as_stored):
+    for part in _kinds_of_parts(model, rules.as_stored, rules.lacks):
         reason = problem(rules.split(part), 1 if part.expert is not None and ep > 1 else tp, split_rules)
         if reason:
             return part.tensor, reason
@@ -156,7 +159,7 @@ def degree_problem(model: Model, rules: EngineRules, tp: int, ep: int = 1) -> tu
 def _unaligned(model: Model, rules: EngineRules) -> tuple[str, str] | None:
     """A weight that ends inside a block of its scales although another one follows it in the same tensor."""
     followed = {role for fusion in rules.fusions for role in fusion.roles[:-1]}
-    for part in _kinds_of_parts(model, rules.as_stored):
+    for part in _kinds_of_parts(model, rules.as_stored, rules.lacks):
         block = part.blocks[0] if part.blocks else None
         if block and part.role in followed and part.array.shape[0] % block:
             return (
@@ -167,20 +170,21 @@ def _unaligned(model: Model, rules: EngineRules) -> tuple[str, str] | None:
 
 
 @lru_cache(maxsize=16)
-def _parts(model: Model, as_stored: frozenset[str]) -> dict[int | None, tuple[Part, ...]]:
-    """The parts by layer."""
+def _parts(model: Model, as_stored: frozenset[str], lacks: frozenset[tuple[str, str]]) -> dict[int | None, tuple[Part, ...]]:
+    """The parts for which there is a place, by layer."""
     found: dict[int | None, list[Part]] = {}
     for part in model.parts_but(as_stored):
-        found.setdefault(part.layer, []).append(part)
+        if (part.role, part.kind) not in lacks:
+            found.setdefault(part.layer, []).append(part)
     return {layer: tuple(held) for layer, held in found.items()}
 
 
 @lru_cache(maxsize=16)
-def _kinds_of_parts(model: Model, as_stored: frozenset[str]) -> tuple[Part, ...]:
+def _kinds_of_parts(model: Model, as_stored: frozenset[str], lacks: frozenset[tuple[str, str]]) -> tuple[Part, ...]:
     """The first part of each role, kind and shape: what the legality of a degree depends on. Heads first: that they do not divide is what a
     person understands best."""
     first: dict[tuple[object, ...], Part] = {}
-    for parts in _parts(model, as_stored).values():
+    for parts in _parts(model, as_stored, lacks).values():
         for part in parts:
             first.setdefault((part.role, part.kind, part.array.shape), part)
     return tuple(sorted(first.values(), key=lambda part: not isinstance(part.split, Heads)))
@@ -226,9 +230,10 @@ class Rank:
         Raises: RequestError if parts of one tensor have different element types.
         """
         computed = model_dtype(self.model, dtypes)
-        ends = _parts(self.model, self.rules.as_stored).get(None, ())
+        by_layer = _parts(self.model, self.rules.as_stored, self.rules.lacks)
+        ends = by_layer.get(None, ())
         groups = [[part] for part in ends if part.role == "embedding"]
-        groups += [list(_parts(self.model, self.rules.as_stored).get(layer, ())) for layer in self.layers]
+        groups += [list(by_layer.get(layer, ())) for layer in self.layers]
         groups += [[part] for part in ends if part.role != "embedding"]
         for group in groups:
             here = list(self.held(group))
@@ -242,8 +247,6 @@ class Rank:
         fusion_of = {role: fusion for fusion in self.rules.fusions for role in fusion.roles}
         groups: dict[tuple[object, ...], list[Part]] = {}
         for part in parts:
-            if (part.role, part.kind) in self.rules.lacks:
-                continue
             fusion = fusion_of.get(part.role)
             # A fused tensor's parts lie together, those of experts too; others are by themselves.
             groups.setdefault((fusion.roles, part.kind) if fusion else (part.tensor, part.role), []).append(part)
@@ -347,7 +350,8 @@ def shared_copies(model: Model, rules: EngineRules) -> dict[str, str]:
 
 def unplaced(model: Model, rules: EngineRules) -> tuple[str, ...]:
     """The weights for which the engine's class of the model has no place, although they change what the model answers."""
-    return tuple(dict.fromkeys(part.tensor for part in model.parts if (part.role, part.kind) in rules.lacks))
+    placed = {part.tensor for parts in _parts(model, rules.as_stored, rules.lacks).values() for part in parts}
+    return tuple(name for name in model.weights if name not in placed)
 
 
 def unserved(model: Model) -> dict[str, str]:

@@ -112,7 +112,7 @@ def degrees(
     measures: dict[tuple[int, int], _Measure] = {}
     rows: list[Degree] = []
     refusal: RequestError | None = None
-    homeless: dict[str, None] = {}
+    rules: EngineRules | None = None
     for parallel in parallels:
         try:
             rules = rules_for(parallel)
@@ -120,7 +120,6 @@ def degrees(
             refusal = refusal or error
             rows.append(Degree(parallel, error.what))
             continue
-        homeless |= dict.fromkeys(_homeless(model, rules))
         if problem := _problem(model, rules, parallel):
             rows.append(Degree(parallel, problem))
             continue
@@ -131,7 +130,7 @@ def degrees(
         rows.append(Degree(parallel, None, stages, _room(stages, memory) if memory else None))
     if refusal is not None and all(row.problem == refusal.what for row in rows):
         raise refusal
-    return Degrees(model.architecture.model_type, own, memory, tuple(rows), (*_assumptions(model, own, memory), *homeless))
+    return Degrees(model.architecture.model_type, own, memory, tuple(rows), _assumptions(model, own, memory, rules))
 
 
 def _problem(model: Model, rules: EngineRules, parallel: Parallel) -> str | None:
@@ -250,16 +249,7 @@ def _room(stages: Sequence[Stage], memory: Memory) -> Room:
     return min(rooms, key=lambda room: room.tokens)
 
 
-def _homeless(model: Model, rules: EngineRules) -> Iterator[str]:
-    if names := unplaced(model, rules):
-        yield (
-            f"{rules.name} has no place for {names[0]}"
-            + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-            + ": they are not counted"
-        )
-
-
-def _assumptions(model: Model, cache_dtype: DType, memory: Memory | None) -> tuple[str, ...]:
+def _assumptions(model: Model, cache_dtype: DType, memory: Memory | None, rules: EngineRules | None) -> tuple[str, ...]:
     said = [f"the KV cache is {cache_dtype.torch}: 2 x head size x KV heads of the rank per layer, one latent vector with MLA"]
     if window := kv_cache.unsaid_window(model):
         said.append(f"the config has a sliding window of {window} and no layer_types: all layers are counted in full")
@@ -269,4 +259,7 @@ def _assumptions(model: Model, cache_dtype: DType, memory: Memory | None) -> tup
         said.append(f"the engine takes {memory.utilization:.0%} of a GPU's {memory.nbytes:,} bytes (--gpu-memory-utilization)")
         said.append(f"{memory.reserve:,} bytes of that are kept for activations and CUDA graphs (--reserve), the rest is weights and cache")
         said.append("tokens are not rounded to the cache's blocks")
+    if rules and (names := unplaced(model, rules)):
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        said.append(f"{rules.name} has no place for {names[0]}{others}: they are not counted")
     return tuple(said)

@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import reshard
+from reshard import registry
+from reshard.architecture import Model
+from reshard.engines import EngineRules
 from reshard.index import Tensor
+from reshard.plans import Target
 from reshard.stored import whole
 from reshard.views import LazyTensor
 
@@ -26,10 +30,22 @@ OLDER = sorted((FIXTURES / "vllm_versions").glob("*/*.json"))
 REFERENCES = sorted(VLLM.glob("*/*.json"))
 assert len(CASES) >= 21 and len(TRUTHS) >= 60 and len(REFERENCES) >= 25, "without fixtures these tests would pass by testing nothing"
 
+# By engine and model: the weights for which the engine's class has no place.
+UNPLACED = {("vllm", "qwen3-biased"): ("model.layers.*.self_attn.o_proj.bias",), ("sglang", "llama-biased"): ("model.layers.*.mlp.*.bias",)}
+
 
 def served(model: str) -> Path:
     """The Hugging Face folder of a reference's model."""
     return next(folder for folder in (HF / model, FIXTURES / "hf_fp8" / model) if folder.is_dir())
+
+
+def config_of(model: str, **said: object) -> dict[str, Any]:
+    """The config of a reference's model, but for what is said."""
+    return {**json.loads((served(model) / "config.json").read_text()), **said}
+
+
+def rules_of(engine: str, model: Model) -> EngineRules:
+    return registry.writer(engine).engine_rules(model, Target(engine))
 
 
 def open_case(case: str | Path) -> reshard.Checkpoint:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from reshard.architecture import Model
 from reshard.dtypes import F32
 from reshard.engine_versions import Numbers, version_numbers
-from reshard.engines import Beside, EngineRules, Fusion, normalizer
+from reshard.engines import LATENT_BIASES, Beside, EngineRules, Fusion, normalizer
 from reshard.errors import RequestError
 
 NEWEST = "0.32.0"
@@ -84,7 +84,7 @@ class _Own:
     quantizes_router: bool = False
     settings: tuple[tuple[str, str], ...] = ()
     demands: tuple[tuple[str, object], ...] = ()
-    lacks: tuple[tuple[str, str], ...] = ()
+    lacks: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def changes(self) -> set[Numbers]:
@@ -120,12 +120,12 @@ _LATENT = (
         (((0, 10, 2), ".mlp.experts._shared_experts."), ((0, 20), ""), ((0, 24), ".mlp.experts._shared_experts._layer.")),
     ),
 )
-_LATENT_BIASES = (("mla.q_a", "bias"), ("mla.kv_a", "bias"), ("attention.o", "bias"))
+_OUTPUT_BIAS = frozenset({("attention.o", "bias")})
 _MODELS: dict[str, _Own] = {
     "llama": _Own(),
     "mistral": _Own(),
     "qwen2": _Own(),
-    "qwen3": _Own(lacks=(("attention.o", "bias"),)),
+    "qwen3": _Own(lacks=_OUTPUT_BIAS),
     "phi3": _Own(),
     "gemma2": _Own(every_stage=_ENDS, tied="embedding", keeps_normalizer_until=(0, 9, 2), demands=(("tie_word_embeddings", True),)),
     "gpt2": _Own(every_stage=_ENDS),
@@ -170,11 +170,11 @@ _MODELS: dict[str, _Own] = {
         experts_share_ranks=True,
         stages_need_experts=True,
         quantizes_router=True,
-        lacks=(("attention.o", "bias"),),
+        lacks=_OUTPUT_BIAS,
     ),
-    "deepseek_v2": _Own(moved=_LATENT, tied="both", lacks=_LATENT_BIASES),
+    "deepseek_v2": _Own(moved=_LATENT, tied="both", lacks=LATENT_BIASES),
     # Published configs say it; without it there is no place for the router's correction.
-    "deepseek_v3": _Own(moved=_LATENT, tied="both", lacks=_LATENT_BIASES, settings=(("topk_method", "noaux_tc"),)),
+    "deepseek_v3": _Own(moved=_LATENT, tied="both", lacks=LATENT_BIASES, settings=(("topk_method", "noaux_tc"),)),
 }
 
 # Of a quantised model's attention: "not given" is said by -1, or by a scale of 1 (layers/quantization/kv_cache.py).
@@ -264,7 +264,7 @@ def _rules(model: Model, since: Numbers, own: _Own) -> VersionRules:
         renames=tuple(_renames(own, since)),
         dtypes={"scale": F32, "router.correction": F32 if version.corrects_wide else None},
         shared=frozenset({"input_scale"}),
-        lacks=frozenset(own.lacks),
+        lacks=own.lacks,
         experts_share_ranks=own.experts_share_ranks,
         stages_need_experts=own.stages_need_experts,
     )

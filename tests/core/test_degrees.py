@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import pytest
 import safetensors.torch
 import torch
-from places import DCP, FIXTURES, HF, REFERENCES, open_case, served
+from places import DCP, FIXTURES, HF, REFERENCES, UNPLACED, open_case, served
 from published import DEEPSEEK_V3, LLAMA_70B
 
 import reshard
@@ -22,8 +22,6 @@ assert len(MODELS) >= 20
 ENGINES = sorted(name for name, found in registry.formats().items() if hasattr(found, "engine_rules"))
 assert {"vllm", "sglang"} <= set(ENGINES)
 GIB = 2**30
-# For which an engine's class has no place.
-UNPLACED = {("vllm", "qwen3-biased"): ("*.o_proj.bias",), ("sglang", "llama-biased"): ("*.mlp.*.bias",)}
 
 
 def laid_out(source, to="vllm", **asked):

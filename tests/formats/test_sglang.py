@@ -3,30 +3,20 @@
 import json
 
 import pytest
-from places import FIXTURES, HF, MODELS, patch_stored, ranks, stored
+from places import FIXTURES, HF, MODELS, config_of, patch_stored, ranks, rules_of, stored
 
 import reshard
-from reshard import registry
 from reshard.architecture import find_model
 from reshard.dtypes import BF16, F32, from_torch
 from reshard.engine_files import ANY_DTYPE
 from reshard.engines import check_degrees, rank_tensors
 from reshard.errors import CheckpointError, RequestError
 from reshard.parallel import Parallel
-from reshard.plans import Target
 
 REFERENCES = sorted((FIXTURES / "sglang").glob("*/*.json"))
 WITH_EXPERTS = ("mixtral-narrow", "qwen2_moe", "qwen3_moe-sparse", "deepseek_v2", "deepseek_v3")
 SERVED = (*MODELS, "gemma2", "gpt2", "phi3", *WITH_EXPERTS)
 DEGREES = [(model, tp, 1) for model in SERVED for tp in (1, 8)] + [(model, tp, tp) for model in WITH_EXPERTS for tp in (2, 4)]
-
-
-def config_of(model, **said):
-    return {**json.loads((HF / model / "config.json").read_text()), **said}
-
-
-def rules_of(model):
-    return registry.writer("sglang").engine_rules(model, Target("sglang"))
 
 
 def plan(model, tp=1, ep=1, **options):
@@ -89,7 +79,7 @@ def test_an_illegal_degree_is_refused_with_the_legal_ones(tp):
 
 def test_experts_that_do_not_come_out_even_are_refused():
     model = find_model(config_of("mixtral-6", head_dim=8))
-    rules = rules_of(model)
+    rules = rules_of("sglang", model)
     check_degrees(model, rules, Parallel(2, ep=2))
     with pytest.raises(RequestError, match="4 ranks do not divide its 6 experts"):
         check_degrees(model, rules, Parallel(4, ep=4))
@@ -99,22 +89,22 @@ def test_experts_that_do_not_come_out_even_are_refused():
 def test_tables_are_padded_until_the_ranks_divide_them(tp, rows):
     """vLLM would refuse 3 and 6 ranks for these 128 rows."""
     model = find_model(config_of("llama", vocab_size=97, num_attention_heads=6, num_key_value_heads=6, intermediate_size=36))
-    check_degrees(model, rules_of(model), Parallel(tp))
-    held = {tensor.name: tensor.shape for tensor in rank_tensors(model, ANY_DTYPE, rules_of(model), Parallel(tp), 0, 0)}
+    check_degrees(model, rules_of("sglang", model), Parallel(tp))
+    held = {tensor.name: tensor.shape for tensor in rank_tensors(model, ANY_DTYPE, rules_of("sglang", model), Parallel(tp), 0, 0)}
     assert held["model.embed_tokens.weight"] == held["lm_head.weight"] == (rows, 32)
 
 
 @pytest.mark.parametrize("model", ["mixtral-narrow", "qwen2_moe", "qwen3_moe-sparse"])
 def test_classes_that_do_not_tie_have_both_tables(model):
     tied = find_model(config_of(model, tie_word_embeddings=True))
-    held = {tensor.name: tensor.sections for tensor in rank_tensors(tied, ANY_DTYPE, rules_of(tied), Parallel(2), 1, 0)}
+    held = {tensor.name: tensor.sections for tensor in rank_tensors(tied, ANY_DTYPE, rules_of("sglang", tied), Parallel(2), 1, 0)}
     assert held["lm_head.weight"] == held["model.embed_tokens.weight"] != ()
 
 
 @pytest.mark.parametrize("model", ["gemma2", "gpt2"])
 def test_classes_that_always_tie_refuse_a_head(model):
     with pytest.raises(RequestError, match="works as if tie_word_embeddings were true"):
-        rules_of(find_model(config_of(model, tie_word_embeddings=False)))
+        rules_of("sglang", find_model(config_of(model, tie_word_embeddings=False)))
 
 
 @pytest.mark.parametrize(

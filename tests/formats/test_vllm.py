@@ -5,7 +5,22 @@ import re
 import shutil
 
 import pytest
-from places import FIXTURES, HF, MODELS, OLDER, REFERENCES, VLLM, open_case, patch_stored, ranks, served, stored
+from places import (
+    FIXTURES,
+    HF,
+    MODELS,
+    OLDER,
+    REFERENCES,
+    UNPLACED,
+    VLLM,
+    config_of,
+    open_case,
+    patch_stored,
+    ranks,
+    rules_of,
+    served,
+    stored,
+)
 
 import reshard
 from reshard import registry
@@ -15,7 +30,6 @@ from reshard.engine_files import ANY_DTYPE
 from reshard.engines import check_degrees, legal_tensor_parallel_sizes, rank_tensors, shared_copies
 from reshard.errors import CheckpointError, RequestError
 from reshard.parallel import Parallel
-from reshard.plans import Target
 
 SERVED = (*MODELS, "llama-biased", "gemma2", "gpt2", "gpt_neox", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
@@ -23,8 +37,6 @@ DEGREES = [(model, tp, pp, 1) for model in SERVED for tp, pp in ((1, 1), (8, 1),
 DEGREES += [(model, tp, pp, 1) for model in MODELS for tp, pp in ((2, 1), (4, 1))]
 DEGREES += [(model, tp, pp, tp) for model in WITH_EXPERTS for tp, pp in ((4, 1), (2, 2))]
 DEGREES += [("mixtral-2", 4, 1, 4)]  # two of the ranks have no expert
-# Biases for which vLLM's class has no place.
-UNPLACED = ("model.layers.*.self_attn.o_proj.bias",)
 _FP8 = [json.loads(path.read_text()) for path in REFERENCES if not (HF / path.parent.name).is_dir()]
 QUANTIZED = [(said["model"], said["tp"], said.get("ep", 1)) for said in _FP8]
 
@@ -33,7 +45,7 @@ QUANTIZED = [(said["model"], said["tp"], said.get("ep", 1)) for said in _FP8]
 def test_every_rank_holds_bit_by_bit_what_real_vllm_holds(reference, tmp_path):
     expected = json.loads(reference.read_text())
     sizes = {"tp": expected["tp"], "pp": expected["pp"], "ep": expected.get("ep", 1)}
-    exclude = UNPLACED if expected["model"] == "qwen3-biased" else ()
+    exclude = UNPLACED.get(("vllm", expected["model"]), ())
     reshard.convert(reshard.plan(served(expected["model"]), to="vllm", **sizes, exclude=exclude), tmp_path / "out")
     assert ranks(tmp_path / "out") == expected["ranks"]
 
@@ -107,9 +119,8 @@ REFUSED = json.loads((VLLM / "refusals.json").read_text())["refusals"]
     "said", REFUSED, ids=lambda said: f"{said['model']}-tp{said['tp']}-{'-'.join(map(str, said['overrides'].values()))}"
 )
 def test_what_real_vllm_refuses_is_refused(said):
-    config = json.loads((served(said["model"]) / "config.json").read_text())
-    model = find_model({**config, **said["overrides"]})
-    rules = registry.writer("vllm").engine_rules(model, Target("vllm"))
+    model = find_model(config_of(said["model"], **said["overrides"]))
+    rules = rules_of("vllm", model)
     for tp in legal_tensor_parallel_sizes(model, rules):
         check_degrees(model, rules, Parallel(tp))
     with pytest.raises(RequestError, match=r"Legal tensor-parallel sizes are (1|none)|no experts|fewer stages"):
@@ -146,35 +157,33 @@ def test_blocks_are_not_cut_even_where_the_engine_would_repeat_their_scales():
 
 def test_a_bias_that_the_engine_would_leave_out_without_a_word_is_refused(tmp_path):
     """Until that is said on purpose."""
+    unplaced = UNPLACED["vllm", "qwen3-biased"]
     told = re.escape("no place for it, nor for 1 more. It would leave it out without a word")
-    with pytest.raises(RequestError, match=f"^{re.escape(UNPLACED[0].replace('*', '0'))}.*{told}.*--exclude '{re.escape(UNPLACED[0])}'"):
+    with pytest.raises(RequestError, match=f"^{re.escape(unplaced[0].replace('*', '0'))}.*{told}.*--exclude '{re.escape(unplaced[0])}'"):
         reshard.plan(HF / "qwen3-biased", to="vllm")
     assert "o_proj.bias and 1 more" in reshard.degrees(HF / "qwen3-biased", to="vllm").assumptions[-1]
-    reshard.convert(reshard.plan(HF / "qwen3-biased", to="vllm", tp=2, exclude=UNPLACED), tmp_path / "out")
-    assert reshard.verify(HF / "qwen3-biased", tmp_path / "out", selection=Selection(exclude=UNPLACED)).equal
+    reshard.convert(reshard.plan(HF / "qwen3-biased", to="vllm", tp=2, exclude=unplaced), tmp_path / "out")
+    assert reshard.verify(HF / "qwen3-biased", tmp_path / "out", selection=Selection(exclude=unplaced)).equal
 
 
 @pytest.mark.parametrize("model, key, value", [("gemma2", "tie_word_embeddings", False), ("qwen2_moe", "qkv_bias", False)])
 def test_what_a_class_does_whatever_the_config_says_is_refused(model, key, value):
-    config = json.loads((HF / model / "config.json").read_text())
     with pytest.raises(RequestError, match=f"works as if {key} were true, the config says false"):
-        registry.writer("vllm").engine_rules(find_model({**config, key: value}), Target("vllm"))
+        rules_of("vllm", find_model(config_of(model, **{key: value})))
 
 
 def test_latent_attention_does_not_tie_its_tables():
     """What its class does not share has to be in the files twice."""
-    model = find_model({**json.loads((HF / "deepseek_v2" / "config.json").read_text()), "tie_word_embeddings": True})
-    rules = registry.writer("vllm").engine_rules(model, Target("vllm"))
-    held = {tensor.name: tensor.sections for tensor in rank_tensors(model, ANY_DTYPE, rules, Parallel(2), 1, 0)}
+    model = find_model(config_of("deepseek_v2", tie_word_embeddings=True))
+    held = {tensor.name: tensor.sections for tensor in rank_tensors(model, ANY_DTYPE, rules_of("vllm", model), Parallel(2), 1, 0)}
     assert held["lm_head.weight"] == held["model.embed_tokens.weight"] != ()
 
 
 def test_scales_of_layers_that_are_not_served_stand_for_no_others():
-    config = json.loads((HF / "deepseek_v3" / "config.json").read_text())
     static = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "static"}
-    model = find_model({**config, "num_nextn_predict_layers": 1, "quantization_config": static})
-    copies = shared_copies(model, registry.writer("vllm").engine_rules(model, Target("vllm")))
-    assert {int(name.split(".")[2]) for pair in copies.items() for name in pair} == model.sparse_layers - {config["num_hidden_layers"]}
+    model = find_model(config_of("deepseek_v3", num_nextn_predict_layers=1, quantization_config=static))
+    copies = shared_copies(model, rules_of("vllm", model))
+    assert {int(name.split(".")[2]) for pair in copies.items() for name in pair} == model.sparse_layers - {model.dimensions["layers"]}
 
 
 def test_stages_need_a_version_that_names_them():

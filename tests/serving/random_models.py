@@ -132,7 +132,7 @@ def cases(seed: int, reshard: Path, work: Path) -> Iterator[tuple[str, str]]:
         degrees = degrees_of(model, sizes, draw)
         ours, told = written(reshard, work / "source", work / str(number), degrees)
         try:
-            real, says = vllm_make.all_ranks({**vllm_make.options_of("llama", degrees, {}), "model": str(work / "source")}), ""
+            real, says = vllm_make.all_ranks(vllm_make.options_of(work / "source", degrees, {})), ""
         except RankFailed as refused:
             real, says = None, refused.facts["says"]
         if model.startswith("deepseek") and sizes["tie_word_embeddings"]:

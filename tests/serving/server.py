@@ -19,10 +19,14 @@ import tempfile
 import traceback
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[len(sys.path) :] = [str(TESTS), str(TESTS.parent / "fixtures")]
 
-import questions
-import sessions
+import makers  # noqa: E402
+import questions  # noqa: E402
+import sessions  # noqa: E402
+
+vllm_make = makers.load("vllm")
 
 SECONDS = 600
 
@@ -40,8 +44,7 @@ def answered(request: dict) -> object:
         sessions.end(child)
         # Ranks on a CPU leave shared memory, named as the file by which they met.
         for meeting in Path(folder).glob("vllm_dist_*"):
-            for segment in Path("/dev/shm").glob(f"{meeting.name}-*"):
-                segment.unlink()
+            vllm_make.remove_shared_memory(meeting.name)
         answer.seek(0)
         return json.loads(answer.read() or "null")
 
@@ -65,15 +68,13 @@ def work(request: dict, answer, folder: str) -> None:
 
 
 def arrange() -> None:
-    """Workers of vLLM's executor are forked, as this is: they need not import it again. Of each it asks for 240 MiB of shared memory
-    for queues, of which these need next to nothing."""
+    """Workers of vLLM's executor are forked, as requests are: they need not import it again."""
     import vllm.entrypoints.llm
     import vllm.model_executor.models.llama  # noqa: F401
-    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.v1.executor import multiproc_executor
 
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
-    shm_broadcast.check_shm_free_space = lambda *size, **names: None
+    vllm_make.take_any_shared_memory()
 
 
 if __name__ == "__main__":
