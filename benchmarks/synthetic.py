@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from reshard.architecture import Model, find_model
 from reshard.containers import safetensors
-from reshard.dtypes import from_safetensors
+from reshard.geometry.dtypes import from_safetensors
+from reshard.models.lookup import find_model
+from reshard.models.model import Model
 
 _CONFIG = {
     "model_type": "llama",

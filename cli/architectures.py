@@ -19,7 +19,7 @@ def command(start: str | None, format_name: str | None, model: str | None, as_js
     For another one write a declaration, and give it to any command as --architecture FILE: `reshard architectures --start CKPT > my.yaml`
     begins it.
     """
-    from reshard.architecture import known_model_types
+    from reshard.models.lookup import known_model_types
 
     if start is not None:
         text = _beginning(start, format_name, model)
@@ -30,11 +30,11 @@ def command(start: str | None, format_name: str | None, model: str | None, as_js
 
 
 def _beginning(start: str, format_name: str | None, model: str | None) -> str:
-    from reshard import verbs
+    import reshard
     from reshard.errors import RequestError
-    from reshard.skeletons import skeleton
+    from reshard.models.declared.draft import skeleton
 
-    opened = verbs.open(start, format=format_name, model=model)
+    opened = reshard.open(start, format=format_name, model=model)
     if opened.index.facts.asks:
         raise RequestError(
             f"the tensors of this {opened.format} checkpoint do not have the model's own names",

@@ -13,8 +13,8 @@ from .progress import bar
 from .tables import nbytes_text, show, show_json, table
 
 if TYPE_CHECKING:
-    from reshard.canonical import Drop
-    from reshard.plans import Plan
+    from reshard.canonical.content import Drop
+    from reshard.plans.plan import Plan
 
 
 @click.command("convert")
@@ -51,18 +51,19 @@ def command(
 
     Nothing appears under its final name before all of it is whole.
     """
-    from reshard import verbs
+    import reshard
     from reshard.errors import RequestError
+    from reshard.verbs.convert import conversion
 
     if resume and overwrite:
         raise RequestError("--resume and --overwrite contradict each other", do="Say one of them")
-    opened = verbs.open(source, format=format_name, model=model, vocab_size=vocab_size, architecture=architecture)
-    plan = verbs.plan(opened, to=to, max_shard_bytes=max_shard_size, **asked)
+    opened = reshard.open(source, format=format_name, model=model, vocab_size=vocab_size, architecture=architecture)
+    plan = reshard.plan(opened, to=to, max_shard_bytes=max_shard_size, **asked)
     if dry_run:
         show_json(plan_document(plan)) if as_json else show_plan(plan)
         return
     began = time.monotonic()
-    running = verbs.conversion(plan, target, resume=resume, overwrite=overwrite, workers=workers, memory=memory)
+    running = conversion(plan, target, resume=resume, overwrite=overwrite, workers=workers, memory=memory)
     with bar(running.total, "convert", shown) as advance:
         for done in running.run():
             advance(done.nbytes)
@@ -78,14 +79,14 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     """The plan with stable keys, what each rank holds included."""
     from dataclasses import asdict
 
-    from reshard import summaries
+    from reshard.plans import summary
 
-    return {**plan.to_json(), "ranks": [asdict(rank) for rank in summaries.ranks(plan)]}
+    return {**plan.to_json(), "ranks": [asdict(rank) for rank in summary.ranks(plan)]}
 
 
 def show_plan(plan: Plan) -> None:
     """What would be written, for whom, and what is cast, filled or dropped on the way."""
-    from reshard import summaries
+    from reshard.plans import summary
 
     totals = plan.totals()
     show(f"{plan.source.format} -> {plan.layout.format} for {plan.layout.parallel}: {totals.tensors} tensors into {totals.files} files")
@@ -102,7 +103,7 @@ def show_plan(plan: Plan) -> None:
             _range(rank.vocabulary),
             rank.padding_rows,
         )
-        for rank in summaries.ranks(plan)
+        for rank in summary.ranks(plan)
     ]
     show(table(rows, ("rank", "file", "bytes", "tensors", "layers", "query heads", "KV heads", "vocabulary", "padding rows")))
     show()
@@ -114,7 +115,7 @@ def show_plan(plan: Plan) -> None:
         f"  write     {nbytes_text(totals.written)}: {nbytes_text(totals.copied)} copied, {nbytes_text(totals.filled)} filled, "
         f"{nbytes_text(totals.framing)} of framing"
     )
-    for source, target, count in summaries.casts(plan):
+    for source, target, count in summary.casts(plan):
         show(f"  cast      {count} tensors from {source} to {target}")
     _show_drops(plan)
     if plan.layout.sidecars:

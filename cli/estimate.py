@@ -10,7 +10,7 @@ from . import options
 from .tables import count_text, nbytes_text, show, show_json, table
 
 if TYPE_CHECKING:
-    from reshard.estimates import Estimate, RankBytes, Strategy
+    from reshard.training.memory import Estimate, RankBytes, Strategy
 
 # What people call the stages.
 STRATEGIES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
@@ -53,9 +53,9 @@ def command(source: str | None, parameters: int | None, zero: int | None, strate
 
     SOURCE is a directory with a Hugging Face config.json, or a checkpoint; its weights are not read.
     """
-    from reshard import planning
+    import reshard
     from reshard.errors import RequestError
-    from reshard.estimates import ZERO_STAGES, BytesPer
+    from reshard.training.memory import ZERO_STAGES, BytesPer
 
     if (source is None) == (parameters is None):
         raise RequestError("a model is needed, or how many parameters it has", do="Give a directory with a config.json, or --parameters 7B")
@@ -67,7 +67,7 @@ def command(source: str | None, parameters: int | None, zero: int | None, strate
     bytes_per = BytesPer(**each, moments=asked.pop("moments"))
     subject = source if source is not None else parameters
     assert subject is not None
-    found = planning.estimate(subject, zero=ZERO_STAGES if chosen is None else chosen, bytes_per=bytes_per, **asked)
+    found = reshard.estimate(subject, zero=ZERO_STAGES if chosen is None else chosen, bytes_per=bytes_per, **asked)
     show_json(document(found)) if as_json else show_estimate(found)
 
 

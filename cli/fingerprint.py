@@ -35,12 +35,12 @@ def command(
     It covers names, shapes, element types and every bit of the model's weights; no optimizer state. A tied head counts once, which takes
     the config to know (--model).
     """
-    from reshard import verbs
+    import reshard
 
-    opened = verbs.open(checkpoint, format=format_name, model=model, vocab_size=vocab_size, architecture=architecture)
+    opened = reshard.open(checkpoint, format=format_name, model=model, vocab_size=vocab_size, architecture=architecture)
     selection = options.selection_of(**asked)
     with bar(sum(t.nbytes for t in opened.content(selection).tensors.values()), "fingerprint", shown) as advance:
-        found = verbs.fingerprint(opened, selection=selection, workers=workers, memory=memory, progress=advance)
+        found = reshard.fingerprint(opened, selection=selection, workers=workers, memory=memory, progress=advance)
     if as_json:
         show_json({"fingerprint": found.root, "tensors": dict(found.tensors)})
     else:

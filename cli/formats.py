@@ -12,7 +12,7 @@ from .tables import show, show_json, table
 @options.as_json
 def command(as_json: bool) -> None:
     """List the formats that this installation reads and writes."""
-    from reshard import registry
+    from reshard.adapter import registry
 
     found = [(name, "read, write" if registry.can_write(each) else "read", each.summary) for name, each in registry.formats().items()]
     if as_json:

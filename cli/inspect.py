@@ -11,9 +11,9 @@ from . import options
 from .tables import count_text, nbytes_text, shape_text, show, show_json, table
 
 if TYPE_CHECKING:
-    from reshard.index import Tensor
-    from reshard.meshes import Distribution, Mesh
-    from reshard.verbs import Checkpoint
+    from reshard.geometry.meshes import Distribution, Mesh
+    from reshard.index.index import Tensor
+    from reshard.verbs.checkpoint import Checkpoint
 
 
 @click.command("inspect")
@@ -32,10 +32,10 @@ def command(
     as_json: bool,
 ) -> None:
     """Show what CHECKPOINT holds, and where each part lies. Reads no weights."""
-    from reshard import verbs
+    import reshard
     from reshard.errors import RequestError
 
-    opened = verbs.open(checkpoint, format=format_name, model=model, vocab_size=vocab_size, architecture=architecture)
+    opened = reshard.open(checkpoint, format=format_name, model=model, vocab_size=vocab_size, architecture=architecture)
     chosen = [t for t in opened.index.tensors if not globs or any(fnmatchcase(t.name, glob) for glob in globs)]
     if not chosen and globs:
         raise RequestError(f"no tensor is called {' or '.join(globs)}", do="`reshard inspect` without --tensor lists the names")
@@ -50,8 +50,8 @@ def command(
 
 def document(opened: Checkpoint, chosen: list[Tensor]) -> dict[str, Any]:
     """Everything about a checkpoint, with stable keys."""
-    from reshard import summaries
-    from reshard.index import sharding_text
+    from reshard.index.index import sharding_text
+    from reshard.plans import summary
 
     index, model = opened.index, opened.model
     return {
@@ -69,7 +69,7 @@ def document(opened: Checkpoint, chosen: list[Tensor]) -> dict[str, Any]:
         "files": [{"path": file.path, "bytes": file.nbytes} for file in index.files],
         "roles": [
             {"role": r.role, "dtype": r.dtype, "tensors": r.tensors, "elements": r.elements, "bytes": r.nbytes}
-            for r in summaries.roles(index)
+            for r in summary.roles(index)
         ],
         "tensors": [
             {
@@ -91,7 +91,7 @@ def document(opened: Checkpoint, chosen: list[Tensor]) -> dict[str, Any]:
 
 
 def _pieces(tensor: Tensor) -> list[dict[str, Any]]:
-    from reshard.shards import primary_rows
+    from reshard.index.shards import primary_rows
 
     shards, primary = tensor.shards, primary_rows(tensor.shards)
     ranks = shards.ranks.tolist() if shards.ranks is not None else [None] * len(shards)
@@ -115,17 +115,17 @@ def _placements(tensor: Tensor) -> list[dict[str, Any]] | None:
 
 
 def _parameters(opened: Checkpoint) -> int:
-    from reshard import summaries
     from reshard.errors import ReshardError
+    from reshard.plans import summary
 
     try:
-        return summaries.parameters(opened.content())
+        return summary.parameters(opened.content())
     except ReshardError:
         return 0
 
 
 def _show_checkpoint(opened: Checkpoint) -> None:
-    from reshard import summaries
+    from reshard.plans import summary
 
     index, facts = opened.index, opened.index.facts
     show(opened.path)
@@ -144,10 +144,10 @@ def _show_checkpoint(opened: Checkpoint) -> None:
     for note in (*(f"to be said: {each}" for each in facts.asks), *facts.notes):
         show(f"  note      {note}")
     show()
-    rows = [(r.role, r.dtype, r.tensors, r.elements, nbytes_text(r.nbytes)) for r in summaries.roles(index)]
+    rows = [(r.role, r.dtype, r.tensors, r.elements, nbytes_text(r.nbytes)) for r in summary.roles(index)]
     show(table(rows, ("role", "dtype", "tensors", "elements", "bytes")))
     show()
-    groups = summaries.groups(index.tensors)
+    groups = summary.groups(index.tensors)
     named = [(g.name, g.count, g.role, g.dtype, shape_text(g.shape), g.sharding, g.state) for g in groups]
     show(table(named, ("tensor", "times", "role", "dtype", "shape", "cut", "with" if any(g.state for g in groups) else "")))
     _show_placements(index.tensors)
@@ -189,8 +189,8 @@ def _model_text(opened: Checkpoint) -> str:
 
 
 def _show_tensor(tensor: Tensor) -> None:
-    from reshard.index import sharding_text
-    from reshard.shards import primary_rows
+    from reshard.index.index import sharding_text
+    from reshard.index.shards import primary_rows
 
     show(f"{tensor.name}  {tensor.role} {tensor.dtype} {shape_text(tensor.shape)}, {sharding_text(tensor)}, {nbytes_text(tensor.nbytes)}")
     if tensor.distribution is not None:

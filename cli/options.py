@@ -114,6 +114,6 @@ effort = _all(
 
 def selection_of(weights: Any, include: tuple[str, ...], exclude: tuple[str, ...], strip_prefix: str, optimizer: bool) -> Any:
     """The Selection that the options of `selection` mean."""
-    from reshard.canonical import Selection
+    from reshard.canonical.content import Selection
 
     return Selection(weights, include, exclude, strip_prefix, optimizer)

@@ -10,7 +10,7 @@ from . import options
 from .tables import nbytes_text, show, show_json, table
 
 if TYPE_CHECKING:
-    from reshard.serving import Degree, Degrees, Room, Stage
+    from reshard.serving.capacity import Degree, Degrees, Room, Stage
 
 
 @click.command("plan")
@@ -39,9 +39,9 @@ def command(source: str, as_json: bool, **asked: Any) -> None:
     SOURCE is a checkpoint, or a directory with nothing but a Hugging Face config.json; no weight is read. What one conversion would
     write, `reshard convert --dry-run` shows.
     """
-    from reshard import planning
+    import reshard
 
-    found = planning.degrees(source, **asked)
+    found = reshard.degrees(source, **asked)
     show_json(document(found)) if as_json else show_degrees(found)
 
 

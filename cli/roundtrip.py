@@ -41,15 +41,16 @@ def command(
     The plan is composed with what the target's own reader makes of the planned headers: every byte must map to itself. No weight is read,
     unless --materialize. Exit code 1 if something would be lost.
     """
-    from reshard import verbs
+    import reshard
+    from reshard.verbs import roundtrip as verb
 
-    opened = verbs.open(source, format=format_name, model=model, vocab_size=vocab_size, architecture=architecture)
-    plan = verbs.plan(opened, to=asked.pop("to"), max_shard_bytes=max_shard_size, **asked)
-    proof = verbs.roundtrip(plan)
+    opened = reshard.open(source, format=format_name, model=model, vocab_size=vocab_size, architecture=architecture)
+    plan = reshard.plan(opened, to=asked.pop("to"), max_shard_bytes=max_shard_size, **asked)
+    proof = reshard.roundtrip(plan)
     losses = list(proof.losses)
     if materialize:
         with bar(4 * plan.totals().copied, "roundtrip", shown) as advance:
-            losses += verbs.materialize(plan, opened, work=work, workers=workers, memory=memory, progress=advance)
+            losses += verb.materialize(plan, opened, work=work, workers=workers, memory=memory, progress=advance)
     if as_json:
         show_json(
             {

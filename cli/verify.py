@@ -37,12 +37,13 @@ def command(
     Names, shapes, element types and values, copies on several ranks and padding included. Exit code 1 if they differ. Where only one of
     them has a config.json, it speaks for both; --model gives one for those that have none.
     """
-    from reshard import verbs
+    import reshard
+    from reshard.verbs.checkpoint import open_both
 
-    a, b = verbs.open_both(left, right, model=model, vocab_size=vocab_size, architecture=architecture)
+    a, b = open_both(left, right, model=model, vocab_size=vocab_size, architecture=architecture)
     total = sum(tensor.nbytes for tensor in b.index.tensors if tensor.role == "weight")
     with bar(total, "verify", shown) as advance:
-        result = verbs.verify(a, b, cast=cast, selection=options.selection_of(**asked), workers=workers, memory=memory, progress=advance)
+        result = reshard.verify(a, b, cast=cast, selection=options.selection_of(**asked), workers=workers, memory=memory, progress=advance)
     if as_json:
         show_json(
             {

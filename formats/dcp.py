@@ -18,23 +18,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.adapter import Hints
-from reshard.canonical import Canonical
+from reshard.adapter.dcp_reader import DATA, METADATA, DcpFolder, is_rank_metadata
+from reshard.adapter.dcp_writer import DcpFile, written_metadata
+from reshard.adapter.model_files import ModelFiles
+from reshard.adapter.protocol import Hints
+from reshard.adapter.rank_files import step_of
+from reshard.adapter.state_dicts import MODEL_ROOTS
+from reshard.canonical.content import Canonical
+from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
+from reshard.canonical.optimizer_state import is_state_key, names_for, parameter_and_kind, plain_groups, plain_settings, state_role
 from reshard.containers import dcp_metadata
-from reshard.dcp_files import DcpFile, written_metadata
-from reshard.dcp_folder import DATA, METADATA, DcpFolder, is_rank_metadata
-from reshard.dtypes import DType
 from reshard.errors import CheckpointError, RequestError
-from reshard.files import Files
-from reshard.index import Index, ParamGroup, Role, RunFacts, StoredFile, Tensor
-from reshard.layout import Layout, Sidecar, row_shard
-from reshard.model_files import ModelFiles
-from reshard.optimizers import ROOTS as OPTIMIZER_ROOTS
-from reshard.optimizers import is_state_key, names_for, parameter_and_kind, plain_groups, plain_settings, state_role
-from reshard.plans import Target
-from reshard.rank_files import step_of
-from reshard.state_dicts import MODEL_ROOTS
-from reshard.stored import count, part
+from reshard.geometry.dtypes import DType
+from reshard.geometry.stored import count, part
+from reshard.index.index import Index, ParamGroup, Role, RunFacts, StoredFile, Tensor
+from reshard.plans.layout import Layout, Sidecar, row_shard
+from reshard.plans.target import Target
+from reshard.storage.files import Files
 
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+/")
 # Words by which trainers name what is neither the model's nor the optimizer's, at the root of the state dict.

@@ -19,15 +19,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from reshard.adapter import Hints
-from reshard.boxes import Box, row_major
+from reshard.adapter.protocol import Hints
+from reshard.adapter.rank_files import step_of
 from reshard.containers import safetensors
 from reshard.errors import CheckpointError
-from reshard.extents import Extent, Piece
-from reshard.files import Files
-from reshard.index import Index, RunFacts, StoredFile, Tensor, check_coverage
-from reshard.rank_files import step_of
-from reshard.shards import Shards
+from reshard.geometry.boxes import Box, row_major
+from reshard.geometry.extents import Extent, Piece
+from reshard.index.index import Index, RunFacts, StoredFile, Tensor, check_coverage
+from reshard.index.shards import Shards
+from reshard.storage.files import Files
 
 _NAME = re.compile(r"(?:.*/)?shard-(?P<rank>\d{5})-model-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 _INFO = "DCP_SHARDING_INFO"

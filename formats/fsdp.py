@@ -16,26 +16,26 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reshard.adapter import Hints
-from reshard.boxes import Box, row_major
-from reshard.canonical import Canonical
-from reshard.collect import Collector
+from reshard.adapter.index_builder import Collector
+from reshard.adapter.model_files import ModelFiles
+from reshard.adapter.processes import in_processes
+from reshard.adapter.protocol import Hints
+from reshard.adapter.rank_files import RankFiles, check_progress, example, missing_ranks, open_folder, step_of
+from reshard.adapter.state_dicts import group_numbers, has_flat_parameters, model_part, optimizer_part, states
+from reshard.canonical.content import Canonical
+from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
+from reshard.canonical.optimizer_state import names_for, parameter_and_kind, plain_groups, state_role
 from reshard.containers import torch_frame, torch_pickle, torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
-from reshard.dtypes import DType
 from reshard.errors import CheckpointError, RequestError
-from reshard.files import Files
-from reshard.index import Index, ParamGroup, RunFacts, StoredFile, Tensor
-from reshard.layout import Layout, Placed, Sidecar, TargetFile
-from reshard.meshes import Mesh, chunk
-from reshard.model_files import ModelFiles
-from reshard.optimizers import ROOTS as OPTIMIZER_ROOTS
-from reshard.optimizers import names_for, parameter_and_kind, plain_groups, state_role
-from reshard.plans import Target
-from reshard.processes import in_processes
-from reshard.rank_files import RankFiles, check_progress, example, missing_ranks, open_folder, step_of
-from reshard.state_dicts import group_numbers, has_flat_parameters, model_part, optimizer_part, states
-from reshard.stored import StoredTensor, count, part
+from reshard.geometry.boxes import Box, row_major
+from reshard.geometry.dtypes import DType
+from reshard.geometry.meshes import Mesh, chunk
+from reshard.geometry.stored import StoredTensor, count, part
+from reshard.index.index import Index, ParamGroup, RunFacts, StoredFile, Tensor
+from reshard.plans.layout import Layout, Placed, Sidecar, TargetFile
+from reshard.plans.target import Target
+from reshard.storage.files import Files
 
 
 class Fsdp:

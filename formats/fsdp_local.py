@@ -16,21 +16,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reshard.adapter import Hints
-from reshard.architecture import Model
-from reshard.boxes import Box
-from reshard.collect import Collector
+from reshard.adapter.flat_parameters import Slot, boxes_of, slots
+from reshard.adapter.index_builder import Collector
+from reshard.adapter.protocol import Hints
+from reshard.adapter.rank_files import RankFiles, example, missing_ranks, open_folder, step_of
+from reshard.adapter.state_dicts import FLAT, group_numbers, has_flat_parameters, model_part, optimizer_part, states
+from reshard.canonical.optimizer_state import names_for, plain_groups, state_role
+from reshard.canonical.wrappers import unwrapped
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError, RequestError
-from reshard.files import Files
-from reshard.flat_parameters import Slot, boxes_of, slots
-from reshard.index import Index, ParamGroup, RunFacts, StoredFile
-from reshard.optimizers import names_for, plain_groups, state_role
-from reshard.rank_files import RankFiles, example, missing_ranks, open_folder, step_of
-from reshard.state_dicts import FLAT, group_numbers, has_flat_parameters, model_part, optimizer_part, states
-from reshard.wrappers import unwrapped
+from reshard.geometry.boxes import Box
+from reshard.index.index import Index, ParamGroup, RunFacts, StoredFile
+from reshard.models.model import Model
+from reshard.storage.files import Files
 
 Shape = tuple[int, ...]
 

@@ -13,16 +13,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.adapter import Hints
-from reshard.collect import Collector
+from reshard.adapter.index_builder import Collector
+from reshard.adapter.protocol import Hints
+from reshard.adapter.rank_files import find, step_of
+from reshard.adapter.state_dicts import group_numbers, holds_parts, holds_tensors, model_part, optimizer_part, states
+from reshard.canonical.optimizer_state import names_for, plain_groups, state_role
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import Decoder
 from reshard.errors import CheckpointError, RequestError
-from reshard.files import Files
-from reshard.index import Index, ParamGroup, RunFacts, StoredFile
-from reshard.optimizers import names_for, plain_groups, state_role
-from reshard.rank_files import find, step_of
-from reshard.state_dicts import group_numbers, holds_parts, holds_tensors, model_part, optimizer_part, states
+from reshard.index.index import Index, ParamGroup, RunFacts, StoredFile
+from reshard.storage.files import Files
 
 _ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 # Where one of these lies, it holds the weights, and a torch.save file beside it something else.

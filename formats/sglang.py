@@ -18,12 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from reshard.adapter import Hints
-from reshard.architecture import Model
-from reshard.canonical import Canonical
-from reshard.dtypes import F32
-from reshard.engine.run import MANIFEST
-from reshard.engine_files import (
+from reshard.adapter.engine_files import (
     about_left_out,
     check_content,
     check_demands,
@@ -36,14 +31,19 @@ from reshard.engine_files import (
     served_model,
     with_stored_experts,
 )
-from reshard.engine_versions import about_version, version_numbers
-from reshard.engines import LATENT_BIASES, EngineRules, Fusion, check_degrees, normalizer, rank_tensors, stored_dtypes, unserved
+from reshard.adapter.model_files import ModelFiles, read_json
+from reshard.adapter.protocol import Hints
+from reshard.canonical.content import Canonical
+from reshard.engine.run import MANIFEST
 from reshard.errors import CheckpointError, RequestError
-from reshard.files import Files
-from reshard.index import Index, RunFacts
-from reshard.layout import Layout, TargetFile
-from reshard.model_files import ModelFiles, read_json
-from reshard.plans import Target
+from reshard.geometry.dtypes import F32
+from reshard.index.index import Index, RunFacts
+from reshard.models.model import Model
+from reshard.plans.layout import Layout, TargetFile
+from reshard.plans.target import Target
+from reshard.serving.rules import LATENT_BIASES, EngineRules, Fusion, check_degrees, normalizer, rank_tensors, stored_dtypes, unserved
+from reshard.serving.versions import about_version, version_numbers
+from reshard.storage.files import Files
 
 OLDEST, NEWEST = "0.5.10", "0.5.23"
 _FILE = re.compile(r"model-rank-(?P<rank>\d+)-part-[^/]*\.safetensors")

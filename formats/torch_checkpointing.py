@@ -22,21 +22,21 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NoReturn
 
-from reshard.adapter import Hints
-from reshard.boxes import Box, row_major
-from reshard.collect import Collector
+from reshard.adapter.index_builder import Collector
+from reshard.adapter.protocol import Hints
+from reshard.adapter.rank_files import step_of
+from reshard.adapter.state_dicts import MODEL_ROOTS, group_numbers, holds_parts
+from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
+from reshard.canonical.optimizer_state import names_for, plain_groups, state_role
 from reshard.containers import inert_pickle, safetensors, torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.containers.torch_zip import AnyTensor, StoredTensor, UnlocatedTensor
-from reshard.dtypes import DType, from_torch
 from reshard.errors import CheckpointError
-from reshard.files import Files, inside, missing, read_whole
-from reshard.index import Index, ParamGroup, Role, RunFacts, StoredFile
-from reshard.meshes import Distribution, Mesh, Placement, Replicated, Sharded, StridedSharded, distribution
-from reshard.optimizers import ROOTS as OPTIMIZER_ROOTS
-from reshard.optimizers import names_for, plain_groups, state_role
-from reshard.rank_files import step_of
-from reshard.state_dicts import MODEL_ROOTS, group_numbers, holds_parts
+from reshard.geometry.boxes import Box, row_major
+from reshard.geometry.dtypes import DType, from_torch
+from reshard.geometry.meshes import Distribution, Mesh, Placement, Replicated, Sharded, StridedSharded, distribution
+from reshard.index.index import Index, ParamGroup, Role, RunFacts, StoredFile
+from reshard.storage.files import Files, inside, missing, read_whole
 
 _METADATA = "metadata.pkl"
 _LIMIT = 4 << 30

@@ -21,21 +21,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.adapter import Hints
-from reshard.architecture import Model, find_model
-from reshard.canonical import Canonical
-from reshard.dtypes import F32, DType
-from reshard.engine_files import check_content, index_of_ranks, read_headers, served_model
-from reshard.engines import EngineRules, Fusion, check_degrees, model_dtype, rank_tensors, stored_dtypes
+from reshard.adapter.engine_files import check_content, index_of_ranks, read_headers, served_model
+from reshard.adapter.model_files import CONFIG, ModelFiles, read_json
+from reshard.adapter.protocol import Hints
+from reshard.adapter.safetensors_writer import framed
+from reshard.canonical.content import Canonical
 from reshard.errors import CheckpointError, RequestError
-from reshard.files import Files
-from reshard.index import Index, RunFacts
-from reshard.layout import Layout, Sidecar, TargetFile
-from reshard.model_files import CONFIG, ModelFiles, read_json
-from reshard.parallel import Parallel
-from reshard.plans import Target
-from reshard.roles import Vocabulary
-from reshard.safetensors_file import framed
+from reshard.geometry.dtypes import F32, DType
+from reshard.geometry.parallel import Parallel
+from reshard.index.index import Index, RunFacts
+from reshard.models.lookup import find_model
+from reshard.models.model import Model
+from reshard.models.roles import Vocabulary
+from reshard.plans.layout import Layout, Sidecar, TargetFile
+from reshard.plans.target import Target
+from reshard.serving.rules import EngineRules, Fusion, check_degrees, model_dtype, rank_tensors, stored_dtypes
+from reshard.storage.files import Files
 
 _FILE = re.compile(r"rank(?P<rank>\d+)\.safetensors")
 _LAYER = "transformer.layers.{layer}."

@@ -223,7 +223,7 @@ def match(parameters: Mapping[str, Any], view: Mapping[str, Any], tied: tuple[st
 
     Raises: RequestError if a parameter has nothing to be filled from, something is left, or a shape or element type is another.
     """
-    from reshard.dtypes import from_torch
+    from reshard.geometry.dtypes import from_torch
 
     found = {name: name for name in parameters if name in view}
     if tied and set(tied) <= parameters.keys():

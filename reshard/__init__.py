@@ -15,8 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from reshard.errors import CheckpointError, DifferenceFound, RequestError, ReshardError
-    from reshard.planning import degrees, estimate
-    from reshard.verbs import Checkpoint, convert, fingerprint, open, plan, roundtrip, verify
+    from reshard.verbs.checkpoint import Checkpoint, open, plan
+    from reshard.verbs.convert import convert
+    from reshard.verbs.degrees import degrees
+    from reshard.verbs.estimate import estimate
+    from reshard.verbs.roundtrip import roundtrip
+    from reshard.verbs.verify import fingerprint, verify
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,7 +38,17 @@ __all__ = [
     "roundtrip",
     "verify",
 ]
-_ELSEWHERE = {"degrees": "reshard.planning", "estimate": "reshard.planning"}
+_MODULES = {
+    "Checkpoint": "checkpoint",
+    "open": "checkpoint",
+    "plan": "checkpoint",
+    "convert": "convert",
+    "degrees": "degrees",
+    "estimate": "estimate",
+    "fingerprint": "verify",
+    "roundtrip": "roundtrip",
+    "verify": "verify",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -43,5 +57,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'reshard' has no attribute {name!r}")
     from importlib import import_module
 
-    module = "reshard.errors" if name.endswith(("Error", "Found")) else _ELSEWHERE.get(name, "reshard.verbs")
+    module = f"reshard.verbs.{_MODULES[name]}" if name in _MODULES else "reshard.errors"
     return getattr(import_module(module), name)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import reshard
-from reshard import registry
-from reshard.architecture import Model
-from reshard.engines import EngineRules
-from reshard.index import Tensor
-from reshard.plans import Target
-from reshard.stored import whole
-from reshard.views import LazyTensor
+from reshard.adapter import registry
+from reshard.engine.views import LazyTensor
+from reshard.geometry.stored import whole
+from reshard.index.index import Tensor
+from reshard.models.model import Model
+from reshard.plans.target import Target
+from reshard.serving.rules import EngineRules
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
 HF, DCP, VLLM = FIXTURES / "hf", FIXTURES / "dcp", FIXTURES / "vllm"

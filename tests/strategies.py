@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from reshard.boxes import Box
-from reshard.dtypes import DType, from_safetensors
+from reshard.geometry.boxes import Box
+from reshard.geometry.dtypes import DType, from_safetensors
 
 DTYPES = [from_safetensors(name, where="test") for name in ("BF16", "F32", "U8", "I64", "F8_E4M3", "BOOL")]
 
@@ -50,7 +50,7 @@ def guillotines(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
 @st.composite
 def flats(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
     """The boxes of flat ranges, as ZeRO and FSDP1 cut: elements a..b in row-major order."""
-    from reshard.boxes import flat_boxes
+    from reshard.geometry.boxes import flat_boxes
 
     count = math.prod(shape)
     cuts = sorted({0, count, *draw(st.lists(st.integers(0, count), max_size=4))})

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from reshard.boxes import Box, row_major
-from reshard.dtypes import DType
-from reshard.extents import Extent, Piece
-from reshard.index import Index, RunFacts, StoredFile, Tensor
-from reshard.shards import Shards
+from reshard.geometry.boxes import Box, row_major
+from reshard.geometry.dtypes import DType
+from reshard.geometry.extents import Extent, Piece
+from reshard.index.index import Index, RunFacts, StoredFile, Tensor
+from reshard.index.shards import Shards
 
 GAP = b"\xee" * 5  # between pieces: nothing is aligned, and what is read too far shows
 

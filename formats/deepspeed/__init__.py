@@ -14,14 +14,14 @@ Measured on DeepSpeed 0.14.5, 0.16.9 and 0.19.8 (fixtures/deepspeed).
 
 from __future__ import annotations
 
-from reshard.adapter import Hints
-from reshard.canonical import Canonical
+from reshard.adapter.model_files import ModelFiles
+from reshard.adapter.protocol import Hints
+from reshard.canonical.content import Canonical
 from reshard.errors import CheckpointError
-from reshard.files import Files
-from reshard.index import Index
-from reshard.layout import Layout
-from reshard.model_files import ModelFiles
-from reshard.plans import Target
+from reshard.index.index import Index
+from reshard.plans.layout import Layout
+from reshard.plans.target import Target
+from reshard.storage.files import Files
 
 from .checks import check_same_moment
 from .reading import read

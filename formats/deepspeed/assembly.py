@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from reshard.adapter import Hints
+from reshard.adapter.protocol import Hints
+from reshard.canonical.optimizer_state import state_role
 from reshard.containers.torch_zip import AnyTensor, Locations
-from reshard.dtypes import DType
 from reshard.errors import CheckpointError
-from reshard.files import Files
-from reshard.index import ParamGroup, Role, Tensor
-from reshard.optimizers import state_role
-from reshard.shards import Shards, concatenated
+from reshard.geometry.dtypes import DType
+from reshard.index.index import ParamGroup, Role, Tensor
+from reshard.index.shards import Shards, concatenated
+from reshard.storage.files import Files
 
 from .partitions import as_it_is
 from .states import Shape

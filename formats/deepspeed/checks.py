@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from reshard.boxes import Box
 from reshard.engine.casts import Block, cast
 from reshard.errors import CheckpointError
-from reshard.files import Files, read
-from reshard.index import Index, Tensor
+from reshard.geometry.boxes import Box
+from reshard.index.index import Index, Tensor
+from reshard.storage.files import Files, read
 
 from .assembly import Topology
 from .states import ModelStates, OptimizerStates

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reshard.boxes import Box
 from reshard.containers import torch_zip
 from reshard.containers.torch_zip import AnyTensor, is_stored
 from reshard.errors import CheckpointError
-from reshard.shards import Shards, concatenated
+from reshard.geometry.boxes import Box
+from reshard.index.shards import Shards, concatenated
 
 from .assembly import Part, Reading, Topology
 from .partitions import as_it_is

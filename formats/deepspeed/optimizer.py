@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from reshard.adapter.state_dicts import group_numbers, optimizer_part
+from reshard.adapter.state_dicts import states as states_of
+from reshard.canonical.optimizer_state import names_for, plain_groups, state_role
 from reshard.containers import torch_zip
 from reshard.containers.torch_zip import AnyTensor, is_stored, memory_of
 from reshard.errors import CheckpointError
-from reshard.index import ParamGroup
-from reshard.optimizers import names_for, plain_groups, state_role
-from reshard.state_dicts import group_numbers, optimizer_part
-from reshard.state_dicts import states as states_of
+from reshard.index.index import ParamGroup
 
 from . import experts
 from .assembly import Part, Reading, Topology, role_of

@@ -24,12 +24,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from reshard.boxes import flat_boxes, row_major
 from reshard.containers.torch_zip import AnyTensor, Locations, StoredTensor
-from reshard.dtypes import DType
 from reshard.errors import CheckpointError
-from reshard.extents import Extent
-from reshard.shards import Columns, Shards
+from reshard.geometry.boxes import flat_boxes, row_major
+from reshard.geometry.dtypes import DType
+from reshard.geometry.extents import Extent
+from reshard.index.shards import Columns, Shards
 
 from .states import Parameters, Shape
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from reshard.adapter import Hints
+from reshard.adapter.processes import in_processes
+from reshard.adapter.protocol import Hints
 from reshard.errors import CheckpointError
-from reshard.files import Files
-from reshard.index import Index, RunFacts, StoredFile
-from reshard.processes import in_processes
+from reshard.index.index import Index, RunFacts, StoredFile
+from reshard.storage.files import Files
 
 from . import experts
 from .assembly import Reading

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from reshard.adapter.state_dicts import flat
+from reshard.canonical.optimizer_state import is_plain, plain_settings
 from reshard.containers import torch_zip
 from reshard.containers.inert_pickle import DTypeName, Inert, shown
 from reshard.containers.torch_zip import AnyTensor, StoredTensor, is_stored
 from reshard.errors import CheckpointError
-from reshard.files import Files
-from reshard.optimizers import is_plain, plain_settings
-from reshard.state_dicts import flat
+from reshard.storage.files import Files
 
 Shape = tuple[int, ...]
 Parameters = tuple[tuple[str, Shape], ...]

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from reshard.errors import CheckpointError, RequestError
-from reshard.files import Files, inside, read_whole
+from reshard.storage.files import Files, inside, read_whole
 
 LATEST, _SCRIPT = "latest", "zero_to_fp32.py"
 _NAMES = {

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.boxes import Box, row_major
 from reshard.containers.inert_pickle import Inert
 from reshard.errors import CheckpointError
+from reshard.geometry.boxes import Box, row_major
 
 from .states import Shape
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.canonical import Canonical
+from reshard.canonical.content import Canonical
+from reshard.canonical.optimizer_state import is_plain, parameter_and_kind
 from reshard.containers.pickle_writer import Call, Instance, Name
-from reshard.dtypes import DType, from_torch
 from reshard.errors import RequestError
-from reshard.index import ParamGroup, Tensor
-from reshard.optimizers import is_plain, parameter_and_kind
-from reshard.plans import Target
+from reshard.geometry.dtypes import DType, from_torch
+from reshard.index.index import ParamGroup, Tensor
+from reshard.plans.target import Target
 
 F32 = from_torch("float32", where="")
 # Which DeepSpeed's files these are like, where the source is not DeepSpeed's. Its loaders ask for a version, and refuse 0.3 and older.

@@ -18,18 +18,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from reshard.adapter import Hints
-from reshard.canonical import Canonical
+from reshard.adapter.model_files import ModelFiles
+from reshard.adapter.protocol import Hints
+from reshard.adapter.torch_writer import TorchFile
+from reshard.canonical.content import Canonical
+from reshard.canonical.optimizer_state import plain_settings
 from reshard.containers import torch_zip
 from reshard.containers.torch_zip import is_stored
 from reshard.errors import CheckpointError, RequestError
-from reshard.files import Files, inside, read_whole
-from reshard.index import Index, ParamGroup, RunFacts, StoredFile, Tensor
-from reshard.layout import Layout, Sidecar, TargetFile
-from reshard.model_files import ModelFiles
-from reshard.optimizers import plain_settings
-from reshard.plans import Target
-from reshard.torch_file import TorchFile
+from reshard.index.index import Index, ParamGroup, RunFacts, StoredFile, Tensor
+from reshard.plans.layout import Layout, Sidecar, TargetFile
+from reshard.plans.target import Target
+from reshard.storage.files import Files, inside, read_whole
 
 from .assembly import Part, Reading, role_of
 from .checks import check_steps_agree, topology_of

@@ -9,7 +9,7 @@ from itertools import chain
 from reshard.containers import torch_zip
 from reshard.containers.torch_zip import AnyTensor, is_stored, memory_of
 from reshard.errors import CheckpointError
-from reshard.index import Role
+from reshard.index.index import Role
 
 from .assembly import TIED, Part, Reading
 from .partitions import Row, part_of_stage_3, ranks_of, slices_of_stage_3

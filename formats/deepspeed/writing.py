@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from reshard.boxes import Box, flat_boxes, row_major
-from reshard.canonical import Canonical
-from reshard.dtypes import DType
+from reshard.adapter.model_files import ModelFiles
+from reshard.adapter.torch_writer import TorchFile
+from reshard.canonical.content import Canonical
 from reshard.errors import RequestError
-from reshard.layout import Layout, Sidecar, TargetFile
-from reshard.model_files import ModelFiles
-from reshard.plans import Target
-from reshard.stored import Section, StoredTensor
-from reshard.torch_file import TorchFile
+from reshard.geometry.boxes import Box, flat_boxes, row_major
+from reshard.geometry.dtypes import DType
+from reshard.geometry.stored import Section, StoredTensor
+from reshard.plans.layout import Layout, Sidecar, TargetFile
+from reshard.plans.target import Target
 
 from .partitions import Slice, part_of_stage_3, slices_of_stage_3
 from .training import F32, Training, size, stage, stored_dtype, training_of

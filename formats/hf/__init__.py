@@ -18,16 +18,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from reshard.adapter import Hints
-from reshard.canonical import Canonical
+from reshard.adapter.model_files import ModelFiles
+from reshard.adapter.protocol import Hints
+from reshard.adapter.safetensors_writer import framed
+from reshard.canonical.content import Canonical
 from reshard.errors import RequestError
-from reshard.files import Files
-from reshard.index import Index, RunFacts, StoredFile
-from reshard.layout import Layout
-from reshard.model_files import ModelFiles
-from reshard.plans import Target
-from reshard.safetensors_file import framed
-from reshard.stored import whole
+from reshard.geometry.stored import whole
+from reshard.index.index import Index, RunFacts, StoredFile
+from reshard.plans.layout import Layout
+from reshard.plans.target import Target
+from reshard.storage.files import Files
 
 from . import like, reading, writing
 

@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from reshard.canonical import Canonical
-from reshard.dtypes import DType
+from reshard.canonical.content import Canonical
+from reshard.canonical.name_variants import Names
 from reshard.errors import RequestError
-from reshard.files import LocalFiles
-from reshard.index import Tensor
-from reshard.mosaics import Mosaic
-from reshard.spellings import Names
-from reshard.stored import StoredTensor, whole
+from reshard.geometry.dtypes import DType
+from reshard.geometry.mosaics import Mosaic
+from reshard.geometry.stored import StoredTensor, whole
+from reshard.index.index import Tensor
+from reshard.storage.files import LocalFiles
 
 from . import reading
 

@@ -10,15 +10,15 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from reshard.boxes import Box, row_major
+from reshard.adapter.model_files import read_json
 from reshard.containers import safetensors, torch_zip
-from reshard.dtypes import DType
 from reshard.errors import CheckpointError
-from reshard.extents import Extent, Piece
-from reshard.files import Files, inside, missing
-from reshard.index import Tensor
-from reshard.model_files import read_json
-from reshard.shards import Shards
+from reshard.geometry.boxes import Box, row_major
+from reshard.geometry.dtypes import DType
+from reshard.geometry.extents import Extent, Piece
+from reshard.index.index import Tensor
+from reshard.index.shards import Shards
+from reshard.storage.files import Files, inside, missing
 
 SAFETENSORS = ".safetensors"
 # Pre-sharded weights of a serving engine and of distributed savers end in .safetensors, too, but hold parts of tensors.

@@ -10,10 +10,10 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 
-from reshard.canonical import Canonical
-from reshard.dtypes import DType
-from reshard.layout import Sidecar, TargetFile
-from reshard.stored import StoredTensor
+from reshard.canonical.content import Canonical
+from reshard.geometry.dtypes import DType
+from reshard.geometry.stored import StoredTensor
+from reshard.plans.layout import Sidecar, TargetFile
 
 _INDEX = "model.safetensors.index.json"
 # transformers' own default until version 5: files of at most 5 GB.

@@ -16,13 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from reshard.canonical.optimizer_state import state_role
 from reshard.containers.dcp_metadata import TensorItem
 from reshard.errors import CheckpointError
-from reshard.index import Tensor
-from reshard.mosaics import Mosaic
-from reshard.optimizers import state_role
-from reshard.shards import Shards, concatenated, in_memory
-from reshard.stored import Section
+from reshard.geometry.mosaics import Mosaic
+from reshard.geometry.stored import Section
+from reshard.index.index import Tensor
+from reshard.index.shards import Shards, concatenated, in_memory
 
 from .arguments import Args, size
 from .buckets import KINDS, places_in_buckets

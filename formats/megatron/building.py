@@ -6,15 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.adapter import Hints
-from reshard.architecture import Model, find_model, known_model_types
-from reshard.collect import Collector
+from reshard.adapter.index_builder import Collector
+from reshard.adapter.protocol import Hints
 from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError
-from reshard.files import Files
-from reshard.index import Role, Tensor
-from reshard.mosaics import Mosaic
+from reshard.geometry.mosaics import Mosaic
+from reshard.index.index import Role, Tensor
+from reshard.models.lookup import find_model, known_model_types
+from reshard.models.model import Model
+from reshard.storage.files import Files
 
 from .arguments import Args, NotUnderstoodError, check_supported, config_of
 from .placing import Shape, locals_of

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.boxes import Box
-from reshard.dtypes import DType
 from reshard.engine.casts import cast
 from reshard.engine.transfer import Pieces, Worker
 from reshard.errors import CheckpointError
-from reshard.files import Files
-from reshard.index import Index
+from reshard.geometry.boxes import Box
+from reshard.geometry.dtypes import DType
+from reshard.index.index import Index
+from reshard.storage.files import Files
 
 _TENSORS, _ELEMENTS = 2000, 16
 

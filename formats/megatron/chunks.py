@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from reshard.errors import RequestError
-from reshard.mosaics import Mosaic
+from reshard.geometry.mosaics import Mosaic
 
 from .tensors import BUFFERS, TABLE, MegatronModel, MegatronTensor, Tensors
 

@@ -6,17 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from reshard.adapter import Hints
-from reshard.boxes import Box
-from reshard.collect import Collector
+from reshard.adapter.index_builder import Collector
+from reshard.adapter.protocol import Hints
+from reshard.canonical.optimizer_state import is_plain
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError
-from reshard.files import Files
-from reshard.index import Index, RunFacts, StoredFile
-from reshard.mosaics import Mosaic
-from reshard.optimizers import is_plain
+from reshard.geometry.boxes import Box
+from reshard.geometry.mosaics import Mosaic
+from reshard.index.index import Index, RunFacts, StoredFile
+from reshard.storage.files import Files
 
 from .arguments import NotUnderstoodError, size
 from .building import asked_for, begin, check_model

@@ -18,25 +18,25 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from reshard.adapter import Hints
-from reshard.boxes import Box
-from reshard.canonical import Canonical
+from reshard.adapter.dcp_reader import DcpFolder
+from reshard.adapter.model_files import ModelFiles
+from reshard.adapter.protocol import Hints
+from reshard.canonical.content import Canonical
+from reshard.canonical.optimizer_state import is_plain, state_role
 from reshard.containers import torch_zip
 from reshard.containers.dcp_metadata import TensorItem
 from reshard.containers.inert_pickle import shown
 from reshard.containers.torch_zip import StoredTensor
-from reshard.dcp_folder import DcpFolder
 from reshard.errors import CheckpointError
-from reshard.extents import Extent, Piece
-from reshard.files import Files, read_whole
-from reshard.index import Index, ParamGroup, RunFacts, StoredFile, Tensor
-from reshard.layout import Layout
-from reshard.model_files import ModelFiles
-from reshard.mosaics import Mosaic, Tile
-from reshard.optimizers import is_plain, state_role
-from reshard.plans import Target
-from reshard.shards import Shards, in_memory, seen_as
-from reshard.stored import Section
+from reshard.geometry.boxes import Box
+from reshard.geometry.extents import Extent, Piece
+from reshard.geometry.mosaics import Mosaic, Tile
+from reshard.geometry.stored import Section
+from reshard.index.index import Index, ParamGroup, RunFacts, StoredFile, Tensor
+from reshard.index.shards import Shards, in_memory, seen_as
+from reshard.plans.layout import Layout
+from reshard.plans.target import Target
+from reshard.storage.files import Files, read_whole
 
 from . import bucket_space, plain_dcp
 from .arguments import NotUnderstoodError, plain_args, size

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from reshard.errors import CheckpointError
-from reshard.files import Files, read_whole
+from reshard.storage.files import Files, read_whole
 
 from .arguments import Args
 from .places import NEMO_CONFIG

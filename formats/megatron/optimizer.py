@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.boxes import Box, row_major
+from reshard.adapter.state_dicts import is_tensor
+from reshard.canonical.optimizer_state import is_plain, state_role
 from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError
-from reshard.index import ParamGroup
-from reshard.mosaics import Mosaic
-from reshard.optimizers import is_plain, state_role
-from reshard.state_dicts import is_tensor
+from reshard.geometry.boxes import Box, row_major
+from reshard.geometry.mosaics import Mosaic
+from reshard.index.index import ParamGroup
 
 from .buckets import KINDS, Held, starts
 from .building import Building

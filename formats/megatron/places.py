@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass
 
 from reshard.errors import CheckpointError, RequestError
-from reshard.files import Files, inside, read_whole
+from reshard.storage.files import Files, inside, read_whole
 
 TRACKER, METADATA = "latest_checkpointed_iteration.txt", "metadata.json"
 _FOLDER = re.compile(r"iter_\d{7,}/|release/")

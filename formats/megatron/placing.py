@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from reshard.boxes import Box, flat_boxes, row_major
 from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor, StoredTensor
 from reshard.errors import CheckpointError
-from reshard.mosaics import Mosaic
-from reshard.stored import Section
+from reshard.geometry.boxes import Box, flat_boxes, row_major
+from reshard.geometry.mosaics import Mosaic
+from reshard.geometry.stored import Section
 
 from .tensors import MegatronTensor
 

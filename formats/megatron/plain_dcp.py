@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from reshard.canonical.optimizer_state import is_plain, state_role
 from reshard.containers.dcp_metadata import TensorItem
-from reshard.files import Files, read_whole
-from reshard.index import ParamGroup, Tensor
-from reshard.mosaics import Mosaic
-from reshard.optimizers import is_plain, state_role
+from reshard.geometry.mosaics import Mosaic
+from reshard.index.index import ParamGroup, Tensor
+from reshard.storage.files import Files, read_whole
 
 from .arguments import Args
 from .chunks import Entry, RankPlace, Sizes, Spelling, chunks_of, entries

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from reshard.adapter.state_dicts import flat, is_tensor
 from reshard.containers import torch_zip
 from reshard.containers.inert_pickle import shown
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError
-from reshard.files import Files
-from reshard.state_dicts import flat, is_tensor
+from reshard.storage.files import Files
 
 from .arguments import Args, plain_args, size
 from .names import IGNORED

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reshard.architecture import Model
 from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.errors import RequestError
+from reshard.models.model import Model
 
 from .chunks import Chunk, Sizes
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from reshard.architecture import Model, Part
-from reshard.mosaics import Mosaic, joined, stacked
+from reshard.geometry.mosaics import Mosaic, joined, stacked
+from reshard.models.model import Model, Part
 
 How = Literal["whole", "column", "row", "groups"]
 

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from reshard.architecture import Model, built_in_model_types, known_model_types
-from reshard.canonical import Canonical, check_against_model
+from reshard.adapter.torch_writer import TorchFile
+from reshard.canonical.content import Canonical, check_against_model
+from reshard.canonical.optimizer_state import is_plain, parameter_and_kind
 from reshard.containers.pickle_writer import Instance
-from reshard.dtypes import DType, from_torch
 from reshard.errors import RequestError
-from reshard.index import ParamGroup
-from reshard.mosaics import Mosaic
-from reshard.optimizers import is_plain, parameter_and_kind
-from reshard.plans import Target
-from reshard.stored import count
-from reshard.torch_file import TorchFile
+from reshard.geometry.dtypes import DType, from_torch
+from reshard.geometry.mosaics import Mosaic
+from reshard.geometry.stored import count
+from reshard.index.index import ParamGroup
+from reshard.models.lookup import built_in_model_types, known_model_types
+from reshard.models.model import Model
+from reshard.plans.target import Target
 
 from .arguments import sparse_layers
 from .chunks import Chunk, Entry, RankPlace, Sizes, Spelling, chunks_of, entries, layer_counts

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.canonical import Canonical
-from reshard.dcp_files import DcpFile, written_metadata
+from reshard.adapter.dcp_writer import DcpFile, written_metadata
+from reshard.adapter.model_files import ModelFiles
+from reshard.adapter.torch_writer import TorchFile
+from reshard.canonical.content import Canonical
 from reshard.errors import RequestError
-from reshard.layout import Layout, Sidecar
-from reshard.model_files import ModelFiles
-from reshard.mosaics import Mosaic
-from reshard.plans import Target
-from reshard.torch_file import TorchFile
+from reshard.geometry.mosaics import Mosaic
+from reshard.plans.layout import Layout, Sidecar
+from reshard.plans.target import Target
 
 from .chunks import Chunk, RankPlace, Spelling
 from .places import METADATA, TRACKER

@@ -12,16 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.boxes import row_major
-from reshard.canonical import Canonical
+from reshard.adapter.model_files import ModelFiles
+from reshard.adapter.torch_writer import TorchFile
+from reshard.canonical.content import Canonical
 from reshard.containers.pickle_writer import Name
-from reshard.dtypes import DType
-from reshard.layout import Layout, Sidecar, TargetFile
-from reshard.model_files import ModelFiles
-from reshard.mosaics import Mosaic
-from reshard.plans import Target
-from reshard.stored import Section, StoredTensor
-from reshard.torch_file import TorchFile
+from reshard.geometry.boxes import row_major
+from reshard.geometry.dtypes import DType
+from reshard.geometry.mosaics import Mosaic
+from reshard.geometry.stored import Section, StoredTensor
+from reshard.plans.layout import Layout, Sidecar, TargetFile
+from reshard.plans.target import Target
 
 from .buckets import KINDS, Held, starts
 from .chunks import Chunk, Entry, RankPlace

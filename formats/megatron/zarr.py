@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from reshard.boxes import row_major
+from reshard.adapter.dcp_reader import DcpFolder
 from reshard.containers import torch_zip
 from reshard.containers.dcp_metadata import BytesItem, Chunks, DcpMetadata, TensorItem
-from reshard.dcp_folder import DcpFolder
-from reshard.dtypes import DType, from_torch
 from reshard.errors import CheckpointError
-from reshard.extents import Extent
-from reshard.files import Files, read_whole
-from reshard.index import StoredFile
-from reshard.shards import Shards
+from reshard.geometry.boxes import row_major
+from reshard.geometry.dtypes import DType, from_torch
+from reshard.geometry.extents import Extent
+from reshard.index.index import StoredFile
+from reshard.index.shards import Shards
+from reshard.storage.files import Files, read_whole
 
 _DTYPES = {"<f4": "float32", "<f2": "float16", "<f8": "float64", "<i8": "int64", "<i4": "int32", "|u1": "uint8", "bfloat16": "bfloat16"}
 _HEADER, _LIMIT = ".zarray", 1 << 20

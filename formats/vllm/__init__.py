@@ -16,10 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from reshard.adapter import Hints
-from reshard.architecture import Model
-from reshard.canonical import Canonical
-from reshard.engine_files import (
+from reshard.adapter.engine_files import (
     ANY_DTYPE,
     Headers,
     about_left_out,
@@ -34,15 +31,18 @@ from reshard.engine_files import (
     served_model,
     with_stored_experts,
 )
-from reshard.engine_versions import about_version
-from reshard.engines import EngineRules, check_degrees, rank_tensors, shared_copies, stored_dtypes, unserved
+from reshard.adapter.model_files import ModelFiles
+from reshard.adapter.protocol import Hints
+from reshard.canonical.content import Canonical
 from reshard.errors import CheckpointError, RequestError
-from reshard.files import Files
-from reshard.index import Index, RunFacts
-from reshard.layout import Layout, TargetFile
-from reshard.model_files import ModelFiles
-from reshard.parallel import Parallel
-from reshard.plans import Target
+from reshard.geometry.parallel import Parallel
+from reshard.index.index import Index, RunFacts
+from reshard.models.model import Model
+from reshard.plans.layout import Layout, TargetFile
+from reshard.plans.target import Target
+from reshard.serving.rules import EngineRules, check_degrees, rank_tensors, shared_copies, stored_dtypes, unserved
+from reshard.serving.versions import about_version
+from reshard.storage.files import Files
 
 from .rules import NEWEST, VersionRules, all_rules, as_text, first_with_stages, is_known, rules_for, with_partition, without_expert_maps
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from reshard.architecture import Model
-from reshard.dtypes import F32
-from reshard.engine_versions import Numbers, version_numbers
-from reshard.engines import LATENT_BIASES, Beside, EngineRules, Fusion, normalizer
 from reshard.errors import RequestError
+from reshard.geometry.dtypes import F32
+from reshard.models.model import Model
+from reshard.serving.rules import LATENT_BIASES, Beside, EngineRules, Fusion, normalizer
+from reshard.serving.versions import Numbers, version_numbers
 
 NEWEST = "0.32.0"
 

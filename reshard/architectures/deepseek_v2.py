@@ -4,9 +4,9 @@ Source: transformers, models/deepseek_v2/modeling_deepseek_v2.py. Heads of queri
 [nope of the key, value] per head.
 """
 
-from reshard.architecture import Dimension, SparseLayers, Weight
 from reshard.architectures.llama import ARCHITECTURE as LLAMA
 from reshard.architectures.qwen3_moe import MOE
+from reshard.models.architecture import Dimension, SparseLayers, Weight
 
 _LAYER = "model.layers.{layer}."
 _ATTENTION = _LAYER + "self_attn."

@@ -4,8 +4,8 @@ Source: transformers, models/deepseek_v3/modeling_deepseek_v3.py, which leaves t
 model's: copies of its embedding and head are among them.
 """
 
-from reshard.architecture import Weight
 from reshard.architectures.deepseek_v2 import ARCHITECTURE as DEEPSEEK_V2
+from reshard.models.architecture import Weight
 
 _LAYER = "model.layers.{layer}."
 

@@ -3,8 +3,8 @@
 The norms' weights are stored minus one; engines add it when they compute.
 """
 
-from reshard.architecture import Dimension, Weight
 from reshard.architectures.llama import ARCHITECTURE as LLAMA
+from reshard.models.architecture import Dimension, Weight
 
 _LAYER = "model.layers.{layer}."
 

@@ -1,6 +1,6 @@
 """GPT-2: learned positions, biases, Conv1D weights, which are stored as [in, out]. Source: transformers, models/gpt2/modeling_gpt2.py."""
 
-from reshard.architecture import Architecture, Dimension, Weight
+from reshard.models.architecture import Architecture, Dimension, Weight
 
 _LAYER = "transformer.h.{layer}."
 _QKV = {"attention.q": "hidden", "attention.k": "hidden", "attention.v": "hidden"}

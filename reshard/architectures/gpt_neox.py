@@ -1,6 +1,6 @@
 """GPT-NeoX and Pythia: q, k and v fused head by head. Source: transformers, models/gpt_neox/modeling_gpt_neox.py."""
 
-from reshard.architecture import Architecture, Dimension, Weight
+from reshard.models.architecture import Architecture, Dimension, Weight
 
 _LAYER = "gpt_neox.layers.{layer}."
 _QKV = {"attention.q": "hidden", "attention.k": "hidden", "attention.v": "hidden"}

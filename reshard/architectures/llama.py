@@ -3,7 +3,7 @@
 Source: transformers, models/llama/{configuration,modeling}_llama.py.
 """
 
-from reshard.architecture import Architecture, Dimension, Weight
+from reshard.models.architecture import Architecture, Dimension, Weight
 
 _LAYER = "model.layers.{layer}."
 

@@ -1,7 +1,7 @@
 """Mixtral: mistral with experts in every layer. Source: transformers, models/mixtral; names as it and the published models store them."""
 
-from reshard.architecture import Dimension, SparseLayers, Weight
 from reshard.architectures.llama import ARCHITECTURE as LLAMA
+from reshard.models.architecture import Dimension, SparseLayers, Weight
 
 _MOE = "model.layers.{layer}.block_sparse_moe."
 _EXPERT = _MOE + "experts.{expert}."

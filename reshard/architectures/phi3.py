@@ -1,7 +1,7 @@
 """Phi-3: llama with q, k and v in one weight, gate and up in another. Source: transformers, models/phi3/modeling_phi3.py."""
 
-from reshard.architecture import Weight
 from reshard.architectures.llama import ARCHITECTURE as LLAMA
+from reshard.models.architecture import Weight
 
 _LAYER = "model.layers.{layer}."
 _QKV = {"attention.q": "heads * head_dim", "attention.k": "kv_heads * head_dim", "attention.v": "kv_heads * head_dim"}

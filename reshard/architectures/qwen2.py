@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: llama with biases on q, k and v. Source: transformers, models/qwen2/modeling_qwen2.py."""
 
-from reshard.architecture import Weight
 from reshard.architectures.llama import ARCHITECTURE as LLAMA
+from reshard.models.architecture import Weight
 
 _ATTENTION = "model.layers.{layer}.self_attn."
 

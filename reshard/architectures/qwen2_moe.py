@@ -3,8 +3,8 @@
 Source: transformers, models/qwen2_moe/modeling_qwen2_moe.py.
 """
 
-from reshard.architecture import Dimension, Weight
 from reshard.architectures.qwen3_moe import ARCHITECTURE as QWEN3_MOE
+from reshard.models.architecture import Dimension, Weight
 
 _LAYER = "model.layers.{layer}."
 _SHARED = _LAYER + "mlp.shared_expert."

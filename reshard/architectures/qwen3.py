@@ -1,7 +1,7 @@
 """Qwen3: llama with a norm over each query and key head. Source: transformers, models/qwen3/modeling_qwen3.py."""
 
-from reshard.architecture import Weight
 from reshard.architectures.llama import ARCHITECTURE as LLAMA
+from reshard.models.architecture import Weight
 
 _ATTENTION = "model.layers.{layer}.self_attn."
 

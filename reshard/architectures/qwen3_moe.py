@@ -1,7 +1,7 @@
 """Qwen3-MoE: qwen3 with experts in most layers. Source: transformers, models/qwen3_moe/modeling_qwen3_moe.py."""
 
-from reshard.architecture import Dimension, SparseLayers, Weight
 from reshard.architectures.qwen3 import ARCHITECTURE as QWEN3
+from reshard.models.architecture import Dimension, SparseLayers, Weight
 
 _MLP = "model.layers.{layer}.mlp."
 _EXPERT = _MLP + "experts.{expert}."

@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.containers.inert_pickle import Inert, load, shown
-from reshard.dtypes import DType, from_torch
 from reshard.errors import CheckpointError
-from reshard.files import inside
+from reshard.geometry.dtypes import DType, from_torch
+from reshard.storage.files import inside
 
 Numbers = npt.NDArray[np.int64]
 

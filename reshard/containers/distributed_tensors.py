@@ -12,12 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from reshard.boxes import Box
 from reshard.containers.inert_pickle import Inert, shown
 from reshard.containers.torch_zip import AnyTensor, is_stored, memory_of
-from reshard.dtypes import DType, from_torch
 from reshard.errors import CheckpointError
-from reshard.meshes import Distribution, Mesh, Placement, Replicated, Sharded, StridedSharded, distribution
+from reshard.geometry.boxes import Box
+from reshard.geometry.dtypes import DType, from_torch
+from reshard.geometry.meshes import Distribution, Mesh, Placement, Replicated, Sharded, StridedSharded, distribution
 
 
 @dataclass(frozen=True, slots=True)

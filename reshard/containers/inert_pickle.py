@@ -28,8 +28,8 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any, ClassVar, TypeVar
 
-from reshard.dtypes import from_torch
 from reshard.errors import CheckpointError, ReshardError
+from reshard.geometry.dtypes import from_torch
 
 T = TypeVar("T", bound=type[Any])
 

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-from reshard.containers import looks
-from reshard.dtypes import DType, from_safetensors, is_in_safetensors
+from reshard.containers import magic_bytes
 from reshard.errors import CheckpointError, RequestError
-from reshard.files import Files, missing, read
+from reshard.geometry.dtypes import DType, from_safetensors, is_in_safetensors
+from reshard.storage.files import Files, missing, read
 
 # safetensors refuses longer headers (tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER = 100_000_000
@@ -111,7 +111,7 @@ def _header_length(files: Files, path: str, size: int) -> int:
         return length
     head = read(files, path, 0, min(size, 262))
     if head[8:9] != b"{":
-        _refuse(path, f"this is no safetensors file; it looks like {looks.describe(head)}", do="Get the file again")
+        _refuse(path, f"this is no safetensors file; it looks like {magic_bytes.describe(head)}", do="Get the file again")
     if not 2 <= length <= MAX_HEADER:
         _refuse(path, f"the header claims {length:,} bytes; between 2 and {MAX_HEADER:,} are allowed", do="Get the file again")
     raise CheckpointError(

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.boxes import row_major
 from reshard.containers import pickle_writer
 from reshard.containers.pickle_writer import Call, Name, Reference
-from reshard.dtypes import DType
+from reshard.geometry.boxes import row_major
+from reshard.geometry.dtypes import DType
 
 
 @dataclass(frozen=True, slots=True, eq=False)

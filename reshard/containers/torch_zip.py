@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pickle import UnpicklingError
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
-from reshard.containers import looks
+from reshard.containers import magic_bytes
 from reshard.containers.inert_pickle import DTypeName, Function, Inert, Rebuild, StorageClass, end_of, load, sealed, shown
 from reshard.containers.zip_directory import Directory, Member, Range, payload, payload_start, read_directory
-from reshard.dtypes import DType, from_storage, from_torch
-from reshard.files import Files
+from reshard.geometry.dtypes import DType, from_storage, from_torch
+from reshard.storage.files import Files
 
 
 @sealed
@@ -356,7 +356,7 @@ def _leading_pickles(source: Range, count: int) -> tuple[list[bytes], int]:
             if len(data) == source.nbytes or window >= _OLD_LIMIT:
                 source.refuse(f"the old torch container's {count} pickles do not end within {len(data):,} bytes")
         except (UnpicklingError, ValueError) as error:
-            source.refuse(f"this is no torch.save file; it looks like {looks.describe(data[:262])}: {error}", do="Get the file again")
+            source.refuse(f"this is no torch.save file; it looks like {magic_bytes.describe(data[:262])}: {error}", do="Get the file again")
         window *= 4
 
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
-from reshard.containers import looks
+from reshard.containers import magic_bytes
 from reshard.errors import CheckpointError
-from reshard.files import Files, missing, read
+from reshard.storage.files import Files, missing, read
 
 _END, _END64, _LOCATOR, _CENTRAL, _LOCAL = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"
 _METHODS = {1: "shrink", 6: "implode", 8: "deflate", 9: "deflate64", 12: "bzip2", 14: "lzma", 93: "zstd", 95: "xz"}
@@ -158,7 +158,7 @@ def _refuse_no_end(source: Range) -> NoReturn:
             why="It was cut short, or is still being written",
             do="Copy the file again",
         )
-    source.refuse(f"this is no torch.save file; it looks like {looks.describe(head)}", do="Get the file again")
+    source.refuse(f"this is no torch.save file; it looks like {magic_bytes.describe(head)}", do="Get the file again")
 
 
 def _end_record(source: Range, tail: bytes, tail_offset: int, end: int) -> tuple[int, int, int, int]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.dtypes import DType
+from reshard.geometry.dtypes import DType
 
 Block = npt.NDArray[Any]
 

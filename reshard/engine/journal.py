@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import RequestError
-from reshard.outputs import Staging
+from reshard.storage.staging import Staging
 
 # Short, so that the disk works while blocks are still being copied: with 5 s the last sync alone took a third of the time of a
 # 2 GB conversion. A sync that takes longer than this simply delays the next one.

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 from typing import TypeVar
 
-from reshard.boxes import BLOCK_ELEMENTS
 from reshard.errors import RequestError
+from reshard.geometry.boxes import BLOCK_ELEMENTS
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.boxes import Box, blocks
-from reshard.digests import Fingerprint, block_digest, fingerprint, tensor_digest
 from reshard.engine.journal import BlockKey, Journal, read_journal
 from reshard.engine.pool import run_jobs, workers_within
 from reshard.engine.transfer import Pieces, Worker, bytes_of
 from reshard.engine.values import Values
 from reshard.errors import CheckpointError, RequestError
-from reshard.layout import Sidecar
-from reshard.outputs import WORK_FOLDER, Staging
-from reshard.plans import Plan, Route
+from reshard.geometry.boxes import Box, blocks
+from reshard.plans.digests import Fingerprint, block_digest, fingerprint, tensor_digest
+from reshard.plans.layout import Sidecar
+from reshard.plans.plan import Plan, Route
+from reshard.storage.staging import WORK_FOLDER, Staging
 
 MANIFEST = "reshard.json"
 

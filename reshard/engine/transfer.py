@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.boxes import BLOCK_ELEMENTS, Box
-from reshard.dtypes import DType
 from reshard.errors import CheckpointError
-from reshard.extents import Piece, dense_runs, is_row_major, span_elements, spans
-from reshard.files import Files
-from reshard.index import Tensor
-from reshard.join import rows_meeting
-from reshard.shards import primary_rows
+from reshard.geometry.boxes import BLOCK_ELEMENTS, Box
+from reshard.geometry.dtypes import DType
+from reshard.geometry.extents import Piece, dense_runs, is_row_major, span_elements, spans
+from reshard.index.index import Tensor
+from reshard.index.join import rows_meeting
+from reshard.index.shards import primary_rows
+from reshard.storage.files import Files
 
 Block = npt.NDArray[Any]
 Write = Callable[[str, int, memoryview], None]

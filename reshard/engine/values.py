@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from reshard.boxes import Box
-from reshard.dtypes import F32, DType
 from reshard.engine.casts import cast, scaled
 from reshard.engine.transfer import Block, Pieces, Worker
-from reshard.index import Scaling, Tensor
+from reshard.geometry.boxes import Box
+from reshard.geometry.dtypes import F32, DType
+from reshard.index.index import Scaling, Tensor
 
 
 class Values:

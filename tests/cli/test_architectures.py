@@ -9,9 +9,9 @@ import torch
 from command import reshard
 from places import DCP, FIXTURES, HF, VLLM, ranks
 
-from reshard.architecture import find_model
-from reshard.declarations import parse_declaration
 from reshard.errors import RequestError
+from reshard.models.declared.reader import parse_declaration
+from reshard.models.lookup import find_model
 
 MODELS = (
     "llama", "llama-tied", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt2", "gpt_neox", "gemma2",

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import grids, partitions, shapes
 
-import reshard.boxes
-from reshard.boxes import Box, blocks, flat_boxes, row_major
+import reshard.geometry.boxes
+from reshard.geometry.boxes import Box, blocks, flat_boxes, row_major
 
 
 @given(st.data(), shapes())
@@ -47,7 +47,7 @@ def test_intersection_holds_what_both_hold(data, shape):
 @given(shapes(max_dims=4, most=6))
 def test_blocks_are_contiguous_cover_in_order_and_are_small(most, shape):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reshard.boxes, "BLOCK_ELEMENTS", most)
+        patch.setattr(reshard.geometry.boxes, "BLOCK_ELEMENTS", most)
         found = list(blocks(shape))
     values = np.arange(math.prod(shape)).reshape(shape)
     assert [e for box in found for e in values[box.index].reshape(-1).tolist()] == list(range(math.prod(shape)))

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from reshard.dtypes import from_torch
 from reshard.engine.casts import cast
+from reshard.geometry.dtypes import from_torch
 
 F32, BF16 = from_torch("float32", where=""), from_torch("bfloat16", where="")
 SPECIAL = [

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import zstandard
 
-from reshard import codecs
 from reshard.errors import CheckpointError
-from reshard.files import LocalFiles, read
+from reshard.storage import decoded_ranges
+from reshard.storage.files import LocalFiles, read
 
 DATA = np.random.default_rng(0).integers(0, 4, 3_000_000, dtype=np.uint8).tobytes()
 ZSTD = "stream.zstd/1"
@@ -76,4 +76,4 @@ def test_reading_beyond_the_end_is_told(encoded):
 
 def test_unknown_names_are_refused():
     with pytest.raises(CheckpointError, match=r"stream\.lz4"):
-        codecs.check_known([ZSTD, "stream.lz4"], where="w")
+        decoded_ranges.check_known([ZSTD, "stream.lz4"], where="w")

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
-from reshard import dtypes
 from reshard.containers import safetensors
-from reshard.dtypes import DType
 from reshard.errors import CheckpointError, RequestError
-from reshard.files import LocalFiles, VirtualFiles
+from reshard.geometry import dtypes
+from reshard.geometry.dtypes import DType
+from reshard.storage.files import LocalFiles, VirtualFiles
 
 ALL = [dtypes.from_torch(name, where="") for name in dtypes.known_names()]
 DTYPES = [dtype for dtype in ALL if dtypes.is_in_safetensors(dtype)]

@@ -15,11 +15,11 @@ from hostile import lies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard import dtypes
 from reshard.containers import dcp_metadata, torch_zip
 from reshard.containers.torch_zip import StoredTensor
 from reshard.errors import CheckpointError
-from reshard.files import Files, LocalFiles
+from reshard.geometry import dtypes
+from reshard.storage.files import Files, LocalFiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 CONTAINERS = [True, False]

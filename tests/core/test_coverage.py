@@ -3,12 +3,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import partitions, shapes
 
-from reshard.boxes import Box, row_major
-from reshard.dtypes import from_safetensors
 from reshard.errors import CheckpointError
-from reshard.extents import Extent, Piece
-from reshard.index import Tensor, check_coverage, sharding_text
-from reshard.shards import Shards, primary_rows
+from reshard.geometry.boxes import Box, row_major
+from reshard.geometry.dtypes import from_safetensors
+from reshard.geometry.extents import Extent, Piece
+from reshard.index.index import Tensor, check_coverage, sharding_text
+from reshard.index.shards import Shards, primary_rows
 
 BF16 = from_safetensors("BF16", where="test")
 

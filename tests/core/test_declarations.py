@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from reshard.architecture import Model, find_architecture
-from reshard.declarations import named_architecture, parse_declaration, read_declaration
 from reshard.errors import RequestError
-from reshard.roles import SPLITS, Column, Heads, Replicate, Row, Vocabulary
+from reshard.models.declared.reader import named_architecture, parse_declaration, read_declaration
+from reshard.models.lookup import find_architecture
+from reshard.models.model import Model
+from reshard.models.roles import SPLITS, Column, Heads, Replicate, Row, Vocabulary
 
 LLAMA = Path(__file__).resolve().parent.parent.parent / "docs" / "llama.yaml"
 HEAD = """model_type: mymodel
@@ -57,7 +58,7 @@ def test_the_example_stands_in_the_documentation_as_it_is_in_the_file():
 
 
 def test_the_documentation_tells_every_role_and_its_other_example_is_one():
-    from reshard.declared_weights import ROLES
+    from reshard.models.declared.weights import ROLES
 
     text = (LLAMA.parent / "architectures.md").read_text()
     assert [role for role in ROLES if f"`{role}`" not in text] == []
@@ -107,7 +108,7 @@ sparse: all
 
 
 def test_every_role_has_a_usual_shape_or_asks_for_one():
-    from reshard.declared_weights import ROLES, SHAPES
+    from reshard.models.declared.weights import ROLES, SHAPES
 
     assert set(SHAPES) <= set(ROLES) <= set(SPLITS)
     assert {role for role in ROLES if role not in SHAPES} == {role for role in ROLES if role.startswith("extra.")}

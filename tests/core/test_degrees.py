@@ -13,9 +13,10 @@ from places import DCP, FIXTURES, HF, REFERENCES, UNPLACED, open_case, served
 from published import DEEPSEEK_V3, LLAMA_70B
 
 import reshard
-from reshard import kv_cache, registry
-from reshard.architecture import find_model
+from reshard.adapter import registry
 from reshard.errors import RequestError
+from reshard.models.lookup import find_model
+from reshard.serving import kv_cache
 
 MODELS = sorted(path.parent.name for folder in ("hf", "hf_fp8") for path in (FIXTURES / folder).glob("*/model.safetensors"))
 assert len(MODELS) >= 20

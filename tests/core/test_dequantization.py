@@ -63,7 +63,7 @@ def test_every_value_is_its_element_times_its_scale(config, scale_dtype, tmp_pat
 
 def test_small_blocks_of_work_give_the_same_values(tmp_path, monkeypatch):
     """Work is cut into blocks of rows that do not end where the scales' blocks do."""
-    from reshard import boxes
+    from reshard.geometry import boxes
 
     truth = folder(tmp_path / "fp8", BLOCK)
     monkeypatch.setattr(boxes, "BLOCK_ELEMENTS", 201 * 50)

@@ -10,17 +10,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import dtypes, partitions, shapes
 
-import reshard.boxes
 import reshard.engine.pool
 import reshard.engine.transfer
-from reshard import dtypes as dtype_table
-from reshard.boxes import blocks
-from reshard.canonical import Canonical
-from reshard.compare import Comparison, Side, compare, fingerprint_blocks, fingerprint_of
+import reshard.geometry.boxes
+from reshard.canonical.content import Canonical
 from reshard.engine.casts import cast
+from reshard.engine.compare import Comparison, Side, compare, fingerprint_blocks, fingerprint_of
 from reshard.engine.transfer import Pieces, Worker
 from reshard.errors import CheckpointError
-from reshard.files import LocalFiles, read_each_run
+from reshard.geometry import dtypes as dtype_table
+from reshard.geometry.boxes import blocks
+from reshard.storage.files import LocalFiles, read_each_run
 
 SETTINGS = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
@@ -28,7 +28,7 @@ SETTINGS = settings(max_examples=60, suppress_health_check=[HealthCheck.function
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of 16 elements, so that small tensors have many."""
-    for module in (reshard.boxes, reshard.engine.pool, reshard.engine.transfer):
+    for module in (reshard.geometry.boxes, reshard.engine.pool, reshard.engine.transfer):
         monkeypatch.setattr(module, "BLOCK_ELEMENTS", 16)
 
 
@@ -95,7 +95,7 @@ def test_row_major_pieces_are_read_once_and_not_beyond(small_blocks, tmp_path_fa
     values = worlds.array(shape, dtype, seed=2)
     # Cut along the first axis only: every block meets whole rows, so no byte may be read that is not wanted.
     rows = [box for box in data.draw(partitions((shape[0],))) if box.volume]
-    boxes = [reshard.boxes.Box((box.offsets[0], *(0,) * (len(shape) - 1)), (box.sizes[0], *shape[1:])) for box in rows]
+    boxes = [reshard.geometry.boxes.Box((box.offsets[0], *(0,) * (len(shape) - 1)), (box.sizes[0], *shape[1:])) for box in rows]
     source = worlds.store(root, "w", values, dtype, boxes)
     recorder = Recorder(root, root)
     worker = Worker(recorder, dtype.itemsize)
@@ -116,7 +116,7 @@ def test_a_replica_that_differs_in_one_bit_is_named(small_blocks, tmp_path_facto
     Worker(LocalFiles(root), dtype.itemsize)
     element = tuple(data.draw(st.integers(a, b - 1)) for a, b in zip(copied.offsets, copied.stops, strict=True))
     piece = source.shards.piece(len(boxes))
-    at = piece.byte_offset_of(reshard.boxes.Box(element, (1,) * len(shape)))
+    at = piece.byte_offset_of(reshard.geometry.boxes.Box(element, (1,) * len(shape)))
     path = root / piece.extent.path
     content = bytearray(path.read_bytes())
     content[at] ^= 1

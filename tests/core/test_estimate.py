@@ -10,16 +10,16 @@ from places import FIXTURES, HF, MODELS, stored
 from published import DEEPSEEK_V3, GPT2, LLAMA_8B, LLAMA_70B, MIXTRAL
 
 import reshard
-from reshard import collectives
-from reshard.activations import RECOMPUTE, Batch, embedding_bytes, has_dropout, head_bytes, itemised, published
-from reshard.architecture import find_model
 from reshard.containers import torch_zip
 from reshard.errors import RequestError
-from reshard.estimates import BytesPer
-from reshard.files import LocalFiles
-from reshard.parallel import Parallel
-from reshard.schedules import Schedule
-from reshard.weight_counts import layer_parts, parameters, stages_of_model
+from reshard.geometry.parallel import Parallel
+from reshard.models.lookup import find_model
+from reshard.storage.files import LocalFiles
+from reshard.training import collectives
+from reshard.training.activations import RECOMPUTE, Batch, embedding_bytes, has_dropout, head_bytes, itemised, published
+from reshard.training.memory import BytesPer
+from reshard.training.parameter_counts import layer_parts, parameters, stages_of_model
+from reshard.training.schedules import Schedule
 
 GB = 10**9
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from reshard.boxes import Box
+from reshard.adapter.flat_parameters import slots
 from reshard.errors import CheckpointError
-from reshard.flat_parameters import slots
-from reshard.layout import row_shard
+from reshard.geometry.boxes import Box
+from reshard.plans.layout import row_shard
 
 ODD = [("a", (7,)), ("b", (3, 5)), ("c", (1,))]
 

@@ -1,8 +1,9 @@
-"""The house: what may import what, that the package lists are the tree, and that nothing heavy is loaded on the way."""
+"""The house: which room may import which, what keeps it small, that packages are the tree, that nothing heavy is loaded early."""
 
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -10,28 +11,36 @@ import tomllib_compat
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# A file imports only from files above it. architectures/* count as one; nothing in the core looks down at formats or cli.
-ORDER = [
-    "errors", "dtypes", "boxes", "extents", "meshes", "parallel", "roles", "codecs", "files", "archives", "processes", "outputs",
-    "containers.looks", "containers.safetensors", "containers.inert_pickle", "containers.zip_directory", "containers.torch_zip",
-    "containers.pickle_writer", "containers.torch_pickle", "containers.torch_frame", "containers.distributed_tensors",
-    "containers.dcp_metadata", "stored", "mosaics", "quantization", "architecture", "architectures", "containers.plain_yaml", "said",
-    "declared_weights", "declarations", "skeletons", "shards", "index", "dcp_folder", "optimizers", "state_dicts", "collect", "rank_files",
-    "flat_parameters", "wrappers", "join", "spellings", "canonical", "dequantization", "splits", "weight_counts", "collectives",
-    "schedules", "activations", "estimates", "engine_versions", "engines", "kv_cache", "serving", "layout", "safetensors_file",
-    "torch_file", "dcp_files", "model_files", "engine_files", "digests", "plans", "proof", "summaries", "engine.pool", "engine.journal",
-    "engine.casts", "engine.transfer", "engine.values", "engine.run", "compare", "views", "adapter", "registry", "verbs", "planning",
+# A room imports only rooms above it in this list. architectures/ is data.
+ROOMS = [
+    "errors", "geometry", "storage", "containers", "models", "serving", "training", "index", "canonical", "plans", "adapter", "engine",
+    "verbs",
 ]  # fmt: skip
-OUTSIDE = {"__init__", "__main__", "containers", "engine"}
+CORE = sorted((ROOT / "reshard").rglob("*.py"))
+FORMATS = sorted((ROOT / "formats").rglob("*.py"))
+CLI = sorted((ROOT / "cli").rglob("*.py"))
+PLUGINS = sorted((ROOT / "plugins").rglob("*.py"))
+FILES = [*CORE, *FORMATS, *CLI, *PLUGINS]
+
+
+def label(path):
+    return str(path.relative_to(ROOT))
+
+
+def room(module):
+    """The room of a dotted module name below `reshard`, such as "geometry.boxes"."""
+    return module.partition(".")[0]
 
 
 def module_name(path):
-    parts = path.relative_to(ROOT / "reshard").with_suffix("").parts
-    return "architectures" if parts[0] == "architectures" else ".".join(parts).removesuffix(".__init__")
+    return ".".join(path.relative_to(ROOT / "reshard").with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in CORE}
 
 
 def imported(path):
-    """The modules of reshard that a file imports at its top level or inside functions, types aside."""
+    """The modules of reshard that a file imports, at its top level or inside functions; imports for type checking alone are left out."""
     tree = ast.parse(path.read_text())
     typing_only = {
         id(inner)
@@ -46,29 +55,120 @@ def imported(path):
             base = node.module.removeprefix("reshard").removeprefix(".")
             for alias in node.names:
                 inner = f"{base}.{alias.name}".removeprefix(".")
-                yield inner if inner in ORDER else base
+                yield inner if inner in MODULES else base
         elif isinstance(node, ast.Import):
             yield from (alias.name.removeprefix("reshard.") for alias in node.names if alias.name.startswith("reshard."))
 
 
-def core_files():
-    return [path for path in sorted((ROOT / "reshard").rglob("*.py")) if module_name(path) not in OUTSIDE]
+def test_the_rooms_are_the_folders():
+    folders = {path.parent.relative_to(ROOT / "reshard").parts[0] for path in CORE if path.parent != ROOT / "reshard"}
+    assert folders | {"errors"} == {*ROOMS}
+    assert {path.stem for path in (ROOT / "reshard").glob("*.py")} == {"__init__", "__main__", "errors"}
 
 
-def test_every_file_has_its_place_in_the_order():
-    assert {module_name(path) for path in core_files()} == set(ORDER)
-
-
-@pytest.mark.parametrize("path", core_files(), ids=module_name)
-def test_imports_point_up_the_list_only(path):
-    own = module_name(path)
+@pytest.mark.parametrize("path", [path for path in CORE if path.parent != ROOT / "reshard"], ids=label)
+def test_a_room_imports_rooms_above_it_only(path):
+    here = room(module_name(path))
     for other in imported(path):
-        if other.startswith("architectures") and own in ("architecture", "architectures"):
-            continue  # the lookup imports the one file that it is asked for; that one may build on a relative
-        assert ORDER.index(other) < ORDER.index(own), f"{own} imports {other}"
+        if other:  # the root package itself holds the version, and opens the public names when asked
+            assert room(other) == here or ROOMS.index(room(other)) < ROOMS.index(here), f"{label(path)} imports {other}"
 
 
-@pytest.mark.parametrize("path", [*core_files(), *sorted((ROOT / "formats").rglob("*.py"))], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("name", [name for name in ROOMS if (ROOT / "reshard" / name).is_dir()])
+def test_inside_a_room_nothing_runs_in_a_circle(name):
+    graph = {module: {other for other in imported(path) if other != module} for module, path in MODULES.items() if room(module) == name}
+    TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("top", ["formats", "cli"])
+def test_outside_the_core_nothing_runs_in_a_circle(top):
+    graph = {}
+    for path in sorted((ROOT / top).rglob("*.py")):
+        names = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                folder = path.parent
+                for _ in range(node.level - 1):
+                    folder = folder.parent
+                base = folder.joinpath(*(node.module or "").split(".")) if node.module else folder
+                for alias in node.names:
+                    target = next(
+                        (t for t in (base / f"{alias.name}.py", base.with_suffix(".py"), base / "__init__.py") if t.exists()), None
+                    )
+                    if target and target != path and target.name != "__init__.py":
+                        names.add(target)
+        graph[path] = names
+    TopologicalSorter(graph).prepare()
+
+
+def folders_of_code():
+    return sorted({path.parent for path in FILES})
+
+
+@pytest.mark.parametrize("folder", folders_of_code(), ids=label)
+def test_a_room_has_at_most_about_a_dozen_files(folder):
+    assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= 14
+    assert len([inner for inner in folder.iterdir() if inner.is_dir() and inner.name != "__pycache__"]) <= 16
+
+
+def public_classes():
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                yield node.name, path
+
+
+def test_a_public_class_name_is_defined_once():
+    where = {}
+    for name, path in public_classes():
+        where.setdefault(name, []).append(label(path))
+    assert {name: paths for name, paths in where.items() if len(paths) > 1} == {}
+
+
+def is_dataclass(node):
+    return any("dataclass" in ast.dump(decorator) for decorator in node.decorator_list)
+
+
+@pytest.mark.parametrize("path", FILES, ids=label)
+def test_the_fields_of_a_value_are_explained_where_they_stand(path):
+    """A dataclass with five fields or more has a string under each field."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not (isinstance(node, ast.ClassDef) and is_dataclass(node)):
+            continue
+        fields = [i for i, item in enumerate(node.body) if isinstance(item, ast.AnnAssign)]
+        if len(fields) < 5:
+            continue
+        for i in fields:
+            following = node.body[i + 1] if i + 1 < len(node.body) else None
+            assert isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant), (
+                f"{label(path)}:{node.body[i].lineno} {node.name}.{node.body[i].target.id} is not explained"
+            )
+
+
+@pytest.mark.parametrize("path", FILES, ids=label)
+def test_no_function_takes_more_than_eight_parameters(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs) if arg.arg not in ("self", "cls")]
+            assert len(names) <= 8, f"{label(path)}:{node.lineno} {node.name} takes {len(names)}"
+
+
+@pytest.mark.parametrize("path", [path for path in [*CORE, *CLI] if path.parts[-2] in ("adapter", "engine", "verbs", "cli")], ids=label)
+def test_nobody_asks_a_format_what_it_has(path):
+    """Format is a class with typed members and defaults: hasattr and getattr with a literal name are not needed."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("hasattr", "getattr"):
+            assert not (len(node.args) > 1 and isinstance(node.args[1], ast.Constant)), f"{label(path)}:{node.lineno}"
+
+
+def test_command_names_are_python_names():
+    import reshard
+
+    main = __import__("importlib").import_module("reshard.cli.main")
+    assert main.COMMANDS.keys() - {"formats", "architectures", "completion", "inspect"} <= set(reshard.__all__)
+
+
+@pytest.mark.parametrize("path", [*CORE, *FORMATS], ids=label)
 def test_nothing_below_imports_a_plugin_or_what_it_plugs_into(path):
     for node in ast.walk(ast.parse(path.read_text())):
         named = (
@@ -81,7 +181,7 @@ def test_nothing_below_imports_a_plugin_or_what_it_plugs_into(path):
         assert not any("plugins" in name.split(".") or name.split(".")[0] == "vllm" for name in named)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "formats").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT / "formats")))
+@pytest.mark.parametrize("path", FORMATS, ids=label)
 def test_no_format_imports_another(path):
     """A format that is a folder imports its own files relatively."""
     tree, most = ast.parse(path.read_text()), len(path.relative_to(ROOT / "formats").parts) - 1
@@ -105,7 +205,7 @@ def format_names():
     return sorted(format_modules())
 
 
-@pytest.mark.parametrize("path", core_files(), ids=module_name)
+@pytest.mark.parametrize("path", CORE, ids=label)
 def test_the_core_names_no_format(path):
     """As a word of its own in a string that the code uses; docstrings may tell examples. `verbs` names the one that is whole, and in
     headers of safetensors "pt" stands for torch."""
@@ -116,22 +216,21 @@ def test_the_core_names_no_format(path):
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation
     }
-    assert not words & set(format_names()) - {"verbs": {"hf"}, "safetensors_file": {"pt"}}.get(module_name(path), set())
+    assert not words & set(format_names()) - {"verbs.roundtrip": {"hf"}, "adapter.safetensors_writer": {"pt"}}.get(module_name(path), set())
 
 
 def project():
     return tomllib_compat.load(ROOT / "pyproject.toml")
 
 
-def test_the_packages_listed_are_the_tree():
-    tools = project()["tool"]["setuptools"]
-    folders = {"reshard": "reshard", "formats": "reshard.formats", "cli": "reshard.cli", "plugins": "reshard.plugins"}
-    found = {
-        ".".join([folders[top], *init.parent.relative_to(ROOT / top).parts])
-        for top in folders
-        for init in (ROOT / top).rglob("__init__.py")
-    }
-    assert set(tools["packages"]) == found
+def test_the_packages_installed_are_the_tree():
+    """Every folder with code has an __init__.py, so that setup.py finds it, and is installed under its name."""
+    from importlib.util import find_spec
+
+    for folder in folders_of_code():
+        parts = folder.relative_to(ROOT).parts
+        name = ".".join(parts if parts[0] == "reshard" else ("reshard", *parts))
+        assert (folder / "__init__.py").exists() and find_spec(name) is not None, name
 
 
 def test_the_entry_points_are_the_files():
@@ -149,7 +248,7 @@ def test_the_plugins_are_the_files_and_each_has_its_door():
 
 
 def test_the_installed_formats_are_those_of_the_tree():
-    from reshard import registry
+    from reshard.adapter import registry
 
     assert sorted(registry.formats()) == format_names()
 
@@ -174,7 +273,7 @@ def test_a_plugin_loads_nothing_heavy_before_it_is_asked():
     loaded = loaded_after(
         "from importlib.metadata import entry_points\n[point.load() for point in entry_points(group='vllm.general_plugins')]"
     )
-    assert "reshard.plugins.vllm" in loaded and not loaded & {"numpy", "torch", "vllm", "reshard.verbs"}
+    assert "reshard.plugins.vllm" in loaded and not loaded & {"numpy", "torch", "vllm", "reshard.verbs.checkpoint"}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import CheckpointError
-from reshard.meshes import Mesh, Replicated, Sharded, StridedSharded, chunk, distribution
+from reshard.geometry.meshes import Mesh, Replicated, Sharded, StridedSharded, chunk, distribution
 
 
 def pieces(array, parts, axis):

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.boxes import Box
-from reshard.mosaics import Mosaic, joined, stacked
+from reshard.geometry.boxes import Box
+from reshard.geometry.mosaics import Mosaic, joined, stacked
 
 SHAPES = {"a": (6, 4), "b": (3, 4), "c": (6, 2)}
 ARRAYS = {name: np.arange(100 * i, 100 * i + np.prod(shape)).reshape(shape) for i, (name, shape) in enumerate(SHAPES.items(), 1)}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.optimizers import Unnamed, names_for, names_of_numbers
+from reshard.canonical.optimizer_state import Unnamed, names_for, names_of_numbers
 
 MODEL = [("embed", (50, 16)), ("q", (16, 16)), ("norm", (16,)), ("k", (16, 16)), ("head", (50, 16))]
 

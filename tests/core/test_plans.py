@@ -7,12 +7,12 @@ import pytest
 from places import HF, open_case
 
 import reshard
-from reshard.boxes import Box
-from reshard.extents import Extent, Piece
-from reshard.layout import Placed
-from reshard.proof import ProofFailed, compose, prove
-from reshard.shards import Shards
-from reshard.stored import Section
+from reshard.geometry.boxes import Box
+from reshard.geometry.extents import Extent, Piece
+from reshard.geometry.stored import Section
+from reshard.index.shards import Shards
+from reshard.plans.layout import Placed
+from reshard.plans.proof import ProofFailed, compose, prove
 
 
 @pytest.fixture(scope="module")

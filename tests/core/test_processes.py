@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
+from reshard.adapter.processes import in_processes
 from reshard.errors import CheckpointError
-from reshard.processes import in_processes
 
 
 def test_runs_come_back_in_order(monkeypatch):
@@ -39,7 +39,7 @@ def test_a_process_that_dies_is_told():
     script = """
 import os
 os.cpu_count = lambda: 2
-from reshard.processes import in_processes
+from reshard.adapter.processes import in_processes
 here = os.getpid()
 in_processes(range(200), lambda run: None if os.getpid() == here else os._exit(9))
 """

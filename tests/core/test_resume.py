@@ -14,10 +14,10 @@ from command import command, tree
 from places import HF
 
 import reshard
-from reshard import verbs
 from reshard.containers import safetensors
-from reshard.dtypes import from_safetensors
 from reshard.errors import RequestError
+from reshard.geometry.dtypes import from_safetensors
+from reshard.verbs.convert import conversion
 
 MEGABYTES = 96
 
@@ -83,7 +83,7 @@ def test_an_interruption_is_exit_code_130_and_resumes(large, expected, tmp_path)
 
 def stopped(plan, target, after):
     """Run a conversion and leave it after some blocks, as an interruption does."""
-    running = verbs.conversion(plan, target, workers=1).run()
+    running = conversion(plan, target, workers=1).run()
     for _ in range(after):
         next(running)
     running.close()
@@ -106,7 +106,7 @@ def test_what_is_finished_is_not_done_again(plan, tmp_path, after, monkeypatch):
     stopped(plan, target, after)
     noted = written_blocks(target)
     assert len(noted) >= after and final_names(target) == []
-    from reshard.files import LocalFiles
+    from reshard.storage.files import LocalFiles
 
     read = []
     real = LocalFiles.read_into
@@ -119,7 +119,7 @@ def test_what_is_finished_is_not_done_again(plan, tmp_path, after, monkeypatch):
 
 def test_a_block_is_noted_only_after_its_bytes_are_on_the_disk(plan, tmp_path, monkeypatch):
     from reshard.engine.journal import Journal
-    from reshard.outputs import Staging
+    from reshard.storage.staging import Staging
 
     happened = []
     sync, append = Staging.sync, Journal._append

@@ -6,17 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import partitions
 
-from reshard.architecture import Model, Weight
 from reshard.architectures.gpt2 import ARCHITECTURE as GPT2
 from reshard.architectures.llama import ARCHITECTURE as LLAMA
 from reshard.architectures.mixtral import ARCHITECTURE as MIXTRAL
-from reshard.boxes import Box, row_major
-from reshard.dtypes import from_torch
+from reshard.canonical.name_variants import PREFIXES, SPELLINGS, Names, respelled
 from reshard.errors import CheckpointError, RequestError
-from reshard.extents import Extent, Piece
-from reshard.index import Index, ParamGroup, RunFacts, Tensor
-from reshard.shards import Shards
-from reshard.spellings import PREFIXES, SPELLINGS, Names, respelled
+from reshard.geometry.boxes import Box, row_major
+from reshard.geometry.dtypes import from_torch
+from reshard.geometry.extents import Extent, Piece
+from reshard.index.index import Index, ParamGroup, RunFacts, Tensor
+from reshard.index.shards import Shards
+from reshard.models.architecture import Weight
+from reshard.models.model import Model
 
 I32 = from_torch("int32", where="test")
 SIZES = {"vocab_size": 7, "hidden_size": 6, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 3}

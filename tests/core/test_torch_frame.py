@@ -8,8 +8,8 @@ import torch
 
 from reshard.containers import torch_frame, torch_pickle, torch_zip
 from reshard.containers.torch_pickle import Plain
-from reshard.dtypes import from_torch
-from reshard.files import LocalFiles
+from reshard.geometry.dtypes import from_torch
+from reshard.storage.files import LocalFiles
 
 
 def write(path, root, filling):

@@ -6,7 +6,7 @@ from places import DCP, FIXTURES, HF, open_case
 
 import reshard
 from reshard.errors import RequestError
-from reshard.files import LocalFiles
+from reshard.storage.files import LocalFiles
 
 EXPERTS = FIXTURES / "megatron" / "mixtral-tp2-ep2"
 

@@ -10,7 +10,7 @@ from reshard.errors import CheckpointError, RequestError
 
 
 def test_opening_reads_metadata_only(monkeypatch):
-    from reshard.files import LocalFiles
+    from reshard.storage.files import LocalFiles
 
     reads = []
     real = LocalFiles.read_into

@@ -19,9 +19,9 @@ from command import command, reshard, tree
 from places import DCP, FIXTURES, FSDP, HF, VLLM, ranks, stored
 
 import reshard as library
-from reshard.architecture import find_model
-from reshard.declarations import read_declaration
 from reshard.errors import CheckpointError, RequestError
+from reshard.models.declared.reader import read_declaration
+from reshard.models.lookup import find_model
 
 DECLARED = Path(__file__).resolve().parent.parent / "declared"
 LLAMA = Path(__file__).resolve().parent.parent.parent / "docs" / "llama.yaml"
@@ -253,7 +253,7 @@ def package(tmp_path):
         "[reshard.architectures]\nmymodel = their_models:MINE\nbroken = their_models:BROKEN\nllama = their_models:BROKEN\n"
     )
     (folder / "their_models.py").write_text(
-        f"from reshard.declarations import read_declaration\nMINE = read_declaration({str(DECLARATIONS['qwen2'])!r})\nBROKEN = 3\n"
+        f"from reshard.models.declared.reader import read_declaration\nMINE = read_declaration({str(DECLARATIONS['qwen2'])!r})\nBROKEN = 3\n"
     )
     return {**os.environ, "PYTHONPATH": str(folder)}
 
@@ -276,7 +276,7 @@ def test_a_package_declares_models_by_an_entry_point(package, tmp_path):
 
 
 def test_the_metadata_of_packages_are_not_searched_for_what_is_built_in():
-    code = "import sys, reshard; reshard.open(sys.argv[1]).model; from reshard.architecture import _entry_points as found; "
+    code = "import sys, reshard; reshard.open(sys.argv[1]).model; from reshard.models.lookup import _entry_points as found; "
     code += "print(found.cache_info().misses)"
     found = subprocess.run([sys.executable, "-c", code, str(HF / "llama")], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "0"

@@ -11,13 +11,13 @@ from command import reshard as run
 from places import FIXTURES, described, open_case, truth
 
 import reshard
-from reshard.canonical import Selection
+from reshard.canonical.content import Selection
 from reshard.containers import torch_zip
 from reshard.engine.casts import cast
+from reshard.engine.views import LazyTensor
 from reshard.errors import CheckpointError, RequestError
-from reshard.files import LocalFiles
-from reshard.stored import whole
-from reshard.views import LazyTensor
+from reshard.geometry.stored import whole
+from reshard.storage.files import LocalFiles
 
 ZERO, PARALLEL, UNIVERSAL = FIXTURES / "deepspeed", FIXTURES / "deepspeed_parallel", FIXTURES / "universal"
 CASES = sorted(path for folder in (ZERO, PARALLEL) for path in folder.iterdir() if path.is_dir())

@@ -8,7 +8,8 @@ from places import DCP, FIXTURES, FSDP, HF, described, open_case, truth
 import reshard
 from reshard.containers import torch_zip
 from reshard.errors import CheckpointError, RequestError, ReshardError
-from reshard.files import LocalFiles
+from reshard.storage.files import LocalFiles
+from reshard.verbs.roundtrip import materialize
 
 
 @pytest.fixture
@@ -307,7 +308,7 @@ def test_there_and_back_for_real(case, to, options):
     if to == "vllm" and case.name == "fsdp1-local":
         pytest.skip("heads of 6 elements and biases of the MLP: no engine serves that model")
     source = open_case(case)
-    assert reshard.verbs.materialize(reshard.plan(source, to=to, **options), source) == []
+    assert materialize(reshard.plan(source, to=to, **options), source) == []
 
 
 def test_a_local_tensor_of_another_size_than_its_placements_say(copy):

@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 from places import HF, VLLM, described, ranks, stored
 
 import reshard
-from reshard import verbs
 from reshard.errors import CheckpointError, RequestError
+from reshard.verbs.roundtrip import materialize
 
 CASES = sorted(path.parent.name for path in HF.glob("*/published.json"))
 FUSED = [case for case in CASES if case.endswith("-fused")]
@@ -85,7 +85,7 @@ def test_there_and_back_is_proven(case, tmp_path):
         plan = reshard.plan(opened, to="hf", like=like)
         proof = reshard.roundtrip(plan)
         assert not proof.losses and proof.tensors == len(published(case))
-        assert not verbs.materialize(plan, opened, work=tmp_path)
+        assert not materialize(plan, opened, work=tmp_path)
 
 
 def test_a_shard_size_goes_before_the_files_of_the_reference(tmp_path):
@@ -101,7 +101,7 @@ def test_formats_that_a_run_goes_on_from_keep_the_sources_names(options, tmp_pat
     opened = reshard.open(HF / case)
     plan = reshard.plan(opened, **options)
     assert {route.name for route in plan.routes} == set(weights(HF / case)) and "names stay" in plan.layout.notes[0]
-    assert not reshard.roundtrip(plan).losses and not verbs.materialize(plan, opened, work=tmp_path)
+    assert not reshard.roundtrip(plan).losses and not materialize(plan, opened, work=tmp_path)
     reshard.convert(plan, tmp_path / "ranks")
     assert reshard.verify(tmp_path / "ranks", HF / case).equal
     assert {t.name for t in reshard.open(tmp_path / "ranks").index.tensors} == set(weights(HF / case))

@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 import reshard
+from reshard.adapter.dcp_reader import DcpFolder
 from reshard.containers import torch_frame, torch_zip
-from reshard.dcp_folder import DcpFolder
+from reshard.engine.views import LazyTensor
 from reshard.errors import CheckpointError, RequestError
-from reshard.files import LocalFiles
-from reshard.stored import whole
-from reshard.views import LazyTensor
+from reshard.geometry.stored import whole
+from reshard.storage.files import LocalFiles
 
 LEGACY, DIST, DERIVED = FIXTURES / "megatron", FIXTURES / "megatron_dist", FIXTURES / "megatron_derived"
 VERSIONS = FIXTURES / "megatron_versions"

@@ -6,12 +6,12 @@ import pytest
 from places import FIXTURES, HF, MODELS, config_of, patch_stored, ranks, rules_of, stored
 
 import reshard
-from reshard.architecture import find_model
-from reshard.dtypes import BF16, F32, from_torch
-from reshard.engine_files import ANY_DTYPE
-from reshard.engines import check_degrees, rank_tensors
+from reshard.adapter.engine_files import ANY_DTYPE
 from reshard.errors import CheckpointError, RequestError
-from reshard.parallel import Parallel
+from reshard.geometry.dtypes import BF16, F32, from_torch
+from reshard.geometry.parallel import Parallel
+from reshard.models.lookup import find_model
+from reshard.serving.rules import check_degrees, rank_tensors
 
 REFERENCES = sorted((FIXTURES / "sglang").glob("*/*.json"))
 WITH_EXPERTS = ("mixtral-narrow", "qwen2_moe", "qwen3_moe-sparse", "deepseek_v2", "deepseek_v3")

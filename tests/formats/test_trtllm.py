@@ -8,8 +8,9 @@ import pytest
 from places import FIXTURES, HF, patch_stored, stored
 
 import reshard
-from reshard import registry
+from reshard.adapter import registry
 from reshard.errors import CheckpointError, RequestError
+from reshard.verbs.roundtrip import materialize
 
 REFERENCES = sorted((FIXTURES / "trtllm").glob("*/*.json"))
 SERVED = ("llama", "llama-tied", "llama-biased", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe-sparse", "gpt2")
@@ -188,6 +189,6 @@ def test_what_its_config_says_is_a_claim(key, value, why, tmp_path):
 
 def test_there_and_back_for_real_finds_wider_routers_whole_and_a_narrower_cast_lost(tmp_path):
     opened = reshard.open(HF / "mixtral")
-    assert reshard.verbs.materialize(plan("mixtral", 2), opened, work=tmp_path) == []
-    lost = reshard.verbs.materialize(plan("mixtral", 2, dtype="fp16"), opened, work=tmp_path)
+    assert materialize(plan("mixtral", 2), opened, work=tmp_path) == []
+    lost = materialize(plan("mixtral", 2, dtype="fp16"), opened, work=tmp_path)
     assert len(lost) >= 2 * len(opened.index.tensors) - 4 and all("BF16 on the left" in each for each in lost)

@@ -38,13 +38,13 @@ def test_an_extension_that_is_not_known_is_refused_by_name():
 
 def test_two_extensions_are_undone_from_the_last_to_the_first(monkeypatch):
     """torch lists [B, A] for A(B(data)) and undoes B first, which fails (2.13); taught what B was, we read it."""
-    from reshard import codecs
+    from reshard.storage import decoded_ranges
 
     class Rot13:
         def decompress(self, data):
             return bytes((byte - 13) % 256 for byte in data)
 
-    monkeypatch.setitem(codecs._CODECS, "stream.rot13/1", Rot13)
+    monkeypatch.setitem(decoded_ranges._CODECS, "stream.rot13/1", Rot13)
     case = FIXTURES / "dcp" / "rot"
     opened = open_case(case)
     assert {(t.name, t.role): described(t, opened.files) for t in opened.index.tensors} == truth(case)

@@ -23,13 +23,13 @@ from places import (
 )
 
 import reshard
-from reshard import registry
-from reshard.architecture import find_model
-from reshard.canonical import Selection
-from reshard.engine_files import ANY_DTYPE
-from reshard.engines import check_degrees, legal_tensor_parallel_sizes, rank_tensors, shared_copies
+from reshard.adapter import registry
+from reshard.adapter.engine_files import ANY_DTYPE
+from reshard.canonical.content import Selection
 from reshard.errors import CheckpointError, RequestError
-from reshard.parallel import Parallel
+from reshard.geometry.parallel import Parallel
+from reshard.models.lookup import find_model
+from reshard.serving.rules import check_degrees, legal_tensor_parallel_sizes, rank_tensors, shared_copies
 
 SERVED = (*MODELS, "llama-biased", "gemma2", "gpt2", "gpt_neox", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
@@ -326,7 +326,7 @@ def test_a_view_holds_what_the_file_would(tmp_path):
 
 
 def test_a_view_reads_only_its_ranks_bytes(monkeypatch):
-    from reshard.files import LocalFiles
+    from reshard.storage.files import LocalFiles
 
     opened = reshard.open(HF / "llama")
     view = opened.view(to="vllm", tp=8, rank=3)

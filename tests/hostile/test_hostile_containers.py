@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from hostile import lies
 
-from reshard import dtypes
 from reshard.containers import dcp_metadata, inert_pickle, safetensors, torch_zip
 from reshard.errors import CheckpointError
-from reshard.files import LocalFiles
+from reshard.geometry import dtypes
+from reshard.storage.files import LocalFiles
 
 HEADER = lies.HONEST_HEADER
 DATA = len(lies.safetensors(data=b""))  # where the honest file's tensors start

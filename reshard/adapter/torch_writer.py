@@ -1,0 +1,37 @@
+"""torch.save files to be written: tensors that are described, and a root object around them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from reshard.containers import pickle_writer, torch_frame, torch_pickle
+from reshard.containers.pickle_writer import Call
+from reshard.containers.torch_pickle import Plain
+from reshard.geometry.dtypes import DType
+from reshard.geometry.stored import StoredTensor, whole
+from reshard.index.index import Tensor
+from reshard.plans.layout import Placed, TargetFile
+
+
+class TorchFile:
+    """A torch.save file, as far as it is described: tensors, and what fills them."""
+
+    def __init__(self, path: str, ranks: Mapping[str, int] | None = None) -> None:
+        self._path, self._ranks = path, ranks or {}
+        self._tensors = torch_pickle.Tensors()
+        self._stored: list[StoredTensor] = []
+
+    def tensor(self, stored: StoredTensor) -> Call:
+        """A tensor of the file, for its root."""
+        self._stored.append(stored)
+        return self._tensors.add(Plain(stored.dtype, stored.shape))
+
+    def whole(self, key: str, tensor: Tensor, dtype: DType | None = None) -> Call:
+        return self.tensor(whole(key, dtype or tensor.dtype, tensor.shape))
+
+    def close(self, root: object) -> TargetFile:
+        """The file around `root`, in which every tensor that was described has its place."""
+        name = self._path.rpartition("/")[2].removesuffix(".pt")
+        frame = torch_frame.frame(name, pickle_writer.dumps(root), self._tensors.storages)
+        placed = tuple(Placed(stored, at) for stored, at in zip(self._stored, frame.storages, strict=True))
+        return TargetFile(self._path, frame.nbytes, frame.literals, placed, self._ranks)

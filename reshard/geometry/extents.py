@@ -1,0 +1,112 @@
+"""Extent: where the bytes of a box lie. Piece: a box and its extent. And how strided bytes are read and written in few calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.errors import CheckpointError
+from reshard.geometry.boxes import Box, row_major
+from reshard.geometry.dtypes import DType
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The file, the byte offset of the first element, and the distance in elements between neighbours along each axis."""
+
+    path: str
+    byte_offset: int
+    strides: tuple[int, ...]
+    dtype: DType
+
+    def __post_init__(self) -> None:
+        if self.byte_offset < 0:
+            raise CheckpointError(f"byte offset {self.byte_offset} lies before the start of the file", where=self.path)
+        if any(stride < 0 for stride in self.strides):
+            raise CheckpointError(f"negative strides {self.strides}", where=self.path, why="no framework writes them")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a canonical tensor and where its bytes lie."""
+
+    box: Box
+    extent: Extent
+
+    def byte_offset_of(self, box: Box) -> int:
+        """The byte offset, in the file, of the first element of `box`, which lies within this piece."""
+        steps = zip(box.offsets, self.box.offsets, self.extent.strides, strict=True)
+        return self.extent.byte_offset + self.extent.dtype.itemsize * sum((a - b) * stride for a, b, stride in steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One contiguous range of a file, and the view of it that is `box`: byte offset, length, strides in elements."""
+
+    box: Box
+    byte_offset: int
+    nbytes: int
+    strides: tuple[int, ...]
+
+
+def span_elements(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """How many elements lie from the first to the last element of a strided box, those between included."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def spans(piece: Piece, box: Box, limit: int, *, dense: bool) -> Iterator[Span]:
+    """The file ranges that hold `box` of a piece, each at most `limit` bytes long.
+
+    With `dense` every byte of a range belongs to the box (what a write needs); otherwise a range may hold up to as many
+    bytes again between the box's own, which a read skips: one long read beats many short ones.
+    """
+    itemsize, strides = piece.extent.dtype.itemsize, piece.extent.strides
+    length = span_elements(box.sizes, strides)
+    wasted = length - box.volume
+    if length * itemsize <= limit and (wasted == 0 or (not dense and wasted <= box.volume)):
+        yield Span(box, piece.byte_offset_of(box), length * itemsize, strides)
+        return
+    axis = max((a for a in range(len(box.sizes)) if box.sizes[a] > 1), key=lambda a: (strides[a], box.sizes[a]))
+    half = box.sizes[axis] // 2
+    yield from spans(piece, box.narrow(axis, 0, half), limit, dense=dense)
+    yield from spans(piece, box.narrow(axis, half, box.sizes[axis]), limit, dense=dense)
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The dense runs of a strided box: how its axes are ordered in the file, outermost first; how many elements each run has; and where
+    the runs start, [n], in bytes."""
+
+    order: tuple[int, ...]
+    elements: int
+    byte_offsets: npt.NDArray[np.int64]
+
+
+def dense_runs(piece: Piece, box: Box) -> Runs:
+    """The runs of a box that lies within a piece, in the order in which they lie in the file."""
+    strides, sizes = piece.extent.strides, box.sizes
+    order = tuple(sorted(range(len(sizes)), key=lambda axis: (-strides[axis], sizes[axis] == 1)))
+    outer, elements = list(order), 1
+    while outer and (sizes[outer[-1]] == 1 or strides[outer[-1]] == elements):
+        elements *= sizes[outer.pop()]
+    starts = np.zeros(1, np.int64)
+    for axis in outer:
+        starts = (starts[:, None] + np.arange(sizes[axis], dtype=np.int64) * strides[axis]).reshape(-1)
+    return Runs(order, elements, piece.byte_offset_of(box) + starts * piece.extent.dtype.itemsize)
+
+
+def is_row_major(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether a box with those strides lies in the file as one row-major array, without gaps."""
+    expected = row_major(sizes)
+    return all(size <= 1 or a == b for size, a, b in zip(sizes, strides, expected, strict=True))
+
+
+def runs(piece: Piece) -> Iterator[tuple[int, int]]:
+    """The maximal byte ranges (start, stop) of a piece, in the order of its canonical elements' outer axes."""
+    itemsize = piece.extent.dtype.itemsize
+    for span in spans(piece, piece.box, limit=1 << 62, dense=True):
+        yield span.byte_offset, span.byte_offset + math.prod(span.box.sizes) * itemsize

@@ -1,0 +1,1 @@
+"""Which box of which tensor lies in which bytes of which file."""

@@ -1,0 +1,1 @@
+"""The language in which models are declared: from YAML text to an Architecture, and back."""

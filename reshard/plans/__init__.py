@@ -1,0 +1,1 @@
+"""From two indexes to a proven plan."""

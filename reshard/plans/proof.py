@@ -1,0 +1,161 @@
+"""Proof: what can be known about a plan before a byte is read.
+
+Every target byte has exactly one origin; every source weight is used or named as dropped; and a round trip is the identity,
+shown by composing the plan with the index that the target's own reader makes of the planned headers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.canonical.content import keyed
+from reshard.canonical.optimizer_state import is_master_key
+from reshard.errors import ReshardError
+from reshard.geometry.boxes import Box
+from reshard.geometry.extents import Extent, Piece, runs
+from reshard.geometry.stored import StoredTensor
+from reshard.index.index import Index, Tensor, check_coverage
+from reshard.index.join import rows_meeting
+from reshard.plans.layout import Placed, TargetFile
+from reshard.plans.plan import Plan, Route
+
+
+class ProofFailed(ReshardError):
+    """A plan that would lose or invent bytes: a defect of reshard, never of the input."""
+
+    exit_code = 1
+
+
+def prove(plan: Plan) -> None:
+    """Raises ProofFailed unless every target byte has exactly one origin and every source weight arrives or is named as dropped.
+
+    Of a plan of one rank alone only the first can be said.
+    """
+    for file in plan.layout.files:
+        _file_is_tiled(file)
+        for item in file.tensors:
+            _sections_are_disjoint(file, item)
+    if plan.target.only:
+        return  # the other ranks hold the rest
+    for route in plan.routes:
+        check_coverage(route.target)
+    scales = {route.source.scaling.scales.name for route in plan.routes if route.source.scaling}
+    routed = {route.name for route in plan.routes} | plan.layout.copies.keys() | set(plan.layout.told) | plan.layout.left_out.keys()
+    if lost := sorted(set(plan.content.tensors) - routed):
+        raise ProofFailed("the plan gives this weight no place and does not name it as dropped", where=lost[0])
+    named = len(plan.content.tensors) + len(scales) - len(plan.content.twice) + len(plan.content.drops) + len(plan.content.tied)
+    if named != len(plan.source.tensors):
+        raise ProofFailed(f"the source has {len(plan.source.tensors)} tensors, the plan accounts for {named}")
+
+
+def _file_is_tiled(file: TargetFile) -> None:
+    """Literals and tensors follow each other from the first byte to the last, without hole or overlap."""
+    ranges = [(offset, offset + len(data), "framing") for offset, data in file.literals]
+    ranges += [(item.byte_offset, item.byte_offset + item.tensor.nbytes, item.tensor.name) for item in file.tensors]
+    end = 0
+    for start, stop, name in sorted(ranges):
+        if start != end:
+            raise ProofFailed(f"bytes {end:,}..{start:,} have {'no' if start > end else 'two'} origins", where=f"{file.path}, {name}")
+        end = stop
+    if end != file.nbytes:
+        raise ProofFailed(f"planned bytes end at {end:,}, the file at {file.nbytes:,}", where=file.path)
+
+
+def _sections_are_disjoint(file: TargetFile, item: Placed) -> None:
+    stored = item.tensor
+    found = np.array(sorted(run for piece in section_pieces(stored, file.path) for run in runs(piece)), np.int64).reshape(-1, 2)
+    if len(found) and ((found[1:, 0] < found[:-1, 1]).any() or found[-1, 1] > stored.nbytes):
+        raise ProofFailed("two canonical tensors claim the same bytes", where=f"{file.path}, {stored.name}")
+    if int((found[:, 1] - found[:, 0]).sum()) + stored.filled * stored.dtype.itemsize != stored.nbytes:
+        raise ProofFailed("filled and copied bytes do not add up", where=f"{file.path}, {stored.name}")
+
+
+def section_pieces(stored: StoredTensor, path: str) -> Iterator[Piece]:
+    """The sections of a stored tensor as pieces, byte offsets counted from the stored tensor's first byte."""
+    for section in stored.sections:
+        yield Piece(section.box, Extent(path, section.start * stored.dtype.itemsize, section.strides, stored.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrip:
+    """What composing there and back has shown: how many boxes and bytes map to themselves, and what does not (as sentences)."""
+
+    tensors: int
+    boxes: int
+    nbytes: int
+    losses: tuple[str, ...]
+
+
+def compose(plan: Plan, read_back: Index) -> RoundTrip:
+    """The plan followed by the way back, as `read_back` (what a reader of the target's files understands) defines it.
+
+    For every box of every tensor the bytes that the plan writes must be the bytes that the reader takes for that box, at the same
+    offset, with the same strides and element type; and all boxes must be read. Then the way back ends where it began.
+    """
+    back = keyed(read_back)
+    losses: list[str] = []
+    boxes = nbytes = 0
+    for route in plan.routes:
+        if route.is_cast and not widens(route):
+            losses.append(f"{route.name}: cast from {route.source.dtype} to {route.target.dtype} does not come back bit by bit")
+        returned = back.pop(route.name, None)
+        if returned is None:
+            losses.append(f"{route.name}: written, but the reader does not find it")
+            continue
+        if (returned.dtype, returned.shape) != (route.target.dtype, route.target.shape):
+            losses.append(f"{route.name}: written as {route.target.dtype} {route.target.shape}, read as {returned.dtype} {returned.shape}")
+            continue
+        check_coverage(returned)
+        for box, same in _compared(route.target, returned):
+            boxes += 1
+            nbytes += box.volume * returned.dtype.itemsize
+            if not same:
+                losses.append(f"{route.name} {box}: read from other bytes than it is written to")
+    written = {route.name: route.target for route in plan.routes}
+    for name, kept in plan.layout.copies.items():
+        if is_master_key(name) and name not in back:
+            continue  # the weight is its own full-precision copy
+        returned = back.pop(name, None)
+        if returned is None or not all(same for _, same in _compared(written[kept], returned)):
+            losses.append(f"{name}: the reader does not find it where {kept} is, which stands for it")
+    known = {(constant.path, constant.byte_offset) for constant in plan.target_index.constants}
+    for name, returned in back.items():
+        if not all((piece.extent.path, piece.extent.byte_offset) in known for piece in returned.pieces()):
+            losses.append(f"{name}: the reader finds it, but nothing was written")
+    return RoundTrip(len(plan.routes), boxes, nbytes, tuple(losses))
+
+
+def widens(route: Route) -> bool:
+    """Whether a route's cast keeps every value, so that casting back gives the same bits."""
+    return route.source.scaling is None and (route.source.dtype.name, route.target.dtype.name) in _EXACT
+
+
+_EXACT = {
+    ("BF16", "F32"), ("F16", "F32"), ("BF16", "F64"), ("F16", "F64"), ("F32", "F64"),
+    ("F8_E4M3", "BF16"), ("F8_E4M3", "F16"), ("F8_E4M3", "F32"), ("F8_E5M2", "BF16"), ("F8_E5M2", "F16"), ("F8_E5M2", "F32"),
+}  # fmt: skip
+
+
+def _compared(written: Tensor, returned: Tensor) -> Iterator[tuple[Box, bool]]:
+    """Each returned piece's box, and whether the written pieces put exactly its bytes there."""
+    offsets, stops = written.shards.offsets, written.shards.offsets + written.shards.sizes
+    for piece in returned.pieces():
+        if not piece.box.volume:
+            continue
+        matched = 0
+        for j in rows_meeting(offsets, stops, piece.box).tolist():
+            if written.shards.path(j) != piece.extent.path:
+                continue
+            other = written.shards.piece(j)
+            shared = piece.box.intersect(other.box)
+            if shared and _address(piece, shared) == _address(other, shared):
+                matched += shared.volume
+        yield piece.box, matched == piece.box.volume
+
+
+def _address(piece: Piece, box: Box) -> tuple[int, tuple[int, ...]]:
+    """Where a box of a piece starts and how it goes on; an axis of one element goes nowhere."""
+    return piece.byte_offset_of(box), tuple(stride if size > 1 else 0 for stride, size in zip(piece.extent.strides, box.sizes, strict=True))

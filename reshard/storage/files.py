@@ -1,0 +1,263 @@
+"""Reading bytes: the only place that opens a checkpoint's files.
+
+`Files` is the whole interface between reshard and a storage: list a folder, know a size, read a range. Paths are relative
+to the checkpoint, with forward slashes. What a checkpoint says about paths is a claim; `inside` makes it a fact.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from reshard.errors import CheckpointError, RequestError
+from reshard.storage.decoded_ranges import DecodedRanges
+
+
+class Files(Protocol):
+    """A read-only tree of files. `root` is how messages name it."""
+
+    root: str
+
+    def list(self, folder: str = "") -> tuple[str, ...]:
+        """The paths of the entries of a folder, sorted; folders end in a slash. Empty if there is no such folder."""
+
+    def size(self, path: str) -> int | None:
+        """The file's length in bytes; None if there is no such file."""
+
+    def stamp(self, path: str) -> str:
+        """A text that changes when the file is written again."""
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        """Fill the buffer with the file's bytes from `byte_offset` on. Raises CheckpointError if they are not there."""
+
+    def read_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+        """Fill the buffer with runs of equal length, one after the other, that start at these bytes of the file."""
+
+    def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
+        """The path under which bytes [start, start + nbytes) of a file can be read with `codecs` undone (codecs.py)."""
+
+
+def read_each_run(files: Files, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+    """`Files.read_runs` by `Files.read_into`."""
+    length = len(buffer) // len(byte_offsets)
+    for i, byte_offset in enumerate(byte_offsets):
+        files.read_into(path, byte_offset, buffer[i * length : (i + 1) * length])
+
+
+def inside(path: str, *, where: str) -> str:
+    """`path` as given, after checking that it stays inside the checkpoint.
+
+    Links are followed as on any file system (the hub's cache is made of them); a path written in a checkpoint's metadata may
+    not climb out by `..` or start at the root.
+    """
+    parts = path.replace("\\", "/").split("/")
+    if not path or path.startswith("/") or "\\" in path or ".." in parts or "\0" in path or ":" in parts[0]:
+        raise CheckpointError(
+            f"the metadata names the file {path!r}, outside of the checkpoint's own directory",
+            where=where,
+            why="A checkpoint has no business there, so nothing was read",
+            do="Get the checkpoint again from a source you trust",
+        )
+    return path
+
+
+def read(files: Files, path: str, byte_offset: int, nbytes: int) -> bytes:
+    """Those bytes of the file. Raises CheckpointError if the file is shorter."""
+    buffer = bytearray(nbytes)
+    files.read_into(path, byte_offset, memoryview(buffer))
+    return bytes(buffer)
+
+
+def read_whole(files: Files, path: str, *, limit: int) -> bytes:
+    """A small file's content. Raises CheckpointError if it is missing, or larger than `limit` bytes."""
+    size = files.size(path)
+    if size is None:
+        raise missing(files, path)
+    if size > limit:
+        raise CheckpointError(f"the file has {size:,} bytes, at most {limit:,} make sense", where=path)
+    return read(files, path, 0, size)
+
+
+def missing(files: Files, path: str) -> CheckpointError:
+    return CheckpointError(
+        f"the file is not there (looked in {files.root})", where=path, do="Copy it from where the checkpoint was written"
+    )
+
+
+class Descriptors:
+    """Open files of one folder, at most so many at a time; safe to share between threads."""
+
+    def __init__(self, folder: Path, flags: int, *, most: int = 200) -> None:
+        self._folder, self._flags, self._most = folder, flags | getattr(os, "O_CLOEXEC", 0), most
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, _OpenFile] = OrderedDict()
+
+    @contextmanager
+    def borrow(self, path: str) -> Iterator[int]:
+        """An open descriptor that nobody closes before we are done with it."""
+        with self._lock:
+            file = self._open.get(path)
+            if file is None:
+                self._close_idle()
+                file = self._open[path] = _OpenFile(os.open(self._folder / path, self._flags))
+            self._open.move_to_end(path)
+            file.users += 1
+        try:
+            yield file.descriptor
+        finally:
+            with self._lock:
+                file.users -= 1
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1].descriptor)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _close_idle(self) -> None:
+        for path in [path for path, file in self._open.items() if not file.users]:
+            if len(self._open) < self._most:
+                return
+            os.close(self._open.pop(path).descriptor)
+
+
+class _OpenFile:
+    __slots__ = ("descriptor", "users")
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor, self.users = descriptor, 0
+
+
+class LocalFiles:
+    """A directory, or one file, of the local file system."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        path = Path(root)
+        if not path.exists():
+            raise RequestError(f"there is no file or directory {str(root)!r}")
+        self.root = str(root)
+        self.folder = path if path.is_dir() else path.parent
+        self._only = None if path.is_dir() else path.name
+        self._descriptors = Descriptors(self.folder, os.O_RDONLY)
+        self._decoded = DecodedRanges(self.read_into)
+
+    def list(self, folder: str = "") -> tuple[str, ...]:
+        if self._only is not None:
+            return (self._only,) if not folder else ()
+        prefix = folder.rstrip("/") + "/" if folder else ""
+        try:
+            with os.scandir(self.folder / folder) as entries:
+                return tuple(sorted(prefix + e.name + ("/" if e.is_dir() else "") for e in entries))
+        except (FileNotFoundError, NotADirectoryError):
+            return ()
+
+    def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
+        return self._decoded.add(path, start, nbytes, codecs, limit=limit)
+
+    def size(self, path: str) -> int | None:
+        if path in self._decoded:
+            return self._decoded.size(path)
+        try:
+            status = os.stat(self.folder / path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return None if stat.S_ISDIR(status.st_mode) else status.st_size
+
+    def stamp(self, path: str) -> str:
+        return str(os.stat(self.folder / path).st_mtime_ns)
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        if path in self._decoded:
+            self._decoded.read_into(path, byte_offset, buffer)
+            return
+        try:
+            with self._descriptors.borrow(path) as descriptor:
+                self._fill(descriptor, path, byte_offset, buffer)
+        except FileNotFoundError:
+            raise missing(self, path) from None
+        except OSError as error:
+            raise CheckpointError(f"cannot be read: {error.strerror}", where=path) from error
+
+    def read_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+        if path in self._decoded:
+            read_each_run(self, path, byte_offsets, buffer)
+            return
+        length = len(buffer) // len(byte_offsets)
+        try:
+            with self._descriptors.borrow(path) as descriptor:
+                for i, byte_offset in enumerate(byte_offsets):
+                    self._fill(descriptor, path, byte_offset, buffer[i * length : (i + 1) * length])
+        except FileNotFoundError:
+            raise missing(self, path) from None
+        except OSError as error:
+            raise CheckpointError(f"cannot be read: {error.strerror}", where=path) from error
+
+    @staticmethod
+    def _fill(descriptor: int, path: str, byte_offset: int, buffer: memoryview) -> None:
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(descriptor, [buffer[done:]], byte_offset + done)
+            if not count:
+                raise CheckpointError(
+                    f"bytes {byte_offset:,}..{byte_offset + len(buffer):,} are wanted, the file ends at {os.fstat(descriptor).st_size:,}",
+                    where=path,
+                    why="The file was cut short, or is still being written",
+                    do="Copy the file again",
+                )
+            done += count
+
+
+class VirtualFiles:
+    """Files of which only some bytes exist, in memory: a planned checkpoint's headers. Reading none but other bytes is an error."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self._sizes: dict[str, int] = {}
+        self._known: dict[str, list[tuple[int, bytes]]] = {}
+
+    def add(self, path: str, nbytes: int, known: tuple[tuple[int, bytes], ...]) -> None:
+        """A file of that length, of which the (byte offset, bytes) in `known` can be read."""
+        self._sizes[path] = nbytes
+        self._known[path] = sorted(known)
+
+    def list(self, folder: str = "") -> tuple[str, ...]:
+        prefix = folder.rstrip("/") + "/" if folder else ""
+        rest = (path[len(prefix) :] for path in self._sizes if path.startswith(prefix))
+        return tuple(sorted({prefix + (name.split("/")[0] + "/" if "/" in name else name) for name in rest}))
+
+    def size(self, path: str) -> int | None:
+        return self._sizes.get(path)
+
+    def stamp(self, path: str) -> str:
+        return "planned"
+
+    def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
+        raise CheckpointError(f"it is planned with {', '.join(codecs)}; nothing that is planned is encoded", where=path)
+
+    def read_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+        read_each_run(self, path, byte_offsets, buffer)
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        """What is known of the range; bytes that are not read as 0xA5. Raises CheckpointError if none of it is known."""
+        end, known = byte_offset + len(buffer), False
+        if byte_offset < 0 or end > self._sizes[path]:
+            raise CheckpointError(f"bytes {byte_offset:,}..{end:,} are wanted, {self._sizes[path]:,} are planned", where=path)
+        buffer[:] = b"\xa5" * len(buffer)
+        ranges = self._known.get(path, [])
+        for start, data in ranges[max(0, bisect_right(ranges, byte_offset, key=lambda each: each[0]) - 1) :]:
+            if start >= end:
+                break
+            first, last = max(start, byte_offset), min(start + len(data), end)
+            if first < last:
+                buffer[first - byte_offset : last - byte_offset] = data[first - start : last - start]
+                known = True
+        if not known and buffer:
+            raise CheckpointError(f"bytes {byte_offset:,}..{end:,} are planned, not written", where=path)

@@ -1,0 +1,112 @@
+"""Archives as folders: a tar that is not compressed is read in place, its members as files."""
+
+from __future__ import annotations
+
+import io
+import os
+import posixpath
+import tarfile
+from collections.abc import Iterator, Sequence
+
+from reshard.errors import CheckpointError
+from reshard.storage.files import Files, LocalFiles, read_each_run
+
+_SUFFIXES = (".nemo", ".tar")
+_GZIP = b"\x1f\x8b"
+
+
+def open_tree(path: str | os.PathLike[str]) -> Files:
+    """The files in a directory, or of an archive: one that is given itself, or is all that lies in the directory."""
+    files = LocalFiles(path)
+    listing = files.list()
+    if len(listing) == 1 and listing[0].endswith(_SUFFIXES) and files.size(listing[0]):
+        return TarFiles(files, listing[0])
+    return files
+
+
+class TarFiles:
+    """The regular files of a tar. Raises CheckpointError if it is none, or is compressed."""
+
+    def __init__(self, files: Files, path: str) -> None:
+        self._files, self._path = files, path
+        self.root = files.root if files.root.endswith(path) else f"{files.root.rstrip('/')}/{path}"
+        start = _Window(files, path)
+        if start.read(2) == _GZIP:
+            raise CheckpointError(
+                "the archive is compressed, so its files cannot be read where they lie",
+                where=path,
+                do=f"Unpack it, and give the folder: mkdir unpacked && tar xf {path} -C unpacked",
+            )
+        start.seek(0)
+        self._members = dict(_members(start, path))
+
+    def list(self, folder: str = "") -> tuple[str, ...]:
+        prefix = folder.rstrip("/") + "/" if folder else ""
+        rest = (path[len(prefix) :] for path in self._members if path.startswith(prefix))
+        return tuple(sorted({prefix + (name.split("/")[0] + "/" if "/" in name else name) for name in rest}))
+
+    def size(self, path: str) -> int | None:
+        return self._members[path][1] if path in self._members else None
+
+    def stamp(self, path: str) -> str:
+        return self._files.stamp(self._path)
+
+    def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
+        raise CheckpointError(f"it is encoded with {', '.join(codecs)}, inside of an archive", where=path, do="Unpack the archive first")
+
+    def read_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+        read_each_run(self, path, byte_offsets, buffer)
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        offset, size = self._members[path]
+        if byte_offset < 0 or byte_offset + len(buffer) > size:
+            raise CheckpointError(
+                f"bytes {byte_offset:,}..{byte_offset + len(buffer):,} are wanted, the file ends at {size:,}",
+                where=f"{path} in {self._path}",
+                why="The file was cut short",
+                do="Copy the archive again",
+            )
+        self._files.read_into(self._path, offset + byte_offset, buffer)
+
+
+def _members(start: _Window, path: str) -> Iterator[tuple[str, tuple[int, int]]]:
+    """(name, (byte offset of the content, length)) of each regular file whose name stays inside."""
+    try:
+        with tarfile.open(fileobj=start, mode="r:") as archive:
+            for member in archive:
+                name = posixpath.normpath(member.name)
+                if member.isfile() and not member.issparse() and not name.startswith(("/", "..")):
+                    if member.offset_data + member.size > start.size:
+                        raise CheckpointError(
+                            f"the archive ends within {name}", where=path, why="It was cut short", do="Copy the archive again"
+                        )
+                    yield name, (member.offset_data, member.size)
+    except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"it is no tar: {error}", where=path, do="Get the file again") from None
+
+
+class _Window(io.RawIOBase):
+    """A file of a tree as Python's tarfile wants it."""
+
+    def __init__(self, files: Files, path: str) -> None:
+        self._files, self._path, self._at = files, path, 0
+        self.size = files.size(path) or 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, offset + {0: 0, 1: self._at, 2: self.size}[whence])
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = max(0, min(len(buffer), self.size - self._at))
+        self._files.read_into(self._path, self._at, memoryview(buffer)[:count])
+        self._at += count
+        return count

@@ -1,0 +1,90 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from reshard.adapter import registry
+from reshard.adapter.model_files import CARRIED, CONFIG
+from reshard.engine.run import MANIFEST, Conversion
+from reshard.errors import RequestError
+from reshard.plans.digests import Fingerprint
+from reshard.plans.plan import Plan
+from reshard.storage.staging import WORK_FOLDER
+from reshard.verbs.checkpoint import PathLike, Progress
+
+
+def convert(
+    made: Plan,
+    target: PathLike,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    workers: int | None = None,
+    memory: int | None = None,
+    progress: Progress | None = None,
+) -> Fingerprint:
+    """Run a plan into the directory `target`; returns the fingerprint of what was written.
+
+    Raises: RequestError if the target exists and neither `resume` nor `overwrite` was said, or the disk has no room.
+    """
+    running = conversion(made, target, resume=resume, overwrite=overwrite, workers=workers, memory=memory)
+    for done in running.run():
+        if progress:
+            progress(done.nbytes)
+    assert running.fingerprint is not None
+    return running.fingerprint
+
+
+def conversion(
+    made: Plan,
+    target: PathLike,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    workers: int | None = None,
+    memory: int | None = None,
+) -> Conversion:
+    """A conversion that has not begun, for those who show its progress; `convert` is the short way."""
+    if made.target.only:
+        raise RequestError(f"this is a plan of {dict(made.target.only)} alone", do="Plan without `only` what is to be written")
+    root = Path(target)
+    replaces = _replaceable(root, made, resume=resume, overwrite=overwrite)
+    return Conversion(made, root, resume=resume, replaces=replaces, workers=workers, memory=memory)
+
+
+def _replaceable(root: Path, made: Plan, *, resume: bool, overwrite: bool) -> tuple[str, ...]:
+    """The files in the target that a conversion may replace. Raises RequestError if it may not go there."""
+    if root.exists() and not root.is_dir():
+        raise RequestError("the target is a file; a directory is written", where=str(root))
+    entries = sorted(entry.name for entry in root.iterdir()) if root.exists() else []
+    if not entries:
+        return ()
+    source = Path(made.source_files.root)
+    if root.resolve() == (source if source.is_dir() else source.parent).resolve():
+        raise RequestError("source and target are the same directory", where=str(root), do="Choose another target")
+    interrupted = WORK_FOLDER in entries
+    if resume and (interrupted or MANIFEST in entries):
+        return ()
+    if not overwrite:
+        raise RequestError(
+            "an interrupted conversion lies here" if interrupted else f"the target exists and holds {len(entries)} entries",
+            where=str(root),
+            why="Nothing was written",
+            do="Finish it with --resume, or start anew with --overwrite" if interrupted else "Choose another directory, or say --overwrite",
+        )
+    globs = [glob for found in registry.formats().values() for glob in found.owns]
+    # Of folders only those are looked into that this target has, too.
+    folders = {file.path.partition("/")[0] for file in made.layout.files if "/" in file.path}
+    inner = sorted(str(path.relative_to(root)) for folder in folders for path in (root / folder).rglob("*") if path.is_file())
+    weights = [name for name in (*entries, *inner) if any(fnmatchcase(name, glob) for glob in globs)]
+    if not weights and not interrupted:
+        raise RequestError(
+            f"--overwrite: {', '.join(entries[:3])} and what else lies there is no checkpoint",
+            where=str(root),
+            why="Only checkpoints are replaced",
+            do="Choose another directory, or remove its content yourself",
+        )
+    carried = [name for name in entries if any(fnmatchcase(name, glob) for glob in (*CARRIED, CONFIG, MANIFEST))]
+    return tuple(weights + carried)
