@@ -35,7 +35,7 @@ def _beginning(start: str, format_name: str | None, model: str | None) -> str:
     from reshard.models.declared.draft import skeleton
 
     opened = reshard.open(start, format=format_name, model=model)
-    if opened.index.facts.asks:
+    if opened.index.facts.unanswered:
         raise RequestError(
             f"the tensors of this {opened.format} checkpoint do not have the model's own names",
             where=start,
@@ -43,5 +43,5 @@ def _beginning(start: str, format_name: str | None, model: str | None) -> str:
             do="Give --start a release of the model, or a checkpoint by FSDP, DeepSpeed or torch.distributed.checkpoint",
         )
     index = opened.index
-    weights = {**index.by_role("master"), **index.by_role("weight")}
+    weights = {**index.by_kind("master"), **index.by_kind("weight")}
     return skeleton({name: tensor.shape for name, tensor in weights.items()}, opened.model_files.config, start)

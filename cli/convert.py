@@ -130,7 +130,7 @@ def _show_drops(plan: Plan) -> None:
     for drop in plan.drops:
         by_reason.setdefault(drop.reason, []).append(drop)
     for reason, drops in by_reason.items():
-        roles = Counter(drop.role for drop in drops)
+        roles = Counter(drop.kind for drop in drops)
         counts = ", ".join(f"{count} {role}" for role, count in roles.items())
         show(f"  drop      {counts}, {nbytes_text(sum(drop.nbytes for drop in drops))}: {reason}; such as {drops[0].name}")
 

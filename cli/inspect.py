@@ -68,13 +68,13 @@ def document(opened: Checkpoint, chosen: list[Tensor]) -> dict[str, Any]:
         "bytes": sum(file.nbytes for file in index.files),
         "files": [{"path": file.path, "bytes": file.nbytes} for file in index.files],
         "roles": [
-            {"role": r.role, "dtype": r.dtype, "tensors": r.tensors, "elements": r.elements, "bytes": r.nbytes}
+            {"role": r.kind, "dtype": r.dtype, "tensors": r.tensors, "elements": r.elements, "bytes": r.nbytes}
             for r in summary.roles(index)
         ],
         "tensors": [
             {
                 "name": tensor.name,
-                "role": tensor.role,
+                "role": tensor.kind,
                 "dtype": tensor.dtype.name,
                 "shape": list(tensor.shape),
                 "bytes": tensor.nbytes,
@@ -141,14 +141,14 @@ def _show_checkpoint(opened: Checkpoint) -> None:
     show(f"  files     {len(index.files)}, {nbytes_text(sum(file.nbytes for file in index.files))}")
     if index.objects:
         show(f"  objects   {len(index.objects)} that are no tensors, such as {index.objects[0]}")
-    for note in (*(f"to be said: {each}" for each in facts.asks), *facts.notes):
+    for note in (*(f"to be said: {each}" for each in facts.unanswered), *facts.notes):
         show(f"  note      {note}")
     show()
-    rows = [(r.role, r.dtype, r.tensors, r.elements, nbytes_text(r.nbytes)) for r in summary.roles(index)]
+    rows = [(r.kind, r.dtype, r.tensors, r.elements, nbytes_text(r.nbytes)) for r in summary.roles(index)]
     show(table(rows, ("role", "dtype", "tensors", "elements", "bytes")))
     show()
     groups = summary.groups(index.tensors)
-    named = [(g.name, g.count, g.role, g.dtype, shape_text(g.shape), g.sharding, g.state) for g in groups]
+    named = [(g.name, g.count, g.kind, g.dtype, shape_text(g.shape), g.sharding, g.state) for g in groups]
     show(table(named, ("tensor", "times", "role", "dtype", "shape", "cut", "with" if any(g.state for g in groups) else "")))
     _show_placements(index.tensors)
 
@@ -157,7 +157,7 @@ def _show_placements(tensors: tuple[Tensor, ...]) -> None:
     """Every way in which weights lie on the mesh, and what it means."""
     found: dict[Distribution, list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.distribution is not None and tensor.role == "weight":
+        if tensor.distribution is not None and tensor.kind == "weight":
             found.setdefault(tensor.distribution, []).append(tensor)
     for distribution, held in found.items():
         show()
@@ -192,7 +192,7 @@ def _show_tensor(tensor: Tensor) -> None:
     from reshard.index.index import sharding_text
     from reshard.index.shards import primary_rows
 
-    show(f"{tensor.name}  {tensor.role} {tensor.dtype} {shape_text(tensor.shape)}, {sharding_text(tensor)}, {nbytes_text(tensor.nbytes)}")
+    show(f"{tensor.name}  {tensor.kind} {tensor.dtype} {shape_text(tensor.shape)}, {sharding_text(tensor)}, {nbytes_text(tensor.nbytes)}")
     if tensor.distribution is not None:
         show(f"on the mesh {tensor.distribution.mesh}")
         show(table(_placement_rows(tensor), _PLACEMENT_COLUMNS))

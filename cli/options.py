@@ -14,7 +14,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-class Size(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic in newer versions of click
+class SizeParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic in newer versions of click
     """A number of bytes: 512MiB, 5GB, 1000000."""
 
     name = "size"
@@ -28,7 +28,7 @@ class Size(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic 
         return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
-class Count(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+class CountParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     """A number of things: 7B, 1.5M, 7000000000."""
 
     name = "count"
@@ -43,7 +43,7 @@ class Count(click.ParamType):  # type: ignore[type-arg,unused-ignore]
         return number
 
 
-class Numbers(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+class NumbersParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     """Numbers with commas between them: 7,8,8,7."""
 
     name = "numbers"
@@ -94,11 +94,11 @@ target = _all(
     click.option("--keep-dtype", multiple=True, metavar="GLOB", help="Exempt tensors of these names from --dtype."),
     click.option("--dequantize", is_flag=True, help="Quantised weights as values, in --dtype or bf16."),
     click.option("--engine-version", metavar="V", help="The serving engine's version (default: the newest known)."),
-    click.option("--max-shard-size", type=Size(), metavar="SIZE", help="Start a new file where one would grow beyond this."),
+    click.option("--max-shard-size", type=SizeParam(), metavar="SIZE", help="Start a new file where one would grow beyond this."),
     click.option("--like", metavar="DIR", help="hf: names, fusions, element types and files as in this folder; its headers are read."),
     click.option("--vp", type=click.IntRange(1), metavar="N", help="Megatron: chunks per stage (virtual pipeline)."),
     click.option("--etp", type=click.IntRange(1), metavar="N", help="Megatron: tensor-parallel size of experts (default: --tp)."),
-    click.option("--stage-layers", type=Numbers(), metavar="N,N,..", help="Megatron: layers of every chunk (default: equal)."),
+    click.option("--stage-layers", type=NumbersParam(), metavar="N,N,..", help="Megatron: layers of every chunk (default: equal)."),
     click.option("--transformer-impl", type=click.Choice(["local", "transformer_engine"]), help="Megatron: whose layers the run has."),
     click.option("--experts", type=click.Choice(["sequential", "grouped", "te-grouped"]), help="Megatron: how the run has its experts."),
     click.option("--vocab-multiple", type=click.IntRange(1), metavar="N", help="Megatron: --make-vocab-size-divisible-by of the run."),
@@ -107,7 +107,7 @@ target = _all(
 
 effort = _all(
     click.option("--workers", type=click.IntRange(1), metavar="N", help="Threads (default: processors, at most 8)."),
-    click.option("--memory", type=Size(), metavar="SIZE", help="Ceiling for buffers (default 256MiB)."),
+    click.option("--memory", type=SizeParam(), metavar="SIZE", help="Ceiling for buffers (default 256MiB)."),
     click.option("--progress/--no-progress", "shown", default=None, help="Show a progress bar (default: on a terminal)."),
 )
 

@@ -10,21 +10,23 @@ from . import options
 from .tables import nbytes_text, show, show_json, table
 
 if TYPE_CHECKING:
-    from reshard.serving.capacity import Degree, Degrees, Room, Stage
+    from reshard.serving.capacity import CacheCapacity, DegreeReport, DegreeRow, Stage
 
 
 @click.command("plan")
 @click.argument("source")
 @click.option("--to", default="vllm", metavar="ENGINE", help="The serving engine's format (default vllm).")
-@click.option("--tp", type=options.Numbers(), default="1,2,4,8", metavar="N,N,..", help="Tensor-parallel sizes (default 1,2,4,8).")
-@click.option("--pp", type=options.Numbers(), default="1,2", metavar="N,N,..", help="Pipeline-parallel sizes (default 1,2).")
+@click.option("--tp", type=options.NumbersParam(), default="1,2,4,8", metavar="N,N,..", help="Tensor-parallel sizes (default 1,2,4,8).")
+@click.option("--pp", type=options.NumbersParam(), default="1,2", metavar="N,N,..", help="Pipeline-parallel sizes (default 1,2).")
 @click.option("--ep", is_flag=True, help="Tensor-parallel ranks share whole experts.")
 @click.option(
-    "--gpu-memory", type=options.Size(), metavar="SIZE", help="Of one GPU, such as 80GiB: how many tokens fit beside the weights."
+    "--gpu-memory", type=options.SizeParam(), metavar="SIZE", help="Of one GPU, such as 80GiB: how many tokens fit beside the weights."
 )
 @click.option("--max-model-len", type=click.IntRange(1), metavar="N", help="Tokens of the longest sequence: how many such fit at once.")
 @click.option("--gpu-memory-utilization", type=float, default=0.9, metavar="PART", help="Of a GPU that the engine takes (default 0.9).")
-@click.option("--reserve", type=options.Size(), default=0, metavar="SIZE", help="Of that, for activations and CUDA graphs (default 0).")
+@click.option(
+    "--reserve", type=options.SizeParam(), default=0, metavar="SIZE", help="Of that, for activations and CUDA graphs (default 0)."
+)
 @click.option("--dtype", metavar="DTYPE", help="Cast floating-point weights, or what a bare config does not say: bf16, fp16 ...")
 @click.option("--keep-dtype", multiple=True, metavar="GLOB", help="Exempt tensors of these names from --dtype.")
 @click.option("--dequantize", is_flag=True, help="Quantised weights as values, in --dtype or bf16.")
@@ -45,7 +47,7 @@ def command(source: str, as_json: bool, **asked: Any) -> None:
     show_json(document(found)) if as_json else show_degrees(found)
 
 
-def document(found: Degrees) -> dict[str, Any]:
+def document(found: DegreeReport) -> dict[str, Any]:
     """The table with stable keys."""
     memory = found.memory
     return {
@@ -64,7 +66,7 @@ def document(found: Degrees) -> dict[str, Any]:
     }
 
 
-def _degree(row: Degree) -> dict[str, Any]:
+def _degree(row: DegreeRow) -> dict[str, Any]:
     fullest, sizes = row.fullest, row.parallel
     return {
         "tp": sizes.tp,
@@ -81,7 +83,7 @@ def _degree(row: Degree) -> dict[str, Any]:
     }
 
 
-def _room(room: Room | None) -> dict[str, Any] | None:
+def _room(room: CacheCapacity | None) -> dict[str, Any] | None:
     return None if room is None else {"fits": room.cache > 0, "kv_bytes": room.cache, "tokens": room.tokens, "sequences": room.sequences}
 
 
@@ -95,7 +97,7 @@ def _stage(stage: Stage) -> dict[str, Any]:
     }
 
 
-def show_degrees(found: Degrees) -> None:
+def show_degrees(found: DegreeReport) -> None:
     """One row per degree: what the fullest rank holds, or why the engine would refuse it."""
     memory = found.memory
     headings = ["TP", "PP", "GPUs", "weights", "replicated", "KV per token"]
@@ -119,7 +121,7 @@ def show_degrees(found: Degrees) -> None:
         show(f"  assumed    {sentence}")
 
 
-def _cells(row: Degree, has_experts: bool, with_room: bool) -> tuple[object, ...]:
+def _cells(row: DegreeRow, has_experts: bool, with_room: bool) -> tuple[object, ...]:
     sizes, fullest, room = row.parallel, row.fullest, row.room
     assert fullest is not None
     cells: list[object] = [sizes.tp, sizes.pp, *([sizes.ep] if has_experts else []), sizes.tp * sizes.pp]

@@ -41,7 +41,7 @@ def command(
     from reshard.verbs.checkpoint import open_both
 
     a, b = open_both(left, right, model=model, vocab_size=vocab_size, architecture=architecture)
-    total = sum(tensor.nbytes for tensor in b.index.tensors if tensor.role == "weight")
+    total = sum(tensor.nbytes for tensor in b.index.tensors if tensor.kind == "weight")
     with bar(total, "verify", shown) as advance:
         result = reshard.verify(a, b, cast=cast, selection=options.selection_of(**asked), workers=workers, memory=memory, progress=advance)
     if as_json:

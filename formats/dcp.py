@@ -24,14 +24,14 @@ from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.protocol import Hints
 from reshard.adapter.rank_files import step_of
 from reshard.adapter.state_dicts import MODEL_ROOTS
-from reshard.canonical.content import Canonical
+from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
-from reshard.canonical.optimizer_state import is_state_key, names_for, parameter_and_kind, plain_groups, plain_settings, state_role
+from reshard.canonical.optimizer_state import is_state_key, names_for, parameter_and_kind, plain_groups, plain_settings, state_kind
 from reshard.containers import dcp_metadata
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.stored import count, part
-from reshard.index.index import Index, ParamGroup, Role, RunFacts, StoredFile, Tensor
+from reshard.index.index import Index, Kind, ParamGroup, RunFacts, StoredFile, Tensor
 from reshard.plans.layout import Layout, Sidecar, row_shard
 from reshard.plans.target import Target
 from reshard.storage.files import Files
@@ -91,7 +91,7 @@ class Dcp:
 
         return Index(self.name, tuple(tensors), tuple(stored.values()), facts, objects=tuple(objects), param_groups=param_groups)
 
-    def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+    def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
         target.parallel.allow("dp", what="a DCP checkpoint, which any number of ranks can load")
         target.refuse_engine_version("a DCP checkpoint")
         dtypes = {key: target.dtype_of(tensor) for key, tensor in content.tensors.items()}
@@ -106,7 +106,7 @@ class Dcp:
         return Layout(self.name, files, (*companions.sidecars(dtypes.values()), metadata), target.parallel)
 
 
-def _laid_out(content: Canonical, dtypes: Mapping[str, DType], ranks: int, most: int | None) -> Iterator[tuple[int, DcpFile]]:
+def _laid_out(content: Content, dtypes: Mapping[str, DType], ranks: int, most: int | None) -> Iterator[tuple[int, DcpFile]]:
     """The files of every rank: its rows of every tensor; objects and scalars in the first one's. A file that would grow beyond
     `most` bytes is followed by another."""
     groups = content.param_groups() if content.states else ()
@@ -128,9 +128,9 @@ def _laid_out(content: Canonical, dtypes: Mapping[str, DType], ranks: int, most:
         yield rank, file
 
 
-def _counts(content: Canonical) -> Iterator[tuple[_Key, int]]:
+def _counts(content: Content) -> Iterator[tuple[_Key, int]]:
     """The steps that torch's optimizers want for every parameter, where the source counts them once."""
-    yield from ((("optim", "state", name, "step"), number) for name, number in content.counts.items())
+    yield from ((("optim", "state", name, "step"), number) for name, number in content.step_counts.items())
 
 
 def _fqn(path: _Key) -> str:
@@ -231,12 +231,12 @@ def _optimizer(words: _Key) -> tuple[str, _Key]:
     return first, rest
 
 
-def _role(words: _Key, names: Mapping[Any, str]) -> tuple[Role, str]:
+def _role(words: _Key, names: Mapping[Any, str]) -> tuple[Kind, str]:
     """What a tensor is to the run, and its name in the model."""
     dotted = ".".join(map(str, words))
     if (state := _state(words)) is not None:
         name = state.parameter if isinstance(state.parameter, str) else names.get((state.root, state.parameter))
-        return state_role(name, state.parameter, state.kind)
+        return state_kind(name, state.parameter, state.kind)
     if _optimizer(words)[0] or str(words[0]).partition(".")[0] in _RUN_ROOTS:
         return "state", dotted
     return "weight", dotted

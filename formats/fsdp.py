@@ -22,9 +22,9 @@ from reshard.adapter.processes import in_processes
 from reshard.adapter.protocol import Hints
 from reshard.adapter.rank_files import RankFiles, check_progress, example, missing_ranks, open_folder, step_of
 from reshard.adapter.state_dicts import group_numbers, has_flat_parameters, model_part, optimizer_part, states
-from reshard.canonical.content import Canonical
+from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
-from reshard.canonical.optimizer_state import names_for, parameter_and_kind, plain_groups, state_role
+from reshard.canonical.optimizer_state import names_for, parameter_and_kind, plain_groups, state_kind
 from reshard.containers import torch_frame, torch_pickle, torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.errors import CheckpointError, RequestError
@@ -73,7 +73,7 @@ class Fsdp:
         others = [path for found in folder.others for path in found.paths.values()]
         return Index(self.name, tensors, stored, facts, objects=(*dict.fromkeys(run.objects), *others), param_groups=lambda: run.groups)
 
-    def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+    def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
         target.parallel.allow("dp", what="FSDP files, where the data-parallel ranks share every tensor (--dp)")
         target.refuse_engine_version("FSDP files")
         if target.max_shard_bytes is not None:
@@ -154,11 +154,11 @@ def _mesh_of(ranks: int, rank: int) -> Any:
     return mesh
 
 
-def _model_dict(content: Canonical, dtypes: Mapping[str, DType], specs: _Specs) -> OrderedDict[str, Any]:
+def _model_dict(content: Content, dtypes: Mapping[str, DType], specs: _Specs) -> OrderedDict[str, Any]:
     return OrderedDict((name, specs.distributed(name, name, tensor, dtypes[name])) for name, tensor in content.weights.items())
 
 
-def _optimizer_dict(content: Canonical, dtypes: Mapping[str, DType], groups: tuple[ParamGroup, ...], specs: _Specs) -> dict[str, Any]:
+def _optimizer_dict(content: Content, dtypes: Mapping[str, DType], groups: tuple[ParamGroup, ...], specs: _Specs) -> dict[str, Any]:
     """Optimizer.state_dict(): parameters numbered through the groups, with their names beside, as torch >= 2.6 keeps them."""
     numbers = {name: number for number, name in enumerate(name for group in groups for name in group.names)}
     state: dict[int, dict[str, Any]] = {number: {} for number in numbers.values()}
@@ -168,7 +168,7 @@ def _optimizer_dict(content: Canonical, dtypes: Mapping[str, DType], groups: tup
             state[numbers[parameter]][kind] = specs.distributed(key, f"state.{numbers[parameter]}.{kind}", tensor, dtypes[key])
         else:
             raise RequestError("--optimizer: it is in no param group", where=parameter, do="Leave out --optimizer")
-    for parameter, number in content.counts.items():
+    for parameter, number in content.step_counts.items():
         state[numbers[parameter]]["step"] = specs.count(f"state.{numbers[parameter]}.step", number)
     listed = [{**group.settings, "params": [numbers[name] for name in group.names], "param_names": list(group.names)} for group in groups]
     return {"state": state, "param_groups": listed}
@@ -305,7 +305,7 @@ class _Part:
                 if local and parameter not in names and local.shape and local.distribution is None and local.rank is None:
                     self.objects.append(f"{_FLAT_STATE}{parameter}.{kind}")  # FSDP1's raw state: a run of elements, not a tensor
                 elif local:
-                    self.collector.add(*state_role(names.get(parameter), parameter, kind), local, path, rank)
+                    self.collector.add(*state_kind(names.get(parameter), parameter, kind), local, path, rank)
         return self
 
     def _local(self, decoder: Decoder, name: str, value: Any, rank: int, path: str) -> LocalTensor | None:

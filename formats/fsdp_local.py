@@ -21,7 +21,7 @@ from reshard.adapter.index_builder import Collector
 from reshard.adapter.protocol import Hints
 from reshard.adapter.rank_files import RankFiles, example, missing_ranks, open_folder, step_of
 from reshard.adapter.state_dicts import FLAT, group_numbers, has_flat_parameters, model_part, optimizer_part, states
-from reshard.canonical.optimizer_state import names_for, plain_groups, state_role
+from reshard.canonical.optimizer_state import names_for, plain_groups, state_kind
 from reshard.canonical.wrappers import unwrapped
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
@@ -220,10 +220,10 @@ class _Reading:
             flat = self._flats.get(unit) if unit is not None else None
             if flat is None or not local.shape:
                 for slot_name in [slot.name for slot in flat.slots] if flat else [None]:
-                    self.collector.add(*state_role(slot_name, parameter, kind), local, path, rank)
+                    self.collector.add(*state_kind(slot_name, parameter, kind), local, path, rank)
                 continue
             for slot, run, part_of_slot in flat.parts(list(_state_runs(flat, rank, path, local, kind))):
-                self.collector.add(*state_role(slot.name, parameter, kind), part_of_slot, run.path, run.rank)
+                self.collector.add(*state_kind(slot.name, parameter, kind), part_of_slot, run.path, run.rank)
 
 
 def _add_runs(flat: _Flat, local: LocalTensor, rank: int, path: str, name: str) -> None:

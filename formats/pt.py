@@ -17,7 +17,7 @@ from reshard.adapter.index_builder import Collector
 from reshard.adapter.protocol import Hints
 from reshard.adapter.rank_files import find, step_of
 from reshard.adapter.state_dicts import group_numbers, holds_parts, holds_tensors, model_part, optimizer_part, states
-from reshard.canonical.optimizer_state import names_for, plain_groups, state_role
+from reshard.canonical.optimizer_state import names_for, plain_groups, state_kind
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import Decoder
 from reshard.errors import CheckpointError, RequestError
@@ -134,7 +134,7 @@ class _Reading:
         self.notes.extend(notes)
         self.groups = plain_groups(optimizer["param_groups"], names)
         for parameter, kind, local in kept:
-            self.collector.add(*state_role(names.get(parameter), parameter, kind), local, path, local.rank or 0)
+            self.collector.add(*state_kind(names.get(parameter), parameter, kind), local, path, local.rank or 0)
 
 
 FORMAT = TorchSave()

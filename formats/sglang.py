@@ -33,7 +33,7 @@ from reshard.adapter.engine_files import (
 )
 from reshard.adapter.model_files import ModelFiles, read_json
 from reshard.adapter.protocol import Hints
-from reshard.canonical.content import Canonical
+from reshard.canonical.content import Content
 from reshard.engine.run import MANIFEST
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.dtypes import F32
@@ -41,7 +41,16 @@ from reshard.index.index import Index, RunFacts
 from reshard.models.model import Model
 from reshard.plans.layout import Layout, TargetFile
 from reshard.plans.target import Target
-from reshard.serving.rules import LATENT_BIASES, EngineRules, Fusion, check_degrees, normalizer, rank_tensors, stored_dtypes, unserved
+from reshard.serving.rules import (
+    LATENT_BIASES,
+    EngineRules,
+    Fusion,
+    check_degrees,
+    layers_not_served,
+    normalizer,
+    rank_tensors,
+    stored_dtypes,
+)
 from reshard.serving.versions import about_version, version_numbers
 from reshard.storage.files import Files
 
@@ -54,7 +63,7 @@ class _Own:
     """What a model's class has of its own. keeps_normalizer: whether the factor of embeddings is a key; settings: what the config has to
     say; demands: what it must not say otherwise; lacks: see EngineRules; plain_heads: whether its heads are hidden / heads wide, whatever
     the config says; all_sparse: whether all its layers have experts, likewise; experts_share_ranks: see EngineRules; notes: what to know
-    when it is started; unserved: why there is no class that loads these files.
+    when it is started; layers_not_served: why there is no class that loads these files.
     """
 
     tied: str = "head"
@@ -66,7 +75,7 @@ class _Own:
     all_sparse: bool = False
     experts_share_ranks: bool = False
     notes: tuple[str, ...] = ()
-    unserved: str | None = None
+    layers_not_served: str | None = None
 
 
 _MLP_BIASES = frozenset((role, "bias") for role in ("mlp.gate", "mlp.up", "mlp.down"))
@@ -95,7 +104,7 @@ OWN = {
         experts_share_ranks=True,
         notes=(_UNFUSED,),
     ),
-    "gpt_neox": _Own(unserved="it has no class for them; its Transformers backend's names were not measured"),
+    "gpt_neox": _Own(layers_not_served="it has no class for them; its Transformers backend's names were not measured"),
 }
 
 _FUSIONS = (
@@ -128,7 +137,7 @@ class Sglang:
         facts = RunFacts("SGLang sharded_state", None, parallel=sizes, config=hints.config)
         return index_of_ranks(self.name, model, _rules(model), parallel, headers, facts)
 
-    def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+    def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
         model = served_model(content.model, companions.config, "SGLang")
         rules = self.engine_rules(model, target)
         check_content(content, model, rules)
@@ -141,7 +150,7 @@ class Sglang:
             if target.wants({"tp": rank}):
                 stored = rank_tensors(model, dtypes, rules, target.parallel, rank, 0)
                 files.extend(framed_parts(f"model-rank-{rank}", stored, target.max_shard_bytes, {"tp": rank}))
-        left_out = unserved(model)
+        left_out = layers_not_served(model)
         return Layout(
             self.name,
             tuple(files),
@@ -172,13 +181,13 @@ def _rules(model: Model) -> EngineRules:
     return EngineRules(
         name="SGLang",
         fusions=_FUSIONS,
-        beside=(normalizer(model),) if own.keeps_normalizer else (),
+        extra_tensors=(normalizer(model),) if own.keeps_normalizer else (),
         vocabulary_multiple=model.architecture.vocabulary_multiple or 64,
         vocabulary_fits=True,
         partition=lambda layers, pp: (layers,),
-        tied=own.tied,
+        tied_table_stored_as=own.tied,
         dtypes={"router.correction": F32},
-        lacks=own.lacks,
+        unsupported=own.lacks,
         experts_share_ranks=own.experts_share_ranks,
         equal_experts=True,
     )
@@ -188,8 +197,10 @@ def _check_served(model: Model) -> None:
     own = OWN.get(model.architecture.family, _Own())
     what = f"a {model.architecture.model_type} model"
     check_demands(model, own.demands, "SGLang")
-    if own.unserved:
-        raise RequestError(f"SGLang does not load {what} from such files: {own.unserved}", do="Convert to hf, which it loads as well")
+    if own.layers_not_served:
+        raise RequestError(
+            f"SGLang does not load {what} from such files: {own.layers_not_served}", do="Convert to hf, which it loads as well"
+        )
     if model.quantization:
         raise RequestError(
             "the weights are quantised",

@@ -27,7 +27,7 @@ from reshard.adapter.protocol import Hints
 from reshard.adapter.rank_files import step_of
 from reshard.adapter.state_dicts import MODEL_ROOTS, group_numbers, holds_parts
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
-from reshard.canonical.optimizer_state import names_for, plain_groups, state_role
+from reshard.canonical.optimizer_state import names_for, plain_groups, state_kind
 from reshard.containers import inert_pickle, safetensors, torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.containers.torch_zip import AnyTensor, StoredTensor, UnlocatedTensor
@@ -35,7 +35,7 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.meshes import Distribution, Mesh, Placement, Replicated, Sharded, StridedSharded, distribution
-from reshard.index.index import Index, ParamGroup, Role, RunFacts, StoredFile
+from reshard.index.index import Index, Kind, ParamGroup, RunFacts, StoredFile
 from reshard.storage.files import Files, inside, missing, read_whole
 
 _METADATA = "metadata.pkl"
@@ -350,10 +350,10 @@ def _walk(value: Any, parts: Path = (), seen: set[int] | None = None) -> Iterato
             yield from _walk(inner, (*parts, key if type(key) is int else str(key)), seen)
 
 
-def _role(item: _Item, parts: Path, names: Mapping[Any, str]) -> tuple[Role, str]:
+def _role(item: _Item, parts: Path, names: Mapping[Any, str]) -> tuple[Kind, str]:
     if item.is_optimizer and parts[:1] == ("state",) and len(parts) > 2:
         name = parts[1] if isinstance(parts[1], str) else names.get(parts[1])
-        return state_role(name, parts[1], ".".join(map(str, parts[2:])))
+        return state_kind(name, parts[1], ".".join(map(str, parts[2:])))
     if item.name in MODEL_ROOTS and parts:
         return "weight", ".".join(map(str, parts))
     return "state", ".".join(map(str, (item.name, *parts)))

@@ -25,7 +25,7 @@ from reshard.adapter.engine_files import check_content, index_of_ranks, read_hea
 from reshard.adapter.model_files import CONFIG, ModelFiles, read_json
 from reshard.adapter.protocol import Hints
 from reshard.adapter.safetensors_writer import framed
-from reshard.canonical.content import Canonical
+from reshard.canonical.content import Content
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.dtypes import F32, DType
 from reshard.geometry.parallel import Parallel
@@ -172,7 +172,7 @@ class Trtllm:
         facts = RunFacts("TensorRT-LLM checkpoint", None, parallel=sizes, config=config)
         return index_of_ranks(self.name, model, _checked_rules(model, parallel), parallel, headers, facts)
 
-    def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+    def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
         model = served_model(content.model, companions.config, "TensorRT-LLM")
         rules = self.engine_rules(model, target)
         check_content(content, model, rules)
@@ -220,10 +220,10 @@ def _checked_rules(model: Model, parallel: Parallel) -> EngineRules:
     rules = EngineRules(
         name="TensorRT-LLM",
         fusions=_FUSIONS,
-        beside=(),
+        extra_tensors=(),
         vocabulary_multiple=None,
         partition=partition,
-        tied="both",
+        tied_table_stored_as="both",
         names={**_NAMES, **own.names},
         splits={"position_embedding": Vocabulary()},
         dtypes={"router": F32},

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reshard.adapter.protocol import Hints
-from reshard.canonical.optimizer_state import state_role
+from reshard.canonical.optimizer_state import state_kind
 from reshard.containers.torch_zip import AnyTensor, Locations
 from reshard.errors import CheckpointError
 from reshard.geometry.dtypes import DType
-from reshard.index.index import ParamGroup, Role, Tensor
+from reshard.index.index import Kind, ParamGroup, Tensor
 from reshard.index.shards import Shards, concatenated
 from reshard.storage.files import Files
 
@@ -48,9 +48,9 @@ class Topology:
 TIED = "tied_modules."
 
 
-def role_of(name: str, kind: str, *, master: str) -> tuple[Role, str]:
-    """Role and name of a parameter's master, which is the kind called `master`, or of what the optimizer keeps of it."""
-    return ("master", name) if kind == master else state_role(name, name, kind)
+def role_of(name: str, kind: str, *, master: str) -> tuple[Kind, str]:
+    """Kind and name of a parameter's master, which is the kind called `master`, or of what the optimizer keeps of it."""
+    return ("master", name) if kind == master else state_kind(name, name, kind)
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Reading:
     tag: Tag
     hints: Hints
     locations: Locations = field(init=False)
-    parts: dict[tuple[Role, str], list[Part]] = field(default_factory=dict)
+    parts: dict[tuple[Kind, str], list[Part]] = field(default_factory=dict)
     objects: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -75,10 +75,10 @@ class Reading:
     def __post_init__(self) -> None:
         self.locations = Locations(self.files)
 
-    def add(self, role: Role, name: str, part: Part) -> None:
+    def add(self, role: Kind, name: str, part: Part) -> None:
         self.parts.setdefault((role, name), []).append(part)
 
-    def add_whole(self, role: Role, name: str, tensor: AnyTensor, place: tuple[int, int], rank: int = 0) -> None:
+    def add_whole(self, role: Kind, name: str, tensor: AnyTensor, place: tuple[int, int], rank: int = 0) -> None:
         self.add(role, name, Part(*place, tensor.dtype, tensor.shape, as_it_is(tensor, rank, self.locations)))
 
     def add_unnamed(self, name: str, tensor: AnyTensor) -> None:

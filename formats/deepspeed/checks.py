@@ -137,8 +137,8 @@ def check_same_moment(files: Files, index: Index) -> Index:
     counted, run, skipped = _counted(files, index), index.facts.step, index.facts.state.get("skipped_steps", 0)
     if counted is None or run is None or counted == run - (skipped if type(skipped) is int else 0):
         return index
-    weights = index.by_role("weight")
-    for name, master in index.by_role("master").items():
+    weights = index.by_kind("weight")
+    for name, master in index.by_kind("master").items():
         weight = weights.get(name)
         if weight is None or not len(master.shards) or len(weight.shards) != 1 or (found := _sample(files, master, weight)) is None:
             continue
@@ -157,7 +157,7 @@ def check_same_moment(files: Files, index: Index) -> Index:
 
 def _counted(files: Files, index: Index) -> int | None:
     for tensor in index.tensors:
-        if tensor.role == "step" and tensor.dtype.name == "F32" and len(tensor.shards):
+        if tensor.kind == "step" and tensor.dtype.name == "F32" and len(tensor.shards):
             extent = tensor.shards.extent(0)
             return int(np.frombuffer(read(files, extent.path, extent.byte_offset, 4), np.float32)[0])
     told = [group.settings.get("step") for group in index.param_groups()]

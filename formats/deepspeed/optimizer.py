@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard.adapter.state_dicts import group_numbers, optimizer_part
 from reshard.adapter.state_dicts import states as states_of
-from reshard.canonical.optimizer_state import names_for, plain_groups, state_role
+from reshard.canonical.optimizer_state import names_for, plain_groups, state_kind
 from reshard.containers import torch_zip
 from reshard.containers.torch_zip import AnyTensor, is_stored, memory_of
 from reshard.errors import CheckpointError
@@ -73,7 +73,7 @@ def _read_group(
     for kind, held in copies.items():
         shards = on_every_rank(held, paths, reading.locations)
         for cut in cuts:
-            reading.add(*state_role(cut.name, cut.name, kind), Part(*place, held[min(held)].dtype, (), shards))
+            reading.add(*state_kind(cut.name, cut.name, kind), Part(*place, held[min(held)].dtype, (), shards))
 
 
 def _slices(g: int, parameters: Parameters, members: Mapping[int, OptimizerStates]) -> tuple[list[Slice], list[int]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.canonical.content import Canonical
+from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import is_plain, parameter_and_kind
 from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.errors import RequestError
@@ -27,7 +27,7 @@ class Training:
     """groups: param groups with the trained parameters, in the order that the optimizer has them. states: kind -> key of the canonical
     tensor, by parameter. rest: what is not trained (buffers, frozen weights). aliases: tied name -> the name that is stored."""
 
-    content: Canonical
+    content: Content
     groups: tuple[ParamGroup, ...]
     states: Mapping[str, Mapping[str, str]]
     rest: Mapping[str, Tensor]
@@ -87,7 +87,7 @@ class Training:
         return {**{key: value for key, value in group.settings.items() if key != "step"}, "params": numbers}
 
 
-def training_of(content: Canonical, target: Target, what: str) -> Training:
+def training_of(content: Content, target: Target, what: str) -> Training:
     """Raises: RequestError if the source has no optimizer state, or not all that goes on training needs."""
     target.refuse_engine_version(what)
     if target.dtype is not None:

@@ -21,7 +21,7 @@ from typing import Any
 from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.protocol import Hints
 from reshard.adapter.torch_writer import TorchFile
-from reshard.canonical.content import Canonical
+from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import plain_settings
 from reshard.containers import torch_zip
 from reshard.containers.torch_zip import is_stored
@@ -63,7 +63,7 @@ class Universal:
             raise CheckpointError("there is no folder zero/ with a parameter's states", where=files.root)
         return _read(files, folder, hints)
 
-    def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+    def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
         target.parallel.allow(what="a universal checkpoint, which any number of ranks can load")
         return _lay_out(content, target, companions)
 
@@ -199,7 +199,7 @@ def _param_groups(files: Files, path: str, models: list[ModelStates]) -> Iterato
 # ---- writing ----
 
 
-def _lay_out(content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+def _lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     training = training_of(content, target, "a universal checkpoint")
     tag = f"global_step{training.step}_universal"
     files = [_model_file(training, f"{tag}/mp_rank_00_model_states.pt", training.rest)]

@@ -9,7 +9,7 @@ from itertools import chain
 from reshard.containers import torch_zip
 from reshard.containers.torch_zip import AnyTensor, is_stored, memory_of
 from reshard.errors import CheckpointError
-from reshard.index.index import Role
+from reshard.index.index import Kind
 
 from .assembly import TIED, Part, Reading
 from .partitions import Row, part_of_stage_3, ranks_of, slices_of_stage_3
@@ -148,7 +148,7 @@ def check_all_there(reading: Reading) -> None:
 def add_aliases(reading: Reading) -> None:
     """A tied weight has its master under the second name, too, where the model's copy may be under both."""
     for alias, name in reading.aliases.items():
-        roles: tuple[Role, Role] = ("weight", "master")
+        roles: tuple[Kind, Kind] = ("weight", "master")
         for role in roles:
             found = reading.parts.get((role, name))
             if found and (role, alias) not in reading.parts:

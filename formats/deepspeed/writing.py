@@ -8,7 +8,7 @@ from typing import Any
 
 from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.torch_writer import TorchFile
-from reshard.canonical.content import Canonical
+from reshard.canonical.content import Content
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box, flat_boxes, row_major
 from reshard.geometry.dtypes import DType
@@ -23,7 +23,7 @@ from .training import F32, Training, size, stage, stored_dtype, training_of
 _SUB_GROUP = 1_000_000_000
 
 
-def lay_out(content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     """The files of every data-parallel rank, and `latest`."""
     target.parallel.allow("dp", what="ZeRO-3 shards, where the data-parallel ranks share every tensor (--dp)")
     training = training_of(content, target, "a DeepSpeed checkpoint")

@@ -21,7 +21,7 @@ from dataclasses import replace
 from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.protocol import Hints
 from reshard.adapter.safetensors_writer import framed
-from reshard.canonical.content import Canonical
+from reshard.canonical.content import Content
 from reshard.errors import RequestError
 from reshard.geometry.stored import whole
 from reshard.index.index import Index, RunFacts, StoredFile
@@ -49,7 +49,7 @@ class HuggingFace:
         facts = RunFacts(producer=producer, config=hints.config, notes=found.notes)
         return Index(self.name, found.tensors, stored, facts, objects=found.objects)
 
-    def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+    def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
         target.parallel.allow(what="a Hugging Face checkpoint, which is whole")
         target.refuse_engine_version("a Hugging Face checkpoint")
         if content.states:
@@ -63,12 +63,12 @@ class HuggingFace:
         return Layout(self.name, files, sidecars, notes=(*matched.notes, *_about(companions)))
 
 
-def _as_published(content: Canonical, target: Target) -> like.Matched:
+def _as_published(content: Content, target: Target) -> like.Matched:
     tensors = ((name, content.tensors[name]) for name in writing.in_model_order(content))
     return like.Matched(tuple(whole(name, target.dtype_of(tensor), tensor.shape) for name, tensor in tensors), None, ())
 
 
-def _like(content: Canonical, target: Target) -> like.Matched:
+def _like(content: Content, target: Target) -> like.Matched:
     if target.dtype is not None:
         raise RequestError("--like brings the element types of its folder, --dtype others", do="Say one of them")
     matched = like.match(content, like.reference(target.options["like"]))

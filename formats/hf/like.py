@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from reshard.canonical.content import Canonical
+from reshard.canonical.content import Content
 from reshard.canonical.name_variants import Names
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType
@@ -81,7 +81,7 @@ class _Mismatch:
         )
 
 
-def match(content: Canonical, wanted: Reference) -> Matched:
+def match(content: Content, wanted: Reference) -> Matched:
     """The content as the reference has it.
 
     What the reference has beside it and nobody needs, such as rotary frequencies, or a tied head, is left out with a note.
@@ -101,7 +101,7 @@ def match(content: Canonical, wanted: Reference) -> Matched:
     return Matched(tensors, files if all(map(_OURS.fullmatch, files)) and all(files.values()) else None, tuple(_notes(tensors, left_out)))
 
 
-def _unneeded(name: str, content: Canonical, names: Names | None) -> str | None:
+def _unneeded(name: str, content: Content, names: Names | None) -> str | None:
     """Why a tensor of the reference is not written; None if it is needed."""
     if names is None or content.model is None or name in content.weights:
         return None
@@ -112,7 +112,7 @@ def _unneeded(name: str, content: Canonical, names: Names | None) -> str | None:
     return f"it is tied to {embedding}, which stands for it" if tied else None
 
 
-def _stored(wanted: Tensor, content: Canonical, names: Names | None, mismatch: _Mismatch) -> StoredTensor | None:
+def _stored(wanted: Tensor, content: Content, names: Names | None, mismatch: _Mismatch) -> StoredTensor | None:
     """The tensor as the reference has it; None if that cannot be, which is noted."""
     own = content.weights.get(wanted.name)
     array = names.array(wanted.name) if names and own is None else None
@@ -139,7 +139,7 @@ def _casts(own: DType, wanted: DType) -> bool:
     return own == wanted or (own.floating and wanted.floating)
 
 
-def _check_places(content: Canonical, tensors: tuple[StoredTensor, ...], mismatch: _Mismatch) -> None:
+def _check_places(content: Content, tensors: tuple[StoredTensor, ...], mismatch: _Mismatch) -> None:
     """Every weight has to have one place, and one element type in it."""
     held, kinds = Counter[str](), dict[str, set[DType]]()
     for stored in tensors:

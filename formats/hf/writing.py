@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 
-from reshard.canonical.content import Canonical
+from reshard.canonical.content import Content
 from reshard.geometry.dtypes import DType
 from reshard.geometry.stored import StoredTensor
 from reshard.plans.layout import Sidecar, TargetFile
@@ -20,7 +20,7 @@ _INDEX = "model.safetensors.index.json"
 _MAX_SHARD_BYTES = 5_000_000_000
 
 
-def in_model_order(content: Canonical) -> list[str]:
+def in_model_order(content: Content) -> list[str]:
     """The names in the order of the model's own declaration, where it is known; otherwise as in the source."""
     declared = [name for name in content.model.weights if name in content.tensors] if content.model else []
     known = set(declared)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.protocol import Hints
-from reshard.canonical.content import Canonical
+from reshard.canonical.content import Content
 from reshard.errors import CheckpointError
 from reshard.index.index import Index
 from reshard.plans.layout import Layout
@@ -63,7 +63,7 @@ class Megatron:
     def examine(self, files: Files, index: Index) -> Index:
         return check_masters(files, index)
 
-    def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+    def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
         return writing_legacy.lay_out(content, target, companions)
 
 

@@ -16,17 +16,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.canonical.optimizer_state import state_role
+from reshard.canonical.optimizer_state import state_kind
 from reshard.containers.dcp_metadata import TensorItem
 from reshard.errors import CheckpointError
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.stored import Section
 from reshard.index.index import Tensor
-from reshard.index.shards import Shards, concatenated, in_memory
+from reshard.index.shards import Shards, concatenated, subviews_of_flat
 
 from .arguments import Args, size
 from .buckets import KINDS, places_in_buckets
-from .chunks import Entry, Sizes, Spelling, chunks_of, entries
+from .chunks import Entry, LayerSpec, Sizes, chunks_of, entries
 from .placing import flat_sections
 from .stages import counts_of
 from .tensors import MegatronModel
@@ -66,7 +66,7 @@ def read(stored: Stored, model: MegatronModel, args: Args, shapes: Mapping[str, 
         size(args, "expert_tensor_parallel_size", default=tp),
     )
     impl = args.get("transformer_impl", "transformer_engine")
-    spelling = Spelling.of(args, impl)
+    spelling = LayerSpec.of(args, impl)
     chunks = chunks_of(counts_of(args, sizes, where), sizes.pp)
     found: dict[tuple[str, str], list[Shards]] = {}
     for stage in range(sizes.pp):
@@ -86,7 +86,7 @@ def read(stored: Stored, model: MegatronModel, args: Args, shapes: Mapping[str, 
                     found.setdefault((name, kind), []).append(shards)
     items = {kind: items[0].dtype for buffer in buffers for kind, items in buffer.kinds.items()}
     for (name, kind), parts in found.items():
-        role, known = state_role(name, name, KINDS[kind])
+        role, known = state_kind(name, name, KINDS[kind])
         yield Tensor(known, items[kind], shapes[name], role, concatenated(parts))
 
 
@@ -141,4 +141,4 @@ def _pieces(kind: str, array: Mosaic, shards: Shards, start: int) -> Iterator[tu
             for section in flat_sections(array, first - start, last - start, first - offset):
                 rows.setdefault(section.name, []).append((row, section))
     for name, found in rows.items():
-        yield name, kind, in_memory(shards, found)
+        yield name, kind, subviews_of_flat(shards, found)

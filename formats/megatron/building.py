@@ -12,7 +12,7 @@ from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError
 from reshard.geometry.mosaics import Mosaic
-from reshard.index.index import Role, Tensor
+from reshard.index.index import Kind, Tensor
 from reshard.models.lookup import find_model, known_model_types
 from reshard.models.model import Model
 from reshard.storage.files import Files
@@ -39,7 +39,7 @@ class Building:
     def __post_init__(self) -> None:
         self.shapes = {name: weight.shape for name, weight in self.model.model.weights.items()}
 
-    def add(self, role: Role, array: Mosaic, stored: AnyTensor, path: str, rank: int) -> None:
+    def add(self, role: Kind, array: Mosaic, stored: AnyTensor, path: str, rank: int) -> None:
         """A stored tensor that is this array."""
         for name, local in self.locals_of(array, stored):
             self.collector.add(role, name, local, path, rank)
@@ -57,8 +57,8 @@ class Building:
 
 def check_complete(model: Model, found: Sequence[Tensor], where: str, *, with_optimizer: bool) -> None:
     """Raises CheckpointError if a weight of the model is in no file; with_optimizer: or if it has no optimizer state where others have."""
-    weights = {tensor.name for tensor in found if tensor.role == "weight"}
-    moments = {tensor.name for tensor in found if tensor.role == "moment1" and with_optimizer}
+    weights = {tensor.name for tensor in found if tensor.kind == "weight"}
+    moments = {tensor.name for tensor in found if tensor.kind == "moment1" and with_optimizer}
     for name, weight in model.weights.items():
         lost = "it" if name not in weights else "its part of the optimizer's state"
         is_kept = weight.optional or (name in weights and (not moments or name in moments or weight.role in UNTRAINED))

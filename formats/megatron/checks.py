@@ -40,7 +40,7 @@ def without_strange_masters(files: Files, index: Index) -> Index:
         return index
     found = f"{strange.where}: {strange.what}"
     note = f"the optimizer's state is left out: {found} (Megatron-Core 0.16 shifts it if there were several buckets)"
-    kept = tuple(tensor for tensor in index.tensors if tensor.role == "weight")
+    kept = tuple(tensor for tensor in index.tensors if tensor.kind == "weight")
     return replace(index, tensors=kept, facts=replace(index.facts, notes=(*index.facts.notes, note)), param_groups=tuple)
 
 
@@ -57,7 +57,7 @@ def _strange_master(files: Files, index: Index) -> _Strange | None:
 
     One step between two neighbouring values is let pass: optimizers that keep masters as remainders cut where others round.
     """
-    weights, masters = index.by_role("weight"), index.by_role("master")
+    weights, masters = index.by_kind("weight"), index.by_kind("master")
     names = [name for name in masters if name in weights]
     widest = max((tensor.dtype.itemsize for tensor in (*weights.values(), *masters.values())), default=1)
     ours, theirs = Worker(files, widest), Worker(files, widest)

@@ -119,7 +119,7 @@ Experts = Literal["sequential", "grouped", "te-grouped"]
 
 
 @dataclass(frozen=True, slots=True)
-class Spelling:
+class LayerSpec:
     """Which classes the run builds its layers of.
 
     te: Transformer Engine's, which take a norm into the linear layer after it. experts: whether each is an MLP ("sequential"), those of a
@@ -130,7 +130,7 @@ class Spelling:
     experts: Experts = "sequential"
 
     @classmethod
-    def of(cls, args: Mapping[str, Any], impl: str, experts: Experts | None = None) -> Spelling:
+    def of(cls, args: Mapping[str, Any], impl: str, experts: Experts | None = None) -> LayerSpec:
         """That of a run with these settings and transformer_impl; experts: if they are to be others than the settings say."""
         te = impl == "transformer_engine"
         if not args.get("moe_grouped_gemm"):
@@ -155,7 +155,7 @@ class Spelling:
         return f"{fused}.layer_norm_{kind}" if fused else name
 
 
-def entries(model: MegatronModel, chunk: Chunk, sizes: Sizes, rank: RankPlace, spelling: Spelling) -> Iterator[Entry]:
+def entries(model: MegatronModel, chunk: Chunk, sizes: Sizes, rank: RankPlace, spelling: LayerSpec) -> Iterator[Entry]:
     """The entries of a rank's chunk, in the order of its state dict.
 
     Raises: RequestError if the ranks do not divide a tensor.
@@ -184,7 +184,7 @@ def entries(model: MegatronModel, chunk: Chunk, sizes: Sizes, rank: RankPlace, s
         yield Entry("output_layer._extra_state")
 
 
-def _layer(model: MegatronModel, prefix: str, layer: int, sizes: Sizes, rank: RankPlace, spelling: Spelling) -> Iterator[Entry]:
+def _layer(model: MegatronModel, prefix: str, layer: int, sizes: Sizes, rank: RankPlace, spelling: LayerSpec) -> Iterator[Entry]:
     tensors, sparse = spelling.tensors(model.layer(layer)), model.is_sparse(layer)
 
     def spelled(some: Tensors) -> Iterator[Entry]:
@@ -241,7 +241,7 @@ def _te_grouped(model: MegatronModel, prefix: str, layer: int, experts: range, e
 _EXPERTS = {"sequential": _sequential, "grouped": _grouped, "te-grouped": _te_grouped}
 
 
-def _extra(model: MegatronModel, prefix: str, extra: int, sizes: Sizes, rank: RankPlace, spelling: Spelling) -> Iterator[Entry]:
+def _extra(model: MegatronModel, prefix: str, extra: int, sizes: Sizes, rank: RankPlace, spelling: LayerSpec) -> Iterator[Entry]:
     """A layer that predicts a further token: two norms and a projection before it, a norm after it."""
     own = model.extra(extra)
     before = {name: tensor for name, tensor in own.items() if not name.startswith("final_layernorm.")}

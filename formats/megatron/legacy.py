@@ -61,7 +61,7 @@ def _as_stored(files: Files, ranks: Sequence[Rank], topology: Topology, error: N
                 local = LocalTensor(stored.dtype, stored.shape, ((Box.whole(stored.shape), stored),))
                 collector.add("weight", f"{rank.folder}{f'model{chunk}.' if topology.vp > 1 else ''}{name}", local, rank.path, number)
     stored_files = tuple(StoredFile(rank.path, files.size(rank.path) or 0) for rank in ranks)
-    facts = _facts(ranks[0], topology, asks=asked_for(error))
+    facts = _facts(ranks[0], topology, unanswered=asked_for(error))
     return Index("megatron", tuple(collector.tensors(files)), stored_files, facts, objects=ranks[0].objects)
 
 
@@ -109,7 +109,7 @@ def _of_model(files: Files, ranks: Sequence[Rank], topology: Topology, hints: Hi
         else:
             optimizers.read_plain(rank.optimizer, parameters, rank.path, number)
     stored_files = tuple(StoredFile(path, files.size(path) or 0) for path in own_files)
-    facts = _facts(first, topology, config=building.config, asks=building.asks, notes=tuple(optimizers.notes))
+    facts = _facts(first, topology, config=building.config, unanswered=building.asks, notes=tuple(optimizers.notes))
     return Index("megatron", building.tensors(files), stored_files, facts, objects=tuple(objects), param_groups=optimizers.param_groups)
 
 

@@ -21,8 +21,8 @@ from typing import Any
 from reshard.adapter.dcp_reader import DcpFolder
 from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.protocol import Hints
-from reshard.canonical.content import Canonical
-from reshard.canonical.optimizer_state import is_plain, state_role
+from reshard.canonical.content import Content
+from reshard.canonical.optimizer_state import is_plain, state_kind
 from reshard.containers import torch_zip
 from reshard.containers.dcp_metadata import TensorItem
 from reshard.containers.inert_pickle import shown
@@ -33,7 +33,7 @@ from reshard.geometry.extents import Extent, Piece
 from reshard.geometry.mosaics import Mosaic, Tile
 from reshard.geometry.stored import Section
 from reshard.index.index import Index, ParamGroup, RunFacts, StoredFile, Tensor
-from reshard.index.shards import Shards, in_memory, seen_as
+from reshard.index.shards import Shards, subviews, subviews_of_flat
 from reshard.plans.layout import Layout
 from reshard.plans.target import Target
 from reshard.storage.files import Files, read_whole
@@ -96,7 +96,7 @@ class MegatronDist:
     def examine(self, files: Files, index: Index) -> Index:
         return without_strange_masters(files, index)
 
-    def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+    def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
         return lay_out(content, target, companions)
 
 
@@ -132,7 +132,7 @@ def _index(files: Files, folder: str, hints: Hints) -> Index:
     optimizer = common.get("optimizer")
     if not isinstance(optimizer, list | Mapping) or ("param_state_sharding_type" in optimizer and "optimizer" not in optimizer):
         optimizer = _optimizers_of_ranks(stored)
-    steps, groups = _common_optimizer(optimizer, building.model, {tensor.name for tensor in tensors if tensor.role == "weight"})
+    steps, groups = _common_optimizer(optimizer, building.model, {tensor.name for tensor in tensors if tensor.kind == "weight"})
     tensors.extend(steps)
     groups = numbered.param_groups() if numbered else groups
     common_file = files.size(folder + COMMON)
@@ -148,7 +148,7 @@ def _index(files: Files, folder: str, hints: Hints) -> Index:
         config=building.config,
         state=plain,
         parallel={name: size(args, key) for name, key in _DEGREES.items() if size(args, key) > 1},
-        asks=building.asks,
+        unanswered=building.asks,
     )
     objects = tuple(stored.metadata.objects)
     return Index("megatron-dist", tuple(tensors), (*stored.files, *own), facts, objects=objects, param_groups=lambda: groups)
@@ -158,7 +158,7 @@ def _as_stored(stored: Stored, backend: str, error: NotUnderstoodError) -> Index
     """Every tensor under its key."""
     items = stored.metadata.tensors.items()
     found = [Tensor(key, item.dtype, item.shape, "state" if key.startswith(_RUN) else "weight", stored.shards(item)) for key, item in items]
-    facts = RunFacts(producer="Megatron-Core", version=backend, asks=asked_for(error))
+    facts = RunFacts(producer="Megatron-Core", version=backend, unanswered=asked_for(error))
     return Index("megatron-dist", tuple(found), stored.files, facts, objects=tuple(stored.metadata.objects))
 
 
@@ -228,7 +228,7 @@ def _common_optimizer(optimizer: Any, model: MegatronModel, stored: set[str]) ->
         own = [part for part in model.model.parts if len(links) == 1 or (part.expert is not None) is bool(number)]
         for group in listed:
             names = dict.fromkeys(
-                part.tensor for part in own if is_decayed(part.kind, part.array.shape) is (group.get("wd_mult", 1.0) != 0)
+                part.tensor for part in own if is_decayed(part.parameter, part.array.shape) is (group.get("wd_mult", 1.0) != 0)
             )
             settings = {str(key): value for key, value in group.items() if key != "params" and is_plain(value)}
             groups.append(ParamGroup(tuple(names), settings))
@@ -322,8 +322,8 @@ def _flattened(
         for section in flat_sections(array, offsets[-1], offsets[-1] + int(shards.sizes[i, -1]), 0):
             found.setdefault(section.name, []).append((i, section))
     for name, rows in found.items():
-        role, known = state_role(name, name, kind)
-        yield Tensor(known, item.dtype, shapes[name], role, in_memory(shards, rows))
+        role, known = state_kind(name, name, kind)
+        yield Tensor(known, item.dtype, shapes[name], role, subviews_of_flat(shards, rows))
 
 
 _Rows = dict[str, list[tuple[int, Tile]]]
@@ -333,8 +333,8 @@ def _found(stored: Stored, item: TensorItem, rows: _Rows, shapes: Mapping[str, t
     """The canonical tensors of which a stored one holds these pieces: weights, or what the optimizer keeps of them."""
     shards = stored.shards(item)
     for name, found in rows.items():
-        role, known = state_role(name, name, kind) if kind else ("weight", name)
-        yield Tensor(known, item.dtype, shapes[name], role, seen_as(shards, found))
+        role, known = state_kind(name, name, kind) if kind else ("weight", name)
+        yield Tensor(known, item.dtype, shapes[name], role, subviews(shards, found))
 
 
 def _in_chunks(array: Mosaic, item: TensorItem) -> _Rows:

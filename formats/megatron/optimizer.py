@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.adapter.state_dicts import is_tensor
-from reshard.canonical.optimizer_state import is_plain, state_role
+from reshard.canonical.optimizer_state import is_plain, state_kind
 from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError
@@ -147,13 +147,13 @@ class Optimizers:
                 self._add_array(parameter.array, kind, stored, path, rank)
                 continue
             for name in parameter.array.names:
-                role, known = state_role(name, name, kind)
+                role, known = state_kind(name, name, kind)
                 local = LocalTensor(stored.dtype, stored.shape, ((Box.whole(stored.shape), stored),))
                 self.building.collector.add(role, known, local, path, rank)
 
     def _add_array(self, array: Mosaic, kind: str, stored: AnyTensor, path: str, rank: int) -> None:
         for name, local in self.building.locals_of(array, stored):
-            role, known = state_role(name, name, kind)
+            role, known = state_kind(name, name, kind)
             self.building.collector.add(role, known, local, path, rank)
 
 

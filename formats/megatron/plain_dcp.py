@@ -10,14 +10,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from reshard.canonical.optimizer_state import is_plain, state_role
+from reshard.canonical.optimizer_state import is_plain, state_kind
 from reshard.containers.dcp_metadata import TensorItem
 from reshard.geometry.mosaics import Mosaic
 from reshard.index.index import ParamGroup, Tensor
 from reshard.storage.files import Files, read_whole
 
 from .arguments import Args
-from .chunks import Entry, RankPlace, Sizes, Spelling, chunks_of, entries
+from .chunks import Entry, LayerSpec, RankPlace, Sizes, chunks_of, entries
 from .names import without_wrappers
 from .tensors import MegatronModel, is_decayed
 from .zarr import Stored
@@ -53,7 +53,7 @@ class Numbered:
         self.notes: list[str] = []
         self._groups = self._param_groups()
         impl = str(args.get("transformer_impl", "local"))
-        spelling = Spelling.of(args, impl)
+        spelling = LayerSpec.of(args, impl)
         (chunk,) = chunks_of((model.layers,), 1)
         own = {without_wrappers(key) for key in self._tensors}
         found = [
@@ -94,7 +94,7 @@ class Numbered:
         for kind, array, item in self.arrays():
             if item.shape != array.shape:
                 for name in array.names:
-                    role, known = state_role(name, name, kind)
+                    role, known = state_kind(name, name, kind)
                     yield Tensor(known, item.dtype, item.shape, role, self._stored.shards(item))
 
     def _param_groups(self) -> list[Mapping[str, Any]]:

@@ -53,7 +53,7 @@ def settings_of(model: Model) -> dict[str, Any]:
         "multi_latent_attention": "kv_rank" in sizes,
         "num_experts": sizes.get("experts"),
         "qk_layernorm": any(part.role in ("attention.q_norm", "mla.q_a_norm", "mla.kv_a_norm") for part in _first_layer(model)),
-        "add_bias_linear": any(part.role in ("attention.o", "mlp.down") and part.kind == "bias" for part in _first_layer(model)),
+        "add_bias_linear": any(part.role in ("attention.o", "mlp.down") and part.parameter == "bias" for part in _first_layer(model)),
         "rotary_interleaved": False,
         "layernorm_zero_centered_gamma": False,
         "apply_layernorm_1p": False,
@@ -61,7 +61,7 @@ def settings_of(model: Model) -> dict[str, Any]:
         **_positions(config, kind),
         **_activation(config),
     }
-    has_bias = any(part.role == "attention.q" and part.kind == "bias" for part in _first_layer(model))
+    has_bias = any(part.role == "attention.q" and part.parameter == "bias" for part in _first_layer(model))
     found["add_qkv_bias"] = has_bias and not found["add_bias_linear"]
     found["normalization"] = "LayerNorm" if kind in ("gpt2", "gpt_neox") else "RMSNorm"
     if "experts" in sizes:

@@ -188,7 +188,7 @@ class MegatronModel:
     def _made(self, rows: Sequence[_Row], parts: Iterable[Part]) -> Tensors:
         held: dict[str, dict[str, Part]] = {}
         for part in parts:
-            held.setdefault(part.role, {})[part.kind] = part
+            held.setdefault(part.role, {})[part.parameter] = part
         found: dict[str, MegatronTensor] = {}
         for row in rows:
             kinds = dict.fromkeys(kind for role in row.roles for kind in held.get(role, ()))

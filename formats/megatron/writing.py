@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from reshard.adapter.torch_writer import TorchFile
-from reshard.canonical.content import Canonical, check_against_model
+from reshard.canonical.content import Content, check_against_model
 from reshard.canonical.optimizer_state import is_plain, parameter_and_kind
 from reshard.containers.pickle_writer import Instance
 from reshard.errors import RequestError
@@ -21,7 +21,7 @@ from reshard.models.model import Model
 from reshard.plans.target import Target
 
 from .arguments import sparse_layers
-from .chunks import Chunk, Entry, RankPlace, Sizes, Spelling, chunks_of, entries, layer_counts
+from .chunks import Chunk, Entry, RankPlace, Sizes, LayerSpec, chunks_of, entries, layer_counts
 from .settings import namespace, settings_of
 from .tensors import ROLES, UNTRAINED, MegatronModel
 
@@ -45,12 +45,12 @@ _SCHEDULER: dict[str, Any] = {
 class Writing:
     """A checkpoint that is being laid out. rows: of the table, padding included; dtype: of the model's parameters."""
 
-    content: Canonical
+    content: Content
     target: Target
     model: MegatronModel
     sizes: Sizes
     chunks: tuple[Chunk, ...]
-    spelling: Spelling
+    spelling: LayerSpec
     rows: int
     dtype: DType
 
@@ -98,7 +98,7 @@ class Writing:
         Raises: RequestError if parameters disagree.
         """
         keys = [kinds[_STEP] for kinds in self.states.values() if _STEP in kinds]
-        counts = {int(self.content.scalar(key)) for key in keys}
+        counts = {int(self.content.read_scalar(key)) for key in keys}
         counts |= {
             int(group.settings[_STEP])
             for group in self.content.param_groups()
@@ -264,7 +264,7 @@ def vocabulary_multiple(target: Target, args: Mapping[str, Any]) -> int:
     return said if isinstance(said, int) and said > 0 else _MULTIPLE
 
 
-def begin_writing(content: Canonical, target: Target, what: str) -> Writing:
+def begin_writing(content: Content, target: Target, what: str) -> Writing:
     """Raises: RequestError if the model is not known, cannot be Megatron's, or does not divide by the sizes."""
     target.parallel.allow("tp", "pp", "ep", what=what)
     target.refuse_engine_version(what)
@@ -288,13 +288,13 @@ def begin_writing(content: Canonical, target: Target, what: str) -> Writing:
         MegatronModel(model, rows),
         sizes,
         tuple(chunks_of(counts, sizes.pp)),
-        Spelling.of(args, impl, options.get("experts")),
+        LayerSpec.of(args, impl, options.get("experts")),
         rows,
         target.dtype_of(embedding),
     )
 
 
-def _model(content: Canonical) -> Model:
+def _model(content: Content) -> Model:
     """The model, without extra layers where the source has none."""
     model = content.model
     if model is None:
@@ -339,7 +339,7 @@ def _check_biases(model: Model) -> None:
     """Raises RequestError if some linear layers have biases and others have none: add_bias_linear speaks for all of them."""
     roles: dict[str, set[str]] = {}
     for part in model.parts:
-        roles.setdefault(part.role, set()).add(part.kind)
+        roles.setdefault(part.role, set()).add(part.parameter)
     linear = [role for role in _LINEAR if "weight" in roles.get(role, ())]
     biased = [role for role in linear if "bias" in roles[role]]
     fused = "bias" in roles.get("attention.q", ())

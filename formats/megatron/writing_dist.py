@@ -16,13 +16,13 @@ from typing import Any
 from reshard.adapter.dcp_writer import DcpFile, written_metadata
 from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.torch_writer import TorchFile
-from reshard.canonical.content import Canonical
+from reshard.canonical.content import Content
 from reshard.errors import RequestError
 from reshard.geometry.mosaics import Mosaic
 from reshard.plans.layout import Layout, Sidecar
 from reshard.plans.target import Target
 
-from .chunks import Chunk, RankPlace, Spelling
+from .chunks import Chunk, LayerSpec, RankPlace
 from .places import METADATA, TRACKER
 from .tensors import BUFFERS, MegatronTensor, is_decayed
 from .writing import F32, Writing, begin_writing
@@ -64,7 +64,7 @@ class _Sharded:
             start += block.shape[0]
 
 
-def lay_out(content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     """The files of every rank, what all have in common, and the metadata that make them a checkpoint."""
     writing = begin_writing(content, target, "a Megatron checkpoint")
     save = f"iter_{writing.step:07d}/" if writing.has_optimizer else "release/"
@@ -158,7 +158,7 @@ def _key(writing: Writing, name: str, layer: int) -> str:
     sparse, latent = writing.model.is_sparse(layer), writing.model.is_latent
     if writing.spelling.te or latent:
         return writing.spelling.name(name, sparse=sparse, latent=latent)
-    return Spelling(te=True).name(name, sparse=False, latent=False)
+    return LayerSpec(te=True).name(name, sparse=False, latent=False)
 
 
 def _states(writing: Writing, chunk: Chunk, place: RankPlace) -> Iterator[str]:

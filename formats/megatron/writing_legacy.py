@@ -14,7 +14,7 @@ from typing import Any
 
 from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.torch_writer import TorchFile
-from reshard.canonical.content import Canonical
+from reshard.canonical.content import Content
 from reshard.containers.pickle_writer import Name
 from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import DType
@@ -33,7 +33,7 @@ _FILE, _DISTRIBUTED = "model_optim_rng.pt", "distrib_optim.pt"
 _VERSION = 3.0
 
 
-def lay_out(content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     """The files of every rank, and the tracker that names their folder."""
     writing = begin_writing(content, target, "a Megatron checkpoint")
     save = f"iter_{writing.step:07d}" if writing.has_optimizer else "release"

@@ -33,14 +33,14 @@ from reshard.adapter.engine_files import (
 )
 from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.protocol import Hints
-from reshard.canonical.content import Canonical
+from reshard.canonical.content import Content
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.parallel import Parallel
 from reshard.index.index import Index, RunFacts
 from reshard.models.model import Model
 from reshard.plans.layout import Layout, TargetFile
 from reshard.plans.target import Target
-from reshard.serving.rules import EngineRules, check_degrees, rank_tensors, shared_copies, stored_dtypes, unserved
+from reshard.serving.rules import EngineRules, check_degrees, layers_not_served, rank_tensors, shared_copies, stored_dtypes
 from reshard.serving.versions import about_version
 from reshard.storage.files import Files
 
@@ -72,7 +72,7 @@ class Vllm:
         facts = RunFacts("vLLM sharded_state", versions, parallel=sizes, config=hints.config)
         return index_of_ranks(self.name, model, version.engine, parallel, headers, facts)
 
-    def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+    def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
         model = served_model(content.model, companions.config, "vLLM")
         version, notes = _version(model, target)
         companions, added = completed(companions, version.settings, "vLLM")
@@ -83,7 +83,7 @@ class Vllm:
         check_degrees(model, rules, target.parallel)
         dtypes = stored_dtypes(model, rules, {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()})
         files: list[TargetFile] = []
-        left_out = unserved(model)
+        left_out = layers_not_served(model)
         for pp_rank in range(target.parallel.pp):
             for tp_rank in range(target.parallel.tp):
                 if not target.wants({"tp": tp_rank, "pp": pp_rank}):
@@ -97,7 +97,7 @@ class Vllm:
             companions.sidecars(dtypes.values()),
             target.parallel,
             tuple(notes + added + about_left_out(left_out, content)),
-            copies=shared_copies(model, rules),
+            aliases=shared_copies(model, rules),
             left_out=left_out,
         )
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import F32
 from reshard.models.model import Model
-from reshard.serving.rules import LATENT_BIASES, Beside, EngineRules, Fusion, normalizer
+from reshard.serving.rules import LATENT_BIASES, EngineRules, ExtraTensor, Fusion, normalizer
 from reshard.serving.versions import Numbers, version_numbers
 
 NEWEST = "0.32.0"
@@ -179,13 +179,13 @@ _MODELS: dict[str, _Own] = {
 
 # Of a quantised model's attention: "not given" is said by -1, or by a scale of 1 (layers/quantization/kv_cache.py).
 _PLACEHOLDERS = {
-    "fp8": tuple(Beside("attention.o", f"attn.{name}_scale", -1.0, None) for name in ("q", "k", "v", "prob")),
+    "fp8": tuple(ExtraTensor("attention.o", f"attn.{name}_scale", -1.0, None) for name in ("q", "k", "v", "prob")),
     "compressed-tensors": (
-        *(Beside("attention.o", f"attn.{name}_scale", 1.0, F32, (1,)) for name in ("q", "k", "v")),
-        *(Beside("attention.o", f"attn.{name}_zero_point", 0.0, None, (1,)) for name in ("q", "k", "v")),
+        *(ExtraTensor("attention.o", f"attn.{name}_scale", 1.0, F32, (1,)) for name in ("q", "k", "v")),
+        *(ExtraTensor("attention.o", f"attn.{name}_zero_point", 0.0, None, (1,)) for name in ("q", "k", "v")),
     ),
 }
-_SCALES = tuple(Beside("attention.o", f"attn.{name}", 1.0, F32) for name in ("_k_scale", "_q_scale", "_v_scale", "_prob_scale"))
+_SCALES = tuple(ExtraTensor("attention.o", f"attn.{name}", 1.0, F32) for name in ("_k_scale", "_q_scale", "_v_scale", "_prob_scale"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,16 +255,16 @@ def _rules(model: Model, since: Numbers, own: _Own) -> VersionRules:
     engine = EngineRules(
         name="vLLM",
         fusions=fusions,
-        beside=tuple(_beside(model, version, has_normalizer=since < own.keeps_normalizer_until)),
+        extra_tensors=tuple(_beside(model, version, has_normalizer=since < own.keeps_normalizer_until)),
         vocabulary_multiple=model.architecture.vocabulary_multiple or 64,
         partition=partition,
         every_stage=frozenset(own.every_stage),
         as_stored=frozenset(role for first, role in own.as_stored if first <= since),
-        tied=own.tied,
+        tied_table_stored_as=own.tied,
         renames=tuple(_renames(own, since)),
         dtypes={"scale": F32, "router.correction": F32 if version.corrects_wide else None},
-        shared=frozenset({"input_scale"}),
-        lacks=own.lacks,
+        scales_kept_once=frozenset({"input_scale"}),
+        unsupported=own.lacks,
         experts_share_ranks=own.experts_share_ranks,
         stages_need_experts=own.stages_need_experts,
     )
@@ -279,7 +279,7 @@ def _renames(own: _Own, since: Numbers) -> Iterator[tuple[str, str]]:
             yield moved.pattern, to[-1]
 
 
-def _beside(model: Model, version: _Version, *, has_normalizer: bool) -> Iterator[Beside]:
+def _beside(model: Model, version: _Version, *, has_normalizer: bool) -> Iterator[ExtraTensor]:
     if has_normalizer:
         yield normalizer(model)
     if version.scales:

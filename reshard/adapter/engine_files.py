@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.safetensors_writer import framed
-from reshard.canonical.content import Canonical, check_against_model
+from reshard.canonical.content import Content, check_against_model
 from reshard.containers import safetensors
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.dtypes import F32, DType
@@ -23,7 +23,7 @@ from reshard.index.index import Index, RunFacts
 from reshard.models.model import Model
 from reshard.models.quantization import unknown_quantization
 from reshard.plans.layout import Placed, TargetFile, index_of
-from reshard.serving.rules import EngineRules, check_degrees, rank_tensors, shared_copies, unplaced
+from reshard.serving.rules import EngineRules, check_degrees, rank_tensors, shared_copies, weights_without_slot
 from reshard.storage.files import Files
 
 _LAYER = r"\.\d+\."
@@ -67,11 +67,11 @@ def check_demands(model: Model, demands: Iterable[tuple[str, object]], engine: s
             )
 
 
-def check_content(content: Canonical, model: Model, rules: EngineRules) -> None:
+def check_content(content: Content, model: Model, rules: EngineRules) -> None:
     """Raises RequestError or CheckpointError unless the weights for which the engine has a place, and they alone, are all there."""
     if content.states:
         raise RequestError(f"{rules.name} loads weights, no optimizer state", do="Leave out --optimizer")
-    homeless = unplaced(model, rules)
+    homeless = weights_without_slot(model, rules)
     if held := [name for name in homeless if name in content.tensors]:
         globs = dict.fromkeys(f"--exclude '{re.sub(_LAYER, '.*.', name, count=1)}'" for name in held)
         raise RequestError(
@@ -94,7 +94,7 @@ def completed(companions: ModelFiles, settings: Iterable[tuple[str, object]], en
     return replace(companions, config={**config, **absent}, derived=True), [f"config.json says {told} now, as {engine} needs it"]
 
 
-def about_left_out(left_out: Mapping[str, str], content: Canonical) -> list[str]:
+def about_left_out(left_out: Mapping[str, str], content: Content) -> list[str]:
     """How to compare the result with its source where layers were left out."""
     layers = sorted({name.split(".")[2] for name in left_out if name in content.tensors}, key=int)
     globs = " ".join(f"--exclude 'model.layers.{layer}.*'" for layer in layers)

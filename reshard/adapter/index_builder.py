@@ -20,7 +20,7 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent
 from reshard.geometry.meshes import Distribution
-from reshard.index.index import Role, Tensor
+from reshard.index.index import Kind, Tensor
 from reshard.index.shards import Shards
 from reshard.storage.files import Files
 
@@ -48,11 +48,11 @@ class Collector:
 
     def __init__(self) -> None:
         self._paths: dict[str, int] = {}
-        self._found: dict[tuple[Role, str], _Columns] = {}
+        self._found: dict[tuple[Kind, str], _Columns] = {}
         # The same few boxes and strides occur in every layer: one object for all equal ones.
         self._same: dict[object, object] = {}
 
-    def add(self, role: Role, name: str, local: LocalTensor, path: str, rank: int) -> None:
+    def add(self, role: Kind, name: str, local: LocalTensor, path: str, rank: int) -> None:
         """The boxes of a tensor that the file `path` of `rank` holds.
 
         Raises: CheckpointError if an earlier file says another dtype, shape or distribution.

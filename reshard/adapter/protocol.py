@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from reshard.adapter.model_files import ModelFiles
-from reshard.canonical.content import Canonical
+from reshard.canonical.content import Content
 from reshard.index.index import Index
 from reshard.models.architecture import Architecture
 from reshard.models.lookup import find_model
@@ -63,7 +63,7 @@ class Writer(Reader, Protocol):
     sizes or versions that the engine does not serve the model with.
     """
 
-    def lay_out(self, content: Canonical, target: Target, companions: ModelFiles) -> Layout:
+    def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
         """The files that hold `content` for `target`: names, fusions and framing, everything but the weights' bytes.
 
         Raises: RequestError if the model or the degrees do not allow it.

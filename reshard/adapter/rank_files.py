@@ -145,7 +145,7 @@ def missing_ranks(folder: RankFolder, ranks: int, tensors: Sequence[Tensor]) -> 
 def check_steps(files: Files, tensors: Sequence[Tensor]) -> None:
     """Raises CheckpointError if the ranks' optimizers are from different steps: seen in one step count per file."""
     for tensor in tensors:
-        if tensor.role == "step" and not tensor.shape and len(tensor.shards) > 1:
+        if tensor.kind == "step" and not tensor.shape and len(tensor.shards) > 1:
             rows: dict[bytes, int] = {}
             for i in range(len(tensor.shards)):
                 extent = tensor.shards.extent(i)

@@ -14,7 +14,7 @@ from typing import Literal
 from reshard.canonical.optimizer_state import is_state_key, is_unnamed, master_key, parameter_and_kind, state_key
 from reshard.canonical.wrappers import is_wrapper
 from reshard.errors import CheckpointError, RequestError
-from reshard.index.index import ROLES, Index, ParamGroup, RunFacts, Tensor
+from reshard.index.index import KINDS, Index, ParamGroup, RunFacts, Tensor
 from reshard.models.model import Model
 
 
@@ -48,13 +48,13 @@ class Drop:
     """A stored tensor that is left out, and why."""
 
     name: str
-    role: str
+    kind: str
     nbytes: int
     reason: str
 
 
 @dataclass(frozen=True, eq=False)
-class Canonical:
+class Content:
     """The chosen tensors by canonical name, what was left out, and the model they belong to, if it is known.
 
     `tied` names the stored tensors that are counted as copies of another. Optimizer state, where it was chosen, follows the
@@ -68,8 +68,8 @@ class Canonical:
     tied: tuple[str, ...] = ()
     param_groups: Callable[[], tuple[ParamGroup, ...]] = tuple
     facts: RunFacts = field(default_factory=RunFacts)
-    twice: tuple[str, ...] = ()
-    scalar: Callable[[str], float] = _unreadable
+    duplicate_masters: tuple[str, ...] = ()
+    read_scalar: Callable[[str], float] = _unreadable
     selection: Selection = field(default_factory=Selection)
 
     @cached_property
@@ -83,7 +83,7 @@ class Canonical:
         return {name: tensor for name, tensor in self.tensors.items() if is_state_key(name)}
 
     @cached_property
-    def counts(self) -> Mapping[str, int]:
+    def step_counts(self) -> Mapping[str, int]:
         """The steps that have been counted for a parameter where only its param group tells them, as some optimizers have it."""
         kept = {parameter_and_kind(key) for key in self.states}
         found: dict[str, int] = {}
@@ -98,7 +98,7 @@ class Canonical:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
 
-def canonical(index: Index, model: Model | None, selection: Selection) -> Canonical:
+def canonical(index: Index, model: Model | None, selection: Selection) -> Content:
     """The tensors that `selection` means, with a tied head counted as a copy of the embedding.
 
     Raises: RequestError if nothing is chosen, or renaming makes two tensors one.
@@ -131,7 +131,7 @@ def canonical(index: Index, model: Model | None, selection: Selection) -> Canoni
         chosen |= {key: replace(tensor, name=key) for key, tensor in states.items()}
     else:
         drops = [_drop(tensor, reason) for tensor, reason in left] + drops
-    return Canonical(chosen, tuple(drops), model, tied, lambda: _groups(index, chosen, selection), index.facts, twice, selection=selection)
+    return Content(chosen, tuple(drops), model, tied, lambda: _groups(index, chosen, selection), index.facts, twice, selection=selection)
 
 
 def _groups(index: Index, chosen: Mapping[str, Tensor], selection: Selection) -> tuple[ParamGroup, ...]:
@@ -144,7 +144,7 @@ def _groups(index: Index, chosen: Mapping[str, Tensor], selection: Selection) ->
     return tuple(found)
 
 
-def check_against_model(content: Canonical, *, partial: bool, strict: bool, optional: Collection[str] = ()) -> None:
+def check_against_model(content: Content, *, partial: bool, strict: bool, optional: Collection[str] = ()) -> None:
     """Raises CheckpointError if a weight of the model is missing (unless `partial`, or among `optional`) or has another shape than the
     config says; with `strict` also if a tensor is none of the model's."""
     model = content.model
@@ -184,7 +184,7 @@ def check_against_model(content: Canonical, *, partial: bool, strict: bool, opti
 
 def keyed(index: Index) -> dict[str, Tensor]:
     """The weights by name, and what the optimizer keeps of them by `optimizers.state_key`: of what is there as both, also the master."""
-    stored, masters = index.by_role("weight"), index.by_role("master")
+    stored, masters = index.by_kind("weight"), index.by_kind("master")
     weights = {**masters, **stored}
     both = {master_key(name): tensor for name, tensor in masters.items() if name in stored}
     return {**weights, **both, **{key: tensor for tensor in index.tensors if (key := _state_key(tensor, weights)) is not None}}
@@ -199,7 +199,7 @@ def _states(index: Index, chosen: Mapping[str, Tensor], selection: Selection) ->
             why=why,
             do="Save the optimizer with names (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict), or leave out --optimizer",
         )
-    stored = {**index.by_role("master"), **index.by_role("weight")}
+    stored = {**index.by_kind("master"), **index.by_kind("weight")}
     found: dict[str, Tensor] = {}
     for tensor in index.tensors:
         key = _state_key(tensor, stored)
@@ -218,14 +218,14 @@ def _masters(
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """The full-precision copies of the chosen weights that the optimizer keeps state of, by key; and the keys of those that are the chosen
     tensors themselves."""
-    stored = {name.removeprefix(selection.strip_prefix): tensor for name, tensor in index.by_role("master").items()}
+    stored = {name.removeprefix(selection.strip_prefix): tensor for name, tensor in index.by_kind("master").items()}
     names = dict.fromkeys(parameter_and_kind(key)[0] for key in states)
     found = {master_key(name): stored.get(name, chosen[name]) for name in names}
-    return found, tuple(master_key(name) for name in names if name not in stored or chosen[name].role == "master")
+    return found, tuple(master_key(name) for name in names if name not in stored or chosen[name].kind == "master")
 
 
 def _state_key(tensor: Tensor, weights: Mapping[str, Tensor]) -> str | None:
-    if tensor.role == "state":
+    if tensor.kind == "state":
         name, _, _ = tensor.name.rpartition(".")
         return f"optim.state.{tensor.name}" if name in weights else None
     return state_key(tensor)
@@ -233,7 +233,7 @@ def _state_key(tensor: Tensor, weights: Mapping[str, Tensor]) -> str | None:
 
 def _of_role(index: Index, selection: Selection) -> tuple[dict[str, Tensor], list[tuple[Tensor, str]]]:
     """The tensors of the wanted role, and the others with the reason why they are left out."""
-    stored, masters = index.by_role("weight"), index.by_role("master")
+    stored, masters = index.by_kind("weight"), index.by_kind("master")
     if selection.weights == "master" and not masters:
         raise RequestError(
             "this checkpoint stores no full-precision masters",
@@ -252,11 +252,11 @@ def _of_role(index: Index, selection: Selection) -> tuple[dict[str, Tensor], lis
     # What there is once (buffers and frozen weights have no master, ZeRO-3 has no model copy of what is trained) belongs to both.
     chosen = {**stored, **masters} if selection.weights == "master" else {**masters, **stored}
     kept = {id(tensor) for tensor in chosen.values()}
-    reasons: dict[str, str] = dict.fromkeys(ROLES, "optimizer state, which serving does not need")
+    reasons: dict[str, str] = dict.fromkeys(KINDS, "optimizer state, which serving does not need")
     reasons["state"] = "state of the run, which serving does not need"
     reasons["weight"] = "the model copy; --weights master was chosen"
     reasons["master"] = "the full-precision master; the model copy was taken (--weights master takes this one)"
-    return chosen, [(tensor, reasons[tensor.role]) for tensor in index.tensors if id(tensor) not in kept]
+    return chosen, [(tensor, reasons[tensor.kind]) for tensor in index.tensors if id(tensor) not in kept]
 
 
 def _renamed(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -313,4 +313,4 @@ def _prefix_hint(unknown: list[str], model: Model) -> str | None:
 
 
 def _drop(tensor: Tensor, reason: str) -> Drop:
-    return Drop(tensor.name, tensor.role, tensor.nbytes, reason)
+    return Drop(tensor.name, tensor.kind, tensor.nbytes, reason)

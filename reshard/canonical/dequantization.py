@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from reshard.canonical.content import Canonical, Drop
+from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError, RequestError
 from reshard.index.index import Scaling, Tensor
 from reshard.models.model import Model
@@ -15,7 +15,7 @@ from reshard.models.quantization import Quantization, quantization_of, unknown_q
 SETTING = "quantization_config"
 
 
-def dequantized(content: Canonical, config: Mapping[str, Any] | None) -> Canonical:
+def dequantized(content: Content, config: Mapping[str, Any] | None) -> Content:
     """The same tensors, the quantised ones with what they are multiplied with; the model is as its config says, but not quantised.
 
     Raises: RequestError if the config does not say how the weights are quantised, CheckpointError if a quantised one has no scales.
@@ -39,19 +39,19 @@ def dequantized(content: Canonical, config: Mapping[str, Any] | None) -> Canonic
                 raise CheckpointError("it is not there, other scales of this weight are", where=other)
             if scale.of_input:
                 drops.append(
-                    Drop(other, found.role, found.nbytes, "the scale of a quantised layer's input; the layer is not quantised any more")
+                    Drop(other, found.kind, found.nbytes, "the scale of a quantised layer's input; the layer is not quantised any more")
                 )
             else:
                 tensors[name] = replace(tensor, scaling=_scaling(tensor, found, scale.grain, scale.shape(tensor.shape)))
     for name in [name for name in tensors if name.rpartition(".")[2] in {scale.kind for scale in quantization.cache}]:
         found = tensors.pop(name)
-        drops.append(Drop(name, found.role, found.nbytes, "a scale of cached keys or values; they are not quantised any more"))
+        drops.append(Drop(name, found.kind, found.nbytes, "a scale of cached keys or values; they are not quantised any more"))
     _check_none_is_left(tensors, quantization)
     model = Model(content.model.architecture, without_quantization(content.model.config)) if content.model else None
     return replace(content, tensors=tensors, drops=tuple(drops), model=model)
 
 
-def quantized_names(content: Canonical, config: Mapping[str, Any] | None) -> frozenset[str]:
+def quantized_names(content: Content, config: Mapping[str, Any] | None) -> frozenset[str]:
     """The quantised weights and what lies beside them: a cast would make their values others."""
     quantization = quantization_of(config or {})
     kinds = [scale.kind for scale in quantization.scales] if quantization else []

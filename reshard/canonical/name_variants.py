@@ -19,14 +19,14 @@ from dataclasses import dataclass, replace
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, Tile, joined, stacked
-from reshard.index.index import Index, ParamGroup, Role, Tensor
+from reshard.index.index import Index, Kind, ParamGroup, Tensor
 from reshard.index.join import rows_meeting
-from reshard.index.shards import Shards, concatenated, seen_as
+from reshard.index.shards import Shards, concatenated, subviews
 from reshard.models.model import Model, Part
 
 
 @dataclass(frozen=True, slots=True)
-class Spelling:
+class NameVariant:
     """A name within a layer, with {expert} for a number and {kind} for weight or bias, and the roles that follow each other in it.
 
     stacked: it holds that kind of them for every expert, along a new first axis.
@@ -38,25 +38,25 @@ class Spelling:
 
 
 SPELLINGS = (
-    Spelling("mlp.experts.gate_up_proj", ("expert.gate", "expert.up"), stacked="weight"),
-    Spelling("mlp.experts.down_proj", ("expert.down",), stacked="weight"),
-    Spelling("mlp.experts.gate_up_proj_scale_inv", ("expert.gate", "expert.up"), stacked="weight_scale_inv"),
-    Spelling("mlp.experts.down_proj_scale_inv", ("expert.down",), stacked="weight_scale_inv"),
-    Spelling("mlp.gate.{kind}", ("router",)),
-    Spelling("mlp.experts.{expert}.gate_proj.{kind}", ("expert.gate",)),
-    Spelling("mlp.experts.{expert}.up_proj.{kind}", ("expert.up",)),
-    Spelling("mlp.experts.{expert}.down_proj.{kind}", ("expert.down",)),
-    Spelling("block_sparse_moe.gate.{kind}", ("router",)),
-    Spelling("block_sparse_moe.experts.{expert}.w1.{kind}", ("expert.gate",)),
-    Spelling("block_sparse_moe.experts.{expert}.w2.{kind}", ("expert.down",)),
-    Spelling("block_sparse_moe.experts.{expert}.w3.{kind}", ("expert.up",)),
-    Spelling("self_attn.qkv_proj.{kind}", ("attention.q", "attention.k", "attention.v")),
-    Spelling("self_attn.q_proj.{kind}", ("attention.q",)),
-    Spelling("self_attn.k_proj.{kind}", ("attention.k",)),
-    Spelling("self_attn.v_proj.{kind}", ("attention.v",)),
-    Spelling("mlp.gate_up_proj.{kind}", ("mlp.gate", "mlp.up")),
-    Spelling("mlp.gate_proj.{kind}", ("mlp.gate",)),
-    Spelling("mlp.up_proj.{kind}", ("mlp.up",)),
+    NameVariant("mlp.experts.gate_up_proj", ("expert.gate", "expert.up"), stacked="weight"),
+    NameVariant("mlp.experts.down_proj", ("expert.down",), stacked="weight"),
+    NameVariant("mlp.experts.gate_up_proj_scale_inv", ("expert.gate", "expert.up"), stacked="weight_scale_inv"),
+    NameVariant("mlp.experts.down_proj_scale_inv", ("expert.down",), stacked="weight_scale_inv"),
+    NameVariant("mlp.gate.{kind}", ("router",)),
+    NameVariant("mlp.experts.{expert}.gate_proj.{kind}", ("expert.gate",)),
+    NameVariant("mlp.experts.{expert}.up_proj.{kind}", ("expert.up",)),
+    NameVariant("mlp.experts.{expert}.down_proj.{kind}", ("expert.down",)),
+    NameVariant("block_sparse_moe.gate.{kind}", ("router",)),
+    NameVariant("block_sparse_moe.experts.{expert}.w1.{kind}", ("expert.gate",)),
+    NameVariant("block_sparse_moe.experts.{expert}.w2.{kind}", ("expert.down",)),
+    NameVariant("block_sparse_moe.experts.{expert}.w3.{kind}", ("expert.up",)),
+    NameVariant("self_attn.qkv_proj.{kind}", ("attention.q", "attention.k", "attention.v")),
+    NameVariant("self_attn.q_proj.{kind}", ("attention.q",)),
+    NameVariant("self_attn.k_proj.{kind}", ("attention.k",)),
+    NameVariant("self_attn.v_proj.{kind}", ("attention.v",)),
+    NameVariant("mlp.gate_up_proj.{kind}", ("mlp.gate", "mlp.up")),
+    NameVariant("mlp.gate_proj.{kind}", ("mlp.gate",)),
+    NameVariant("mlp.up_proj.{kind}", ("mlp.up",)),
 )
 _BY_NAME = {spelling.name: spelling for spelling in SPELLINGS}
 # What stands at the front of a name, and what the canonical name has there; {base} is "model." or its like.
@@ -117,9 +117,9 @@ class Names:
         held = [each for each in experts if each is not None]
         return stacked(held) if held and len(held) == len(experts) else None
 
-    def _joined(self, spelling: Spelling, layer: int, expert: int | None, kind: str) -> Mosaic | None:
+    def _joined(self, spelling: NameVariant, layer: int, expert: int | None, kind: str) -> Mosaic | None:
         if self._parts is None:
-            self._parts = {(part.layer, part.expert, part.role, part.kind): part for part in self._model.parts}
+            self._parts = {(part.layer, part.expert, part.role, part.parameter): part for part in self._model.parts}
         parts = [self._parts.get((layer, expert, role, kind)) for role in spelling.roles]
         arrays = [part.array for part in parts if part is not None]
         if len(arrays) < len(parts) or (len(arrays) > 1 and not arrays[0].shape):
@@ -136,7 +136,7 @@ class _Held:
     shards: Shards
 
 
-def respelled(index: Index, model: Model | None, prefix: str = "") -> Index:
+def with_canonical_names(index: Index, model: Model | None, prefix: str = "") -> Index:
     """The index under the model's canonical names: stored tensors of other spellings as pieces of canonical ones, state of the optimizer
     alike. The same index if there are none. prefix: what stands before all names of the model.
 
@@ -156,11 +156,11 @@ def respelled(index: Index, model: Model | None, prefix: str = "") -> Index:
             known[name] = None if names.is_canonical(own) else names.array(own)
         return known[name]
 
-    found: dict[tuple[Role, str], list[_Held]] = {}
+    found: dict[tuple[Kind, str], list[_Held]] = {}
     respelled_names: dict[str, str] = {}
     for tensor in index.tensors:
         for name, held in _shares(tensor, array, names, model, prefix):
-            found.setdefault((tensor.role, name), []).append(held)
+            found.setdefault((tensor.kind, name), []).append(held)
             if name != tensor.name:
                 respelled_names.setdefault(tensor.name, name)
     if not respelled_names:
@@ -183,7 +183,7 @@ def respelled(index: Index, model: Model | None, prefix: str = "") -> Index:
 
 
 def _own_names(index: Index, prefix: str) -> Iterator[str]:
-    return (tensor.name.removeprefix(prefix) for tensor in index.tensors if tensor.role in ("weight", "master"))
+    return (tensor.name.removeprefix(prefix) for tensor in index.tensors if tensor.kind in ("weight", "master"))
 
 
 def _declared(model: Model) -> re.Pattern[str]:
@@ -196,22 +196,22 @@ def _declared(model: Model) -> re.Pattern[str]:
 
 def _shares(tensor: Tensor, array: Callable[[str], Mosaic | None], names: Names, model: Model, prefix: str) -> Iterator[tuple[str, _Held]]:
     """The canonical tensors that a stored one holds something of, by name; itself, if its name is canonical or means nothing."""
-    parameter, _, kind = tensor.name.rpartition(".") if tensor.role == "state" else (tensor.name, "", "")
-    suffix = f".{kind}" if tensor.role == "state" else ""
+    parameter, _, kind = tensor.name.rpartition(".") if tensor.kind == "state" else (tensor.name, "", "")
+    suffix = f".{kind}" if tensor.kind == "state" else ""
     held = array(parameter) if parameter else None
     if held is None:
         short = tensor.name.removeprefix(prefix)
-        own = None if names.is_canonical(short) or tensor.role != "weight" else names.unneeded(short)
+        own = None if names.is_canonical(short) or tensor.kind != "weight" else names.unneeded(short)
         yield own or tensor.name, _Held(tensor, tensor.shape, tensor.shards)
     elif tensor.shape == held.shape:
         for name, rows in _located(tensor.shards, held).items():
             # The shape of the embedding is that of a tied head, which is not among the weights.
             shape = model.weights[name].shape if name in model.weights else tensor.shape
-            yield name + suffix, _Held(tensor, shape, seen_as(tensor.shards, rows))
+            yield name + suffix, _Held(tensor, shape, subviews(tensor.shards, rows))
     elif tensor.elements == 1:  # a count of steps is every parameter's
         for name in held.names:
             yield name + suffix, _Held(tensor, tensor.shape, tensor.shards)
-    elif tensor.role == "state":
+    elif tensor.kind == "state":
         yield tensor.name, _Held(tensor, tensor.shape, tensor.shards)
     else:
         raise CheckpointError(
@@ -254,7 +254,7 @@ def _whole(name: str, held: Sequence[_Held]) -> Tensor:
                 why="Both are said to hold this weight, and it has one element type and shape",
                 do="Save the model again with one of them",
             )
-    return Tensor(name, first.dtype, held[0].shape, first.role, concatenated([each.shards for each in held]))
+    return Tensor(name, first.dtype, held[0].shape, first.kind, concatenated([each.shards for each in held]))
 
 
 def _all(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.index.index import ParamGroup, Role, Tensor
+from reshard.index.index import Kind, ParamGroup, Tensor
 
 Shape = tuple[int, ...]
 
 ROOTS = ("optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_state")
-STATE_ROLES: Mapping[str, Role] = {
+STATE_KINDS: Mapping[str, Kind] = {
     "exp_avg": "moment1",
     "exp_avg_sq": "moment2",
     "step": "step",
@@ -26,16 +26,16 @@ STATE_ROLES: Mapping[str, Role] = {
     "fp32_param": "master",
 }
 # The other way: by what name torch's optimizers keep a role.
-_KINDS: Mapping[Role, str] = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "step": "step"}
+_KINDS: Mapping[Kind, str] = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "step": "step"}
 _PREFIX, _MASTER = "optim.state.", "master_param"
 
 
-def state_role(name: str | None, parameter: Any, kind: str) -> tuple[Role, str]:
-    """Role and name of what an optimizer keeps of a parameter; of kinds without a role of their own it is "<name>.<kind>".
+def state_kind(name: str | None, parameter: Any, kind: str) -> tuple[Kind, str]:
+    """Kind and name of what an optimizer keeps of a parameter; of kinds without a role of their own it is "<name>.<kind>".
 
     Where the parameter has no name it is state of the run, called by its number.
     """
-    role = STATE_ROLES.get(kind)
+    role = STATE_KINDS.get(kind)
     if name is None:
         return "state", f"optim.state.{parameter}.{kind}"
     return (role, name) if role else ("state", f"{name}.{kind}")
@@ -66,8 +66,8 @@ def names_for(
 
 def state_key(tensor: Tensor) -> str | None:
     """One name for a parameter's state among all tensors, "optim.state.<parameter>.<kind>"; None if it belongs to no parameter."""
-    if tensor.role in _KINDS:
-        return f"{_PREFIX}{tensor.name}.{_KINDS[tensor.role]}"
+    if tensor.kind in _KINDS:
+        return f"{_PREFIX}{tensor.name}.{_KINDS[tensor.kind]}"
     return None
 
 
@@ -93,7 +93,7 @@ def parameter_and_kind(key: str) -> tuple[str, str]:
 
 def is_unnamed(tensor: Tensor) -> bool:
     """Whether it is the state of a parameter that is known by its number only."""
-    return tensor.role == "state" and tensor.name.startswith(_PREFIX)
+    return tensor.kind == "state" and tensor.name.startswith(_PREFIX)
 
 
 @dataclass(frozen=True, slots=True)

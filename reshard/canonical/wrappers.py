@@ -37,7 +37,7 @@ def without_wrappers(index: Index) -> Index:
     Raises: CheckpointError if two tensors would then have one name.
     """
     names = {tensor.name: unwrapped(tensor.name) for tensor in index.tensors}
-    own = [names[tensor.name] for tensor in index.tensors if tensor.role in ("weight", "master")]
+    own = [names[tensor.name] for tensor in index.tensors if tensor.kind in ("weight", "master")]
     while own and all(name.startswith(_FRONT) for name in own):
         own = [name.removeprefix(_FRONT) for name in own]
         names = {name: short.removeprefix(_FRONT) for name, short in names.items()}
@@ -46,7 +46,7 @@ def without_wrappers(index: Index) -> Index:
         return index
     taken: dict[tuple[str, str], str] = {}
     for tensor in index.tensors:
-        if (other := taken.setdefault((tensor.role, names[tensor.name]), tensor.name)) != tensor.name:
+        if (other := taken.setdefault((tensor.kind, names[tensor.name]), tensor.name)) != tensor.name:
             raise CheckpointError(
                 f"without what wrappers put into the names, {other} and {tensor.name} are the same",
                 where=names[tensor.name],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from reshard.canonical.content import Canonical
+from reshard.canonical.content import Content
 from reshard.engine.casts import cast
 from reshard.engine.pool import run_jobs, workers_within
 from reshard.engine.transfer import Block, Pieces, Worker, bytes_of
@@ -24,7 +24,7 @@ class Side:
 
     files: Files
     index: Index
-    content: Canonical
+    content: Content
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,7 @@ class Conversion:
             by_route.setdefault(i, []).append((j, digest))
         found: dict[str, bytes] = {}
         standing_for: dict[str, list[str]] = {}
-        for copy, kept in self.plan.layout.copies.items():
+        for copy, kept in self.plan.layout.aliases.items():
             standing_for.setdefault(kept, []).append(copy)
         for i, route in enumerate(self.plan.routes):
             blocks_of_it = [digest for _, digest in sorted(by_route.get(i, []))]

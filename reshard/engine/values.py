@@ -33,7 +33,7 @@ def _spread(scales: Block, scaling: Scaling, held: Box, box: Box) -> Block:
     """One scale per element, or arrays that numpy spreads over the elements."""
     if scales.ndim != len(box.sizes):
         return scales.reshape((1,) * len(box.sizes))
-    for axis, step in enumerate(scaling.grain):
+    for axis, step in enumerate(scaling.block_shape):
         if step is not None and step > 1:
             places = np.arange(box.offsets[axis], box.stops[axis]) // step - held.offsets[axis]
             scales = np.take(scales, places, axis=axis)

@@ -16,8 +16,8 @@ from reshard.geometry.extents import Piece
 from reshard.geometry.meshes import Distribution, Mesh
 from reshard.index.shards import Columns, Shards, primary_rows
 
-Role = Literal["weight", "master", "moment1", "moment2", "step", "state"]
-ROLES: dict[Role, str] = {
+Kind = Literal["weight", "master", "moment1", "moment2", "step", "state"]
+KINDS: dict[Kind, str] = {
     "weight": "model weights and buffers",
     "master": "full-precision copies kept by the optimizer",
     "moment1": "optimizer: first moments",
@@ -38,7 +38,7 @@ class Tensor:
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    role: Role
+    kind: Kind
     shards: Shards
     distribution: Distribution | None = None
     scaling: Scaling | None = None
@@ -65,7 +65,7 @@ class Scaling:
     """Factors that make values of quantised elements: a tensor of them, and per axis for how many elements one stands (None: all)."""
 
     scales: Tensor
-    grain: tuple[int | None, ...]
+    block_shape: tuple[int | None, ...]
 
     def box_of(self, box: Box) -> Box:
         """The factors of a box of elements."""
@@ -74,7 +74,7 @@ class Scaling:
             return Box.whole(shape)
         spans = [
             (0, 1) if step is None else (start // step, -(-stop // step))
-            for step, start, stop in zip(self.grain, box.offsets, box.stops, strict=True)
+            for step, start, stop in zip(self.block_shape, box.offsets, box.stops, strict=True)
         ]
         return Box(tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans))
 
@@ -118,7 +118,7 @@ class RunFacts:
     state: Mapping[str, Any] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
     buffers: tuple[str, ...] | None = None
-    asks: tuple[str, ...] = ()
+    unanswered: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +144,9 @@ class Index:
     constants: tuple[Constant, ...] = ()
     param_groups: Callable[[], tuple[ParamGroup, ...]] = tuple
 
-    def by_role(self, role: Role) -> dict[str, Tensor]:
+    def by_kind(self, role: Kind) -> dict[str, Tensor]:
         """The tensors of one role by name."""
-        return {tensor.name: tensor for tensor in self.tensors if tensor.role == role}
+        return {tensor.name: tensor for tensor in self.tensors if tensor.kind == role}
 
     def check(self) -> None:
         """Raises CheckpointError for the first tensor that has a hole or pieces that overlap without being equal."""
@@ -154,9 +154,9 @@ class Index:
         # Tensors that are cut alike may share their columns, which then have been checked.
         covered: set[tuple[object, ...]] = set()
         for tensor in self.tensors:
-            if (tensor.role, tensor.name) in seen:
+            if (tensor.kind, tensor.name) in seen:
                 raise CheckpointError("two tensors have this name", where=tensor.name, why="Which one is meant cannot be known")
-            seen.add((tensor.role, tensor.name))
+            seen.add((tensor.kind, tensor.name))
             columns = id(tensor.shards.offsets), id(tensor.shards.sizes), id(tensor.shards.primary), tensor.shape
             if columns not in covered:
                 check_coverage(tensor)

@@ -142,7 +142,7 @@ def primary_rows(shards: Shards) -> npt.NDArray[np.bool_]:
     return primary
 
 
-def in_memory(shards: Shards, rows: Sequence[tuple[int, Section]]) -> Shards:
+def subviews_of_flat(shards: Shards, rows: Sequence[tuple[int, Section]]) -> Shards:
     """The pieces of a canonical tensor that lie in stored ones, each of which is a run along its last axis: (row of `shards`, section)."""
 
     def extent(i: int) -> Extent:
@@ -154,7 +154,7 @@ def in_memory(shards: Shards, rows: Sequence[tuple[int, Section]]) -> Shards:
     return _of_boxes(shards, [row for row, _ in rows], [section.box for _, section in rows], extent)
 
 
-def seen_as(shards: Shards, rows: Sequence[tuple[int, Tile]]) -> Shards:
+def subviews(shards: Shards, rows: Sequence[tuple[int, Tile]]) -> Shards:
     """The pieces of a canonical tensor that lie in stored ones: (row of `shards`, where in that row's array the piece lies)."""
 
     def extent(i: int) -> Extent:

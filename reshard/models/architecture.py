@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     pass
 
 
-Kind = Literal["dense", "sparse", "extra"]
+LayerKind = Literal["dense", "sparse", "extra"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Weight:
     role: str
     shape: tuple[str, ...]
     when: str | None = None
-    layers: Kind | None = None
+    layers: LayerKind | None = None
     holds: Mapping[str, str] = field(default_factory=dict)
     by: str | None = None
     transposed: bool = False

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, joined
-from reshard.models.quantization import Grain, Quantization, Scale, quantization_of
+from reshard.models.quantization import BlockShape, Quantization, Scale, quantization_of
 from reshard.models.roles import LINEAR, SPLITS, Split
 
 if TYPE_CHECKING:
@@ -47,14 +47,14 @@ class Part:
     """
 
     role: str
-    kind: str
+    parameter: str
     layer: int | None
     expert: int | None
     tensor: str
     array: Mosaic
     split: Split
-    grain: Grain
-    blocks: Grain | None = None
+    block_shape: BlockShape
+    blocks: BlockShape | None = None
     scale: Scale | None = None
 
 
@@ -219,7 +219,7 @@ class Model:
         array = Mosaic.of(weight.name, Box.whole(weight.shape))
         if declared.transposed and len(weight.shape) == 2:
             array = array.transposed()
-        grain: Grain = weight.scale.grain if weight.scale else (1,) * len(weight.shape)
+        grain: BlockShape = weight.scale.grain if weight.scale else (1,) * len(weight.shape)
         blocks = next((scale.grain for scale in weight.scales if scale.is_blocked), None)
         where = (weight.layer, weight.expert, weight.name)
 

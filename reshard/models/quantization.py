@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Per axis of a weight [out, in]: how many elements share a scale; None: all of the axis.
-Grain = tuple[int | None, ...]
+BlockShape = tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Scale:
     stored. of_input: it is not the weight's, but of what is multiplied with it."""
 
     kind: str
-    grain: Grain
+    grain: BlockShape
     one: tuple[int, ...] = ()
     of_input: bool = False
 
@@ -102,7 +102,7 @@ def _compressed(said: Mapping[str, Any]) -> tuple[Scale, ...] | None:
     if list(group.get("targets") or ()) != ["Linear"] or weights.get("type") != "float" or weights.get("num_bits") != 8:
         return None
     block = tuple(weights.get("block_structure") or ())
-    grain: Grain = {"tensor": (None, None), "channel": (1, None), "block": block}.get(str(weights.get("strategy")), ())
+    grain: BlockShape = {"tensor": (None, None), "channel": (1, None), "block": block}.get(str(weights.get("strategy")), ())
     if not grain:
         return None
     static = (Scale("input_scale", (None, None), (1,), of_input=True),) if inputs and not inputs.get("dynamic") else ()

@@ -46,7 +46,7 @@ def cut_of(part: Part, tp: int, rules: SplitRules) -> Cut | None:
             cut = Cut(0, heads, tp // heads) if copies and tp > heads else Cut(0, tp)
         case Column() | Vocabulary():
             cut = Cut(0, tp)
-    return cut if cut.axis < len(part.grain) and part.grain[cut.axis] is not None else None
+    return cut if cut.axis < len(part.block_shape) and part.block_shape[cut.axis] is not None else None
 
 
 def problem(part: Part, tp: int, rules: SplitRules) -> str | None:

@@ -62,8 +62,8 @@ class Layout:
     sidecars: tuple[Sidecar, ...]
     parallel: Parallel = ONE_RANK
     notes: tuple[str, ...] = ()
-    copies: Mapping[str, str] = field(default_factory=dict)
-    told: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    inlined_scalars: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     def index(self, shapes: Mapping[str, tuple[int, ...]]) -> Index:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.canonical.content import Canonical, Drop
+from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
@@ -88,7 +88,7 @@ class Plan:
 
     source: Index
     source_files: Files
-    content: Canonical
+    content: Content
     target: Target
     layout: Layout
     target_index: Index
@@ -98,7 +98,7 @@ class Plan:
     def drops(self) -> tuple[Drop, ...]:
         """What of the source is left out, by choice or because the target has no place for it."""
         tensors = self.content.tensors
-        here = (Drop(name, tensors[name].role, tensors[name].nbytes, why) for name, why in self.layout.left_out.items() if name in tensors)
+        here = (Drop(name, tensors[name].kind, tensors[name].nbytes, why) for name, why in self.layout.left_out.items() if name in tensors)
         return (*self.content.drops, *here)
 
     def copies(self) -> Iterator[Copy]:
@@ -225,11 +225,11 @@ class Plan:
         return digest.hexdigest()
 
 
-def make_plan(source: Index, source_files: Files, content: Canonical, target: Target, layout: Layout) -> Plan:
+def make_plan(source: Index, source_files: Files, content: Content, target: Target, layout: Layout) -> Plan:
     """The plan that fills `layout` with `content`, its routes in the order in which the source's files lie."""
     target_index = layout.index(content.shapes)
     copies: dict[str, list[Tensor]] = {}
-    for copy, kept in layout.copies.items():
+    for copy, kept in layout.aliases.items():
         copies.setdefault(kept, []).append(content.tensors[copy])
     routes = [Route(_with_copies(content.tensors[t.name], copies.get(t.name, [])), t) for t in target_index.tensors]
     routes.sort(key=lambda route: _place(route.source))

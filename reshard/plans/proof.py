@@ -38,15 +38,17 @@ def prove(plan: Plan) -> None:
         _file_is_tiled(file)
         for item in file.tensors:
             _sections_are_disjoint(file, item)
-    if plan.target.only:
+    if plan.target.only_rank:
         return  # the other ranks hold the rest
     for route in plan.routes:
         check_coverage(route.target)
     scales = {route.source.scaling.scales.name for route in plan.routes if route.source.scaling}
-    routed = {route.name for route in plan.routes} | plan.layout.copies.keys() | set(plan.layout.told) | plan.layout.left_out.keys()
+    routed = (
+        {route.name for route in plan.routes} | plan.layout.aliases.keys() | set(plan.layout.inlined_scalars) | plan.layout.left_out.keys()
+    )
     if lost := sorted(set(plan.content.tensors) - routed):
         raise ProofFailed("the plan gives this weight no place and does not name it as dropped", where=lost[0])
-    named = len(plan.content.tensors) + len(scales) - len(plan.content.twice) + len(plan.content.drops) + len(plan.content.tied)
+    named = len(plan.content.tensors) + len(scales) - len(plan.content.duplicate_masters) + len(plan.content.drops) + len(plan.content.tied)
     if named != len(plan.source.tensors):
         raise ProofFailed(f"the source has {len(plan.source.tensors)} tensors, the plan accounts for {named}")
 
@@ -115,7 +117,7 @@ def compose(plan: Plan, read_back: Index) -> RoundTrip:
             if not same:
                 losses.append(f"{route.name} {box}: read from other bytes than it is written to")
     written = {route.name: route.target for route in plan.routes}
-    for name, kept in plan.layout.copies.items():
+    for name, kept in plan.layout.aliases.items():
         if is_master_key(name) and name not in back:
             continue  # the weight is its own full-precision copy
         returned = back.pop(name, None)

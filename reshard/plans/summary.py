@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from reshard.canonical.content import Canonical
+from reshard.canonical.content import Content
 from reshard.index.index import Index, Tensor, sharding_text
 from reshard.models.model import Model
 from reshard.plans.layout import TargetFile
@@ -15,10 +15,10 @@ from reshard.plans.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class RoleSummary:
+class KindSummary:
     """How much of an index is of one role and element type."""
 
-    role: str
+    kind: str
     dtype: str
     tensors: int
     elements: int
@@ -33,7 +33,7 @@ class TensorGroup:
     """
 
     name: str
-    role: str
+    kind: str
     dtype: str
     shape: tuple[int, ...]
     sharding: str
@@ -56,18 +56,18 @@ class RankSummary:
     padding_rows: int
 
 
-def roles(index: Index) -> tuple[RoleSummary, ...]:
+def roles(index: Index) -> tuple[KindSummary, ...]:
     """Bytes by role and element type, in the roles' order."""
     groups: dict[tuple[str, str], list[Tensor]] = {}
     for tensor in index.tensors:
-        groups.setdefault((tensor.role, tensor.dtype.name), []).append(tensor)
+        groups.setdefault((tensor.kind, tensor.dtype.name), []).append(tensor)
     return tuple(
-        RoleSummary(role, dtype, len(found), sum(t.elements for t in found), sum(t.nbytes for t in found))
+        KindSummary(role, dtype, len(found), sum(t.elements for t in found), sum(t.nbytes for t in found))
         for (role, dtype), found in groups.items()
     )
 
 
-def parameters(content: Canonical) -> int:
+def parameters(content: Content) -> int:
     """The number of the model's elements; a tied table counts once, scales of quantised weights not at all."""
     scales = {name for name, weight in content.model.weights.items() if weight.scale} if content.model else set()
     return sum(tensor.elements for name, tensor in content.weights.items() if name not in scales)
@@ -84,30 +84,30 @@ def groups(tensors: Iterable[Tensor]) -> tuple[TensorGroup, ...]:
     found: dict[tuple[object, ...], list[Tensor]] = {}
     for same_name in by_name.values():
         for first, state in _with_state(same_name):
-            pattern = first.role if first.role == "step" else re.sub(r"\d+", "#", first.name)
-            found.setdefault((pattern, first.role, first.dtype, first.shape, sharding_text(first), state), []).append(first)
+            pattern = first.kind if first.kind == "step" else re.sub(r"\d+", "#", first.name)
+            found.setdefault((pattern, first.kind, first.dtype, first.shape, sharding_text(first), state), []).append(first)
     rows = [
-        TensorGroup(_group_name(same), same[0].role, same[0].dtype.name, same[0].shape, sharding_text(same[0]), str(key[-1]), len(same))
+        TensorGroup(_group_name(same), same[0].kind, same[0].dtype.name, same[0].shape, sharding_text(same[0]), str(key[-1]), len(same))
         for key, same in found.items()
     ]
-    return tuple(sorted(rows, key=lambda row: row.role != "weight"))
+    return tuple(sorted(rows, key=lambda row: row.kind != "weight"))
 
 
 def _with_state(same_name: list[Tensor]) -> Iterator[tuple[Tensor, str]]:
     """The weight of a name with the roles of what has its shape and cut; and what has not, by itself."""
-    first = next((tensor for tensor in same_name if tensor.role == "weight"), same_name[0])
+    first = next((tensor for tensor in same_name if tensor.kind == "weight"), same_name[0])
     form = first.shape, sharding_text(first)
-    alike = [t for t in same_name if t is not first and t.role != "step" and (t.shape, sharding_text(t)) == form]
+    alike = [t for t in same_name if t is not first and t.kind != "step" and (t.shape, sharding_text(t)) == form]
     by_dtype: dict[str, list[str]] = {}
     for tensor in alike:
-        by_dtype.setdefault(tensor.dtype.name, []).append(tensor.role)
+        by_dtype.setdefault(tensor.dtype.name, []).append(tensor.kind)
     yield first, "; ".join(f"{', '.join(roles)} ({dtype})" for dtype, roles in by_dtype.items())
     known = {id(tensor) for tensor in (first, *alike)}
     yield from ((tensor, "") for tensor in same_name if id(tensor) not in known)
 
 
 def _group_name(same: list[Tensor]) -> str:
-    return "(of each weight)" if same[0].role == "step" and len(same) > 1 else _common_name([tensor.name for tensor in same])
+    return "(of each weight)" if same[0].kind == "step" and len(same) > 1 else _common_name([tensor.name for tensor in same])
 
 
 def _common_name(names: list[str]) -> str:

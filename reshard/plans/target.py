@@ -29,24 +29,24 @@ class Target:
     keep_dtype: tuple[str, ...] = ()
     engine_version: str | None = None
     max_shard_bytes: int | None = None
-    fixed: frozenset[str] = frozenset()
+    dtype_kept_for: frozenset[str] = frozenset()
     options: Mapping[str, Any] = field(default_factory=dict)
-    only: Mapping[str, int] = field(default_factory=dict)
+    only_rank: Mapping[str, int] = field(default_factory=dict)
 
     def wants(self, ranks: Mapping[str, int]) -> bool:
         """Whether the files of a rank are asked for. An axis that one side does not name has one rank, 0, or does not matter."""
-        return all(ranks.get(axis, 0) == rank for axis, rank in self.only.items())
+        return all(ranks.get(axis, 0) == rank for axis, rank in self.only_rank.items())
 
     def dtype_of(self, tensor: Tensor) -> DType:
         """The element type that a tensor will be stored with."""
         if tensor.scaling:
             return self.dtype or BF16
-        is_weight = tensor.role in ("weight", "master")
+        is_weight = tensor.kind in ("weight", "master")
         if (
             self.dtype is None
             or not tensor.dtype.floating
             or not is_weight
-            or tensor.name in self.fixed
+            or tensor.name in self.dtype_kept_for
             or any(fnmatchcase(tensor.name, glob) for glob in self.keep_dtype)
         ):
             return tensor.dtype

@@ -19,7 +19,7 @@ from reshard.geometry.parallel import Parallel, stage_layers
 from reshard.geometry.stored import StoredTensor
 from reshard.models.model import Model
 from reshard.serving import kv_cache
-from reshard.serving.rules import EngineRules, Rank, check_degrees, degree_problem, model_dtype, stored_dtypes, unplaced
+from reshard.serving.rules import EngineRules, Rank, check_degrees, degree_problem, model_dtype, stored_dtypes, weights_without_slot
 
 RulesFor = Callable[[Parallel], EngineRules]
 
@@ -44,7 +44,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class CacheCapacity:
     """How much fits beside the weights: bytes for the cache (on the rank with the fewest tokens), tokens, sequences of the longest kind."""
 
     cache: int
@@ -65,13 +65,13 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Degree:
+class DegreeRow:
     """One choice of parallel sizes: why it is not possible, or what its stages hold."""
 
     parallel: Parallel
     problem: str | None
     stages: tuple[Stage, ...] = ()
-    room: Room | None = None
+    room: CacheCapacity | None = None
 
     @property
     def fullest(self) -> Stage | None:
@@ -85,13 +85,13 @@ class Degree:
 
 
 @dataclass(frozen=True, slots=True)
-class Degrees:
+class DegreeReport:
     """The answer for one model and engine."""
 
     model_type: str
     cache_dtype: DType
     memory: Memory | None
-    rows: tuple[Degree, ...]
+    rows: tuple[DegreeRow, ...]
     assumptions: tuple[str, ...]
 
 
@@ -103,14 +103,14 @@ def degrees(
     *,
     cache_dtype: DType | None = None,
     memory: Memory | None = None,
-) -> Degrees:
+) -> DegreeReport:
     """What ranks hold at each of the sizes. dtypes: of the canonical tensors, as a conversion would store them.
 
     Raises: RequestError if the engine does not serve the model at any size.
     """
     own, kinds = cache_dtype or model_dtype(model, dtypes), _kinds_of_layers(model, dtypes)
     measures: dict[tuple[int, int], _Measure] = {}
-    rows: list[Degree] = []
+    rows: list[DegreeRow] = []
     refusal: RequestError | None = None
     rules: EngineRules | None = None
     for parallel in parallels:
@@ -118,19 +118,19 @@ def degrees(
             rules = rules_for(parallel)
         except RequestError as error:
             refusal = refusal or error
-            rows.append(Degree(parallel, error.what))
+            rows.append(DegreeRow(parallel, error.what))
             continue
         if problem := _problem(model, rules, parallel):
-            rows.append(Degree(parallel, problem))
+            rows.append(DegreeRow(parallel, problem))
             continue
         sizes = (parallel.tp, parallel.ep)
         if sizes not in measures:
             measures[sizes] = _Measure(model, rules, parallel, stored_dtypes(model, rules, dtypes), kinds)
         stages = tuple(_stages(model, rules, parallel, measures[sizes], own, memory))
-        rows.append(Degree(parallel, None, stages, _room(stages, memory) if memory else None))
+        rows.append(DegreeRow(parallel, None, stages, _room(stages, memory) if memory else None))
     if refusal is not None and all(row.problem == refusal.what for row in rows):
         raise refusal
-    return Degrees(model.architecture.model_type, own, memory, tuple(rows), _assumptions(model, own, memory, rules))
+    return DegreeReport(model.architecture.model_type, own, memory, tuple(rows), _assumptions(model, own, memory, rules))
 
 
 def _problem(model: Model, rules: EngineRules, parallel: Parallel) -> str | None:
@@ -232,20 +232,20 @@ def _stages(
         )
 
 
-def _room(stages: Sequence[Stage], memory: Memory) -> Room:
+def _room(stages: Sequence[Stage], memory: Memory) -> CacheCapacity:
     """What fits on the stage where least does; a stage without layers remembers nothing, and sets no limit."""
     rooms = []
     for stage in stages:
         cache = memory.usable - stage.weights
         if cache <= 0:
-            return Room(cache, 0, None if memory.max_model_len is None else 0)
+            return CacheCapacity(cache, 0, None if memory.max_model_len is None else 0)
         if not stage.cache_per_token:
             continue
         if stage.cache_per_sequence is None or memory.max_model_len is None:
-            rooms.append(Room(cache, cache // stage.cache_per_token, None))
+            rooms.append(CacheCapacity(cache, cache // stage.cache_per_token, None))
         else:
             tokens = cache * memory.max_model_len // stage.cache_per_sequence
-            rooms.append(Room(cache, tokens, cache // stage.cache_per_sequence))
+            rooms.append(CacheCapacity(cache, tokens, cache // stage.cache_per_sequence))
     return min(rooms, key=lambda room: room.tokens)
 
 
@@ -259,7 +259,7 @@ def _assumptions(model: Model, cache_dtype: DType, memory: Memory | None, rules:
         said.append(f"the engine takes {memory.utilization:.0%} of a GPU's {memory.nbytes:,} bytes (--gpu-memory-utilization)")
         said.append(f"{memory.reserve:,} bytes of that are kept for activations and CUDA graphs (--reserve), the rest is weights and cache")
         said.append("tokens are not rounded to the cache's blocks")
-    if rules and (names := unplaced(model, rules)):
+    if rules and (names := weights_without_slot(model, rules)):
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         said.append(f"{rules.name} has no place for {names[0]}{others}: they are not counted")
     return tuple(said)

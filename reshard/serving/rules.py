@@ -35,7 +35,7 @@ class Fusion:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class ExtraTensor:
     """A tensor without weights that an engine demands beside every weight of a role, which it is named after: `name` in place of that
     weight's module. value: of all its elements, rounded to its type. dtype: None for that of the model."""
 
@@ -46,9 +46,9 @@ class Beside:
     shape: tuple[int, ...] = ()
 
 
-def normalizer(model: Model) -> Beside:
+def normalizer(model: Model) -> ExtraTensor:
     """The factor of a model's embeddings, which gemma's classes keep beside them: the root of the hidden size."""
-    return Beside("embedding", "normalizer", model.dimensions["hidden"] ** 0.5, None)
+    return ExtraTensor("embedding", "normalizer", model.dimensions["hidden"] ** 0.5, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +69,19 @@ class EngineRules:
 
     name: str
     fusions: tuple[Fusion, ...]
-    beside: tuple[Beside, ...]
+    extra_tensors: tuple[ExtraTensor, ...]
     vocabulary_multiple: int | None
     partition: Callable[[int, int], tuple[int, ...]]
     vocabulary_fits: bool = False
     every_stage: frozenset[str] = frozenset()
     as_stored: frozenset[str] = frozenset()
-    tied: str = "head"
+    tied_table_stored_as: str = "head"
     names: Mapping[str, str] = field(default_factory=dict)
     renames: tuple[tuple[str, str], ...] = ()
     splits: Mapping[str, Split] = field(default_factory=dict)
     dtypes: Mapping[str, DType | None] = field(default_factory=dict)
-    shared: frozenset[str] = frozenset()
-    lacks: frozenset[tuple[str, str]] = frozenset()
+    scales_kept_once: frozenset[str] = frozenset()
+    unsupported: frozenset[tuple[str, str]] = frozenset()
     experts_share_ranks: bool = False
     equal_experts: bool = False
     stages_need_experts: bool = False
@@ -145,7 +145,7 @@ def legal_tensor_parallel_sizes(model: Model, rules: EngineRules, *, with_expert
 def degree_problem(model: Model, rules: EngineRules, tp: int, ep: int = 1) -> tuple[str, str] | None:
     """The first weight that does not split over `tp` ranks (experts: over `ep`, whole), and why; None if all do."""
     split_rules, experts = rules.split_rules(model, tp), model.dimensions.get("experts", 0)
-    for part in _kinds_of_parts(model, rules.as_stored, rules.lacks):
+    for part in _kinds_of_parts(model, rules.as_stored, rules.unsupported):
         reason = problem(rules.split(part), 1 if part.expert is not None and ep > 1 else tp, split_rules)
         if reason:
             return part.tensor, reason
@@ -159,7 +159,7 @@ def degree_problem(model: Model, rules: EngineRules, tp: int, ep: int = 1) -> tu
 def _unaligned(model: Model, rules: EngineRules) -> tuple[str, str] | None:
     """A weight that ends inside a block of its scales although another one follows it in the same tensor."""
     followed = {role for fusion in rules.fusions for role in fusion.roles[:-1]}
-    for part in _kinds_of_parts(model, rules.as_stored, rules.lacks):
+    for part in _kinds_of_parts(model, rules.as_stored, rules.unsupported):
         block = part.blocks[0] if part.blocks else None
         if block and part.role in followed and part.array.shape[0] % block:
             return (
@@ -174,7 +174,7 @@ def _parts(model: Model, as_stored: frozenset[str], lacks: frozenset[tuple[str, 
     """The parts for which there is a place, by layer."""
     found: dict[int | None, list[Part]] = {}
     for part in model.parts_but(as_stored):
-        if (part.role, part.kind) not in lacks:
+        if (part.role, part.parameter) not in lacks:
             found.setdefault(part.layer, []).append(part)
     return {layer: tuple(held) for layer, held in found.items()}
 
@@ -186,12 +186,12 @@ def _kinds_of_parts(model: Model, as_stored: frozenset[str], lacks: frozenset[tu
     first: dict[tuple[object, ...], Part] = {}
     for parts in _parts(model, as_stored, lacks).values():
         for part in parts:
-            first.setdefault((part.role, part.kind, part.array.shape), part)
+            first.setdefault((part.role, part.parameter, part.array.shape), part)
     return tuple(sorted(first.values(), key=lambda part: not isinstance(part.split, Heads)))
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RankTensor:
     """A tensor of a rank: its name, what it holds, and the parts that it is made of."""
 
     name: str
@@ -230,26 +230,26 @@ class Rank:
         Raises: RequestError if parts of one tensor have different element types.
         """
         computed = model_dtype(self.model, dtypes)
-        by_layer = _parts(self.model, self.rules.as_stored, self.rules.lacks)
+        by_layer = _parts(self.model, self.rules.as_stored, self.rules.unsupported)
         ends = by_layer.get(None, ())
         groups = [[part] for part in ends if part.role == "embedding"]
         groups += [list(by_layer.get(layer, ())) for layer in self.layers]
         groups += [[part] for part in ends if part.role != "embedding"]
         for group in groups:
-            here = list(self.held(group))
+            here = list(self.rank_tensors_of(group))
             names = {held.name for held in here}
             for held in here:
                 yield held.array.stored(held.name, _one_dtype(held, dtypes, self.rules.name))
                 yield from (each for each in self._beside(held, computed) if each.name not in names)
 
-    def held(self, parts: list[Part]) -> Iterator[Held]:
+    def rank_tensors_of(self, parts: list[Part]) -> Iterator[RankTensor]:
         """The tensors that some parts of the model, all of one layer or of none, become."""
         fusion_of = {role: fusion for fusion in self.rules.fusions for role in fusion.roles}
         groups: dict[tuple[object, ...], list[Part]] = {}
         for part in parts:
             fusion = fusion_of.get(part.role)
             # A fused tensor's parts lie together, those of experts too; others are by themselves.
-            groups.setdefault((fusion.roles, part.kind) if fusion else (part.tensor, part.role), []).append(part)
+            groups.setdefault((fusion.roles, part.parameter) if fusion else (part.tensor, part.role), []).append(part)
         for members in groups.values():
             first, fusion = members[0], fusion_of.get(members[0].role)
             if first.expert is not None:
@@ -262,62 +262,66 @@ class Rank:
                 several = fusion is not None and len({part.tensor for part in members}) > 1
                 name = _component_replaced(first.tensor, fusion.component) if several and fusion else first.tensor
                 arrays = [self._shard(part) for part in ordered]
-                yield Held(self._named(name, ordered[0]), joined(arrays), tuple(ordered))
+                yield RankTensor(self._named(name, ordered[0]), joined(arrays), tuple(ordered))
 
     def _named(self, name: str, first: Part) -> str:
         """What the engine calls a tensor, which is `name` in the model's own spelling and begins with that part."""
         if first.role not in self.rules.names:
             return self.rules.renamed(name)
         layer = None if first.layer is None else first.layer - self.layers.start
-        return f"{self.rules.names[first.role].format(layer=layer)}.{first.kind}"
+        return f"{self.rules.names[first.role].format(layer=layer)}.{first.parameter}"
 
     def _shard(self, part: Part) -> Mosaic:
         tp = 1 if part.expert is not None and self.parallel.ep > 1 else self.parallel.tp
         array = shard(self.rules.split(part), tp, self.tp_rank if tp > 1 else 0, self.rules.split_rules(self.model, self.parallel.tp))
-        return array.flattened() if part.scale and not any(part.grain) else array
+        return array.flattened() if part.scale and not any(part.block_shape) else array
 
-    def _experts(self, members: list[Part], fusion: Fusion | None) -> Held:
+    def _experts(self, members: list[Part], fusion: Fusion | None) -> RankTensor:
         assert fusion is not None, "experts are stacked, so each of their roles is in a fusion"
         by_expert: dict[int, list[Part]] = {expert: [] for expert in self.experts}
         for part in members:
             if part.expert in by_expert:
                 by_expert[part.expert].append(part)
-        arrays, kind = [], members[0].kind
+        arrays, kind = [], members[0].parameter
         for held in by_expert.values():
             held.sort(key=lambda part: fusion.roles.index(part.role))
-            kept = held[-1:] if kind in self.rules.shared else held
+            kept = held[-1:] if kind in self.rules.scales_kept_once else held
             arrays.append(joined([self._shard(part) for part in kept]))
         array = stacked(arrays)
         module = members[0].tensor.rpartition(f".{members[0].expert}.")[0]
         one_each = len(array.shape) == 2 and array.shape[1] == 1 and members[0].scale is not None
         in_order = sorted(members, key=lambda part: fusion.roles.index(part.role))
         name = self._named(f"{module}.{fusion.component}_{kind}", in_order[0])
-        return Held(name, array.merged(0) if one_each else array, tuple(part for held in by_expert.values() for part in held))
+        return RankTensor(name, array.merged(0) if one_each else array, tuple(part for held in by_expert.values() for part in held))
 
-    def _end(self, part: Part) -> Iterator[Held]:
+    def _end(self, part: Part) -> Iterator[RankTensor]:
         """What is no layer's, if the stage has it; a tied table under the name that counts there."""
         head, embedding = self.model.architecture.tied
         if not (self.model.is_tied and part.tensor == embedding):
             if self._is_here(part.role):
-                yield Held(self._named(part.tensor, part), self._shard(part), (part,))
+                yield RankTensor(self._named(part.tensor, part), self._shard(part), (part,))
             return
-        by_role = {"head": head, "embedding": embedding}
-        here = [role for role in by_role if self._is_here(role)]
-        if here and self.rules.tied != "both":
-            here = [self.rules.tied if self.rules.tied in here or self.rules.tied == "embedding" else here[0]]
+        by_kind = {"head": head, "embedding": embedding}
+        here = [role for role in by_kind if self._is_here(role)]
+        if here and self.rules.tied_table_stored_as != "both":
+            here = [
+                self.rules.tied_table_stored_as
+                if self.rules.tied_table_stored_as in here or self.rules.tied_table_stored_as == "embedding"
+                else here[0]
+            ]
         for role in here:
-            yield Held(self._named(by_role[role], replace(part, role=role)), self._shard(part), (part,))
+            yield RankTensor(self._named(by_kind[role], replace(part, role=role)), self._shard(part), (part,))
 
     def _is_here(self, role: str) -> bool:
         own = 0 if role in ("embedding", "position_embedding") else self.parallel.pp - 1
         return self.pp_rank == own or role in self.rules.every_stage
 
-    def _beside(self, held: Held, model_dtype: DType) -> Iterator[StoredTensor]:
+    def _beside(self, held: RankTensor, model_dtype: DType) -> Iterator[StoredTensor]:
         first = held.parts[0] if held.parts else None
-        if first is None or first.kind != "weight":
+        if first is None or first.parameter != "weight":
             return
         module = first.tensor.removesuffix(".weight").rpartition(".")[0]
-        for each in self.rules.beside:
+        for each in self.rules.extra_tensors:
             if each.role == first.role:
                 dtype = each.dtype or model_dtype
                 yield constant(self.rules.renamed(f"{module}.{each.name}"), dtype, each.shape, dtype.encoded(each.value))
@@ -340,28 +344,28 @@ def stored_dtypes(model: Model, rules: EngineRules, dtypes: Mapping[str, DType])
 def shared_copies(model: Model, rules: EngineRules) -> dict[str, str]:
     """Canonical tensors for which an engine keeps another one, and which must equal it: scales of fused experts."""
     last_of = {role: fusion.roles[-1] for fusion in rules.fusions for role in fusion.roles}
-    left_out = unserved(model)
+    left_out = layers_not_served(model)
     experts = (part for part in model.parts_but(rules.as_stored) if part.expert is not None and part.tensor not in left_out)
-    scales = [part for part in experts if part.kind in rules.shared]
-    kept = {(part.layer, part.expert, part.kind, part.role): part.tensor for part in scales}
-    found = {part.tensor: kept[part.layer, part.expert, part.kind, last_of[part.role]] for part in scales}
+    scales = [part for part in experts if part.parameter in rules.scales_kept_once]
+    kept = {(part.layer, part.expert, part.parameter, part.role): part.tensor for part in scales}
+    found = {part.tensor: kept[part.layer, part.expert, part.parameter, last_of[part.role]] for part in scales}
     return {name: other for name, other in found.items() if name != other}
 
 
-def unplaced(model: Model, rules: EngineRules) -> tuple[str, ...]:
+def weights_without_slot(model: Model, rules: EngineRules) -> tuple[str, ...]:
     """The weights for which the engine's class of the model has no place, although they change what the model answers."""
-    placed = {part.tensor for parts in _parts(model, rules.as_stored, rules.lacks).values() for part in parts}
+    placed = {part.tensor for parts in _parts(model, rules.as_stored, rules.unsupported).values() for part in parts}
     return tuple(name for name in model.weights if name not in placed)
 
 
-def unserved(model: Model) -> dict[str, str]:
+def layers_not_served(model: Model) -> dict[str, str]:
     """The weights that engines leave out, and why."""
     layers = model.dimensions["layers"]
     why = "predicts further tokens; the served model has no such layer"
     return {weight.name: why for weight in model.weights.values() if weight.layer is not None and weight.layer >= layers}
 
 
-def _one_dtype(held: Held, dtypes: Mapping[str, DType], engine: str) -> DType:
+def _one_dtype(held: RankTensor, dtypes: Mapping[str, DType], engine: str) -> DType:
     kinds = {dtypes[part.tensor]: part.tensor for part in held.parts}
     if len(kinds) > 1:
         raise RequestError(

@@ -52,7 +52,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedActivations:
     """What one layer keeps per token, in bytes: what tensor-parallel ranks hold whole, what they divide, its input, and the attention
     scores per token that is attended to."""
 
@@ -70,13 +70,13 @@ class Kept:
         return math.ceil(batch.tokens * (Fraction(self.whole, batch.share) + Fraction(self.divided + scores, batch.tp)))
 
 
-def published(model: Model) -> Kept:
+def published(model: Model) -> SavedActivations:
     """What the paper's formula says for every layer of a model."""
     hidden, heads = model.dimensions["hidden"], model.dimensions["heads"]
-    return Kept(whole=10 * hidden, divided=24 * hidden, scores=5 * heads, layer_input=2 * hidden)
+    return SavedActivations(whole=10 * hidden, divided=24 * hidden, scores=5 * heads, layer_input=2 * hidden)
 
 
-def itemised(model: Model, layer: Iterable[Part]) -> Kept:
+def itemised(model: Model, layer: Iterable[Part]) -> SavedActivations:
     """The same with the widths of one layer's own weights.
 
     Routed experts are counted for as many as a token is sent to, spread evenly over the ranks. Dropout counts if the config has any.
@@ -86,14 +86,14 @@ def itemised(model: Model, layer: Iterable[Part]) -> Kept:
     whole = divided = 0
     for part in layer:
         keeps = _KEEPS.get(part.role)
-        if keeps is None or part.kind != "weight":
+        if keeps is None or part.parameter != "weight":
             continue
         out_features, in_features = part.array.shape[0], part.array.shape[-1]
         times = 2 * (routed if part.expert is not None else 1) * (dimensions[keeps.per] if keeps.per else 1)
         whole += times * (keeps.whole_in * in_features + keeps.whole_out * out_features)
         divided += times * (keeps.divided_in * in_features + keeps.divided_out * out_features)
     hidden = dimensions["hidden"]
-    return Kept(whole + 2 * hidden * dropout, divided, (2 + 3 * dropout) * dimensions["heads"], 2 * hidden)
+    return SavedActivations(whole + 2 * hidden * dropout, divided, (2 + 3 * dropout) * dimensions["heads"], 2 * hidden)
 
 
 def head_bytes(model: Model, batch: Batch, vocabulary: int) -> int:
@@ -113,7 +113,7 @@ def has_dropout(model: Model) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Keeps:
+class SavedPerRole:
     """How often the input and the output of a linear, or the input of a norm, are kept: whole on every rank, or divided. per: the
     dimension that says how often a norm is applied."""
 
@@ -124,32 +124,32 @@ class _Keeps:
     per: str = ""
 
 
-_NORM = _Keeps(whole_in=1)
+_NORM = SavedPerRole(whole_in=1)
 # q, k and v have one input, gate and up another: it is counted with q and up. The product of gate and up is the input of down; the
 # activation in between is computed again from its own input, as the fused kernels do.
-_KEEPS: Mapping[str, _Keeps] = {
+_KEEPS: Mapping[str, SavedPerRole] = {
     "attention.norm": _NORM,
-    "attention.q": _Keeps(whole_in=1, divided_out=1),
-    "attention.k": _Keeps(divided_out=1),
-    "attention.v": _Keeps(divided_out=1),
-    "attention.q_norm": _Keeps(divided_in=1, per="heads"),
-    "attention.k_norm": _Keeps(divided_in=1, per="kv_heads"),
-    "attention.o": _Keeps(divided_in=1),
-    "mla.q": _Keeps(whole_in=1, divided_out=1),
-    "mla.q_a": _Keeps(whole_in=1),
+    "attention.q": SavedPerRole(whole_in=1, divided_out=1),
+    "attention.k": SavedPerRole(divided_out=1),
+    "attention.v": SavedPerRole(divided_out=1),
+    "attention.q_norm": SavedPerRole(divided_in=1, per="heads"),
+    "attention.k_norm": SavedPerRole(divided_in=1, per="kv_heads"),
+    "attention.o": SavedPerRole(divided_in=1),
+    "mla.q": SavedPerRole(whole_in=1, divided_out=1),
+    "mla.q_a": SavedPerRole(whole_in=1),
     "mla.q_a_norm": _NORM,
-    "mla.q_b": _Keeps(whole_in=1, divided_out=1),
-    "mla.kv_a": _Keeps(whole_out=1),
-    "mla.kv_b": _Keeps(whole_in=1, divided_out=1),
+    "mla.q_b": SavedPerRole(whole_in=1, divided_out=1),
+    "mla.kv_a": SavedPerRole(whole_out=1),
+    "mla.kv_b": SavedPerRole(whole_in=1, divided_out=1),
     "mlp.norm": _NORM,
-    "mlp.gate": _Keeps(divided_out=1),
-    "mlp.up": _Keeps(whole_in=1, divided_out=1),
-    "mlp.down": _Keeps(divided_in=1),
-    "expert.gate": _Keeps(divided_out=1),
-    "expert.up": _Keeps(whole_in=1, divided_out=1),
-    "expert.down": _Keeps(divided_in=1),
-    "shared_expert.gate": _Keeps(divided_out=1),
-    "shared_expert.up": _Keeps(whole_in=1, divided_out=1),
-    "shared_expert.down": _Keeps(divided_in=1),
-    "router": _Keeps(whole_in=1, whole_out=1),
+    "mlp.gate": SavedPerRole(divided_out=1),
+    "mlp.up": SavedPerRole(whole_in=1, divided_out=1),
+    "mlp.down": SavedPerRole(divided_in=1),
+    "expert.gate": SavedPerRole(divided_out=1),
+    "expert.up": SavedPerRole(whole_in=1, divided_out=1),
+    "expert.down": SavedPerRole(divided_in=1),
+    "shared_expert.gate": SavedPerRole(divided_out=1),
+    "shared_expert.up": SavedPerRole(whole_in=1, divided_out=1),
+    "shared_expert.down": SavedPerRole(divided_in=1),
+    "router": SavedPerRole(whole_in=1, whole_out=1),
 }

@@ -23,10 +23,10 @@ from reshard.errors import RequestError, check_word
 from reshard.geometry.parallel import ONE_RANK, Parallel
 from reshard.models.model import Model
 from reshard.training import collectives
-from reshard.training.activations import Batch, Kept, embedding_bytes, head_bytes, itemised, published
+from reshard.training.activations import Batch, SavedActivations, embedding_bytes, head_bytes, itemised, published
 from reshard.training.parameter_counts import (
-    Count,
     StageCount,
+    WeightCount,
     expert_ranks,
     layer_parts,
     parameters,
@@ -107,7 +107,7 @@ class RankBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class Traffic:
     """What one rank sends to the other data-parallel ranks in one optimizer step by ring collectives; seconds, if the link is known."""
 
     gradients: int
@@ -125,7 +125,7 @@ class Strategy:
 
     zero: int
     stages: tuple[RankBytes, ...]
-    moved: Moved
+    moved: Traffic
 
     @property
     def fullest(self) -> RankBytes:
@@ -154,7 +154,7 @@ def estimate(source: Model | int, training: Training, zero_stages: Sequence[int]
         if training.schedule.chunks > 1 or training.stage_layers:
             raise RequestError("a number of parameters does not say which layers there are", do="Give a model's config")
         counts, count = stages_of_number(source, training.parallel), source
-        kept: list[Kept] = []
+        kept: list[SavedActivations] = []
     else:
         counts = stages_of_model(source, training.parallel, training.stage_layers, training.vocabulary_multiple)
         _check_chunks(training, counts)
@@ -169,7 +169,7 @@ def estimate(source: Model | int, training: Training, zero_stages: Sequence[int]
     return Estimate(count, training, tuple(strategies), layer, _assumptions(source, training, zero_stages))
 
 
-def moved(held: Count, training: Training, zero: int) -> Moved:
+def moved(held: WeightCount, training: Training, zero: int) -> Traffic:
     """What a rank with so many weights sends per step.
 
     Stages 0 and 1 reduce gradients once per step, 2 and 3 after every microbatch, into which they have no room to add up. Stage 0 reduces
@@ -186,10 +186,10 @@ def moved(held: Count, training: Training, zero: int) -> Moved:
         gradients += collectives.reduce_scatter_bytes(gradient, ranks) * (rounds if zero >= 2 else 1)
         weights += collectives.all_gather_bytes(weight, ranks) * (2 * rounds if zero == 3 else 1)
     link = training.link
-    return Moved(gradients, weights, None if link is None else collectives.seconds(gradients + weights, link))
+    return Traffic(gradients, weights, None if link is None else collectives.seconds(gradients + weights, link))
 
 
-def _rank(stage: StageCount, activations: int | None, kept: Sequence[Kept], training: Training, zero: int) -> RankBytes:
+def _rank(stage: StageCount, activations: int | None, kept: Sequence[SavedActivations], training: Training, zero: int) -> RankBytes:
     each = training.bytes_per
     dp, expert_dp = training.parallel.dp, expert_ranks(training.parallel)
     whole = stage.held.total
@@ -210,7 +210,7 @@ def _rank(stage: StageCount, activations: int | None, kept: Sequence[Kept], trai
     )
 
 
-def _kept(model: Model, training: Training) -> list[Kept]:
+def _kept(model: Model, training: Training) -> list[SavedActivations]:
     if training.batch is None:
         return []
     if training.formula == "published":
@@ -218,7 +218,7 @@ def _kept(model: Model, training: Training) -> list[Kept]:
     return [itemised(model, layer) for layer in layer_parts(model)]
 
 
-def _activations(source: Model | int, kept: Sequence[Kept], stage: StageCount, training: Training) -> int | None:
+def _activations(source: Model | int, kept: Sequence[SavedActivations], stage: StageCount, training: Training) -> int | None:
     """What a stage keeps for all microbatches in flight. With interleaved chunks a stage has layers of every part of the model; those of
     a contiguous stage stand for them, which is the same where all layers are alike."""
     batch = training.batch
@@ -234,7 +234,7 @@ def _activations(source: Model | int, kept: Sequence[Kept], stage: StageCount, t
     return math.ceil(nbytes)
 
 
-def _computed_again(stage: StageCount, kept: Sequence[Kept], training: Training) -> int:
+def _computed_again(stage: StageCount, kept: Sequence[SavedActivations], training: Training) -> int:
     """With recomputation, all that one layer keeps while its backward pass runs, beside what is kept anyway."""
     batch = training.batch
     if batch is None or batch.recompute == "none" or not stage.layers:

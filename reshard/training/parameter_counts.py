@@ -21,14 +21,14 @@ from reshard.models.splits import SplitRules, cut_of, problem
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class WeightCount:
     """Weights that a rank holds: those that all data-parallel ranks share, and those of experts, which fewer of them do."""
 
     dense: int = 0
     experts: int = 0
 
-    def __add__(self, other: Count) -> Count:
-        return Count(self.dense + other.dense, self.experts + other.experts)
+    def __add__(self, other: WeightCount) -> WeightCount:
+        return WeightCount(self.dense + other.dense, self.experts + other.experts)
 
     @property
     def total(self) -> int:
@@ -40,9 +40,9 @@ class StageCount:
     """What each rank of one pipeline stage holds, and the largest layer (or table) of it. layers: None where only a number is known."""
 
     stage: int
-    held: Count
+    held: WeightCount
     layers: range | None = None
-    largest: Count = Count()
+    largest: WeightCount = WeightCount()
 
 
 def parameters(model: Model) -> int:
@@ -74,7 +74,7 @@ def stages_of_model(
     before, between, behind = Counter[_Kind](), [Counter[_Kind]() for _ in range(sum(counts))], Counter[_Kind]()
     kinds: dict[_Kind, Part] = {}
     for part in _trained(model):
-        kind = (part.role, part.kind, part.array.shape)
+        kind = (part.role, part.parameter, part.array.shape)
         kinds.setdefault(kind, part)
         into = between[part.layer] if part.layer is not None else behind if any(between) else before
         into[kind] += 1
@@ -83,15 +83,15 @@ def stages_of_model(
     _check_tensors(kinds.values(), parallel.tp, rules)
     held = {kind: _held(part, parallel.tp, rules) for kind, part in kinds.items()}
 
-    def count(block: Counter[_Kind]) -> Count:
-        return sum((_share(held[kind], number, kinds[kind], parallel) for kind, number in block.items()), Count())
+    def count(block: Counter[_Kind]) -> WeightCount:
+        return sum((_share(held[kind], number, kinds[kind], parallel) for kind, number in block.items()), WeightCount())
 
     first, *inner, last = (count(block) for block in (before, *between, behind))
     found = []
     for stage in range(parallel.pp):
         own = stage_layers(counts, stage)
         there = [inner[layer] for layer in own] + [first] * (stage == 0) + [last] * (stage == parallel.pp - 1)
-        found.append(StageCount(stage, sum(there, Count()), own, max(there, key=lambda block: block.total)))
+        found.append(StageCount(stage, sum(there, WeightCount()), own, max(there, key=lambda block: block.total)))
     return found
 
 
@@ -99,7 +99,7 @@ def stages_of_number(number: int, parallel: Parallel) -> list[StageCount]:
     """The same for a model of which only the number of weights is known: equal parts for all ranks."""
     if parallel.ep > 1:
         raise RequestError(f"--ep {parallel.ep}: how many of {number:,} parameters are experts' is not known", do="Give a model's config")
-    return [StageCount(stage, Count(-(-number // (parallel.tp * parallel.pp)))) for stage in range(parallel.pp)]
+    return [StageCount(stage, WeightCount(-(-number // (parallel.tp * parallel.pp)))) for stage in range(parallel.pp)]
 
 
 def vocabulary_rows(model: Model, tp: int, multiple: int = 1) -> int:
@@ -125,9 +125,9 @@ def _held(part: Part, tp: int, rules: SplitRules) -> int:
     return -(-padded * math.prod(part.array.shape[1:]) // tp)
 
 
-def _share(elements: int, number: int, part: Part, parallel: Parallel) -> Count:
+def _share(elements: int, number: int, part: Part, parallel: Parallel) -> WeightCount:
     """`number` parts alike: of a layer's experts each expert-parallel rank has an equal number."""
-    return Count(experts=elements * -(-number // parallel.ep)) if part.expert is not None else Count(dense=elements * number)
+    return WeightCount(experts=elements * -(-number // parallel.ep)) if part.expert is not None else WeightCount(dense=elements * number)
 
 
 def _check_tensors(parts: Iterable[Part], tp: int, rules: SplitRules) -> None:

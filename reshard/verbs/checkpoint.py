@@ -12,9 +12,9 @@ from reshard.adapter import registry
 from reshard.adapter.model_files import CONFIG, ModelFiles, find_model_files
 from reshard.adapter.protocol import Hints
 from reshard.adapter.rank_files import check_steps
-from reshard.canonical.content import Canonical, Selection, canonical, check_against_model
+from reshard.canonical.content import Content, Selection, canonical, check_against_model
 from reshard.canonical.dequantization import dequantized, quantized_names, without_quantization
-from reshard.canonical.name_variants import respelled
+from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.wrappers import without_wrappers
 from reshard.containers.inert_pickle import uncollected
 from reshard.engine.views import LazyTensor, View
@@ -64,12 +64,12 @@ class Checkpoint:
 
     def named(self, selection: Selection | None = None, *, model: Model | None = None) -> Index:
         """The index under the model's canonical names, whatever its library calls and fuses."""
-        found = respelled(self.index, model or self.model, (selection or Selection()).strip_prefix)
+        found = with_canonical_names(self.index, model or self.model, (selection or Selection()).strip_prefix)
         if found is not self.index:
             found.check()
         return found
 
-    def content(self, selection: Selection | None = None, *, model: Model | None = None) -> Canonical:
+    def content(self, selection: Selection | None = None, *, model: Model | None = None) -> Content:
         """The weights under the model's canonical names."""
         return canonical(self.named(selection, model=model), model or self.model, selection or Selection())
 
@@ -162,7 +162,7 @@ def open_both(
         opened.append(_opened(path, None, None if own else model, vocab_size, named))
     for i, other in ((0, 1), (1, 0)):
         known = (opened[other].model_files.config or {}).get("vocab_size")
-        if opened[i].index.facts.asks and not opened[other].index.facts.asks and known:
+        if opened[i].index.facts.unanswered and not opened[other].index.facts.unanswered and known:
             opened[i] = _opened(opened[i].path, None, None, known, named)
     _check_architecture_is_used(opened)
     return opened[0], opened[1]
@@ -205,7 +205,7 @@ def plan(
     if foreign := sorted(said.keys() - set(getattr(writer, "options", ()))):
         raise RequestError(f"--{foreign[0].replace('_', '-')} does not apply to {to}", do="Leave it out")
     if getattr(writer, "keeps_optimizer", False):
-        weights, optimizer = weights or ("master" if opened.index.by_role("master") else None), True
+        weights, optimizer = weights or ("master" if opened.index.by_kind("master") else None), True
     check_answers(opened)
     selection = Selection(weights, include, exclude, strip_prefix, optimizer, masters=getattr(writer, "keeps_masters", False))
     index = opened.named(selection)
@@ -215,7 +215,7 @@ def plan(
     if getattr(writer, "keeps_names", False) and index is not opened.index:
         index, told = opened.index, (_KEPT,)
         content = canonical(index, opened.model, selection)
-    content = replace(content, scalar=lambda key: _scalar(content.tensors[key], opened.files))
+    content = replace(content, read_scalar=lambda key: _scalar(content.tensors[key], opened.files))
     companions = opened.model_files
     fixed = quantized_names(content, companions.config)
     if dequantize:
@@ -231,9 +231,9 @@ def plan(
 
 def check_answers(opened: Checkpoint) -> None:
     """Raises RequestError if a checkpoint leaves something unsaid that only its owner knows."""
-    if opened.index.facts.asks:
+    if opened.index.facts.unanswered:
         raise RequestError(
-            f"{opened.path} does not say {'; nor '.join(opened.index.facts.asks)}",
+            f"{opened.path} does not say {'; nor '.join(opened.index.facts.unanswered)}",
             why="It is in no file of the checkpoint, and is not guessed",
             do="Say it with the option named above",
         )

@@ -47,8 +47,8 @@ def conversion(
     memory: int | None = None,
 ) -> Conversion:
     """A conversion that has not begun, for those who show its progress; `convert` is the short way."""
-    if made.target.only:
-        raise RequestError(f"this is a plan of {dict(made.target.only)} alone", do="Plan without `only` what is to be written")
+    if made.target.only_rank:
+        raise RequestError(f"this is a plan of {dict(made.target.only_rank)} alone", do="Plan without `only` what is to be written")
     root = Path(target)
     replaces = _replaceable(root, made, resume=resume, overwrite=overwrite)
     return Conversion(made, root, resume=resume, replaces=replaces, workers=workers, memory=memory)

@@ -23,7 +23,7 @@ from reshard.models.lookup import find_model, known_model_types
 from reshard.models.model import Model
 from reshard.plans.target import Target
 from reshard.serving import capacity
-from reshard.serving.capacity import Degrees, Memory
+from reshard.serving.capacity import DegreeReport, Memory
 from reshard.storage.tar import open_tree
 from reshard.verbs.checkpoint import Checkpoint, Weights, check_answers, dtype_named, open
 
@@ -50,7 +50,7 @@ def degrees(
     model: PathLike | None = None,
     vocab_size: int | None = None,
     architecture: Architecture | PathLike | None = None,
-) -> Degrees:
+) -> DegreeReport:
     """What each rank of a serving engine would hold at every tp x pp, or why it would not serve the model so.
 
     source: a checkpoint, or a folder with nothing but the model's config.json, which then says the element type. ep: the tensor-parallel
@@ -105,7 +105,7 @@ def _stored_model(opened: Checkpoint, asked: Target, weights: Weights, dequantiz
     if dequantize:
         content, fixed = dequantized(content, config), frozenset()
     assert content.model is not None
-    target = replace(asked, fixed=fixed)
+    target = replace(asked, dtype_kept_for=fixed)
     return content.model, {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}
 
 

@@ -10,7 +10,7 @@ from reshard.adapter import registry
 from reshard.adapter.model_files import find_model_files
 from reshard.adapter.protocol import Hints
 from reshard.canonical.content import Selection
-from reshard.canonical.name_variants import respelled
+from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.optimizer_state import is_master_key
 from reshard.engine.compare import Comparison, Side, compare
 from reshard.models.lookup import find_model
@@ -36,7 +36,9 @@ def roundtrip(made: Plan) -> RoundTrip:
     architecture = model.architecture if model else None
     writer = registry.writer(made.layout.format)
     read_back = writer.read(virtual, Hints(config, architecture=architecture))
-    return compose(made, read_back if getattr(writer, "keeps_names", False) else respelled(read_back, find_model(config, architecture)))
+    return compose(
+        made, read_back if getattr(writer, "keeps_names", False) else with_canonical_names(read_back, find_model(config, architecture))
+    )
 
 
 def materialize(

@@ -13,7 +13,7 @@ from strategies import dtypes, partitions, shapes
 import reshard.engine.pool
 import reshard.engine.transfer
 import reshard.geometry.boxes
-from reshard.canonical.content import Canonical
+from reshard.canonical.content import Content
 from reshard.engine.casts import cast
 from reshard.engine.compare import Comparison, Side, compare, fingerprint_blocks, fingerprint_of
 from reshard.engine.transfer import Pieces, Worker
@@ -136,7 +136,7 @@ def test_the_fingerprint_does_not_know_the_layout(small_blocks, tmp_path_factory
     for workers in (1, 3):
         root = tmp_path_factory.mktemp("world")
         tensor = worlds.store(root, "w", values, dtype, data.draw(partitions(shape)), transposed=data.draw(st.booleans()))
-        side = Side(LocalFiles(root), worlds.index(root, [tensor]), Canonical({"w": tensor}, (), None))
+        side = Side(LocalFiles(root), worlds.index(root, [tensor]), Content({"w": tensor}, (), None))
         digests = {}
         for name, number, _, digest in fingerprint_blocks(side, workers=workers):
             digests.setdefault(name, {})[number] = digest
@@ -157,7 +157,7 @@ def test_compare_finds_any_single_bit(small_blocks, tmp_path_factory, data, shap
     for each in (values, other):
         root = tmp_path_factory.mktemp("world")
         tensor = worlds.store(root, "w", each, dtype, data.draw(partitions(shape)))
-        sides.append(Side(LocalFiles(root), worlds.index(root, [tensor]), Canonical({"w": tensor}, (), None)))
+        sides.append(Side(LocalFiles(root), worlds.index(root, [tensor]), Content({"w": tensor}, (), None)))
     result = Comparison()
     list(compare(sides[0], sides[1], result, workers=2))
     assert [difference.kind for difference in result.differences] == ["values"]

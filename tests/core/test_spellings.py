@@ -9,7 +9,7 @@ from strategies import partitions
 from reshard.architectures.gpt2 import ARCHITECTURE as GPT2
 from reshard.architectures.llama import ARCHITECTURE as LLAMA
 from reshard.architectures.mixtral import ARCHITECTURE as MIXTRAL
-from reshard.canonical.name_variants import PREFIXES, SPELLINGS, Names, respelled
+from reshard.canonical.name_variants import PREFIXES, SPELLINGS, Names, with_canonical_names
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import from_torch
@@ -79,7 +79,7 @@ def values(tensor, files):
 def test_fused_experts_are_their_slices_however_they_are_cut(data):
     fused, files = numbers((EXPERTS, 2 * INNER, HIDDEN)), {}
     boxes = [box for box in data.draw(partitions(fused.shape)) if box.volume]
-    found = {t.name: values(t, files) for t in respelled(index_of(stored(FC1, fused, boxes, files=files)), MOE).tensors}
+    found = {t.name: values(t, files) for t in with_canonical_names(index_of(stored(FC1, fused, boxes, files=files)), MOE).tensors}
     expected = {}
     for expert in range(EXPERTS):
         at = f"model.layers.1.block_sparse_moe.experts.{expert}."
@@ -97,7 +97,10 @@ def test_what_is_fused_in_the_model_is_read_from_its_parts():
         at + "mlp.gate_proj.weight": 300 + numbers((5, 6)),
         at + "mlp.up_proj.weight": 400 + numbers((5, 6)),
     }
-    found = {t.name: values(t, files) for t in respelled(index_of(*(stored(n, a, files=files) for n, a in parts.items())), FUSED).tensors}
+    found = {
+        t.name: values(t, files)
+        for t in with_canonical_names(index_of(*(stored(n, a, files=files) for n, a in parts.items())), FUSED).tensors
+    }
     held = list(parts.values())
     assert found.keys() == {at + "self_attn.qkv_proj.weight", at + "mlp.gate_up_proj.weight"}
     assert np.array_equal(found[at + "self_attn.qkv_proj.weight"], np.concatenate(held[:3]))
@@ -106,7 +109,7 @@ def test_what_is_fused_in_the_model_is_read_from_its_parts():
 
 def test_what_the_model_has_apart_is_read_from_what_is_fused():
     files, fused = {}, numbers((24, 6))
-    found = respelled(index_of(stored("model.layers.0.self_attn.qkv_proj.weight", fused, files=files)), DENSE).tensors
+    found = with_canonical_names(index_of(stored("model.layers.0.self_attn.qkv_proj.weight", fused, files=files)), DENSE).tensors
     parts = zip(found, np.split(fused, [12, 18]), "qkv", strict=True)
     for tensor, part, letter in parts:
         assert tensor.name == f"model.layers.0.self_attn.{letter}_proj.weight" and np.array_equal(values(tensor, files), part)
@@ -119,15 +122,15 @@ def test_the_optimizers_state_goes_with_its_weights():
         stored(FC1, np.array(3, np.int32), role="step", files=files),
         stored(f"{FC1}.max", numbers(shape), role="state", files=files),
     ]
-    found = respelled(index_of(*tensors, groups=(ParamGroup((FC1, "lm_head.weight"), {"lr": 1.0}),)), MOE)
+    found = with_canonical_names(index_of(*tensors, groups=(ParamGroup((FC1, "lm_head.weight"), {"lr": 1.0}),)), MOE)
     up = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
     for role in ("weight", "master", "moment1", "moment2"):
-        assert len(found.by_role(role)) == 2 * EXPERTS
-        assert np.array_equal(values(found.by_role(role)[up], files), numbers(shape)[2, INNER:])
-    assert np.array_equal(values(found.by_role("state")[f"{up}.max"], files), numbers(shape)[2, INNER:])
-    assert len(found.by_role("step")) == 2 * EXPERTS and values(found.by_role("step")[up], files) == 3
+        assert len(found.by_kind(role)) == 2 * EXPERTS
+        assert np.array_equal(values(found.by_kind(role)[up], files), numbers(shape)[2, INNER:])
+    assert np.array_equal(values(found.by_kind("state")[f"{up}.max"], files), numbers(shape)[2, INNER:])
+    assert len(found.by_kind("step")) == 2 * EXPERTS and values(found.by_kind("step")[up], files) == 3
     (group,) = found.param_groups()
-    assert set(group.names) == {*found.by_role("weight"), "lm_head.weight"}
+    assert set(group.names) == {*found.by_kind("weight"), "lm_head.weight"}
 
 
 @pytest.mark.parametrize("prefix, own", PREFIXES)
@@ -142,7 +145,7 @@ GPT2_MODEL = Model(GPT2, {"vocab_size": 7, "n_embd": 8, "n_layer": 1, "n_head": 
 
 def test_what_nobody_needs_is_known_under_other_names():
     files = {}
-    found = respelled(index_of(stored("h.0.attn.bias", numbers((1, 1, 9, 9)), files=files)), GPT2_MODEL)
+    found = with_canonical_names(index_of(stored("h.0.attn.bias", numbers((1, 1, 9, 9)), files=files)), GPT2_MODEL)
     assert GPT2_MODEL.reason_to_drop(found.tensors[0].name)
 
 
@@ -150,7 +153,7 @@ def test_canonical_names_are_left_alone():
     files = {}
     for model in (MOE, DENSE, FUSED, GPT2_MODEL):
         index = index_of(*(stored(name, numbers(weight.shape), files=files) for name, weight in model.weights.items()))
-        assert respelled(index, model) is index and respelled(index, None) is index
+        assert with_canonical_names(index, model) is index and with_canonical_names(index, None) is index
 
 
 def test_published_names_need_no_sizes():
@@ -160,10 +163,10 @@ def test_published_names_need_no_sizes():
         stored(layer + "block_sparse_moe.experts.9.w1.weight", numbers((2, 2)), files=files),
         stored("lm_head.weight", numbers((2, 2)), files=files),
     )
-    assert respelled(index, Model(MIXTRAL, {})) is index
+    assert with_canonical_names(index, Model(MIXTRAL, {})) is index
     fused = index_of(stored(layer + "mlp.experts.down_proj", numbers((1, 2, 2)), files=files))
     with pytest.raises(RequestError, match="vocab_size"):
-        respelled(fused, Model(MIXTRAL, {}))
+        with_canonical_names(fused, Model(MIXTRAL, {}))
 
 
 def test_names_of_another_model_mean_nothing():
@@ -186,7 +189,7 @@ def test_another_shape_than_the_name_says_is_refused():
     files = {}
     turned = stored(FC1, numbers((EXPERTS, HIDDEN, 2 * INNER)), files=files)
     with pytest.raises(CheckpointError, match=r"\[3, 6, 10\].*experts\.0\.w1\.weight.*\[3, 10, 6\]"):
-        respelled(index_of(turned), MOE)
+        with_canonical_names(index_of(turned), MOE)
 
 
 def test_parts_of_different_element_types_are_no_weight():
@@ -196,4 +199,4 @@ def test_parts_of_different_element_types_are_no_weight():
     )
     wide = Tensor(k.name, from_torch("int64", where="test"), k.shape, "weight", k.shards)
     with pytest.raises(CheckpointError, match=r"q_proj\.weight says I32.*k_proj\.weight says I64"):
-        respelled(index_of(q, wide), FUSED)
+        with_canonical_names(index_of(q, wide), FUSED)

@@ -21,12 +21,12 @@ def test_opening_reads_metadata_only(monkeypatch):
 
 def test_optimizer_tensors_have_roles_and_are_named_as_dropped():
     plan = reshard.plan(open_case("fsdp2"), to="vllm", tp=2)
-    assert {drop.role for drop in plan.drops} == {"moment1", "moment2", "step"}
+    assert {drop.kind for drop in plan.drops} == {"moment1", "moment2", "step"}
     assert len(plan.drops) + len(plan.routes) == len(plan.source.tensors)
 
 
 def test_chunks_of_a_2d_mesh_are_boxes():
-    tensor = open_case("fsdp2-tp").index.by_role("weight")["model.layers.0.self_attn.o_proj.weight"]
+    tensor = open_case("fsdp2-tp").index.by_kind("weight")["model.layers.0.self_attn.o_proj.weight"]
     assert len(tensor.shards) == 4 and {tuple(s) for s in tensor.shards.sizes.tolist()} != {tensor.shape}
 
 

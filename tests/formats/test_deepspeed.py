@@ -89,7 +89,7 @@ def test_zero_2_without_the_optimizer_still_has_its_weights(tmp_path):
     for path in tag.glob("*_optim_states.pt"):
         path.unlink()
     found = reshard.open(folder).index
-    assert {tensor.role for tensor in found.tensors} == {"weight"} and len(found.tensors) == 12
+    assert {tensor.kind for tensor in found.tensors} == {"weight"} and len(found.tensors) == 12
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_file_of_another_run_is_named(case, other, name, text, tmp_path):
 def test_a_rank_of_another_step_is_named(tmp_path):
     folder, _ = copied(ZERO / "z2-bf16-3", tmp_path)
     index = reshard.open(folder).index
-    step = next(tensor for tensor in index.tensors if tensor.role == "step")
+    step = next(tensor for tensor in index.tensors if tensor.kind == "step")
     extent = step.shards.extent(2)
     raw = bytearray((folder / extent.path).read_bytes())
     raw[extent.byte_offset : extent.byte_offset + 4] = np.float32(3).tobytes()
@@ -167,7 +167,7 @@ def test_a_model_of_another_step_than_its_optimizer_is_named(tmp_path):
     """As a save leaves it that was stopped between the two: newer weights beside older masters."""
     folder, tag = copied(ZERO / "z2-bf16-3", tmp_path)
     model = tag / "mp_rank_00_model_states.pt"
-    weight = reshard.open(folder).index.by_role("weight")["model.layers.0.mlp.up_proj.weight"].shards.extent(0)
+    weight = reshard.open(folder).index.by_kind("weight")["model.layers.0.mlp.up_proj.weight"].shards.extent(0)
     change_steps(model, b"global_steps", 3)
     found = reshard.open(folder)
     assert any("counted 2 steps, the run 3" in note for note in found.index.facts.notes), "an optimizer begun anew is no fault"
@@ -227,7 +227,7 @@ def test_a_missing_parameter_of_a_universal_checkpoint_is_named(tmp_path):
 def test_masters_round_to_the_models_copy(case):
     """A check of its own: a master of another parameter would not."""
     opened = open_case(case)
-    weights, masters = opened.index.by_role("weight"), opened.index.by_role("master")
+    weights, masters = opened.index.by_kind("weight"), opened.index.by_kind("master")
     for name in weights.keys() & masters.keys():
         master, weight = masters[name], weights[name]
         rounded = cast(words(master, opened.files), master.dtype, weight.dtype)
@@ -256,13 +256,13 @@ def test_padding_is_nobodys(case, tmp_path):
         (folder / path).write_bytes(raw)
     assert changed or not case.startswith("z3"), "ZeRO-3 fills up every parameter"
     after = reshard.open(folder, model=ZERO / case / "model" if (ZERO / case / "model").exists() else None)
-    assert {(t.name, t.role): described(t, after.files) for t in after.index.tensors} == expected
+    assert {(t.name, t.kind): described(t, after.files) for t in after.index.tensors} == expected
 
 
 def test_without_a_model_copy_the_master_is_the_weight():
     opened = open_case(ZERO / "z3-frozen")
     found = opened.content().tensors
-    assert {tensor.role for tensor in found.values()} == {"weight", "master"}
+    assert {tensor.kind for tensor in found.values()} == {"weight", "master"}
     assert found["llama.model.embed_tokens.weight"].dtype.name == "BF16", "frozen weights are kept as they are"
     with pytest.raises(RequestError, match="--weights model"):
         opened.content(Selection(weights="model"))
@@ -296,7 +296,7 @@ def test_what_is_written_reads_back(case, to, options, tmp_path):
     made = run("convert", source, tmp_path / "out", "--to", to, *options, "--json")
     assert made.code == 0, made.err
     expected, found = truth(ZERO / case), reshard.open(tmp_path / "out")
-    read = {(t.name, t.role): described(t, found.files) for t in found.index.tensors}
+    read = {(t.name, t.kind): described(t, found.files) for t in found.index.tensors}
     kept = {key: value for key, value in expected.items() if key[1] != "weight" or (key[0], "master") not in expected}
     assert read == kept
     before = reshard.open(source).index.param_groups()
@@ -323,7 +323,7 @@ def test_bf16_weights_of_another_trainer_become_masters(tmp_path):
     made = run("convert", source / "checkpoint", tmp_path / "out", "--to", "deepspeed", "--dp", 2, "--model", source / "model")
     assert made.code == 0, made.err
     found = reshard.open(tmp_path / "out")
-    assert {(t.role, t.dtype.name) for t in found.index.tensors} == {
+    assert {(t.kind, t.dtype.name) for t in found.index.tensors} == {
         ("master", "F32"), ("moment1", "F32"), ("moment2", "F32"), ("step", "F32")
     }  # fmt: skip
     assert reshard.verify(reshard.open(source / "checkpoint", model=source / "model"), found, cast=True).equal
@@ -348,7 +348,7 @@ def test_inspect_tells_ranks_and_runs():
 def test_how_tensor_parallel_parts_lie_is_never_guessed():
     """0.18 notes nothing: q_proj is cut, lm_head is whole on every rank. The config's shapes tell; without them it is asked for."""
     case = FIXTURES / "deepspeed_versions" / "0.18.2-autotp2-z1"
-    assert reshard.open(case / "checkpoint", model=case / "model").index.by_role("weight")["lm_head.weight"].shape == (50, 16)
+    assert reshard.open(case / "checkpoint", model=case / "model").index.by_kind("weight")["lm_head.weight"].shape == (50, 16)
     refused(case / "checkpoint", "2 tensor-parallel ranks", "--model DIR")
 
 
@@ -360,7 +360,7 @@ def test_tied_weights_are_known_by_their_memory_where_nothing_notes_them(tmp_pat
     assert raw.count(b"shared_params") == 1
     path.write_bytes(raw.replace(b"shared_params", b"shared_nobody"))
     found = reshard.open(folder).index
-    assert dict(found.facts.tied) == {"lm_head.weight": "model.embed_tokens.weight"} and "lm_head.weight" in found.by_role("master")
+    assert dict(found.facts.tied) == {"lm_head.weight": "model.embed_tokens.weight"} and "lm_head.weight" in found.by_kind("master")
 
 
 def test_sub_groups_are_cut_as_the_run_cuts_them(tmp_path):
@@ -431,7 +431,7 @@ def test_what_was_swapped_to_nvme_is_read_from_its_files(tmp_path):
         made = {"fp32_flat_groups": flats, "partition_count": 3, "optimizer_state_dict": {"state": kept, "param_groups": groups}}
         torch.save({"optimizer_state_dict": made | {"zero_stage": 3}, "ds_config": {}}, path)
     opened = reshard.open(folder)
-    assert {(t.name, t.role): described(t, opened.files) for t in opened.index.tensors} == truth(ZERO / "z3-subgroups")
+    assert {(t.name, t.kind): described(t, opened.files) for t in opened.index.tensors} == truth(ZERO / "z3-subgroups")
     (tag / "offloaded_tensors" / "rank01" / "0_14.tensor.swp").unlink()
     refused(folder, "rank_1_|rank01", "elements")
 
@@ -445,7 +445,7 @@ def test_a_master_whose_shape_is_in_no_file_is_one_row(tmp_path):
     assert raw.count(b"head.weight") == 1
     path.write_bytes(raw.replace(b"head.weight", b"hand.weight"))
     opened = reshard.open(folder)
-    master = described(opened.index.by_role("master")["head.weight"], opened.files)
+    master = described(opened.index.by_kind("master")["head.weight"], opened.files)
     expected = truth(case)["head.weight", "master"]
     assert master["sha256"] == expected["sha256"] and master["shape"] == [np.prod(expected["shape"])]
     assert any("one row: head.weight" in note for note in opened.index.facts.notes)

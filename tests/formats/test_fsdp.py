@@ -60,7 +60,7 @@ def test_a_missing_replica_loses_nothing_and_is_told(copy):
         rank_file(folder, 3, kind).unlink()
     opened = reshard.open(folder)
     assert any("rank 3 has no file" in note for note in opened.index.facts.notes)
-    weights = {(t.name, t.role): described(t, opened.files) for t in opened.index.tensors}
+    weights = {(t.name, t.kind): described(t, opened.files) for t in opened.index.tensors}
     assert weights == truth(FSDP / "hsdp")
 
 
@@ -190,7 +190,7 @@ def test_numbers_of_an_ambiguous_optimizer_stay_numbers_and_are_not_carried(tmp_
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "model.pt")
     opened = reshard.open(tmp_path)
     assert any("not certain" in note for note in opened.index.facts.notes)
-    assert not [t for t in opened.index.tensors if t.role == "moment1"]
+    assert not [t for t in opened.index.tensors if t.kind == "moment1"]
     with pytest.raises(RequestError, match="is not known"):
         reshard.plan(opened, to="dcp", optimizer=True)
 
@@ -220,7 +220,7 @@ def test_the_optimizers_state_is_carried_along(case, to, tmp_path):
     expected = truth(FSDP / case)
     if case == "verl-tied":
         del expected["lm_head.weight", "weight"]
-    assert {(t.name, t.role): described(t, written.files) for t in written.index.tensors} == expected
+    assert {(t.name, t.kind): described(t, written.files) for t in written.index.tensors} == expected
     groups = written.index.param_groups()
     assert [group.settings["lr"] for group in groups] == [0.01] * len(groups) and groups
     assert [group.names for group in groups] == [group.names for group in source.index.param_groups()]
@@ -229,7 +229,7 @@ def test_the_optimizers_state_is_carried_along(case, to, tmp_path):
 def test_state_of_another_kind_is_carried_under_its_own_name(tmp_path):
     reshard.convert(reshard.plan(open_case("groups"), to="dcp", optimizer=True), tmp_path / "out")
     written = reshard.open(tmp_path / "out")
-    assert {(t.name, t.role): described(t, written.files) for t in written.index.tensors} == truth("groups")
+    assert {(t.name, t.kind): described(t, written.files) for t in written.index.tensors} == truth("groups")
 
 
 @pytest.mark.parametrize("to", ["hf", "vllm"])
@@ -328,7 +328,7 @@ def test_a_local_tensor_of_another_size_than_its_placements_say(copy):
 def test_a_raw_optimizer_of_flat_parameters_does_not_stand_in_the_way():
     opened = open_case(FSDP / "fsdp1-raw")
     assert any("flat parameters" in note for note in opened.index.facts.notes)
-    assert not [t for t in opened.index.tensors if t.role in ("moment1", "moment2")]
+    assert not [t for t in opened.index.tensors if t.kind in ("moment1", "moment2")]
     with pytest.raises(RequestError, match="--optimizer"):
         reshard.plan(opened, to="dcp", optimizer=True)
 
@@ -337,7 +337,7 @@ def test_a_tensor_beside_the_model_is_no_weight(tmp_path):
     import torch
 
     torch.save({"model": {"a.weight": torch.ones(2)}, "step": torch.tensor(5)}, tmp_path / "model.pt")
-    assert [(t.name, t.role) for t in reshard.open(tmp_path).index.tensors] == [("a.weight", "weight")]
+    assert [(t.name, t.kind) for t in reshard.open(tmp_path).index.tensors] == [("a.weight", "weight")]
 
 
 def test_one_ranks_part_of_another_format_is_not_taken_for_a_model(tmp_path):
@@ -358,7 +358,7 @@ def test_model_and_optimizer_in_one_file_of_each_rank(tmp_path):
         model, optimizer = (torch.load(rank_file(source, rank, kind), weights_only=True) for kind in ("model", "optim"))
         torch.save({"model": model, "optimizer": optimizer, "step": torch.tensor(2)}, tmp_path / f"state_rank{rank}.pt")
     opened = reshard.open(tmp_path)
-    assert {(t.name, t.role): described(t, opened.files) for t in opened.index.tensors} == truth(FSDP / "verl-groups")
+    assert {(t.name, t.kind): described(t, opened.files) for t in opened.index.tensors} == truth(FSDP / "verl-groups")
     assert len(opened.index.param_groups()) == 2
 
 
@@ -372,6 +372,6 @@ def test_buffers_are_not_counted_by_an_optimizers_numbers(copy):
         state = torch.load(path, weights_only=True)
         torch.save({"model.scale": torch.arange(5.0), **state}, path)
     opened = reshard.open(folder)
-    found = {(t.name, t.role): described(t, opened.files) for t in opened.index.tensors}
+    found = {(t.name, t.kind): described(t, opened.files) for t in opened.index.tensors}
     assert found.pop(("model.scale", "weight"))["shape"] == [5]
     assert found == truth(FSDP / "verl")

@@ -321,7 +321,7 @@ def test_a_run_of_transformers_5_goes_on_in_megatron(target, tmp_path):
     dcp.save({"model": model, "optim": {"state": state, "param_groups": groups}}, checkpoint_id=tmp_path / "run", no_dist=True)
     opened = reshard.open(tmp_path / "run", model=HF / case)
     reshard.convert(reshard.plan(opened, to=target, optimizer=True), tmp_path / "out")
-    found = {(t.name, t.role): t for t in reshard.open(tmp_path / "out", model=HF / case).index.tensors}
+    found = {(t.name, t.kind): t for t in reshard.open(tmp_path / "out", model=HF / case).index.tensors}
     files = reshard.open(tmp_path / "out", model=HF / case).files
     for expert in range(4):
         for stored_name, part in (("w1", slice(0, 12)), ("w3", slice(12, 24)), ("w2", slice(None))):
@@ -344,7 +344,7 @@ def test_a_run_goes_on_under_its_own_names_with_its_optimizer(tmp_path):
     opened = reshard.open(tmp_path / "run", model=HF / case)
     reshard.convert(reshard.plan(opened, to="fsdp", dp=3, optimizer=True), tmp_path / "out")
     result = reshard.open(tmp_path / "out", model=HF / case)
-    assert {(t.name, t.role) for t in result.index.tensors} == {(n, role) for n in model for role in ("weight", "moment1", "step")}
+    assert {(t.name, t.kind) for t in result.index.tensors} == {(n, role) for n in model for role in ("weight", "moment1", "step")}
     assert reshard.verify(opened, result).equal
 
 

@@ -77,7 +77,7 @@ def sizes_of(opened, folder):
 
 def contents(opened, roles=None):
     """What a checkpoint holds of these roles; None: of all."""
-    return {(t.name, t.role): described(t, opened.files) for t in opened.index.tensors if roles is None or t.role in roles}
+    return {(t.name, t.kind): described(t, opened.files) for t in opened.index.tensors if roles is None or t.kind in roles}
 
 
 def has_optimizer(case):
@@ -86,7 +86,7 @@ def has_optimizer(case):
 
 def expected(case, plan):
     """The truth, but for counts of steps where the target has one number for them."""
-    told = {"step"} if plan.layout.told else set()
+    told = {"step"} if plan.layout.inlined_scalars else set()
     return {key: value for key, value in truth(case).items() if key[1] not in told}
 
 
@@ -233,8 +233,8 @@ def test_the_optimizer_can_become_the_other_one(tmp_path):
 def test_one_count_of_steps_becomes_every_parameters(to, tmp_path):
     """The distributed optimizer counts once; torch's wants a count for each parameter, and would not load without."""
     plan, found = converted(LEGACY / "llama-tp2-pp2-dp2", tmp_path / "out", to, dp=2, optimizer=True)
-    counts = [LazyTensor(whole(t.name, t.dtype, ()), {t.name: t}, found.files).numpy() for t in found.index.tensors if t.role == "step"]
-    assert counts == [2.0] * len(found.index.by_role("moment1")) and len(counts) == len(plan.content.weights)
+    counts = [LazyTensor(whole(t.name, t.dtype, ()), {t.name: t}, found.files).numpy() for t in found.index.tensors if t.kind == "step"]
+    assert counts == [2.0] * len(found.index.by_kind("moment1")) and len(counts) == len(plan.content.weights)
 
 
 # ---- the model that the settings describe ----
@@ -371,7 +371,7 @@ def test_ranks_of_two_iterations_are_told_apart(tmp_path):
 def test_masters_of_another_save_are_refused(case, tmp_path):
     folder, _ = copied(case, tmp_path)
     opened = open_case(LEGACY / case)
-    piece = next(iter(opened.index.by_role("master")["model.layers.0.self_attn.q_proj.weight"].pieces()))
+    piece = next(iter(opened.index.by_kind("master")["model.layers.0.self_attn.q_proj.weight"].pieces()))
     path = folder / piece.extent.path
     raw = bytearray(path.read_bytes())
     raw[piece.extent.byte_offset : piece.extent.byte_offset + 4] = b"\x00\x00\x80\x40"
@@ -381,12 +381,12 @@ def test_masters_of_another_save_are_refused(case, tmp_path):
 
 def test_masters_that_a_distributed_save_has_shifted_are_left_out(tmp_path):
     folder = shutil.copytree(DIST / "llama-tp2-pp2" / "checkpoint", tmp_path / "copy")
-    piece = next(iter(open_case(DIST / "llama-tp2-pp2").index.by_role("master")["model.norm.weight"].pieces()))
+    piece = next(iter(open_case(DIST / "llama-tp2-pp2").index.by_kind("master")["model.norm.weight"].pieces()))
     raw = bytearray((folder / piece.extent.path).read_bytes())
     raw[piece.extent.byte_offset : piece.extent.byte_offset + 4] = b"\x00\x00\x80\x40"
     (folder / piece.extent.path).write_bytes(bytes(raw))
     found = reshard.open(folder, vocab_size=50)
-    assert {tensor.role for tensor in found.index.tensors} == {"weight"}
+    assert {tensor.kind for tensor in found.index.tensors} == {"weight"}
     assert any("left out" in note and "model.norm" in note for note in found.index.facts.notes)
     with pytest.raises(RequestError, match="no optimizer state"):
         reshard.plan(found, to="dcp", optimizer=True)

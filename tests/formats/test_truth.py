@@ -18,8 +18,8 @@ def test_every_tensor_of_every_role_reads_back_bit_exactly(case):
     opened, expected = open_case(case), truth(case)
     # State of the run, and one count of steps that the files keep for all parameters, are no parameter's own.
     aside = {"state"} if any(role == "step" for _, role in expected) else {"state", "step"}
-    of_the_run = {(t.name, t.role) for t in opened.index.tensors if t.role in aside} - expected.keys()
-    found = {(t.name, t.role): described(t, opened.files) for t in opened.index.tensors if (t.name, t.role) not in of_the_run}
+    of_the_run = {(t.name, t.kind) for t in opened.index.tensors if t.kind in aside} - expected.keys()
+    found = {(t.name, t.kind): described(t, opened.files) for t in opened.index.tensors if (t.name, t.kind) not in of_the_run}
     assert found.keys() == expected.keys()
     assert found == expected
 
@@ -47,4 +47,4 @@ def test_two_extensions_are_undone_from_the_last_to_the_first(monkeypatch):
     monkeypatch.setitem(decoded_ranges._CODECS, "stream.rot13/1", Rot13)
     case = FIXTURES / "dcp" / "rot"
     opened = open_case(case)
-    assert {(t.name, t.role): described(t, opened.files) for t in opened.index.tensors} == truth(case)
+    assert {(t.name, t.kind): described(t, opened.files) for t in opened.index.tensors} == truth(case)

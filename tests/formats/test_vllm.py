@@ -157,13 +157,16 @@ def test_blocks_are_not_cut_even_where_the_engine_would_repeat_their_scales():
 
 def test_a_bias_that_the_engine_would_leave_out_without_a_word_is_refused(tmp_path):
     """Until that is said on purpose."""
-    unplaced = UNPLACED["vllm", "qwen3-biased"]
+    weights_without_slot = UNPLACED["vllm", "qwen3-biased"]
     told = re.escape("no place for it, nor for 1 more. It would leave it out without a word")
-    with pytest.raises(RequestError, match=f"^{re.escape(unplaced[0].replace('*', '0'))}.*{told}.*--exclude '{re.escape(unplaced[0])}'"):
+    with pytest.raises(
+        RequestError,
+        match=f"^{re.escape(weights_without_slot[0].replace('*', '0'))}.*{told}.*--exclude '{re.escape(weights_without_slot[0])}'",
+    ):
         reshard.plan(HF / "qwen3-biased", to="vllm")
     assert "o_proj.bias and 1 more" in reshard.degrees(HF / "qwen3-biased", to="vllm").assumptions[-1]
-    reshard.convert(reshard.plan(HF / "qwen3-biased", to="vllm", tp=2, exclude=unplaced), tmp_path / "out")
-    assert reshard.verify(HF / "qwen3-biased", tmp_path / "out", selection=Selection(exclude=unplaced)).equal
+    reshard.convert(reshard.plan(HF / "qwen3-biased", to="vllm", tp=2, exclude=weights_without_slot), tmp_path / "out")
+    assert reshard.verify(HF / "qwen3-biased", tmp_path / "out", selection=Selection(exclude=weights_without_slot)).equal
 
 
 @pytest.mark.parametrize("model, key, value", [("gemma2", "tie_word_embeddings", False), ("qwen2_moe", "qkv_bias", False)])

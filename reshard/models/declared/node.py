@@ -1,4 +1,4 @@
-"""Said: a value of a user's file, and where it stands, so that whatever is wrong with it can be shown."""
+"""Node: a value of a user's file, and where it stands, so that whatever is wrong with it can be shown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EXPRESSION = re.compile(rf"\s*{_TERM}(?:\s*[*/+]\s*{_TERM})*\s*")
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Node:
     """A value of the file, and the keys that lead to it."""
 
     value: Any
@@ -28,10 +28,10 @@ class Said:
         place = f"{self.file}, line {line}" if line else self.file
         return RequestError(what, where=": ".join([place, *([" > ".join(self.path)] if self.path else [])]), why=why, do=do)
 
-    def inner(self, key: str, value: Any) -> Said:
-        return Said(value, (*self.path, key), self.file, self.lines)
+    def inner(self, key: str, value: Any) -> Node:
+        return Node(value, (*self.path, key), self.file, self.lines)
 
-    def mapping(self, known: Sequence[str] = ()) -> dict[str, Said]:
+    def mapping(self, known: Sequence[str] = ()) -> dict[str, Node]:
         """The values of a mapping by key; `known`: of these keys only."""
         if not isinstance(self.value, dict):
             raise self.wrong(f"{shown(self.value)} stands here, keys with values are expected", do=among(known))
@@ -41,7 +41,7 @@ class Said:
                 raise at.wrong(f"there is no key {key!r} here", do=among(known))
         return found
 
-    def items(self) -> list[Said]:
+    def items(self) -> list[Node]:
         """The items of a list; a single value is a list of one."""
         values = self.value if isinstance(self.value, list) else [self.value]
         return [self.inner(str(i), value) if isinstance(self.value, list) else self for i, value in enumerate(values)]
@@ -78,7 +78,7 @@ def among(known: Sequence[str]) -> str | None:
     return f"Known are {', '.join(known)}" if known else None
 
 
-def expression(at: Said, dimensions: Mapping[str, Dimension], *, what: str | None = None, optional: bool = False) -> str:
+def expression(at: Node, dimensions: Mapping[str, Dimension], *, what: str | None = None, optional: bool = False) -> str:
     """An expression of dimensions. optional: it may be about such ones as not every model has."""
     text = str(at.value) if isinstance(at.value, int) and not isinstance(at.value, bool) else at.value
     if not isinstance(text, str) or not _EXPRESSION.fullmatch(text):

@@ -23,7 +23,7 @@ from typing import Any
 from reshard.errors import RequestError
 from reshard.models.architecture import Architecture, Dimension, SparseLayers, Weight
 from reshard.models.declared import yaml_data
-from reshard.models.declared.node import Said, among, expression, shown
+from reshard.models.declared.node import Node, among, expression, shown
 from reshard.models.declared.weights import NUMBER, ROLES, Weights, overlap
 from reshard.models.lookup import find_architecture, known_model_types
 from reshard.storage.files import LocalFiles, read_whole
@@ -67,7 +67,7 @@ def read_declaration(path: str | os.PathLike[str]) -> Architecture:
 def parse_declaration(content: bytes, where: str) -> Architecture:
     """The architecture that a declaration's content declares; `where` names it in errors."""
     document = yaml_data.parse(content, where)
-    root = Said(document.value, (), where, document.lines)
+    root = Node(document.value, (), where, document.lines)
     _refuse_unknown(root)
     said = root.mapping(_KEYS)
     if "model_type" not in said:
@@ -92,7 +92,7 @@ def parse_declaration(content: bytes, where: str) -> Architecture:
     return replace(made, tied=_tied(said, made, base), declared_in=where)
 
 
-def _refuse_unknown(root: Said) -> None:
+def _refuse_unknown(root: Node) -> None:
     """Raises RequestError if a "?" still stands anywhere, as `reshard architectures --start` writes it."""
     found = list(_unknown(root))
     if found:
@@ -103,7 +103,7 @@ def _refuse_unknown(root: Said) -> None:
         )
 
 
-def _unknown(at: Said) -> Iterator[Said]:
+def _unknown(at: Node) -> Iterator[Node]:
     if isinstance(at.value, dict | list):
         for key, value in at.value.items() if isinstance(at.value, dict) else enumerate(at.value):
             if key == UNKNOWN:
@@ -113,7 +113,7 @@ def _unknown(at: Said) -> Iterator[Said]:
         yield at
 
 
-def _base(said: Mapping[str, Said]) -> Architecture | None:
+def _base(said: Mapping[str, Node]) -> Architecture | None:
     if "like" not in said:
         if "without" in said:
             raise said["without"].wrong("it takes weights away from those of `like:`, which is not there")
@@ -124,7 +124,7 @@ def _base(said: Mapping[str, Said]) -> Architecture | None:
     return found
 
 
-def _without(said: Mapping[str, Said], base: Architecture) -> str:
+def _without(said: Mapping[str, Node], base: Architecture) -> str:
     """The pattern, as Architecture.plus wants it, of the names that globs match."""
     names: list[str] = []
     for at in said["without"].items() if "without" in said else ():
@@ -138,7 +138,7 @@ def _without(said: Mapping[str, Said], base: Architecture) -> str:
     return rf"\A(?:{'|'.join(map(re.escape, names))})\Z" if names else ""
 
 
-def _dimensions(at: Said, base: Architecture | None) -> dict[str, Dimension]:
+def _dimensions(at: Node, base: Architecture | None) -> dict[str, Dimension]:
     known = dict(base.dimensions) if base else {}
     own: dict[str, Dimension] = {}
     for name, inner in at.mapping().items():
@@ -158,7 +158,7 @@ def _dimensions(at: Said, base: Architecture | None) -> dict[str, Dimension]:
     return known
 
 
-def _dimension(at: Said) -> Dimension:
+def _dimension(at: Node) -> Dimension:
     if isinstance(at.value, int) and not isinstance(at.value, bool):
         return Dimension((), default=str(at.number(1)))
     if not isinstance(at.value, dict):
@@ -173,11 +173,11 @@ def _dimension(at: Said) -> Dimension:
     return Dimension(keys, default, said["optional"].flag() if "optional" in said else False)
 
 
-def _config_keys(at: Said) -> tuple[str, ...]:
+def _config_keys(at: Node) -> tuple[str, ...]:
     return tuple(item.word(r"[\w.-]+", "a key of the config") for item in at.items())
 
 
-def _other(said: Mapping[str, Said], base: Architecture | None) -> dict[str, Any]:
+def _other(said: Mapping[str, Node], base: Architecture | None) -> dict[str, Any]:
     """The fields of Architecture beside names, dimensions and weights."""
     other: dict[str, Any] = {}
     if "dropped" in said:
@@ -201,19 +201,19 @@ def _regex(glob: str) -> str:
     return "".join(special.get(word, re.escape(word)) for word in re.split(r"(\{layer\}|\{expert\}|\*)", glob))
 
 
-def _reason(at: Said) -> str:
+def _reason(at: Node) -> str:
     if not isinstance(at.value, str) or not at.value.strip():
         raise at.wrong(f"{shown(at.value)} stands here, the reason why nobody needs it is expected")
     return at.value
 
 
-def _setting(at: Said) -> Any:
+def _setting(at: Node) -> Any:
     if not isinstance(at.value, bool | int | str):
         raise at.wrong(f"{shown(at.value)} stands here, true, false, a whole number or a word is expected")
     return at.value
 
 
-def _sparse(at: Said) -> SparseLayers:
+def _sparse(at: Node) -> SparseLayers:
     if at.value == "all":
         return SparseLayers()
     said = at.mapping(("first", "step", "offset", "dense"))
@@ -221,7 +221,7 @@ def _sparse(at: Said) -> SparseLayers:
     return SparseLayers(offset=said["offset"].number(0) if "offset" in said else 0, **keys)
 
 
-def _tied(said: Mapping[str, Said], made: Architecture, base: Architecture | None) -> tuple[str, str]:
+def _tied(said: Mapping[str, Node], made: Architecture, base: Architecture | None) -> tuple[str, str]:
     """The head and the embedding that it shares where a config ties them: as said, or the only ones there are."""
     names = [weight.name for weight in made.weights]
     if "tied" in said:
@@ -236,8 +236,8 @@ def _tied(said: Mapping[str, Said], made: Architecture, base: Architecture | Non
     usual = base.tied if base else Architecture.tied
     if base and set(usual) <= set(names):
         return usual
-    by_role = {role: [weight.name for weight in made.weights if weight.role == role] for role in ("head", "embedding")}
-    heads, embeddings = by_role["head"] or [usual[0]], by_role["embedding"]
+    by_kind = {role: [weight.name for weight in made.weights if weight.role == role] for role in ("head", "embedding")}
+    heads, embeddings = by_kind["head"] or [usual[0]], by_kind["embedding"]
     if len(heads) == 1 and len(embeddings) == 1:
         return heads[0], embeddings[0]
     if not embeddings:
@@ -250,7 +250,7 @@ def _tied(said: Mapping[str, Said], made: Architecture, base: Architecture | Non
     )
 
 
-def _check_layers(weight: Weight, made: Architecture, at: Said) -> None:
+def _check_layers(weight: Weight, made: Architecture, at: Node) -> None:
     """Raises RequestError if a weight is of layers that there are none of, or counts experts that nobody has counted."""
     if weight.layers and "{layer}" not in weight.name:
         raise at.wrong(f"`layers: {weight.layers}` is said of a weight that is no layer's")
@@ -262,7 +262,7 @@ def _check_layers(weight: Weight, made: Architecture, at: Said) -> None:
         raise at.wrong("it is a sparse layer's, and nothing says which layers are sparse", do="Add `sparse:`; `sparse: all` if all are")
 
 
-def _check_names(made: Architecture, written: Sequence[tuple[Said, Weight]]) -> None:
+def _check_names(made: Architecture, written: Sequence[tuple[Node, Weight]]) -> None:
     """Raises RequestError if a weight could be of two of the names."""
     alike: dict[str, list[str]] = {}
     for name in (*(weight.name for _, weight in written), *(weight.name for weight in made.weights)):

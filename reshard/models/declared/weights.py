@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from reshard.models.architecture import Dimension, Weight
-from reshard.models.declared.node import Said, expression
+from reshard.models.declared.node import Node, expression
 from reshard.models.roles import SPLITS, Column, Heads, Replicate, Row, Split, Vocabulary
 
 # What a weight of a role is, as [out, in], or [out] where it is a vector: the shape of one whose declaration says none. A checkpoint's own
@@ -63,7 +63,7 @@ class Weights:
 
     dimensions: Mapping[str, Dimension]
 
-    def weight(self, said: str, at: Said) -> Weight:
+    def weight(self, said: str, at: Node) -> Weight:
         """One weight. at: its role, or a mapping."""
         name = pattern_of(said, at)
         keys = {"role": at} if isinstance(at.value, str) else at.mapping(_WEIGHT_KEYS)
@@ -85,7 +85,7 @@ class Weights:
             split,
         )
 
-    def _role(self, at: Said, keys: Mapping[str, Said]) -> dict[str, str]:
+    def _role(self, at: Node, keys: Mapping[str, Node]) -> dict[str, str]:
         if "role" not in keys:
             raise at.wrong("it says neither its role nor what it holds", do=f"Write `role:` and one of {', '.join(ROLES)}")
         role = keys["role"].word(r"[\w.-]+", "a role")
@@ -93,7 +93,7 @@ class Weights:
             raise keys["role"].wrong(f"{role} is several roles in one", do="Write `holds:` and the list of them, in their order")
         return {role: SHAPES.get(role, ("",))[0]}
 
-    def _holds(self, at: Said) -> dict[str, str]:
+    def _holds(self, at: Node) -> dict[str, str]:
         """The roles that are fused, each with its rows."""
         if isinstance(at.value, dict):
             return {role: expression(inner, self.dimensions) for role, inner in at.mapping().items()}
@@ -111,7 +111,7 @@ class Weights:
             raise at.wrong("a weight that holds one role is that role", do="Write `role:` in place of `holds:`")
         return found
 
-    def _by(self, keys: Mapping[str, Said]) -> str:
+    def _by(self, keys: Mapping[str, Node]) -> str:
         if "holds" not in keys:
             raise keys["by"].wrong("it says by what the roles of `holds:` alternate, which is not there")
         word = keys["by"].word()
@@ -119,7 +119,7 @@ class Weights:
             raise keys["by"].wrong(f"{word!r} stands here, a dimension is expected")
         return expression(keys["by"], self.dimensions)
 
-    def _split(self, at: Said, keys: Mapping[str, Said], own: list[str], roles: list[str]) -> Split | None:
+    def _split(self, at: Node, keys: Mapping[str, Node], own: list[str], roles: list[str]) -> Split | None:
         """The split of own roles. Raises RequestError if it is not said for them, or said for others."""
         for role in roles:
             split = SPLITS.get(role)
@@ -144,7 +144,7 @@ class Weights:
             )
         return self._own_split(keys["split"])
 
-    def _own_split(self, at: Said) -> Split:
+    def _own_split(self, at: Node) -> Split:
         if not isinstance(at.value, dict):
             return _SPLITS[at.one_of(tuple(_SPLITS))]
         said = at.mapping(("heads", "copies"))
@@ -156,7 +156,7 @@ class Weights:
         expression(said["heads"], self.dimensions)
         return Heads(count, said["copies"].flag() if "copies" in said else False)
 
-    def _shape(self, at: Said, keys: Mapping[str, Said], name: str, roles: Mapping[str, str], *, transposed: bool) -> tuple[str, ...]:
+    def _shape(self, at: Node, keys: Mapping[str, Node], name: str, roles: Mapping[str, str], *, transposed: bool) -> tuple[str, ...]:
         if "shape" in keys:
             items = keys["shape"].items()
             if not 1 <= len(items) <= 4:
@@ -177,7 +177,7 @@ class Weights:
         return tuple(expression(at.inner("shape", axis), self.dimensions, what=why, optional=True) for axis in shape)
 
 
-def pattern_of(said: str, at: Said) -> str:
+def pattern_of(said: str, at: Node) -> str:
     """The name with {layer} and {expert}. The first * is the layer's number, the second the expert's; each is a whole word between dots."""
     words = said.split(".")
     stars, braces = words.count("*"), re.findall(r"\{[^{}]*\}", said)
