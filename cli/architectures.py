@@ -8,33 +8,37 @@ from . import options
 from .tables import show, show_json
 
 
-@click.command("architectures")
-@click.option("--start", metavar="CKPT", help="Print the beginning of a declaration for the model of this checkpoint.")
+@click.command(
+    "architectures",
+    cls=options.Command,
+    examples=["reshard architectures", "reshard architectures --start my-checkpoint > my_model.yaml"],
+)
+@click.option("--start", metavar="CKPT", help="Print a draft declaration for the model of this checkpoint.")
 @options.format_name
-@click.option("--model", metavar="DIR", help="With --start: a directory with the model's Hugging Face config.")
+@click.option("--model", metavar="DIR", help="With --start: directory with config.json, if the checkpoint has none.")
 @options.as_json
-def command(start: str | None, format_name: str | None, model: str | None, as_json: bool) -> None:
-    """List the models whose split over ranks is declared, by the model_type of their configs.
+def command(start: str | None, format: str | None, model: str | None, as_json: bool) -> None:
+    """List the supported architectures, or draft a declaration for a new one.
 
-    For another one write a declaration, and give it to any command as --architecture FILE: `reshard architectures --start CKPT > my.yaml`
-    begins it.
+    Architectures are named by the model_type of their configs. `reshard architectures --start CKPT > my.yaml` drafts a declaration, which
+    every command takes as --architecture my.yaml.
     """
     from reshard.models.lookup import known_model_types
 
     if start is not None:
-        text = _beginning(start, format_name, model)
+        text = _beginning(start, format, model)
         show_json({"declaration": text + "\n"}) if as_json else show(text)
         return
     found = known_model_types()
     show_json(list(found)) if as_json else show("\n".join(found))
 
 
-def _beginning(start: str, format_name: str | None, model: str | None) -> str:
+def _beginning(start: str, format: str | None, model: str | None) -> str:
     import reshard
     from reshard.errors import RequestError
     from reshard.models.declared.draft import skeleton
 
-    opened = reshard.open(start, format=format_name, model=model)
+    opened = reshard.open(start, format=format, model=model)
     if opened.index.facts.unanswered:
         raise RequestError(
             f"the tensors of this {opened.format} checkpoint do not have the model's own names",

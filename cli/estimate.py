@@ -17,39 +17,44 @@ STRATEGIES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 _NAMES = ("ddp", "zero1", "zero2", "zero3, fsdp")
 
 
-@click.command("estimate")
+@click.command(
+    "estimate", cls=options.Command, examples=["reshard estimate llama-3-8b --gpus 8", "reshard estimate --parameters 7B --gpus 8"]
+)
 @click.argument("source", required=False)
-@click.option("--parameters", type=options.CountParam(), metavar="N", help="Only so many parameters, such as 7B, in place of SOURCE.")
-@click.option("--gpus", type=click.IntRange(1), metavar="N", help="Ranks in all (default: what the sizes need).")
+@click.option("--parameters", type=options.CountParam(), metavar="N", help="Number of parameters, e.g. 7B, instead of SOURCE.")
+@click.option("--gpus", type=click.IntRange(1), metavar="N", help="Ranks in all (default: as many as the sizes need).")
 @click.option("--dp", type=click.IntRange(1), metavar="N", help="Data-parallel ranks.")
 @click.option("--tp", type=click.IntRange(1), default=1, metavar="N", help="Tensor-parallel size.")
 @click.option("--pp", type=click.IntRange(1), default=1, metavar="N", help="Pipeline-parallel size.")
 @click.option("--ep", type=click.IntRange(1), default=1, metavar="N", help="Expert-parallel size.")
 @click.option("--zero", type=click.IntRange(0, 3), metavar="STAGE", help="ZeRO stage; 3 is FSDP (default: a table of all).")
-@click.option("--strategy", type=click.Choice(list(STRATEGIES)), help="The same by name.")
+@click.option("--strategy", type=click.Choice(list(STRATEGIES)), help="The same as --zero, by name.")
 @click.option("--seq-len", type=click.IntRange(1), metavar="N", help="Tokens per sequence; without it activations are not counted.")
 @click.option("--micro-batch", type=click.IntRange(1), default=1, metavar="N", help="Sequences per microbatch.")
 @click.option("--microbatches", type=click.IntRange(1), default=1, metavar="M", help="Microbatches per step and data-parallel rank.")
 @click.option("--schedule", type=click.Choice(["gpipe", "1f1b", "interleaved"]), default="1f1b", help="The pipeline's schedule.")
-@click.option("--vp", type=click.IntRange(1), default=1, metavar="N", help="Chunks of layers per stage (interleaved).")
-@click.option("--stage-layers", type=options.NumbersParam(), metavar="N,N,..", help="Layers of every stage (default: as equal as can be).")
-@click.option("--recompute", type=click.Choice(["none", "selective", "full"]), default="none", help="Activations computed again.")
-@click.option("--sequence-parallel", is_flag=True, help="TP ranks divide what lies between the linears, too.")
-@click.option("--flash-attention", is_flag=True, help="The attention kernel keeps no scores.")
+@click.option("--vp", type=click.IntRange(1), default=1, metavar="N", help="Chunks of layers per stage (interleaved schedule).")
+@click.option("--stage-layers", type=options.NumbersParam(), metavar="N,N,..", help="Layers of every stage (default: equal).")
+@click.option("--recompute", type=click.Choice(["none", "selective", "full"]), default="none", help="Activation recomputation.")
+@click.option("--sequence-parallel", is_flag=True, help="Sequence parallelism: split activations between linear layers over TP ranks.")
+@click.option("--flash-attention", is_flag=True, help="Use FlashAttention (no attention scores are stored).")
 @click.option(
-    "--activations", type=click.Choice(["published", "itemised"]), default="published", help="The paper's formula, or own widths."
+    "--activations",
+    type=click.Choice(["published", "itemised"]),
+    default="published",
+    help="Formula for activations: the paper's, or the model's own widths.",
 )
-@click.option("--vocab-multiple", type=click.IntRange(1), default=1, metavar="N", help="Tables have a multiple of N x TP rows.")
-@click.option("--link", type=options.SizeParam(), metavar="SIZE", help="Bytes per second that a rank sends: 50GB.")
-@click.option("--weight-bytes", type=click.IntRange(0), default=2, metavar="N", help="Bytes per parameter of weights (default 2).")
-@click.option("--gradient-bytes", type=click.IntRange(0), default=2, metavar="N", help="... of gradients (2).")
-@click.option("--master-bytes", type=click.IntRange(0), default=4, metavar="N", help="... of the master copy (4).")
-@click.option("--moment-bytes", type=click.IntRange(0), default=4, metavar="N", help="... of each moment (4).")
-@click.option("--moments", type=click.IntRange(0), default=2, metavar="N", help="Moments that the optimizer has (2).")
+@click.option("--vocab-multiple", type=click.IntRange(1), default=1, metavar="N", help="Pad the vocabulary to a multiple of N x TP.")
+@click.option("--link", type=options.SizeParam(), metavar="SIZE", help="Bytes per second that a rank can send, e.g. 50GB.")
+@click.option("--weight-bytes", type=click.IntRange(0), default=2, metavar="N", help="Bytes per parameter of weights (default: 2).")
+@click.option("--gradient-bytes", type=click.IntRange(0), default=2, metavar="N", help="Bytes per parameter of gradients (default: 2).")
+@click.option("--master-bytes", type=click.IntRange(0), default=4, metavar="N", help="Bytes per parameter of the master copy (default: 4).")
+@click.option("--moment-bytes", type=click.IntRange(0), default=4, metavar="N", help="Bytes per parameter of each moment (default: 4).")
+@click.option("--moments", type=click.IntRange(0), default=2, metavar="N", help="Number of moments of the optimizer (default: 2).")
 @options.architecture
 @options.as_json
-def command(source: str | None, parameters: int | None, zero: int | None, strategy: str | None, as_json: bool, **asked: Any) -> None:
-    """Bytes per rank of weights, gradients, optimizer state and activations, under DDP, ZeRO-1 to 3 and FSDP.
+def command(source: str | None, parameters: int | None, zero: int | None, strategy: str | None, as_json: bool, **given: Any) -> None:
+    """Estimate training memory per rank before you launch: weights, gradients, optimizer state and activations, for DDP, ZeRO and FSDP.
 
     SOURCE is a directory with a Hugging Face config.json, or a checkpoint; its weights are not read.
     """
@@ -58,16 +63,16 @@ def command(source: str | None, parameters: int | None, zero: int | None, strate
     from reshard.training.memory import ZERO_STAGES, BytesPer
 
     if (source is None) == (parameters is None):
-        raise RequestError("a model is needed, or how many parameters it has", do="Give a directory with a config.json, or --parameters 7B")
+        raise RequestError("give either a model or a number of parameters", do="Give a directory with a config.json, or --parameters 7B")
     named = STRATEGIES[strategy] if strategy else None
     if zero is not None and named is not None and zero != named:
-        raise RequestError(f"--zero {zero} and --strategy {strategy} contradict each other", do="Say one of them")
+        raise RequestError(f"--zero {zero} and --strategy {strategy} contradict each other", do="Give one of them")
     chosen = zero if zero is not None else named
-    each = {name: asked.pop(f"{name}_bytes") for name in ("weight", "gradient", "master", "moment")}
-    bytes_per = BytesPer(**each, moments=asked.pop("moments"))
+    each = {name: given.pop(f"{name}_bytes") for name in ("weight", "gradient", "master", "moment")}
+    bytes_per = BytesPer(**each, moments=given.pop("moments"))
     subject = source if source is not None else parameters
     assert subject is not None
-    found = reshard.estimate(subject, zero=ZERO_STAGES if chosen is None else chosen, bytes_per=bytes_per, **asked)
+    found = reshard.estimate(subject, zero=ZERO_STAGES if chosen is None else chosen, bytes_per=bytes_per, **given)
     show_json(document(found)) if as_json else show_estimate(found)
 
 

@@ -11,36 +11,27 @@ from .progress import bar
 from .tables import show, show_json
 
 
-@click.command("fingerprint")
+@click.command("fingerprint", cls=options.Command, examples=["reshard fingerprint step-1000 --model llama-3-8b"])
 @click.argument("checkpoint")
 @options.selection
 @options.format_name
 @options.model
 @options.effort
 @options.as_json
-def command(
-    checkpoint: str,
-    format_name: str | None,
-    model: str | None,
-    vocab_size: int | None,
-    architecture: str | None,
-    workers: int | None,
-    memory: int | None,
-    shown: bool | None,
-    as_json: bool,
-    **asked: Any,
-) -> None:
-    """Digest the weights of CHECKPOINT: equal for the same weights in any format, at any parallel sizes.
+def command(checkpoint: str, as_json: bool, show_progress: bool | None, **given: Any) -> None:
+    """Digest the weights of CHECKPOINT. The same weights have the same digest in any format, at any parallel sizes.
 
-    It covers names, shapes, element types and every bit of the model's weights; no optimizer state. A tied head counts once, which takes
-    the config to know (--model).
+    The digest covers names, shapes, element types and every bit of the model's weights, and no optimizer state. A tied head counts once;
+    to know that it is tied takes the config (--model).
     """
     import reshard
+    from reshard.verbs.request import EffortOptions, OpenOptions, selection_of
 
-    opened = reshard.open(checkpoint, format=format_name, model=model, vocab_size=vocab_size, architecture=architecture)
-    selection = options.selection_of(**asked)
-    with bar(sum(t.nbytes for t in opened.content(selection).tensors.values()), "fingerprint", shown) as advance:
-        found = reshard.fingerprint(opened, selection=selection, workers=workers, memory=memory, progress=advance)
+    opened = reshard.open(checkpoint, **options.take(given, OpenOptions))
+    effort = options.take(given, EffortOptions)
+    selection = selection_of(given)
+    with bar(sum(t.nbytes for t in opened.content(selection).tensors.values()), "fingerprint", show_progress) as advance:
+        found = reshard.fingerprint(opened, selection=selection, **{**effort, "progress": advance})
     if as_json:
         show_json({"fingerprint": found.root, "tensors": dict(found.tensors)})
     else:

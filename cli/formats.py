@@ -14,7 +14,7 @@ def command(as_json: bool) -> None:
     """List the formats that this installation reads and writes."""
     from reshard.adapter import registry
 
-    found = [(name, "read, write" if registry.can_write(each) else "read", each.summary) for name, each in registry.formats().items()]
+    found = [(name, "read, write" if each.can_write else "read", each.summary) for name, each in registry.formats().items()]
     if as_json:
         show_json([{"name": name, "reads": True, "writes": "write" in what, "summary": summary} for name, what, summary in found])
     else:

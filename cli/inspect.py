@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
-from .tables import count_text, nbytes_text, shape_text, show, show_json, table
+from .tables import count, count_text, nbytes_text, shape_text, show, show_json, table
 
 if TYPE_CHECKING:
     from reshard.geometry.meshes import Distribution, Mesh
@@ -16,26 +16,18 @@ if TYPE_CHECKING:
     from reshard.verbs.checkpoint import Checkpoint
 
 
-@click.command("inspect")
+@click.command("inspect", cls=options.Command, examples=["reshard inspect step-1000", "reshard inspect step-1000 --tensor '*q_proj*'"])
 @click.argument("checkpoint")
-@click.option("--tensor", "globs", multiple=True, metavar="GLOB", help="Show the boxes of tensors of these names.")
+@click.option("--tensor", "globs", multiple=True, metavar="GLOB", help="Show the boxes of tensors whose names match.")
 @options.format_name
 @options.model
 @options.as_json
-def command(
-    checkpoint: str,
-    globs: tuple[str, ...],
-    format_name: str | None,
-    model: str | None,
-    vocab_size: int | None,
-    architecture: str | None,
-    as_json: bool,
-) -> None:
-    """Show what CHECKPOINT holds, and where each part lies. Reads no weights."""
+def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, **given: Any) -> None:
+    """Show what CHECKPOINT holds, and where each part lies. No weight is read."""
     import reshard
     from reshard.errors import RequestError
 
-    opened = reshard.open(checkpoint, format=format_name, model=model, vocab_size=vocab_size, architecture=architecture)
+    opened = reshard.open(checkpoint, **given)
     chosen = [t for t in opened.index.tensors if not globs or any(fnmatchcase(t.name, glob) for glob in globs)]
     if not chosen and globs:
         raise RequestError(f"no tensor is called {' or '.join(globs)}", do="`reshard inspect` without --tensor lists the names")
@@ -140,8 +132,10 @@ def _show_checkpoint(opened: Checkpoint) -> None:
         show("  run       " + ", ".join(f"{name} {size}" for name, size in facts.parallel.items()))
     show(f"  files     {len(index.files)}, {nbytes_text(sum(file.nbytes for file in index.files))}")
     if index.objects:
-        show(f"  objects   {len(index.objects)} that are no tensors, such as {index.objects[0]}")
-    for note in (*(f"to be said: {each}" for each in facts.unanswered), *facts.notes):
+        show(f"  other     {count(len(index.objects), 'object')}, for example {index.objects[0]}")
+    for each in facts.unanswered:
+        show(f"  needed for conversion: {each}")
+    for note in facts.notes:
         show(f"  note      {note}")
     show()
     rows = [(r.kind, r.dtype, r.tensors, r.elements, nbytes_text(r.nbytes)) for r in summary.roles(index)]

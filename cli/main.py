@@ -11,17 +11,19 @@ import click
 # name -> (module, what `--help` says). Static, so that help and start-up load nothing else.
 COMMANDS = {
     "inspect": (".inspect", "Show what a checkpoint holds, and where each part lies."),
-    "convert": (".convert", "Make of a checkpoint what another engine or framework loads."),
+    "convert": (".convert", "Convert a checkpoint for another engine, framework or parallel layout."),
+    "plan": (".plan", "Show the proven plan of one conversion; write nothing."),
     "verify": (".verify", "Check that two checkpoints hold the same weights, whatever their layouts."),
     "fingerprint": (".fingerprint", "Digest a checkpoint's weights, whatever their layout."),
     "roundtrip": (".roundtrip", "Prove that a conversion and its way back lose nothing."),
-    "plan": (".plan", "Tell at which degrees a model can be served, and what each GPU holds then."),
-    "estimate": (".estimate", "Tell what training needs on each rank, before it runs."),
-    "formats": (".formats", "List the formats that this installation reads and writes."),
-    "architectures": (".architectures", "List the models that are declared, or begin a declaration of another one."),
+    "degrees": (".degrees", "List the valid TP/PP sizes and the memory each GPU needs."),
+    "estimate": (".estimate", "Estimate training memory per rank before you launch."),
+    "formats": (".formats", "List the formats that can be read and written."),
+    "architectures": (".architectures", "List supported architectures, or draft a file for a new one."),
+    "completion": (".completion", "Print the completion script for bash, zsh or fish."),
 }
 
-EPILOG = "Exit codes: 0 fine; 1 the check found differences; 2 bad input or usage; 130 interrupted."
+EPILOG = "Exit codes: 0 success; 1 the check found differences; 2 bad input or usage; 70 defect of reshard; 130 interrupted."
 
 
 class LazyGroup(click.Group):
@@ -43,7 +45,7 @@ class LazyGroup(click.Group):
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.version_option(package_name="reshard")
 def cli(debug: bool) -> None:
-    """Training checkpoints into what serving engines load: bit-exact, in constant memory, without any framework."""
+    """Convert training checkpoints into the layout serving engines load: bit-exact, in constant memory, without any framework."""
 
 
 def main() -> None:
@@ -60,13 +62,16 @@ def run(arguments: list[str]) -> int:
     except click.exceptions.Exit as exit_:
         return int(exit_.exit_code)
     except click.ClickException as error:
-        error.show()
+        context = getattr(error, "ctx", None)
+        name = context.command_path if context else "reshard"
+        message = error.format_message().replace("\n", " ").strip().rstrip(".")
+        print(f"reshard: {message}. `{name} --help` shows how to use it.", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, click.Abort):
-        print("reshard: interrupted; what is finished is kept, --resume goes on from there", file=sys.stderr)
+        print("reshard: interrupted; finished work is kept, and --resume continues from there", file=sys.stderr)
         return 130
     except (BrokenPipeError, SystemExit):
-        # The reader of our output has gone, as `| head` does (click turns that into an exit of its own). It is no error; keep
+        # The reader of our output has gone, as with `| head` (click turns that into an exit of its own). This is not an error; keep
         # Python from complaining when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

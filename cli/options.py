@@ -1,17 +1,57 @@
-"""Every option of the command line, declared once; and how words become values."""
+"""Every option of the command line, declared once; and how words become values.
+
+An option has the name of the Python keyword that it sets, so that a command passes on what it was given. Options of one format come from
+the registry and stand under the format's name in --help.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from fractions import Fraction
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import click
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+from .completion_words import architecture_names, format_names
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+Function = TypeVar("Function", bound=Callable[..., Any])
+Decorator = Callable[[Function], Function]
+
+# The sections of --help, in order; formats' own sections come between the target and the selection.
+TARGET, SELECTION, SOURCE, EFFORT, OUTPUT = "Target", "Selection", "Source", "Effort", "Output"
+
+
+class Option(click.Option):
+    """An option that stands in a section of --help."""
+
+    def __init__(self, *args: Any, section: str = "Options", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.section = section
+
+
+class Command(click.Command):
+    """A command whose --help has sections, and examples at the end."""
+
+    def __init__(self, *args: Any, examples: Iterable[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.examples = tuple(examples)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None:
+                sections.setdefault(getattr(param, "section", "Options"), []).append(record)
+        first = [title for title in ("Options", TARGET) if title in sections]
+        last = [title for title in (SELECTION, SOURCE, EFFORT, OUTPUT) if title in sections]
+        for title in (*first, *(title for title in sections if title not in (*first, *last)), *last):
+            with formatter.section(title):
+                formatter.write_dl(sections[title])
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.examples:
+            with formatter.section("Examples"):
+                for example in self.examples:
+                    formatter.write(f"{'':>{formatter.current_indent}}$ {example}\n")
+        super().format_epilog(ctx, formatter)
 
 
 class SizeParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic in newer versions of click
@@ -20,12 +60,9 @@ class SizeParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # gen
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", str(value).lower())
-        if not match:
-            self.fail(f"{value!r} is not a size such as 512MiB or 5GB", param, ctx)
-        return int(float(match[1]) * _UNITS[match[2] or ""])
+        from reshard.geometry.quantities import parse_size
+
+        return parse_size(value, _flag(param))
 
 
 class CountParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]
@@ -34,29 +71,46 @@ class CountParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     name = "count"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmbt]?)", str(value).lower())
-        number = round(Fraction(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}[match[2]]) if match else 0
-        if not number:
-            self.fail(f"{value!r} is not a number such as 7B or 350M", param, ctx)
-        return number
+        from reshard.geometry.quantities import parse_count
+
+        return parse_count(value, _flag(param))
 
 
 class NumbersParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]
-    """Numbers with commas between them: 7,8,8,7."""
+    """Whole numbers with commas between them: 7,8,8,7."""
 
     name = "numbers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
-        if not re.fullmatch(r"\d+(,\d+)*", str(value)):
-            self.fail(f"{value!r} are no numbers such as 7,8,8,7", param, ctx)
-        return tuple(int(word) for word in str(value).split(","))
+        words = str(value).split(",")
+        if not all(word.isdecimal() for word in words):
+            self.fail(f"{value!r} is not a list of whole numbers such as 2,4,8", param, ctx)
+        return tuple(map(int, words))
 
 
-def _all(*decorators: Callable[[Function], Function]) -> Callable[[Function], Function]:
+class ParallelSize(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """One parallel size."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        text = str(value)
+        if "," in text:
+            self.fail(f"{text!r}: this command lays out one size. To compare several, use `reshard degrees`", param, ctx)
+        if not text.isdecimal() or int(text) < 1:
+            self.fail(f"{text!r} is not a positive whole number", param, ctx)
+        return int(text)
+
+
+def _flag(param: click.Parameter | None) -> str:
+    return param.opts[0] if param else "a size"
+
+
+def together(*decorators: Decorator[Any]) -> Decorator[Any]:
+    """Several options as one decorator, in the order given."""
+
     def decorate(function: Function) -> Function:
         for decorator in reversed(decorators):
             function = decorator(function)
@@ -65,55 +119,98 @@ def _all(*decorators: Callable[[Function], Function]) -> Callable[[Function], Fu
     return decorate
 
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-format_name = click.option("--format", "format_name", metavar="FORMAT", help="The checkpoint's format, instead of detecting it.")
-architecture = click.option(
-    "--architecture", metavar="NAME|FILE", help="A declared model, or a file that declares one, for one that we do not know."
+def option(*names: str, section: str, **settings: Any) -> Decorator[Any]:
+    """An option in a section of --help."""
+    return click.option(*names, cls=Option, section=section, **settings)
+
+
+def take(given: dict[str, Any], keywords: type) -> dict[str, Any]:
+    """The keywords of a TypedDict, taken out of what a command was given."""
+    return {name: given.pop(name) for name in keywords.__annotations__ if name in given}
+
+
+as_json = option("--json", "as_json", section=OUTPUT, is_flag=True, help="Print one JSON document.")
+format_name = option(
+    "--format", section=SOURCE, metavar="FORMAT", shell_complete=format_names, help="Format of the checkpoint, instead of detecting it."
 )
-model = _all(
-    click.option("--model", metavar="DIR", help="A directory with the model's Hugging Face config, where the checkpoint has none."),
-    click.option("--vocab-size", type=click.IntRange(1), metavar="N", help="Rows of the embedding that are no padding (Megatron)."),
+architecture = option(
+    "--architecture",
+    section=SOURCE,
+    metavar="NAME|FILE",
+    shell_complete=architecture_names,
+    help="Architecture name or file, if config.json does not identify a supported model.",
+)
+model = together(
+    option("--model", section=SOURCE, metavar="DIR", help="Directory with config.json (and tokenizer), if the checkpoint has none."),
+    option("--vocab-size", section=SOURCE, type=click.IntRange(1), metavar="N", help="Vocabulary size without padding (Megatron)."),
     architecture,
 )
 
-selection = _all(
-    click.option("--weights", type=click.Choice(["model", "master"]), help="The model's copy or the optimizer's full-precision one."),
-    click.option("--include", multiple=True, metavar="GLOB", help="Only tensors of these names."),
-    click.option("--exclude", multiple=True, metavar="GLOB", help="No tensors of these names."),
-    click.option("--strip-prefix", default="", metavar="P", help="Take this off the front of names before anything else."),
-    click.option("--optimizer", is_flag=True, help="The optimizer's state of these weights, too."),
+selection = together(
+    option(
+        "--weights",
+        section=SELECTION,
+        type=click.Choice(["model", "master"]),
+        help="Which copy of the weights: the model's, or the optimizer's in full precision.",
+    ),
+    option("--include", section=SELECTION, multiple=True, metavar="GLOB", help="Convert only tensors whose names match."),
+    option("--exclude", section=SELECTION, multiple=True, metavar="GLOB", help="Leave out tensors whose names match."),
+    option("--strip-prefix", section=SELECTION, default="", metavar="P", help="Remove this prefix from tensor names first."),
+    option("--optimizer", section=SELECTION, is_flag=True, help="Also convert the optimizer state."),
 )
 
-target = _all(
-    click.option("--to", required=True, metavar="FORMAT", help="The format to make; `reshard formats` lists them."),
-    click.option("--tp", default=1, metavar="N", help="Tensor-parallel size."),
-    click.option("--pp", default=1, metavar="N", help="Pipeline-parallel size."),
-    click.option("--ep", default=1, metavar="N", help="Expert-parallel size."),
-    click.option("--dp", default=1, metavar="N", help="How many data-parallel ranks share every tensor (FSDP, ZeRO-3)."),
-    click.option("--dtype", metavar="DTYPE", help="Cast floating-point tensors, as torch does: bf16, fp16, fp32, fp8 ..."),
-    click.option("--keep-dtype", multiple=True, metavar="GLOB", help="Exempt tensors of these names from --dtype."),
-    click.option("--dequantize", is_flag=True, help="Quantised weights as values, in --dtype or bf16."),
-    click.option("--engine-version", metavar="V", help="The serving engine's version (default: the newest known)."),
-    click.option("--max-shard-size", type=SizeParam(), metavar="SIZE", help="Start a new file where one would grow beyond this."),
-    click.option("--like", metavar="DIR", help="hf: names, fusions, element types and files as in this folder; its headers are read."),
-    click.option("--vp", type=click.IntRange(1), metavar="N", help="Megatron: chunks per stage (virtual pipeline)."),
-    click.option("--etp", type=click.IntRange(1), metavar="N", help="Megatron: tensor-parallel size of experts (default: --tp)."),
-    click.option("--stage-layers", type=NumbersParam(), metavar="N,N,..", help="Megatron: layers of every chunk (default: equal)."),
-    click.option("--transformer-impl", type=click.Choice(["local", "transformer_engine"]), help="Megatron: whose layers the run has."),
-    click.option("--experts", type=click.Choice(["sequential", "grouped", "te-grouped"]), help="Megatron: how the run has its experts."),
-    click.option("--vocab-multiple", type=click.IntRange(1), metavar="N", help="Megatron: --make-vocab-size-divisible-by of the run."),
-    click.option("--distributed-optimizer/--plain-optimizer", default=None, help="Megatron: whose state (default: as the source's)."),
-)
-
-effort = _all(
-    click.option("--workers", type=click.IntRange(1), metavar="N", help="Threads (default: processors, at most 8)."),
-    click.option("--memory", type=SizeParam(), metavar="SIZE", help="Ceiling for buffers (default 256MiB)."),
-    click.option("--progress/--no-progress", "shown", default=None, help="Show a progress bar (default: on a terminal)."),
+sizes = together(
+    option("--tp", section=TARGET, default=1, type=ParallelSize(), metavar="N", help="Tensor-parallel size."),
+    option("--pp", section=TARGET, default=1, type=ParallelSize(), metavar="N", help="Pipeline-parallel size."),
+    option("--ep", section=TARGET, default=1, type=ParallelSize(), metavar="N", help="Expert-parallel size."),
+    option(
+        "--dp",
+        section=TARGET,
+        default=1,
+        type=ParallelSize(),
+        metavar="N",
+        help="Data-parallel ranks that shard every tensor.",
+    ),
 )
 
 
-def selection_of(weights: Any, include: tuple[str, ...], exclude: tuple[str, ...], strip_prefix: str, optimizer: bool) -> Any:
-    """The Selection that the options of `selection` mean."""
-    from reshard.canonical.content import Selection
+def target(*, required: bool = True) -> Decorator[Any]:
+    """What to make, and the options of every installed format."""
+    return together(
+        option(
+            "--to",
+            section=TARGET,
+            required=required,
+            metavar="FORMAT",
+            shell_complete=format_names,
+            help="Target format; `reshard formats` lists them.",
+        ),
+        sizes,
+        option("--dtype", section=TARGET, metavar="DTYPE", help="Cast floating-point weights: bf16, fp16, fp32, fp8 ..."),
+        option("--keep-dtype", section=TARGET, multiple=True, metavar="GLOB", help="Do not cast tensors whose names match."),
+        option("--dequantize", section=TARGET, is_flag=True, help="Dequantize weights to --dtype (default: bf16)."),
+        *_options_of_formats(),
+    )
 
-    return Selection(weights, include, exclude, strip_prefix, optimizer)
+
+def _options_of_formats() -> Iterable[Decorator[Any]]:
+    from reshard.adapter import registry
+
+    for each, users in registry.options().items():
+        title = f"Only for {', '.join(users)}"
+        if each.type == "switch":
+            off = f"/--{each.opposite.replace('_', '-')}" if each.opposite else ""
+            yield option(f"{each.flag}{off}", each.name, section=title, default=None, help=each.help)
+        elif each.type == "choice":
+            yield option(each.flag, section=title, type=click.Choice(list(each.choices)), help=each.help)
+        else:
+            yield option(each.flag, section=title, metavar=_METAVARS[each.type], help=each.help)
+
+
+_METAVARS: Mapping[str, str] = {"number": "N", "numbers": "N,N,..", "size": "SIZE", "path": "DIR", "text": "V"}
+
+effort = together(
+    option("--workers", section=EFFORT, type=click.IntRange(1), metavar="N", help="Threads (default: one per processor, at most 8)."),
+    option("--memory", section=EFFORT, type=SizeParam(), metavar="SIZE", help="Maximum size of all buffers (default: 256MiB)."),
+    option("--progress/--no-progress", "show_progress", section=OUTPUT, default=None, help="Show a progress bar (default: on a terminal)."),
+)

@@ -8,49 +8,37 @@ import click
 
 from . import options
 from .progress import bar
-from .tables import nbytes_text, show, show_json
+from .tables import count, nbytes_text, show, show_json
 
 
-@click.command("roundtrip")
+@click.command("roundtrip", cls=options.Command, examples=["reshard roundtrip step-1000 --to vllm --tp 8"])
 @click.argument("source")
-@options.target
+@options.target()
 @options.selection
 @options.format_name
 @options.model
-@click.option("--materialize", is_flag=True, help="Really convert there and back, and compare every bit.")
-@click.option("--work", metavar="DIR", help="Where --materialize puts its files (default: a temporary directory).")
+@options.option("--materialize", section=options.OUTPUT, is_flag=True, help="Convert there and back for real, and compare every bit.")
+@options.option("--work", section=options.OUTPUT, metavar="DIR", help="Directory for --materialize (default: a temporary one).")
 @options.effort
 @options.as_json
-def command(
-    source: str,
-    format_name: str | None,
-    model: str | None,
-    vocab_size: int | None,
-    architecture: str | None,
-    materialize: bool,
-    work: str | None,
-    workers: int | None,
-    memory: int | None,
-    shown: bool | None,
-    as_json: bool,
-    max_shard_size: int | None,
-    **asked: Any,
-) -> None:
+def command(source: str, to: str, materialize: bool, work: str | None, as_json: bool, show_progress: bool | None, **given: Any) -> None:
     """Prove that converting SOURCE and reading the result back loses nothing.
 
-    The plan is composed with what the target's own reader makes of the planned headers: every byte must map to itself. No weight is read,
-    unless --materialize. Exit code 1 if something would be lost.
+    The target's own reader gets the planned headers and says where it would find each weight: every byte must map to itself. No weight is
+    read, except with --materialize. The exit code is 1 if something would be lost.
     """
     import reshard
-    from reshard.verbs import roundtrip as verb
+    from reshard.verbs.request import EffortOptions, OpenOptions
+    from reshard.verbs.roundtrip import materialize as there_and_back
 
-    opened = reshard.open(source, format=format_name, model=model, vocab_size=vocab_size, architecture=architecture)
-    plan = reshard.plan(opened, to=asked.pop("to"), max_shard_bytes=max_shard_size, **asked)
+    checkpoint = reshard.open(source, **options.take(given, OpenOptions))
+    effort = options.take(given, EffortOptions)
+    plan = reshard.plan(checkpoint, to=to, **given)
     proof = reshard.roundtrip(plan)
     losses = list(proof.losses)
     if materialize:
-        with bar(4 * plan.totals().copied, "roundtrip", shown) as advance:
-            losses += verb.materialize(plan, opened, work=work, workers=workers, memory=memory, progress=advance)
+        with bar(4 * plan.totals().copied, "roundtrip", show_progress) as advance:
+            losses += there_and_back(plan, checkpoint, work=work, **{**effort, "progress": advance})
     if as_json:
         show_json(
             {
@@ -63,10 +51,11 @@ def command(
             }
         )
     elif losses:
-        show(f"not lossless: {len(losses)} findings")
+        show(f"not lossless: {count(len(losses), 'loss', 'losses')}")
         for loss in losses:
             show(f"  {loss}")
     else:
         how = "converted there and back, every bit compared" if materialize else "proven from the plans, no weight read"
-        show(f"lossless: {proof.tensors} tensors, {proof.boxes} boxes, {nbytes_text(proof.nbytes)}; {how}")
+        sizes = f"{count(proof.tensors, 'tensor')}, {count(proof.boxes, 'box', 'boxes')}, {nbytes_text(proof.nbytes)}"
+        show(f"lossless: {sizes}; {how}")
     click.get_current_context().exit(1 if losses else 0)

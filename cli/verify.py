@@ -8,10 +8,10 @@ import click
 
 from . import options
 from .progress import bar
-from .tables import nbytes_text, show, show_json, table
+from .tables import count, nbytes_text, show, show_json, table
 
 
-@click.command("verify")
+@click.command("verify", cls=options.Command, examples=["reshard verify step-1000 out", "reshard verify step-1000 out --cast"])
 @click.argument("left")
 @click.argument("right")
 @click.option("--cast", is_flag=True, help="Where element types differ, cast LEFT's values to RIGHT's before comparing.")
@@ -19,31 +19,21 @@ from .tables import nbytes_text, show, show_json, table
 @options.model
 @options.effort
 @options.as_json
-def command(
-    left: str,
-    right: str,
-    cast: bool,
-    model: str | None,
-    vocab_size: int | None,
-    architecture: str | None,
-    workers: int | None,
-    memory: int | None,
-    shown: bool | None,
-    as_json: bool,
-    **asked: Any,
-) -> None:
+def command(left: str, right: str, cast: bool, as_json: bool, show_progress: bool | None, **given: Any) -> None:
     """Check that LEFT and RIGHT hold the same weights, bit by bit, whatever their layouts.
 
-    Names, shapes, element types and values, copies on several ranks and padding included. Exit code 1 if they differ. Where only one of
-    them has a config.json, it speaks for both; --model gives one for those that have none.
+    Names, shapes, element types and values are compared, including replicas and padding. The exit code is 1 if they differ. If only one
+    of them has a config.json, it applies to both.
     """
     import reshard
     from reshard.verbs.checkpoint import open_both
+    from reshard.verbs.request import EffortOptions, ModelOptions, selection_of
 
-    a, b = open_both(left, right, model=model, vocab_size=vocab_size, architecture=architecture)
+    a, b = open_both(left, right, **options.take(given, ModelOptions))
+    effort = options.take(given, EffortOptions)
     total = sum(tensor.nbytes for tensor in b.index.tensors if tensor.kind == "weight")
-    with bar(total, "verify", shown) as advance:
-        result = reshard.verify(a, b, cast=cast, selection=options.selection_of(**asked), workers=workers, memory=memory, progress=advance)
+    with bar(total, "verify", show_progress) as advance:
+        result = reshard.verify(a, b, cast=cast, selection=selection_of(given), **{**effort, "progress": advance})
     if as_json:
         show_json(
             {
@@ -54,8 +44,8 @@ def command(
             }
         )
     elif result.equal:
-        show(f"equal: {result.tensors} tensors, {nbytes_text(result.nbytes)}, every bit")
+        show(f"equal: {count(result.tensors, 'tensor')}, {nbytes_text(result.nbytes)}, every bit")
     else:
-        show(f"different: {len(result.differences)} findings in {result.tensors} common tensors")
+        show(f"different: {count(len(result.differences), 'difference')} in {count(result.tensors, 'common tensor')}")
         show(table([(d.name, d.kind, d.detail) for d in result.differences], ("tensor", "what", "how")))
     click.get_current_context().exit(0 if result.equal else 1)

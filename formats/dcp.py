@@ -20,8 +20,9 @@ from typing import Any
 
 from reshard.adapter.dcp_reader import DATA, METADATA, DcpFolder, is_rank_metadata
 from reshard.adapter.dcp_writer import DcpFile, written_metadata
+from reshard.adapter.format import Format, Hints
 from reshard.adapter.model_files import ModelFiles
-from reshard.adapter.protocol import Hints
+from reshard.adapter.option import MAX_SHARD_SIZE
 from reshard.adapter.rank_files import step_of
 from reshard.adapter.state_dicts import MODEL_ROOTS
 from reshard.canonical.content import Content
@@ -44,10 +45,11 @@ _RUN_ROOTS = {"train_state", "lr_scheduler", "scheduler", "lr_schedulers", "data
 _Key = tuple[str | int, ...]
 
 
-class Dcp:
+class Dcp(Format):
     name = "dcp"
     summary = "torch.distributed.checkpoint: FSDP1, FSDP2, accelerate, torchtitan"
     owns = (METADATA, "__*.metadata", "*.distcp")
+    options = (MAX_SHARD_SIZE,)
     keeps_names = True
 
     def detect(self, files: Files) -> str | None:
@@ -93,10 +95,9 @@ class Dcp:
 
     def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
         target.parallel.allow("dp", what="a DCP checkpoint, which any number of ranks can load")
-        target.refuse_engine_version("a DCP checkpoint")
         dtypes = {key: target.dtype_of(tensor) for key, tensor in content.tensors.items()}
         ranks = target.parallel.dp
-        growing = list(_laid_out(content, dtypes, ranks, target.max_shard_bytes))
+        growing = list(_laid_out(content, dtypes, ranks, target.max_shard_size))
         files = tuple(file.close({"dp": rank} if ranks > 1 else {}) for rank, file in growing)
         paths = [_state_path(key, bool(content.states)) for key in content.tensors]
         paths += [path for path, _ in _counts(content)]

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from reshard.adapter.protocol import Hints
+from reshard.adapter.format import Format, Hints
 from reshard.adapter.rank_files import step_of
 from reshard.containers import safetensors
 from reshard.errors import CheckpointError
@@ -34,7 +34,7 @@ _INFO = "DCP_SHARDING_INFO"
 _SHARDED = "sharded/"
 
 
-class DcpSafetensors:
+class DcpSafetensors(Format):
     name = "dcp-safetensors"
     summary = "torch.distributed.checkpoint on safetensors: one rank's boxes per file (HuggingFaceStorageWriter)"
     owns = ("shard-*-model-*-of-*.safetensors",)

@@ -16,10 +16,10 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from reshard.adapter.format import Format, Hints
 from reshard.adapter.index_builder import Collector
 from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.processes import in_processes
-from reshard.adapter.protocol import Hints
 from reshard.adapter.rank_files import RankFiles, check_progress, example, missing_ranks, open_folder, step_of
 from reshard.adapter.state_dicts import group_numbers, has_flat_parameters, model_part, optimizer_part, states
 from reshard.canonical.content import Content
@@ -38,7 +38,7 @@ from reshard.plans.target import Target
 from reshard.storage.files import Files
 
 
-class Fsdp:
+class Fsdp(Format):
     name = "fsdp"
     summary = "FSDP files of one rank each (verl, accelerate): DTensor, ShardedTensor"
     owns = ("*_rank_*.pt", "*_rank[0-9]*.bin", "fsdp_config.json")
@@ -75,9 +75,6 @@ class Fsdp:
 
     def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
         target.parallel.allow("dp", what="FSDP files, where the data-parallel ranks share every tensor (--dp)")
-        target.refuse_engine_version("FSDP files")
-        if target.max_shard_bytes is not None:
-            raise RequestError("--max-shard-size: a rank's file is one file", do="Leave it out, or choose more ranks with --dp")
         groups = content.param_groups() if content.states else ()
         if content.states and not all(group.settings for group in groups or [ParamGroup((), {})]):
             raise RequestError(

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.adapter.flat_parameters import Slot, boxes_of, slots
+from reshard.adapter.format import Format, Hints
 from reshard.adapter.index_builder import Collector
-from reshard.adapter.protocol import Hints
 from reshard.adapter.rank_files import RankFiles, example, missing_ranks, open_folder, step_of
 from reshard.adapter.state_dicts import FLAT, group_numbers, has_flat_parameters, model_part, optimizer_part, states
 from reshard.canonical.optimizer_state import names_for, plain_groups, state_kind
@@ -64,7 +64,7 @@ class _Flat:
                     yield slot, run, LocalTensor(run.stored.dtype, slot.shape, shards)
 
 
-class FsdpLocal:
+class FsdpLocal(Format):
     name = "fsdp-local"
     summary = "FSDP1 LOCAL_STATE_DICT: flat parameters, one file per rank (needs --model)"
     owns = ("*_rank[0-9]*.bin",)

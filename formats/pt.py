@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from reshard.adapter.format import Format, Hints
 from reshard.adapter.index_builder import Collector
-from reshard.adapter.protocol import Hints
 from reshard.adapter.rank_files import find, step_of
 from reshard.adapter.state_dicts import group_numbers, holds_parts, holds_tensors, model_part, optimizer_part, states
 from reshard.canonical.optimizer_state import names_for, plain_groups, state_kind
@@ -34,7 +34,7 @@ _PARTS = re.compile(r".*(mp_rank_\d|_states\.pt$|model_optim_rng|zero_pp_rank).*
 _BESIDE = re.compile(r".*(training_args|rng_state|random_states|scheduler|scaler|extra_state|tokenizer).*")
 
 
-class TorchSave:
+class TorchSave(Format):
     name = "pt"
     summary = "whole tensors in torch.save files (.pt, .pth, .bin, .ckpt): FULL_STATE_DICT, trainers' own"
     # Not *.pt: --overwrite removes what formats own, and anything may be called so.

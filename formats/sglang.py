@@ -31,8 +31,10 @@ from reshard.adapter.engine_files import (
     served_model,
     with_stored_experts,
 )
+from reshard.adapter.format import Hints
 from reshard.adapter.model_files import ModelFiles, read_json
-from reshard.adapter.protocol import Hints
+from reshard.adapter.option import ENGINE_VERSION, MAX_SHARD_SIZE
+from reshard.adapter.serving_format import ServingFormat
 from reshard.canonical.content import Content
 from reshard.engine.run import MANIFEST
 from reshard.errors import CheckpointError, RequestError
@@ -117,10 +119,11 @@ _FUSIONS = (
 )
 
 
-class Sglang:
+class Sglang(ServingFormat):
     name = "sglang"
     summary = "SGLang sharded_state: pre-sharded for tensor and expert parallel ranks"
     owns = ("model-rank-*-part-*.safetensors",)
+    options = (ENGINE_VERSION, MAX_SHARD_SIZE)
     # The same file names: only a manifest tells them apart.
     refines = ("vllm",)
 
@@ -149,7 +152,7 @@ class Sglang:
         for rank in range(target.parallel.tp):
             if target.wants({"tp": rank}):
                 stored = rank_tensors(model, dtypes, rules, target.parallel, rank, 0)
-                files.extend(framed_parts(f"model-rank-{rank}", stored, target.max_shard_bytes, {"tp": rank}))
+                files.extend(framed_parts(f"model-rank-{rank}", stored, target.max_shard_size, {"tp": rank}))
         left_out = layers_not_served(model)
         return Layout(
             self.name,

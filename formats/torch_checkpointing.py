@@ -22,8 +22,8 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NoReturn
 
+from reshard.adapter.format import Format, Hints
 from reshard.adapter.index_builder import Collector
-from reshard.adapter.protocol import Hints
 from reshard.adapter.rank_files import step_of
 from reshard.adapter.state_dicts import MODEL_ROOTS, group_numbers, holds_parts
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
@@ -70,7 +70,7 @@ class _Item:
         return self.name in OPTIMIZER_ROOTS
 
 
-class TorchCheckpointing:
+class TorchCheckpointing(Format):
     name = "torch-checkpointing"
     summary = "torch_checkpointing (before 1.0): a file per item and rank, and metadata.pkl"
     owns = (_METADATA, "model_[0-9]*.pt", "optimizer_[0-9]*.pt")

@@ -22,9 +22,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.adapter.engine_files import check_content, index_of_ranks, read_headers, served_model
+from reshard.adapter.format import Hints
 from reshard.adapter.model_files import CONFIG, ModelFiles, read_json
-from reshard.adapter.protocol import Hints
 from reshard.adapter.safetensors_writer import framed
+from reshard.adapter.serving_format import ServingFormat
 from reshard.canonical.content import Content
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.dtypes import F32, DType
@@ -149,7 +150,7 @@ def partition(layers: int, pp: int) -> tuple[int, ...]:
     return tuple(base + (stage < rest) for stage in range(pp))
 
 
-class Trtllm:
+class Trtllm(ServingFormat):
     name = "trtllm"
     summary = "TensorRT-LLM checkpoints for trtllm-build (releases that build engines): tensor, pipeline and expert parallel ranks"
     owns = ("rank*.safetensors",)
@@ -194,7 +195,6 @@ class Trtllm:
 
     def engine_rules(self, model: Model, target: Target) -> EngineRules:
         """How the engine splits a model. Raises RequestError for a model whose checkpoints are not known."""
-        target.refuse_engine_version("TensorRT-LLM, whose checkpoints are the same from 0.8 on")
         return _checked_rules(model, target.parallel)
 
 

@@ -1,4 +1,4 @@
-"""reshard: training checkpoints into what serving engines load, on one CPU machine, in constant memory, bit-exact, proven.
+"""reshard: convert training checkpoints to what serving engines load, on one CPU machine, in constant memory, bit-exact, proven.
 
 import reshard
 
@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from reshard.errors import CheckpointError, DifferenceFound, RequestError, ReshardError
-    from reshard.verbs.checkpoint import Checkpoint, open, plan
+    from reshard.verbs.checkpoint import Checkpoint, open
     from reshard.verbs.convert import convert
     from reshard.verbs.degrees import degrees
     from reshard.verbs.estimate import estimate
+    from reshard.verbs.fingerprint import fingerprint
+    from reshard.verbs.plan import plan
     from reshard.verbs.roundtrip import roundtrip
-    from reshard.verbs.verify import fingerprint, verify
+    from reshard.verbs.verify import verify
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,17 +40,6 @@ __all__ = [
     "roundtrip",
     "verify",
 ]
-_MODULES = {
-    "Checkpoint": "checkpoint",
-    "open": "checkpoint",
-    "plan": "checkpoint",
-    "convert": "convert",
-    "degrees": "degrees",
-    "estimate": "estimate",
-    "fingerprint": "verify",
-    "roundtrip": "roundtrip",
-    "verify": "verify",
-}
 
 
 def __getattr__(name: str) -> Any:
@@ -57,5 +48,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'reshard' has no attribute {name!r}")
     from importlib import import_module
 
-    module = f"reshard.verbs.{_MODULES[name]}" if name in _MODULES else "reshard.errors"
-    return getattr(import_module(module), name)
+    module = "errors" if name.endswith(("Error", "Found")) else f"verbs.{name}"
+    if name in ("Checkpoint", "open"):
+        module = "verbs.checkpoint"
+    return getattr(import_module(f"reshard.{module}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

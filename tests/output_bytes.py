@@ -25,7 +25,7 @@ MANIFESTS = ("reshard.json", "reshard.digests")
 TARGETS: tuple[dict[str, Any], ...] = (
     {"to": "hf"},
     {"to": "hf", "dtype": "bf16"},
-    {"to": "hf", "max_shard_bytes": 100_000},
+    {"to": "hf", "max_shard_size": 100_000},
     {"to": "hf", "dequantize": True},
     {"to": "dcp"},
     {"to": "dcp", "dp": 3, "optimizer": True},

@@ -45,7 +45,7 @@ def config_of(model: str, **said: object) -> dict[str, Any]:
 
 
 def rules_of(engine: str, model: Model) -> EngineRules:
-    return registry.writer(engine).engine_rules(model, Target(engine))
+    return registry.serving_formats()[engine].engine_rules(model, Target(engine))
 
 
 def open_case(case: str | Path) -> reshard.Checkpoint:

@@ -14,8 +14,8 @@ Measured on DeepSpeed 0.14.5, 0.16.9 and 0.19.8 (fixtures/deepspeed).
 
 from __future__ import annotations
 
+from reshard.adapter.format import Format, Hints
 from reshard.adapter.model_files import ModelFiles
-from reshard.adapter.protocol import Hints
 from reshard.canonical.content import Content
 from reshard.errors import CheckpointError
 from reshard.index.index import Index
@@ -29,7 +29,7 @@ from .tag import find_tag, is_file_of_a_tag, open_tag
 from .writing import lay_out
 
 
-class DeepSpeed:
+class DeepSpeed(Format):
     name = "deepspeed"
     summary = "DeepSpeed ZeRO-0 to 3, pipeline, MoE, AutoTP: a tag's folder, or its parent with `latest`"
     owns = ("*_model_states.pt", "*_optim_states.pt", "latest")
@@ -48,7 +48,7 @@ class DeepSpeed:
             raise CheckpointError("there is no tag here: no *_model_states.pt, and no folder with any", where=files.root)
         return read(files, open_tag(files, folder), hints)
 
-    def examine(self, files: Files, index: Index) -> Index:
+    def check_values(self, files: Files, index: Index) -> Index:
         return check_same_moment(files, index)
 
     def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:

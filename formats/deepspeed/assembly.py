@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from reshard.adapter.protocol import Hints
+from reshard.adapter.format import Hints
 from reshard.canonical.optimizer_state import state_kind
 from reshard.containers.torch_zip import AnyTensor, Locations
 from reshard.errors import CheckpointError

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from reshard.adapter.format import Hints
 from reshard.adapter.processes import in_processes
-from reshard.adapter.protocol import Hints
 from reshard.errors import CheckpointError
 from reshard.index.index import Index, RunFacts, StoredFile
 from reshard.storage.files import Files

@@ -89,11 +89,8 @@ class Training:
 
 def training_of(content: Content, target: Target, what: str) -> Training:
     """Raises: RequestError if the source has no optimizer state, or not all that goes on training needs."""
-    target.refuse_engine_version(what)
     if target.dtype is not None:
         raise RequestError(f"--dtype does not apply to {what}: masters and moments are full-precision", do="Leave it out")
-    if target.max_shard_bytes is not None:
-        raise RequestError(f"--max-shard-size does not apply to {what}, whose files are what its loader looks for", do="Leave it out")
     groups = content.param_groups()
     if not content.states or not groups:
         raise RequestError(

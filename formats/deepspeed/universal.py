@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from reshard.adapter.format import Format, Hints
 from reshard.adapter.model_files import ModelFiles
-from reshard.adapter.protocol import Hints
 from reshard.adapter.torch_writer import TorchFile
 from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import plain_settings
@@ -46,7 +46,7 @@ _FOLDER = "zero/"
 _MASTER = "fp32"
 
 
-class Universal:
+class Universal(Format):
     name = "universal"
     summary = "DeepSpeed universal checkpoints: every parameter whole, loaded at any world size"
     owns = ("*/zero/*.pt", "zero/*.pt", _LATEST)

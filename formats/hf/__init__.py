@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from reshard.adapter.format import Format, Hints
 from reshard.adapter.model_files import ModelFiles
-from reshard.adapter.protocol import Hints
+from reshard.adapter.option import MAX_SHARD_SIZE, Option
 from reshard.adapter.safetensors_writer import framed
 from reshard.canonical.content import Content
 from reshard.errors import RequestError
@@ -31,12 +32,14 @@ from reshard.storage.files import Files
 
 from . import like, reading, writing
 
+LIKE = Option("like", "path", "Use the names, fusions, element types and files of this Hugging Face folder; only its headers are read.")
 
-class HuggingFace:
+
+class HuggingFace(Format):
     name = "hf"
     summary = "Hugging Face: safetensors (single or with an index), pytorch_model*.bin"
     owns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
-    options = ("like",)
+    options = (LIKE, MAX_SHARD_SIZE)
 
     def detect(self, files: Files) -> str | None:
         found = reading.weight_files(files)
@@ -51,11 +54,10 @@ class HuggingFace:
 
     def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
         target.parallel.allow(what="a Hugging Face checkpoint, which is whole")
-        target.refuse_engine_version("a Hugging Face checkpoint")
         if content.states:
             raise RequestError("a Hugging Face checkpoint holds weights, no optimizer state", do="Leave out --optimizer")
         matched = _like(content, target) if target.options.get("like") else _as_published(content, target)
-        shards = matched.files or writing.cut(matched.tensors, target.max_shard_bytes)
+        shards = matched.files or writing.cut(matched.tensors, target.max_shard_size)
         files = tuple(framed(path, stored) for path, stored in shards.items())
         sidecars = companions.sidecars([tensor.dtype for tensor in matched.tensors], main=writing.main_dtype(matched.tensors))
         if len(files) > 1:
@@ -72,7 +74,7 @@ def _like(content: Content, target: Target) -> like.Matched:
     if target.dtype is not None:
         raise RequestError("--like brings the element types of its folder, --dtype others", do="Say one of them")
     matched = like.match(content, like.reference(target.options["like"]))
-    return replace(matched, files=None) if target.max_shard_bytes else matched
+    return replace(matched, files=None) if target.max_shard_size else matched
 
 
 def _about(companions: ModelFiles) -> tuple[str, ...]:

@@ -22,8 +22,8 @@ Measured on megatron-core 0.16.1 and 0.12.3 (fixtures/megatron, megatron_dist, m
 
 from __future__ import annotations
 
+from reshard.adapter.format import Format, Hints
 from reshard.adapter.model_files import ModelFiles
-from reshard.adapter.protocol import Hints
 from reshard.canonical.content import Content
 from reshard.errors import CheckpointError
 from reshard.index.index import Index
@@ -33,11 +33,11 @@ from reshard.storage.files import Files
 
 from . import legacy, writing_legacy
 from .checks import check_masters
+from .options import OPTIONS
 from .places import METADATA, WEIGHTS, is_rank_folder, save_folder
-from .writing import OPTIONS
 
 
-class Megatron:
+class Megatron(Format):
     name = "megatron"
     summary = "Megatron-LM legacy: mp_rank_*/model_optim_rng.pt of tensor-, pipeline- and expert-parallel ranks"
     owns = ("model_optim_rng.pt", "distrib_optim.pt", "latest_checkpointed_iteration.txt")
@@ -60,7 +60,7 @@ class Megatron:
             raise CheckpointError("there is no folder of a rank here, such as mp_rank_00, and no iter_0000001", where=files.root)
         return legacy.read(files, folder, hints)
 
-    def examine(self, files: Files, index: Index) -> Index:
+    def check_values(self, files: Files, index: Index) -> Index:
         return check_masters(files, index)
 
     def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:

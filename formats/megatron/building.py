@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import Collector
-from reshard.adapter.protocol import Hints
 from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError

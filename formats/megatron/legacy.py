@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import Collector
-from reshard.adapter.protocol import Hints
 from reshard.canonical.optimizer_state import is_plain
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import LocalTensor

@@ -19,8 +19,8 @@ from itertools import product
 from typing import Any
 
 from reshard.adapter.dcp_reader import DcpFolder
+from reshard.adapter.format import Format, Hints
 from reshard.adapter.model_files import ModelFiles
-from reshard.adapter.protocol import Hints
 from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import is_plain, state_kind
 from reshard.containers import torch_zip
@@ -44,10 +44,10 @@ from .building import asked_for, begin, check_complete, check_model
 from .checks import without_strange_masters
 from .names import IGNORED, place_of, without_wrappers
 from .nemo import nemo_args
+from .options import OPTIONS
 from .places import COMMON, METADATA, PLAIN, save_folder
 from .placing import flat_sections, misfit
 from .tensors import MASTERS, TABLE, UNTRAINED, MegatronModel, MegatronTensor, is_decayed, respelled
-from .writing import OPTIONS
 from .writing_dist import lay_out
 from .zarr import Stored, ZarrFolder
 
@@ -69,7 +69,7 @@ _DEGREES = {
 _HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias))_(w|v)")
 
 
-class MegatronDist:
+class MegatronDist(Format):
     name = "megatron-dist"
     summary = "Megatron-Core distributed checkpoints (torch_dist): iter_*/metadata.json, common.pt, *.distcp"
     owns = (METADATA, "common.pt", ".metadata", "*.distcp", "latest_checkpointed_iteration.txt")
@@ -93,7 +93,7 @@ class MegatronDist:
             raise CheckpointError(f"there is no {METADATA} here, and no iter_0000001", where=files.root)
         return _index(files, folder, hints)
 
-    def examine(self, files: Files, index: Index) -> Index:
+    def check_values(self, files: Files, index: Index) -> Index:
         return without_strange_masters(files, index)
 
     def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:

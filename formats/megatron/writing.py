@@ -21,12 +21,11 @@ from reshard.models.model import Model
 from reshard.plans.target import Target
 
 from .arguments import sparse_layers
-from .chunks import Chunk, Entry, RankPlace, Sizes, LayerSpec, chunks_of, entries, layer_counts
+from .chunks import Chunk, Entry, LayerSpec, RankPlace, Sizes, chunks_of, entries, layer_counts
 from .settings import namespace, settings_of
 from .tensors import ROLES, UNTRAINED, MegatronModel
 
 F32 = from_torch("float32", where="")
-OPTIONS = ("vp", "etp", "stage_layers", "transformer_impl", "vocab_multiple", "distributed_optimizer", "experts")
 _MULTIPLE = 128
 _STEP = "step"
 # What torch's Adam and Transformer Engine's look for in a param group, where the source's groups do not say it; Megatron's scheduler
@@ -267,9 +266,6 @@ def vocabulary_multiple(target: Target, args: Mapping[str, Any]) -> int:
 def begin_writing(content: Content, target: Target, what: str) -> Writing:
     """Raises: RequestError if the model is not known, cannot be Megatron's, or does not divide by the sizes."""
     target.parallel.allow("tp", "pp", "ep", what=what)
-    target.refuse_engine_version(what)
-    if target.max_shard_bytes is not None:
-        raise RequestError(f"--max-shard-size does not apply to {what}, whose files are what its loader looks for", do="Leave it out")
     model = _model(content)
     check_against_model(content, partial=False, strict=True)
     options, parallel = target.options, target.parallel

@@ -31,8 +31,10 @@ from reshard.adapter.engine_files import (
     served_model,
     with_stored_experts,
 )
+from reshard.adapter.format import Hints
 from reshard.adapter.model_files import ModelFiles
-from reshard.adapter.protocol import Hints
+from reshard.adapter.option import ENGINE_VERSION, MAX_SHARD_SIZE
+from reshard.adapter.serving_format import ServingFormat
 from reshard.canonical.content import Content
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.parallel import Parallel
@@ -49,10 +51,11 @@ from .rules import NEWEST, VersionRules, all_rules, as_text, first_with_stages, 
 _FILE = re.compile(r"model-(?:rank-(?P<rank>\d+)|pp-(?P<pp>\d+)-tp-(?P<tp>\d+))-part-[^/]*\.safetensors")
 
 
-class Vllm:
+class Vllm(ServingFormat):
     name = "vllm"
     summary = "vLLM sharded_state: pre-sharded for tensor, pipeline and expert parallel ranks"
     owns = ("model-rank-*-part-*.safetensors", "model-pp-*-tp-*-part-*.safetensors")
+    options = (ENGINE_VERSION, MAX_SHARD_SIZE)
 
     def detect(self, files: Files) -> str | None:
         return next((path for path in files.list() if _FILE.fullmatch(path)), None)
@@ -90,7 +93,7 @@ class Vllm:
                     continue
                 stored = rank_tensors(model, dtypes, rules, target.parallel, tp_rank, pp_rank)
                 stem = f"model-pp-{pp_rank}-tp-{tp_rank}" if target.parallel.pp > 1 else f"model-rank-{tp_rank}"
-                files.extend(framed_parts(stem, stored, target.max_shard_bytes, {"pp": pp_rank, "tp": tp_rank}))
+                files.extend(framed_parts(stem, stored, target.max_shard_size, {"pp": pp_rank, "tp": tp_rank}))
         return Layout(
             self.name,
             tuple(files),

@@ -2,56 +2,97 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
 
-from reshard.adapter.protocol import Reader, Writer
+from reshard.adapter.format import Format
 from reshard.errors import RequestError
-from reshard.storage.files import Files
+
+if TYPE_CHECKING:
+    from reshard.adapter.option import Option
+    from reshard.adapter.serving_format import ServingFormat
+    from reshard.storage.files import Files
 
 GROUP = "reshard.formats"
 
 
 @cache
-def formats() -> dict[str, Reader]:
-    """Every installed format by name, sorted. A third party's package adds its own by the same group."""
-    found: dict[str, Reader] = {}
+def formats() -> dict[str, Format]:
+    """Every installed format by name, sorted. A third party's package adds its own by the same group.
+
+    Raises: RequestError if there are none, or an entry point is not a Format.
+    """
+    found: dict[str, Format] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        found[point.name] = point.load()
+        loaded = point.load()
+        if not isinstance(loaded, Format):
+            raise RequestError(
+                f"the entry point {point.name} of the group {GROUP} is a {type(loaded).__name__}, not a Format",
+                where=point.value,
+                do="Remove the package that brings it, or let it subclass reshard.adapter.format.Format",
+            )
+        found[point.name] = loaded
     if not found:
         raise RequestError("no format is installed", why=f"The entry-point group {GROUP} is empty", do="Install reshard with pip")
     return found
 
 
-def reader(name: str) -> Reader:
-    """The format of that name. Raises RequestError, naming those that are installed."""
+def named(name: str) -> Format:
+    """The format of that name. Raises RequestError, listing those that are installed."""
     try:
         return formats()[name]
     except KeyError:
         raise RequestError(f"no format is called {name!r}", do=f"Installed are {', '.join(formats())}") from None
 
 
-def writer(name: str) -> Writer:
-    """The format of that name, if it can be written."""
-    found = reader(name)
-    if not can_write(found):
-        raise RequestError(
-            f"the format {name} is read, not written", do=f"Targets are {', '.join(n for n, f in formats().items() if can_write(f))}"
-        )
-    return found  # type: ignore[return-value]
+def target(name: str) -> Format:
+    """The format of that name. Raises RequestError, listing the formats that can be written, if it cannot."""
+    found = named(name)
+    if not found.can_write:
+        writable = (name for name, each in formats().items() if each.can_write)
+        raise RequestError(f"the format {name} is read, not written", do=f"Formats that are written: {', '.join(writable)}")
+    return found
 
 
-def can_write(found: Reader) -> bool:
-    return hasattr(found, "lay_out")
+def serving_formats() -> dict[str, ServingFormat]:
+    """The formats that a serving engine loads rank by rank, by name."""
+    from reshard.adapter.serving_format import ServingFormat
+
+    return {name: found for name, found in formats().items() if isinstance(found, ServingFormat)}
 
 
-def detect(files: Files) -> tuple[Reader, str]:
+def options() -> dict[Option, tuple[str, ...]]:
+    """Every option of every format, with the names of the formats that understand it.
+
+    Raises: RequestError if two formats declare one name with different meanings.
+    """
+    by_name: dict[str, Option] = {}
+    users: dict[Option, tuple[str, ...]] = {}
+    for name, option in _declared_options():
+        if by_name.setdefault(option.name, option) != option:
+            raise RequestError(
+                f"two formats declare the option {option.flag} with different meanings: {name} and {users[by_name[option.name]][0]}",
+                do="Rename the option in the package that was installed last",
+            )
+        users[option] = (*users.get(option, ()), name)
+    return users
+
+
+def _declared_options() -> Iterator[tuple[str, Option]]:
+    for name, found in formats().items():
+        for option in found.options:
+            yield name, option
+
+
+def detect(files: Files) -> tuple[Format, str]:
     """The one format that claims these files, and its reason.
 
     Raises: RequestError if none does, or several do.
     """
     claims = [(found, reason) for found in formats().values() if (reason := found.detect(files))]
-    refined = {name for found, _ in claims for name in getattr(found, "refines", ())}
+    refined = {name for found, _ in claims for name in found.refines}
     claims = [(found, reason) for found, reason in claims if found.name not in refined]
     if len(claims) == 1:
         return claims[0]

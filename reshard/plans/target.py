@@ -1,4 +1,4 @@
-"""TODO."""
+"""Target: what a format is asked to lay out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from reshard.errors import RequestError
 from reshard.geometry.dtypes import BF16, DType
 from reshard.geometry.parallel import ONE_RANK, Parallel
 from reshard.index.index import Tensor
@@ -15,23 +14,32 @@ from reshard.index.index import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is asked for: a format, parallel sizes, and what a format's own options say.
-
-    dtype: cast floating-point weights to it, but for names that match a glob of keep_dtype. engine_version: of the serving engine that will
-    load the result. max_shard_bytes: where a format cuts files, the most that one holds. fixed: tensors whose type stays, whatever dtype
-    says. options: what only some formats know.
-    only: the one rank that is asked for, such as {"tp": 3, "pp": 0}; a layout may leave out the files of all others.
-    """
+    """What is asked for: a format, parallel sizes, element types, and the format's own options."""
 
     format: str
+    """The format's name."""
     parallel: Parallel = ONE_RANK
+    """Its parallel sizes."""
     dtype: DType | None = None
+    """Cast floating-point weights to it; None keeps each weight's own."""
     keep_dtype: tuple[str, ...] = ()
-    engine_version: str | None = None
-    max_shard_bytes: int | None = None
+    """Globs of tensors that `dtype` does not cast."""
     dtype_kept_for: frozenset[str] = frozenset()
+    """Tensors whose type stays whatever `dtype` says: quantised weights and their scales."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """The format's own options, parsed."""
     only_rank: Mapping[str, int] = field(default_factory=dict)
+    """The one rank that is asked for, such as {"tp": 3, "pp": 0}; a layout may leave out the files of all others. Empty: all ranks."""
+
+    @property
+    def engine_version(self) -> str | None:
+        """The version of the serving engine that will load the result; None for the newest known."""
+        return self.options.get("engine_version")
+
+    @property
+    def max_shard_size(self) -> int | None:
+        """Most bytes of tensors in one file; None for no limit."""
+        return self.options.get("max_shard_size")
 
     def wants(self, ranks: Mapping[str, int]) -> bool:
         """Whether the files of a rank are asked for. An axis that one side does not name has one rank, 0, or does not matter."""
@@ -51,8 +59,3 @@ class Target:
         ):
             return tensor.dtype
         return self.dtype
-
-    def refuse_engine_version(self, what: str) -> None:
-        """Raises RequestError if one was asked for, where there are no engines."""
-        if self.engine_version is not None:
-            raise RequestError(f"--engine-version does not apply to {what}", do="Leave it out")

@@ -1,9 +1,10 @@
-"""TODO."""
+"""The verb `convert`: run a plan into a directory."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Unpack
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import CARRIED, CONFIG
@@ -12,56 +13,45 @@ from reshard.errors import RequestError
 from reshard.plans.digests import Fingerprint
 from reshard.plans.plan import Plan
 from reshard.storage.staging import WORK_FOLDER
-from reshard.verbs.checkpoint import PathLike, Progress
+from reshard.verbs.request import Effort, EffortOptions, PathLike
+
+_NO_LIMITS = Effort()
 
 
 def convert(
-    made: Plan,
-    target: PathLike,
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-    workers: int | None = None,
-    memory: int | None = None,
-    progress: Progress | None = None,
+    plan: Plan, target: PathLike, *, resume: bool = False, overwrite: bool = False, **options: Unpack[EffortOptions]
 ) -> Fingerprint:
     """Run a plan into the directory `target`; returns the fingerprint of what was written.
 
-    Raises: RequestError if the target exists and neither `resume` nor `overwrite` was said, or the disk has no room.
+    resume: finish an interrupted conversion. overwrite: replace the checkpoint in `target` once the new one is complete.
+
+    Raises: RequestError if the target exists and neither was said, or the disk has no room.
     """
-    running = conversion(made, target, resume=resume, overwrite=overwrite, workers=workers, memory=memory)
+    effort = Effort(**options)
+    running = conversion(plan, target, resume=resume, overwrite=overwrite, effort=effort)
     for done in running.run():
-        if progress:
-            progress(done.nbytes)
+        effort.report(done.nbytes)
     assert running.fingerprint is not None
     return running.fingerprint
 
 
-def conversion(
-    made: Plan,
-    target: PathLike,
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-    workers: int | None = None,
-    memory: int | None = None,
-) -> Conversion:
-    """A conversion that has not begun, for those who show its progress; `convert` is the short way."""
-    if made.target.only_rank:
-        raise RequestError(f"this is a plan of {dict(made.target.only_rank)} alone", do="Plan without `only` what is to be written")
+def conversion(plan: Plan, target: PathLike, *, resume: bool = False, overwrite: bool = False, effort: Effort = _NO_LIMITS) -> Conversion:
+    """A conversion that has not begun, for callers that show its progress; `convert` is the short way."""
+    if plan.target.only_rank:
+        raise RequestError(f"this is a plan of {dict(plan.target.only_rank)} alone", do="Plan without `only` what is to be written")
     root = Path(target)
-    replaces = _replaceable(root, made, resume=resume, overwrite=overwrite)
-    return Conversion(made, root, resume=resume, replaces=replaces, workers=workers, memory=memory)
+    replaces = _replaceable(root, plan, resume=resume, overwrite=overwrite)
+    return Conversion(plan, root, resume=resume, replaces=replaces, workers=effort.workers, memory=effort.memory)
 
 
-def _replaceable(root: Path, made: Plan, *, resume: bool, overwrite: bool) -> tuple[str, ...]:
+def _replaceable(root: Path, plan: Plan, *, resume: bool, overwrite: bool) -> tuple[str, ...]:
     """The files in the target that a conversion may replace. Raises RequestError if it may not go there."""
     if root.exists() and not root.is_dir():
         raise RequestError("the target is a file; a directory is written", where=str(root))
     entries = sorted(entry.name for entry in root.iterdir()) if root.exists() else []
     if not entries:
         return ()
-    source = Path(made.source_files.root)
+    source = Path(plan.source_files.root)
     if root.resolve() == (source if source.is_dir() else source.parent).resolve():
         raise RequestError("source and target are the same directory", where=str(root), do="Choose another target")
     interrupted = WORK_FOLDER in entries
@@ -76,7 +66,7 @@ def _replaceable(root: Path, made: Plan, *, resume: bool, overwrite: bool) -> tu
         )
     globs = [glob for found in registry.formats().values() for glob in found.owns]
     # Of folders only those are looked into that this target has, too.
-    folders = {file.path.partition("/")[0] for file in made.layout.files if "/" in file.path}
+    folders = {file.path.partition("/")[0] for file in plan.layout.files if "/" in file.path}
     inner = sorted(str(path.relative_to(root)) for folder in folders for path in (root / folder).rglob("*") if path.is_file())
     weights = [name for name in (*entries, *inner) if any(fnmatchcase(name, glob) for glob in globs)]
     if not weights and not interrupted:

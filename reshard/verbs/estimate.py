@@ -1,9 +1,9 @@
-"""TODO."""
+"""The verb `estimate`: what training needs on each rank, before it runs. Reads a config, or a checkpoint's metadata; no weight."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict, Unpack
 
 from reshard.canonical.dequantization import without_quantization
 from reshard.errors import RequestError
@@ -11,60 +11,103 @@ from reshard.geometry.parallel import Parallel
 from reshard.models.architecture import Architecture
 from reshard.models.model import Model
 from reshard.training import memory
-from reshard.training.activations import Batch
+from reshard.training.activations import Batch, Recompute
 from reshard.training.memory import BytesPer, Estimate, Training
 from reshard.training.schedules import Schedule
-from reshard.verbs.degrees import PathLike, find_described
+from reshard.verbs.models import model_at
+from reshard.verbs.request import PathLike
+
+
+class EstimateOptions(TypedDict, total=False):
+    """Keywords of `estimate`."""
+
+    gpus: int | None
+    """Ranks in all (default: as many as the sizes need)."""
+    dp: int | None
+    """Data-parallel ranks."""
+    tp: int
+    """Tensor-parallel size."""
+    pp: int
+    """Pipeline-parallel size."""
+    ep: int
+    """Expert-parallel size."""
+    vp: int
+    """Chunks of layers per pipeline stage (interleaved schedule)."""
+    schedule: str
+    """The pipeline's schedule: gpipe, 1f1b or interleaved."""
+    microbatches: int
+    """Microbatches per step and data-parallel rank."""
+    seq_len: int | None
+    """Tokens per sequence; without it activations are not counted."""
+    micro_batch: int
+    """Sequences per microbatch."""
+    recompute: Recompute
+    """Activation recomputation: none, selective or full."""
+    sequence_parallel: bool
+    """Whether tensor-parallel ranks also split the activations between linear layers."""
+    flash_attention: bool
+    """Whether the attention kernel stores no scores."""
+    activations: str
+    """The formula for activations: published, or itemised with the model's own widths."""
+    stage_layers: tuple[int, ...] | None
+    """Layers of every stage (default: as equal as possible)."""
+    vocab_multiple: int
+    """Pad vocabulary tables to a multiple of this x tp rows."""
+    bytes_per: BytesPer
+    """Bytes per parameter of weights, gradients and optimizer state."""
+    link: int | None
+    """Bytes per second that a rank sends."""
+    architecture: Architecture | PathLike | None
+    """A declared model type, or a file that declares one."""
 
 
 def estimate(
-    source: PathLike | Model | int,
-    *,
-    zero: int | Sequence[int] = memory.ZERO_STAGES,
-    gpus: int | None = None,
-    dp: int | None = None,
-    tp: int = 1,
-    pp: int = 1,
-    ep: int = 1,
-    vp: int = 1,
-    schedule: str = "1f1b",
-    microbatches: int = 1,
-    seq_len: int | None = None,
-    micro_batch: int = 1,
-    recompute: Any = "none",
-    sequence_parallel: bool = False,
-    flash_attention: bool = False,
-    activations: str = "published",
-    stage_layers: tuple[int, ...] | None = None,
-    vocab_multiple: int = 1,
-    bytes_per: BytesPer = memory.ADAM,
-    link: int | None = None,
-    architecture: Architecture | PathLike | None = None,
+    source: PathLike | Model | int, *, zero: int | Sequence[int] = memory.ZERO_STAGES, **options: Unpack[EstimateOptions]
 ) -> Estimate:
-    """What each rank of a training run holds: of the model whose config (or checkpoint) lies at `source`, or of so many parameters.
+    """What each rank of a training run holds.
 
-    zero: stages of ZeRO, 0 to 3; FSDP is 3. gpus or dp: how many ranks there are, or how many of them are data-parallel. Without seq_len
-    activations are not counted. architecture: a declared model type, or a file that declares one.
+    source: a folder with the model's config, a checkpoint, a Model, or a number of parameters. zero: ZeRO stages, 0 to 3; FSDP is 3.
 
     Raises: RequestError if the model does not divide by the sizes.
     """
-    sizes = Parallel(tp, pp, ep, _data_parallel(gpus, dp, tp, pp))
-    batch = None
-    if seq_len is not None:
-        batch = Batch(seq_len, micro_batch, tp, sequence_parallel, recompute, scores=not flash_attention)
-    training = Training(sizes, Schedule(schedule, pp, microbatches, vp), batch, activations, bytes_per, stage_layers, vocab_multiple, link)
-    subject = source if isinstance(source, int) else _trained(source, architecture)
+    tp, pp, ep = options.get("tp", 1), options.get("pp", 1), options.get("ep", 1)
+    training = Training(
+        parallel=Parallel(tp, pp, ep, _data_parallel(options.get("gpus"), options.get("dp"), tp, pp)),
+        schedule=Schedule(options.get("schedule", "1f1b"), pp, options.get("microbatches", 1), options.get("vp", 1)),
+        batch=_batch(options, tp),
+        formula=options.get("activations", "published"),
+        bytes_per=options.get("bytes_per", memory.ADAM),
+        stage_layers=options.get("stage_layers"),
+        vocabulary_multiple=options.get("vocab_multiple", 1),
+        link=options.get("link"),
+    )
+    subject = source if isinstance(source, int) else _trained(source, options.get("architecture"))
     return memory.estimate(subject, training, (zero,) if isinstance(zero, int) else tuple(zero))
+
+
+def _batch(options: EstimateOptions, tp: int) -> Batch | None:
+    """One microbatch; None if activations are not counted."""
+    seq_len = options.get("seq_len")
+    if seq_len is None:
+        return None
+    return Batch(
+        seq_len,
+        options.get("micro_batch", 1),
+        tp,
+        options.get("sequence_parallel", False),
+        options.get("recompute", "none"),
+        scores=not options.get("flash_attention", False),
+    )
 
 
 def _trained(source: PathLike | Model, architecture: Architecture | PathLike | None) -> Model:
     """The model as it is trained: not quantised."""
-    model = source if isinstance(source, Model) else find_described(source, architecture)
+    model = source if isinstance(source, Model) else model_at(source, architecture)
     return Model(model.architecture, without_quantization(model.config))
 
 
 def _data_parallel(gpus: int | None, dp: int | None, tp: int, pp: int) -> int:
-    """How many data-parallel ranks there are. Raises RequestError if the numbers contradict each other."""
+    """The number of data-parallel ranks. Raises RequestError if the numbers contradict each other."""
     if gpus is None:
         return dp or 1
     if gpus % (tp * pp) or (dp is not None and dp * tp * pp != gpus):

@@ -1,14 +1,14 @@
-"""TODO."""
+"""The verb `roundtrip`: a conversion and its way back lose nothing, proven from the plans or done for real."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Unpack
 
 from reshard.adapter import registry
+from reshard.adapter.format import Hints
 from reshard.adapter.model_files import find_model_files
-from reshard.adapter.protocol import Hints
 from reshard.canonical.content import Selection
 from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.optimizer_state import is_master_key
@@ -17,75 +17,73 @@ from reshard.models.lookup import find_model
 from reshard.plans.plan import Plan
 from reshard.plans.proof import RoundTrip, compose, widens
 from reshard.storage.files import VirtualFiles
-from reshard.verbs.checkpoint import Checkpoint, PathLike, Progress, open, plan
+from reshard.verbs.checkpoint import Checkpoint, open
 from reshard.verbs.convert import convert
+from reshard.verbs.plan import plan as plan_of
+from reshard.verbs.request import Effort, EffortOptions, PathLike
+
+# The format that holds every tensor whole, under its canonical name.
+_WHOLE = "hf"
 
 
-def roundtrip(made: Plan) -> RoundTrip:
-    """Proof, by composing plans, that the way there and back is the identity; no weight is read.
+def roundtrip(plan: Plan) -> RoundTrip:
+    """Proof, by composing plans, that the way there and back is the identity. No weight is read.
 
-    The target's own reader is given the planned headers, and nothing else, to say where it would find each weight.
+    The target's own reader gets the planned headers, and nothing else, and says where it would find each weight.
     """
-    virtual = VirtualFiles(f"the planned {made.layout.format} checkpoint")
-    for file in made.layout.files:
+    virtual = VirtualFiles(f"the planned {plan.layout.format} checkpoint")
+    for file in plan.layout.files:
         virtual.add(file.path, file.nbytes, file.literals)
-    for sidecar in made.layout.sidecars:
+    for sidecar in plan.layout.sidecars:
         virtual.add(sidecar.path, len(sidecar.content), ((0, sidecar.content),))
-    model = made.content.model
+    model = plan.content.model
     config = find_model_files(virtual).config or (model.config if model else None)
     architecture = model.architecture if model else None
-    writer = registry.writer(made.layout.format)
-    read_back = writer.read(virtual, Hints(config, architecture=architecture))
-    return compose(
-        made, read_back if getattr(writer, "keeps_names", False) else with_canonical_names(read_back, find_model(config, architecture))
-    )
+    format = registry.target(plan.layout.format)
+    read_back = format.read(virtual, Hints(config, architecture=architecture))
+    if not format.keeps_names:
+        read_back = with_canonical_names(read_back, find_model(config, architecture))
+    return compose(plan, read_back)
 
 
-def materialize(
-    made: Plan,
-    source: Checkpoint,
-    *,
-    work: PathLike | None = None,
-    workers: int | None = None,
-    memory: int | None = None,
-    progress: Progress | None = None,
-) -> list[str]:
+def materialize(plan: Plan, source: Checkpoint, *, work: PathLike | None = None, **options: Unpack[EffortOptions]) -> list[str]:
     """Convert there and back for real, below `work`, and compare every bit with the source; returns what was lost, as sentences.
 
-    The way back ends in the source's own format where that can be written, otherwise in whole tensors (hf; with optimizer state,
-    which hf has none of, in the target's own format on one rank).
+    The way back ends in the source's own format if that can be written, otherwise in whole tensors: in hf, or, with optimizer state, which
+    hf does not hold, in the target's own format on one rank.
     """
-    effort: dict[str, Any] = {"workers": workers, "memory": memory, "progress": progress}
-    whole_format = made.layout.format if made.content.states else _WHOLE
-    back_format = source.format if registry.can_write(registry.reader(source.format)) else whole_format
+    effort = Effort(**options)
+    whole_format = plan.layout.format if plan.content.states else _WHOLE
+    back_format = source.format if registry.named(source.format).can_write else whole_format
+    about_model = {"model": source.model_files.path, "architecture": source.architecture}
     with TemporaryDirectory(prefix="reshard-", dir=work) as folder:
         there, back = Path(folder, "there"), Path(folder, "back")
-        convert(made, there, **effort)
-        there_opened = open(there, model=source.model_files.path, architecture=source.architecture)
-        content, facts = source.content(made.content.selection, model=made.content.model), source.index.facts
+        convert(plan, there, **options)
+        there_opened = open(there, **about_model)  # type: ignore[arg-type]
+        content = source.content(plan.content.selection, model=plan.content.model)
         selection = Selection(optimizer=bool(content.states), masters=any(is_master_key(key) for key in content.states))
-        sizes: dict[str, Any] = {}
-        if back_format == source.format:
-            sizes = {name: facts.parallel[name] for name in ("tp", "pp") if name in facts.parallel}
-            sizes = {"dp": facts.mesh.ranks} if facts.mesh else sizes
-        convert(plan(there_opened, to=back_format, optimizer=selection.optimizer, **sizes), back, **effort)
+        sizes = _own_sizes(source) if back_format == source.format else {}
+        convert(plan_of(there_opened, to=back_format, optimizer=selection.optimizer, **sizes), back, **options)
         left = Side(source.files, source.index, content)
-        losses: list[str] = []
         # What was made wider holds the same values; any other cast is a loss, and is found as one.
-        casts = [route for route in made.routes if route.is_cast]
+        casts = [route for route in plan.routes if route.is_cast]
         wider = bool(casts) and all(widens(route) for route in casts)
+        losses: list[str] = []
         for name, found in (
-            (f"there ({made.layout.format})", there_opened),
-            (f"back ({back_format})", open(back, model=source.model_files.path, architecture=source.architecture)),
+            (f"there ({plan.layout.format})", there_opened),
+            (f"back ({back_format})", open(back, **about_model)),  # type: ignore[arg-type]
         ):
             result = Comparison()
             right = Side(found.files, found.index, found.content(selection, model=content.model))
-            for nbytes in compare(left, right, result, with_cast=wider, workers=workers, memory=memory):
-                if progress:
-                    progress(nbytes)
+            for nbytes in compare(left, right, result, with_cast=wider, workers=effort.workers, memory=effort.memory):
+                effort.report(nbytes)
             losses.extend(f"{difference.name}: {name}: {difference.detail}" for difference in result.differences)
         return losses
 
 
-# The format that holds every tensor whole, under its canonical name.
-_WHOLE = "hf"
+def _own_sizes(source: Checkpoint) -> dict[str, Any]:
+    """The parallel sizes that the source itself has."""
+    facts = source.index.facts
+    if facts.mesh:
+        return {"dp": facts.mesh.ranks}
+    return {name: facts.parallel[name] for name in ("tp", "pp") if name in facts.parallel}

@@ -83,7 +83,7 @@ def test_a_dry_run_shows_each_rank_and_writes_nothing(tmp_path):
         "21 tensors from BF16 to F16",
         "21 moment1",
         "optimizer state",
-        "proven",
+        "checked",
     ):
         assert words in shown.out
     line = next(line for line in shown.out.splitlines() if "model-rank-3" in line)

@@ -41,7 +41,7 @@ def test_tasks_share_no_file_and_no_tensor(plan):
 
 
 def test_each_file_of_a_plain_cut_is_a_task_of_its_own():
-    plan = reshard.plan(HF / "llama", to="hf", max_shard_bytes=30_000)
+    plan = reshard.plan(HF / "llama", to="hf", max_shard_size=30_000)
     assert len(plan.tasks()) == len(plan.layout.files) > 3
 
 

@@ -18,6 +18,7 @@ from reshard.containers import safetensors
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import from_safetensors
 from reshard.verbs.convert import conversion
+from reshard.verbs.request import Effort
 
 MEGABYTES = 96
 
@@ -83,7 +84,7 @@ def test_an_interruption_is_exit_code_130_and_resumes(large, expected, tmp_path)
 
 def stopped(plan, target, after):
     """Run a conversion and leave it after some blocks, as an interruption does."""
-    running = conversion(plan, target, workers=1).run()
+    running = conversion(plan, target, effort=Effort(workers=1)).run()
     for _ in range(after):
         next(running)
     running.close()

@@ -100,7 +100,7 @@ def test_files_of_another_save_are_noticed(tmp_path):
 
 def test_files_are_cut_where_they_would_grow_too_large(tmp_path):
     source = DCP / "fsdp2" / "checkpoint"
-    reshard.convert(reshard.plan(source, to="dcp", dp=2, max_shard_bytes=40_000), tmp_path / "out")
+    reshard.convert(reshard.plan(source, to="dcp", dp=2, max_shard_size=40_000), tmp_path / "out")
     files = sorted(path.name for path in (tmp_path / "out").glob("*.distcp"))
     assert "__0_1.distcp" in files and "__1_1.distcp" in files
     assert all(path.stat().st_size < 45_000 for path in (tmp_path / "out").glob("*.distcp"))

@@ -253,7 +253,8 @@ def package(tmp_path):
         "[reshard.architectures]\nmymodel = their_models:MINE\nbroken = their_models:BROKEN\nllama = their_models:BROKEN\n"
     )
     (folder / "their_models.py").write_text(
-        f"from reshard.models.declared.reader import read_declaration\nMINE = read_declaration({str(DECLARATIONS['qwen2'])!r})\nBROKEN = 3\n"
+        "from reshard.models.declared.reader import read_declaration\n"
+        f"MINE = read_declaration({str(DECLARATIONS['qwen2'])!r})\nBROKEN = 3\n"
     )
     return {**os.environ, "PYTHONPATH": str(folder)}
 

@@ -45,7 +45,7 @@ def test_what_is_written_opens_in_the_safetensors_library_with_the_truth(tmp_pat
 
 
 def test_files_are_cut_at_the_size_asked_for_and_the_index_is_right(tmp_path):
-    plan = reshard.plan(HF / "llama", to="hf", max_shard_bytes=40_000)
+    plan = reshard.plan(HF / "llama", to="hf", max_shard_size=40_000)
     printed = reshard.convert(plan, tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
@@ -142,7 +142,7 @@ def test_megatrons_settings_become_a_config_that_names_its_class_and_element_typ
 
 
 def test_files_are_cut_as_transformers_cuts_them(tmp_path):
-    reshard.convert(reshard.plan(HF / "llama", to="hf", max_shard_bytes=60_000), tmp_path / "out")
+    reshard.convert(reshard.plan(HF / "llama", to="hf", max_shard_size=60_000), tmp_path / "out")
     wanted, found = (
         json.loads((folder / "model.safetensors.index.json").read_text()) for folder in (HF / "llama-sharded", tmp_path / "out")
     )
@@ -151,7 +151,7 @@ def test_files_are_cut_as_transformers_cuts_them(tmp_path):
 
 def test_a_tensor_that_is_larger_than_a_file_should_be_is_alone_and_does_not_end_another_file(tmp_path):
     most = 10_000
-    reshard.convert(reshard.plan(HF / "llama", to="hf", max_shard_bytes=most), tmp_path / "out")
+    reshard.convert(reshard.plan(HF / "llama", to="hf", max_shard_size=most), tmp_path / "out")
     files = [[len(data) for *_, data in stored(path).values()] for path in sorted((tmp_path / "out").glob("*.safetensors"))]
     assert all(len(sizes) == 1 or sum(sizes) <= most for sizes in files)
     shared = [sizes for sizes in files if max(sizes) <= most]

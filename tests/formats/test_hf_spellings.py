@@ -89,7 +89,7 @@ def test_there_and_back_is_proven(case, tmp_path):
 
 
 def test_a_shard_size_goes_before_the_files_of_the_reference(tmp_path):
-    out = convert(HF / "mixtral-fused", tmp_path / "out", like=HF / "mixtral-fused", max_shard_bytes=4_000)
+    out = convert(HF / "mixtral-fused", tmp_path / "out", like=HF / "mixtral-fused", max_shard_size=4_000)
     assert len(files_of(out)) > 2 and weights(out) == weights(HF / "mixtral-fused")
     assert reshard.verify(out, HF / "mixtral-fused").equal
 

@@ -95,7 +95,7 @@ def test_layers_are_dealt_to_stages_as_tensorrt_llm_deals_them(layers, pp, expec
 
     import torch
 
-    partition = sys.modules[type(registry.reader("trtllm")).__module__].partition
+    partition = sys.modules[type(registry.named("trtllm")).__module__].partition
     assert partition(layers, pp) == expected == tuple(len(part) for part in torch.tensor_split(torch.arange(layers), pp))
 
 

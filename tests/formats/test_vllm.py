@@ -212,12 +212,12 @@ def test_stages_need_a_version_that_names_them():
 def test_layers_are_dealt_to_stages_as_vllm_deals_them(layers, pp, expected):
     import sys
 
-    partition = sys.modules[type(registry.reader("vllm")).__module__ + ".rules"].partition
+    partition = sys.modules[type(registry.named("vllm")).__module__ + ".rules"].partition
     assert partition(layers, pp) == expected
 
 
 def test_parts_start_where_the_size_would_be_passed(tmp_path):
-    reshard.convert(reshard.plan(HF / "llama", to="vllm", tp=2, max_shard_bytes=20_000), tmp_path / "out")
+    reshard.convert(reshard.plan(HF / "llama", to="vllm", tp=2, max_shard_size=20_000), tmp_path / "out")
     parts = sorted(path.name for path in (tmp_path / "out").glob("model-rank-1-part-*.safetensors"))
     assert parts == [f"model-rank-1-part-{i}.safetensors" for i in range(len(parts))] and len(parts) > 2
     assert reshard.verify(HF / "llama", tmp_path / "out").equal
@@ -269,7 +269,7 @@ def test_the_last_rank_missing_shows_in_the_shapes_of_the_others(tmp_path):
 
 
 def test_a_tensor_too_many_or_too_few_is_refused(tmp_path):
-    reshard.convert(reshard.plan(HF / "llama", to="vllm", max_shard_bytes=20_000), tmp_path / "out")
+    reshard.convert(reshard.plan(HF / "llama", to="vllm", max_shard_size=20_000), tmp_path / "out")
     parts = sorted((tmp_path / "out").glob("*part*"))
     lost = shutil.move(parts[-1], tmp_path / "kept")
     with pytest.raises(CheckpointError, match="does not hold it"):

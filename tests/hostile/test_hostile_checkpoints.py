@@ -256,7 +256,7 @@ def test_a_missing_serving_rank(vllm, tmp_path):
 def test_a_degree_that_does_not_divide_the_heads(hf, tmp_path):
     refused(hf, tmp_path, "--tp 3", "8 attention heads", "Legal tensor-parallel sizes are 1, 2, 4, 8", to=("vllm", "--tp", 3))
     refused(hf, tmp_path, "--tp 16", "1, 2, 4, 8", to=("vllm", "--tp", 16))
-    refused(hf, tmp_path, "--tp 0", to=("vllm", "--tp", 0))
+    refused(hf, tmp_path, "--tp", "positive whole number", to=("vllm", "--tp", 0))
 
 
 def test_another_models_config(dcp, tmp_path):

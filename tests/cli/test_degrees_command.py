@@ -15,7 +15,7 @@ def folder(tmp_path):
 
 
 def test_the_table_says_what_each_gpu_holds_and_why_not(folder):
-    shown = reshard("plan", folder, "--to", "vllm", "--tp", "2,3,16", "--pp", "1", "--gpu-memory", "80GiB", "--max-model-len", 8192)
+    shown = reshard("degrees", folder, "--to", "vllm", "--tp", "2,3,16", "--pp", "1", "--gpu-memory", "80GiB", "--max-model-len", 8192)
     assert shown.code == 0
     rows = [" ".join(line.split()) for line in shown.out.splitlines() if line[:4].strip().isdigit()]
     assert rows == [
@@ -27,13 +27,13 @@ def test_the_table_says_what_each_gpu_holds_and_why_not(folder):
 
 
 def test_what_does_not_fit_is_said(folder):
-    shown = reshard("plan", folder, "--to", "vllm", "--tp", "1", "--gpu-memory", "80GiB")
+    shown = reshard("degrees", folder, "--to", "vllm", "--tp", "1", "--gpu-memory", "80GiB")
     assert "63.8 GB too much" in shown.out
 
 
 def test_the_document_has_stable_keys():
     arguments = ("--tp", "2,3", "--pp", "1,2", "--gpu-memory", "1GB", "--max-model-len", 64, "--reserve", "1MB")
-    document = reshard("plan", HF / "llama", "--to", "vllm", *arguments, "--json").document
+    document = reshard("degrees", HF / "llama", "--to", "vllm", *arguments, "--json").document
     assert list(document) == ["model_type", "kv_dtype", "memory", "degrees", "assumptions"]
     assert document["memory"] == {
         "gpu_memory": 10**9, "gpu_memory_utilization": 0.9, "reserve": 10**6, "usable": 899 * 10**6, "max_model_len": 64,
@@ -56,22 +56,22 @@ def test_the_document_has_stable_keys():
             assert list(stage) == ["layers", "weights", "replicated", "kv_bytes_per_token", "kv_bytes_per_sequence"]
     # One KV head of 32 per rank, k and v in bf16, two layers.
     assert document["degrees"][0]["kv_bytes_per_token"] == 2 * 2 * 32 * 2
-    without = reshard("plan", HF / "llama", "--to", "vllm", "--json").document
+    without = reshard("degrees", HF / "llama", "--to", "vllm", "--json").document
     assert without["memory"] is None and all(row["room"] is None for row in without["degrees"])
 
 
 def test_without_a_word_it_is_vllm_at_the_usual_degrees():
-    shown = reshard("plan", HF / "llama").out
+    shown = reshard("degrees", HF / "llama").out
     rows = [tuple(map(int, line.split()[:2])) for line in shown.splitlines() if line[:4].strip().isdigit()]
     assert rows == [(tp, pp) for pp in (1, 2) for tp in (1, 2, 4, 8)]
 
 
 def test_experts_shared_by_ranks_have_a_column_of_their_own():
-    assert "EP" in reshard("plan", HF / "mixtral", "--to", "vllm", "--tp", "2", "--ep").out
-    assert "EP" not in reshard("plan", HF / "mixtral", "--to", "vllm", "--tp", "2").out
+    assert "EP" in reshard("degrees", HF / "mixtral", "--to", "vllm", "--tp", "2", "--ep").out
+    assert "EP" not in reshard("degrees", HF / "mixtral", "--to", "vllm", "--tp", "2").out
 
 
 @pytest.mark.parametrize("arguments", [("--to", "hf"), ("--to", "vllm", "--tp", "two"), ("--to", "vllm", "--gpu-memory", "much")])
 def test_what_cannot_be_answered_is_bad_usage(arguments):
-    result = reshard("plan", HF / "llama", *arguments)
+    result = reshard("degrees", HF / "llama", *arguments)
     assert result.code == 2 and result.out == "" and result.err

@@ -1,0 +1,24 @@
+"""reshard completion: the shell script that completes commands, options, formats and architectures."""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import get_completion_class
+
+from . import options
+
+_INSTALL = {
+    "bash": "reshard completion bash > ~/.local/share/bash-completion/completions/reshard",
+    "zsh": "reshard completion zsh > ~/.zfunc/_reshard    # with `fpath+=~/.zfunc` before `compinit` in ~/.zshrc",
+    "fish": "reshard completion fish > ~/.config/fish/completions/reshard.fish",
+}
+
+
+@click.command("completion", cls=options.Command, examples=_INSTALL.values())
+@click.argument("shell", type=click.Choice(list(_INSTALL)))
+def command(shell: str) -> None:
+    """Print the completion script for a shell."""
+    found = get_completion_class(shell)
+    assert found is not None
+    root = click.get_current_context().find_root().command
+    click.echo(found(root, {}, "reshard", "_RESHARD_COMPLETE").source())

@@ -1,0 +1,143 @@
+"""reshard degrees: the parallel sizes that a model can be served at, and what each GPU holds then."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import options
+from .tables import nbytes_text, show, show_json, table
+
+if TYPE_CHECKING:
+    from reshard.serving.capacity import CacheCapacity, DegreeReport, DegreeRow, Stage
+
+
+@click.command(
+    "degrees",
+    cls=options.Command,
+    examples=["reshard degrees llama-3-8b --tp 1,2,4,8", "reshard degrees step-1000 --gpu-memory 80GiB --max-model-len 8192"],
+)
+@click.argument("source")
+@click.option("--to", default="vllm", metavar="ENGINE", help="The serving engine's format (default: vllm).")
+@click.option("--tp", type=options.NumbersParam(), default="1,2,4,8", metavar="N,N,..", help="Tensor-parallel sizes (default: 1,2,4,8).")
+@click.option("--pp", type=options.NumbersParam(), default="1,2", metavar="N,N,..", help="Pipeline-parallel sizes (default: 1,2).")
+@click.option("--ep", is_flag=True, help="Distribute whole experts over the tensor-parallel ranks.")
+@click.option("--gpu-memory", type=options.SizeParam(), metavar="SIZE", help="Memory of one GPU, e.g. 80GiB; reports how many tokens fit.")
+@click.option("--max-model-len", type=click.IntRange(1), metavar="N", help="Tokens of the longest sequence; reports how many fit.")
+@click.option(
+    "--gpu-memory-utilization",
+    type=float,
+    default=0.9,
+    metavar="FRACTION",
+    help="Fraction of GPU memory the engine may use (default: 0.9).",
+)
+@click.option("--reserve", type=options.SizeParam(), default=0, metavar="SIZE", help="Memory for activations and CUDA graphs (default: 0).")
+@click.option("--dtype", metavar="DTYPE", help="Cast floating-point weights: bf16, fp16 ... Needed if a bare config does not say it.")
+@click.option("--keep-dtype", multiple=True, metavar="GLOB", help="Do not cast tensors whose names match.")
+@click.option("--dequantize", is_flag=True, help="Dequantize weights to --dtype (default: bf16).")
+@click.option("--kv-dtype", metavar="DTYPE", help="Element type of the KV cache: fp8 ... (default: the model's).")
+@click.option("--engine-version", metavar="V", help="Version of the serving engine (default: the newest known).")
+@click.option("--weights", type=click.Choice(["model", "master"]), help="Which copy of the weights: the model's, or the optimizer's.")
+@options.model
+@options.as_json
+def command(source: str, as_json: bool, **given: Any) -> None:
+    """List the valid TP x PP sizes of the model in SOURCE, what each GPU holds, and how many tokens fit.
+
+    SOURCE is a checkpoint, or a directory with nothing but a Hugging Face config.json. No weight is read. `reshard plan` shows what one
+    conversion would write.
+    """
+    import reshard
+
+    report = reshard.degrees(source, **given)
+    show_json(document(report)) if as_json else show_degrees(report)
+
+
+def document(found: DegreeReport) -> dict[str, Any]:
+    """The table with stable keys."""
+    memory = found.memory
+    return {
+        "model_type": found.model_type,
+        "kv_dtype": found.cache_dtype.torch,
+        "memory": memory
+        and {
+            "gpu_memory": memory.nbytes,
+            "gpu_memory_utilization": memory.utilization,
+            "reserve": memory.reserve,
+            "usable": memory.usable,
+            "max_model_len": memory.max_model_len,
+        },
+        "degrees": [_degree(row) for row in found.rows],
+        "assumptions": list(found.assumptions),
+    }
+
+
+def _degree(row: DegreeRow) -> dict[str, Any]:
+    fullest, sizes = row.fullest, row.parallel
+    return {
+        "tp": sizes.tp,
+        "pp": sizes.pp,
+        "ep": sizes.ep,
+        "gpus": sizes.tp * sizes.pp,
+        "legal": row.problem is None,
+        "problem": row.problem,
+        "weights": fullest and fullest.weights,
+        "replicated": fullest and fullest.replicated,
+        "kv_bytes_per_token": fullest and row.cache_per_token,
+        "room": _room(row.room),
+        "stages": [_stage(stage) for stage in row.stages],
+    }
+
+
+def _room(room: CacheCapacity | None) -> dict[str, Any] | None:
+    return None if room is None else {"fits": room.cache > 0, "kv_bytes": room.cache, "tokens": room.tokens, "sequences": room.sequences}
+
+
+def _stage(stage: Stage) -> dict[str, Any]:
+    return {
+        "layers": [stage.layers.start, stage.layers.stop],
+        "weights": stage.weights,
+        "replicated": stage.replicated,
+        "kv_bytes_per_token": stage.cache_per_token,
+        "kv_bytes_per_sequence": stage.cache_per_sequence,
+    }
+
+
+def show_degrees(found: DegreeReport) -> None:
+    """One row per degree: what the fullest rank holds, or why the engine would refuse it."""
+    memory = found.memory
+    headings = ["TP", "PP", "GPUs", "weights", "replicated", "KV per token"]
+    if memory:
+        headings += ["left for KV", "tokens"] + ([f"sequences of {memory.max_model_len:,}"] if memory.max_model_len else [])
+    has_experts = any(row.parallel.ep > 1 for row in found.rows)
+    headings[2:2] = ["EP"] if has_experts else []
+    legal = [row for row in found.rows if row.problem is None]
+    show(f"{found.model_type}: what the fullest GPU holds")
+    show()
+    if legal:
+        show(table([_cells(row, has_experts, memory is not None) for row in legal], headings))
+        show()
+    refused: dict[str, list[str]] = {}
+    for row in found.rows:
+        if row.problem is not None:
+            refused.setdefault(row.problem, []).append(str(row.parallel))
+    for problem, sizes in refused.items():
+        show(f"  not        {', '.join(sizes)}: {problem}")
+    for sentence in found.assumptions:
+        show(f"  assumed    {sentence}")
+
+
+def _cells(row: DegreeRow, has_experts: bool, with_room: bool) -> tuple[object, ...]:
+    sizes, fullest, room = row.parallel, row.fullest, row.room
+    assert fullest is not None
+    cells: list[object] = [sizes.tp, sizes.pp, *([sizes.ep] if has_experts else []), sizes.tp * sizes.pp]
+    cells += [_bytes(fullest.weights), _bytes(fullest.replicated), _bytes(row.cache_per_token)]
+    if with_room and room:
+        too_much = room.cache <= 0
+        cells += [f"{_bytes(-room.cache)} too much" if too_much else _bytes(room.cache), room.tokens]
+        cells += [] if room.sequences is None else [room.sequences]
+    return tuple(cells)
+
+
+def _bytes(nbytes: int) -> str:
+    return nbytes_text(nbytes, digits=4)

@@ -1,0 +1,20 @@
+"""The options of both Megatron formats: what a run's files depend on besides its parallel sizes."""
+
+from __future__ import annotations
+
+from reshard.adapter.option import Option
+
+OPTIONS = (
+    Option("vp", "number", "Set the chunks of layers per pipeline stage (virtual pipeline)."),
+    Option("etp", "number", "Set the tensor-parallel size of experts (default: --tp)."),
+    Option("stage_layers", "numbers", "Set the layers of every chunk (default: equal)."),
+    Option("transformer_impl", "choice", "Set the layer implementation of the run.", choices=("local", "transformer_engine")),
+    Option("experts", "choice", "Set the expert layout of the run.", choices=("sequential", "grouped", "te-grouped")),
+    Option("vocab_multiple", "number", "Set the run's --make-vocab-size-divisible-by."),
+    Option(
+        "distributed_optimizer",
+        "switch",
+        "Set the optimizer whose state is written (default: as in the source).",
+        opposite="plain_optimizer",
+    ),
+)

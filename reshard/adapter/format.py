@@ -1,0 +1,107 @@
+"""Format: what a checkpoint format answers. Is this checkpoint yours? What is in it? And, for a target: what would yours look like?
+
+A format's module is light: it holds the class with its name, its options and `detect`, and imports its reader and its writer inside the
+methods that need them. So only the format that claims a checkpoint is ever loaded. No method takes a tensor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from reshard.errors import RequestError
+
+if TYPE_CHECKING:
+    from reshard.adapter.model_files import ModelFiles
+    from reshard.adapter.option import Option
+    from reshard.canonical.content import Content
+    from reshard.index.index import Index
+    from reshard.models.architecture import Architecture
+    from reshard.models.model import Model
+    from reshard.plans.layout import Layout
+    from reshard.plans.target import Target
+    from reshard.storage.files import Files
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What the user has said about a checkpoint that its files may not say."""
+
+    config: Mapping[str, Any] | None = None
+    """The model's Hugging Face config."""
+
+    vocabulary: int | None = None
+    """Vocabulary size without padding."""
+
+    architecture: Architecture | None = None
+    """The architecture, if it is not the one that the config's model_type names."""
+
+    @property
+    def model(self) -> Model | None:
+        """The model, if there is a config and its architecture is declared."""
+        from reshard.models.lookup import find_model
+
+        return find_model(self.config, self.architecture)
+
+
+class Format(ABC):
+    """A checkpoint format. A subclass sets the members that differ from these defaults."""
+
+    name: ClassVar[str]
+    """The word for --to and --format."""
+
+    summary: ClassVar[str]
+    """One line for `reshard formats`."""
+
+    owns: ClassVar[tuple[str, ...]] = ()
+    """Globs of the file names that hold its weights and indexes; --overwrite removes such files and no others."""
+
+    refines: ClassVar[tuple[str, ...]] = ()
+    """Names of formats that its checkpoints consist of: where both claim a folder, it belongs to this format."""
+
+    options: ClassVar[tuple[Option, ...]] = ()
+    """The options that it understands as a target."""
+
+    keeps_names: ClassVar[bool] = False
+    """Whether a conversion writes the source's names, so that its run can go on, instead of the canonical ones."""
+
+    keeps_optimizer: ClassVar[bool] = False
+    """Whether its checkpoints always hold masters and optimizer state."""
+
+    keeps_masters: ClassVar[bool] = False
+    """Whether its checkpoints with optimizer state hold both the weights and their full-precision copies."""
+
+    @abstractmethod
+    def detect(self, files: Files) -> str | None:
+        """Why this is a checkpoint of this format, in a few words; None if it is not. Reads a listing, and little else."""
+
+    @abstractmethod
+    def read(self, files: Files, hints: Hints) -> Index:
+        """The index, from headers and metadata alone.
+
+        Raises: CheckpointError if something is missing, truncated or contradicts itself.
+        """
+
+    def check_values(self, files: Files, index: Index) -> Index:
+        """The index, corrected by what a few elements tell and metadata do not. Called once, when a checkpoint is opened.
+
+        Raises: CheckpointError if the elements contradict the metadata.
+        """
+        return index
+
+    def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
+        """The files that hold `content` for `target`: names, fusions and framing, everything except the weights' bytes.
+
+        Raises: RequestError if the model or the parallel sizes do not allow it, or if this format is only read.
+        """
+        raise RequestError(f"the format {self.name} is read, not written", do="`reshard formats` lists the formats that are written")
+
+    @property
+    def can_write(self) -> bool:
+        """Whether it can be a target."""
+        return type(self).lay_out is not Format.lay_out
+
+    def __repr__(self) -> str:
+        return f"<format {self.name}: {self.summary}>"

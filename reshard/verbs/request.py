@@ -1,0 +1,205 @@
+"""What a caller asks for, as values: one declaration of every keyword that the verbs take.
+
+The TypedDicts type the keywords of the public functions, so that editors complete them and type checkers check them. A verb turns them
+into one frozen request at once, and passes that on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
+
+from reshard.adapter import registry
+from reshard.adapter.format import Format
+from reshard.canonical.content import Selection
+from reshard.errors import RequestError
+from reshard.geometry import dtypes
+from reshard.geometry.dtypes import DType
+from reshard.geometry.parallel import Parallel
+from reshard.models.architecture import Architecture
+
+PathLike = str | os.PathLike[str]
+Progress = Callable[[int], None]
+"""Called with the number of bytes done since the last call."""
+Weights = Literal["model", "master"]
+
+
+class ModelOptions(TypedDict, total=False):
+    """What the user says about the model of a checkpoint."""
+
+    model: PathLike | None
+    """A directory with the Hugging Face config, if the checkpoint has none."""
+    vocab_size: int | None
+    """Vocabulary size without padding, if neither the checkpoint nor the config says it."""
+    architecture: Architecture | PathLike | None
+    """A declared model type, or a file that declares one, instead of the one that the config names."""
+
+
+class OpenOptions(ModelOptions, total=False):
+    """Keywords of `open`."""
+
+    format: str | None
+    """The format's name, instead of detecting it."""
+
+
+class SelectionOptions(TypedDict, total=False):
+    """Which tensors are meant. Globs match names after `strip_prefix` has been removed."""
+
+    weights: Weights | None
+    """The model's copy, or the optimizer's full-precision one (default: the model's where there is one)."""
+    include: str | tuple[str, ...]
+    """Only tensors whose names match one of these globs."""
+    exclude: str | tuple[str, ...]
+    """No tensors whose names match one of these globs."""
+    strip_prefix: str
+    """A prefix to remove from names first."""
+    optimizer: bool
+    """Also the optimizer state of the chosen weights."""
+
+
+class TargetOptions(TypedDict, total=False):
+    """How the target is laid out. Options of one format, such as Megatron's `vp`, are accepted as further keywords."""
+
+    tp: int
+    """Tensor-parallel size."""
+    pp: int
+    """Pipeline-parallel size."""
+    ep: int
+    """Expert-parallel size."""
+    dp: int
+    """Data-parallel ranks that share every tensor (FSDP, ZeRO-3)."""
+    dtype: str | None
+    """Cast floating-point weights to this type: bf16, fp16, fp32, fp8 ..."""
+    keep_dtype: str | tuple[str, ...]
+    """Globs of tensors that `dtype` does not cast."""
+    dequantize: bool
+    """Turn quantised weights into values, in `dtype` or bf16."""
+    max_shard_size: int | str | None
+    """Start a new file when one would grow beyond this many bytes."""
+    engine_version: str | None
+    """The serving engine's version (default: the newest known)."""
+
+
+class PlanOptions(ModelOptions, SelectionOptions, TargetOptions, total=False):
+    """Keywords of `plan`."""
+
+    only: Mapping[str, int] | None
+    """Lay out one rank only, such as {"tp": 3}, to look at it. Such a plan cannot be run."""
+
+
+class EffortOptions(TypedDict, total=False):
+    """How much of the machine a verb may use."""
+
+    workers: int | None
+    """Threads (default: one per processor, at most 8)."""
+    memory: int | None
+    """Most bytes of buffers (default: 256 MiB)."""
+    progress: Progress | None
+    """Called with the number of bytes done since the last call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much of the machine a verb may use."""
+
+    workers: int | None = None
+    memory: int | None = None
+    progress: Progress | None = None
+
+    def report(self, nbytes: int) -> None:
+        """Tell the caller that so many more bytes are done."""
+        if self.progress:
+            self.progress(nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionRequest:
+    """What a conversion is asked to make, whatever the source."""
+
+    to: Format
+    """The target format."""
+    parallel: Parallel
+    """The target's parallel sizes."""
+    dtype: DType | None
+    """Cast floating-point weights to it; None keeps each weight's own."""
+    keep_dtype: tuple[str, ...]
+    """Globs of tensors that `dtype` does not cast."""
+    dequantize: bool
+    """Whether quantised weights become values."""
+    selection: Selection
+    """Which tensors are meant."""
+    only_rank: Mapping[str, int]
+    """The one rank to lay out; empty for all."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The target format's own options."""
+
+    @staticmethod
+    def of(to: str, given: Mapping[str, Any]) -> ConversionRequest:
+        """The request that the keywords of `plan` mean; those that are not common are options of the format `to`.
+
+        Raises: RequestError for a format that is not written, an option that it does not know, or a value of the wrong type.
+        """
+        target = registry.target(to)
+        rest = dict(given)
+        sizes = {axis: rest.pop(axis, 1) for axis in ("tp", "pp", "ep", "dp")}
+        return ConversionRequest(
+            to=target,
+            parallel=Parallel(**sizes),
+            dtype=dtype_named(rest.pop("dtype", None)),
+            keep_dtype=globs(rest.pop("keep_dtype", ())),
+            dequantize=rest.pop("dequantize", False),
+            selection=selection_of(rest),
+            only_rank=rest.pop("only", None) or {},
+            options=_options_of(target, rest),
+        )
+
+
+def selection_of(given: dict[str, Any]) -> Selection:
+    """The Selection that the keywords of SelectionOptions mean; takes them out of `given`."""
+    return Selection(
+        weights=given.pop("weights", None),
+        include=globs(given.pop("include", ())),
+        exclude=globs(given.pop("exclude", ())),
+        strip_prefix=given.pop("strip_prefix", ""),
+        optimizer=given.pop("optimizer", False),
+    )
+
+
+def globs(given: str | tuple[str, ...] | list[str]) -> tuple[str, ...]:
+    """One glob or several as a tuple."""
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def dtype_named(name: str | None, option: str = "--dtype") -> DType | None:
+    """The floating-point type that a person means; None for None. Raises RequestError, naming those that are known."""
+    if name is None:
+        return None
+    found = dtypes.from_user(name)
+    if found is None or not found.floating:
+        raise RequestError(f"{option} {name}: not a floating-point type that is known", do="Use one of " + ", ".join(dtypes.known_names()))
+    return found
+
+
+def _options_of(target: Format, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The target's own options, parsed; those that are None were not given."""
+    known = {option.name: option for option in target.options}
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name not in known:
+            raise _unknown_option(target, name)
+        found[name] = known[name].parse(value)
+    return found
+
+
+def _unknown_option(target: Format, name: str) -> RequestError:
+    flag = "--" + name.replace("_", "-")
+    users = next((users for option, users in registry.options().items() if option.name == name), ())
+    return RequestError(
+        f"{flag} does not apply to {target.name}" if users else f"{flag}: there is no such option",
+        why=f"It is an option of {', '.join(users)}" if users else None,
+        do="Leave it out",
+    )
