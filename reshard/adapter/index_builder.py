@@ -1,13 +1,13 @@
-"""Collecting an index from files of one rank each: every file adds its boxes, at the end they are the columns of tensors.
+"""IndexBuilder: from what a checkpoint's files hold to its Index. Every reader fills one, file by file, and builds the Index at the end.
 
-A thousand ranks hold a million boxes; here a box is a few numbers in arrays, and no object stays alive for it.
+A thousand ranks hold a million boxes. Here a box is a few numbers in arrays, and no object stays alive for it.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -19,8 +19,8 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent
-from reshard.geometry.meshes import Distribution
-from reshard.index.index import Kind, Tensor
+from reshard.geometry.meshes import Distribution, Mesh
+from reshard.index.index import Index, Kind, ParamGroup, RunFacts, StoredFile, Tensor
 from reshard.index.shards import Shards
 from reshard.storage.files import Files
 
@@ -151,3 +151,87 @@ def _extent(
 
 def _mesh(found: Distribution | None) -> str:
     return str(found.mesh) if found else "none"
+
+
+class IndexBuilder:
+    """What has been read of a checkpoint so far."""
+
+    def __init__(self, format_name: str, files: Files) -> None:
+        self.format_name = format_name
+        self.files = files
+        self.boxes = Collector()
+        """Boxes of tensors that several files hold."""
+        self.whole_tensors: list[Tensor] = []
+        """Tensors that are complete as they were added."""
+        self.param_groups: tuple[ParamGroup, ...] = ()
+        """The optimizer's groups of parameters."""
+        self.mesh: Mesh | None = None
+        """The run's device mesh; of several that files name, the one with most dimensions."""
+        self._objects: dict[str, None] = {}
+        self._notes: dict[str, None] = {}
+        self._paths: dict[str, None] = {}
+
+    def add(self, kind: Kind, name: str, local: LocalTensor, path: str, rank: int = 0) -> None:
+        """The boxes of a tensor that the file `path` of `rank` holds.
+
+        Raises: CheckpointError if an earlier file says another element type, shape or distribution.
+        """
+        self.boxes.add(kind, name, local, path, rank)
+
+    def add_tensor(self, tensor: Tensor) -> None:
+        """A tensor that is complete."""
+        self.whole_tensors.append(tensor)
+
+    def add_objects(self, names: Iterable[str]) -> None:
+        """Names of what is stored but is not a tensor."""
+        self._objects.update(dict.fromkeys(names))
+
+    def add_notes(self, sentences: Iterable[str]) -> None:
+        """Sentences for a reader of the index; each is said once."""
+        self._notes.update(dict.fromkeys(sentences))
+
+    def add_mesh(self, mesh: Mesh | None) -> None:
+        """A mesh that a file names."""
+        if mesh and (self.mesh is None or len(mesh.sizes) > len(self.mesh.sizes)):
+            self.mesh = mesh
+
+    def add_files(self, paths: Iterable[str]) -> None:
+        """Files that the checkpoint consists of."""
+        self._paths.update(dict.fromkeys(paths))
+
+    @property
+    def objects(self) -> tuple[str, ...]:
+        return tuple(self._objects)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(self._notes)
+
+    def join(self, other: IndexBuilder) -> None:
+        """Take over what another builder holds, such as one that a process of its own has filled. Raises CheckpointError as `add` does."""
+        self.boxes.join(other.boxes)
+        self.whole_tensors.extend(other.whole_tensors)
+        self.add_objects(other.objects)
+        self.add_notes(other.notes)
+        self.add_mesh(other.mesh)
+        self.add_files(other._paths)
+        self.param_groups = (*self.param_groups, *other.param_groups)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors so far, in the order in which they were first seen."""
+        return (*self.boxes.tensors(self.files), *self.whole_tensors)
+
+    def build(self, facts: RunFacts, *, param_groups: Callable[[], tuple[ParamGroup, ...]] | None = None) -> Index:
+        """The index. `facts` are the run's; the builder adds its notes and its mesh.
+
+        param_groups: reads the optimizer's groups when asked for, in place of those that were collected.
+        """
+        groups = self.param_groups
+        return Index(
+            self.format_name,
+            self.tensors(),
+            tuple(StoredFile(path, self.files.size(path) or 0) for path in self._paths),
+            replace(facts, notes=(*self._notes, *facts.notes), mesh=facts.mesh or self.mesh),
+            objects=self.objects,
+            param_groups=param_groups or (lambda: groups),
+        )
