@@ -10,17 +10,17 @@ import click
 
 # name -> (module, what `--help` says). Static, so that help and start-up load nothing else.
 COMMANDS = {
-    "inspect": (".inspect", "Show what a checkpoint holds, and where each part lies."),
-    "convert": (".convert", "Convert a checkpoint for another engine, framework or parallel layout."),
-    "plan": (".plan", "Show the proven plan of one conversion; write nothing."),
-    "verify": (".verify", "Check that two checkpoints hold the same weights, whatever their layouts."),
-    "fingerprint": (".fingerprint", "Digest a checkpoint's weights, whatever their layout."),
-    "roundtrip": (".roundtrip", "Prove that a conversion and its way back lose nothing."),
-    "degrees": (".degrees", "List the valid TP/PP sizes and the memory each GPU needs."),
-    "estimate": (".estimate", "Estimate training memory per rank before you launch."),
-    "formats": (".formats", "List the formats that can be read and written."),
-    "architectures": (".architectures", "List supported architectures, or draft a file for a new one."),
-    "completion": (".completion", "Print the completion script for bash, zsh or fish."),
+    "inspect": (".commands.inspect", "Show what a checkpoint holds, and where each part lies."),
+    "convert": (".commands.convert", "Convert a checkpoint for another engine, framework or parallel layout."),
+    "plan": (".commands.plan", "Show the proven plan of one conversion; write nothing."),
+    "verify": (".commands.verify", "Check that two checkpoints hold the same weights, whatever their layouts."),
+    "fingerprint": (".commands.fingerprint", "Digest a checkpoint's weights, whatever their layout."),
+    "roundtrip": (".commands.roundtrip", "Prove that a conversion and its way back lose nothing."),
+    "degrees": (".commands.degrees", "List the valid TP/PP sizes and the memory each GPU needs."),
+    "estimate": (".commands.estimate", "Estimate training memory per rank before you launch."),
+    "formats": (".commands.formats", "List the formats that can be read and written."),
+    "architectures": (".commands.architectures", "List supported architectures, or draft a file for a new one."),
+    "completion": (".commands.completion", "Print the completion script for bash, zsh or fish."),
 }
 
 EPILOG = "Exit codes: 0 success; 1 the check found differences; 2 bad input or usage; 70 defect of reshard; 130 interrupted."

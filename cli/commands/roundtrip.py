@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from . import options
-from .progress import bar
-from .tables import count, nbytes_text, show, show_json
+from .. import options
+from ..progress import bar
+from ..tables import count, nbytes_text, show, show_json
 
 
 @click.command("roundtrip", cls=options.Command, examples=["reshard roundtrip step-1000 --to vllm --tp 8"])

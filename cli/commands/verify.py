@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from . import options
-from .progress import bar
-from .tables import count, nbytes_text, show, show_json, table
+from .. import options
+from ..progress import bar
+from ..tables import count, nbytes_text, show, show_json, table
 
 
 @click.command("verify", cls=options.Command, examples=["reshard verify step-1000 out", "reshard verify step-1000 out --cast"])

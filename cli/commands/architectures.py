@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from . import options
-from .tables import show, show_json
+from .. import options
+from ..tables import show, show_json
 
 
 @click.command(

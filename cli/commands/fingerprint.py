@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from . import options
-from .progress import bar
-from .tables import show, show_json
+from .. import options
+from ..progress import bar
+from ..tables import show, show_json
 
 
 @click.command("fingerprint", cls=options.Command, examples=["reshard fingerprint step-1000 --model llama-3-8b"])

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from . import options
-from .tables import count, count_text, nbytes_text, shape_text, show, show_json, table
+from .. import options
+from ..tables import count, count_text, nbytes_text, shape_text, show, show_json, table
 
 if TYPE_CHECKING:
     from reshard.geometry.meshes import Distribution, Mesh

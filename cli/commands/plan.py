@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from . import options
-from .plans import plan_document, show_plan
-from .tables import show_json
+from .. import options
+from ..plans import plan_document, show_plan
+from ..tables import show_json
 
 
 @click.command(

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from . import options
-from .plans import plan_document, show_drops, show_plan
-from .progress import bar
-from .tables import count, nbytes_text, show, show_json, table
+from .. import options
+from ..plans import plan_document, show_drops, show_plan
+from ..progress import bar
+from ..tables import count, nbytes_text, show, show_json, table
 
 if TYPE_CHECKING:
     from reshard.engine.run import Conversion

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
-from . import options
+from .. import options
 
 _INSTALL = {
     "bash": "reshard completion bash > ~/.local/share/bash-completion/completions/reshard",
