@@ -56,7 +56,7 @@ class RankSummary:
     padding_rows: int
 
 
-def roles(index: Index) -> tuple[KindSummary, ...]:
+def kinds(index: Index) -> tuple[KindSummary, ...]:
     """Bytes by role and element type, in the roles' order."""
     groups: dict[tuple[str, str], list[Tensor]] = {}
     for tensor in index.tensors:
