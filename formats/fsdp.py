@@ -31,7 +31,7 @@ from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import Mesh, chunk
-from reshard.geometry.stored import StoredTensor, count, part
+from reshard.geometry.stored import StoredTensor, part, step_count
 from reshard.index.index import Index, ParamGroup, RunFacts, StoredFile, Tensor
 from reshard.plans.layout import Layout, Placed, Sidecar, TargetFile
 from reshard.plans.target import Target
@@ -121,7 +121,7 @@ class _Specs:
 
     def count(self, name: str, number: int) -> torch_pickle.Plain:
         """A count of steps, which every rank has."""
-        return self._noted(count(name, number))
+        return self._noted(step_count(name, number))
 
     def _noted(self, stored: StoredTensor) -> torch_pickle.Plain:
         described = torch_pickle.Plain(stored.dtype, stored.shape)
