@@ -19,7 +19,7 @@ from typing import NoReturn
 from reshard.containers import magic_bytes
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.dtypes import DType, from_safetensors, is_in_safetensors
-from reshard.storage.files import Files, missing, read
+from reshard.storage.files import Files, missing, read_range
 
 # safetensors refuses longer headers (tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER = 100_000_000
@@ -66,7 +66,7 @@ def read_header(files: Files, path: str, *, alone: bool = False) -> Header:
     if size is None:
         raise missing(files, path)
     length = _header_length(files, path, size)
-    claims = _parse(read(files, path, 8, length), path)
+    claims = _parse(read_range(files, path, 8, length), path)
     metadata = _metadata(claims.pop("__metadata__", None), path)
     entries = [_entry(name, claim, 8 + length, path) for name, claim in claims.items()]
     entries.sort(key=lambda entry: (entry.byte_offset, entry.nbytes))
@@ -106,10 +106,10 @@ def frame(tensors: Iterable[tuple[str, DType, tuple[int, ...]]], metadata: Mappi
 def _header_length(files: Files, path: str, size: int) -> int:
     if size < 10:
         _refuse(path, f"the file has {size} bytes, the shortest safetensors file has 10", do="Copy the file again")
-    length: int = struct.unpack("<Q", read(files, path, 0, 8))[0]
+    length: int = struct.unpack("<Q", read_range(files, path, 0, 8))[0]
     if 2 <= length <= min(size - 8, MAX_HEADER):
         return length
-    head = read(files, path, 0, min(size, 262))
+    head = read_range(files, path, 0, min(size, 262))
     if head[8:9] != b"{":
         _refuse(path, f"this is no safetensors file; it looks like {magic_bytes.describe(head)}", do="Get the file again")
     if not 2 <= length <= MAX_HEADER:

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from reshard.containers import magic_bytes
 from reshard.errors import CheckpointError
-from reshard.storage.files import Files, missing, read
+from reshard.storage.files import Files, missing, read_range
 
 _END, _END64, _LOCATOR, _CENTRAL, _LOCAL = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"
 _METHODS = {1: "shrink", 6: "implode", 8: "deflate", 9: "deflate64", 12: "bzip2", 14: "lzma", 93: "zstd", 95: "xz"}
@@ -63,7 +63,7 @@ class Range:
         for near, data in self._near:
             if near <= byte_offset and byte_offset + nbytes <= near + len(data):
                 return data[byte_offset - near : byte_offset - near + nbytes]
-        data = read(self._files, self.path, self.start + byte_offset, min(max(nbytes, ahead), self.nbytes - byte_offset))
+        data = read_range(self._files, self.path, self.start + byte_offset, min(max(nbytes, ahead), self.nbytes - byte_offset))
         if len(data) <= 16 * _TAIL:
             self._near = [*self._near[-1:], (byte_offset, data)]
         return data[:nbytes]

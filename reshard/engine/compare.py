@@ -15,7 +15,7 @@ from reshard.errors import DifferenceFound
 from reshard.geometry.boxes import Box, blocks
 from reshard.index.index import Index, Tensor
 from reshard.plans.digests import Fingerprint, block_digest, fingerprint, tensor_digest
-from reshard.storage.files import Files, read
+from reshard.storage.files import Files, read_range
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,7 +157,7 @@ def _wrong_constants(side: Side) -> Iterator[Difference]:
     for each in side.index.constants:
         for start in range(0, each.nbytes, step):
             size = min(step, each.nbytes - start)
-            found = read(side.files, each.path, each.byte_offset + start, size)
+            found = read_range(side.files, each.path, each.byte_offset + start, size)
             if found != (each.expected * (size // len(each.expected) + 1))[:size]:
                 yield Difference(
                     each.name, "values", f"bytes that must hold a constant (padding or a scale) hold something else, in {each.path}"
