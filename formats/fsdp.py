@@ -173,7 +173,7 @@ def _optimizer_dict(content: Content, dtypes: Mapping[str, DType], groups: tuple
 
 def _framed(path: str, root: Mapping[str, Any], specs: _Specs) -> TargetFile:
     """The file around the parts that `root` describes."""
-    pickle, storages = torch_pickle.dumps(root)
+    pickle, storages = torch_pickle.state_dict_pickle(root)
     frame = torch_frame.frame(path.removesuffix(".pt"), pickle, storages)
     placed = tuple(
         Placed(specs.parts[content], place)

@@ -57,7 +57,7 @@ class DcpFile:
         """The file, in a folder of the target that ends in a slash."""
         return TargetFile(folder + self.path, self.nbytes, tuple(self.literals), tuple(self.placed), ranks or {})
 
-    def _close(self, frame: torch_frame.Frame, entry: Entry) -> None:
+    def _close(self, frame: torch_frame.TorchFrame, entry: Entry) -> None:
         self.literals.extend(frame.literals)
         self.entries.append(entry)
         self.nbytes = frame.nbytes

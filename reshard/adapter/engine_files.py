@@ -28,7 +28,7 @@ from reshard.storage.files import Files
 
 _LAYER = r"\.\d+\."
 
-Headers = dict[str, tuple[TargetFile, safetensors.Entry]]
+Headers = dict[str, tuple[TargetFile, safetensors.TensorEntry]]
 
 
 def served_model(model: Model | None, config: Mapping[str, object] | None, engine: str) -> Model:
