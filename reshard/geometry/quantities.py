@@ -1,4 +1,4 @@
-"""Quantities as people write them: 512MiB, 5GB, 7B."""
+"""Quantities as people write them: 512MiB, 5GB, 7B, 3 files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from reshard.errors import RequestError
 
 _BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+def plural(number: int, one: str, several: str | None = None) -> str:
+    """A count with its noun: "1 file", "3 files", "2 boxes"."""
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
 def parse_size(value: str | int, option: str) -> int:
