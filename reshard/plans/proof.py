@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.canonical.content import keyed
+from reshard.canonical.content import tensors_by_key
 from reshard.canonical.optimizer_state import is_master_key
 from reshard.errors import ReshardError
 from reshard.geometry.boxes import Box
@@ -97,7 +97,7 @@ def compose(plan: Plan, read_back: Index) -> RoundTrip:
     For every box of every tensor the bytes that the plan writes must be the bytes that the reader takes for that box, at the same
     offset, with the same strides and element type; and all boxes must be read. Then the way back ends where it began.
     """
-    back = keyed(read_back)
+    back = tensors_by_key(read_back)
     losses: list[str] = []
     boxes = nbytes = 0
     for route in plan.routes:
