@@ -33,7 +33,7 @@ from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import Mesh, chunk
 from reshard.geometry.stored import StoredTensor, part, step_count
 from reshard.index.index import Index, ParamGroup, RunFacts, StoredFile, Tensor
-from reshard.plans.layout import Layout, Placed, Sidecar, TargetFile
+from reshard.plans.layout import Layout, PlacedTensor, Sidecar, TargetFile
 from reshard.plans.target import Target
 from reshard.storage.files import Files
 
@@ -176,7 +176,7 @@ def _framed(path: str, root: Mapping[str, Any], specs: _Specs) -> TargetFile:
     pickle, storages = torch_pickle.state_dict_pickle(root)
     frame = torch_frame.frame(path.removesuffix(".pt"), pickle, storages)
     placed = tuple(
-        Placed(specs.parts[content], place)
+        PlacedTensor(specs.parts[content], place)
         for place, content in zip(frame.storages, storages, strict=True)
         if isinstance(content, torch_pickle.Plain)
     )

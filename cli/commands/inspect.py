@@ -61,7 +61,7 @@ def document(opened: Checkpoint, chosen: list[Tensor]) -> dict[str, Any]:
         "files": [{"path": file.path, "bytes": file.nbytes} for file in index.files],
         "roles": [
             {"role": r.kind, "dtype": r.dtype, "tensors": r.tensors, "elements": r.elements, "bytes": r.nbytes}
-            for r in summary.roles(index)
+            for r in summary.kinds(index)
         ],
         "tensors": [
             {
@@ -111,7 +111,7 @@ def _parameters(opened: Checkpoint) -> int:
     from reshard.plans import summary
 
     try:
-        return summary.parameters(opened.content())
+        return summary.parameter_count(opened.content())
     except ReshardError:
         return 0
 
@@ -138,7 +138,7 @@ def _show_checkpoint(opened: Checkpoint) -> None:
     for note in facts.notes:
         show(f"  note      {note}")
     show()
-    rows = [(r.kind, r.dtype, r.tensors, r.elements, nbytes_text(r.nbytes)) for r in summary.roles(index)]
+    rows = [(r.kind, r.dtype, r.tensors, r.elements, nbytes_text(r.nbytes)) for r in summary.kinds(index)]
     show(table(rows, ("role", "dtype", "tensors", "elements", "bytes")))
     show()
     groups = summary.groups(index.tensors)

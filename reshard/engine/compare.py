@@ -14,7 +14,7 @@ from reshard.engine.transfer import Block, Pieces, Worker, bytes_of
 from reshard.errors import DifferenceFound
 from reshard.geometry.boxes import Box, blocks
 from reshard.index.index import Index, Tensor
-from reshard.plans.digests import Fingerprint, block_digest, fingerprint, tensor_digest
+from reshard.plans.digests import Fingerprint, block_digest, checkpoint_fingerprint, tensor_digest
 from reshard.storage.files import Files, read_range
 
 
@@ -89,7 +89,7 @@ def fingerprint_blocks(side: Side, *, workers: int | None = None, memory: int | 
 
 def fingerprint_of(side: Side, digests: dict[str, dict[int, bytes]]) -> Fingerprint:
     """The fingerprint from the blocks' digests by tensor and number."""
-    return fingerprint(
+    return checkpoint_fingerprint(
         {
             name: tensor_digest(name, tensor.dtype, tensor.shape, (digest for _, digest in sorted(digests.get(name, {}).items())))
             for name, tensor in side.content.tensors.items()

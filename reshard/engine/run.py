@@ -13,7 +13,7 @@ from reshard.engine.transfer import Pieces, Worker, bytes_of
 from reshard.engine.values import Values
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.boxes import Box, blocks
-from reshard.plans.digests import Fingerprint, block_digest, fingerprint, tensor_digest
+from reshard.plans.digests import Fingerprint, block_digest, checkpoint_fingerprint, tensor_digest
 from reshard.plans.layout import Sidecar
 from reshard.plans.plan import Plan, Route
 from reshard.storage.staging import WORK_FOLDER, Staging
@@ -166,7 +166,7 @@ class Conversion:
             blocks_of_it = [digest for _, digest in sorted(by_route.get(i, []))]
             for name in (route.name, *standing_for.get(route.name, ())):
                 found[name] = tensor_digest(name, route.target.dtype, route.target.shape, blocks_of_it)
-        return fingerprint(found)
+        return checkpoint_fingerprint(found)
 
     def _finish(self, replaces: tuple[str, ...]) -> None:
         staging, layout = self._staging, self.plan.layout
