@@ -25,6 +25,7 @@ import numpy.typing as npt
 from reshard.containers.inert_pickle import Inert, load, shown
 from reshard.errors import CheckpointError
 from reshard.geometry.dtypes import DType, from_torch
+from reshard.geometry.quantities import plural
 from reshard.storage.files import inside
 
 Numbers = npt.NDArray[np.int64]
@@ -47,6 +48,9 @@ class Chunks:
 
     def __len__(self) -> int:
         return len(self.files)
+
+    def __repr__(self) -> str:
+        return f"Chunks({plural(len(self), 'box', 'boxes')} in {plural(len(np.unique(self.files)), 'file')})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,10 @@ class DcpMetadata:
     """For each flat name, the path of keys in the nested state dict; None if the writer did not store it."""
     version: str | None
     """The version of the metadata; None if the writer did not store it."""
+
+    def __repr__(self) -> str:
+        content = f"{plural(len(self.tensors), 'tensor')}, {plural(len(self.objects), 'object')}"
+        return f"DcpMetadata({content}, {plural(len(self.paths), 'file')})"
 
 
 def parse(data: bytes, *, where: str) -> DcpMetadata:

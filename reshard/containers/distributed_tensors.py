@@ -19,6 +19,7 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.meshes import Distribution, Mesh, Placement, Replicated, Sharded, StridedSharded, distribution
+from reshard.geometry.quantities import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,10 @@ class LocalTensor:
     def memory(self) -> tuple[object, ...] | None:
         """A key that is equal for two tied parameters; None if the file holds no element of this tensor."""
         return memory_of(self.shards[0][1]) if self.shards else None
+
+    def __repr__(self) -> str:
+        rank = "" if self.rank is None else f", rank {self.rank}"
+        return f"LocalTensor({self.dtype}, {list(self.shape)}, {plural(len(self.shards), 'box', 'boxes')}{rank})"
 
 
 def class_of(value: Any) -> str:

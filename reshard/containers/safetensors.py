@@ -19,6 +19,7 @@ from typing import NoReturn
 from reshard.containers import magic_bytes
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.dtypes import DType, from_safetensors, is_in_safetensors
+from reshard.geometry.quantities import plural
 from reshard.storage.files import Files, missing, read_range
 
 # safetensors refuses longer headers (tensor.rs, MAX_HEADER_SIZE).
@@ -52,6 +53,9 @@ class Header:
     nbytes: int
     """The length of the file in bytes."""
 
+    def __repr__(self) -> str:
+        return f"Header({plural(len(self.entries), 'tensor')}, {plural(self.nbytes, 'byte')})"
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:
@@ -63,6 +67,9 @@ class Frame:
     """The tensors, in the order in which they were given."""
     nbytes: int
     """The length of the file in bytes."""
+
+    def __repr__(self) -> str:
+        return f"Frame({plural(len(self.entries), 'tensor')}, {plural(self.nbytes, 'byte')})"
 
 
 def read_header(files: Files, path: str, *, alone: bool = False) -> Header:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reshard.containers.torch_pickle import Plain
+from reshard.geometry.quantities import plural
 
 ALIGNMENT = 64
 _WIDE = 0xFFFFFFFF
@@ -31,6 +32,9 @@ class TorchFrame:
     """The byte offset of each storage."""
     nbytes: int
     """The byte offset at which the zip ends."""
+
+    def __repr__(self) -> str:
+        return f"TorchFrame({plural(len(self.storages), 'storage')}, ends at byte {self.nbytes:,})"
 
 
 def frame(root: str, pickle: bytes, storages: Sequence[Plain | bytes], *, start: int = 0) -> TorchFrame:

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from reshard.containers import magic_bytes
 from reshard.errors import CheckpointError
+from reshard.geometry.quantities import plural
 from reshard.storage.files import Files, missing, read_range
 
 _END, _END64, _LOCATOR, _CENTRAL, _LOCAL = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"
@@ -90,6 +91,9 @@ class Directory:
     """The members by name."""
     byte_offset: int
     """Where the payloads end and the directory starts, counted from the start of the zip."""
+
+    def __repr__(self) -> str:
+        return f"Directory({plural(len(self.members), 'member')})"
 
 
 def read_directory(source: Range) -> Directory:

@@ -49,6 +49,9 @@ class DType:
     def __str__(self) -> str:
         return self.name
 
+    def __repr__(self) -> str:
+        return f"DType({self.name})"
+
 
 # Names: safetensors 0.8 (tensor.rs, enum Dtype). Types narrower than a byte (F4, F6_*) are left out: several elements share a byte, so a
 # box of them may start in the middle of a byte.

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
+from reshard.geometry.quantities import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,9 @@ class Runs:
     """The elements of each run."""
     byte_offsets: npt.NDArray[np.int64]
     """[n]: where each run starts in the file."""
+
+    def __repr__(self) -> str:
+        return f"Runs({plural(len(self.byte_offsets), 'run')} of {plural(self.elements, 'element')}, axes {self.order})"
 
 
 def dense_runs(piece: Piece, box: Box) -> Runs:

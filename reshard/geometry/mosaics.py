@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
+from reshard.geometry.quantities import plural
 from reshard.geometry.stored import Section, StoredTensor
 
 
@@ -58,6 +59,9 @@ class Mosaic:
 
     shape: tuple[int, ...]
     tiles: tuple[Tile, ...]
+
+    def __repr__(self) -> str:
+        return f"Mosaic({list(self.shape)}, {plural(len(self.tiles), 'tile')} of {plural(len(self.names), 'tensor')})"
 
     @classmethod
     def of(cls, name: str, box: Box) -> Mosaic:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType, from_torch
+from reshard.geometry.quantities import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,9 @@ class StoredTensor:
     def filled(self) -> int:
         """The number of elements that hold the fill."""
         return math.prod(self.shape) - sum(section.box.volume for section in self.sections)
+
+    def __repr__(self) -> str:
+        return f"StoredTensor({self.name!r}, {self.dtype}, {list(self.shape)}, {plural(len(self.sections), 'section')})"
 
 
 def whole(name: str, dtype: DType, shape: tuple[int, ...]) -> StoredTensor:
