@@ -97,7 +97,7 @@ class Content:
 
     @cached_property
     def step_counts(self) -> Mapping[str, int]:
-        """The step count of each parameter for which it is stored in the settings of its param group only, as some optimizers do."""
+        """The step counts of parameters that have none of their own. Some optimizers store one count in the settings of the param group."""
         stored = {parameter_and_kind(key) for key in self.states}
         counts: dict[str, int] = {}
         for group in self.param_groups() if self.states else ():

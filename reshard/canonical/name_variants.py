@@ -175,8 +175,8 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
     tensors = tuple(_combined(name, of_tensor) for (_, name), of_tensor in shares.items())
 
     def new_names(name: str) -> tuple[str, ...]:
-        held = array(name)
-        return (name,) if held is None else held.names
+        mosaic = array(name)
+        return (name,) if mosaic is None else mosaic.names
 
     def groups() -> tuple[ParamGroup, ...]:
         return tuple(replace(group, names=_all(map(new_names, group.names))) for group in index.param_groups())
@@ -207,26 +207,26 @@ def _shares(tensor: Tensor, array: Callable[[str], Mosaic | None], names: Names,
     one share, under its own name."""
     parameter, _, kind = tensor.name.rpartition(".") if tensor.kind == "state" else (tensor.name, "", "")
     suffix = f".{kind}" if tensor.kind == "state" else ""
-    held = array(parameter) if parameter else None
-    if held is None:
+    mosaic = array(parameter) if parameter else None
+    if mosaic is None:
         short = tensor.name.removeprefix(prefix)
         unneeded = None if names.is_canonical(short) or tensor.kind != "weight" else names.unneeded(short)
         yield unneeded or tensor.name, _Share(tensor, tensor.shape, tensor.shards)
-    elif tensor.shape == held.shape:
-        for name, rows in _located(tensor.shards, held).items():
+    elif tensor.shape == mosaic.shape:
+        for name, rows in _located(tensor.shards, mosaic).items():
             # A tied head is not among the weights of the model. Its shape is that of the embedding, which is the shape of this tensor.
             shape = model.weights[name].shape if name in model.weights else tensor.shape
             yield name + suffix, _Share(tensor, shape, subviews(tensor.shards, rows))
     elif tensor.elements == 1:  # a step count of a fused parameter counts for each of its weights
-        for name in held.names:
+        for name in mosaic.names:
             yield name + suffix, _Share(tensor, tensor.shape, tensor.shards)
     elif tensor.kind == "state":
         yield tensor.name, _Share(tensor, tensor.shape, tensor.shards)
     else:
         raise CheckpointError(
-            f"its shape is {list(tensor.shape)}; by its name it holds {', '.join(held.names[:3])}"
-            + (f" and {len(held.names) - 3} more" if len(held.names) > 3 else "")
-            + f", which together have the shape {list(held.shape)}",
+            f"its shape is {list(tensor.shape)}; by its name it holds {', '.join(mosaic.names[:3])}"
+            + (f" and {len(mosaic.names) - 3} more" if len(mosaic.names) > 3 else "")
+            + f", which together have the shape {list(mosaic.shape)}",
             where=tensor.name,
             why="The config belongs to another model, or a library stores the tensor in an unknown order",
             do="Give the config that this model was trained with: --model DIR",
@@ -236,7 +236,7 @@ def _shares(tensor: Tensor, array: Callable[[str], Mosaic | None], names: Names,
 def _located(shards: Shards, array: Mosaic) -> dict[str, list[tuple[int, Tile]]]:
     """For every canonical tensor in an array, its tiles in the rows of `shards`: (row, tile in the coordinates of that row's array).
 
-    shards: the pieces of the stored tensor, whose whole is `array`.
+    shards: the pieces of the stored tensor, which is `array`.
     """
     starts, stops = shards.offsets, shards.offsets + shards.sizes
     tiles: dict[str, list[tuple[int, Tile]]] = {name: [] for name in array.names}

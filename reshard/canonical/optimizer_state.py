@@ -100,7 +100,7 @@ def parameter_and_kind(key: str) -> tuple[str, str]:
 
 
 def is_unnamed(tensor: Tensor) -> bool:
-    """Whether a tensor is optimizer state of a parameter of which only the number is known."""
+    """Whether a tensor is optimizer state whose parameter is known only by its number."""
     return tensor.kind == "state" and tensor.name.startswith(_PREFIX)
 
 

@@ -146,7 +146,7 @@ class Mosaic:
             yield Section(tile.name, tile.box, start, tuple(1 if axis is None else steps[axis] for axis in tile.axes))
 
     def stored(self, name: str, dtype: DType, shape: tuple[int, ...] | None = None) -> StoredTensor:
-        """The array as a stored tensor called `name`, with another shape of as many elements if one is given."""
+        """The array as a stored tensor called `name`. shape: another shape with the same number of elements; None: that of the array."""
         assert shape is None or math.prod(shape) == math.prod(self.shape)
         return StoredTensor(name, dtype, self.shape if shape is None else shape, tuple(self.sections()))
 

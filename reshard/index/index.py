@@ -147,8 +147,8 @@ class RunFacts:
 
     def __repr__(self) -> str:
         sizes = (f"{name} {size}" for name, size in self.parallel.items())
-        known = [self.producer, self.version, f"step {self.step}" if self.step is not None else None, *sizes]
-        return f"RunFacts({', '.join(filter(None, known))})"
+        facts = [self.producer, self.version, f"step {self.step}" if self.step is not None else None, *sizes]
+        return f"RunFacts({', '.join(filter(None, facts))})"
 
 
 @dataclass(frozen=True, slots=True)
