@@ -1,7 +1,7 @@
 """Content: the tensors of a checkpoint that a conversion or comparison works on, under the model's canonical names.
 
-An index holds everything that is stored. Here tensors are chosen, and tied heads and optimizer state are sorted out. Every tensor that is
-left out becomes a Drop, with the reason.
+An index holds everything that is stored. A content holds the chosen tensors: a tied head is a replica of the embedding, and optimizer state
+has keys that tell its weight. Every tensor that is left out becomes a Drop, with the reason.
 """
 
 from __future__ import annotations

@@ -78,9 +78,11 @@ class Inert:
         return self._mapping if self._mapping is not None else {}
 
     def append(self, item: Any) -> None:
+        """Called by the opcode APPEND."""
         self.extend((item,))
 
     def extend(self, items: Any) -> None:
+        """Called by the opcode APPENDS."""
         if self._items is None:
             self._items = []
         self._items.extend(items)

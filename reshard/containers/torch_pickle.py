@@ -30,6 +30,7 @@ class Plain:
 
     @property
     def nbytes(self) -> int:
+        """Its length in bytes."""
         total = self.dtype.itemsize
         for size in self.shape:
             total *= size

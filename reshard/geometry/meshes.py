@@ -41,6 +41,7 @@ class Replicated:
 
     @property
     def meaning(self) -> str:
+        """The placement as an English phrase."""
         return "every rank holds a copy"
 
 
@@ -56,6 +57,7 @@ class Sharded:
 
     @property
     def meaning(self) -> str:
+        """The placement as an English phrase."""
         return f"axis {self.axis} is cut into runs"
 
 
@@ -76,6 +78,7 @@ class StridedSharded:
 
     @property
     def meaning(self) -> str:
+        """The placement as an English phrase."""
         return f"the dimensions to the right cut axis {self.axis} into {self.split_factor} runs, and each run is cut again"
 
 

@@ -42,6 +42,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
+        """Its length in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property

@@ -151,7 +151,7 @@ class _OpenFile:
 
 
 class LocalFiles:
-    """The files of a local directory, or one local file. Raises RequestError if the path does not exist."""
+    """`Files` of a local directory, or of one local file. Raises RequestError if the path does not exist."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         path = Path(root)
@@ -230,7 +230,7 @@ class LocalFiles:
 
 
 class VirtualFiles:
-    """Planned files in memory. Their sizes are known, and some of their bytes, such as headers; weights have no bytes yet."""
+    """`Files` that are planned. Their sizes are known, and some of their bytes, such as headers; weights have no bytes yet."""
 
     def __init__(self, root: str) -> None:
         self.root = root

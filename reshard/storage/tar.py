@@ -28,7 +28,7 @@ def open_tree(path: str | os.PathLike[str]) -> Files:
 
 
 class TarFiles:
-    """The regular files of a tar archive. Raises CheckpointError if the file is not a tar, or is compressed."""
+    """`Files` of a tar archive: its regular members. Raises CheckpointError if the file is not a tar, or is compressed."""
 
     def __init__(self, files: Files, path: str) -> None:
         self._files, self._path = files, path
