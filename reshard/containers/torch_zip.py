@@ -108,15 +108,6 @@ def read(
     return _read_zip(source, locate=locate, attributes=attributes)
 
 
-def located(files: Files, path: str, member: int) -> int:
-    """The byte offset in the file of a member's payload. member: the byte offset of the member's local header.
-
-    Raises: CheckpointError if no storage lies there.
-    """
-    source = Range(files, path, member)
-    return member + payload_start(source, 0, "/data/")
-
-
 class Locations:
     """The byte offsets of tensors in their files. The payload of a zip member is looked up once, on first use."""
 
@@ -131,9 +122,12 @@ class Locations:
         return self.start(tensor.path, tensor.member) + tensor.skipped
 
     def start(self, path: str, member: int) -> int:
-        """The byte offset of a member's payload. Raises CheckpointError if no storage lies there."""
+        """The byte offset in the file of a member's payload. member: the byte offset of the member's local header.
+
+        Raises: CheckpointError if no storage lies there.
+        """
         if (path, member) not in self._starts:
-            self._starts[path, member] = located(self._files, path, member)
+            self._starts[path, member] = member + payload_start(Range(self._files, path, member), 0, "/data/")
         return self._starts[path, member]
 
 
