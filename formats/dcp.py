@@ -31,7 +31,7 @@ from reshard.canonical.optimizer_state import is_state_key, names_for, parameter
 from reshard.containers import dcp_metadata
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.dtypes import DType
-from reshard.geometry.stored import count, part
+from reshard.geometry.stored import part, step_count
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, StoredFile, Tensor
 from reshard.plans.layout import Layout, Sidecar, row_shard
 from reshard.plans.target import Target
@@ -125,7 +125,7 @@ def _laid_out(content: Content, dtypes: Mapping[str, DType], ranks: int, most: i
                 fqn = _fqn(_state_path(key, bool(content.states)))
                 file.add_tensor(fqn, part(fqn, key, dtypes[key], tensor.shape, box), box.offsets, tensor.shape)
         for path, number in _counts(content) if rank == 0 else ():
-            file.add_tensor(_fqn(path), count(_fqn(path), number), (), ())
+            file.add_tensor(_fqn(path), step_count(_fqn(path), number), (), ())
         yield rank, file
 
 

@@ -98,7 +98,7 @@ def _offsets(header: safetensors.Header, path: str) -> Mapping[str, object]:
         ) from None
 
 
-def _box(entry: safetensors.Entry, offsets: Mapping[str, object], path: str) -> Box:
+def _box(entry: safetensors.TensorEntry, offsets: Mapping[str, object], path: str) -> Box:
     found = offsets.get(entry.name)
     if not isinstance(found, list) or len(found) != len(entry.shape) or not all(type(at) is int and 0 <= at < 1 << 40 for at in found):
         raise CheckpointError(f"the box of shape {list(entry.shape)} is said to start at {found!r:.80}", where=f"{entry.name} in {path}")

@@ -31,9 +31,9 @@ from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import Mesh, chunk
-from reshard.geometry.stored import StoredTensor, count, part
+from reshard.geometry.stored import StoredTensor, part, step_count
 from reshard.index.index import Index, ParamGroup, RunFacts, StoredFile, Tensor
-from reshard.plans.layout import Layout, Placed, Sidecar, TargetFile
+from reshard.plans.layout import Layout, PlacedTensor, Sidecar, TargetFile
 from reshard.plans.target import Target
 from reshard.storage.files import Files
 
@@ -121,7 +121,7 @@ class _Specs:
 
     def count(self, name: str, number: int) -> torch_pickle.Plain:
         """A count of steps, which every rank has."""
-        return self._noted(count(name, number))
+        return self._noted(step_count(name, number))
 
     def _noted(self, stored: StoredTensor) -> torch_pickle.Plain:
         described = torch_pickle.Plain(stored.dtype, stored.shape)
@@ -173,10 +173,10 @@ def _optimizer_dict(content: Content, dtypes: Mapping[str, DType], groups: tuple
 
 def _framed(path: str, root: Mapping[str, Any], specs: _Specs) -> TargetFile:
     """The file around the parts that `root` describes."""
-    pickle, storages = torch_pickle.dumps(root)
+    pickle, storages = torch_pickle.state_dict_pickle(root)
     frame = torch_frame.frame(path.removesuffix(".pt"), pickle, storages)
     placed = tuple(
-        Placed(specs.parts[content], place)
+        PlacedTensor(specs.parts[content], place)
         for place, content in zip(frame.storages, storages, strict=True)
         if isinstance(content, torch_pickle.Plain)
     )

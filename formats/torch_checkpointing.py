@@ -30,7 +30,7 @@ from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import names_for, plain_groups, state_kind
 from reshard.containers import inert_pickle, safetensors, torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
-from reshard.containers.torch_zip import AnyTensor, StoredTensor, UnlocatedTensor
+from reshard.containers.torch_zip import AnyTensor, LocatedTensor, UnlocatedTensor
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType, from_torch
@@ -302,7 +302,7 @@ class _Run:
         elif kind == "SafetensorsSerialization":
             dotted = {".".join(map(str, parts)): parts for parts in said}
             for entry in safetensors.read_header(self._files, path).entries:
-                stored = StoredTensor(path, entry.byte_offset, entry.dtype, entry.shape, row_major(entry.shape), entry.name)
+                stored = LocatedTensor(path, entry.byte_offset, entry.dtype, entry.shape, row_major(entry.shape), entry.name)
                 found[dotted.get(entry.name, (entry.name,))] = stored
         else:
             self.objects.append(path)

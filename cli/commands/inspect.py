@@ -114,7 +114,7 @@ def _parameters(opened: Checkpoint) -> int:
     from reshard.plans import summary
 
     try:
-        return summary.parameters(opened.content())
+        return summary.parameter_count(opened.content())
     except ReshardError:
         return 0
 

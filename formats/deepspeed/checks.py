@@ -11,7 +11,7 @@ from reshard.engine.casts import Block, cast
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.index.index import Index, Tensor
-from reshard.storage.files import Files, read
+from reshard.storage.files import Files, read_range
 
 from .assembly import Topology
 from .states import ModelStates, OptimizerStates
@@ -159,7 +159,7 @@ def _counted(files: Files, index: Index) -> int | None:
     for tensor in index.tensors:
         if tensor.kind == "step" and tensor.dtype.name == "F32" and len(tensor.shards):
             extent = tensor.shards.extent(0)
-            return int(np.frombuffer(read(files, extent.path, extent.byte_offset, 4), np.float32)[0])
+            return int(np.frombuffer(read_range(files, extent.path, extent.byte_offset, 4), np.float32)[0])
     told = [group.settings.get("step") for group in index.param_groups()]
     return next((step for step in told if type(step) is int), None)
 
@@ -178,6 +178,6 @@ def _sample(files: Files, master: Tensor, weight: Tensor) -> tuple[Block, Block]
         piece = tensor.shards.piece(0)
         if piece.extent.strides[-1] != 1 or not piece.box.contains(box):
             return None
-        raw = read(files, piece.extent.path, piece.byte_offset_of(box), box.volume * tensor.dtype.itemsize)
+        raw = read_range(files, piece.extent.path, piece.byte_offset_of(box), box.volume * tensor.dtype.itemsize)
         found.append(np.frombuffer(bytearray(raw), tensor.dtype.word))
     return found[0], found[1]

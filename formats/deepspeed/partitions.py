@@ -24,7 +24,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from reshard.containers.torch_zip import AnyTensor, Locations, StoredTensor
+from reshard.containers.torch_zip import AnyTensor, LocatedTensor, Locations
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import flat_boxes, row_major
 from reshard.geometry.dtypes import DType
@@ -189,7 +189,7 @@ def as_it_is(tensor: AnyTensor, rank: int, locations: Locations) -> Shards:
     def extent(_: int) -> Extent:
         return Extent(tensor.path, locations.of(tensor), tensor.strides, tensor.dtype)
 
-    near = tensor.byte_offset if isinstance(tensor, StoredTensor) else tensor.member + tensor.skipped
+    near = tensor.byte_offset if isinstance(tensor, LocatedTensor) else tensor.member + tensor.skipped
     return Shards(
         (tensor.path,),
         np.zeros((1, len(tensor.shape)), np.int64),

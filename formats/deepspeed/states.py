@@ -15,7 +15,7 @@ from reshard.adapter.state_dicts import flat
 from reshard.canonical.optimizer_state import is_plain, plain_settings
 from reshard.containers import torch_zip
 from reshard.containers.inert_pickle import DTypeName, Inert, shown
-from reshard.containers.torch_zip import AnyTensor, StoredTensor, is_stored
+from reshard.containers.torch_zip import AnyTensor, LocatedTensor, is_stored
 from reshard.errors import CheckpointError
 from reshard.storage.files import Files
 
@@ -214,7 +214,7 @@ def _swapped_back(files: Files, found: OptimizerStates, attributes: Mapping[str,
         size = files.size(path)
         if 0 not in tensor.shape or size is None:
             return tensor
-        return StoredTensor(path, 0, tensor.dtype, (size // tensor.dtype.itemsize,), (1,), name)
+        return LocatedTensor(path, 0, tensor.dtype, (size // tensor.dtype.itemsize,), (1,), name)
 
     masters, states = list(found.masters), [dict(state) for state in found.states]
     for i, master in enumerate(masters):

@@ -160,7 +160,7 @@ def _tensor(name: str, path: str, byte_offset: int, dtype: DType, shape: tuple[i
     return Tensor(name, dtype, shape, "weight", Shards.of([piece]))
 
 
-def _state_dict(files: Files, path: str, objects: list[str]) -> Iterator[tuple[str, torch_zip.StoredTensor]]:
+def _state_dict(files: Files, path: str, objects: list[str]) -> Iterator[tuple[str, torch_zip.LocatedTensor]]:
     root = torch_zip.read(files, path)
     if not isinstance(root, Mapping):
         raise CheckpointError("it does not hold a dict of tensors", where=path, do="Give the file that holds the model's state dict")
@@ -170,7 +170,7 @@ def _state_dict(files: Files, path: str, objects: list[str]) -> Iterator[tuple[s
             root = root[wrapper]
             break
     for name, value in root.items():
-        if isinstance(value, torch_zip.StoredTensor):
+        if isinstance(value, torch_zip.LocatedTensor):
             yield str(name), value
         else:
             objects.append(str(name))

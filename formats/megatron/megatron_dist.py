@@ -26,7 +26,7 @@ from reshard.canonical.optimizer_state import is_plain, state_kind
 from reshard.containers import torch_zip
 from reshard.containers.dcp_metadata import TensorItem
 from reshard.containers.inert_pickle import shown
-from reshard.containers.torch_zip import StoredTensor
+from reshard.containers.torch_zip import LocatedTensor
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.extents import Extent, Piece
@@ -234,7 +234,7 @@ def _common_optimizer(optimizer: Any, model: MegatronModel, stored: set[str]) ->
             groups.append(ParamGroup(tuple(names), settings))
         state = inner.get("state")
         step = state.get("common_step") if isinstance(state, Mapping) else None
-        if isinstance(step, StoredTensor):
+        if isinstance(step, LocatedTensor):
             piece = Piece(Box.whole(step.shape), Extent(step.path, step.byte_offset, step.strides, step.dtype))
             shards = Shards.of([piece])
             names = dict.fromkeys(part.tensor for part in own if part.role not in UNTRAINED and part.tensor in stored)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from reshard.containers.distributed_tensors import LocalTensor
-from reshard.containers.torch_zip import AnyTensor, StoredTensor
+from reshard.containers.torch_zip import AnyTensor, LocatedTensor
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, flat_boxes, row_major
 from reshard.geometry.mosaics import Mosaic
@@ -78,7 +78,7 @@ def flat_sections(array: Mosaic, start: int, stop: int, at: int) -> Iterator[Sec
 def view(stored: AnyTensor, start: int, sizes: Shape, strides: Shape) -> AnyTensor:
     """Elements of a stored tensor, from element `start` of its memory on."""
     skipped = start * stored.dtype.itemsize
-    if isinstance(stored, StoredTensor):
+    if isinstance(stored, LocatedTensor):
         return replace(stored, byte_offset=stored.byte_offset + skipped, shape=sizes, strides=strides)
     return replace(stored, skipped=stored.skipped + skipped, shape=sizes, strides=strides)
 

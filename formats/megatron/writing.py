@@ -14,7 +14,7 @@ from reshard.containers.pickle_writer import Instance
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.mosaics import Mosaic
-from reshard.geometry.stored import count
+from reshard.geometry.stored import step_count
 from reshard.index.index import ParamGroup
 from reshard.models.lookup import built_in_model_types, known_model_types
 from reshard.models.model import Model
@@ -150,7 +150,7 @@ class Writing:
 
     def count(self, file: TorchFile) -> Any:
         """How many steps the optimizer has made, as a tensor of the file."""
-        return file.tensor(count(_STEP, self.optimizer_step))
+        return file.tensor(step_count(_STEP, self.optimizer_step))
 
     def entries(self, chunk: Chunk, rank: RankPlace) -> list[Entry]:
         return list(entries(self.model, chunk, self.sizes, rank, self.spelling))

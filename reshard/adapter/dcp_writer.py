@@ -13,7 +13,7 @@ from reshard.containers import pickle_writer, torch_frame, torch_pickle
 from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.geometry.dtypes import DType
 from reshard.geometry.stored import StoredTensor
-from reshard.plans.layout import Placed, TargetFile
+from reshard.plans.layout import PlacedTensor, TargetFile
 
 Shape = tuple[int, ...]
 
@@ -39,14 +39,14 @@ class DcpFile:
     path: str
     nbytes: int = 0
     literals: list[tuple[int, bytes]] = field(default_factory=list)
-    placed: list[Placed] = field(default_factory=list)
+    placed: list[PlacedTensor] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
 
     def add_tensor(self, fqn: str, stored: StoredTensor, offsets: Shape, shape: Shape) -> None:
         """A part of a tensor of that shape, which lies in it from `offsets` on."""
         pickle, storages = torch_pickle.tensor_pickle(torch_pickle.Plain(stored.dtype, stored.shape))
         frame = torch_frame.frame("archive", pickle, storages, start=self.nbytes)
-        self.placed.append(Placed(stored, frame.storages[0]))
+        self.placed.append(PlacedTensor(stored, frame.storages[0]))
         self._close(frame, Entry(fqn, self.path, self.nbytes, frame.nbytes - self.nbytes, stored.dtype, offsets, stored.shape, shape))
 
     def add_object(self, fqn: str, value: object) -> None:
@@ -57,7 +57,7 @@ class DcpFile:
         """The file, in a folder of the target that ends in a slash."""
         return TargetFile(folder + self.path, self.nbytes, tuple(self.literals), tuple(self.placed), ranks or {})
 
-    def _close(self, frame: torch_frame.Frame, entry: Entry) -> None:
+    def _close(self, frame: torch_frame.TorchFrame, entry: Entry) -> None:
         self.literals.extend(frame.literals)
         self.entries.append(entry)
         self.nbytes = frame.nbytes

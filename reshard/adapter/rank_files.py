@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from reshard.containers import torch_zip
 from reshard.errors import CheckpointError, RequestError
 from reshard.index.index import Tensor, check_coverage
-from reshard.storage.files import Files, read
+from reshard.storage.files import Files, read_range
 
 _NAME = re.compile(r"(?P<kind>.*?)(_world_size_(?P<world>\d{1,6}))?[_.-]?rank[_.-]?(?P<rank>\d{1,6})\.(pt|pth|bin|ckpt)")
 _STEP = re.compile(r"(?:global_)?(?:step|checkpoint|iter)[-_]?(\d+)")
@@ -149,7 +149,7 @@ def check_steps(files: Files, tensors: Sequence[Tensor]) -> None:
             rows: dict[bytes, int] = {}
             for i in range(len(tensor.shards)):
                 extent = tensor.shards.extent(i)
-                rows.setdefault(read(files, extent.path, extent.byte_offset, extent.dtype.itemsize), i)
+                rows.setdefault(read_range(files, extent.path, extent.byte_offset, extent.dtype.itemsize), i)
             if len(rows) > 1:
                 first, second = list(rows.values())[:2]
                 raise CheckpointError(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from reshard.containers import safetensors
 from reshard.geometry.stored import StoredTensor
-from reshard.plans.layout import Placed, TargetFile
+from reshard.plans.layout import PlacedTensor, TargetFile
 
 # transformers and the engines look for it: whose tensors these are.
 _METADATA = {"format": "pt"}
@@ -17,5 +17,5 @@ def framed(path: str, stored: Iterable[StoredTensor], ranks: Mapping[str, int] |
     # Wide elements first keeps every tensor aligned to its element size (what the safetensors library does as well).
     ordered = sorted(stored, key=lambda each: -each.dtype.itemsize)
     frame = safetensors.frame(((each.name, each.dtype, each.shape) for each in ordered), _METADATA)
-    placed = tuple(Placed(each, entry.byte_offset) for each, entry in zip(ordered, frame.entries, strict=True))
+    placed = tuple(PlacedTensor(each, entry.byte_offset) for each, entry in zip(ordered, frame.entries, strict=True))
     return TargetFile(path, frame.nbytes, ((0, frame.header),), placed, ranks or {})

@@ -10,7 +10,7 @@ from reshard.containers.torch_pickle import Plain
 from reshard.geometry.dtypes import DType
 from reshard.geometry.stored import StoredTensor, whole
 from reshard.index.index import Tensor
-from reshard.plans.layout import Placed, TargetFile
+from reshard.plans.layout import PlacedTensor, TargetFile
 
 
 class TorchFile:
@@ -33,5 +33,5 @@ class TorchFile:
         """The file around `root`, in which every tensor that was described has its place."""
         name = self._path.rpartition("/")[2].removesuffix(".pt")
         frame = torch_frame.frame(name, pickle_writer.dumps(root), self._tensors.storages)
-        placed = tuple(Placed(stored, at) for stored, at in zip(self._stored, frame.storages, strict=True))
+        placed = tuple(PlacedTensor(stored, at) for stored, at in zip(self._stored, frame.storages, strict=True))
         return TargetFile(self._path, frame.nbytes, frame.literals, placed, self._ranks)

@@ -12,7 +12,7 @@ from reshard.adapter import registry
 from reshard.adapter.format import Hints
 from reshard.adapter.model_files import CONFIG, ModelFiles, find_model_files
 from reshard.adapter.rank_files import check_steps
-from reshard.canonical.content import Content, Selection, canonical
+from reshard.canonical.content import Content, Selection, content_of
 from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.wrappers import without_wrappers
 from reshard.containers.inert_pickle import uncollected
@@ -69,7 +69,7 @@ class Checkpoint:
 
     def content(self, selection: Selection | None = None, *, model: Model | None = None) -> Content:
         """The weights under the model's canonical names."""
-        return canonical(self.named(selection, model=model), model or self.model, selection or Selection())
+        return content_of(self.named(selection, model=model), model or self.model, selection or Selection())
 
     def tensors(self, selection: Selection | None = None) -> View:
         """Every weight under its canonical name, read when asked for."""

@@ -9,7 +9,7 @@ from strategies import partitions
 from reshard.architectures.gpt2 import ARCHITECTURE as GPT2
 from reshard.architectures.llama import ARCHITECTURE as LLAMA
 from reshard.architectures.mixtral import ARCHITECTURE as MIXTRAL
-from reshard.canonical.name_variants import PREFIXES, SPELLINGS, Names, with_canonical_names
+from reshard.canonical.name_variants import NAME_VARIANTS, PREFIXES, Names, with_canonical_names
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import from_torch
@@ -182,7 +182,7 @@ def test_names_of_another_model_mean_nothing():
 
 
 def test_the_first_spelling_of_each_name_is_the_only_one():
-    assert len({spelling.name for spelling in SPELLINGS}) == len(SPELLINGS)
+    assert len({variant.name for variant in NAME_VARIANTS}) == len(NAME_VARIANTS)
 
 
 def test_another_shape_than_the_name_says_is_refused():
