@@ -42,8 +42,8 @@ def dequantized(content: Content, config: Mapping[str, Any] | None) -> Content:
                     Drop(other, found.kind, found.nbytes, "the scale of a quantised layer's input; the layer is not quantised any more")
                 )
             else:
-                tensors[name] = replace(tensor, scaling=_scaling(tensor, found, scale.grain, scale.shape(tensor.shape)))
-    for name in [name for name in tensors if name.rpartition(".")[2] in {scale.kind for scale in quantization.cache}]:
+                tensors[name] = replace(tensor, scaling=_scaling(tensor, found, scale.block_shape, scale.shape(tensor.shape)))
+    for name in [name for name in tensors if name.rpartition(".")[2] in {scale.kind for scale in quantization.cache_scales}]:
         found = tensors.pop(name)
         drops.append(Drop(name, found.kind, found.nbytes, "a scale of cached keys or values; they are not quantised any more"))
     _check_none_is_left(tensors, quantization)
@@ -64,14 +64,14 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != SETTING}
 
 
-def _scaling(tensor: Tensor, scales: Tensor, grain: tuple[int | None, ...], shape: tuple[int, ...]) -> Scaling:
+def _scaling(tensor: Tensor, scales: Tensor, block_shape: tuple[int | None, ...], shape: tuple[int, ...]) -> Scaling:
     if scales.shape != shape and scales.elements > 1:
         raise CheckpointError(
             f"its shape is {list(scales.shape)}, {list(shape)} is expected beside {tensor.name} {list(tensor.shape)}",
             where=scales.name,
             do="Give the model's own config with --model DIR",
         )
-    return Scaling(scales, grain)
+    return Scaling(scales, block_shape)
 
 
 def _check_none_is_left(tensors: Mapping[str, Tensor], quantization: Quantization) -> None:
