@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import safetensors.torch
 import torch
 from command import command, reshard, tree
@@ -267,6 +268,89 @@ def test_vllm_notes_that_the_class_was_not_compared_without_like(files, tmp_path
     assert any("class for mymodel was not compared" in note for note in plan.layout.notes)
     like = library.plan(renamed(HF / "qwen2", tmp_path / "n"), to="vllm", architecture=files["qwen2"])
     assert not any("not compared" in note for note in like.layout.notes)
+
+
+# ---- one more model is one file ----
+
+MADE_UP = """# Rimu is made up: names that no other model has, a fused qkv by query group, an adapter with a role of its own, experts.
+language: 2
+model_type: rimu
+dimensions:
+  vocab: words
+  hidden: width
+  layers: depth
+  heads: eyes
+  kv_heads: ears
+  head_dim: {default: hidden / heads}
+  experts: birds
+  expert_intermediate: wings
+  rank: twigs
+weights:
+  rimu.words.weight: embedding
+  rimu.blocks.*.before.weight: attention.norm
+  rimu.blocks.*.look.weight: {fuses: [attention.q, attention.k, attention.v], interleaved_by: kv_heads}
+  rimu.blocks.*.say.weight: attention.o
+  rimu.blocks.*.twig.weight: {role: rimu.twig, split: column, shape: [hidden, rank]}
+  rimu.blocks.*.between.weight: mlp.norm
+  rimu.blocks.*.choose.weight: router
+  rimu.blocks.*.birds.*.gate.weight: expert.gate
+  rimu.blocks.*.birds.*.up.weight: expert.up
+  rimu.blocks.*.birds.*.down.weight: {role: expert.down, transposed: true}
+  rimu.after.weight: final_norm
+  rimu.speak.weight: head
+sparse_layers: all
+"""
+MADE_UP_CONFIG = {
+    "model_type": "rimu", "words": 50, "width": 16, "depth": 3, "eyes": 4, "ears": 2, "birds": 4, "wings": 12, "twigs": 6,
+    "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def made_up_weights():
+    """Random weights of the made-up model, with the shapes worked out by hand."""
+    rng = np.random.default_rng(13)
+    shapes = {"rimu.words.weight": (50, 16)}
+    for layer in range(3):
+        block = {"before": (16,), "look": (16 + 2 * 8, 16), "say": (16, 16), "twig": (16, 6), "between": (16,), "choose": (4, 16)}
+        block |= {f"birds.{bird}.{name}": shape for bird in range(4) for name, shape in
+                  (("gate", (12, 16)), ("up", (12, 16)), ("down", (12, 16)))}  # fmt: skip
+        shapes |= {f"rimu.blocks.{layer}.{name}.weight": shape for name, shape in block.items()}
+    shapes |= {"rimu.after.weight": (16,), "rimu.speak.weight": (50, 16)}
+    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (4, 1), (2, 3)])
+def test_a_made_up_model_needs_one_file(tp, pp, tmp_path):
+    arrays = made_up_weights()
+    source, declaration = tmp_path / "rimu", tmp_path / "rimu.yaml"
+    source.mkdir()
+    safetensors.numpy.save_file(arrays, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(MADE_UP_CONFIG))
+    declaration.write_text(MADE_UP)
+    declared = ("--architecture", declaration)
+    for arguments in (
+        ("convert", source, tmp_path / "served", "--to", "vllm", "--tp", tp, "--pp", pp, *declared),
+        ("convert", tmp_path / "served", tmp_path / "back", "--to", "hf", *declared),
+        ("verify", source, tmp_path / "served", *declared),
+        ("verify", source, tmp_path / "back", *declared),
+    ):
+        result = reshard(*arguments)
+        assert result.code == 0, result.err
+    back = safetensors.numpy.load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == arrays.keys() and all(np.array_equal(back[name], array) for name, array in arrays.items())
+
+
+def test_a_rank_of_the_made_up_model_holds_its_query_groups(tmp_path):
+    arrays, layer = made_up_weights(), "rimu.blocks.1."
+    safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(MADE_UP_CONFIG))
+    (tmp_path / "rimu.yaml").write_text(MADE_UP)
+    view = library.open(tmp_path, architecture=tmp_path / "rimu.yaml").view(to="vllm", tp=2, rank=1)
+    # Group 1: two query heads of 4 rows, one key head, one value head.
+    held = {name: np.asarray(view[name].words()).view(np.float32).reshape(view[name].shape) for name in view if name.startswith(layer)}
+    fused = next(array for name, array in held.items() if array.shape == (16, 16) and "say" not in name and "birds" not in name)
+    assert np.array_equal(fused, arrays[layer + "look.weight"][16:])
+    assert np.array_equal(held[layer + "say.weight"], arrays[layer + "say.weight"][:, 8:])
 
 
 # ---- packages that bring models ----
