@@ -161,8 +161,8 @@ def entries(model: MegatronModel, chunk: Chunk, sizes: Sizes, rank: RankPlace, s
     Raises: RequestError if the ranks do not divide a tensor.
     """
     tp_rank, ends = rank.tp, model.ends
-    is_shared = sizes.pp > 1 and (model.model.is_tied or model.extra_layers > 0)
-    has_extra = chunk.is_last and model.extra_layers > 0
+    is_shared = sizes.pp > 1 and (model.model.is_tied or model.mtp_layers > 0)
+    has_extra = chunk.is_last and model.mtp_layers > 0
     if chunk.is_first or has_extra:
         shared = is_shared and not (chunk.is_first and chunk.is_last)
         for name, tensor in ends.items():
@@ -171,15 +171,15 @@ def entries(model: MegatronModel, chunk: Chunk, sizes: Sizes, rank: RankPlace, s
     for number, layer in enumerate(chunk.layers):
         yield from _layer(model, f"decoder.layers.{number}.", layer, sizes, rank, spelling)
     # With layers for multi-token prediction the norm follows the last decoder layer, wherever that is (transformer_block.py).
-    if model.layers - 1 in chunk.layers if model.extra_layers else chunk.is_last:
+    if model.layers - 1 in chunk.layers if model.mtp_layers else chunk.is_last:
         yield from (_entry(name, ends[name], sizes.tp, tp_rank) for name in ends if name.startswith("decoder."))
     if chunk.is_last:
-        for extra in range(model.extra_layers):
+        for extra in range(model.mtp_layers):
             yield from _extra(model, f"mtp.layers.{extra}.", extra, sizes, rank, spelling)
         if not (model.model.is_tied and chunk.is_first):
             for name in ends:
                 if name.startswith("output_layer."):
-                    shared = is_shared and model.model.is_tied and not model.extra_layers
+                    shared = is_shared and model.model.is_tied and not model.mtp_layers
                     yield Entry(name, _cut(name, ends[name], sizes.tp, tp_rank), is_shared=shared)
         yield Entry("output_layer._extra_state")
 

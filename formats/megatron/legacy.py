@@ -131,7 +131,7 @@ def _bucket_sizes(rank: Rank, parameters: Sequence[Parameter]) -> list[int | Non
 
 def _check_stage(place: Place, model: MegatronModel, rank: Rank, chunk: int, topology: Topology, name: str) -> None:
     """Raises CheckpointError for what only the first or the last chunk of the model has, in another one: folders have changed places."""
-    if place.layer is not None or model.extra_layers:
+    if place.layer is not None or model.mtp_layers:
         return
     is_first, is_last = (rank.pp, chunk) == (0, 0), (rank.pp, chunk) == (topology.pp - 1, topology.vp - 1)
     if not (is_first if place.name.startswith("embedding.") else is_last):
@@ -145,12 +145,12 @@ def _check_stage(place: Place, model: MegatronModel, rank: Rank, chunk: int, top
 
 def _is_shared(place: Place, chunk: Iterable[Place], model: MegatronModel, rank: Rank, topology: Topology) -> bool:
     """Whether other stages have this table, too (language_module.py, setup_embeddings_and_output_layer)."""
-    if topology.pp == 1 or place.layer is not None or not (model.model.is_tied or model.extra_layers):
+    if topology.pp == 1 or place.layer is not None or not (model.model.is_tied or model.mtp_layers):
         return False
     names = {each.name for each in chunk if each.layer is None}
     if rank.pp == 0:
         return place.name == TABLE and HEAD not in names
-    return place.name == (TABLE if model.extra_layers else HEAD)
+    return place.name == (TABLE if model.mtp_layers else HEAD)
 
 
 def _ranks(files: Files, folder: str) -> tuple[list[Rank], Topology]:

@@ -225,7 +225,7 @@ def _common_optimizer(optimizer: Any, model: MegatronModel, stored: set[str]) ->
     for number, link in enumerate(links):
         inner = link.get("optimizer", link)
         listed = [group for group in inner.get("param_groups", ()) if isinstance(group, Mapping)]
-        own = [part for part in model.model.parts if len(links) == 1 or (part.expert is not None) is bool(number)]
+        own = [part for part in model.model.parts() if len(links) == 1 or (part.expert is not None) is bool(number)]
         for group in listed:
             names = dict.fromkeys(
                 part.tensor for part in own if is_decayed(part.parameter, part.array.shape) is (group.get("wd_mult", 1.0) != 0)

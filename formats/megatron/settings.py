@@ -74,7 +74,7 @@ def settings_of(model: Model) -> dict[str, Any]:
 
 
 def _first_layer(model: Model) -> list[Any]:
-    return [part for part in model.parts if part.layer == 0]
+    return [part for part in model.parts() if part.layer == 0]
 
 
 def _positions(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -135,10 +135,10 @@ def _experts(model: Model) -> dict[str, Any]:
         "moe_ffn_hidden_size": sizes.get("expert_intermediate", sizes["intermediate"]),
         "moe_router_topk": config.get("num_experts_per_tok", 2),
         "moe_shared_expert_intermediate_size": shared or None,
-        "moe_shared_expert_gate": any(part.role == "shared_expert.score" for part in model.parts),
+        "moe_shared_expert_gate": any(part.role == "shared_expert.score" for part in model.parts()),
         "moe_router_pre_softmax": model.architecture.family != "mixtral" and not config.get("norm_topk_prob", False),
         "moe_router_score_function": "softmax",
-        "moe_router_enable_expert_bias": any(part.role == "router.correction" for part in model.parts),
+        "moe_router_enable_expert_bias": any(part.role == "router.correction" for part in model.parts()),
     }
 
 
@@ -153,15 +153,15 @@ def _latent(model: Model) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": config.get("routed_scaling_factor"),
         "moe_router_num_groups": config.get("n_group") if (config.get("n_group") or 1) > 1 else None,
         "moe_router_group_topk": config.get("topk_group") if (config.get("n_group") or 1) > 1 else None,
-        "mtp_num_layers": model.extra_layers or None,
+        "mtp_num_layers": model.mtp_layers or None,
     }
     if model.architecture.family == "deepseek_v3":
         found |= {"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": False}
     return found
 
 
-def ranks_settings(sizes: Sizes, chunks: Sequence[Chunk], rows: int, extra_layers: int = 0) -> dict[str, Any]:
-    """The settings that describe the ranks. rows: of the table, padding included; extra_layers: for multi-token prediction."""
+def ranks_settings(sizes: Sizes, chunks: Sequence[Chunk], rows: int, mtp_layers: int = 0) -> dict[str, Any]:
+    """The settings that describe the ranks. rows: of the table, padding included; mtp_layers: for multi-token prediction."""
     counts = [len(chunk.layers) for chunk in chunks]
     found: dict[str, Any] = {
         "tensor_model_parallel_size": sizes.tp,
@@ -187,7 +187,7 @@ def ranks_settings(sizes: Sizes, chunks: Sequence[Chunk], rows: int, extra_layer
         found |= {"decoder_first_pipeline_num_layers": counts[0], "decoder_last_pipeline_num_layers": counts[-1]}
     else:
         inner = ["t" * count for count in counts]
-        inner[0], inner[-1] = "E" + inner[0], inner[-1] + "m" * extra_layers + "L"
+        inner[0], inner[-1] = "E" + inner[0], inner[-1] + "m" * mtp_layers + "L"
         found["pipeline_model_parallel_layout"] = "|".join(inner)
     return found
 

@@ -100,13 +100,13 @@ _EXPERT = (
     _Row("linear_fc2.{kind}", "row", ("expert.down",)),
 )
 _EXTRA = (
-    _Row("enorm.{kind}", "whole", ("extra.embedding_norm",)),
-    _Row("hnorm.{kind}", "whole", ("extra.hidden_norm",)),
-    _Row("eh_proj.{kind}", "column", ("extra.projection",)),
-    _Row("final_layernorm.{kind}", "whole", ("extra.final_norm",)),
+    _Row("enorm.{kind}", "whole", ("mtp.embedding_norm",)),
+    _Row("hnorm.{kind}", "whole", ("mtp.hidden_norm",)),
+    _Row("eh_proj.{kind}", "column", ("mtp.projection",)),
+    _Row("final_layernorm.{kind}", "whole", ("mtp.final_norm",)),
 )
 # What of a model has a place in Megatron's.
-ROLES = {role for rows in (_ENDS, _LAYER, _EXPERT, _EXTRA) for row in rows for role in row.roles} | {"extra.embedding", "extra.head"}
+ROLES = {role for rows in (_ENDS, _LAYER, _EXPERT, _EXTRA) for row in rows for role in row.roles} | {"mtp.embedding", "mtp.head"}
 Tensors = Mapping[str, MegatronTensor]
 # What the distributed optimizer and the plain one call a full-precision copy.
 MASTERS = {"param": "master_param", "fp32_param": "master_param"}
@@ -127,7 +127,7 @@ class MegatronModel:
     def __init__(self, model: Model, vocabulary_rows: int, qkv: str = "groups") -> None:
         self.model, self._vocabulary_rows, self._qkv = model, vocabulary_rows, qkv
         self._parts: dict[tuple[int | None, int | None], list[Part]] = {}
-        for part in model.parts:
+        for part in model.parts():
             self._parts.setdefault((part.layer, part.expert), []).append(part)
         self._known: dict[tuple[object, ...], Tensors] = {}
 
@@ -136,8 +136,8 @@ class MegatronModel:
         return self.model.dimensions["layers"]
 
     @property
-    def extra_layers(self) -> int:
-        return self.model.extra_layers
+    def mtp_layers(self) -> int:
+        return self.model.mtp_layers
 
     @property
     def experts(self) -> int:

@@ -243,18 +243,18 @@ class Writing:
 
     @property
     def _buffers(self) -> list[str]:
-        return [part.tensor for part in self.model.model.parts if part.role in UNTRAINED and part.tensor in self.content.tensors]
+        return [part.tensor for part in self.model.model.parts() if part.role in UNTRAINED and part.tensor in self.content.tensors]
 
     @cached_property
     def copies(self) -> dict[str, str]:
         """Canonical tensors that others stand for: the extra layers' copies of the model's ends."""
         model, found = self.model.model, {}
-        ends = {part.role: part.tensor for part in model.parts if part.layer is None}
+        ends = {part.role: part.tensor for part in model.parts() if part.layer is None}
         if model.is_tied:
             ends["head"] = ends["embedding"]
-        for part in model.parts:
-            if part.role in ("extra.embedding", "extra.head") and part.tensor in self.content.tensors:
-                found[part.tensor] = ends[part.role.removeprefix("extra.")]
+        for part in model.parts():
+            if part.role in ("mtp.embedding", "mtp.head") and part.tensor in self.content.tensors:
+                found[part.tensor] = ends[part.role.removeprefix("mtp.")]
         return found
 
 
@@ -277,7 +277,7 @@ def begin_writing(content: Content, target: Target, what: str) -> Writing:
     rows = -(-model.dimensions["vocab"] // unit) * unit
     impl = options.get("transformer_impl") or args.get("transformer_impl") or "transformer_engine"
     counts = layer_counts(model.dimensions["layers"], sizes, options.get("stage_layers"))
-    embedding = content.tensors[next(part.tensor for part in model.parts if part.role == "embedding")]
+    embedding = content.tensors[next(part.tensor for part in model.parts() if part.role == "embedding")]
     return Writing(
         content,
         target,
@@ -317,14 +317,14 @@ def _model(content: Content) -> Model:
             why="Its layers would take the quantised elements for values",
             do="Make values of them with --dequantize",
         )
-    if foreign := [part for part in model.parts if part.role not in ROLES]:
+    if foreign := [part for part in model.parts() if part.role not in ROLES]:
         raise RequestError(
             f"Megatron-Core's layers have no such part ({foreign[0].role})",
             where=foreign[0].tensor,
             why=f"How it would keep a {model.architecture.model_type} model is not known, and is not guessed",
         )
-    if model.extra_layers and not any(weight.optional and weight.name in content.tensors for weight in model.weights.values()):
-        return Model(model.architecture, {**model.config, str(model.architecture.extra_layers): 0})
+    if model.mtp_layers and not any(weight.optional and weight.name in content.tensors for weight in model.weights.values()):
+        return Model(model.architecture, {**model.config, str(model.architecture.mtp_layers): 0})
     return model
 
 
@@ -334,7 +334,7 @@ _LINEAR = ("attention.o", "mlp.up", "mlp.down", "expert.up", "expert.down", "sha
 def _check_biases(model: Model) -> None:
     """Raises RequestError if some linear layers have biases and others have none: add_bias_linear speaks for all of them."""
     roles: dict[str, set[str]] = {}
-    for part in model.parts:
+    for part in model.parts():
         roles.setdefault(part.role, set()).add(part.parameter)
     linear = [role for role in _LINEAR if "weight" in roles.get(role, ())]
     biased = [role for role in linear if "bias" in roles[role]]

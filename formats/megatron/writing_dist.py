@@ -128,7 +128,7 @@ def _sharded(writing: Writing, chunk: Chunk, ep_rank: int) -> Iterator[_Sharded]
     for layer in chunk.layers:
         prefix, lead = _prefix(writing, layer)
         yield from _layer(writing, prefix, layer, lead, ep_rank)
-    for extra in range(model.extra_layers if chunk.is_last else 0):
+    for extra in range(model.mtp_layers if chunk.is_last else 0):
         prefix = f"mtp.layers.{extra}."
         for name, tensor in model.extra(extra).items():
             yield _Sharded(prefix + name, tensor, (), False, True)

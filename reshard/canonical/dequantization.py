@@ -41,8 +41,8 @@ def dequantized(content: Content, config: Mapping[str, Any] | None) -> Content:
             if scale.of_input:
                 drops.append(Drop(scale_name, scales.kind, scales.nbytes, "the activation scale of a layer that is no longer quantised"))
             else:
-                tensors[name] = replace(tensor, scaling=_scaling(tensor, scales, scale.grain, scale.shape(tensor.shape)))
-    for name in [name for name in tensors if name.rpartition(".")[2] in {scale.kind for scale in quantization.cache}]:
+                tensors[name] = replace(tensor, scaling=_scaling(tensor, scales, scale.block_shape, scale.shape(tensor.shape)))
+    for name in [name for name in tensors if name.rpartition(".")[2] in {scale.kind for scale in quantization.cache_scales}]:
         scales = tensors.pop(name)
         drops.append(Drop(name, scales.kind, scales.nbytes, "a scale of the KV cache, which is no longer quantised"))
     _check_all_are_scaled(tensors, quantization)

@@ -121,7 +121,7 @@ class Names:
 
     def _joined(self, variant: NameVariant, layer: int, expert: int | None, kind: str) -> Mosaic | None:
         if self._parts is None:
-            self._parts = {(part.layer, part.expert, part.role, part.parameter): part for part in self._model.parts}
+            self._parts = {(part.layer, part.expert, part.role, part.parameter): part for part in self._model.parts()}
         parts = [self._parts.get((layer, expert, role, kind)) for role in variant.roles]
         arrays = [part.array for part in parts if part is not None]
         if len(arrays) < len(parts) or (len(arrays) > 1 and not arrays[0].shape):

@@ -21,8 +21,7 @@ from reshard.errors import RequestError
 from reshard.geometry.stored import whole
 from reshard.index.index import Index
 from reshard.models.architecture import Architecture
-from reshard.models.declared.reader import named_architecture
-from reshard.models.lookup import find_model
+from reshard.models.lookup import find_model, named_architecture
 from reshard.models.model import Model
 from reshard.storage.files import Files, LocalFiles
 from reshard.storage.tar import open_tree

@@ -6,9 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import partitions
 
-from reshard.architectures.gpt2 import ARCHITECTURE as GPT2
-from reshard.architectures.llama import ARCHITECTURE as LLAMA
-from reshard.architectures.mixtral import ARCHITECTURE as MIXTRAL
 from reshard.canonical.name_variants import NAME_VARIANTS, PREFIXES, Names, with_canonical_names
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.boxes import Box, row_major
@@ -17,8 +14,10 @@ from reshard.geometry.extents import Extent, Piece
 from reshard.index.index import Index, ParamGroup, RunFacts, Tensor
 from reshard.index.shards import Shards
 from reshard.models.architecture import Weight
+from reshard.models.lookup import find_architecture
 from reshard.models.model import Model
 
+GPT2, LLAMA, MIXTRAL = (find_architecture(name) for name in ("gpt2", "llama", "mixtral"))
 I32 = from_torch("int32", where="test")
 SIZES = {"vocab_size": 7, "hidden_size": 6, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 3}
 EXPERTS, INNER, HIDDEN = 3, 5, 6
@@ -26,21 +25,23 @@ MOE = Model(MIXTRAL, SIZES | {"intermediate_size": INNER, "num_local_experts": E
 DENSE = Model(LLAMA, SIZES | {"intermediate_size": INNER})
 # As phi3 is: what llamas have apart is fused.
 FUSED = Model(
-    LLAMA.plus(
+    LLAMA.extended(
         Weight(
             "model.layers.{layer}.self_attn.qkv_proj.weight",
             "attention.qkv",
             ("heads * head_dim + 2 * kv_heads * head_dim", "hidden"),
-            holds={"attention.q": "heads * head_dim", "attention.k": "kv_heads * head_dim", "attention.v": "kv_heads * head_dim"},
+            fuses={"attention.q": "heads * head_dim", "attention.k": "kv_heads * head_dim", "attention.v": "kv_heads * head_dim"},
         ),
         Weight(
             "model.layers.{layer}.mlp.gate_up_proj.weight",
             "mlp.gate_up",
             ("2 * intermediate", "hidden"),
-            holds={"mlp.gate": "intermediate", "mlp.up": "intermediate"},
+            fuses={"mlp.gate": "intermediate", "mlp.up": "intermediate"},
         ),
         model_type="fused",
-        without=r"\.(q|k|v|gate|up)_proj\.",
+        without=[
+            weight.name for weight in LLAMA.weights if weight.role in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
+        ],
     ),
     SIZES | {"intermediate_size": INNER},
 )
