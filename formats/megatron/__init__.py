@@ -1,21 +1,8 @@
 """Megatron-LM and Megatron-Core: legacy checkpoints of model-parallel ranks, and distributed ones.
 
-tensors.py            Megatron's names, fusions and cuts of every architecture
-names.py              what a stored tensor's name says
-arguments.py          the run's settings, and the Hugging Face config that says the same
-places.py, ranks.py   which folders and files there are, and what they say
-stages.py             which layers a pipeline's chunks hold
-placing.py            from a stored tensor to boxes of canonical ones
-building.py           what both kinds of checkpoint share on the way to an index
-nemo.py               NeMo's settings, as args would say them
-legacy.py             --ckpt-format torch, read
-optimizer.py          which state is of which parameter of a legacy checkpoint
-buckets.py            where parameters lie in the distributed optimizer's buffers
-megatron_dist.py      --ckpt-format torch_dist, read; with zarr.py, plain_dcp.py (torch_dcp) and bucket_space.py (dp_reshardable)
-checks.py             whether masters are those of their weights
-chunks.py             what a rank's chunk of the model holds, in order
-settings.py           from a Hugging Face config to the run's settings
-writing.py            what is written of a model, whatever the kind; with writing_legacy.py and writing_dist.py
+layout/   what a checkpoint looks like
+read/     from files to an Index
+write/    from a model to files
 
 Measured on megatron-core 0.16.1 and 0.12.3 (fixtures/megatron, megatron_dist, megatron_versions).
 """
@@ -31,10 +18,11 @@ from reshard.plans.layout import Layout
 from reshard.plans.target import Target
 from reshard.storage.files import Files
 
-from . import legacy, writing_legacy
-from .checks import check_masters
+from .layout.save_folders import METADATA, WEIGHTS, is_rank_folder, save_folder
 from .options import OPTIONS
-from .places import METADATA, WEIGHTS, is_rank_folder, save_folder
+from .read import legacy
+from .read.check_masters import check_masters
+from .write import legacy as writing_legacy
 
 
 class Megatron(Format):

@@ -24,12 +24,12 @@ from reshard.geometry.stored import Section
 from reshard.index.index import Tensor
 from reshard.index.shards import Shards, concatenated, subviews_of_flat
 
-from .arguments import Args, size
-from .buckets import KINDS, places_in_buckets
-from .chunks import Entry, LayerSpec, Sizes, chunks_of, entries
-from .placing import flat_sections
-from .stages import counts_of
-from .tensors import MegatronModel
+from ..layout.arguments import Args, size
+from ..layout.chunks import Entry, LayerSpec, Sizes, chunks_of, entries
+from ..layout.flat_buckets import KINDS, places_in_buckets
+from ..layout.stages import counts_of
+from ..layout.tensors import MegatronModel
+from .tensor_boxes import flat_sections
 from .zarr import Stored
 
 _KEY = re.compile(

@@ -20,10 +20,10 @@ from reshard.models.lookup import built_in_model_types, known_model_types
 from reshard.models.model import Model
 from reshard.plans.target import Target
 
-from .arguments import sparse_layers
-from .chunks import Chunk, Entry, LayerSpec, RankPlace, Sizes, chunks_of, entries, layer_counts
-from .settings import namespace, settings_of
-from .tensors import ROLES, UNTRAINED, MegatronModel
+from ..layout.arguments import sparse_layers
+from ..layout.chunks import Chunk, Entry, LayerSpec, RankPlace, Sizes, chunks_of, entries, layer_counts
+from ..layout.settings import namespace, settings_of
+from ..layout.tensors import ROLES, UNTRAINED, MegatronModel
 
 F32 = from_torch("float32", where="")
 _MULTIPLE = 128

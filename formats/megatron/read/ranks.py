@@ -13,9 +13,9 @@ from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError
 from reshard.storage.files import Files
 
-from .arguments import Args, plain_args, size
-from .names import IGNORED
-from .places import RankFolder
+from ..layout.arguments import Args, plain_args, size
+from ..layout.names import IGNORED
+from ..layout.save_folders import RankFolder
 
 _MODEL = "model"
 # Keys of a file beside the model's and the optimizer's; any other is the trainer's own.

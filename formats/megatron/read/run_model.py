@@ -17,9 +17,9 @@ from reshard.models.lookup import find_model, known_model_types
 from reshard.models.model import Model
 from reshard.storage.files import Files
 
-from .arguments import Args, NotUnderstoodError, check_supported, config_of
-from .placing import Shape, locals_of
-from .tensors import UNTRAINED, MegatronModel
+from ..layout.arguments import Args, NotUnderstoodError, check_supported, config_of
+from ..layout.tensors import UNTRAINED, MegatronModel
+from .tensor_boxes import Shape, locals_of
 
 # What only the user knows, and how to say it.
 VOCABULARY = "the true size of the vocabulary (--vocab-size N, or --model DIR with the model's config): rows up to {rows} are padding"

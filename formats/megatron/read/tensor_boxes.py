@@ -13,7 +13,7 @@ from reshard.geometry.boxes import Box, flat_boxes, row_major
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.stored import Section
 
-from .tensors import MegatronTensor
+from ..layout.tensors import MegatronTensor
 
 Shape = tuple[int, ...]
 

@@ -23,11 +23,11 @@ from reshard.geometry.stored import Section, StoredTensor
 from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.target import Target
 
-from .buckets import KINDS, Held, starts
-from .chunks import Chunk, Entry, RankPlace
-from .places import TRACKER
-from .tensors import is_decayed
-from .writing import F32, Writing, begin_writing
+from ..layout.chunks import Chunk, Entry, RankPlace
+from ..layout.flat_buckets import KINDS, Held, starts
+from ..layout.save_folders import TRACKER
+from ..layout.tensors import is_decayed
+from .save import F32, Writing, begin_writing
 
 _FILE, _DISTRIBUTED = "model_optim_rng.pt", "distrib_optim.pt"
 _VERSION = 3.0

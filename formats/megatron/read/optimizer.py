@@ -21,10 +21,10 @@ from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.mosaics import Mosaic
 from reshard.index.index import ParamGroup
 
-from .buckets import KINDS, Held, starts
-from .building import Building
-from .placing import view
-from .tensors import is_decayed
+from ..layout.flat_buckets import KINDS, Held, starts
+from ..layout.tensors import is_decayed
+from .run_model import Building
+from .tensor_boxes import view
 
 _MASTERS = "fp32_from_fp16_params"
 

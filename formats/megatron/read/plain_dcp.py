@@ -16,10 +16,10 @@ from reshard.geometry.mosaics import Mosaic
 from reshard.index.index import ParamGroup, Tensor
 from reshard.storage.files import Files, read_whole
 
-from .arguments import Args
-from .chunks import Entry, LayerSpec, RankPlace, Sizes, chunks_of, entries
-from .names import without_wrappers
-from .tensors import MegatronModel, is_decayed
+from ..layout.arguments import Args
+from ..layout.chunks import Entry, LayerSpec, RankPlace, Sizes, chunks_of, entries
+from ..layout.names import without_wrappers
+from ..layout.tensors import MegatronModel, is_decayed
 from .zarr import Stored
 
 _STATE = re.compile(r"optimizer\.(?:optimizer\.)?state\.(\d+)\.([a-z0-9_]+)")

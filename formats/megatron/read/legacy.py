@@ -18,16 +18,16 @@ from reshard.geometry.mosaics import Mosaic
 from reshard.index.index import Index, RunFacts, StoredFile
 from reshard.storage.files import Files
 
-from .arguments import NotUnderstoodError, size
-from .building import asked_for, begin, check_model
-from .names import Place, place_of
+from ..layout.arguments import NotUnderstoodError, size
+from ..layout.names import Place, place_of
+from ..layout.save_folders import rank_folders, unread_optimizers
+from ..layout.stages import first_layers
+from ..layout.tensors import BUFFERS, HEAD, TABLE, MegatronModel, MegatronTensor, Tensors
 from .nemo import nemo_args
 from .optimizer import Optimizers, Parameter
-from .places import rank_folders, unread_optimizers
-from .placing import array_of, fits, misfit
 from .ranks import Rank, Topology, coordinates, rank_of, read_rank, topology_of
-from .stages import first_layers
-from .tensors import BUFFERS, HEAD, TABLE, MegatronModel, MegatronTensor, Tensors
+from .run_model import asked_for, begin, check_model
+from .tensor_boxes import array_of, fits, misfit
 
 _DISTRIBUTED = "distrib_optim.pt"
 # In which order q, k and v lie, by the checkpoint's version (megatron/legacy, fix_query_key_value_ordering).

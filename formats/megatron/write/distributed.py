@@ -22,10 +22,10 @@ from reshard.geometry.mosaics import Mosaic
 from reshard.plans.layout import Layout, Sidecar
 from reshard.plans.target import Target
 
-from .chunks import Chunk, LayerSpec, RankPlace
-from .places import METADATA, TRACKER
-from .tensors import BUFFERS, MegatronTensor, is_decayed
-from .writing import F32, Writing, begin_writing
+from ..layout.chunks import Chunk, LayerSpec, RankPlace
+from ..layout.save_folders import METADATA, TRACKER
+from ..layout.tensors import BUFFERS, MegatronTensor, is_decayed
+from .save import F32, Writing, begin_writing
 
 _COMMON = "common.pt"
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
