@@ -1,52 +1,55 @@
-"""Distributed checkpoints (--ckpt-format torch_dist): the format."""
+"""Megatron-Core's distributed checkpoints (--ckpt-format torch_dist, zarr or torch_dcp): each tensor is stored in boxes of any rank.
+
+This module is loaded for every checkpoint, to detect the format. So it imports its reader and its writer when they are needed.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from reshard.adapter.format import Format, Hints
-from reshard.adapter.model_files import ModelFiles
-from reshard.canonical.content import Content
 from reshard.errors import CheckpointError
-from reshard.index.index import Index
-from reshard.plans.layout import Layout
-from reshard.plans.target import Target
 from reshard.storage.files import Files
 
-from .layout.save_folders import COMMON, METADATA, PLAIN, save_folder
+from .layout.save_folders import COMMON, DCP_METADATA, METADATA_JSON, TRACKER, find_distributed, find_save
 from .options import OPTIONS
-from .read import distributed, plain_dcp
-from .read.check_masters import without_strange_masters
-from .write.distributed import lay_out
+
+if TYPE_CHECKING:
+    from reshard.adapter.model_files import ModelFiles
+    from reshard.canonical.content import Content
+    from reshard.index.index import Index
+    from reshard.plans.layout import Layout
+    from reshard.plans.target import Target
 
 
 class MegatronDist(Format):
     name = "megatron-dist"
     summary = "Megatron-Core distributed checkpoints (torch_dist): iter_*/metadata.json, common.pt, *.distcp"
-    owns = (METADATA, "common.pt", ".metadata", "*.distcp", "latest_checkpointed_iteration.txt")
+    owns = (METADATA_JSON, COMMON, DCP_METADATA, "*.distcp", TRACKER)
     refines = ("dcp",)
     options = OPTIONS
     keeps_masters = True
 
     def detect(self, files: Files) -> str | None:
-        folder = save_folder(files)
-        listing = files.list(folder) if folder is not None else ()
-        if f"{folder}{METADATA}" in listing:
-            return f"{folder}{METADATA}"
-        path = f"{folder}{PLAIN}"
-        if path in listing and f"{folder}{COMMON}" in listing:
-            return path
-        return path if path in listing and plain_dcp.is_megatrons(files, path) else None
+        return find_distributed(files)
 
     def read(self, files: Files, hints: Hints) -> Index:
-        folder = save_folder(files)
+        from .read.distributed import read_distributed
+
+        folder = find_save(files)
         if folder is None:
-            raise CheckpointError(f"there is no {METADATA} here, and no iter_0000001", where=files.root)
-        return distributed.read(files, folder, hints)
+            raise CheckpointError(f"there is no {METADATA_JSON} here, and no save, such as iter_0000001", where=files.root)
+        return read_distributed(files, folder, hints)
 
     def check_values(self, files: Files, index: Index) -> Index:
-        return without_strange_masters(files, index)
+        from .read.check_masters import without_wrong_masters
+
+        return without_wrong_masters(files, index)
 
     def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
-        return lay_out(content, target, companions)
+        from .write.distributed import lay_out_distributed
+
+        return lay_out_distributed(content, target, companions)
 
 
 FORMAT = MegatronDist()

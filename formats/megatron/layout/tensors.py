@@ -1,11 +1,11 @@
-"""What Megatron makes of a model's weights: its names, what it fuses, and how tensor-parallel ranks cut it. Once, for all architectures.
+"""A model's weights as Megatron stores them: names, fusions, and the split over tensor-parallel ranks. Written once, for all architectures.
 
-Every tensor is described as the whole that the ranks of one stage share, and as what one of them holds:
+Every tensor is described as the whole that the ranks of one stage share, and as the shard of one rank:
 
-    linear_qkv    rows by query group: its q heads, its k, its v; cut evenly, also where there are more ranks than groups
-    linear_fc1    gate and up; each is cut, a rank holds its part of the gate above its part of up
-    experts       as an MLP, each; GroupedMLP and stacked forms: `grouped_fc1`, `grouped_fc2`
-    vocabulary    padded at the end, then cut
+    linear_qkv    rows by query group: its q heads, its k, its v; split evenly, also if there are more ranks than groups
+    linear_fc1    gate and up; each is split, and a rank holds its shard of gate above its shard of up
+    experts       one MLP per expert; `MegatronModel.grouped_experts` gives the form of GroupedMLP
+    vocabulary    padded at the end, then split
 
 Source: megatron/core/transformer (attention.py, mlp.py, moe/experts.py, multi_latent_attention.py), tensor_parallel/layers.py of 0.16.1;
 measured on fixtures/megatron and fixtures/megatron_dist.
@@ -22,94 +22,113 @@ from typing import Literal
 from reshard.geometry.mosaics import Mosaic, joined, stacked
 from reshard.models.model import Model, Part
 
-How = Literal["whole", "column", "row", "groups"]
+_Sharding = Literal["replicated", "column", "row", "query_groups"]
+
+QkvOrder = Literal["by_group", "by_projection", "by_row"]
+"""The order of the rows of q, k and v in linear_qkv.
+
+by_group: for each query group its q, its k, its v, as Megatron has it today. Checkpoints before version 2.0 have one of the other two:
+all q of a rank, then all k, then all v; or row 0 of q, of k and of v, then row 1, and so on.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronTensor:
-    """A tensor as the arrays that follow each other along axis 0, each of which the ranks cut along `axis` (None: all hold all of it)."""
+    """A tensor of a Megatron model: arrays that follow each other along axis 0. Each array is split over the ranks separately."""
 
     blocks: tuple[Mosaic, ...]
     axis: int | None
+    """The axis that the ranks split; None: every rank holds all of it."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """The global shape."""
         first = self.blocks[0].shape
         return (sum(block.shape[0] for block in self.blocks), *first[1:])
 
     @property
     def whole(self) -> Mosaic:
+        """The array of all ranks."""
         return joined(self.blocks)
 
-    def of_rank(self, tp: int, rank: int) -> Mosaic:
-        """What one of `tp` ranks holds. Raises ValueError if the ranks do not divide it."""
+    def shard(self, tp: int, tp_rank: int) -> Mosaic:
+        """The array of one of `tp` ranks. Raises ValueError if the size does not divide by the ranks."""
         if self.axis is None:
             return self.whole
-        return joined([block.part(self.axis, tp, rank) for block in self.blocks])
+        return joined([block.part(self.axis, tp, tp_rank) for block in self.blocks])
 
     @property
-    def tensors(self) -> tuple[str, ...]:
-        """The canonical tensors of which it holds something."""
+    def names(self) -> tuple[str, ...]:
+        """The canonical tensors that it holds."""
         return tuple(dict.fromkeys(name for block in self.blocks for name in block.names))
 
 
+Tensors = Mapping[str, MegatronTensor]
+"""Tensors by Megatron's name, relative to their layer or expert."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """A Megatron name, with {kind} for weight or bias, and the roles in it."""
+class _TensorRule:
+    """How Megatron stores one or several roles."""
 
     name: str
-    how: How
+    """Megatron's name, with {parameter} for weight or bias."""
+    sharding: _Sharding
     roles: tuple[str, ...]
+    """The roles that are fused in it, in order."""
 
 
-TABLE, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-# What no optimizer sees.
-BUFFERS, UNTRAINED = {"mlp.router.expert_bias"}, {"router.correction"}
-_ENDS = (
-    _Row("embedding.word_embeddings.{kind}", "column", ("embedding",)),
-    _Row("embedding.position_embeddings.{kind}", "whole", ("position_embedding",)),
-    _Row("decoder.final_layernorm.{kind}", "whole", ("final_norm",)),
-    _Row("output_layer.{kind}", "column", ("head",)),
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+BUFFERS = {"mlp.router.expert_bias"}
+"""Names of tensors that no optimizer updates."""
+BUFFER_ROLES = {"router.correction"}
+"""The roles of BUFFERS."""
+MASTER_KINDS = {"param": "master_param", "fp32_param": "master_param"}
+"""The names under which the distributed and the plain optimizer keep a master, and torch's name for that kind of state."""
+
+_OUTSIDE_LAYERS = (
+    _TensorRule("embedding.word_embeddings.{parameter}", "column", ("embedding",)),
+    _TensorRule("embedding.position_embeddings.{parameter}", "replicated", ("position_embedding",)),
+    _TensorRule("decoder.final_layernorm.{parameter}", "replicated", ("final_norm",)),
+    _TensorRule("output_layer.{parameter}", "column", ("head",)),
 )
-# In the order in which a layer registers its parameters, norms under the names of the local spec.
+# In the order in which a layer registers its parameters. Norms have the names of the local spec.
 _LAYER = (
-    _Row("input_layernorm.{kind}", "whole", ("attention.norm",)),
-    _Row("self_attention.linear_proj.{kind}", "row", ("attention.o",)),
-    _Row("self_attention.linear_qkv.{kind}", "groups", ("attention.q", "attention.k", "attention.v")),
-    _Row("self_attention.q_layernorm.{kind}", "whole", ("attention.q_norm",)),
-    _Row("self_attention.k_layernorm.{kind}", "whole", ("attention.k_norm",)),
-    _Row("self_attention.linear_q_proj.{kind}", "column", ("mla.q",)),
-    _Row("self_attention.linear_q_down_proj.{kind}", "column", ("mla.q_a",)),
-    _Row("self_attention.linear_q_up_proj.{kind}", "column", ("mla.q_b",)),
-    _Row("self_attention.linear_kv_down_proj.{kind}", "column", ("mla.kv_a",)),
-    _Row("self_attention.linear_kv_up_proj.{kind}", "column", ("mla.kv_b",)),
-    _Row("self_attention.q_layernorm.{kind}", "whole", ("mla.q_a_norm",)),
-    _Row("self_attention.kv_layernorm.{kind}", "whole", ("mla.kv_a_norm",)),
-    _Row("pre_mlp_layernorm.{kind}", "whole", ("mlp.norm",)),
-    _Row("mlp.linear_fc1.{kind}", "column", ("mlp.gate", "mlp.up")),
-    _Row("mlp.linear_fc2.{kind}", "row", ("mlp.down",)),
-    _Row("mlp.router.{kind}", "whole", ("router",)),
-    _Row("mlp.router.expert_bias", "whole", ("router.correction",)),
-    _Row("mlp.shared_experts.gate_weight", "whole", ("shared_expert.score",)),
-    _Row("mlp.shared_experts.linear_fc1.{kind}", "column", ("shared_expert.gate", "shared_expert.up")),
-    _Row("mlp.shared_experts.linear_fc2.{kind}", "row", ("shared_expert.down",)),
+    _TensorRule("input_layernorm.{parameter}", "replicated", ("attention.norm",)),
+    _TensorRule("self_attention.linear_proj.{parameter}", "row", ("attention.o",)),
+    _TensorRule("self_attention.linear_qkv.{parameter}", "query_groups", ("attention.q", "attention.k", "attention.v")),
+    _TensorRule("self_attention.q_layernorm.{parameter}", "replicated", ("attention.q_norm",)),
+    _TensorRule("self_attention.k_layernorm.{parameter}", "replicated", ("attention.k_norm",)),
+    _TensorRule("self_attention.linear_q_proj.{parameter}", "column", ("mla.q",)),
+    _TensorRule("self_attention.linear_q_down_proj.{parameter}", "column", ("mla.q_a",)),
+    _TensorRule("self_attention.linear_q_up_proj.{parameter}", "column", ("mla.q_b",)),
+    _TensorRule("self_attention.linear_kv_down_proj.{parameter}", "column", ("mla.kv_a",)),
+    _TensorRule("self_attention.linear_kv_up_proj.{parameter}", "column", ("mla.kv_b",)),
+    _TensorRule("self_attention.q_layernorm.{parameter}", "replicated", ("mla.q_a_norm",)),
+    _TensorRule("self_attention.kv_layernorm.{parameter}", "replicated", ("mla.kv_a_norm",)),
+    _TensorRule("pre_mlp_layernorm.{parameter}", "replicated", ("mlp.norm",)),
+    _TensorRule("mlp.linear_fc1.{parameter}", "column", ("mlp.gate", "mlp.up")),
+    _TensorRule("mlp.linear_fc2.{parameter}", "row", ("mlp.down",)),
+    _TensorRule("mlp.router.{parameter}", "replicated", ("router",)),
+    _TensorRule("mlp.router.expert_bias", "replicated", ("router.correction",)),
+    _TensorRule("mlp.shared_experts.gate_weight", "replicated", ("shared_expert.score",)),
+    _TensorRule("mlp.shared_experts.linear_fc1.{parameter}", "column", ("shared_expert.gate", "shared_expert.up")),
+    _TensorRule("mlp.shared_experts.linear_fc2.{parameter}", "row", ("shared_expert.down",)),
 )
 _EXPERT = (
-    _Row("linear_fc1.{kind}", "column", ("expert.gate", "expert.up")),
-    _Row("linear_fc2.{kind}", "row", ("expert.down",)),
+    _TensorRule("linear_fc1.{parameter}", "column", ("expert.gate", "expert.up")),
+    _TensorRule("linear_fc2.{parameter}", "row", ("expert.down",)),
 )
-_EXTRA = (
-    _Row("enorm.{kind}", "whole", ("extra.embedding_norm",)),
-    _Row("hnorm.{kind}", "whole", ("extra.hidden_norm",)),
-    _Row("eh_proj.{kind}", "column", ("extra.projection",)),
-    _Row("final_layernorm.{kind}", "whole", ("extra.final_norm",)),
+_MTP_MODULE = (
+    _TensorRule("enorm.{parameter}", "replicated", ("extra.embedding_norm",)),
+    _TensorRule("hnorm.{parameter}", "replicated", ("extra.hidden_norm",)),
+    _TensorRule("eh_proj.{parameter}", "column", ("extra.projection",)),
+    _TensorRule("final_layernorm.{parameter}", "replicated", ("extra.final_norm",)),
 )
-# What of a model has a place in Megatron's.
-ROLES = {role for rows in (_ENDS, _LAYER, _EXPERT, _EXTRA) for row in rows for role in row.roles} | {"extra.embedding", "extra.head"}
-Tensors = Mapping[str, MegatronTensor]
-# What the distributed optimizer and the plain one call a full-precision copy.
-MASTERS = {"param": "master_param", "fp32_param": "master_param"}
+MTP_COPIES = {"extra.embedding": "embedding", "extra.head": "head"}
+"""Roles of an MTP layer that Megatron does not store, as they repeat another role of the model."""
+ROLES = {role for rules in (_OUTSIDE_LAYERS, _LAYER, _EXPERT, _MTP_MODULE) for rule in rules for role in rule.roles} | MTP_COPIES.keys()
+"""The roles that Megatron's layers have."""
 
 
 def is_decayed(name: str, shape: Sequence[int]) -> bool:
@@ -118,29 +137,28 @@ def is_decayed(name: str, shape: Sequence[int]) -> bool:
 
 
 class MegatronModel:
-    """A model's tensors under Megatron's names. Layers are numbered through the whole model; vocabulary_rows: padding included.
+    """A model's tensors under Megatron's names. Layers are numbered through the whole model."""
 
-    qkv: how the rows of q, k and v follow each other in linear_qkv. "groups" as everywhere today; before version 2.0 of checkpoints each
-    rank had all its q, its k, its v ("parts"), or element 0 of q, of k, of v, element 1 and so on ("elements").
-    """
-
-    def __init__(self, model: Model, vocabulary_rows: int, qkv: str = "groups") -> None:
-        self.model, self._vocabulary_rows, self._qkv = model, vocabulary_rows, qkv
+    def __init__(self, model: Model, padded_vocab: int, qkv_order: QkvOrder = "by_group") -> None:
+        self.model, self._padded_vocab, self._qkv_order = model, padded_vocab, qkv_order
         self._parts: dict[tuple[int | None, int | None], list[Part]] = {}
         for part in model.parts:
             self._parts.setdefault((part.layer, part.expert), []).append(part)
-        self._known: dict[tuple[object, ...], Tensors] = {}
+        self._cache: dict[tuple[object, ...], Tensors] = {}
 
     @property
     def layers(self) -> int:
+        """The number of layers without those for multi-token prediction."""
         return self.model.dimensions["layers"]
 
     @property
-    def extra_layers(self) -> int:
+    def mtp_layers(self) -> int:
+        """The number of layers for multi-token prediction, which follow the others."""
         return self.model.extra_layers
 
     @property
     def experts(self) -> int:
+        """The number of routed experts in a sparse layer; 0 if there are none."""
         return self.model.dimensions.get("experts", 0)
 
     @property
@@ -149,77 +167,77 @@ class MegatronModel:
         return "kv_rank" in self.model.dimensions
 
     def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has routed experts."""
         return layer in self.model.sparse_layers
 
     @cached_property
-    def ends(self) -> Tensors:
-        """What is no layer's. A tied head is the embedding once more."""
-        found = dict(self._of(_ENDS, None, None))
-        for name in (TABLE, HEAD):
-            if name in found:
-                (table,) = found[name].blocks
-                found[name] = MegatronTensor((table.padded(0, self._vocabulary_rows),), 0)
+    def outside_layers(self) -> Tensors:
+        """The embeddings, the final norm and the head. A tied head is the embedding once more."""
+        tensors = dict(self._tensors(_OUTSIDE_LAYERS, None, None))
+        for name in (EMBEDDING, HEAD):
+            if name in tensors:
+                (block,) = tensors[name].blocks
+                tensors[name] = MegatronTensor((block.padded(0, self._padded_vocab),), 0)
         if self.model.is_tied:
-            found[HEAD] = found[TABLE]
-        return found
+            tensors[HEAD] = tensors[EMBEDDING]
+        return tensors
 
-    def layer(self, number: int) -> Tensors:
-        """One layer's tensors, those of its experts aside."""
-        return self._of(_LAYER, number, None)
+    def layer(self, layer: int) -> Tensors:
+        """The tensors of a layer without its routed experts."""
+        return self._tensors(_LAYER, layer, None)
 
-    def extra(self, number: int) -> Tensors:
-        """What a layer that predicts a further token has beside a layer."""
-        return self._of(_EXTRA, self.layers + number, None)
+    def mtp_module(self, mtp_layer: int) -> Tensors:
+        """The tensors of a multi-token prediction layer outside of its transformer layer. Counted from the first MTP layer."""
+        return self._tensors(_MTP_MODULE, self.layers + mtp_layer, None)
 
-    def expert(self, layer: int, number: int) -> Tensors:
-        return self._of(_EXPERT, layer, number)
+    def expert(self, layer: int, expert: int) -> Tensors:
+        """The tensors of a routed expert."""
+        return self._tensors(_EXPERT, layer, expert)
 
-    def grouped(self, layer: int, experts: range, which: str, etp: int, etp_rank: int) -> Mosaic:
-        """GroupedMLP's weight1 or weight2 of a rank, as the array [experts, in, out] that its memory is."""
+    def grouped_experts(self, layer: int, experts: range, which: str, etp: int, etp_rank: int) -> Mosaic:
+        """The memory of a rank's GroupedMLP weight ("weight1" or "weight2"), as an array [experts, in, out]."""
         name = {"weight1": "linear_fc1.weight", "weight2": "linear_fc2.weight"}[which]
-        return stacked(self.expert(layer, expert)[name].of_rank(etp, etp_rank).transposed() for expert in experts)
+        return stacked(self.expert(layer, expert)[name].shard(etp, etp_rank).transposed() for expert in experts)
 
-    def _of(self, rows: Sequence[_Row], layer: int | None, expert: int | None) -> Tensors:
-        key = (rows, layer, expert)
-        if key not in self._known:
-            self._known[key] = self._made(rows, self._parts.get((layer, expert), ()))
-        return self._known[key]
+    def _tensors(self, rules: Sequence[_TensorRule], layer: int | None, expert: int | None) -> Tensors:
+        key = (rules, layer, expert)
+        if key not in self._cache:
+            self._cache[key] = self._apply(rules, self._parts.get((layer, expert), ()))
+        return self._cache[key]
 
-    def _made(self, rows: Sequence[_Row], parts: Iterable[Part]) -> Tensors:
-        held: dict[str, dict[str, Part]] = {}
+    def _apply(self, rules: Sequence[_TensorRule], parts: Iterable[Part]) -> Tensors:
+        by_role: dict[str, dict[str, Part]] = {}
         for part in parts:
-            held.setdefault(part.role, {})[part.parameter] = part
-        found: dict[str, MegatronTensor] = {}
-        for row in rows:
-            kinds = dict.fromkeys(kind for role in row.roles for kind in held.get(role, ()))
-            for kind in kinds:
-                members = [held[role][kind] for role in row.roles if kind in held.get(role, {})]
-                arrays = tuple(member.array for member in members)
-                axis = _axis(row.how, arrays[0])
-                if row.how == "groups":
-                    arrays = self._fused(arrays)
-                found[row.name.format(kind=kind)] = MegatronTensor(arrays, axis)
-        return found
+            by_role.setdefault(part.role, {})[part.parameter] = part
+        tensors: dict[str, MegatronTensor] = {}
+        for rule in rules:
+            for parameter in dict.fromkeys(parameter for role in rule.roles for parameter in by_role.get(role, ())):
+                blocks = tuple(by_role[role][parameter].array for role in rule.roles if parameter in by_role.get(role, {}))
+                axis = _axis(rule.sharding, blocks[0])
+                if rule.sharding == "query_groups":
+                    blocks = self._fused_qkv(blocks)
+                tensors[rule.name.format(parameter=parameter)] = MegatronTensor(blocks, axis)
+        return tensors
 
-    def _fused(self, arrays: tuple[Mosaic, ...]) -> tuple[Mosaic, ...]:
-        if self._qkv == "parts":
-            return arrays
-        if self._qkv == "elements":
-            return (joined([array.split(0, 1) for array in arrays], axis=1),)
+    def _fused_qkv(self, projections: tuple[Mosaic, ...]) -> tuple[Mosaic, ...]:
+        if self._qkv_order == "by_projection":
+            return projections
+        if self._qkv_order == "by_row":
+            return (joined([array.split(0, 1) for array in projections], axis=1),)
         # q, k and v of every query group in turn (attention.py, SelfAttention.get_query_key_value_tensors).
         groups = self.model.dimensions["kv_heads"]
-        return (joined([array.split(0, array.shape[0] // groups) for array in arrays], axis=1).merged(0),)
+        return (joined([array.split(0, array.shape[0] // groups) for array in projections], axis=1).merged(0),)
 
 
-def _axis(how: How, array: Mosaic) -> int | None:
-    if how == "whole" or (how == "row" and len(array.shape) == 1):
-        return None  # every rank adds the bias of a row-parallel layer, so every rank has it
-    return 1 if how == "row" else 0
+def _axis(sharding: _Sharding, array: Mosaic) -> int | None:
+    if sharding == "replicated" or (sharding == "row" and len(array.shape) == 1):
+        return None  # the bias of a row-parallel layer is replicated
+    return 1 if sharding == "row" else 0
 
 
-# Other spellings, as regular expressions of a layer's names: Transformer Engine fuses a norm into the linear layer that follows it; and
-# GPT models before Megatron-Core (legacy/model/transformer.py).
-_SPELLINGS = [
+# Other names of a layer's tensors, as regular expressions, and the name in the local spec. Transformer Engine fuses a norm into the linear
+# layer after it. The later rows are names of GPT models before Megatron-Core (legacy/model/transformer.py).
+_LOCAL_NAMES = [
     (re.compile(pattern), name)
     for pattern, name in (
         (r"self_attention\.linear_qkv\.layer_norm_(weight|bias)", r"input_layernorm.\1"),
@@ -236,9 +254,9 @@ _SPELLINGS = [
 ]
 
 
-def respelled(name: str) -> str:
-    """A layer's name as `MegatronModel` has it."""
-    for pattern, other in _SPELLINGS:
+def local_spec_name(name: str) -> str:
+    """The name that `MegatronModel.layer` gives to a layer's tensor, from its name in any spec and version."""
+    for pattern, local_name in _LOCAL_NAMES:
         if match := pattern.fullmatch(name):
-            return match.expand(other)
+            return match.expand(local_name)
     return name

@@ -1,10 +1,11 @@
-"""The distributed optimizer's state as its buckets lie (dp_reshardable), in a distributed checkpoint: no name of a parameter is stored.
+"""Optimizer state of a distributed save that is stored bucket by bucket (dp_reshardable), without the names of parameters.
 
     [chained_C.]optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_(P, D).bucket_idx_K.{param,exp_avg,exp_avg_sq}
 
-G counts the ranks that have different parts of the model: tensor-parallel rank + size * stage; of experts (C 1) first their
-tensor-parallel rank, then the expert-parallel rank, then the stage. B counts the buffers of such a rank, one for every element type of
-every chunk; K its buckets.
+C is the optimizer in the chain: 0 for dense weights, 1 for experts. G counts the ranks with different parts of the model: for dense weights
+tensor-parallel rank + size * stage; for experts their tensor-parallel rank first, then the expert-parallel rank, then the stage. B counts
+the buffers of such a rank, one for every element type of every chunk. K counts the buckets of a buffer.
+
 Source: megatron/core/optimizer/distrib_optimizer.py, sharded_param_state_dp_reshardable, and optimizer/__init__.py of 0.16.1.
 """
 
@@ -14,7 +15,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from reshard.canonical.optimizer_state import state_kind
 from reshard.containers.dcp_metadata import TensorItem
@@ -24,121 +24,169 @@ from reshard.geometry.stored import Section
 from reshard.index.index import Tensor
 from reshard.index.shards import Shards, concatenated, subviews_of_flat
 
-from ..layout.arguments import Args, size
-from ..layout.chunks import Entry, LayerSpec, Sizes, chunks_of, entries
-from ..layout.flat_buckets import KINDS, places_in_buckets
-from ..layout.stages import counts_of
-from ..layout.tensors import MegatronModel
+from ..layout.arguments import Args, parallel_size
+from ..layout.chunks import Chunk, ChunkEntry, chunk_entries, split_into_chunks
+from ..layout.flat_buckets import BUFFER_KINDS, positions_in_buckets
+from ..layout.layer_spec import LayerSpec
+from ..layout.parallel_sizes import ParallelSizes, StageRank
+from ..layout.stages import layers_per_chunk
+from .run_model import RunModel
 from .tensor_boxes import flat_sections
-from .zarr import Stored
+from .zarr import StoredFolder
 
 _KEY = re.compile(
     r"(?:chained_(?P<link>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)\."
-    r"dtype_\((?:torch\.)?(?P<dtype>\w+), [\w.]+\)\.bucket_idx_(?P<bucket>\d+)\.(?P<kind>param|exp_avg|exp_avg_sq)"
+    r"dtype_\((?:torch\.)?(?P<dtype>\w+), [\w.]+\)\.bucket_idx_(?P<bucket>\d+)\.(?P<name>param|exp_avg|exp_avg_sq)"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """One buffer: by kind its buckets, in order."""
+    """A buffer of the distributed optimizer."""
 
     link: int | None
+    """The optimizer in the chain; None if there is only one."""
     group: int
+    """The number of the ranks that have this part of the model."""
     number: int
+    """The number of the buffer on these ranks."""
     dtype: str
-    kinds: Mapping[str, Sequence[TensorItem]]
+    """The element type of its parameters."""
+    arrays: Mapping[str, Sequence[TensorItem]]
+    """The buckets of each array ("param", "exp_avg", "exp_avg_sq"), in order."""
 
 
-def read(stored: Stored, model: MegatronModel, args: Args, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Tensor]:
-    """Masters and moments of every parameter.
+@dataclass(frozen=True, slots=True)
+class _RankParameters:
+    """The parameters of a rank that lie in the buffers of one optimizer."""
 
-    Raises: CheckpointError if the buckets are not those of the parameters that the settings describe.
+    is_expert: bool
+    """Whether the optimizer is that of the experts."""
+    group: int
+    """The number of the ranks in the keys of that optimizer."""
+    chunks: Sequence[Sequence[ChunkEntry]]
+    """The parameters of each chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StatePieces:
+    """What some boxes of a bucket hold of one canonical tensor."""
+
+    name: str
+    """The canonical tensor."""
+    array: str
+    """The array of the buffer: "param", "exp_avg" or "exp_avg_sq"."""
+    shards: Shards
+    """The pieces."""
+
+
+def bucket_tensors(stored: StoredFolder, model: RunModel, args: Args) -> Iterator[Tensor]:
+    """The masters and moments of every parameter; nothing if the save has no buckets.
+
+    Raises: CheckpointError if the parameters that the settings describe do not fill the buckets.
     """
-    where, buffers = f"{stored.prefix}.metadata", list(_buffers(stored))
+    buffers, where = _buffers(stored), f"{stored.prefix}.metadata"
     if not buffers:
         return
-    tp = size(args, "tensor_model_parallel_size")
-    sizes = Sizes(
-        tp,
-        size(args, "pipeline_model_parallel_size"),
-        size(args, "expert_model_parallel_size"),
-        size(args, "virtual_pipeline_model_parallel_size"),
-        size(args, "expert_tensor_parallel_size", default=tp),
-    )
-    impl = args.get("transformer_impl", "transformer_engine")
-    spelling = LayerSpec.of(args, impl)
-    chunks = chunks_of(counts_of(args, sizes, where), sizes.pp)
-    found: dict[tuple[str, str], list[Shards]] = {}
-    for stage in range(sizes.pp):
-        for place in sizes.ranks():
-            own = [(chunk.number, e) for chunk in chunks if chunk.stage == stage for e in entries(model, chunk, sizes, place, spelling)]
-            parameters = [(number, entry) for number, entry in own if entry.is_parameter]
-            dense, experts = place.tp + sizes.tp * stage, place.etp + sizes.etp * (place.ep + sizes.ep * stage)
-            for expert, group, is_first in ((False, dense, place.has_dense), (True, experts, place.has_experts)):
-                if not is_first:
-                    continue
-                is_chained = any(buffer.link is not None for buffer in buffers)
-                if expert and not is_chained:
-                    continue
-                members = [each for each in parameters if each[1].is_expert is expert] if is_chained else parameters
-                mine = [b for b in buffers if b.group == group and (b.link in (None, int(expert)))]
-                for name, kind, shards in _placed(stored, mine, members, where):
-                    found.setdefault((name, kind), []).append(shards)
-    items = {kind: items[0].dtype for buffer in buffers for kind, items in buffer.kinds.items()}
-    for (name, kind), parts in found.items():
-        role, known = state_kind(name, name, KINDS[kind])
-        yield Tensor(known, items[kind], shapes[name], role, concatenated(parts))
+    is_chained = any(buffer.link is not None for buffer in buffers)
+    pieces: dict[tuple[str, str], list[Shards]] = {}
+    for parameters in _rank_parameters(model, args, where, is_chained=is_chained):
+        own = [buffer for buffer in buffers if buffer.group == parameters.group and buffer.link in (None, int(parameters.is_expert))]
+        for piece in _state_pieces(stored, own, parameters.chunks, where):
+            pieces.setdefault((piece.name, piece.array), []).append(piece.shards)
+    dtypes = {array: buckets[0].dtype for buffer in buffers for array, buckets in buffer.arrays.items()}
+    for (name, array), parts in pieces.items():
+        kind, known_as = state_kind(name, name, BUFFER_KINDS[array])
+        yield Tensor(known_as, dtypes[array], model.shapes[name], kind, concatenated(parts))
 
 
-def _buffers(stored: Stored) -> Iterator[_Buffer]:
-    listed: dict[tuple[Any, ...], dict[str, dict[int, TensorItem]]] = {}
+def _buffers(stored: StoredFolder) -> list[_Buffer]:
+    """The buffers of all ranks, sorted by rank group and number."""
+    by_buffer: dict[tuple[int | None, int, int, str], dict[str, dict[int, TensorItem]]] = {}
     for key, item in stored.metadata.tensors.items():
         if match := _KEY.fullmatch(key):
-            place = int(match["link"]) if match["link"] else None, int(match["group"]), int(match["buffer"]), match["dtype"]
-            listed.setdefault(place, {}).setdefault(match["kind"], {})[int(match["bucket"])] = item
-    for place, kinds in sorted(listed.items(), key=lambda item: item[0][1:3]):
-        yield _Buffer(*place, {kind: [buckets[number] for number in sorted(buckets)] for kind, buckets in kinds.items()})
+            link = int(match["link"]) if match["link"] else None
+            arrays = by_buffer.setdefault((link, int(match["group"]), int(match["buffer"]), match["dtype"]), {})
+            arrays.setdefault(match["name"], {})[int(match["bucket"])] = item
+    return [
+        _Buffer(*key, {name: [buckets[number] for number in sorted(buckets)] for name, buckets in arrays.items()})
+        for key, arrays in sorted(by_buffer.items(), key=lambda item: item[0][1:3])
+    ]
 
 
-def _placed(
-    stored: Stored, buffers: Sequence[_Buffer], parameters: Sequence[tuple[int, Entry]], where: str
-) -> Iterator[tuple[str, str, Shards]]:
-    """(canonical name, kind, pieces) of every parameter in the buffers of a rank, which follow each other as the chunks do."""
-    chunks = [[entry for number, entry in parameters if number == chunk] for chunk in dict.fromkeys(number for number, _ in parameters)]
+def _rank_parameters(model: RunModel, args: Args, where: str, *, is_chained: bool) -> Iterator[_RankParameters]:
+    """The parameters of every part of the model, once for each optimizer of the chain that has buffers of it."""
+    sizes, spec = _run_sizes(args), LayerSpec.from_args(args, args.get("transformer_impl", "transformer_engine"))
+    chunks = split_into_chunks(layers_per_chunk(args, sizes, where), sizes.pp)
+    for stage in range(sizes.pp):
+        for rank in sizes.stage_ranks():
+            parameters = [_parameters(model, chunk, sizes, rank, spec) for chunk in chunks if chunk.stage == stage]
+            if rank.is_first_dense:
+                group = rank.tp_rank + sizes.tp * stage
+                yield _RankParameters(False, group, _of_optimizer(parameters, is_expert=False) if is_chained else parameters)
+            if rank.is_first_experts and is_chained:
+                group = rank.etp_rank + sizes.etp * (rank.ep_rank + sizes.ep * stage)
+                yield _RankParameters(True, group, _of_optimizer(parameters, is_expert=True))
+
+
+def _run_sizes(args: Args) -> ParallelSizes:
+    tp = parallel_size(args, "tensor_model_parallel_size")
+    return ParallelSizes(
+        tp,
+        parallel_size(args, "pipeline_model_parallel_size"),
+        parallel_size(args, "expert_model_parallel_size"),
+        parallel_size(args, "virtual_pipeline_model_parallel_size"),
+        parallel_size(args, "expert_tensor_parallel_size", default=tp),
+    )
+
+
+def _parameters(model: RunModel, chunk: Chunk, sizes: ParallelSizes, rank: StageRank, spec: LayerSpec) -> list[ChunkEntry]:
+    return [entry for entry in chunk_entries(model.megatron, chunk, sizes, rank, spec) if entry.is_parameter]
+
+
+def _of_optimizer(chunks: Sequence[Sequence[ChunkEntry]], *, is_expert: bool) -> list[list[ChunkEntry]]:
+    return [[entry for entry in entries if entry.is_expert is is_expert] for entries in chunks]
+
+
+def _state_pieces(
+    stored: StoredFolder, buffers: Sequence[_Buffer], chunks: Sequence[Sequence[ChunkEntry]], where: str
+) -> Iterator[_StatePieces]:
+    """The pieces of every parameter of a rank, whose buffers follow the order of its chunks. Chunks without parameters have no buffer."""
+    chunks = [entries for entries in chunks if entries]
     if len(chunks) != len(buffers):
         raise CheckpointError(
-            f"the optimizer has {len(buffers)} buffers of a rank whose parameters are in {len(chunks)} chunks",
+            f"the optimizer has {len(buffers)} buffers for a rank with parameters in {len(chunks)} chunks",
             where=where,
-            why="Parameters of several element types in one chunk are not told apart in this form",
+            why="In this form, parameters of several element types in one chunk cannot be told apart",
             do="Save with --dist-ckpt-optim-fully-reshardable",
         )
-    for buffer, members in zip(buffers, chunks, strict=True):
-        arrays = [entry.array for entry in members if entry.array is not None]
-        lengths = [item.shape[0] for item in next(iter(buffer.kinds.values()))]
-        places = places_in_buckets([math.prod(array.shape) for array in arrays], lengths)
-        if places is None:
+    for buffer, entries in zip(buffers, chunks, strict=True):
+        arrays = [entry.array for entry in entries if entry.array is not None]
+        lengths = [bucket.shape[0] for bucket in next(iter(buffer.arrays.values()))]
+        positions = positions_in_buckets([math.prod(array.shape) for array in arrays], lengths)
+        if positions is None:
             raise CheckpointError(
                 f"the buckets of buffer {buffer.number} of rank {buffer.group} hold {', '.join(map(str, lengths))} elements, which its "
-                f"{len(arrays)} parameters do not come to",
+                f"{len(arrays)} parameters do not fill",
                 where=where,
                 why="The settings describe another model or other stages than those that were saved",
                 do="Save with --dist-ckpt-optim-fully-reshardable",
             )
-        for kind, items in buffer.kinds.items():
-            shards = [stored.shards(item) for item in items]
-            for array, (bucket, start) in zip(arrays, places, strict=True):
-                yield from _pieces(kind, array, shards[bucket], start)
+        for name, buckets in buffer.arrays.items():
+            shards = [stored.shards(bucket) for bucket in buckets]
+            for array, (bucket, offset) in zip(arrays, positions, strict=True):
+                yield from _array_pieces(name, array, shards[bucket], offset)
 
 
-def _pieces(kind: str, array: Mosaic, shards: Shards, start: int) -> Iterator[tuple[str, str, Shards]]:
-    """What the chunks of a bucket hold of an array that starts at that element of it."""
-    count = math.prod(array.shape)
+def _array_pieces(array_name: str, array: Mosaic, bucket: Shards, offset: int) -> Iterator[_StatePieces]:
+    """What the stored boxes of a bucket hold of an array that starts at element `offset` of the bucket."""
+    end = offset + math.prod(array.shape)
     rows: dict[str, list[tuple[int, Section]]] = {}
-    for row in range(len(shards)):
-        offset, length = int(shards.offsets[row, 0]), int(shards.sizes[row, 0])
-        first, last = max(start, offset), min(start + count, offset + length)
-        if first < last:
-            for section in flat_sections(array, first - start, last - start, first - offset):
+    for row in range(len(bucket)):
+        box_start, box_size = int(bucket.offsets[row, 0]), int(bucket.sizes[row, 0])
+        start, stop = max(offset, box_start), min(end, box_start + box_size)
+        if start < stop:
+            for section in flat_sections(array, start - offset, stop - offset, start - box_start):
                 rows.setdefault(section.name, []).append((row, section))
-    for name, found in rows.items():
-        yield name, kind, subviews_of_flat(shards, found)
+    for name, sections in rows.items():
+        yield _StatePieces(name, array_name, subviews_of_flat(bucket, sections))

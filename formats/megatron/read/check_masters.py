@@ -1,4 +1,7 @@
-"""What a few elements tell that no name does: whether the optimizer's masters are those of the weights that they were taken for."""
+"""Whether the masters belong to their weights: a few elements of each master are rounded and compared with the weight.
+
+The position of a parameter in an optimizer's buffer follows from settings and order alone, so no name shows a mistake.
+"""
 
 from __future__ import annotations
 
@@ -20,55 +23,54 @@ _TENSORS, _ELEMENTS = 2000, 16
 
 
 def check_masters(files: Files, index: Index) -> Index:
-    """The index. Raises CheckpointError if a master is not what its weight was rounded from."""
-    if (strange := _strange_master(files, index)) is not None:
+    """The index. Raises CheckpointError if a master does not round to its weight."""
+    if (wrong := _wrong_master(files, index)) is not None:
         raise CheckpointError(
-            strange.what,
-            where=strange.where,
-            why="Either the optimizer's file is of another save, or its parameters lie in another order than this version's",
-            do="Copy the files of one save again; or take the weights alone, by moving the optimizer's file away",
+            wrong.what,
+            where=wrong.where,
+            why="Either the optimizer's file belongs to another save, or its parameters have another order than in this version",
+            do="Copy the files of one save again; or take the weights alone: move the optimizer's file away",
         )
     return index
 
 
-def without_strange_masters(files: Files, index: Index) -> Index:
-    """The index; if its masters are not those of the weights without what the optimizer keeps, and with a note that says so.
+def without_wrong_masters(files: Files, index: Index) -> Index:
+    """The index; without its optimizer state and with a note if a master does not round to its weight.
 
     Megatron-Core 0.16 itself writes shifted values into a fully reshardable checkpoint if a buffer had several buckets (its issue 504).
     """
-    if (strange := _strange_master(files, index)) is None:
+    if (wrong := _wrong_master(files, index)) is None:
         return index
-    found = f"{strange.where}: {strange.what}"
-    note = f"the optimizer's state is left out: {found} (Megatron-Core 0.16 shifts it if there were several buckets)"
-    kept = tuple(tensor for tensor in index.tensors if tensor.kind == "weight")
-    return replace(index, tensors=kept, facts=replace(index.facts, notes=(*index.facts.notes, note)), param_groups=tuple)
+    note = f"the optimizer's state is left out: {wrong.where}: {wrong.what} (Megatron-Core 0.16 shifts it if there were several buckets)"
+    weights = tuple(tensor for tensor in index.tensors if tensor.kind == "weight")
+    return replace(index, tensors=weights, facts=replace(index.facts, notes=(*index.facts.notes, note)), param_groups=tuple)
 
 
 @dataclass(frozen=True, slots=True)
-class _Strange:
-    """A master that is not its weight's, and where the two lie."""
+class _WrongMaster:
+    """A master that does not round to its weight, and where the two lie."""
 
     what: str
     where: str
 
 
-def _strange_master(files: Files, index: Index) -> _Strange | None:
-    """The first master that its weight was not rounded from, by some elements of at most so many tensors.
+def _wrong_master(files: Files, index: Index) -> _WrongMaster | None:
+    """The first master that does not round to its weight; samples up to `_TENSORS` tensors, and some elements of each.
 
-    One step between two neighbouring values is let pass: optimizers that keep masters as remainders cut where others round.
+    A difference of one step between neighbouring values is accepted: optimizers that keep masters as remainders truncate instead.
     """
     weights, masters = index.by_kind("weight"), index.by_kind("master")
     names = [name for name in masters if name in weights]
-    widest = max((tensor.dtype.itemsize for tensor in (*weights.values(), *masters.values())), default=1)
-    ours, theirs = Worker(files, widest), Worker(files, widest)
+    itemsize = max((tensor.dtype.itemsize for tensor in (*weights.values(), *masters.values())), default=1)
+    master_worker, weight_worker = Worker(files, itemsize), Worker(files, itemsize)
     for name in names[:: max(1, len(names) // _TENSORS)]:
         weight, master = weights[name], masters[name]
         for box in _samples(weight.shape):
-            rounded = cast(ours.gather(Pieces(master), box), master.dtype, weight.dtype)
-            distance = _ordered(rounded, weight.dtype) - _ordered(theirs.gather(Pieces(weight), box), weight.dtype)
-            if (np.abs(distance) > 1).any():
+            rounded = cast(master_worker.gather(Pieces(master), box), master.dtype, weight.dtype)
+            stored = weight_worker.gather(Pieces(weight), box)
+            if (np.abs(_ordered(rounded, weight.dtype) - _ordered(stored, weight.dtype)) > 1).any():
                 what = f"its master in {master.shards.path(0)} is not what the weight was rounded from"
-                return _Strange(what, f"{name} in {weight.shards.path(0)}")
+                return _WrongMaster(what, f"{name} in {weight.shards.path(0)}")
     return None
 
 
@@ -83,7 +85,7 @@ def _samples(shape: tuple[int, ...]) -> list[Box]:
 
 
 def _ordered(words: npt.NDArray[Any], dtype: DType) -> npt.NDArray[np.int64]:
-    """Floating-point bits as numbers that neighbouring values follow each other in."""
+    """Floating-point bits as whole numbers in the order of the values: neighbouring values differ by one."""
     bits = words.astype(np.int64)
     sign = 1 << (8 * dtype.itemsize - 1)
     return np.where(bits & sign, sign - bits, bits)

@@ -1,109 +1,140 @@
-"""Plain folders of torch.distributed.checkpoint (--ckpt-format torch_dcp): the legacy state dict, each of its tensors and objects an entry.
-What the optimizer keeps is numbered, as there.
+"""Plain folders of torch.distributed.checkpoint (--ckpt-format torch_dcp): the legacy state dict, one entry per tensor and object.
 
-Source: megatron/training/checkpointing.py of core_r0.16; fsdp_dtensor lies alike, with gates apart from their other halves (`_w`, `_v`).
+    args, iteration, checkpoint_version, ...          plain values of the run
+    model.<name>                                      weights; see keyed_tensors.py
+    optimizer.state.<number>.<kind>                   optimizer state of the parameter with this number
+    optimizer.fp32_from_fp16_params.<group>.<i>       the master of parameter i of a param group
+    optimizer.param_groups.<group>.<setting>          "params" lists the numbers of the group's parameters
+
+The numbers follow the order of the parameters in the model. fsdp_dtensor has the same form, with gate and up apart (`_w`, `_v`).
+
+Source: megatron/training/checkpointing.py of core_r0.16.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from reshard.canonical.optimizer_state import is_plain, state_kind
+from reshard.canonical.optimizer_state import plain_settings, state_kind
 from reshard.containers.dcp_metadata import TensorItem
-from reshard.geometry.mosaics import Mosaic
 from reshard.index.index import ParamGroup, Tensor
-from reshard.storage.files import Files, read_whole
 
 from ..layout.arguments import Args
-from ..layout.chunks import Entry, LayerSpec, RankPlace, Sizes, chunks_of, entries
-from ..layout.names import without_wrappers
+from ..layout.chunks import ChunkEntry, chunk_entries, split_into_chunks
+from ..layout.layer_spec import LayerSpec
+from ..layout.names import strip_wrappers
+from ..layout.parallel_sizes import ParallelSizes, StageRank
 from ..layout.tensors import MegatronModel, is_decayed
-from .zarr import Stored
+from .keyed_tensors import array_rows, canonical_tensors
+from .run_model import RunModel
+from .zarr import StoredFolder
 
 _STATE = re.compile(r"optimizer\.(?:optimizer\.)?state\.(\d+)\.([a-z0-9_]+)")
 _MASTER = re.compile(r"optimizer\.fp32_from_fp16_params\.(\d+)\.(\d+)")
 _GROUP = re.compile(r"optimizer\.(?:optimizer\.)?param_groups\.(\d+)\.(\w+)")
-# A word that Megatron's entries have, and nobody else's.
-_SIGN, _LIMIT = b"checkpoint_version", 1 << 30
-_COMMON = ("args", "iteration", "checkpoint_version", "num_floating_point_operations_so_far")
+_RUN_STATE = ("args", "iteration", "checkpoint_version", "num_floating_point_operations_so_far")
 
 
-def is_megatrons(files: Files, path: str) -> bool:
-    """Whether a .metadata is of such a checkpoint, and not of any other."""
-    return (files.size(path) or 0) <= _LIMIT and _SIGN in read_whole(files, path, limit=_LIMIT)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class NumberedOptimizer:
+    """The optimizer of such a folder, which knows its parameters by number."""
 
-
-def common(stored: Stored) -> dict[str, Any]:
-    """What all ranks agree on: entries of the root, and the schedule's."""
-    objects = stored.metadata.objects
-    found = {key: stored.value(objects[key]) for key in _COMMON if key in objects}
-    schedule = {key.partition(".")[2]: item for key, item in objects.items() if key.startswith("opt_param_scheduler.")}
-    if schedule:
-        found["opt_param_scheduler"] = {key: stored.value(item) for key, item in schedule.items()}
-    return found
-
-
-class Numbered:
-    """The numbered optimizer of such a folder. notes: why its state is left out, if it is."""
-
-    def __init__(self, stored: Stored, model: MegatronModel, args: Args) -> None:
-        self._stored, self._tensors = stored, stored.metadata.tensors
-        self.notes: list[str] = []
-        self._groups = self._param_groups()
-        impl = str(args.get("transformer_impl", "local"))
-        spelling = LayerSpec.of(args, impl)
-        (chunk,) = chunks_of((model.layers,), 1)
-        own = {without_wrappers(key) for key in self._tensors}
-        found = [
-            entry for entry in entries(model, chunk, Sizes(), RankPlace(0, 0, 0), spelling) if entry.is_parameter and entry.name in own
-        ]
-        self._members: list[list[Entry]] = []
-        if self._groups:
-            members = [[e for e in found if _is_decayed(e) is (group.get("wd_mult", 1.0) != 0)] for group in self._groups]
-            counts = [len(group.get("params", ())) for group in self._groups]
-            if [len(each) for each in members] == counts:
-                self._members = members
-            else:
-                self.notes.append(f"the optimizer's state is left out: its groups list {counts} parameters, not those that the model has")
+    groups: tuple[Mapping[str, Any], ...] = ()
+    """The param groups, as stored."""
+    members: tuple[Sequence[ChunkEntry], ...] = ()
+    """The parameters of each group; empty if they are not known for certain."""
+    notes: tuple[str, ...] = ()
+    """Why the optimizer state is left out, if it is."""
 
     def param_groups(self) -> tuple[ParamGroup, ...]:
-        found = []
-        for group, members in zip(self._groups, self._members, strict=False):
-            names = dict.fromkeys(name for entry in members if entry.array for name in entry.array.names)
-            found.append(ParamGroup(tuple(names), {key: value for key, value in group.items() if key != "params" and is_plain(value)}))
-        return tuple(found)
+        """The param groups with canonical names, if the parameters are known."""
+        return tuple(
+            ParamGroup(
+                tuple(dict.fromkeys(name for entry in entries if entry.array for name in entry.array.names)),
+                plain_settings(group, without=("params",)),
+            )
+            for group, entries in zip(self.groups, self.members, strict=False)
+        )
 
-    def arrays(self) -> Iterator[tuple[str, Mosaic, TensorItem]]:
-        """(kind, array, where it is stored) of everything that is kept of a parameter."""
-        by_number = {n: e for g, m in zip(self._groups, self._members, strict=False) for n, e in zip(g["params"], m, strict=True)}
-        for key, item in self._tensors.items():
-            entry, kind = None, ""
-            if match := _STATE.fullmatch(key):
-                entry, kind = by_number.get(int(match[1])), match[2]
-            elif match := _MASTER.fullmatch(key):
-                group, position = int(match[1]), int(match[2])
-                narrow = self._members[group] if group < len(self._members) else []
-                entry, kind = narrow[position] if position < len(narrow) else None, "master_param"
-            if entry is not None and entry.array is not None:
-                yield kind, entry.array, item
-
-    def steps(self) -> Iterator[Tensor]:
-        """The counts of steps, one for all that is fused in a parameter."""
-        for kind, array, item in self.arrays():
-            if item.shape != array.shape:
-                for name in array.names:
-                    role, known = state_kind(name, name, kind)
-                    yield Tensor(known, item.dtype, item.shape, role, self._stored.shards(item))
-
-    def _param_groups(self) -> list[Mapping[str, Any]]:
-        found: dict[int, dict[str, Any]] = {}
-        for key, item in self._stored.metadata.objects.items():
-            if match := _GROUP.fullmatch(key):
-                found.setdefault(int(match[1]), {})[match[2]] = self._stored.value(item)
-        return [group for _, group in sorted(found.items()) if isinstance(group.get("params"), list)]
+    def __repr__(self) -> str:
+        return f"<optimizer of {sum(map(len, self.members))} numbered parameters in {len(self.groups)} param groups>"
 
 
-def _is_decayed(entry: Entry) -> bool:
+def read_run_state(stored: StoredFolder) -> dict[str, Any]:
+    """The plain values of the run: those at the root, and the state of the schedule."""
+    objects = stored.metadata.objects
+    state = {key: stored.value(objects[key]) for key in _RUN_STATE if key in objects}
+    schedule = {key.partition(".")[2]: item for key, item in objects.items() if key.startswith("opt_param_scheduler.")}
+    if schedule:
+        state["opt_param_scheduler"] = {key: stored.value(item) for key, item in schedule.items()}
+    return state
+
+
+def read_numbered_optimizer(stored: StoredFolder, model: MegatronModel, args: Args) -> NumberedOptimizer:
+    """The optimizer of a folder."""
+    groups = _read_groups(stored)
+    if not groups:
+        return NumberedOptimizer()
+    parameters = _parameters(model, args, {strip_wrappers(key) for key in stored.metadata.tensors})
+    members = tuple([entry for entry in parameters if _is_decayed(entry) is (group.get("wd_mult", 1.0) != 0)] for group in groups)
+    counts = [len(group.get("params", ())) for group in groups]
+    if list(map(len, members)) != counts:
+        note = f"the optimizer's state is left out: its groups list {counts} parameters, which are not the parameters of the model"
+        return NumberedOptimizer(tuple(groups), notes=(note,))
+    return NumberedOptimizer(tuple(groups), members)
+
+
+def numbered_tensors(stored: StoredFolder, optimizer: NumberedOptimizer, model: RunModel) -> Iterator[Tensor]:
+    """The canonical tensors of the optimizer state.
+
+    A state of another shape than its parameter, such as a step count, belongs to each tensor that is fused in the parameter.
+    """
+    for kind, entry, item in _states(stored, optimizer):
+        if entry.array is None:
+            continue
+        if item.shape == entry.array.shape:
+            yield from canonical_tensors(stored, item, array_rows(entry.array, item), model, kind)
+        else:
+            for name in entry.array.names:
+                tensor_kind, known_as = state_kind(name, name, kind)
+                yield Tensor(known_as, item.dtype, item.shape, tensor_kind, stored.shards(item))
+
+
+def _read_groups(stored: StoredFolder) -> list[Mapping[str, Any]]:
+    groups: dict[int, dict[str, Any]] = {}
+    for key, item in stored.metadata.objects.items():
+        if match := _GROUP.fullmatch(key):
+            groups.setdefault(int(match[1]), {})[match[2]] = stored.value(item)
+    return [group for _, group in sorted(groups.items()) if isinstance(group.get("params"), list)]
+
+
+def _parameters(model: MegatronModel, args: Args, stored_names: Collection[str]) -> list[ChunkEntry]:
+    """The stored parameters in the order of the model. The whole model is one chunk, as tensors are stored whole."""
+    (chunk,) = split_into_chunks((model.layers,), 1)
+    spec = LayerSpec.from_args(args, str(args.get("transformer_impl", "local")))
+    entries = chunk_entries(model, chunk, ParallelSizes(), StageRank(0, 0, 0), spec)
+    return [entry for entry in entries if entry.is_parameter and entry.name in stored_names]
+
+
+def _is_decayed(entry: ChunkEntry) -> bool:
     return entry.array is not None and is_decayed(entry.name, entry.array.shape)
+
+
+def _states(stored: StoredFolder, optimizer: NumberedOptimizer) -> Iterator[tuple[str, ChunkEntry, TensorItem]]:
+    """(kind, parameter, stored tensor) of everything that the optimizer keeps of a known parameter."""
+    members = optimizer.members
+    by_number = {
+        number: entry
+        for group, entries in zip(optimizer.groups, members, strict=False)
+        for number, entry in zip(group["params"], entries, strict=True)
+    }
+    for key, item in stored.metadata.tensors.items():
+        if (match := _STATE.fullmatch(key)) and int(match[1]) in by_number:
+            yield match[2], by_number[int(match[1])], item
+        elif match := _MASTER.fullmatch(key):
+            group, position = int(match[1]), int(match[2])
+            if group < len(members) and position < len(members[group]):
+                yield "master_param", members[group][position], item

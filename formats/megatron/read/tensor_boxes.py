@@ -1,4 +1,4 @@
-"""From a stored tensor and the array that it is to the boxes of canonical tensors, for the collector."""
+"""Where canonical tensors lie in a stored tensor, from the array that the stored tensor is."""
 
 from __future__ import annotations
 
@@ -13,80 +13,96 @@ from reshard.geometry.boxes import Box, flat_boxes, row_major
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.stored import Section
 
-from ..layout.tensors import MegatronTensor
+from ..layout.tensors import MegatronTensor, Tensors
 
 Shape = tuple[int, ...]
 
 
-def array_of(tensor: MegatronTensor, stored: Shape, tp: int, rank: int, where: str) -> Mosaic:
-    """The array of a rank that a stored tensor of that shape is.
+def named_tensor(tensors: Tensors, name: str, where: str) -> MegatronTensor:
+    """The tensor of that name. Raises CheckpointError if there is none."""
+    if name in tensors:
+        return tensors[name]
+    raise CheckpointError(
+        "the model that the run's settings describe has no such tensor",
+        where=where,
+        why=f"Here it has {', '.join(list(tensors)[:6]) or 'no tensors'}, and a tensor that is not known would be lost",
+        do="Give the config of the model with --model DIR",
+    )
 
-    What Megatron cuts in one version and keeps whole in another (MLA's down projections) is told apart by its shape.
-    Raises: CheckpointError if it is neither.
+
+def stored_shard(tensor: MegatronTensor, stored_shape: Shape, tp: int, tp_rank: int, where: str) -> Mosaic:
+    """The array that a rank's stored tensor of this shape is.
+
+    Some Megatron versions split a tensor that others replicate (the down projections of latent attention): the shape tells which.
+    Raises: CheckpointError if the shape is that of neither.
     """
-    if tensor.axis is not None and tp > 1 and stored == tensor.shape:
+    if tensor.axis is not None and tp > 1 and stored_shape == tensor.shape:
         return tensor.whole
     try:
-        array = tensor.of_rank(tp, rank)
+        array = tensor.shard(tp, tp_rank)
     except ValueError as error:
         raise CheckpointError(f"{tp} tensor-parallel ranks cannot share it: {error}", where=where) from None
-    if fits(array, stored):
-        return array
-    raise misfit(stored, array, where)
+    check_shape(array, stored_shape, where)
+    return array
 
 
-def misfit(stored: Shape, array: Mosaic, where: str) -> CheckpointError:
+def check_shape(array: Mosaic, stored_shape: Shape, where: str) -> None:
+    """Raises CheckpointError unless a tensor of this shape can hold the array: with the array's shape, or with fewer axes."""
+    has_fewer_axes = len(stored_shape) < len(array.shape) and math.prod(stored_shape) == math.prod(array.shape)
+    if stored_shape != array.shape and not has_fewer_axes:
+        raise wrong_shape(array, stored_shape, where)
+
+
+def wrong_shape(array: Mosaic, stored_shape: Shape, where: str) -> CheckpointError:
+    """The refusal of a stored tensor that has another shape than the model's."""
     return CheckpointError(
-        f"it is stored as {list(stored)}, and of this model a rank holds {list(array.shape)}",
+        f"its stored shape is {list(stored_shape)}, the model's shape is {list(array.shape)}",
         where=where,
-        why="The settings, or the config given with --model, are of another model, or a file is of another save",
+        why="The settings, or the config given with --model, belong to another model, or the file belongs to another save",
         do="Give the config that this model was trained with by --model DIR",
     )
 
 
-def fits(array: Mosaic, stored: Shape) -> bool:
-    """Whether a stored tensor of that shape can be the array: it has its shape, or is its memory under another one."""
-    return array.shape == stored or (len(array.shape) > len(stored) and math.prod(array.shape) == math.prod(stored))
+def local_tensors(array: Mosaic, stored: AnyTensor, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, LocalTensor]]:
+    """(name, its boxes) of every canonical tensor in a stored tensor that is this array. `shapes` are the canonical tensors' global shapes.
 
-
-def pieces(array: Mosaic, stored: AnyTensor) -> Iterator[tuple[str, Box, AnyTensor]]:
-    """Every box of a canonical tensor in a stored one: its name, itself, and its bytes.
-
-    Raises: CheckpointError if the array is the memory of the tensor, and that is not contiguous.
+    Raises: CheckpointError if the array has another shape than the stored tensor, and that is not contiguous.
     """
-    strides = stored.strides
-    if array.shape != stored.shape:
-        if stored.strides != row_major(stored.shape):
-            raise CheckpointError(f"a tensor with strides {stored.strides} cannot be viewed as {list(array.shape)}", where=stored.path)
-        strides = row_major(array.shape)
-    for section in array.sections(strides):
-        yield section.name, section.box, view(stored, section.start, section.box.sizes, section.strides)
+    boxes: dict[str, list[tuple[Box, AnyTensor]]] = {}
+    for section in array.sections(_strides(array, stored)):
+        boxes.setdefault(section.name, []).append((section.box, elements_of(stored, section.start, section.box.sizes, section.strides)))
+    for name, shards in boxes.items():
+        yield name, LocalTensor(stored.dtype, shapes[name], tuple(shards))
 
 
-def flat_sections(array: Mosaic, start: int, stop: int, at: int) -> Iterator[Section]:
-    """The elements start..stop of an array's row-major memory as sections of a run that has them from its element `at` on."""
-    for box in flat_boxes(array.shape, start, stop):
-        part = array
-        for axis, (begin, width) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            part = part.cut(axis, begin, begin + width)
-        # The box is itself a run of the memory, so it is row-major.
-        for section in part.sections(row_major(part.shape)):
-            yield Section(section.name, section.box, at + section.start, section.strides)
-        at += box.volume
+def _strides(array: Mosaic, stored: AnyTensor) -> Shape:
+    if array.shape == stored.shape:
+        return stored.strides
+    if stored.strides != row_major(stored.shape):
+        raise CheckpointError(f"a tensor with strides {stored.strides} cannot be viewed as {list(array.shape)}", where=stored.path)
+    return row_major(array.shape)
 
 
-def view(stored: AnyTensor, start: int, sizes: Shape, strides: Shape) -> AnyTensor:
-    """Elements of a stored tensor, from element `start` of its memory on."""
+def whole_tensor(stored: AnyTensor) -> LocalTensor:
+    """A stored tensor as a tensor of its own."""
+    return LocalTensor(stored.dtype, stored.shape, ((Box.whole(stored.shape), stored),))
+
+
+def elements_of(stored: AnyTensor, start: int, sizes: Shape, strides: Shape) -> AnyTensor:
+    """A view of a stored tensor's memory, from element `start` on."""
     skipped = start * stored.dtype.itemsize
     if isinstance(stored, StoredTensor):
         return replace(stored, byte_offset=stored.byte_offset + skipped, shape=sizes, strides=strides)
     return replace(stored, skipped=stored.skipped + skipped, shape=sizes, strides=strides)
 
 
-def locals_of(array: Mosaic, stored: AnyTensor, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, LocalTensor]]:
-    """The parts of canonical tensors that a stored one holds, by name."""
-    found: dict[str, list[tuple[Box, AnyTensor]]] = {}
-    for name, box, held in pieces(array, stored):
-        found.setdefault(name, []).append((box, held))
-    for name, shards in found.items():
-        yield name, LocalTensor(stored.dtype, shapes[name], tuple(shards))
+def flat_sections(array: Mosaic, start: int, stop: int, position: int) -> Iterator[Section]:
+    """The elements start..stop of an array's row-major memory, as sections of a flat run that holds them from its element `position` on."""
+    for box in flat_boxes(array.shape, start, stop):
+        part = array
+        for axis, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            part = part.cut(axis, offset, offset + size)
+        # Each box is contiguous in the array's memory, so the sections of the part are row-major.
+        for section in part.sections(row_major(part.shape)):
+            yield Section(section.name, section.box, position + section.start, section.strides)
+        position += box.volume

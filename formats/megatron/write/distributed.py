@@ -1,8 +1,15 @@
-"""Distributed checkpoints, written: a file of entries for every model-parallel rank, each with what that rank's part of the model is.
+"""Distributed checkpoints, written: one file of entries per model-parallel rank, with that rank's part of the model.
 
-As a run of these sizes would save it with one data-parallel rank; a run of any other loads it. The optimizer's state is in the model's form
-(fully_reshardable), or that of the plain optimizer. Source: megatron/core/dist_checkpointing, transformer/transformer_block.py,
-transformer/moe/experts.py and optimizer/*.py (sharded_state_dict) of 0.16.1.
+    iter_0000010/__{rank}_0.distcp, .metadata    a folder of torch.distributed.checkpoint
+                 common.pt                       settings and everything else that all ranks share
+                 metadata.json                   the backend
+    latest_checkpointed_iteration.txt
+
+The save is that of a run of these sizes with one data-parallel rank; a run of any other sizes loads it. The optimizer's state is in the
+model's form (fully_reshardable), or that of the plain optimizer.
+
+Source: megatron/core/dist_checkpointing, transformer/transformer_block.py, transformer/moe/experts.py and optimizer/*.py
+(sharded_state_dict) of 0.16.1.
 """
 
 from __future__ import annotations
@@ -17,208 +24,243 @@ from reshard.adapter.dcp_writer import DcpFile, written_metadata
 from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.torch_writer import TorchFile
 from reshard.canonical.content import Content
-from reshard.errors import RequestError
 from reshard.geometry.mosaics import Mosaic
-from reshard.plans.layout import Layout, Sidecar
+from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.target import Target
 
-from ..layout.chunks import Chunk, LayerSpec, RankPlace
-from ..layout.save_folders import METADATA, TRACKER
+from ..layout.chunks import Chunk, cannot_split
+from ..layout.layer_spec import LayerSpec
+from ..layout.parallel_sizes import StageRank
+from ..layout.save_folders import COMMON, DCP_METADATA, METADATA_JSON
 from ..layout.tensors import BUFFERS, MegatronTensor, is_decayed
-from .save import F32, Writing, begin_writing
+from .save import F32, MegatronSave, begin_save
 
-_COMMON = "common.pt"
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+_FULLY_RESHARDABLE = "fully_reshardable"
+
+_Lead = tuple[tuple[int, int], ...]
+"""(number, count) of the layer and the expert along the axes on which a tensor is stacked."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Sharded:
-    """A tensor of a stage under its key. lead: (number, count) of every axis that it is stacked along; is_expert: experts' ranks cut it."""
+class _KeyedTensor:
+    """A tensor of one layer or expert, and where it lies in the stored tensor."""
 
     key: str
+    """The key of the stored tensor."""
     tensor: MegatronTensor
-    lead: tuple[tuple[int, int], ...]
-    is_expert: bool
-    is_parameter: bool
+    """The tensor without stacked axes."""
+    lead: _Lead = ()
+    """Its position along the stacked axes."""
+    is_expert: bool = False
+    """Whether it belongs to a routed expert, and is split over the ranks that share the expert."""
+    is_parameter: bool = True
+    """Whether an optimizer updates it."""
 
-    def parts(self, tp: int, rank: int) -> Iterator[tuple[Mosaic, tuple[int, ...]]]:
-        """What a rank has of it, block by block, and where that starts in the whole. What is not cut is the first rank's."""
-        tensor, start = self.tensor, 0
-        for block in tensor.blocks:
-            rest = (0,) * (len(block.shape) - 1)
-            if tensor.axis is None:
-                if rank == 0:
-                    yield block, (start, *rest)
-            else:
-                try:
-                    part = block.part(tensor.axis, tp, rank)
-                except ValueError as error:
-                    raise RequestError(
-                        f"{tp} tensor-parallel ranks cannot share it: {error}",
-                        where=self.key,
-                        do="Choose a tensor-parallel size that divides it (--tp, or --etp for experts)",
-                    ) from None
-                offsets = [start, *rest]
-                offsets[tensor.axis] += rank * part.shape[tensor.axis]
-                yield part, tuple(offsets)
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """The shape of the stored tensor."""
+        return (*(count for _, count in self.lead), *self.tensor.shape)
+
+    def shards(self, tp: int, tp_rank: int) -> Iterator[tuple[Mosaic, tuple[int, ...]]]:
+        """(array, its offsets in the stored tensor) of each block of a rank's shard. A replicated tensor is the first rank's.
+
+        Raises: RequestError if a block does not divide by the ranks.
+        """
+        numbers, axis, start = tuple(number for number, _ in self.lead), self.tensor.axis, 0
+        for block in self.tensor.blocks:
+            offsets = [start, *(0 for _ in block.shape[1:])]
             start += block.shape[0]
+            if axis is None:
+                if tp_rank == 0:
+                    yield block, (*numbers, *offsets)
+                continue
+            try:
+                shard = block.part(axis, tp, tp_rank)
+            except ValueError as error:
+                raise cannot_split(self.key, tp, error) from None
+            offsets[axis] += tp_rank * shard.shape[axis]
+            yield shard, (*numbers, *offsets)
 
 
-def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
-    """The files of every rank, what all have in common, and the metadata that make them a checkpoint."""
-    writing = begin_writing(content, target, "a Megatron checkpoint")
-    save = f"iter_{writing.step:07d}/" if writing.has_optimizer else "release/"
+def lay_out_distributed(content: Content, target: Target, companions: ModelFiles) -> Layout:
+    """The file of every rank, the values that all share, and the metadata that make them a checkpoint.
+
+    Raises: RequestError if Megatron cannot hold the model, or it does not divide by the parallel sizes.
+    """
+    save = begin_save(content, target)
+    folder = f"{save.name}/"
     files: list[DcpFile] = []
-    ranks: list[Mapping[str, int]] = []
-    for stage in range(writing.sizes.pp):
-        for place in writing.sizes.ranks():
-            file = DcpFile(f"__{len(files)}_0.distcp")
-            for chunk in writing.chunks:
-                if chunk.stage == stage:
-                    _add_chunk(writing, file, chunk, place)
+    rank_files: list[TargetFile] = []
+    for stage in range(save.sizes.pp):
+        for rank in save.sizes.stage_ranks():
+            file = _rank_file(save, f"__{len(files)}_0.distcp", stage, rank)
             files.append(file)
-            ranks.append({"tp": place.tp, "pp": stage, "ep": place.ep})
-    common, copies = _common(writing, save)
-    metadata = Sidecar(f"{save}.metadata", written_metadata(files))
-    backend = Sidecar(f"{save}{METADATA}", json.dumps(_BACKEND).encode())
-    tracker = Sidecar(TRACKER, (str(writing.step) if writing.has_optimizer else "release").encode())
-    placed = tuple(file.close(rank, folder=save) for file, rank in zip(files, ranks, strict=True))
-    sidecars = (*companions.sidecars({writing.dtype}), metadata, backend, tracker)
+            rank_files.append(file.close({"tp": rank.tp_rank, "pp": stage, "ep": rank.ep_rank}, folder=folder))
+    sidecars = (
+        *companions.sidecars({save.dtype}),
+        Sidecar(folder + DCP_METADATA, written_metadata(files)),
+        Sidecar(folder + METADATA_JSON, json.dumps(_BACKEND).encode()),
+        save.tracker,
+    )
+    aliases = {**save.aliases, **(_optimizer_aliases(save) if save.has_optimizer else {})}
     return Layout(
-        "megatron-dist", (*placed, common), sidecars, target.parallel, writing.notes(), {**writing.copies, **copies}, writing.told
+        "megatron-dist",
+        (*rank_files, _common_file(save, folder)),
+        sidecars,
+        target.parallel,
+        save.notes(),
+        aliases,
+        save.inlined_scalars,
     )
 
 
-def _add_chunk(writing: Writing, file: DcpFile, chunk: Chunk, place: RankPlace) -> None:
-    """What a rank has of a chunk and no rank before it."""
-    for each in _sharded(writing, chunk, place.ep):
-        if not (place.has_experts if each.is_expert else place.has_dense):
-            continue
-        parts = each.parts(writing.sizes.etp, place.etp) if each.is_expert else each.parts(writing.sizes.tp, place.tp)
-        counts = tuple(count for _, count in each.lead)
-        for array, offsets in parts:
-            _add_array(writing, file, each, array, (*(number for number, _ in each.lead), *offsets), (*counts, *each.tensor.shape))
-    for key in _states(writing, chunk, place):
-        file.add_object(key, [None])
+def _rank_file(save: MegatronSave, path: str, stage: int, rank: StageRank) -> DcpFile:
+    """The entries of a rank that no rank of its stage before it has."""
+    file, sizes = DcpFile(path), save.sizes
+    for chunk in (chunk for chunk in save.chunks if chunk.stage == stage):
+        tensors = list(_keyed_tensors(save, chunk, rank.ep_rank))
+        for tensor in tensors:
+            if rank.is_first_experts if tensor.is_expert else rank.is_first_dense:
+                tp, tp_rank = (sizes.etp, rank.etp_rank) if tensor.is_expert else (sizes.tp, rank.tp_rank)
+                for array, offsets in tensor.shards(tp, tp_rank):
+                    _add_shard(save, file, tensor, array, offsets)
+        for key in _fp8_state_keys(tensors, rank):
+            file.add_object(key, [None])
+    return file
 
 
-def _add_array(writing: Writing, file: DcpFile, each: _Sharded, array: Mosaic, offsets: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """A part of a tensor, and of what the optimizer keeps of it."""
-    sizes = (*(1 for _ in each.lead), *array.shape)
-    dtype = writing.dtype_of(array) if each.is_parameter else F32
-    file.add_tensor(each.key, array.stored(each.key, dtype, sizes), offsets, shape)
-    if not writing.has_optimizer or not each.is_parameter:
+def _add_shard(save: MegatronSave, file: DcpFile, tensor: _KeyedTensor, array: Mosaic, offsets: tuple[int, ...]) -> None:
+    """A rank's shard of a tensor, and of the optimizer's state of it."""
+    shape = (*(1 for _ in tensor.lead), *array.shape)
+    dtype = save.dtype_of(array) if tensor.is_parameter else F32
+    file.add_tensor(tensor.key, array.stored(tensor.key, dtype, shape), offsets, tensor.global_shape)
+    if not save.has_optimizer or not tensor.is_parameter:
         return
-    names = {kind: kind for kind in writing.kinds(array)}
-    if writing.is_distributed or dtype.itemsize < 4:
-        names["master_param"] = "param" if writing.is_distributed else "fp32_param"
-    for kind, name in names.items():
-        key = f"optimizer.state.{name}.{each.key}"
-        stored = writing.state_array(array, kind).stored(key, F32, sizes)
-        file.add_tensor(key, stored, offsets, shape)
+    stored_names = {kind: kind for kind in save.optimizer.kinds(array)}
+    if save.is_distributed_optimizer:
+        stored_names["master_param"] = "param"
+    elif dtype.itemsize < 4:
+        stored_names["master_param"] = "fp32_param"
+    for kind, name in stored_names.items():
+        key = f"optimizer.state.{name}.{tensor.key}"
+        state = save.optimizer.state_array(array, kind).stored(key, F32, shape)
+        file.add_tensor(key, state, offsets, tensor.global_shape)
 
 
-def _sharded(writing: Writing, chunk: Chunk, ep_rank: int) -> Iterator[_Sharded]:
-    """The tensors of a chunk, those of its experts as far as they are a rank's."""
-    model, ends = writing.model, writing.model.ends
-    for name, tensor in ends.items():
+def _keyed_tensors(save: MegatronSave, chunk: Chunk, ep_rank: int) -> Iterator[_KeyedTensor]:
+    """The tensors of a chunk, with the experts of one expert-parallel rank."""
+    model = save.model
+    for name, tensor in model.outside_layers.items():
         is_here = chunk.is_first if name.startswith("embedding.") else chunk.is_last
         if is_here and not (name.startswith("output_layer.") and model.model.is_tied):
-            yield _Sharded(name, tensor, (), False, True)
+            yield _KeyedTensor(name, tensor)
     for layer in chunk.layers:
-        prefix, lead = _prefix(writing, layer)
-        yield from _layer(writing, prefix, layer, lead, ep_rank)
-    for extra in range(model.extra_layers if chunk.is_last else 0):
-        prefix = f"mtp.layers.{extra}."
-        for name, tensor in model.extra(extra).items():
-            yield _Sharded(prefix + name, tensor, (), False, True)
-        yield from _layer(writing, prefix + "transformer_layer.", model.layers + extra, (), ep_rank)
+        # Where layers can differ, the keys have their numbers; otherwise the layers are stacked.
+        prefix, lead = ("decoder.layers.", ((layer, model.layers),)) if save.stacks_layers else (f"decoder.layers.{layer}.", ())
+        yield from _layer_tensors(save, prefix, layer, lead, ep_rank)
+    for mtp_layer in range(model.mtp_layers if chunk.is_last else 0):
+        prefix = f"mtp.layers.{mtp_layer}."
+        for name, tensor in model.mtp_module(mtp_layer).items():
+            yield _KeyedTensor(prefix + name, tensor)
+        yield from _layer_tensors(save, prefix + "transformer_layer.", model.layers + mtp_layer, (), ep_rank)
 
 
-def _prefix(writing: Writing, layer: int) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """Layers that are all alike are stacked; where they differ their names hold their numbers."""
-    if writing.is_stacked:
-        return "decoder.layers.", ((layer, writing.model.layers),)
-    return f"decoder.layers.{layer}.", ()
-
-
-def _layer(writing: Writing, prefix: str, layer: int, lead: tuple[tuple[int, int], ...], ep_rank: int) -> Iterator[_Sharded]:
-    model = writing.model
-    for name, tensor in writing.spelling.tensors(model.layer(layer)).items():
-        yield _Sharded(prefix + _key(writing, name, layer), tensor, lead, False, name not in BUFFERS)
+def _layer_tensors(save: MegatronSave, prefix: str, layer: int, lead: _Lead, ep_rank: int) -> Iterator[_KeyedTensor]:
+    model = save.model
+    for name, tensor in save.spec.tensors(model.layer(layer)).items():
+        yield _KeyedTensor(prefix + _key(save, name, layer), tensor, lead, is_parameter=name not in BUFFERS)
     if model.is_sparse(layer):
-        own = model.experts // writing.sizes.ep
-        for expert in range(ep_rank * own, (ep_rank + 1) * own):
+        experts_per_rank = model.experts // save.sizes.ep
+        for expert in range(ep_rank * experts_per_rank, (ep_rank + 1) * experts_per_rank):
             for name, tensor in model.expert(layer, expert).items():
-                yield _Sharded(f"{prefix}mlp.experts.experts.{name}", tensor, (*lead, (expert, model.experts)), True, True)
+                yield _KeyedTensor(f"{prefix}mlp.experts.experts.{name}", tensor, (*lead, (expert, model.experts)), is_expert=True)
 
 
-def _key(writing: Writing, name: str, layer: int) -> str:
-    """The name of a layer's tensor in the keys: norms before fused layers are called as Transformer Engine calls them, whoever trained."""
-    sparse, latent = writing.model.is_sparse(layer), writing.model.is_latent
-    if writing.spelling.te or latent:
-        return writing.spelling.name(name, sparse=sparse, latent=latent)
-    return LayerSpec(te=True).name(name, sparse=False, latent=False)
+def _key(save: MegatronSave, name: str, layer: int) -> str:
+    """The key of a layer's tensor. Norms before fused layers have Transformer Engine's names in every run."""
+    is_sparse, is_latent = save.model.is_sparse(layer), save.model.is_latent
+    if save.spec.te or is_latent:
+        return save.spec.stored_name(name, is_sparse=is_sparse, is_latent=is_latent)
+    return LayerSpec(te=True).stored_name(name, is_sparse=False, is_latent=False)
 
 
-def _states(writing: Writing, chunk: Chunk, place: RankPlace) -> Iterator[str]:
-    """The keys of the linear layers' FP8 states, which are not used: loaders ask for them."""
-    seen: dict[str, None] = {}
-    for each in _sharded(writing, chunk, place.ep):
-        is_own = place.has_experts and not place.etp if each.is_expert else place.has_dense and not place.tp
-        module = re.sub(r"\.(weight|bias)$", "", each.key)
-        if module != each.key and module.rpartition(".")[2].startswith(("linear_", "eh_proj")) and is_own:
-            numbers = each.lead or ((0, 1),)
-            shard = ".".join(str(number) for number, _ in numbers) + "_" + ".".join(str(count) for _, count in numbers)
-            seen[f"{module}._extra_state/shard_{shard}"] = None
-    yield from seen
+def _fp8_state_keys(tensors: Sequence[_KeyedTensor], rank: StageRank) -> list[str]:
+    """The keys of the unused FP8 states of linear layers, for which loaders ask."""
+    keys: dict[str, None] = {}
+    for tensor in tensors:
+        is_own = rank.is_first_experts and not rank.etp_rank if tensor.is_expert else rank.is_first_dense and not rank.tp_rank
+        module = re.sub(r"\.(weight|bias)$", "", tensor.key)
+        if is_own and module != tensor.key and module.rpartition(".")[2].startswith(("linear_", "eh_proj")):
+            lead = tensor.lead or ((0, 1),)
+            shard = ".".join(str(number) for number, _ in lead) + "_" + ".".join(str(count) for _, count in lead)
+            keys[f"{module}._extra_state/shard_{shard}"] = None
+    return list(keys)
 
 
-def _common(writing: Writing, save: str) -> tuple[Any, dict[str, str]]:
-    """What all ranks agree on; and which tensors others stand for."""
-    file = TorchFile(save + _COMMON)
-    copies: dict[str, str] = {}
+def _common_file(save: MegatronSave, folder: str) -> TargetFile:
+    """common.pt."""
+    file = TorchFile(folder + COMMON)
     root: dict[str, Any] = {
-        "args": writing.args(ckpt_format="torch_dist", dist_ckpt_optim_fully_reshardable=True),
+        "args": save.args(ckpt_format="torch_dist", dist_ckpt_optim_fully_reshardable=True),
         "checkpoint_version": 3.0,
-        "iteration": writing.step,
+        "iteration": save.step,
         "num_floating_point_operations_so_far": 0,
         "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
     }
-    if writing.has_optimizer:
-        root["opt_param_scheduler"] = writing.scheduler()
-        root["optimizer"] = _optimizer(writing, file, copies)
-        if writing.is_distributed:
-            root["content_metadata"]["distrib_optim_sharding_type"] = "fully_reshardable"
-    return file.close(root), copies
+    if save.has_optimizer:
+        root["opt_param_scheduler"] = save.scheduler()
+        root["optimizer"] = _optimizer(save, file)
+        if save.is_distributed_optimizer:
+            root["content_metadata"]["distrib_optim_sharding_type"] = _FULLY_RESHARDABLE
+    return file.close(root)
 
 
-def _optimizer(writing: Writing, file: TorchFile, copies: dict[str, str]) -> Any:
-    """The param groups; experts have an optimizer of their own if they are shared out."""
-    by_expert: dict[bool, dict[bool, list[str]]] = {}
-    for chunk in writing.chunks:
-        for each in (each for ep_rank in range(writing.sizes.ep) for each in _sharded(writing, chunk, ep_rank)):
-            if each.is_parameter:
-                own = by_expert.setdefault(each.is_expert and writing.sizes.ep > 1, {True: [], False: []})
-                own[is_decayed(each.key, each.tensor.shape)].extend(each.tensor.tensors)
-    if not writing.is_distributed and not writing.has_masters:
-        # The weights are their own full-precision copies.
-        copies.update({kinds["master_param"]: name for name, kinds in writing.states.items()})
+_Groups = Mapping[bool, Sequence[str]]
+"""Whether weight decay applies -> the canonical names of the weights."""
+
+
+def _weights_by_optimizer(save: MegatronSave) -> dict[bool, _Groups]:
+    """Whether it is the optimizer of the experts -> its param groups. Without expert parallelism one optimizer has all weights."""
+    optimizers: dict[bool, dict[bool, list[str]]] = {}
+    for chunk in save.chunks:
+        for ep_rank in range(save.sizes.ep):
+            for tensor in _keyed_tensors(save, chunk, ep_rank):
+                if tensor.is_parameter:
+                    groups = optimizers.setdefault(tensor.is_expert and save.sizes.ep > 1, {True: [], False: []})
+                    groups[is_decayed(tensor.key, tensor.tensor.shape)].extend(tensor.tensor.names)
+    return dict(sorted(optimizers.items()))
+
+
+def _weights_of(groups: _Groups) -> list[str]:
+    return [name for names in groups.values() for name in names]
+
+
+def _optimizer(save: MegatronSave, file: TorchFile) -> Any:
+    """The optimizer in common.pt: its param groups, and the step count of the plain optimizer."""
     chain: list[dict[str, Any]] = []
-    for is_expert, groups in sorted(by_expert.items()):
-        found = [
-            writing.group_settings(names, is_decayed=is_decayed, is_expert=is_expert)
-            for is_decayed, names in groups.items()
+    for is_expert, groups in _weights_by_optimizer(save).items():
+        settings = [
+            save.optimizer.group_settings(names, is_decayed=is_decayed_group, is_expert=is_expert)
+            for is_decayed_group, names in groups.items()
             if names or not is_expert
         ]
-        chain.append(_one(writing, found, [name for names in groups.values() for name in names], file, copies))
+        if save.is_distributed_optimizer:
+            chain.append({"optimizer": {"param_groups": settings}, "param_state_sharding_type": _FULLY_RESHARDABLE})
+            continue
+        steps = {"common_step": save.optimizer.step_tensor(file, _weights_of(groups))} if save.has_step_tensors else {}
+        inner = {"state": steps, "param_groups": settings}
+        # Masters are entries only: Megatron would merge a key for them here with those entries, list by list.
+        chain.append({"optimizer": inner} if save.has_masters else inner)
     return dict(enumerate(chain)) if len(chain) > 1 else chain[0]
 
 
-def _one(writing: Writing, groups: list[dict[str, Any]], names: Sequence[str], file: TorchFile, copies: dict[str, str]) -> dict[str, Any]:
-    if writing.is_distributed:
-        return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
-    steps = {"common_step": writing.step_tensor(file, names, copies)} if writing.has_steps else {}
-    inner = {"state": steps, "param_groups": groups}
-    # Masters are entries only: a key for them here would be merged with those entries, list by list.
-    return {"optimizer": inner} if writing.has_masters else inner
+def _optimizer_aliases(save: MegatronSave) -> dict[str, str]:
+    """The masters and step counts that the plain optimizer does not store, as another tensor stands for them."""
+    if save.is_distributed_optimizer:
+        return {}
+    aliases = {} if save.has_masters else save.optimizer.master_aliases(tuple(save.optimizer.keys))
+    if save.has_step_tensors:
+        for groups in _weights_by_optimizer(save).values():
+            aliases |= save.optimizer.step_aliases(_weights_of(groups))
+    return aliases
