@@ -66,7 +66,9 @@ class ChunkTensor:
         return is_decayed(self.name, self.shape)
 
     def __repr__(self) -> str:
-        return f"<{self.name} {list(self.shape)} of {', '.join(self.array.names)}>"
+        names = self.array.names
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return f"<{self.name} {list(self.shape)}: {names[0] if names else 'padding'}{more}>"
 
 
 def layer_offsets(save: LegacySave, model: MegatronModel) -> dict[tuple[int, int], int]:

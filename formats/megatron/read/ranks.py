@@ -169,8 +169,8 @@ def _sizes_text(sizes: ParallelSizes) -> str:
 def _parse_rank(folder: MegatronRankFolder, root: Mapping[str, Any], sizes: ParallelSizes) -> MegatronRank:
     """A rank's file as plain values."""
     keys = _model_keys(root)
-    chunks = [_parse_chunk(root[key] if key else root) for key in keys]
-    beside_model = [str(key) for key in root if key not in (*keys, "optimizer", *_RUN_STATE)]
+    chunks = [_parse_chunk(root[key]) for key in keys] or [_parse_chunk(root)]
+    beside_model = [str(key) for key in root if key not in (*keys, "optimizer", *_RUN_STATE)] if keys else []
     writer = plain_args(root.get("args")).get("rank")
     return MegatronRank(
         folder.weights,
@@ -185,13 +185,13 @@ def _parse_rank(folder: MegatronRankFolder, root: Mapping[str, Any], sizes: Para
 
 
 def _model_keys(root: Mapping[str, Any]) -> list[str]:
-    """The keys of the chunks in a rank's file, in order; "" if the file itself is the state dict, as NeMo writes it."""
+    """The keys of the chunks in a rank's file, in order; none if the file itself is the one chunk, as NeMo writes it."""
     if _MODEL in root:
         return [_MODEL]
     numbered = [key for key in root if isinstance(key, str) and key.startswith(_MODEL) and key.removeprefix(_MODEL).isdecimal()]
     if numbered:
         return sorted(numbered, key=lambda key: int(key.removeprefix(_MODEL)))
-    return ["state_dict" if "state_dict" in root else ""]
+    return ["state_dict"] if "state_dict" in root else []
 
 
 def _parse_chunk(state_dict: Any) -> tuple[dict[str, AnyTensor], list[str]]:
