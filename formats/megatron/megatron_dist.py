@@ -1,4 +1,4 @@
-"""Megatron-Core's distributed checkpoints (--ckpt-format torch_dist, zarr or torch_dcp): each tensor is stored in boxes of any rank.
+"""Megatron-Core's distributed checkpoints (--ckpt-format torch_dist, zarr or torch_dcp): boxes of whole tensors, from any rank.
 
 This module is loaded for every checkpoint, to detect the format. So it imports its reader and its writer when they are needed.
 """

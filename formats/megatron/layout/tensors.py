@@ -146,6 +146,9 @@ class MegatronModel:
             self._parts.setdefault((part.layer, part.expert), []).append(part)
         self._cache: dict[tuple[object, ...], Tensors] = {}
 
+    def __repr__(self) -> str:
+        return f"<Megatron's {self.model.architecture.model_type} model: {self.layers} layers, vocabulary padded to {self._padded_vocab}>"
+
     @property
     def layers(self) -> int:
         """The number of layers without those for multi-token prediction."""

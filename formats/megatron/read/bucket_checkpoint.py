@@ -91,8 +91,10 @@ def bucket_tensors(stored: StoredFolder, model: RunModel, args: Args) -> Iterato
     is_chained = any(buffer.link is not None for buffer in buffers)
     pieces: dict[tuple[str, str], list[Shards]] = {}
     for parameters in _rank_parameters(model, args, where, is_chained=is_chained):
-        own = [buffer for buffer in buffers if buffer.group == parameters.group and buffer.link in (None, int(parameters.is_expert))]
-        for piece in _state_pieces(stored, own, parameters.chunks, where):
+        rank_buffers = [
+            buffer for buffer in buffers if buffer.group == parameters.group and buffer.link in (None, int(parameters.is_expert))
+        ]
+        for piece in _state_pieces(stored, rank_buffers, parameters.chunks, where):
             pieces.setdefault((piece.name, piece.array), []).append(piece.shards)
     dtypes = {array: buckets[0].dtype for buffer in buffers for array, buckets in buffer.arrays.items()}
     for (name, array), parts in pieces.items():
@@ -115,7 +117,7 @@ def _buffers(stored: StoredFolder) -> list[_Buffer]:
 
 
 def _rank_parameters(model: RunModel, args: Args, where: str, *, is_chained: bool) -> Iterator[_RankParameters]:
-    """The parameters of every part of the model, once for each optimizer of the chain that has buffers of it."""
+    """The parameters of every rank with a different part of the model, for each optimizer of the chain."""
     sizes, spec = _run_sizes(args), LayerSpec.from_args(args, args.get("transformer_impl", "transformer_engine"))
     chunks = split_into_chunks(layers_per_chunk(args, sizes, where), sizes.pp)
     for stage in range(sizes.pp):

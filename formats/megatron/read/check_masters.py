@@ -1,4 +1,4 @@
-"""Whether the masters belong to their weights: a few elements of each master are rounded and compared with the weight.
+"""Checks that masters belong to their weights: rounds a few elements of each master and compares them with the weight.
 
 The position of a parameter in an optimizer's buffer follows from settings and order alone, so no name shows a mistake.
 """

@@ -17,7 +17,7 @@ from ..layout.tensors import BUFFERS, EMBEDDING, HEAD, MegatronModel, is_decayed
 from .ranks import LegacySave, MegatronRank
 from .tensor_boxes import Shape, check_shape, named_tensor, stored_shard
 
-# The weights of GroupedMLP, each of all experts of a rank.
+# The two weights of GroupedMLP. Each holds all experts of a rank.
 _GROUPED_EXPERTS = {"mlp.experts.weight1": "weight1", "mlp.experts.weight2": "weight2"}
 
 
@@ -101,7 +101,7 @@ def locate_tensors(
 ) -> list[ChunkTensor]:
     """The tensors of a rank with the arrays that they are; `offsets` are those of `layer_offsets`.
 
-    Raises: CheckpointError if the model has no such tensor, or one of another shape.
+    Raises: CheckpointError if the model does not have a stored tensor, or has it with another shape.
     """
     locator = _Locator(rank, model, sizes, offsets)
     return [tensor for number, chunk in enumerate(rank.chunks) for tensor in locator.tensors(number, chunk)]

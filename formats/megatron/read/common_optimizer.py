@@ -1,4 +1,4 @@
-"""What the ranks of a distributed save have in common of the optimizer: its param groups and its step count.
+"""The optimizer's param groups and step count in a distributed save, which all ranks share.
 
 The param groups do not list their parameters: which parameters belong to a group follows from its settings.
 """
@@ -21,7 +21,7 @@ from reshard.models.model import Model, Part
 from ..layout.tensors import BUFFER_ROLES, is_decayed
 from .zarr import StoredFolder
 
-# Where each rank has saved the settings of its optimizer. All ranks' settings are equal.
+# The entries in which each rank saves the settings of its optimizer. The settings of all ranks are equal.
 _RANK_SETTINGS = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_0\.optimizer/shard_0_1")
 
 
@@ -40,7 +40,7 @@ class CommonOptimizer:
 def read_common_optimizer(
     stored: StoredFolder, common: Mapping[str, Any], model: Model, stored_weights: Collection[str]
 ) -> CommonOptimizer:
-    """The optimizer's part of `common`, or if that has none, of the ranks' own entries."""
+    """The param groups and step counts in `common`; if there are none, in the entries of the ranks."""
     optimizer = common.get("optimizer")
     if not isinstance(optimizer, list | Mapping) or ("param_state_sharding_type" in optimizer and "optimizer" not in optimizer):
         optimizer = _settings_of_ranks(stored)
@@ -57,7 +57,7 @@ def read_common_optimizer(
 
 
 def _settings_of_ranks(stored: StoredFolder) -> dict[int, Any]:
-    """The settings of each optimizer of the chain, where every rank has saved its own."""
+    """The settings of each optimizer of the chain, from the entries of the ranks."""
     settings: dict[int, Any] = {}
     for key, item in stored.metadata.objects.items():
         if (match := _RANK_SETTINGS.fullmatch(key)) and (link := int(match[1] or 0)) not in settings:

@@ -1,4 +1,4 @@
-"""Distributed checkpoints (--ckpt-format torch_dist, zarr or torch_dcp), read: every tensor is stored whole, in boxes of any rank.
+"""Distributed checkpoints (--ckpt-format torch_dist, zarr or torch_dcp), read: whole tensors, in boxes that any rank may have written.
 
     metadata.json         {"sharded_backend": "torch_dist", ...}; written last
     common.pt             args, iteration and everything else that all ranks share; since 2026 an entry called common_state

@@ -1,4 +1,4 @@
-"""The tensors of a distributed save that are stored under keys of their own: weights, and optimizer state in the model's form.
+"""The tensors of a distributed save whose key names a weight: the weights, and optimizer state in the model's form.
 
     decoder.layers.self_attention.linear_qkv.weight                          [layers, rows, columns]
     decoder.layers.mlp.experts.experts.linear_fc1.weight                     [layers, experts, rows, columns]
@@ -48,7 +48,7 @@ def is_run_key(key: str) -> bool:
 def keyed_tensors(stored: StoredFolder, model: RunModel) -> Iterator[Tensor]:
     """The canonical tensors that lie in the stored ones.
 
-    Raises: CheckpointError if the model has no tensor that a key names, or one of another shape.
+    Raises: CheckpointError if the model does not have the tensor that a key names, or has it with another shape.
     """
     for key, item in stored.metadata.tensors.items():
         if is_weight_name(key):
@@ -131,7 +131,7 @@ def _blocked_state(
 def _tile_rows(model: MegatronModel, parsed: ParsedKey, item: TensorItem, where: str) -> TileRows:
     """The tiles of each stored box of a tensor with this key. A box can span several layers and experts.
 
-    Raises: CheckpointError if the model has no such tensor, or one of another shape.
+    Raises: CheckpointError if the model does not have the tensor, or has it with another shape.
     """
     lead = parsed.stacked_axes
     expected = ((model.layers,) if parsed.stacks_layers else ()) + ((model.experts,) if parsed.stacks_experts else ())

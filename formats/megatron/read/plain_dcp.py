@@ -40,7 +40,7 @@ _RUN_STATE = ("args", "iteration", "checkpoint_version", "num_floating_point_ope
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class NumberedOptimizer:
-    """The optimizer of such a folder, which knows its parameters by number."""
+    """The optimizer of a plain folder. It identifies its parameters by number."""
 
     groups: tuple[Mapping[str, Any], ...] = ()
     """The param groups, as stored."""
@@ -74,7 +74,7 @@ def read_run_state(stored: StoredFolder) -> dict[str, Any]:
 
 
 def read_numbered_optimizer(stored: StoredFolder, model: MegatronModel, args: Args) -> NumberedOptimizer:
-    """The optimizer of a folder."""
+    """The optimizer of a plain folder; without param groups if the folder has none."""
     groups = _read_groups(stored)
     if not groups:
         return NumberedOptimizer()

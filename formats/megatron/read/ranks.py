@@ -20,7 +20,7 @@ from ..layout.save_folders import MegatronRankFolder, rank_folders
 from .nemo import nemo_args
 
 _MODEL = "model"
-# Keys of a rank's file with plain values of the run. The trainer's own keys are others.
+# Keys of a rank's file that hold counters and the state of the schedule. Other keys belong to the trainer.
 _RUN_STATE = ("iteration", "checkpoint_version", "num_floating_point_operations_so_far", "opt_param_scheduler", "lr_scheduler", "tokens")
 
 

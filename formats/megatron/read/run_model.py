@@ -22,7 +22,7 @@ _MOST_LAYERS = 100_000
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RunModel:
-    """The model of a run whose layout is known."""
+    """The model of a run, in a known layout."""
 
     megatron: MegatronModel
     """Its tensors under Megatron's names."""

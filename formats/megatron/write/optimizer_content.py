@@ -1,4 +1,4 @@
-"""What the source's optimizer keeps of each weight, as Megatron's optimizers want it: state by parameter, one step count, param groups."""
+"""The state of the source's optimizer as Megatron's optimizers need it: state by weight, one step count, settings of param groups."""
 
 from __future__ import annotations
 
