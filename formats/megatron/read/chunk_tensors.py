@@ -109,6 +109,8 @@ def locate_tensors(
 
 @dataclass(frozen=True, slots=True)
 class _Locator:
+    """Finds the arrays of one rank's tensors."""
+
     rank: MegatronRank
     model: MegatronModel
     sizes: ParallelSizes
