@@ -1,8 +1,8 @@
-"""Megatron's `args` and the Hugging Face config that says the same.
+"""From Megatron's `args` to the Hugging Face config of the same model.
 
-args is the argparse.Namespace of the training run (megatron/training/arguments.py), 650 settings of which about 60 describe the model. What
-it does not say is the size of the true vocabulary: `padded_vocab_size` depends on the tensor-parallel size, and `vocab_size` may be the
-tokenizer's, or something else, or None.
+args is the argparse.Namespace of the training run (megatron/training/arguments.py). It has 650 settings, and about 60 of them describe the
+model. It does not tell the vocabulary size without padding: `padded_vocab_size` depends on the tensor-parallel size, and `vocab_size` may
+be the tokenizer's size, another number, or None.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from reshard.containers.inert_pickle import DTypeName, Inert
 from reshard.errors import CheckpointError
 
 Args = Mapping[str, Any]
+"""The settings of a run, by Megatron's names."""
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -31,25 +32,22 @@ _CLASSES = {
 
 
 class NotUnderstoodError(CheckpointError):
-    """The settings describe no model whose layout is known: what is stored can be shown, and not converted."""
+    """The settings do not describe a model with a known layout. The stored tensors can be shown, but not converted."""
 
 
 def plain_args(value: Any) -> dict[str, Any]:
-    """The settings of a Namespace that an inert unpickler has read, or of a dict."""
-    if isinstance(value, Mapping):
-        return {str(key): each for key, each in value.items()}
-    if isinstance(value, Inert) and isinstance(state := value.state, Mapping):
-        return {str(key): each for key, each in state.items()}
-    return {}
+    """The settings in a dict, or in a Namespace as the inert unpickler reads it; empty for anything else."""
+    settings = value.state if isinstance(value, Inert) else value
+    return {str(key): setting for key, setting in settings.items()} if isinstance(settings, Mapping) else {}
 
 
-def size(args: Args, *keys: str, default: int = 1) -> int:
-    """The first of the settings that is a count, for parallel sizes."""
+def parallel_size(args: Args, *keys: str, default: int = 1) -> int:
+    """The first of these settings that is a positive number."""
     return next((value for key in keys if type(value := args.get(key)) is int and value > 0), default)
 
 
 def model_type(args: Args) -> str:
-    """Which architecture a run's settings describe."""
+    """The model_type that a Hugging Face config of the same model has."""
     if args.get("multi_latent_attention"):
         is_v3 = (
             args.get("moe_router_score_function") == "sigmoid" or args.get("moe_router_enable_expert_bias") or args.get("mtp_num_layers")
@@ -69,16 +67,16 @@ def model_type(args: Args) -> str:
 
 
 def check_supported(args: Args, where: str) -> None:
-    """Raises NotUnderstoodError for settings under which the stored weights are not the model's own, or not in a known order."""
+    """Raises NotUnderstoodError for settings with which the stored weights differ from the model's weights, or have an unknown order."""
     reasons = {
         "layernorm_zero_centered_gamma": "norms are stored minus one",
         "apply_layernorm_1p": "norms are stored minus one",
-        "rotary_interleaved": "the rows of q and k lie in interleaved order",
-        "attention_output_gate": "linear_qkv holds a gate as well",
+        "rotary_interleaved": "the rows of q and k are interleaved",
+        "attention_output_gate": "linear_qkv also holds a gate",
         "heterogeneous_layers_config_path": "layers differ from each other",
         "is_hybrid_model": "attention and other layers are mixed",
         "hybrid_override_pattern": "attention and other layers are mixed",
-        "cross_attention": "there is an encoder as well",
+        "cross_attention": "the model also has an encoder",
     }
     for key, reason in reasons.items():
         if args.get(key):
@@ -90,16 +88,19 @@ def check_supported(args: Args, where: str) -> None:
             )
 
 
-def feed_forward(args: Args) -> int:
-    """The width of the MLP; four times that of the model, and with a gate two thirds of it in steps of 64, if nothing else was said."""
-    if said := args.get("ffn_hidden_size"):
-        return int(said)
+def mlp_width(args: Args) -> int:
+    """The intermediate size of the MLP. By default 4 * hidden; with a gate two thirds of that, rounded down to a multiple of 64."""
+    if width := args.get("ffn_hidden_size"):
+        return int(width)
     hidden = int(args["hidden_size"])
     return int(4 * hidden * 2 / 3 / 64) * 64 if args.get("swiglu") else 4 * hidden
 
 
-def config_of(args: Args, vocabulary: int) -> dict[str, Any]:
-    """The Hugging Face config of the model that `args` describe."""
+def config_from_args(args: Args, vocabulary: int) -> dict[str, Any]:
+    """The Hugging Face config of the model that `args` describe; `vocabulary` is its size without padding.
+
+    Raises: KeyError if a setting is missing; CheckpointError for layers that no config can describe.
+    """
     kind = model_type(args)
     heads = args["num_attention_heads"]
     if kind == "gpt2":
@@ -109,12 +110,12 @@ def config_of(args: Args, vocabulary: int) -> dict[str, Any]:
         "model_type": kind,
         "vocab_size": vocabulary,
         "hidden_size": args["hidden_size"],
-        "intermediate_size": feed_forward(args),
+        "intermediate_size": mlp_width(args),
         "num_hidden_layers": args["num_layers"],
         "num_attention_heads": heads,
         "max_position_embeddings": args.get("max_position_embeddings") or args.get("seq_length"),
         "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights", False),
-        "torch_dtype": dtype_of(args),
+        "torch_dtype": torch_dtype(args),
         "rope_theta": float(args.get("rotary_base") or 10000),
     }
     epsilon = args.get("layernorm_epsilon") or args.get("norm_epsilon") or 1e-5
@@ -145,10 +146,10 @@ def config_of(args: Args, vocabulary: int) -> dict[str, Any]:
     return config
 
 
-def dtype_of(args: Args) -> str:
-    """The type that the model computes with, as torch names it."""
-    if isinstance(found := args.get("params_dtype"), DTypeName):
-        return str(found).removeprefix("torch.")
+def torch_dtype(args: Args) -> str:
+    """The element type of the parameters, by torch's name."""
+    if isinstance(dtype := args.get("params_dtype"), DTypeName):
+        return str(dtype).removeprefix("torch.")
     return "bfloat16" if args.get("bf16") else "float16" if args.get("fp16") else "float32"
 
 
@@ -159,17 +160,17 @@ def _activation(args: Args) -> str:
         return "relu2"
     if args.get("quick_geglu"):
         return "quick_gelu"
-    # Megatron's fused bias and gelu is the tanh approximation, as is OpenAI's.
+    # Megatron's fused bias and gelu is the tanh approximation, like OpenAI's.
     return "gelu_new" if args.get("openai_gelu") or args.get("bias_gelu_fusion") else "gelu"
 
 
 def _rope(args: Args) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     if (share := args.get("rotary_percent", 1.0)) != 1.0:
-        found["partial_rotary_factor"] = share
+        config["partial_rotary_factor"] = share
     if args.get("use_rope_scaling"):
-        # The other factors are written into megatron/core/models/common/embeddings/rotary_pos_embedding.py.
-        found["rope_scaling"] = {
+        # The other factors are constants of megatron/core/models/common/embeddings/rotary_pos_embedding.py.
+        config["rope_scaling"] = {
             "rope_type": "llama3",
             "factor": float(args.get("rope_scaling_factor", 8.0)),
             "low_freq_factor": 1.0,
@@ -177,10 +178,10 @@ def _rope(args: Args) -> dict[str, Any]:
             "original_max_position_embeddings": 8192,
         }
     elif factor := args.get("rotary_seq_len_interpolation_factor"):
-        found["rope_scaling"] = {"rope_type": "linear", "factor": float(factor)}
+        config["rope_scaling"] = {"rope_type": "linear", "factor": float(factor)}
     elif args.get("position_embedding_type") == "yarn" or (args.get("multi_latent_attention") and args.get("rope_type") == "yarn"):
-        found.update(_yarn(args))
-    return found
+        config.update(_yarn(args))
+    return config
 
 
 def _yarn(args: Args) -> dict[str, Any]:
@@ -205,42 +206,45 @@ def _yarn(args: Args) -> dict[str, Any]:
 
 
 def sparse_layers(args: Args) -> list[bool]:
-    """For every layer whether it has experts (moe_layer_freq: every how many, or a list of 0 and 1)."""
+    """For each layer whether it has routed experts (moe_layer_freq: every n-th layer, or a list of 0 and 1).
+
+    Raises: CheckpointError if moe_layer_freq is something else.
+    """
     layers, frequency = args["num_layers"], args.get("moe_layer_freq", 1)
     if isinstance(frequency, list | tuple) and len(frequency) == layers:
-        return [bool(each) for each in frequency]
+        return [bool(is_sparse) for is_sparse in frequency]
     if type(frequency) is int and frequency > 0:
         return [layer % frequency == 0 for layer in range(layers)]
-    raise CheckpointError(f"moe_layer_freq is {frequency!r}; a number, or 0 or 1 for each of the {layers} layers, was expected")
+    raise CheckpointError(f"moe_layer_freq is {frequency!r}; a number, or a list of 0 or 1 for each of the {layers} layers, is expected")
 
 
 def _experts(args: Args, kind: str) -> dict[str, Any]:
-    width = args.get("moe_ffn_hidden_size") or feed_forward(args)
-    found: dict[str, Any] = {"num_experts_per_tok": args.get("moe_router_topk", 2)}
+    width = args.get("moe_ffn_hidden_size") or mlp_width(args)
+    config: dict[str, Any] = {"num_experts_per_tok": args.get("moe_router_topk", 2)}
     if kind == "mixtral":
         if not all(sparse_layers(args)):
             raise CheckpointError(
-                "some layers have no experts (moe_layer_freq), which a mixtral model cannot say",
+                "some layers have no experts (moe_layer_freq), which the config of a mixtral model cannot describe",
                 do="Give the config of the model with --model DIR",
             )
-        return found | {"num_local_experts": args["num_experts"], "intermediate_size": width}
-    found |= {
+        return config | {"num_local_experts": args["num_experts"], "intermediate_size": width}
+    config |= {
         "num_experts": args["num_experts"],
         "moe_intermediate_size": width,
         "norm_topk_prob": not args.get("moe_router_pre_softmax", False),
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer, sparse in enumerate(sparse_layers(args)) if not sparse],
+        "mlp_only_layers": [layer for layer, is_sparse in enumerate(sparse_layers(args)) if not is_sparse],
     }
     if kind == "qwen2_moe":
-        found |= {
+        config |= {
             "shared_expert_intermediate_size": args["moe_shared_expert_intermediate_size"],
             "qkv_bias": bool(args.get("add_qkv_bias", False)),
         }
-    return found
+    return config
 
 
 def _latent(args: Args, kind: str) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    config: dict[str, Any] = {
         "num_key_value_heads": args["num_attention_heads"],
         "q_lora_rank": args.get("q_lora_rank"),
         "kv_lora_rank": args["kv_lora_rank"],
@@ -251,13 +255,16 @@ def _latent(args: Args, kind: str) -> dict[str, Any]:
         "num_nextn_predict_layers": args.get("mtp_num_layers") or 0,
     }
     sparse = sparse_layers(args) if args.get("num_experts") else [False] * args["num_layers"]
-    first = sparse.index(True) if True in sparse else len(sparse)
-    if not all(sparse[first:]):
-        raise CheckpointError("layers without experts follow layers with some, which a DeepSeek config cannot say", do="Give --model DIR")
-    width = args.get("moe_ffn_hidden_size") or feed_forward(args)
+    first_sparse = sparse.index(True) if True in sparse else len(sparse)
+    if not all(sparse[first_sparse:]):
+        raise CheckpointError(
+            "layers without experts follow layers with experts, which a DeepSeek config cannot describe",
+            do="Give the config of the model with --model DIR",
+        )
+    width = args.get("moe_ffn_hidden_size") or mlp_width(args)
     shared = args.get("moe_shared_expert_intermediate_size") or 0
-    found |= {
-        "first_k_dense_replace": first,
+    config |= {
+        "first_k_dense_replace": first_sparse,
         "moe_intermediate_size": width,
         "n_routed_experts": args.get("num_experts"),
         "n_shared_experts": shared // width if shared else None,
@@ -267,9 +274,9 @@ def _latent(args: Args, kind: str) -> dict[str, Any]:
         "topk_group": args.get("moe_router_group_topk") or 1,
     }
     if kind == "deepseek_v3":
-        return found | {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-    grouped = bool(args.get("moe_router_num_groups"))
-    return found | {"norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "group_limited_greedy" if grouped else "greedy"}
+        return config | {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    has_groups = bool(args.get("moe_router_num_groups"))
+    return config | {"norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "group_limited_greedy" if has_groups else "greedy"}
 
 
 def _gpt2(args: Args, vocabulary: int) -> dict[str, Any]:
@@ -280,10 +287,10 @@ def _gpt2(args: Args, vocabulary: int) -> dict[str, Any]:
         "n_embd": args["hidden_size"],
         "n_layer": args["num_layers"],
         "n_head": args["num_attention_heads"],
-        "n_inner": feed_forward(args),
+        "n_inner": mlp_width(args),
         "n_positions": args["max_position_embeddings"],
         "activation_function": _activation(args),
         "layer_norm_epsilon": args.get("layernorm_epsilon") or args.get("norm_epsilon") or 1e-5,
         "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights", False),
-        "torch_dtype": dtype_of(args),
+        "torch_dtype": torch_dtype(args),
     }
