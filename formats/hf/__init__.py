@@ -30,7 +30,9 @@ from reshard.plans.layout import Layout
 from reshard.plans.target import Target
 from reshard.storage.files import Files
 
-from . import like, reading, writing
+from . import like
+from . import read as reading
+from . import write as writing
 
 LIKE = Option("like", "path", "Use the names, fusions, element types and files of this Hugging Face folder; only its headers are read.")
 

@@ -17,7 +17,7 @@ from reshard.geometry.stored import StoredTensor, whole
 from reshard.index.index import Tensor
 from reshard.storage.files import LocalFiles
 
-from . import reading
+from . import read as reading
 
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _MOST_NAMED = 8

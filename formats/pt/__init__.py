@@ -1,0 +1,3 @@
+from .read import FORMAT
+
+__all__ = ["FORMAT"]
