@@ -1,163 +1,154 @@
-"""torch.distributed.checkpoint on safetensors: HuggingFaceStorageWriter(save_distributed=True).
-
-    shard-{rank+1:05d}-model-{i:05d}-of-{n:05d}.safetensors    a rank's boxes, one per tensor; alone in the folder, or
-    sharded/shard-...                                          below it, until they are consolidated
-
-Every file's header says, in its __metadata__, at which offsets of the whole tensor its boxes start (DCP_SHARDING_INFO), but not how
-large the whole is: that is as far as any box reaches. So a lost last box looks like a smaller tensor; only the model's config tells
-the difference, and where one is known shapes are compared with it on opening.
-Whole files (save_distributed=False, or consolidated) are Hugging Face's own form and read as that.
-Measured on torch 2.13 (fixtures/dcp_safetensors); source: torch/distributed/checkpoint/hf_storage.py.
-"""
+"""The index of the ranks' files, from their headers."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from reshard.adapter.format import Format, Hints
-from reshard.adapter.rank_files import step_of
+from reshard.adapter.format import Hints
+from reshard.adapter.index_builder import IndexBuilder
+from reshard.adapter.save_folders import step_of
 from reshard.containers import safetensors
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.extents import Extent, Piece
-from reshard.index.index import Index, RunFacts, StoredFile, Tensor, check_coverage
+from reshard.index.index import Index, RunFacts, Tensor, check_coverage
 from reshard.index.shards import Shards
+from reshard.models.model import Model
 from reshard.storage.files import Files
 
-_NAME = re.compile(r"(?:.*/)?shard-(?P<rank>\d{5})-model-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+from .files import ShardFile
+
 _INFO = "DCP_SHARDING_INFO"
-_SHARDED = "sharded/"
+# Offsets beyond this are damage: no tensor has as many elements along an axis.
+_MOST_ELEMENTS = 1 << 40
 
 
-class DcpSafetensors(Format):
-    name = "dcp-safetensors"
-    summary = "torch.distributed.checkpoint on safetensors: one rank's boxes per file (HuggingFaceStorageWriter)"
-    owns = ("shard-*-model-*-of-*.safetensors",)
+def read(files: Files, shards: Sequence[ShardFile], hints: Hints) -> Index:
+    """The index of the ranks' files.
 
-    def detect(self, files: Files) -> str | None:
-        return next(iter(_shards(files)), None)
-
-    def read(self, files: Files, hints: Hints) -> Index:
-        paths = _shards(files)
-        if not paths:
-            raise CheckpointError("there is no shard-<rank>-model-<i>-of-<n>.safetensors", where=files.root)
-        pieces: dict[str, list[Piece]] = {}
-        for path in paths:
-            header = safetensors.read_header(files, path)
-            offsets = _offsets(header, path)
-            for entry in header.entries:
-                extent = Extent(path, entry.byte_offset, row_major(entry.shape), entry.dtype)
-                pieces.setdefault(entry.name, []).append(Piece(_box(entry, offsets, path), extent))
-        tensors = tuple(_tensor(name, found) for name, found in pieces.items())
-        _check_files(files, paths, tensors)
-        _check_shapes(tensors, hints)
-        ranks = {_number(path, "rank") for path in paths}
-        note = "shapes are as far as the stored boxes reach: the files do not tell them"
-        facts = RunFacts(
-            producer="torch.distributed.checkpoint (HuggingFaceStorageWriter)",
-            step=step_of(files.root),
-            parallel={"writing ranks": len(ranks)},
-            config=hints.config,
-            notes=() if hints.model else (f"{note}; with --model they are compared with the config",),
-        )
-        return Index(self.name, tensors, tuple(StoredFile(path, files.size(path) or 0) for path in paths), facts)
+    Raises: CheckpointError if a file is missing, or the files contradict each other or the model's config.
+    """
+    if not shards:
+        raise CheckpointError("there is no shard-<rank>-model-<i>-of-<n>.safetensors", where=files.root)
+    builder = IndexBuilder("dcp-safetensors", files)
+    builder.add_files(file.path for file in shards)
+    for name, pieces in _pieces(files, shards).items():
+        builder.add_tensor(_tensor(name, pieces))
+    if hints.model is None:
+        note = "no file tells the shapes, so each tensor reaches as far as its boxes; with --model they are compared with the config"
+        builder.add_notes([note])
+    facts = RunFacts(
+        producer="torch.distributed.checkpoint (HuggingFaceStorageWriter)",
+        step=step_of(files.root),
+        parallel={"writing ranks": len({file.rank for file in shards})},
+        config=hints.config,
+    )
+    index = builder.build(facts)
+    _check_files(files, shards, index.tensors)
+    if hints.model is not None:
+        _check_shapes(index.tensors, hints.model)
+    return index
 
 
-def _shards(files: Files) -> list[str]:
-    """The ranks' files, here or in sharded/; none where whole files lie beside them, which hold the same."""
-    listing = files.list()
-    found = [path for path in listing if _NAME.fullmatch(path)]
-    whole = [path for path in listing if path.endswith(".safetensors") and path not in found]
-    if found or whole or _SHARDED not in listing:
-        return found
-    return [path for path in files.list(_SHARDED) if _NAME.fullmatch(path)]
+def _pieces(files: Files, shards: Sequence[ShardFile]) -> dict[str, list[tuple[int, Piece]]]:
+    """Tensor -> the rank and the piece of each of its boxes."""
+    pieces: dict[str, list[tuple[int, Piece]]] = {}
+    for file in shards:
+        header = safetensors.read_header(files, file.path)
+        saved_offsets = _saved_offsets(header, file.path)
+        for entry in header.entries:
+            box = _box(entry.name, entry.shape, saved_offsets.get(entry.name), file.path)
+            extent = Extent(file.path, entry.byte_offset, row_major(entry.shape), entry.dtype)
+            pieces.setdefault(entry.name, []).append((file.rank, Piece(box, extent)))
+    return pieces
 
 
-def _number(path: str, which: str) -> int:
-    match = _NAME.fullmatch(path)
-    assert match
-    return int(match[which])
-
-
-def _offsets(header: safetensors.Header, path: str) -> Mapping[str, object]:
-    """Where the boxes of a file start, by tensor."""
+def _saved_offsets(header: safetensors.Header, path: str) -> Mapping[str, object]:
+    """Tensor -> where the file's box of it starts in the whole tensor."""
     try:
         info = json.loads(header.metadata[_INFO])
         return {name: value["saved_offsets"] for name, value in info.items()}
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(
-            f"its header has no {_INFO} that could be read",
+            f"its header has no readable {_INFO}",
             where=path,
-            why="Where a rank's boxes belong is written there only",
+            why="Only this entry says where a rank's boxes belong",
             do="Copy the file again",
         ) from None
 
 
-def _box(entry: safetensors.Entry, offsets: Mapping[str, object], path: str) -> Box:
-    found = offsets.get(entry.name)
-    if not isinstance(found, list) or len(found) != len(entry.shape) or not all(type(at) is int and 0 <= at < 1 << 40 for at in found):
-        raise CheckpointError(f"the box of shape {list(entry.shape)} is said to start at {found!r:.80}", where=f"{entry.name} in {path}")
-    return Box(tuple(found), entry.shape)
+def _box(name: str, sizes: tuple[int, ...], offsets: object, path: str) -> Box:
+    if (
+        not isinstance(offsets, list)
+        or len(offsets) != len(sizes)
+        or not all(type(offset) is int and 0 <= offset < _MOST_ELEMENTS for offset in offsets)
+    ):
+        raise CheckpointError(
+            f"{_INFO} places the box of shape {list(sizes)} at {offsets!r:.80}", where=f"{name} in {path}", do="Copy the file again"
+        )
+    return Box(tuple(offsets), sizes)
 
 
-def _tensor(name: str, pieces: list[Piece]) -> Tensor:
-    first = pieces[0].extent
+def _tensor(name: str, ranks_and_pieces: Sequence[tuple[int, Piece]]) -> Tensor:
+    pieces = [piece for _, piece in ranks_and_pieces]
+    first, ndim = pieces[0].extent, len(pieces[0].box.sizes)
     for piece in pieces:
-        if piece.extent.dtype != first.dtype or len(piece.box.sizes) != len(pieces[0].box.sizes):
+        if piece.extent.dtype != first.dtype or len(piece.box.sizes) != ndim:
             raise CheckpointError(
-                f"{first.path} holds {first.dtype} with {len(pieces[0].box.sizes)} axes, "
-                f"{piece.extent.path} {piece.extent.dtype} with {len(piece.box.sizes)}",
+                f"{first.path} has it as {first.dtype} with {ndim} axes, "
+                f"{piece.extent.path} as {piece.extent.dtype} with {len(piece.box.sizes)}",
                 where=name,
                 why="The files are from different saves",
                 do="Keep the files of one save only",
             )
     shape = tuple(max(stops) for stops in zip(*(piece.box.stops for piece in pieces), strict=True))
-    ranks = np.array([_number(piece.extent.path, "rank") - 1 for piece in pieces], np.int64)
+    ranks = np.array([rank for rank, _ in ranks_and_pieces], np.int64)
     return Tensor(name, first.dtype, shape, "weight", replace(Shards.of(pieces), ranks=ranks))
 
 
-def _check_files(files: Files, paths: list[str], tensors: tuple[Tensor, ...]) -> None:
-    """Raises CheckpointError if the names tell of files that are not there, and boxes are missing with them."""
-    counts = {_number(path, "count") for path in paths}
-    if len(counts) > 1:
+def _check_files(files: Files, shards: Sequence[ShardFile], tensors: Sequence[Tensor]) -> None:
+    """Raises CheckpointError if a file is missing according to the names of the others: of a part, or of a rank whose boxes are lost."""
+    divisions = sorted({file.parts for file in shards})
+    if len(divisions) > 1:
         raise CheckpointError(
-            f"there are files of saves in {' and '.join(map(str, sorted(counts)))} parts",
+            f"there are files of saves in {' and '.join(map(str, divisions))} parts",
             where=files.root,
             do="Keep the files of one save only",
         )
-    numbers, ranks = {_number(path, "number") for path in paths}, {_number(path, "rank") for path in paths}
-    lost = [f"shard-*-model-{i:05d}-of-{min(counts):05d}.safetensors" for i in range(1, min(counts) + 1) if i not in numbers]
-    absent = [f"shard-{rank:05d}-model-*.safetensors" for rank in range(1, max(ranks)) if rank not in ranks]
-    if lost:
-        raise CheckpointError(
-            f"no file is called {lost[0]}", where=files.root, why="The names of the others say that there is one", do="Copy it again"
-        )
-    for tensor in tensors if absent else ():
+    parts, ranks = {file.part for file in shards}, {file.rank for file in shards}
+    for part in range(1, divisions[0] + 1):
+        if part not in parts:
+            raise CheckpointError(
+                f"there is no shard-*-model-{part:05d}-of-{divisions[0]:05d}.safetensors",
+                where=files.root,
+                why="The names of the other files say that there is one",
+                do="Copy it again",
+            )
+    missing_ranks = [rank for rank in range(max(ranks)) if rank not in ranks]
+    for tensor in tensors if missing_ranks else ():
         try:
             check_coverage(tensor)
         except CheckpointError as error:
             raise CheckpointError(
-                f"no file is called {absent[0]}", where=tensor.name, why=error.what, do="Copy it from where the checkpoint was written"
+                f"there is no shard-{missing_ranks[0] + 1:05d}-model-*.safetensors",
+                where=tensor.name,
+                why=error.what,
+                do="Copy it from where the checkpoint was written",
             ) from None
 
 
-def _check_shapes(tensors: tuple[Tensor, ...], hints: Hints) -> None:
-    """Raises CheckpointError if a tensor ends before the config's shape does: then its last box is lost."""
-    model = hints.model
-    for tensor in tensors if model else ():
-        weight = model.weights.get(tensor.name) if model else None
+def _check_shapes(tensors: Sequence[Tensor], model: Model) -> None:
+    """Raises CheckpointError if a tensor is smaller than the config says: then its last box is lost."""
+    for tensor in tensors:
+        weight = model.weights.get(tensor.name)
         if weight and len(weight.shape) == len(tensor.shape) and any(a < b for a, b in zip(tensor.shape, weight.shape, strict=True)):
             raise CheckpointError(
                 f"the stored boxes reach to {list(tensor.shape)}, the config says {list(weight.shape)}",
                 where=tensor.name,
-                why="The files do not tell how large a tensor is, so this is how a lost last rank's file looks; or the config is another's",
+                why="No file tells the shape of a tensor, so the file of the last rank may be lost; or the config is of another model",
                 do="Copy the missing shard-<rank>-... file from where the checkpoint was written",
             )
-
-
-FORMAT = DcpSafetensors()

@@ -43,14 +43,14 @@ def flip(path, tensor):
 def test_a_missing_rank_is_named(copy, rank):
     folder = copy("verl")
     rank_file(folder, rank).unlink()
-    with pytest.raises(CheckpointError, match=rf"of 5 ranks, rank {rank} has no file beside model_world_size_5"):
+    with pytest.raises(CheckpointError, match=rf"rank {rank} of 5 has no file beside model_world_size_5"):
         reshard.open(folder)
 
 
 def test_a_missing_rank_of_the_optimizer_is_named(copy):
     folder = copy("verl")
     rank_file(folder, 2, "optim").unlink()
-    with pytest.raises(CheckpointError, match="rank 2 has no file beside optim_world_size_5"):
+    with pytest.raises(CheckpointError, match="rank 2 of 5 has no file beside optim_world_size_5"):
         reshard.open(folder)
 
 
@@ -59,7 +59,7 @@ def test_a_missing_replica_loses_nothing_and_is_told(copy):
     for kind in ("model", "optim"):
         rank_file(folder, 3, kind).unlink()
     opened = reshard.open(folder)
-    assert any("rank 3 has no file" in note for note in opened.index.facts.notes)
+    assert any("rank 3 of 4 has no file" in note for note in opened.index.facts.notes)
     weights = {(t.name, t.kind): described(t, opened.files) for t in opened.index.tensors}
     assert weights == truth(FSDP / "hsdp")
 
@@ -68,7 +68,7 @@ def test_both_replicas_of_a_part_missing_is_a_loss(copy):
     folder = copy("hsdp")
     for rank in (1, 3):
         rank_file(folder, rank).unlink()
-    with pytest.raises(CheckpointError, match="of 4 ranks, ranks 1, 3 have no file"):
+    with pytest.raises(CheckpointError, match="ranks 1, 3 of 4 have no file"):
         reshard.open(folder)
 
 
