@@ -1,6 +1,8 @@
 """Files of one rank each: what is missing, what does not belong, what has drifted apart; and whole files with wrapped names."""
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 from places import DCP, FIXTURES, FSDP, HF, described, open_case, truth
@@ -254,6 +256,25 @@ def test_sizes_that_a_format_does_not_have(to, sizes):
 def test_any_source_can_be_written(folder, to, tmp_path):
     reshard.convert(reshard.plan(folder, to=to, dp=2), tmp_path / "out")
     assert reshard.verify(folder, tmp_path / "out").equal
+
+
+def test_ranks_that_several_processes_read_are_the_same_checkpoint():
+    """In an interpreter of its own: other tests leave threads behind, and then nothing is forked."""
+    script = f"""
+import os
+import reshard
+from reshard.adapter import processes
+folder = {str(FSDP / "verl-groups" / "checkpoint")!r}
+def described():
+    index = reshard.open(folder).index
+    return [(t.name, t.kind, t.shape, list(map(t.shards.piece, range(len(t.shards))))) for t in index.tensors], index.facts, index.objects
+alone = described()
+os.cpu_count, processes._FEWEST, forks = (lambda: 2), 1, []
+fork = os.fork
+os.fork = lambda: (forks.append(1), fork())[1]
+assert described() == alone and len(forks) == 2
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_inspect_shows_the_mesh_and_the_ranks(capsys):
