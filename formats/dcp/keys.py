@@ -1,11 +1,13 @@
 """The keys of a saved state dict: which of them are weights, which are state of an optimizer, and of which parameter.
 
-("model", "layers.0.weight")                        a weight
-("optim", "state", "layers.0.weight", "exp_avg")    state of a parameter by name, nested
-("optimizer", "state", "7", "exp_avg")              state of a parameter by number
-("optimizer", "state.layers.0.weight.exp_avg")      state of a parameter in a flattened state dict
-("optimizer", 0, "state", ...)                      one of a list of optimizers
-("train_state", "step")                             state of the run
+    ("model", "layers.0.weight")                        a weight
+    ("optim", "state", "layers.0.weight", "exp_avg")    state of a parameter by name, nested
+    ("optimizer", "state", "7", "exp_avg")              state of a parameter by number
+    ("optimizer", "state.layers.0.weight.exp_avg")      state of a parameter in a flattened state dict
+    ("optimizer", 0, "state", ...)                      one of a list of optimizers
+    ("train_state", "step")                             state of the run
+
+These are the forms of get_state_dict, of Optimizer.state_dict and of torchtitan (fixtures/dcp).
 """
 
 from __future__ import annotations

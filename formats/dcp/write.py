@@ -32,7 +32,7 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
 
 
 def _rank_files(content: Content, dtypes: Mapping[str, DType], ranks: int, max_nbytes: int | None) -> Iterator[tuple[int, DcpFile]]:
-    """(rank, file) for each file. Objects and scalars are in the first rank's.
+    """(rank, file) for each file. Only the first rank's file holds objects and scalars.
 
     A file that would grow beyond `max_nbytes` is followed by another.
     """

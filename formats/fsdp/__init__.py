@@ -1,4 +1,4 @@
-"""FSDP files of one rank each: torch.save of state dicts whose tensors are DTensors or ShardedTensors.
+"""FSDP with one file per rank: torch.save of state dicts whose tensors are DTensors or ShardedTensors.
 
     model_world_size_{N}_rank_{r}.pt     verl (FSDP2: DTensors), with optim_world_size_..., extra_state_world_size_...
     pytorch_model_fsdp_{i}_rank{r}.bin   accelerate without DCP; FSDP1: ShardedTensors, or DTensors if it was given a device mesh
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 class Fsdp(Format):
     name = "fsdp"
-    summary = "FSDP files of one rank each (verl, accelerate): DTensor, ShardedTensor"
+    summary = "FSDP, one file per rank (verl, accelerate): DTensor, ShardedTensor"
     owns = ("*_rank_*.pt", "*_rank[0-9]*.bin", "fsdp_config.json")
     keeps_names = True
 

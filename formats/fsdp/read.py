@@ -20,7 +20,8 @@ from reshard.errors import CheckpointError
 from reshard.index.index import Index, RunFacts
 from reshard.storage.files import Files
 
-_FLAT_STATE = "optim.state."
+# What the names of unnamed state start with, as `state_kind` gives them.
+_UNNAMED = "optim.state."
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +55,22 @@ def read(files: Files, hints: Hints) -> Index:
     check_progress(files, run.others)
     builder = IndexBuilder("fsdp", files)
     builder.add_files(run.paths())
-    model: ModelFile | None = None
-    optimizer: OptimizerFile | None = None
+    first_model: ModelFile | None = None
+    first_optimizer: OptimizerFile | None = None
     if run.model:
-        model = read_model_file(files, *run.model.first_item)
-        for part in in_processes(list(run.model.paths.items()), lambda ranks: read_models(files, ranks)):
+        first_model = read_model_file(files, *run.model.first_item)
+        for part in in_processes(list(run.model.paths.items()), lambda ranks: weights_of_ranks(files, ranks)):
             builder.join(part)
-    optimizer_files = run.optimizer or (run.model if model and model.has_optimizer else None)
+    optimizer_files = run.optimizer or (run.model if first_model and first_model.has_optimizer else None)
     if optimizer_files:
-        optimizer = read_optimizer_file(files, *optimizer_files.first_item)
-        add_optimizer(builder, optimizer_files, optimizer, model)
+        first_optimizer = read_optimizer_file(files, *optimizer_files.first_item)
+        add_optimizer(builder, optimizer_files, first_optimizer, first_model)
     ranks = run.rank_count(builder.mesh.ranks if builder.mesh else 1)
     builder.add_notes(notes_on_missing_ranks(run, ranks))
     builder.add_objects(run.other_paths)
     index = builder.build(
         RunFacts(
-            producer=_producer(builder, model, optimizer),
+            producer=_producer(builder, first_model, first_optimizer),
             step=step_of(files.root),
             parallel=builder.parallel(ranks),
             config=hints.config,
@@ -106,7 +107,7 @@ def read_optimizer_file(files: Files, rank: int, path: str) -> OptimizerFile:
     return OptimizerFile(state_dict, [(parameter, kind, _of_rank(local, rank, path)) for parameter, kind, local in decoded if local])
 
 
-def read_models(files: Files, ranks: Sequence[tuple[int, str]]) -> IndexBuilder:
+def weights_of_ranks(files: Files, ranks: Sequence[tuple[int, str]]) -> IndexBuilder:
     """The weights of some ranks, given as (rank, path)."""
     builder = IndexBuilder("fsdp", files)
     for rank, path in ranks:
@@ -117,17 +118,17 @@ def read_models(files: Files, ranks: Sequence[tuple[int, str]]) -> IndexBuilder:
     return builder
 
 
-def add_optimizer(builder: IndexBuilder, rank_files: RankFiles, first: OptimizerFile, model: ModelFile | None) -> None:
-    """Add the optimizer's state of all ranks. `first` is the content of the first rank's file."""
-    names, notes = parameter_names(first, model)
+def add_optimizer(builder: IndexBuilder, rank_files: RankFiles, first: OptimizerFile, first_model: ModelFile | None) -> None:
+    """Add the optimizer's state of all ranks, and its param groups. `first` is the content of the first rank's file."""
+    names, notes = parameter_names(first, first_model)
     builder.add_notes(notes)
     builder.param_groups = plain_groups(first.state_dict["param_groups"], names)
     parts = in_processes(
-        list(rank_files.paths.items()), lambda ranks: read_optimizers(builder.files, ranks, names, first, rank_files.first)
+        list(rank_files.paths.items()), lambda ranks: states_of_ranks(builder.files, ranks, names, first, rank_files.first)
     )
     for part in parts:
         builder.join(part)
-    if any(name.startswith(_FLAT_STATE) for part in parts for name in part.objects):
+    if any(name.startswith(_UNNAMED) for part in parts for name in part.objects):
         builder.add_notes(
             ["the optimizer's state is left out: each rank holds its run of flat parameters, and no file tells which parameters they are"]
         )
@@ -136,8 +137,8 @@ def add_optimizer(builder: IndexBuilder, rank_files: RankFiles, first: Optimizer
 def parameter_names(optimizer: OptimizerFile, model: ModelFile | None) -> tuple[Mapping[Any, str], list[str]]:
     """The names of the parameters that an optimizer lists, and notes on how they are known.
 
-    If they do not follow from all of the model's tensors, tensors that are whole on every rank are taken for buffers, which no optimizer
-    numbers. Parameters that FSDP was told to ignore are whole as well, so all tensors are tried first.
+    If the names do not follow from all tensors of the model, the tensors that are whole on every rank are taken for buffers, which no
+    optimizer numbers. Parameters that FSDP ignores (`ignored_modules`) are whole as well, so all tensors are tried first.
     """
     tensors = model.tensors if model else []
     numbers = group_numbers(optimizer.state_dict)
@@ -153,7 +154,7 @@ def parameter_names(optimizer: OptimizerFile, model: ModelFile | None) -> tuple[
     return names, notes
 
 
-def read_optimizers(
+def states_of_ranks(
     files: Files, ranks: Sequence[tuple[int, str]], names: Mapping[Any, str], first: OptimizerFile, first_path: str
 ) -> IndexBuilder:
     """The optimizer state of some ranks, given as (rank, path), under the parameters' names.
@@ -173,7 +174,7 @@ def read_optimizers(
             )
         for parameter, kind, local in optimizer.tensors:
             if parameter not in names and local.shape and local.distribution is None and local.rank is None:
-                builder.add_objects([f"{_FLAT_STATE}{parameter}.{kind}"])  # FSDP1's raw state: a run of elements, not a tensor
+                builder.add_objects([f"{_UNNAMED}{parameter}.{kind}"])  # FSDP1's raw state: a run of elements, not a tensor
             else:
                 builder.add(*state_kind(names.get(parameter), parameter, kind), local, path, rank)
     return builder
@@ -192,7 +193,7 @@ def _of_rank(local: LocalTensor, rank: int, path: str) -> LocalTensor:
 
 
 def _producer(builder: IndexBuilder, model: ModelFile | None, optimizer: OptimizerFile | None) -> str:
-    """The framework's class of the tensors. Only DTensors have a mesh; ShardedTensors know their rank."""
+    """The class of the run's tensors. Only DTensors have a mesh; ShardedTensors tell their rank, and plain tensors do not."""
     if builder.mesh:
         return "FSDP (DTensor)"
     tensors = [local for _, local in model.tensors] if model else []

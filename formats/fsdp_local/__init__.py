@@ -1,9 +1,10 @@
-"""FSDP1's LOCAL_STATE_DICT: each rank's run of the flat parameters, into which every wrapped unit was laid end to end.
+"""FSDP1's LOCAL_STATE_DICT: each rank's run of the flat parameters. One holds the parameters of a wrapped unit end to end.
 
     pytorch_model_fsdp_rank{r}.bin   {"[unit.]_flat_param": ShardedTensor of one axis}; buffers as plain tensors
     optimizer_rank{r}.bin            that rank's optimizer.state_dict(): numbers, runs of the same elements, padded at the end
 
 flat_parameters.py    where the parameters lie in a flat parameter
+optimizer.py          the optimizer's state of each parameter
 read.py               the index
 
 The files do not tell which parameters lie in a flat parameter, in which shapes and order: the model's config does (--model).

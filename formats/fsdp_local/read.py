@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.rank_files import RankFiles, check_missing_ranks, notes_on_missing_ranks, run_files
 from reshard.adapter.save_folders import step_of
-from reshard.adapter.state_dicts import FLAT, group_numbers, model_part, optimizer_part, states
-from reshard.canonical.optimizer_state import names_for, plain_groups, state_kind
+from reshard.adapter.state_dicts import FLAT, model_part
 from reshard.canonical.wrappers import unwrapped
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
@@ -24,6 +23,7 @@ from reshard.models.model import Model
 from reshard.storage.files import Files
 
 from .flat_parameters import FlatParameter, FlatRun, Shape, Slot, find_slots
+from .optimizer import add_optimizer
 
 
 class NamedPart(NamedTuple):
@@ -48,22 +48,6 @@ class ModelContent:
     """The names of everything that is not a tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankState:
-    """One state of one parameter, as one rank's optimizer holds it."""
-
-    rank: int
-    """The rank."""
-    path: str
-    """Its file."""
-    parameter: Any
-    """The parameter's number, or its name."""
-    kind: str
-    """The optimizer's word for the state: "exp_avg", "step", ..."""
-    local: LocalTensor
-    """The elements."""
-
-
 def read(files: Files, hints: Hints) -> Index:
     """The index of the ranks' files in a folder.
 
@@ -79,7 +63,7 @@ def read(files: Files, hints: Hints) -> Index:
     builder.add_objects(content.objects)
     named = named_parameters(content.named, shapes)
     add_named(builder, content.named, named)
-    flats = named or flat_parameters(content, shapes, ranks=max(run.model.paths) + 1)
+    flats = named or unit_parameters(content, shapes, ranks=max(run.model.paths) + 1)
     if not named:
         add_weights(builder, flats)
     if run.optimizer:
@@ -111,9 +95,6 @@ def declared_shapes(model: Model) -> dict[str, Shape]:
     """The shapes of the model's weights. A tied head is left out: the flat parameter holds tied weights once, under the first name."""
     tied_head = model.architecture.tied[0] if model.is_tied else None
     return {name: weight.shape for name, weight in model.weights.items() if name != tied_head}
-
-
-# ---- the model ----
 
 
 def read_model_files(files: Files, rank_files: RankFiles) -> ModelContent:
@@ -148,10 +129,9 @@ def _check_length(local: LocalTensor, elements: int, where: str) -> None:
 
 
 def named_parameters(named: Mapping[str, Sequence[NamedPart]], shapes: Mapping[str, Shape]) -> dict[str, FlatParameter]:
-    """The parameters of which every rank keeps a run under their own names. The runs, in the order of the ranks, are the whole parameter.
+    """The parameters that the ranks keep in runs under their own names, as use_orig_params does. Other tensors are whole on every rank.
 
-    Other tensors are whole on every rank.
-    Raises: CheckpointError if the config does not know a tensor that is in runs, or has another shape for it.
+    Raises: CheckpointError if the config does not have such a parameter, or a smaller shape for it.
     """
     flats: dict[str, FlatParameter] = {}
     for name, parts in named.items():
@@ -169,12 +149,12 @@ def named_parameters(named: Mapping[str, Sequence[NamedPart]], shapes: Mapping[s
 
 
 def _is_whole(parts: Sequence[NamedPart], shape: Shape) -> bool:
-    """Whether several ranks hold the whole tensor."""
+    """Whether several ranks hold a tensor, and each holds all of it."""
     return all(part.stored.shape == shape for part in parts) and math.prod(shape) > 0 and len(parts) > 1
 
 
 def _in_order_of_ranks(name: str, shape: Shape, parts: Sequence[NamedPart]) -> FlatParameter:
-    """A parameter as a flat parameter of its own."""
+    """A parameter as a flat parameter of its own. The runs, in the order of the ranks, are the whole parameter."""
     runs, end = list[FlatRun](), 0
     for rank, path, stored in sorted(parts, key=lambda part: part.rank):
         count = math.prod(stored.shape)
@@ -201,7 +181,7 @@ def add_named(builder: IndexBuilder, named: Mapping[str, Sequence[NamedPart]], f
             builder.add("weight", name, whole, path, rank)
 
 
-def flat_parameters(content: ModelContent, shapes: Mapping[str, Shape], ranks: int) -> dict[str, FlatParameter]:
+def unit_parameters(content: ModelContent, shapes: Mapping[str, Shape], ranks: int) -> dict[str, FlatParameter]:
     """Unit -> its flat parameter. A unit holds the parameters whose names start with its name, except those of the units inside it.
 
     Raises: CheckpointError if the config's parameters do not fill a flat parameter.
@@ -220,68 +200,3 @@ def add_weights(builder: IndexBuilder, flats: Mapping[str, FlatParameter]) -> No
     for flat in flats.values():
         for name, run, local in flat.parts(flat.runs):
             builder.add("weight", name, local, run.path, run.rank)
-
-
-# ---- the optimizer ----
-
-
-def add_optimizer(builder: IndexBuilder, rank_files: RankFiles, flats: Mapping[str, FlatParameter], *, has_names: bool) -> None:
-    """Add the optimizer's state of all ranks, and its param groups.
-
-    The optimizer numbers the flat parameters. has_names: it numbers parameters; then each is recognised by how many elements of it every
-    rank holds.
-    """
-    optimizer, rank_states = read_optimizer_files(builder.files, rank_files)
-    ranks = list(rank_files.paths)
-    counts = _counts_by_parameter(rank_states, ranks) if has_names else {}
-    parameters = [(unit, flat.counts(ranks)) for unit, flat in flats.items()]
-    names, notes = names_for(optimizer, group_numbers(optimizer), counts, parameters)
-    builder.add_notes(notes)
-    builder.param_groups = tuple(
-        replace(group, names=tuple(slot.name for unit in group.names if unit in flats for slot in flats[unit].slots))
-        for group in plain_groups(optimizer["param_groups"], names)
-    )
-    for state in rank_states:
-        flat = flats.get(names[state.parameter]) if state.parameter in names else None
-        if flat and state.local.shape:
-            for name, run, local in flat.parts(_state_runs(flat, state)):
-                builder.add(*state_kind(name, state.parameter, state.kind), local, run.path, run.rank)
-        else:
-            # Unnamed state, or a count of steps: one for all parameters of a flat parameter.
-            for slot_name in [slot.name for slot in flat.slots] if flat else [None]:
-                builder.add(*state_kind(slot_name, state.parameter, state.kind), state.local, state.path, state.rank)
-
-
-def read_optimizer_files(files: Files, rank_files: RankFiles) -> tuple[Mapping[str, Any], list[RankState]]:
-    """The optimizer's state dict of the last rank, whose param groups are those of all ranks; and the states that all ranks hold."""
-    rank_states: list[RankState] = []
-    optimizer: Mapping[str, Any] | None = None
-    for rank, path in rank_files.paths.items():
-        optimizer = optimizer_part(torch_zip.read(files, path, locate=False))
-        if optimizer is None:
-            raise CheckpointError("it holds no optimizer state (state and param_groups)", where=path)
-        decoder = Decoder(path)
-        for parameter, kind, value in states(optimizer):
-            if local := decoder.decode(f"{parameter}.{kind}", value):
-                rank_states.append(RankState(rank, path, parameter, kind, local))
-    assert optimizer is not None, "a set of rank files is never empty"
-    return optimizer, rank_states
-
-
-def _counts_by_parameter(rank_states: Sequence[RankState], ranks: Sequence[int]) -> dict[Any, Shape]:
-    """The parameter's number -> how many elements of its state each rank holds."""
-    counts: dict[Any, dict[int, int]] = {}
-    for state in rank_states:
-        if state.local.shape:
-            counts.setdefault(state.parameter, {})[state.rank] = math.prod(state.local.shape)
-    return {parameter: tuple(by_rank.get(rank, 0) for rank in ranks) for parameter, by_rank in counts.items()}
-
-
-def _state_runs(flat: FlatParameter, state: RankState) -> Iterator[FlatRun]:
-    """A rank's run of optimizer state: the elements of its run of parameters, and at its end padding, which is left out."""
-    stored, count = state.local.shards[0][1], math.prod(state.local.shape)
-    for run in flat.runs:
-        if run.rank == state.rank:
-            if count < run.count:
-                raise CheckpointError(f"its {state.kind} has {count:,} elements, the parameters beside it {run.count:,}", where=state.path)
-            yield FlatRun(state.rank, state.path, run.start, run.count, stored)

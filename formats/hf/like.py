@@ -54,7 +54,7 @@ class _Mismatch:
     absent: list[str] = field(default_factory=list)
     """Tensors of the reference that the source does not have."""
     shapes: list[str] = field(default_factory=list)
-    """Tensors with different shapes, with both shapes."""
+    """Tensors that have another shape in the source, with both shapes."""
     dtypes: list[str] = field(default_factory=list)
     """Tensors that cannot be cast to the reference's element type, with both types."""
     without_place: list[str] = field(default_factory=list)
@@ -65,13 +65,13 @@ class _Mismatch:
     def check(self, folder: str, *, is_declared: bool) -> None:
         """Raises RequestError, naming everything that does not fit. is_declared: the model is known."""
         groups = {
-            "it has, and the source has not": self.absent,
-            "have other shapes": self.shapes,
-            "have element types that cannot be cast": self.dtypes,
-            "it has no place for": self.without_place,
-            "it has more than once": self.repeated,
+            "not in the source": self.absent,
+            "another shape": self.shapes,
+            "an element type that cannot be cast": self.dtypes,
+            "no place for": self.without_place,
+            "several places for": self.repeated,
         }
-        faults = [f"{len(names)} that {fault}: {_some(names)}" for fault, names in groups.items() if names]
+        faults = [f"{fault}: {len(names)} ({_some(names)})" for fault, names in groups.items() if names]
         if not faults:
             return
         remedy = "Name a folder of the same model, or leave out --like"
@@ -80,7 +80,7 @@ class _Mismatch:
         elif self.without_place and not self.absent:
             remedy = "Leave out with --exclude the weights that it has no place for"
         raise RequestError(
-            "the source does not fit this folder's layout. Tensors " + "; tensors ".join(faults),
+            f"the source's tensors do not fit this folder's layout: {'; '.join(faults)}",
             where=f"--like {folder}",
             why="The result would load as another model, or not at all",
             do=remedy,

@@ -1,4 +1,4 @@
-"""Whole tensors in torch.save files: a model's state dict, alone or in what a trainer saved around it; an optimizer's beside it.
+"""Whole tensors in torch.save files: a model's state dict, alone or in a trainer's dict, and its optimizer's.
 
     pytorch_model_fsdp.bin, optimizer.bin   FSDP FULL_STATE_DICT, by accelerate
     model.pt, checkpoint.pth, ...           {"model": state dict, "optimizer": ..., "epoch": ...}, or the state dict itself

@@ -55,7 +55,7 @@ def candidates(files: Files) -> Candidates:
 
 
 def _has_a_file_per_rank(files: Files, listing: tuple[str, ...]) -> bool:
-    """Whether the file of rank 0 of torch_checkpointing lies here, which holds a part of each tensor."""
+    """Whether torch_checkpointing's file of rank 0 lies here. It holds a part of each tensor."""
     first = next((path for path in listing if path.endswith("_0.pt")), None)
     if first is None:
         return False

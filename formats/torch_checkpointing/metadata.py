@@ -1,4 +1,4 @@
-"""What metadata.pkl says: the ranks, and of each item the files and the boxes that every rank holds. Versions 1.0 and 2.0."""
+"""What metadata.pkl says: the number of ranks, and for every item the file and the boxes of each rank. Versions 1.0 and 2.0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .files import METADATA, ItemFile, ItemFiles, default_file
 _LIMIT = 4 << 30
 
 KeyPath = tuple[str | int, ...]
-# What both versions list of an item: the groups of ranks that hold each tensor, and the layout of each rank.
+# What both versions say about an item: for each tensor the groups of ranks that hold it, and for each rank its layout.
 _Tensors = list[tuple[KeyPath, list[Any]]]
 _Layouts = Mapping[int, Any]
 
@@ -160,7 +160,7 @@ def _boxes_by_rank(group: Mapping[str, Any], where: str) -> Iterator[tuple[int, 
     raise CheckpointError(
         f"its sharding metadata is of the kind {inert_pickle.shown(kind)}",
         where=f"{where} in {METADATA}",
-        why="DTensorShardingMetadata and default_tensor_v1 are known; from other kinds it does not follow what a rank holds",
+        why="DTensorShardingMetadata and default_tensor_v1 are known; other kinds do not tell what a rank holds",
         do="Save the item as DTensors",
     )
 

@@ -50,7 +50,7 @@ def read(files: Files, numbered: Mapping[str, ItemFiles], hints: Hints) -> Index
     builder = IndexBuilder("torch-checkpointing", files)
     parameters: dict[str, Shape] = {}
     for name in sorted(items, key=lambda name: name in OPTIMIZER_ROOTS):
-        add_item(builder, name, items[name], ranks, parameters)
+        parameters |= add_item(builder, name, items[name], ranks, parameters)
     builder.add_files(file.path for item in items.values() for file in item.files.values())
     facts = RunFacts(
         producer="torch_checkpointing",
@@ -62,8 +62,12 @@ def read(files: Files, numbered: Mapping[str, ItemFiles], hints: Hints) -> Index
     return builder.build(facts)
 
 
-def add_item(builder: IndexBuilder, name: str, item: DescribedItem, ranks: int, parameters: dict[str, Shape]) -> None:
-    """Add the tensors of an item on all ranks. A model's parameters are added to `parameters`; an optimizer's numbers count these."""
+def add_item(builder: IndexBuilder, name: str, item: DescribedItem, ranks: int, parameters: Mapping[str, Shape]) -> Mapping[str, Shape]:
+    """Add the tensors of an item on all ranks. Returns the shapes of the item's parameters if it is a model, else nothing.
+
+    parameters: those of the models so far, which an optimizer's numbers count.
+    """
+    shapes: Mapping[str, Shape] = {}
     names: Mapping[Any, str] = {}
     for rank in range(ranks):
         if rank not in item.files:
@@ -72,12 +76,12 @@ def add_item(builder: IndexBuilder, name: str, item: DescribedItem, ranks: int, 
         content = read_rank_item(builder.files, name, file, item.tensors.get(rank, {}))
         if rank == 0 and name in MODEL_ROOTS:
             shapes = parameter_shapes((_dotted(path), local) for path, local in content.tensors)
-            parameters.update({parameter: shape for parameter, shape in shapes.items() if parameter not in parameters})
         if rank == 0 and name in OPTIMIZER_ROOTS:
             names = add_param_groups(builder, content, parameters)
         for path, local in content.tensors:
             builder.add(*_kind_and_name(name, path, names), local, file.path, rank)
         builder.add_objects(content.objects)
+    return shapes
 
 
 def read_rank_item(files: Files, item: str, file: ItemFile, described: Mapping[KeyPath, RankBoxes]) -> RankItem:

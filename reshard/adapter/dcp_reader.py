@@ -24,7 +24,7 @@ from reshard.index.shards import Shards
 from reshard.storage.decoded_ranges import check_known
 from reshard.storage.files import Files, inside, read_whole
 
-METADATA = ".metadata"
+_METADATA = ".metadata"
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
 _METADATA_LIMIT = 4 << 30
 # Most bytes of an entry that are not elements: the framing of torch.save, about 1.5 kB, and padding.
@@ -44,7 +44,7 @@ class DcpFolder:
         """What the paths of its files start with: empty, or a folder with a slash at its end."""
         self.metadata = _metadata(files, prefix)
         """The content of .metadata, or of the ranks' metadata files merged."""
-        self.paths = tuple(inside(prefix + path, where=prefix + METADATA) for path in self.metadata.paths)
+        self.paths = tuple(inside(prefix + path, where=prefix + _METADATA) for path in self.metadata.paths)
         """The data files, in the order in which the metadata numbers them."""
         self.files = tuple(_checked_files(files, prefix, self.metadata, self.paths))
         """The data files with their sizes."""
@@ -80,7 +80,7 @@ class DcpFolder:
             stored = self._locate(path, start, nbytes)
             if stored.shape != sizes or stored.dtype != item.dtype:
                 raise CheckpointError(
-                    f"the entry holds {stored.dtype} {list(stored.shape)}, {METADATA} says {item.dtype} {list(sizes)}",
+                    f"the entry holds {stored.dtype} {list(stored.shape)}, {_METADATA} says {item.dtype} {list(sizes)}",
                     where=f"{item.fqn} in {path}",
                     why="The files are from different saves",
                     do="Copy all files of one save again",
@@ -91,13 +91,13 @@ class DcpFolder:
 
 
 def _metadata(files: Files, folder: str) -> DcpMetadata:
-    if files.size(folder + METADATA) is not None:
-        return dcp_metadata.parse(read_whole(files, folder + METADATA, limit=_METADATA_LIMIT), where=folder + METADATA)
+    if files.size(folder + _METADATA) is not None:
+        return dcp_metadata.parse(read_whole(files, folder + _METADATA, limit=_METADATA_LIMIT), where=folder + _METADATA)
     # Saved without collectives: each rank wrote its own.
     parts = [path for path in files.list(folder) if _RANK_METADATA.fullmatch(path.removeprefix(folder))]
     if not parts:
         raise CheckpointError(
-            f"there is no {METADATA}",
+            f"there is no {_METADATA}",
             where=f"{files.root}/{folder}",
             why="It says where every tensor lies. torch writes it last, so the save was not finished, or a copy skipped files that start "
             "with a dot",
@@ -120,7 +120,7 @@ def _checked_files(files: Files, folder: str, metadata: DcpMetadata, paths: tupl
             raise CheckpointError(
                 "the file is not there" if size is None else f"the file has {size:,} bytes, its entries end at {nbytes:,}",
                 where=path,
-                why=f"{folder + METADATA} names it, and {_content_text(metadata, paths.index(path))}",
+                why=f"{folder + _METADATA} names it, and {_content_text(metadata, paths.index(path))}",
                 do="Copy that file from where the checkpoint was written",
             )
         yield StoredFile(path, size)

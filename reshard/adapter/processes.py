@@ -23,8 +23,8 @@ _FEWEST = 64
 def in_processes(jobs: Sequence[J], perform: Callable[[Sequence[J]], R]) -> list[R]:
     """The results of `perform` for consecutive runs of the jobs, in the order of the jobs.
 
-    There is one run, in this process, for few jobs, on one processor, beside other threads (they do not survive a fork), and on other
-    systems than Linux.
+    All jobs are one run in this process if they are few, if there is one processor or another thread (threads do not survive a fork), and
+    on systems other than Linux.
 
     Raises: what `perform` raises for the first run that fails.
     """

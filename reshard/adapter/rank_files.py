@@ -1,4 +1,4 @@
-"""Files that one rank wrote each, in one folder: which belong together, and whether all are there.
+"""A folder with one file per rank: which files belong together, and whether all are there.
 
     model_world_size_{N}_rank_{r}.pt, optim_world_size_{N}_rank_{r}.pt, pytorch_model_fsdp_{i}_rank{r}.bin, ...rank<r>.pt
 
@@ -147,7 +147,7 @@ def run_files(files: Files) -> RunFiles:
 
 
 def _refuse_without_rank_files(files: Files) -> NoReturn:
-    below = [folder for folder in _folders(files) if any(found.is_model for found in rank_file_sets(files.list(folder)))]
+    below = [folder for folder in _folders(files) if any(rank_files.is_model for rank_files in rank_file_sets(files.list(folder)))]
     if below:
         raise RequestError(
             f"the rank files lie in folders here: {', '.join(below[:4])}",

@@ -1,8 +1,10 @@
-"""Folders of saves: which one of several is meant, and the step that a folder's name tells. Light: a format's `detect` may use it.
+"""Folders of saves: which one of several is meant, and the step that a folder's name tells.
 
-latest, global_step10/, global_step20/                              a tracker file holds the name of the newest save
-latest_checkpointed_iteration.txt, iter_0000010/, iter_0000020/     a tracker file holds the number of the newest save
-step-10/, step-20/                                                  no tracker file: the user names one
+    latest, global_step10/, global_step20/                              a tracker file holds the name of the newest save
+    latest_checkpointed_iteration.txt, iter_0000010/, iter_0000020/     a tracker file holds the number of the newest save
+    step-10/, step-20/                                                  no tracker file: the user names one
+
+Light: a format's `detect` may use it.
 """
 
 from __future__ import annotations
