@@ -341,7 +341,7 @@ def test_inspect_tells_ranks_and_runs():
     result = run("inspect", ZERO / "z3-4" / "checkpoint", "--tensor", "llama.lm_head.weight", "--json")
     document = json.loads(result.out)
     assert document["parallel"]["dp"] == 4 and document["producer"] == "DeepSpeed ZeRO-3" and document["version"] == "0.19.8"
-    pieces = next(t for t in document["tensors"] if t["role"] == "master")["pieces"]
+    pieces = next(t for t in document["tensors"] if t["kind"] == "master")["pieces"]
     assert sorted({piece["rank"] for piece in pieces}) == [0, 1, 2, 3]
 
 

@@ -17,11 +17,11 @@ connectors.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reshard.errors import CheckpointError, RequestError
-from reshard.storage.files import Files, inside, read_whole
+from reshard.adapter.save_folders import the_one_save
+from reshard.errors import CheckpointError
+from reshard.storage.files import Files, read_whole
 
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA_JSON, DCP_METADATA, COMMON = "metadata.json", ".metadata", "common.pt"
@@ -67,32 +67,12 @@ def find_save(files: Files) -> str | None:
         if folder in listing and folder + METADATA_JSON in files.list(folder):
             return folder
     saves = [path for path in listing if _SAVE.fullmatch(path)]
-    if TRACKER in listing:
-        return _save_in_tracker(files, saves)
-    if len(saves) > 1:
-        raise RequestError(
-            f"there are {len(saves)} saves here, {_listed(saves)}, and no {TRACKER} that names one of them",
-            where=files.root,
-            do=f"Give one of them, such as {files.root.rstrip('/')}/{saves[-1].rstrip('/')}",
-        )
-    return saves[0] if saves else None
+    return the_one_save(files, saves, tracker=TRACKER, folder_name=_save_name)
 
 
-def _save_in_tracker(files: Files, saves: Sequence[str]) -> str:
-    text = read_whole(files, TRACKER, limit=4096).decode("utf-8", "replace").strip()
-    folder = f"iter_{int(text):07d}/" if re.fullmatch(r"\d{1,12}", text) else inside(text or ".", where=TRACKER).rstrip("/") + "/"
-    if folder not in saves:
-        raise CheckpointError(
-            f"it names the save {text!r}, and {folder.rstrip('/')} is not there",
-            where=TRACKER,
-            why=f"The saves here are: {_listed(saves) or 'none'}",
-            do="Copy that save from where it was written, or give the folder of another save",
-        )
-    return folder
-
-
-def _listed(saves: Sequence[str]) -> str:
-    return ", ".join(path.rstrip("/") for path in saves[:4])
+def _save_name(text: str) -> str:
+    """The folder that the text of the tracker means: a number, or "release"."""
+    return f"iter_{int(text):07d}" if re.fullmatch(r"\d{1,12}", text) else text
 
 
 def find_legacy(files: Files) -> str | None:

@@ -1,17 +1,19 @@
 """Parameters laid end to end: packed, aligned as FSDP1 aligns them, or not to be explained."""
 
+from importlib import import_module
+
 import pytest
 
-from reshard.adapter.flat_parameters import slots
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.plans.layout import row_shard
 
+find_slots = import_module("reshard.formats.fsdp_local.flat_parameters").find_slots
 ODD = [("a", (7,)), ("b", (3, 5)), ("c", (1,))]
 
 
 def starts(elements, ranks):
-    return [slot.start for slot in slots(ODD, elements, ranks, where="w")]
+    return [slot.start for slot in find_slots(ODD, elements, ranks, where="w")]
 
 
 def test_packed():
