@@ -23,10 +23,10 @@ from reshard.plans.layout import Layout
 from reshard.plans.target import Target
 from reshard.storage.files import Files
 
-from .checks import check_same_moment
-from .reading import read
-from .tag import find_tag, is_file_of_a_tag, open_tag
-from .writing import lay_out
+from .layout.tag import find_tag, is_file_of_a_tag, open_tag
+from .read.checks import check_same_moment
+from .read.index import read
+from .write.zero3 import lay_out
 
 
 class DeepSpeed(Format):

@@ -12,14 +12,14 @@ from reshard.errors import CheckpointError
 from reshard.index.index import Index, RunFacts, StoredFile
 from reshard.storage.files import Files
 
+from ..layout.states import ModelStates, OptimizerStates, read_model, read_optimizer
+from ..layout.tag import Tag
+from ..layout.tensor_parallel import Joins
 from . import experts
-from .assembly import Reading
 from .checks import check_steps_agree, data_parallel_ranks, topology_of
-from .optimizer import merged_groups, parameters_in_order, read_optimizers_of_experts, read_plain_optimizer, read_zero
-from .states import ModelStates, OptimizerStates, read_model, read_optimizer
-from .tag import Tag
-from .tensor_parallel import Joins
+from .join import Reading
 from .weights import add_aliases, check_all_there, name_tied_layers, read_fragments, read_weights
+from .zero_optimizer import merged_groups, parameters_in_order, read_optimizers_of_experts, read_plain_optimizer, read_zero
 
 
 def read(files: Files, tag: Tag, hints: Hints) -> Index:

@@ -16,8 +16,8 @@ from reshard.geometry.stored import Section, StoredTensor
 from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.target import Target
 
-from .partitions import Slice, part_of_stage_3, slices_of_stage_3
-from .training import F32, Training, size, stage, stored_dtype, training_of
+from ..layout.partitions import Slice, part_of_stage_3, slices_of_stage_3
+from .training_state import F32, Training, size, stage, stored_dtype, training_of
 
 # zero_optimization.sub_group_size: a sub-group is full when its parts of one rank have so many elements.
 _SUB_GROUP = 1_000_000_000

@@ -15,11 +15,11 @@ from reshard.containers.torch_zip import AnyTensor, is_stored, memory_of
 from reshard.errors import CheckpointError
 from reshard.index.index import ParamGroup
 
+from ..layout.partitions import Row, Slice, on_every_rank, part_of_stage_3, ranks_of, slices_of_stage_2, slices_of_stage_3
+from ..layout.states import ModelStates, OptimizerStates, Parameters, Shape
+from ..layout.tag import check_ranks
 from . import experts
-from .assembly import Part, Reading, Topology, role_of
-from .partitions import Row, Slice, on_every_rank, part_of_stage_3, ranks_of, slices_of_stage_2, slices_of_stage_3
-from .states import ModelStates, OptimizerStates, Parameters, Shape
-from .tag import check_ranks
+from .join import Part, Reading, Topology, role_of
 
 
 def read_zero(

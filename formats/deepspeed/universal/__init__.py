@@ -31,15 +31,15 @@ from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.target import Target
 from reshard.storage.files import Files, inside, read_whole
 
-from .assembly import Part, Reading, role_of
-from .checks import check_steps_agree, topology_of
-from .partitions import flat_part
-from .reading import joins_of, models_of, state_of
-from .states import ModelStates, Shape
-from .tag import open_tag
-from .tensor_parallel import says
-from .training import Training, size, stage, stored_dtype, training_of
-from .weights import add_aliases, read_fragments, read_weights
+from ..layout.partitions import flat_part
+from ..layout.states import ModelStates, Shape
+from ..layout.tag import open_tag
+from ..layout.tensor_parallel import says
+from ..read.checks import check_steps_agree, topology_of
+from ..read.index import joins_of, models_of, state_of
+from ..read.join import Part, Reading, role_of
+from ..read.weights import add_aliases, read_fragments, read_weights
+from ..write.training_state import Training, size, stage, stored_dtype, training_of
 
 _LATEST = "latest_universal"
 _FOLDER = "zero/"

@@ -11,9 +11,9 @@ from reshard.containers.torch_zip import AnyTensor, is_stored, memory_of
 from reshard.errors import CheckpointError
 from reshard.index.index import Kind
 
-from .assembly import TIED, Part, Reading
-from .partitions import Row, part_of_stage_3, ranks_of, slices_of_stage_3
-from .states import ModelStates, Shape
+from ..layout.partitions import Row, part_of_stage_3, ranks_of, slices_of_stage_3
+from ..layout.states import ModelStates, Shape
+from .join import TIED, Part, Reading
 
 
 def read_weights(reading: Reading, states: ModelStates, place: tuple[int, int]) -> None:

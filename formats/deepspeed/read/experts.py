@@ -23,9 +23,9 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.index.shards import Shards, concatenated
 
-from .assembly import Part, Reading, Topology
-from .partitions import as_it_is
-from .states import ModelStates, OptimizerStates, Parameters, Shape
+from ..layout.partitions import as_it_is
+from ..layout.states import ModelStates, OptimizerStates, Parameters, Shape
+from .join import Part, Reading, Topology
 
 _LOCAL = re.compile(r"(?P<module>.*\bdeepspeed_experts)\.(?P<number>\d+)\.(?P<rest>.*)")
 

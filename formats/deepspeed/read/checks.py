@@ -13,9 +13,9 @@ from reshard.geometry.boxes import Box
 from reshard.index.index import Index, Tensor
 from reshard.storage.files import Files, read
 
-from .assembly import Topology
-from .states import ModelStates, OptimizerStates
-from .tag import Tag, check_ranks
+from ..layout.states import ModelStates, OptimizerStates
+from ..layout.tag import Tag, check_ranks
+from .join import Topology
 
 
 def topology_of(tag: Tag, models: Mapping[tuple[int, int], ModelStates]) -> Topology:

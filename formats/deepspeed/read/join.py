@@ -14,10 +14,10 @@ from reshard.index.index import Kind, ParamGroup, Tensor
 from reshard.index.shards import Shards, concatenated
 from reshard.storage.files import Files
 
-from .partitions import as_it_is
-from .states import Shape
-from .tag import Tag
-from .tensor_parallel import Joins
+from ..layout.partitions import as_it_is
+from ..layout.states import Shape
+from ..layout.tag import Tag
+from ..layout.tensor_parallel import Joins
 
 
 @dataclass(frozen=True, slots=True)

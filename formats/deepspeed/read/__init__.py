@@ -1,0 +1,1 @@
+"""From the files of a tag to its index."""
