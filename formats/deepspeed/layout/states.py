@@ -1,28 +1,26 @@
-"""What the pickles of a tag say, as plain values: the model's states and the optimizer's, of one rank each.
+"""What the pickles of a tag hold, as plain values: the model states and the optimizer states of one rank.
 
-Keys that are not known are client states: DeepSpeed merges what a trainer adds into the same dict. Every key but `module` may be missing
-(older versions lack many). Measured on DeepSpeed 0.14.5, 0.16.9 and 0.19.8.
+Unknown keys of a model file are client states: DeepSpeed merges what a trainer adds into the same dict. Every key except `module` may be
+missing, since older versions lack many. Measured on DeepSpeed 0.14.5, 0.16.9 and 0.19.8.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard.adapter.state_dicts import flat
 from reshard.canonical.optimizer_state import is_plain, plain_settings
-from reshard.containers import torch_zip
 from reshard.containers.inert_pickle import DTypeName, Inert, shown
-from reshard.containers.torch_zip import AnyTensor, StoredTensor, is_stored
+from reshard.containers.torch_zip import AnyTensor, is_stored
 from reshard.errors import CheckpointError
-from reshard.storage.files import Files
 
 Shape = tuple[int, ...]
+# Names and shapes, in the order of a flat buffer.
 Parameters = tuple[tuple[str, Shape], ...]
 
-# What a run goes on from, beside weights and optimizer.
+# Keys that a run needs to resume, besides weights and optimizer states.
 _PROGRESS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler", "ds_config", "universal_checkpoint_info")
 _KNOWN = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
@@ -31,237 +29,234 @@ _KNOWN = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ModelStates:
-    """One file of model states.
-
-    groups: the trained parameters of each optimizer group (ZeRO-1, 2) or sub-group (ZeRO-3), in the order of the flat buffers; None
-    where the file does not tell. module: None with a PipelineModule. aliases: tied name -> the name that is stored.
-    """
+    """One file of model states. A field is empty or None if the file lacks its key."""
 
     path: str
+    """The file."""
     module: Mapping[str, Any] | None
+    """The module's state dict by full names; None with a PipelineModule, whose layers are in files of their own."""
     buffers: frozenset[str] | None
+    """Names of the module's buffers."""
     groups: tuple[Parameters, ...] | None
+    """The trained parameters of each optimizer group (ZeRO-1, 2) or sub-group (ZeRO-3), in the order of the flat buffers."""
     frozen_shapes: Parameters
+    """The frozen parameters with their whole shapes."""
     frozen_fragments: Mapping[str, AnyTensor]
+    """This rank's part of each frozen parameter, one row of elements (ZeRO-3)."""
     aliases: Mapping[str, str]
+    """Tied parameters: second name -> the name under which the parameter is stored. Only global rank 0 writes them."""
     optimizer: Any
+    """The optimizer's state dict of a run without ZeRO."""
     step: int | None
+    """The run's step."""
     dp: int | None
+    """Data-parallel size."""
     mp: int | None
+    """Model-parallel size: pipeline-parallel size * tensor-parallel size."""
     pp_and_tp: tuple[int, int] | None
+    """Pipeline-parallel and tensor-parallel size."""
     version: str | None
+    """DeepSpeed's version."""
     config: Mapping[str, Any]
-    universal: Mapping[str, Any]
-    autoep: tuple[Mapping[str, Any], ...]
+    """DeepSpeed's config."""
+    universal_info: Mapping[str, Any]
+    """universal_checkpoint_info: patterns that tell how tensor-parallel ranks split the parameters."""
+    autoep_layers: tuple[Mapping[str, Any], ...]
+    """The layers whose experts AutoEP fused."""
     progress: Mapping[str, Any]
-    client: tuple[str, ...]
+    """Counters, schedule and config as plain values, by DeepSpeed's keys."""
+    client_keys: tuple[str, ...]
+    """Keys that the trainer added."""
 
     def without_module(self) -> ModelStates:
-        """What is needed of the ranks after the first, where all modules are the same."""
-        return replace(self, module=None, optimizer=None, universal={}, client=())
+        """What differs between data-parallel ranks: their modules are equal, so the first rank's is enough."""
+        return replace(self, module=None, optimizer=None, universal_info={}, client_keys=())
+
+    def __repr__(self) -> str:
+        return f"<model states of step {self.step} in {self.path}>"
 
 
-def read_model(files: Files, path: str) -> ModelStates:
-    """The model's states in a file. Raises CheckpointError if they are none."""
-    root = torch_zip.read(files, path, locate=False)
+def model_states(root: Any, path: str) -> ModelStates:
+    """The model states of a file, from the root object of its pickle.
+
+    Raises: CheckpointError if the root is something else.
+    """
     if not isinstance(root, Mapping) or "module" not in root:
         raise CheckpointError(f"it holds {shown(root)}, not the states of a model", where=path, do="Copy the file again")
-    module, shapes, shared = root["module"], root.get("param_shapes"), root.get("shared_params")
+    module, groups, buffers = root["module"], root.get("param_shapes"), root.get("buffer_names")
     if not isinstance(module, Mapping | None):
-        raise CheckpointError(f"its `module` is {shown(module)}", where=path)
-    degrees, buffers = root.get("checkpoint_parallel_dimensions"), root.get("buffer_names")
-    fragments = _mapping(root.get("frozen_param_fragments"))
-    autoep = root.get("ds_autoep_layers") or root.get("autoep_layers")
+        raise CheckpointError(f"its `module` is {shown(module)}, not a dict", where=path)
     return ModelStates(
-        path,
-        None if module is None else dict(flat(module)),
-        frozenset(map(str, buffers)) if isinstance(buffers, list | tuple) else None,
-        tuple(_shapes(group, path) for group in shapes) if isinstance(shapes, list | tuple) else None,
-        _shapes(root.get("frozen_param_shapes"), path),
-        {str(name): value for name, value in fragments.items() if is_stored(value)},
-        {str(alias): str(name) for alias, name in _mapping(shared).items()},
-        root.get("optimizer"),
-        _count(root.get("global_steps")),
-        _count(root.get("dp_world_size")),
-        _count(root.get("mp_world_size")),
-        _degrees(degrees),
-        _text(root.get("ds_version")),
-        _mapping(root.get("ds_config")),
-        _mapping(root.get("universal_checkpoint_info")),
-        tuple(each for each in _listed(autoep) if isinstance(each, Mapping)),
-        {key: root[key] for key in _PROGRESS if root.get(key) is not None and is_plain(root[key])},
-        tuple(str(key) for key, value in root.items() if key not in _KNOWN and value is not None),
+        path=path,
+        module=None if module is None else dict(flat(module)),
+        buffers=frozenset(map(str, buffers)) if isinstance(buffers, list | tuple) else None,
+        groups=tuple(_parameters(group, path) for group in groups) if isinstance(groups, list | tuple) else None,
+        frozen_shapes=_parameters(root.get("frozen_param_shapes"), path),
+        frozen_fragments={str(name): part for name, part in _mapping(root.get("frozen_param_fragments")).items() if is_stored(part)},
+        aliases={str(alias): str(name) for alias, name in _mapping(root.get("shared_params")).items()},
+        optimizer=root.get("optimizer"),
+        step=_count(root.get("global_steps")),
+        dp=_count(root.get("dp_world_size")),
+        mp=_count(root.get("mp_world_size")),
+        pp_and_tp=_pp_and_tp(root.get("checkpoint_parallel_dimensions")),
+        version=_text(root.get("ds_version")),
+        config=_mapping(root.get("ds_config")),
+        universal_info=_mapping(root.get("universal_checkpoint_info")),
+        autoep_layers=tuple(_mappings(root.get("ds_autoep_layers") or root.get("autoep_layers"))),
+        progress={key: root[key] for key in _PROGRESS if root.get(key) is not None and is_plain(root[key])},
+        client_keys=tuple(str(key) for key, value in root.items() if key not in _KNOWN and value is not None),
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class OptimizerStates:
-    """One file of a ZeRO optimizer's states. The lists have an entry per group (ZeRO-1, 2) or sub-group (ZeRO-3).
-
-    stage: 3, or 2 for both of the others, which lie alike. ranks: how many data-parallel ranks share a group. masters: this rank's part of
-    each flat group. states: what the base optimizer keeps of it, by kind. paddings: elements at its end that belong to no parameter, where
-    they are told and not in `masters`. alignments: elements of padding after each parameter. slices: the parameters of which
-    this rank holds a part, and how many elements of each. settings: the param groups, with the numbers of their groups under "params".
-    """
+    """One file of a ZeRO optimizer's states. The tuples have one entry per group (ZeRO-1, 2) or sub-group (ZeRO-3), unless noted."""
 
     path: str
-    stage: int
-    ranks: tuple[int, ...]
+    """The file."""
+    zero_stage: int
+    """3; or 2 for ZeRO-1 and ZeRO-2, which share one layout."""
+    partition_counts: tuple[int, ...]
+    """How many data-parallel ranks share the group; 0 if the file does not tell."""
     masters: tuple[AnyTensor, ...]
+    """This rank's partition of the flat full-precision group, one row of elements."""
     states: tuple[Mapping[str, Any], ...]
+    """What the base optimizer keeps of the partition, by kind: {"exp_avg": row, "step": count, ...}."""
     paddings: tuple[int, ...]
+    """Elements of padding at the partition's end that `masters` lacks."""
     alignments: tuple[tuple[int, ...], ...]
-    slices: tuple[tuple[tuple[str, int], ...], ...]
-    settings: tuple[Mapping[str, Any], ...]
+    """Elements of padding after each parameter; empty if the file does not tell."""
+    local_elements: tuple[tuple[tuple[str, int], ...], ...]
+    """(name, elements) of each parameter that the partition holds a part of; empty if the file does not tell."""
+    group_settings: tuple[Mapping[str, Any], ...]
+    """One entry per param group: its settings, with the numbers of its groups under "params"."""
     expert_partitions: tuple[Mapping[str, Any], ...]
-    scaler: Mapping[str, Any]
+    """Which ranks share the group, where AutoEP tells; empty otherwise."""
+    loss_scaler: Mapping[str, Any]
+    """The loss scaler's class and attributes as plain values; not per group."""
     version: str | None
+    """DeepSpeed's version."""
+
+    def __repr__(self) -> str:
+        return f"<ZeRO-{'3' if self.zero_stage == 3 else '1/2'} optimizer states of {len(self.masters)} groups in {self.path}>"
 
 
-def read_optimizer(files: Files, path: str, swapped: str | None = None) -> OptimizerStates:
-    """The ZeRO optimizer's states in a file; swapped: the folder of what the rank had swapped to NVMe, if there is one.
+def optimizer_states(root: Any, path: str) -> OptimizerStates:
+    """The ZeRO optimizer's states of a file, from the root object of its pickle.
 
-    Raises: CheckpointError if they are none, or contradict themselves.
+    Raises: CheckpointError if the root is something else, or the groups are not rows of elements.
     """
-    attributes: dict[str, Any] = {}
-    root = torch_zip.read(files, path, locate=False, attributes=attributes)
     states = root.get("optimizer_state_dict") if isinstance(root, Mapping) else None
     if not isinstance(states, Mapping):
         raise CheckpointError("it holds no optimizer_state_dict", where=path, do="Copy the file again")
     if "fp32_flat_groups" in states:
-        found = _stage_3(states, _text(root.get("ds_version")), path)
-        return found if swapped is None else _swapped_back(files, found, attributes, swapped)
+        return _zero3_states(states, _text(root.get("ds_version")), path)
     if "single_partition_of_fp32_groups" in states:
-        return _stage_2(states, path)
+        return _zero2_states(states, path)
     raise CheckpointError(
-        f"its optimizer state has no full-precision groups, but {', '.join(list(map(str, states))[:6])}",
+        f"its optimizer state has no full-precision groups, only {', '.join(list(map(str, states))[:6])}",
         where=path,
-        why="Only what ZeRO writes is laid out in a known way",
-        do="Name the optimizer that wrote it in an issue",
+        why="reshard knows the layout of ZeRO's optimizer states only",
+        do="Open an issue that names the optimizer",
     )
 
 
-def _stage_2(states: Mapping[str, Any], path: str) -> OptimizerStates:
-    masters = _flats(states["single_partition_of_fp32_groups"], "single_partition_of_fp32_groups", path)
-    count, base = len(masters), states.get("base_optimizer_state")
-    elastic = isinstance(base, list | tuple)
-    kept = dict(enumerate(base)) if elastic else _mapping(_mapping(base).get("state"))  # type: ignore[arg-type]
-    step = states.get("base_optimizer_state_step")
-    if elastic and is_stored(step):
-        kept = {i: {"step": step, **state} for i, state in kept.items() if isinstance(state, Mapping)}
-    ranks = states.get("partition_count")
-    is_zero = "zero_stage" in states
-    paddings = _counts(states.get("group_paddings"), count)
+def _zero2_states(states: Mapping[str, Any], path: str) -> OptimizerStates:
+    masters = _rows(states["single_partition_of_fp32_groups"], "single_partition_of_fp32_groups", path)
+    base, alignments = states.get("base_optimizer_state"), _listed(states.get("param_alignment_paddings"))
     # BF16_Optimizer writes masters with their padding, and no stage (deepspeed/runtime/bf16_optimizer.py).
+    masters_are_padded = "zero_stage" not in states
     return OptimizerStates(
-        path,
-        2,
-        _counts(ranks if isinstance(ranks, list | tuple) else [ranks] * count, count),
-        masters,
-        tuple(_mapping(kept.get(i)) for i in range(count)),
-        paddings if is_zero else (0,) * count,
-        tuple(tuple(_count(each) or 0 for each in _listed(group)) for group in _listed(states.get("param_alignment_paddings"))),
-        tuple(tuple(_slices(group)) for group in _listed(states.get("param_slice_mappings"))),
-        tuple(_settings(_mapping(base).get("param_groups"))),
-        (),
-        _scaler(states),
-        _text(states.get("ds_version")),
+        path=path,
+        zero_stage=2,
+        partition_counts=_per_group(states.get("partition_count"), len(masters)),
+        masters=masters,
+        states=tuple(map(_mapping, _base_states(states, len(masters)))),
+        paddings=(0,) * len(masters) if masters_are_padded else _counts(states.get("group_paddings"), len(masters)),
+        alignments=tuple(tuple(_count(padding) or 0 for padding in _listed(group)) for group in alignments),
+        local_elements=tuple(tuple(_local_elements(group)) for group in _listed(states.get("param_slice_mappings"))),
+        group_settings=tuple(plain_settings(_mapping(group)) for group in _listed(_mapping(base).get("param_groups"))),
+        expert_partitions=(),
+        loss_scaler=_loss_scaler(states),
+        version=_text(states.get("ds_version")),
     )
 
 
-def _stage_3(states: Mapping[str, Any], version: str | None, path: str) -> OptimizerStates:
-    masters = _flats(states["fp32_flat_groups"], "fp32_flat_groups", path)
-    base, ranks = _mapping(states.get("optimizer_state_dict")), states.get("partition_count")
-    kept = _mapping(base.get("state"))
-    count = len(masters)
+def _base_states(states: Mapping[str, Any], groups: int) -> Iterator[Any]:
+    """What the base optimizer keeps of each group. An elastic checkpoint has a list of them, and one step for all."""
+    base, step = states.get("base_optimizer_state"), states.get("base_optimizer_state_step")
+    if not isinstance(base, list | tuple):
+        by_group = _mapping(_mapping(base).get("state"))
+        yield from (by_group.get(group) for group in range(groups))
+        return
+    for group in range(groups):
+        state = base[group] if group < len(base) else None
+        yield {"step": step, **state} if is_stored(step) and isinstance(state, Mapping) else state
+
+
+def _zero3_states(states: Mapping[str, Any], version: str | None, path: str) -> OptimizerStates:
+    masters = _rows(states["fp32_flat_groups"], "fp32_flat_groups", path)
+    base = _mapping(states.get("optimizer_state_dict"))
+    by_group = _mapping(base.get("state"))
     return OptimizerStates(
-        path,
-        3,
-        _counts(ranks if isinstance(ranks, list | tuple) else [ranks] * count, count),
-        masters,
-        tuple(_mapping(kept.get(i)) for i in range(count)),
-        (0,) * count,
-        (),
-        (),
-        tuple(_settings(base.get("param_groups"))),
-        tuple(each for each in _listed(states.get("ds_zero_partition_groups")) if isinstance(each, Mapping)),
-        _scaler(states),
-        version,
+        path=path,
+        zero_stage=3,
+        partition_counts=_per_group(states.get("partition_count"), len(masters)),
+        masters=masters,
+        states=tuple(_mapping(by_group.get(group)) for group in range(len(masters))),
+        paddings=(0,) * len(masters),
+        alignments=(),
+        local_elements=(),
+        group_settings=tuple(plain_settings(_mapping(group)) for group in _listed(base.get("param_groups"))),
+        expert_partitions=tuple(_mappings(states.get("ds_zero_partition_groups"))),
+        loss_scaler=_loss_scaler(states),
+        version=version,
     )
 
 
-def _scaler(states: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The loss scaler as plain values: its class, and its attributes; those of a type that is none of ours are left out."""
+def _loss_scaler(states: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The loss scaler's class and its plain attributes; {} if there is none."""
     scaler = states.get("loss_scaler")
     if not isinstance(scaler, Inert) or not isinstance(scaler.state, Mapping):
         return {}
     attributes = {str(key): str(value) if isinstance(value, DTypeName) else value for key, value in scaler.state.items()}
-    kept = {key: value for key, value in attributes.items() if is_plain(value)}
-    return {"class": scaler.class_name.rpartition(".")[2], "dynamic": states.get("dynamic_loss_scale") is True, "attributes": kept}
+    return {
+        "class": scaler.class_name.rpartition(".")[2],
+        "dynamic": states.get("dynamic_loss_scale") is True,
+        "attributes": {key: value for key, value in attributes.items() if is_plain(value)},
+    }
 
 
-def _swapped_back(files: Files, found: OptimizerStates, attributes: Mapping[str, Any], folder: str) -> OptimizerStates:
-    """The states with the groups that are empty in the file, as they were swapped out, taken from their swap files.
-
-    A master carries the name of its file, ds_id, as an attribute; what the optimizer keeps of it is in <kind>-<ds_id>. A file is the raw
-    elements, and what fills it up to a multiple of 1 KiB. Source: deepspeed/runtime/swap_tensor/optimizer_utils.py; measured on 0.19.8.
-    """
-
-    def swapped(tensor: AnyTensor, name: str) -> AnyTensor:
-        path = f"{folder}{name}.tensor.swp"
-        size = files.size(path)
-        if 0 not in tensor.shape or size is None:
-            return tensor
-        return StoredTensor(path, 0, tensor.dtype, (size // tensor.dtype.itemsize,), (1,), name)
-
-    masters, states = list(found.masters), [dict(state) for state in found.states]
-    for i, master in enumerate(masters):
-        told = attributes.get(master.storage)
-        name = told.get("ds_id") if isinstance(told, Mapping) else None
-        if isinstance(name, str) and re.fullmatch(r"[\w-]{1,100}", name):
-            masters[i] = swapped(master, name)
-            states[i] = {
-                kind: swapped(value, f"{kind}-{name}") if is_stored(value) and len(value.shape) == 1 else value
-                for kind, value in states[i].items()
-            }
-    return replace(found, masters=tuple(masters), states=tuple(states))
-
-
-def _flats(value: Any, what: str, path: str) -> tuple[AnyTensor, ...]:
-    """One row of elements per group."""
-    found = tuple(value) if isinstance(value, list | tuple) else ()
-    for i, row in enumerate(found):
+def _rows(value: Any, key: str, path: str) -> tuple[AnyTensor, ...]:
+    """The flat groups of a rank: one row of elements each."""
+    rows = tuple(_listed(value))
+    for i, row in enumerate(rows):
         if not is_stored(row) or len(row.shape) != 1 or (row.shape[0] > 1 and row.strides != (1,)):
-            raise CheckpointError(f"{what}[{i}] should be one row of elements, it is {shown(row)}", where=path, do="Copy the file again")
-    return found
+            raise CheckpointError(f"{key}[{i}] should be one row of elements, it is {shown(row)}", where=path, do="Copy the file again")
+    return rows
 
 
-def _slices(group: Any) -> Iterator[tuple[str, int]]:
-    """The parameters of one param_slice_mapping. Where they start is not read: it is wrong with round_robin_gradients."""
-    for name, address in _mapping(group).items():
+def _local_elements(mapping: Any) -> Iterator[tuple[str, int]]:
+    """(name, elements) from one param_slice_mapping. Its start offsets are not read: they are wrong with round_robin_gradients."""
+    for name, address in _mapping(mapping).items():
         yield str(name), _count(address.get("numel")) or 0 if isinstance(address, Inert) else 0
 
 
-def _settings(groups: Any) -> Iterator[Mapping[str, Any]]:
-    for group in _listed(groups):
-        yield plain_settings(_mapping(group))
-
-
-def _shapes(value: Any, path: str) -> Parameters:
-    found = []
-    for name, shape in _mapping(value).items():
+def _parameters(shapes: Any, path: str) -> Parameters:
+    for name, shape in _mapping(shapes).items():
         if not isinstance(shape, tuple | list) or not all(type(size) is int and size >= 0 for size in shape):
             raise CheckpointError(f"its shape is {shown(shape)}", where=f"{name} in {path}")
-        found.append((str(name), tuple(shape)))
-    return tuple(found)
+    return tuple((str(name), tuple(shape)) for name, shape in _mapping(shapes).items())
 
 
-def _degrees(value: Any) -> tuple[int, int] | None:
-    found = _mapping(value)
-    pp, tp = _count(found.get("pp_degree")), _count(found.get("tp_degree"))
+def _pp_and_tp(dimensions: Any) -> tuple[int, int] | None:
+    pp, tp = _count(_mapping(dimensions).get("pp_degree")), _count(_mapping(dimensions).get("tp_degree"))
     return (pp, tp) if pp and tp else None
+
+
+# A pickle may hold anything under a key. These give the value of the expected type, or an empty one.
 
 
 def _mapping(value: Any) -> Mapping[Any, Any]:
@@ -274,9 +269,18 @@ def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else ()
 
 
-def _counts(value: Any, count: int) -> tuple[int, ...]:
-    found = tuple(_count(each) or 0 for each in _listed(value))
-    return found if len(found) == count else (0,) * count
+def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
+    return (item for item in _listed(value) if isinstance(item, Mapping))
+
+
+def _per_group(value: Any, groups: int) -> tuple[int, ...]:
+    """One count per group, from a list or from one number for all."""
+    return _counts(value if isinstance(value, list | tuple) else [value] * groups, groups)
+
+
+def _counts(value: Any, length: int) -> tuple[int, ...]:
+    counts = tuple(_count(item) or 0 for item in _listed(value))
+    return counts if len(counts) == length else (0,) * length
 
 
 def _count(value: Any) -> int | None:

@@ -1,16 +1,17 @@
-"""The files of a tag: which folder it is, and what each file's name says.
+"""The files of a tag: which folder it is, and what the name of each file says.
 
-    latest                                                   the tag's name
-    <tag>/mp_rank_MM_model_states.pt                         the model, of one tensor-parallel rank of one stage; ZeRO-0, 1, 2
-    <tag>/zero_pp_rank_D_mp_rank_MM_model_states.pt          the same of one data-parallel rank; ZeRO-3
-    <tag>/[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt   its optimizer
-    <tag>/layer_LL[-model_TT]-model_states.pt                a layer of a PipelineModule
-    <tag>/[layer_L_]expert_E_mp_rank_MM_model_states.pt      an expert of a MoE layer
-    <tag>/expp_rank_E_mp_rank_MM_optim_states.pt             the optimizer of an expert-parallel rank, without ZeRO
-    <tag>/offloaded_tensors/rankRR/[<kind>-]<ds_id>.tensor.swp   what was swapped to NVMe: a master's row, or a state's
+    latest                                                       the tag's name
+    <tag>/mp_rank_MM_model_states.pt                             model states of a model-parallel rank; ZeRO-0, 1, 2
+    <tag>/zero_pp_rank_D_mp_rank_MM_model_states.pt              model states of a data-parallel rank; ZeRO-3
+    <tag>/[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt       optimizer states of a data-parallel rank
+    <tag>/layer_LL[-model_TT]-model_states.pt                    a layer of a PipelineModule
+    <tag>/[layer_L_]expert_E_mp_rank_MM_model_states.pt          an expert of a MoE layer
+    <tag>/expp_rank_E_mp_rank_MM_optim_states.pt                 optimizer states of an expert-parallel rank, without ZeRO
+    <tag>/offloaded_tensors/rankRR/[<kind>-]<ds_id>.tensor.swp   what was swapped to NVMe: the row of a master or of a state
 
-MM = pipeline stage * tensor-parallel size + tensor-parallel rank; D is the data-parallel rank. Source: deepspeed/runtime/engine.py,
-_get_ckpt_name, _get_zero_ckpt_name and their like; measured on DeepSpeed 0.14.5, 0.16.9 and 0.19.8.
+MM = pipeline stage * tensor-parallel size + tensor-parallel rank; D is the data-parallel rank, TT the tensor-parallel rank.
+
+Source: deepspeed/runtime/engine.py, _get_ckpt_name and _get_zero_ckpt_name; measured on DeepSpeed 0.14.5, 0.16.9 and 0.19.8.
 """
 
 from __future__ import annotations
@@ -22,123 +23,119 @@ from dataclasses import dataclass, field
 from reshard.errors import CheckpointError, RequestError
 from reshard.storage.files import Files, inside, read_whole
 
-LATEST, _SCRIPT = "latest", "zero_to_fp32.py"
-_NAMES = {
+_LATEST, _SCRIPT = "latest", "zero_to_fp32.py"
+_SWAP_FOLDER = "offloaded_tensors/"
+
+# Field of Tag -> the names of its files. The groups of a pattern are the numbers that the field is keyed by.
+_PATTERNS = {
     "models": re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt"),
-    "zero_models": re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
+    "zero3_models": re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
     "optimizers": re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"),
     "layers": re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<tp>\d+))?-model_states\.pt"),
     "experts": re.compile(r"(?:layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
     "expert_optimizers": re.compile(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"),
 }
-_SWAPPED = "offloaded_tensors/"
-Paths = dict[tuple[int, ...], str]
+Paths = Mapping[tuple[int, ...], str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Tag:
-    """The paths of a tag's files by the numbers in their names, those that may be absent being 0.
-
-    models: (mp). zero_models, optimizers: (dp, mp). layers: (layer, tp). experts: (layer, expert, mp). expert_optimizers: (ep, mp).
-    """
+    """The paths of a tag's files, keyed by the numbers in their names. A number that a name leaves out counts as 0."""
 
     folder: str
+    """The tag's folder as a prefix of its paths, such as "global_step2/"; "" if the checkpoint is the tag itself."""
     models: Paths = field(default_factory=dict)
-    zero_models: Paths = field(default_factory=dict)
+    """Model states of ZeRO-0, 1 and 2, by (model-parallel rank,)."""
+    zero3_models: Paths = field(default_factory=dict)
+    """Model states of ZeRO-3, by (data-parallel rank, model-parallel rank)."""
     optimizers: Paths = field(default_factory=dict)
+    """Optimizer states of ZeRO, by (data-parallel rank, model-parallel rank)."""
     layers: Paths = field(default_factory=dict)
+    """Layers of a PipelineModule, by (layer, tensor-parallel rank)."""
     experts: Paths = field(default_factory=dict)
+    """Experts of MoE layers, by (layer, expert, model-parallel rank)."""
     expert_optimizers: Paths = field(default_factory=dict)
-    swapped: bool = False
+    """Optimizer states without ZeRO, by (expert-parallel rank, model-parallel rank)."""
+    has_swap_files: bool = False
+    """Whether offloaded_tensors/ lies beside the states."""
 
-    def swapped_of(self, dp: int) -> str | None:
-        """The folder of what a data-parallel rank had swapped to NVMe: it has the number of the global rank."""
-        return f"{self.folder}{_SWAPPED}rank{dp:02d}/" if self.swapped else None
+    def swap_folder(self, dp_rank: int) -> str | None:
+        """The folder of what a data-parallel rank swapped to NVMe; None if nothing was swapped. Its number is the global rank."""
+        return f"{self.folder}{_SWAP_FOLDER}rank{dp_rank:02d}/" if self.has_swap_files else None
 
     def paths(self) -> Iterator[str]:
-        for kind in _NAMES:
-            yield from getattr(self, kind).values()
+        """The paths of all files, swap files aside."""
+        for paths in (self.models, self.zero3_models, self.optimizers, self.layers, self.experts, self.expert_optimizers):
+            yield from paths.values()
+
+    def __repr__(self) -> str:
+        return f"<tag {self.folder or '.'} with {len(list(self.paths()))} files>"
 
 
 def is_file_of_a_tag(path: str) -> bool:
-    """Whether a path is named like a file with a model's or an optimizer's states."""
+    """Whether a path is named like a file with model states or optimizer states."""
     name = path.rpartition("/")[2]
-    return any(pattern.fullmatch(name) for pattern in _NAMES.values())
+    return any(pattern.fullmatch(name) for pattern in _PATTERNS.values())
 
 
-def find_tag(files: Files) -> str | None:
-    """The folder of the tag, as a prefix of its paths; None if there is none here.
+def find_tag_folder(files: Files) -> str | None:
+    """The folder of the tag, as a prefix of its paths; None if there is no tag.
 
     Raises: CheckpointError if `latest` names a tag that is not there; RequestError for several tags without `latest`.
     """
     listing = files.list()
     if any(is_file_of_a_tag(path) for path in listing):
         return ""
-    inner = [path for path in listing if path.endswith("/") and any(is_file_of_a_tag(each) for each in files.list(path))]
-    # Others may have a file of that name; DeepSpeed puts its script beside it, and a tag that is gone leaves nothing else.
-    if LATEST in listing and (inner or _SCRIPT in listing or len(listing) == 1):
-        return _named_by_latest(files, inner)
-    if len(inner) > 1:
+    folders = [folder for folder in listing if folder.endswith("/") and any(map(is_file_of_a_tag, files.list(folder)))]
+    # Other programs write files called `latest`, too. DeepSpeed puts its script beside its own; a removed tag leaves only `latest`.
+    if _LATEST in listing and (folders or _SCRIPT in listing or len(listing) == 1):
+        return _folder_in_latest(files, folders)
+    if len(folders) > 1:
         raise RequestError(
-            f"{len(inner)} tags lie here, {', '.join(path.rstrip('/') for path in inner[:4])}, and no file `latest` says which is meant",
+            f"there are {len(folders)} tags, {_names(folders)}, and no file `latest` names one of them",
             where=files.root,
-            do=f"Give one of them, such as {files.root.rstrip('/')}/{inner[-1].rstrip('/')}",
+            do=f"Give one of them, such as {files.root.rstrip('/')}/{folders[-1].rstrip('/')}",
         )
-    return inner[0] if inner else None
+    return folders[0] if folders else None
 
 
-def _named_by_latest(files: Files, inner: list[str]) -> str:
-    text = read_whole(files, LATEST, limit=4096).decode("utf-8", "replace").strip()
-    folder = inside(text, where=LATEST).rstrip("/") + "/" if text else ""
-    if folder not in inner:
-        lying = ", ".join(path.rstrip("/") for path in inner[:4]) or "none"
+def _folder_in_latest(files: Files, folders: list[str]) -> str:
+    """The folder that `latest` names. folders: those that hold files of a tag."""
+    text = read_whole(files, _LATEST, limit=4096).decode("utf-8", "replace").strip()
+    folder = inside(text, where=_LATEST).rstrip("/") + "/" if text else ""
+    if folder not in folders:
         raise CheckpointError(
-            f"it names the tag {text!r}, which {'has no states' if folder in files.list() else 'is not there'}",
-            where=LATEST,
-            why=f"DeepSpeed writes it last, so that save was lost or removed afterwards; tags that lie here: {lying}",
+            f"it names the tag {text!r}, which {'holds no states' if folder in files.list() else 'is not there'}",
+            where=_LATEST,
+            why=f"DeepSpeed writes `latest` last, so the save was lost or removed later; the tags here: {_names(folders) or 'none'}",
             do="Copy that tag's folder from where the checkpoint was written, or give the folder of another tag",
         )
     return folder
 
 
+def _names(folders: list[str]) -> str:
+    return ", ".join(folder.rstrip("/") for folder in folders[:4])
+
+
 def open_tag(files: Files, folder: str) -> Tag:
-    """The tag in that folder."""
-    tag = Tag(folder, swapped=folder + _SWAPPED in files.list(folder))
-    for path in files.list(folder):
-        name = path.removeprefix(folder)
-        for kind, pattern in _NAMES.items():
-            if match := pattern.fullmatch(name):
-                found: Paths = getattr(tag, kind)
-                numbers = tuple(int(number) if number else 0 for number in match.groups())
-                if numbers in found:
+    """The tag in a folder, from the names of its files.
+
+    Raises: CheckpointError for two files of the same rank.
+    """
+    listing = files.list(folder)
+    fields: dict[str, dict[tuple[int, ...], str]] = {name: {} for name in _PATTERNS}
+    for path in listing:
+        for name, pattern in _PATTERNS.items():
+            if match := pattern.fullmatch(path.removeprefix(folder)):
+                numbers = tuple(int(number or 0) for number in match.groups())
+                if other := fields[name].get(numbers):
                     raise CheckpointError(
-                        f"{found[numbers]} lies beside it, with the states of the same rank",
+                        f"{other} holds the states of the same rank",
                         where=path,
-                        why="They are of saves with different precision; which belongs to the others cannot be known",
+                        why="The two are from saves with different precision; nothing tells which of them fits the other files",
                         do="Move the file of the older save away",
                     )
-                found[numbers] = path
-    for kind in _NAMES:
-        kept: Paths = getattr(tag, kind)
-        for numbers in sorted(kept):
-            kept[numbers] = kept.pop(numbers)
-    return tag
-
-
-def check_ranks(found: Mapping[int, str], ranks: int, what: str, *, why: str) -> None:
-    """Raises CheckpointError unless there is a file of every rank 0..ranks - 1, and of no other."""
-    if missing := [rank for rank in range(ranks) if rank not in found]:
-        some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        raise CheckpointError(
-            f"of {ranks} {what} ranks, {some} {'has' if len(missing) == 1 else 'have'} no file",
-            where=next(iter(found.values()), None),
-            why=why,
-            do="Copy the missing files from where the checkpoint was written",
-        )
-    if stale := [path for rank, path in found.items() if rank >= ranks]:
-        raise CheckpointError(
-            f"the run had {ranks} {what} ranks, and none of this number",
-            where=stale[0],
-            why=f"{why}; the file is left over from a save of more ranks under the same tag, so its values are of another step",
-            do=f"Move it away{f', and {len(stale) - 1} more like it' if len(stale) > 1 else ''}",
-        )
+                fields[name][numbers] = path
+    return Tag(
+        folder, **{name: dict(sorted(paths.items())) for name, paths in fields.items()}, has_swap_files=folder + _SWAP_FOLDER in listing
+    )

@@ -1,9 +1,10 @@
-"""How the tensor-parallel ranks' parts of a parameter make the whole one.
+"""How the parts of a parameter on tensor-parallel ranks make the whole parameter.
 
-The model file says it by patterns over names (`universal_checkpoint_info`, written by AutoTP and Megatron-DeepSpeed), or by an affine
-map: for every rank the boxes that it holds. Where it says nothing, shapes from the model's config tell the axis, or the names are
-Megatron's. What none of them knows is refused: joined along the wrong axis a weight looks like any other.
-Source: deepspeed/checkpoint/ds_to_universal.py, merge_tp_slices, and affine.py (0.19.8); for Megatron's names without patterns
+The model file tells by patterns over names (`universal_checkpoint_info`, written by AutoTP and Megatron-DeepSpeed) or by an affine map.
+If it tells nothing, the model's config gives the whole shapes and so the split axis, or the names are Megatron's. Any other parameter is
+refused: a weight that is joined along the wrong axis still looks like a weight.
+
+Source: deepspeed/checkpoint/ds_to_universal.py, merge_tp_slices (0.19.8); for Megatron's names without patterns
 deepspeed/checkpoint/deepspeed_checkpoint.py.
 """
 
@@ -11,98 +12,113 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.containers.inert_pickle import Inert
 from reshard.errors import CheckpointError
-from reshard.geometry.boxes import Box, row_major
+from reshard.geometry.boxes import Box
 
+from .affine_map import Move, attributes, described_moves, described_shape
 from .states import Shape
-
-# A box of a rank's part, and where it starts in the whole.
-Move = tuple[Box, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """The shape of a joined parameter and, for every tensor-parallel rank, where the boxes of its part go. copies: all hold the same."""
+class JoinedParameter:
+    """A parameter joined from the parts of its tensor-parallel ranks."""
 
     shape: Shape
+    """The whole shape."""
     moves: tuple[tuple[Move, ...], ...]
-    copies: bool = False
+    """For each tensor-parallel rank, the boxes of its part and their offsets in the whole."""
+    is_replicated: bool = False
+    """Whether every rank holds the whole parameter."""
 
 
-class Joins:
-    """The rules of one checkpoint. info: the model file's patterns; shapes: global ones by name, where a config is known."""
+@dataclass(frozen=True, slots=True, repr=False)
+class JoinRules:
+    """The rules by which one checkpoint joins tensor-parallel parts."""
 
-    def __init__(self, info: Mapping[str, Any], shapes: Mapping[str, Shape], where: str) -> None:
-        self._info, self._shapes, self._where = info, shapes, where
-        maps = info.get("affine_map")
-        self._maps = maps.get("params", {}) if isinstance(maps, Mapping) else {}
-        if isinstance(maps, Mapping) and maps.get("version", 1) != 1:
-            raise CheckpointError(f"its affine map has the version {maps.get('version')}, known is 1", where=where)
+    info: Mapping[str, Any]
+    """The model file's universal_checkpoint_info; empty if there is none."""
+    shapes: Mapping[str, Shape]
+    """Whole shapes by name, from the model's config; empty if there is none."""
+    where: str
+    """The model file, for messages."""
 
-    def whole(self, name: str, parts: Sequence[Shape]) -> Whole:
-        """How the parts of a parameter, one shape per tensor-parallel rank, lie in the whole.
+    def __post_init__(self) -> None:
+        affine_map = self.info.get("affine_map")
+        if isinstance(affine_map, Mapping) and affine_map.get("version", 1) != 1:
+            raise CheckpointError(f"its affine map has the version {affine_map.get('version')}; reshard reads version 1", where=self.where)
 
-        Raises: CheckpointError if nothing tells, or what tells does not fit the shapes.
+    def __repr__(self) -> str:
+        return f"<join rules: {len(self.info)} entries in {self.where}, {len(self.shapes)} shapes from the config>"
+
+    def joined(self, name: str, parts: Sequence[Shape]) -> JoinedParameter:
+        """How the parts of a parameter make the whole. parts: one shape per tensor-parallel rank.
+
+        Raises: CheckpointError if no rule applies, or the rule does not fit the shapes.
         """
         if len(parts) == 1:
-            return Whole(parts[0], (((Box.whole(parts[0]), (0,) * len(parts[0])),),))
-        if says(self._info, "autotp_unsupported_parameter_patterns", name):
-            raise CheckpointError("DeepSpeed itself notes that it cannot say how its ranks' parts make a whole", where=name)
-        if described := next((value for pattern, value in self._maps.items() if _matches(pattern, name)), None):
-            return _by_map(name, described, parts)
-        found = self._by_patterns(name, parts) if self._info else self._without_patterns(name, parts)
-        if says(self._info, "vocabulary_parameter_patterns", name):
-            found = _cut_to(found, self._info.get("original_vocab_size"), name)
-        return found
+            return JoinedParameter(parts[0], (_whole(parts[0]),))
+        if is_listed(self.info, "autotp_unsupported_parameter_patterns", name):
+            raise CheckpointError("DeepSpeed notes that it does not know how the ranks' parts make the whole", where=name)
+        if description := self._affine_description(name):
+            return _from_affine_map(name, description, parts)
+        joined = self._by_patterns(name, parts) if self.info else self._without_patterns(name, parts)
+        if is_listed(self.info, "vocabulary_parameter_patterns", name):
+            joined = _without_vocab_padding(joined, self.info.get("original_vocab_size"), name)
+        return joined
 
-    def _by_patterns(self, name: str, parts: Sequence[Shape]) -> Whole:
-        if says(self._info, "tp_replicated_parameter_patterns", name) or says(self._info, "parameter_to_average_patterns", name):
+    def _affine_description(self, name: str) -> Any:
+        affine_map = self.info.get("affine_map")
+        by_pattern = affine_map.get("params", {}) if isinstance(affine_map, Mapping) else {}
+        return next((description for pattern, description in by_pattern.items() if _matches(pattern, name)), None)
+
+    def _by_patterns(self, name: str, parts: Sequence[Shape]) -> JoinedParameter:
+        info = self.info
+        if is_listed(info, "tp_replicated_parameter_patterns", name) or is_listed(info, "parameter_to_average_patterns", name):
             return _replicated(name, parts)
-        if says(self._info, "parameter_with_2_sub_params_cat_dim_0", name):
+        if is_listed(info, "parameter_with_2_sub_params_cat_dim_0", name):
             return _fused(name, parts, 0, [[part[0] // 2 for part in parts] for _ in range(2)])
-        for described in self._info.get("parameter_with_sub_params") or ():
-            sub = _attributes(described)
-            for pattern in sub.get("patterns") or ():
+        for fused in map(attributes, info.get("parameter_with_sub_params") or ()):
+            for pattern in fused.get("patterns") or ():
                 if _matches(pattern, name):
-                    return _fused(name, parts, int(sub["partition_dim"]), self._widths(pattern, sub, parts))
-        return _concatenated(name, parts, 1 if says(self._info, "parameter_with_row_parallelism_patterns", name) else 0)
+                    return _fused(name, parts, int(fused["partition_dim"]), self._sub_parameter_widths(pattern, fused, parts))
+        return _concatenated(name, parts, 1 if is_listed(info, "parameter_with_row_parallelism_patterns", name) else 0)
 
-    def _widths(self, pattern: str, sub: Mapping[str, Any], parts: Sequence[Shape]) -> list[list[int]]:
-        """The width of every sub-parameter on every rank: recorded from version 0.4 on; before, all are split evenly."""
-        recorded = self._info.get("sub_param_shard_widths") or {}
+    def _sub_parameter_widths(self, pattern: str, fused: Mapping[Any, Any], parts: Sequence[Shape]) -> list[list[int]]:
+        """[sub-parameter][rank]: widths along the split axis. Version 0.4 records them; earlier versions split evenly."""
+        recorded = self.info.get("sub_param_shard_widths") or {}
         if pattern in recorded:
             return [list(widths) for widths in recorded[pattern]]
-        axis = int(sub["partition_dim"])
-        spec = sub["shape"][axis]
-        full = sum(part[axis] for part in parts)
-        sizes = list(spec) if isinstance(spec, tuple | list) else [full // spec] * spec
+        axis = int(fused["partition_dim"])
+        # One size per sub-parameter, or the number of equal sub-parameters.
+        sizes = fused["shape"][axis]
+        if not isinstance(sizes, tuple | list):
+            sizes = [sum(part[axis] for part in parts) // sizes] * sizes
         return [[size // len(parts)] * len(parts) for size in sizes]
 
-    def _without_patterns(self, name: str, parts: Sequence[Shape]) -> Whole:
-        if (shape := self._shapes.get(name.removeprefix("module."))) is not None:
-            return _by_shape(name, parts, shape)
+    def _without_patterns(self, name: str, parts: Sequence[Shape]) -> JoinedParameter:
+        if (shape := self.shapes.get(name.removeprefix("module."))) is not None:
+            return _of_known_shape(name, parts, shape)
         if len(parts[0]) == 1 and re.fullmatch(r"\d+\.(weight|bias)", name):
-            return _replicated(name, parts)  # a layer of a pipeline that has nothing else: the final norm
-        for pattern, axis in _MEGATRON:
+            return _replicated(name, parts)  # a pipeline layer with nothing else: the final norm
+        for pattern, axis in _MEGATRON_AXES:
             if pattern.search(name):
                 return _replicated(name, parts) if axis is None else _concatenated(name, parts, axis)
         raise CheckpointError(
-            f"nothing tells how the {len(parts)} tensor-parallel ranks' parts of it, {list(parts[0])} each, make the whole",
-            where=f"{name} in {self._where}",
-            why="The file has no universal_checkpoint_info, and the name is none of Megatron's; joined along the wrong axis the weight "
+            f"nothing tells how the parts of {len(parts)} tensor-parallel ranks, {list(parts[0])} each, make the whole",
+            where=f"{name} in {self.where}",
+            why="The file has no universal_checkpoint_info, and the name is not one of Megatron's; joined along the wrong axis the weight "
             "would look right and be wrong",
             do="Give the model's config with --model DIR, so that the whole shapes are known",
         )
 
 
-# Megatron's names -> the axis that its ranks cut, None where each holds all: the rules of DeepSpeedCheckpoint, and column-parallel biases.
-# Of no other names: AutoTP before 0.19 noted nothing, cut q_proj and left lm_head whole.
-_MEGATRON: tuple[tuple[re.Pattern[str], int | None], ...] = tuple(
+# Megatron's names -> the axis that tensor-parallel ranks split; None: replicated. The rules of DeepSpeedCheckpoint, and column-parallel
+# biases. They apply to no other names: AutoTP before 0.19 recorded nothing, split q_proj and replicated lm_head.
+_MEGATRON_AXES: tuple[tuple[re.Pattern[str], int | None], ...] = tuple(
     (re.compile(pattern), axis)
     for pattern, axis in (
         (r"word_embeddings\.weight$", 0),
@@ -114,151 +130,101 @@ _MEGATRON: tuple[tuple[re.Pattern[str], int | None], ...] = tuple(
 )
 
 
-def _replicated(name: str, parts: Sequence[Shape]) -> Whole:
+def _whole(part: Shape) -> tuple[Move, ...]:
+    """The move of a part that is the whole parameter."""
+    return ((Box.whole(part), (0,) * len(part)),)
+
+
+def _replicated(name: str, parts: Sequence[Shape]) -> JoinedParameter:
     if len(set(parts)) > 1:
-        raise _unfitting(name, parts, "every rank should hold the whole of it")
-    return Whole(parts[0], tuple(((Box.whole(part), (0,) * len(part)),) for part in parts), copies=True)
+        raise _unfitting(name, parts, "every rank should hold the whole parameter")
+    return JoinedParameter(parts[0], tuple(map(_whole, parts)), is_replicated=True)
 
 
-def _concatenated(name: str, parts: Sequence[Shape], axis: int) -> Whole:
+def _concatenated(name: str, parts: Sequence[Shape], axis: int) -> JoinedParameter:
     if any(len(part) <= axis for part in parts):
-        raise _unfitting(name, parts, f"they should follow each other along axis {axis}")
+        raise _unfitting(name, parts, f"they should be concatenated along axis {axis}")
     return _fused(name, parts, axis, [[part[axis] for part in parts]])
 
 
-def _fused(name: str, parts: Sequence[Shape], axis: int, widths: Sequence[Sequence[int]]) -> Whole:
-    """Sub-parameters side by side along an axis, each of them cut over the ranks. widths: [sub-parameter][rank]."""
-    per_rank = [sum(width[rank] for width in widths if rank < len(width)) for rank in range(len(parts))]
-    rest = {part[:axis] + part[axis + 1 :] for part in parts}
-    if len(rest) > 1 or any(part[axis] != total for part, total in zip(parts, per_rank, strict=True)):
-        raise _unfitting(name, parts, f"along axis {axis} they should be {per_rank} wide, and equal along the others")
+def _fused(name: str, parts: Sequence[Shape], axis: int, widths: Sequence[Sequence[int]]) -> JoinedParameter:
+    """Sub-parameters concatenated along an axis, each split over the ranks. widths: [sub-parameter][rank]."""
+    part_widths = [sum(of_ranks[rank] for of_ranks in widths if rank < len(of_ranks)) for rank in range(len(parts))]
+    other_axes = {part[:axis] + part[axis + 1 :] for part in parts}
+    if len(other_axes) > 1 or any(part[axis] != width for part, width in zip(parts, part_widths, strict=True)):
+        raise _unfitting(name, parts, f"along axis {axis} their sizes should be {part_widths}, along the others equal")
     moves: list[list[Move]] = [[] for _ in parts]
-    inside, at = [0] * len(parts), 0
-    for width in widths:
-        for rank, size in enumerate(width):
-            if size:
-                box = Box.whole(parts[rank]).narrow(axis, inside[rank], inside[rank] + size)
-                moves[rank].append((box, tuple(at if i == axis else 0 for i in range(len(parts[rank])))))
-            inside[rank] += size
-            at += size
-    shape = (*parts[0][:axis], at, *parts[0][axis + 1 :])
-    return Whole(shape, tuple(map(tuple, moves)))
+    part_offsets, whole_offset = [0] * len(parts), 0
+    for of_ranks in widths:
+        for rank, width in enumerate(of_ranks):
+            if width:
+                box = Box.whole(parts[rank]).narrow(axis, part_offsets[rank], part_offsets[rank] + width)
+                moves[rank].append((box, tuple(whole_offset if i == axis else 0 for i in range(len(parts[rank])))))
+            part_offsets[rank] += width
+            whole_offset += width
+    return JoinedParameter((*parts[0][:axis], whole_offset, *parts[0][axis + 1 :]), tuple(map(tuple, moves)))
 
 
-def _by_shape(name: str, parts: Sequence[Shape], shape: Shape) -> Whole:
-    """The axis along which the parts add up to a shape that is known, of a weight that is not fused."""
+def _of_known_shape(name: str, parts: Sequence[Shape], shape: Shape) -> JoinedParameter:
+    """A parameter that is not fused: split along the axis on which the parts add up to its known shape."""
     if all(part == shape for part in parts):
         return _replicated(name, parts)
     for axis in range(len(shape)):
         if all(len(part) == len(shape) for part in parts) and sum(part[axis] for part in parts) == shape[axis]:
-            whole = _concatenated(name, parts, axis)
-            if whole.shape == shape:
-                return whole
-    raise _unfitting(name, parts, f"they do not make {list(shape)}, as the config has it")
+            joined = _concatenated(name, parts, axis)
+            if joined.shape == shape:
+                return joined
+    raise _unfitting(name, parts, f"they do not make {list(shape)}, the shape in the config")
 
 
-def _by_map(name: str, described: Any, parts: Sequence[Shape]) -> Whole:
-    """From an affine map: pieces, each a strided view of the whole and of one rank's part, that must be boxes in both."""
-    found = _attributes(described)
-    shape, ranks = tuple(found.get("logical_shape") or ()), found.get("ranks") or {}
-    moves: list[tuple[Move, ...]] = []
-    for rank, part in enumerate(parts):
-        on_rank: list[Move] = []
-        own = _attributes(ranks.get(rank, ranks.get(str(rank))))
-        for piece in map(_attributes, own.get("pieces") or ()):
-            if piece.get("scale", 1.0) != 1.0:
-                raise CheckpointError(
-                    f"its rank {rank} holds the values times {piece['scale']}",
-                    where=name,
-                    why="Undoing that would change bits, and reshard copies them",
-                    do="Convert it with DeepSpeed's ds_to_universal first",
-                )
-            sizes = tuple(piece["shape"])
-            if not math.prod(sizes):
-                continue
-            (offset, strides), (own_offset, own_strides) = piece["source"], piece["dest"]
-            there, here = box_of(shape, offset, sizes, strides), box_of(part, own_offset, sizes, own_strides)
-            if there is None or here is None or there.sizes != here.sizes:
-                raise CheckpointError(f"a piece of it on rank {rank} is no box of the whole: {sizes}", where=name)
-            on_rank.append((here, there.offsets))
-        moves.append(tuple(on_rank))
-    covered = [math.prod(box.sizes) for on_rank in moves for box, _ in on_rank]
-    copies = len(set(moves)) == 1 and sum(covered) == len(parts) * math.prod(shape)
-    if not copies and sum(covered) != math.prod(shape):
-        raise _unfitting(name, parts, f"its affine map has pieces of {sum(covered):,} elements in all, for {list(shape)}")
-    return Whole(shape, tuple(moves), copies)
+def _from_affine_map(name: str, description: Any, parts: Sequence[Shape]) -> JoinedParameter:
+    shape, moves = described_shape(description), described_moves(name, description, parts)
+    elements = sum(math.prod(box.sizes) for of_rank in moves for box, _ in of_rank)
+    is_replicated = len(set(moves)) == 1 and elements == len(parts) * math.prod(shape)
+    if not is_replicated and elements != math.prod(shape):
+        raise _unfitting(name, parts, f"the pieces of its affine map have {elements:,} elements in total, for the shape {list(shape)}")
+    return JoinedParameter(shape, moves, is_replicated)
 
 
-def box_of(shape: Shape, offset: int, sizes: Sequence[int], strides: Sequence[int]) -> Box | None:
-    """The box of a row-major tensor that a strided view of it walks through in order; None if it is none."""
-    first, last = _at(shape, offset), _at(shape, offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)))
-    if first is None or last is None or any(a > b for a, b in zip(first, last, strict=True)):
-        return None
-    box = Box(first, tuple(b - a + 1 for a, b in zip(first, last, strict=True)))
-    return box if _merged(box.sizes, row_major(shape)) == _merged(sizes, strides) else None
-
-
-def _at(shape: Shape, offset: int) -> tuple[int, ...] | None:
-    found = []
-    for step in row_major(shape):
-        index, offset = divmod(offset, step)
-        found.append(index)
-    return tuple(found) if all(0 <= i < size for i, size in zip(found, shape, strict=True)) and not offset else None
-
-
-def _merged(sizes: Iterable[int], strides: Iterable[int]) -> list[tuple[int, int]]:
-    """(size, stride) per axis, with axes that are walked as one taken together."""
-    found: list[tuple[int, int]] = []
-    for size, stride in zip(sizes, strides, strict=True):
-        if size == 1:
-            continue
-        if found and found[-1][1] == size * stride:
-            found[-1] = (found[-1][0] * size, stride)
-        else:
-            found.append((size, stride))
-    return found
-
-
-def _cut_to(found: Whole, rows: Any, name: str) -> Whole:
-    """Without the rows that pad the vocabulary."""
-    if type(rows) is not int or not 0 < rows <= found.shape[0]:
-        raise CheckpointError(f"it has {found.shape[0]} rows, universal_checkpoint_info says original_vocab_size {rows}", where=name)
-    kept = []
-    for moves in found.moves:
-        within = [(box, at, min(box.sizes[0], rows - at[0])) for box, at in moves if at[0] < rows]
-        kept.append(tuple((box.narrow(0, 0, size), at) for box, at, size in within))
-    return Whole((rows, *found.shape[1:]), tuple(kept), found.copies)
+def _without_vocab_padding(joined: JoinedParameter, true_vocab: Any, name: str) -> JoinedParameter:
+    padded_vocab = joined.shape[0]
+    if type(true_vocab) is not int or not 0 < true_vocab <= padded_vocab:
+        raise CheckpointError(
+            f"it has {padded_vocab} rows, and original_vocab_size in universal_checkpoint_info is {true_vocab}", where=name
+        )
+    moves = tuple(
+        tuple(
+            (box.narrow(0, 0, min(box.sizes[0], true_vocab - offsets[0])), offsets) for box, offsets in of_rank if offsets[0] < true_vocab
+        )
+        for of_rank in joined.moves
+    )
+    return JoinedParameter((true_vocab, *joined.shape[1:]), moves, joined.is_replicated)
 
 
 def _unfitting(name: str, parts: Sequence[Shape], what: str) -> CheckpointError:
     return CheckpointError(
         f"the tensor-parallel ranks hold {', '.join(str(list(part)) for part in parts)}; {what}",
         where=name,
-        why="The files are from different runs, or say wrongly how they were cut",
+        why="The files are from different runs, or their description of the split is wrong",
         do="Keep the files of one save only",
     )
 
 
-def _attributes(value: Any) -> Mapping[Any, Any]:
-    """A dict, or the attributes of an object such as SubparamShape."""
-    if isinstance(value, Inert):
-        return value.state if isinstance(value.state, Mapping) else {}
-    return value if isinstance(value, Mapping) else {}
-
-
-def says(info: Mapping[str, Any], key: str, name: str) -> bool:
+def is_listed(info: Mapping[str, Any], key: str, name: str) -> bool:
     """Whether universal_checkpoint_info lists a parameter under that key."""
     return any(_matches(pattern, name) for pattern in info.get(key) or ())
 
 
-# A repeated group can make matching take for ever; DeepSpeed writes none.
+# Matching a repeated group can take exponential time; DeepSpeed writes no such patterns.
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 
 
 def _matches(pattern: Any, name: str) -> bool:
-    """Whether one of DeepSpeed's patterns, Python's regular expressions, fits from the name's start on."""
+    """Whether a pattern of DeepSpeed's, a regular expression, matches from the name's start."""
     if not isinstance(pattern, str) or len(pattern) > 1000 or _REPEATED_GROUP.search(pattern):
-        raise CheckpointError(f"universal_checkpoint_info has the pattern {str(pattern)[:100]!r}, which is none of DeepSpeed's", where=name)
+        raise CheckpointError(
+            f"universal_checkpoint_info has the pattern {str(pattern)[:100]!r}, which DeepSpeed does not write", where=name
+        )
     try:
         return re.match(pattern, name) is not None
     except re.error as error:

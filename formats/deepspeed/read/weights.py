@@ -1,155 +1,141 @@
-"""The model's own copy of its weights: in the module, in the layers' files, or, if frozen under ZeRO-3, in fragments; and their names."""
+"""The weights: in the module's state dict, in the files of layers and experts, or, if frozen under ZeRO-3, in fragments."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 
-from reshard.containers import torch_zip
-from reshard.containers.torch_zip import AnyTensor, is_stored, memory_of
+from reshard.containers.torch_zip import AnyTensor, Locations, is_stored, memory_of
 from reshard.errors import CheckpointError
-from reshard.index.index import Kind
 
-from ..layout.partitions import Row, part_of_stage_3, ranks_of, slices_of_stage_3
+from ..layout.degrees import ModelRank, RunDegrees
+from ..layout.experts import ExpertSlice
+from ..layout.partitions import zero3_part_size, zero3_slice
 from ..layout.states import ModelStates, Shape
-from .join import TIED, Part, Reading
+from .flat_buffers import FlatBuffer, pieces_of_whole, ranks_column
+from .parts import Contents, ParameterPart, merged, whole_part
+from .run_states import RunStates, Tensors
+
+# An AutoEP expert in a file of its own: <prefix>.<fused tensor>.<expert>.
+_AUTOEP_EXPERT = re.compile(r"(?P<prefix>.*)\.(?P<tensor>w[123])\.(?P<expert>\d+)")
 
 
-def read_weights(reading: Reading, states: ModelStates, place: tuple[int, int]) -> None:
-    """The model's own copy: the module's tensors, or those of this stage's layers; of ZeRO-3 only what is not partitioned."""
-    partitioned = {name for name, _ in chain(states.frozen_shapes, *(states.groups or ()))} if reading.tag.zero_models else set()
-    partitioned |= set(reading.aliases) if reading.tag.zero_models else set()
-    trained = {name for group in states.groups or () for name, _ in group}
-    memory = {_memory(value): str(name) for name, value in (states.module or {}).items() if str(name) in trained and is_stored(value)}
-    left = []
-    for name, value in (states.module or {}).items():
-        if not is_stored(value):
-            if value is not None:
-                reading.objects[str(name)] = None
-        elif str(name) in partitioned:
-            continue
-        elif reading.tag.zero_models and states.buffers is not None and str(name) not in states.buffers and 0 in value.shape:
-            left.append(str(name))
-        else:
-            if str(name) not in trained and 0 not in value.shape and (same := memory.get(_memory(value))):
-                reading.aliases.setdefault(str(name), same)
-            reading.add_whole("weight", str(name), value, place)
-            if 0 in value.shape:
-                reading.add_nothing(str(name), value.shape, place)
-    if left:
-        reading.notes.append(
-            f"{len(left)} names of the module have no values here (frozen and left out of the save, or second names): {', '.join(left[:3])}"
-        )
-    if states.module is None:
-        _read_layers(reading, place)
+def weights_of_rank(states: RunStates, rank: ModelRank, locations: Locations) -> Contents:
+    """The weights and the client states of one model-parallel rank; experts in files of their own are left out.
+
+    Raises: CheckpointError if a fragment of a frozen weight is missing or cannot be read.
+    """
+    models = states.models_of(rank.number)
+    first = models[min(models)]
+    steps = [Contents(objects=first.client_keys)]
+    if first.module is not None and states.is_zero3:
+        steps.append(zero3_module_weights(first, states.first_model.aliases, rank, locations))
+    elif first.module is not None:
+        steps.append(module_weights(first, first.module, rank, locations))
+    elif rank.stage == 0:
+        # Nothing tells which stage holds which layer. It does not matter: all layers count as parts of the first stage.
+        steps += [layer_weights(layer, tensors, rank, locations) for (layer, tp), tensors in states.layers.items() if tp == rank.tp_rank]
+    if states.is_zero3:
+        steps.append(frozen_weights(models, rank, locations))
+    return merged(steps)
+
+
+def zero3_module_weights(model: ModelStates, aliases: Mapping[str, str], rank: ModelRank, locations: Locations) -> Contents:
+    """The tensors of a module that ZeRO-3 does not partition: buffers. aliases: second names of tied parameters."""
+    partitioned = {name for name, _ in chain(model.frozen_shapes, *(model.groups or ()))} | aliases.keys()
+    module = {name: value for name, value in (model.module or {}).items() if name not in partitioned or not is_stored(value)}
+    buffers = module.keys() if model.buffers is None else model.buffers
+    without_values = [name for name, value in module.items() if is_stored(value) and 0 in value.shape and name not in buffers]
+    for name in without_values:
+        del module[name]
+    contents = module_weights(model, module, rank, locations)
+    if not without_values:
+        return contents
+    note = (
+        f"{len(without_values)} names of the module have no values here (frozen weights that were left out of the save, or second names of "
+        f"tied weights): {', '.join(without_values[:3])}"
+    )
+    return replace(contents, notes=(note,))
+
+
+def module_weights(model: ModelStates, module: Mapping[str, object], rank: ModelRank, locations: Locations) -> Contents:
+    """The tensors of a module, and the tied parameters that share memory. module: the part of the model's module that is read."""
+    trained = {name for group in model.groups or () for name, _ in group}
+    by_memory = {_memory(value): name for name, value in module.items() if name in trained and is_stored(value)}
+    tensors = {name: value for name, value in module.items() if is_stored(value)}
+    return Contents(
+        parts=tuple(whole_part("weight", name, tensor, rank, locations) for name, tensor in tensors.items()),
+        empty_shapes={(name, rank.tp_rank): tensor.shape for name, tensor in tensors.items() if 0 in tensor.shape},
+        aliases={
+            name: by_memory[_memory(tensor)]
+            for name, tensor in tensors.items()
+            if name not in trained and 0 not in tensor.shape and _memory(tensor) in by_memory
+        },
+        objects=tuple(name for name, value in module.items() if value is not None and not is_stored(value)),
+    )
 
 
 def _memory(tensor: AnyTensor) -> tuple[object, ...]:
-    """What tensors that are one have in common: not a square weight and its transpose."""
+    """What the names of one tied parameter have in common. The strides tell a square weight from its transpose."""
     return *memory_of(tensor), tensor.strides
 
 
-def _read_layers(reading: Reading, place: tuple[int, int]) -> None:
-    """The layers' files of one tensor-parallel rank. Which stage holds which layer is not said and does not matter: the first reads all."""
-    stage, tp_rank = place
-    if stage:
-        return
-    if not reading.tag.layers:
-        raise CheckpointError(
-            "it holds no module, as PipelineModule leaves it to files of the layers, and none of them is here",
-            where=next(iter(reading.tag.models.values())),
-            do="Copy layer_*-model_states.pt from where the checkpoint was written",
-        )
-    for (layer, tp), path in reading.tag.layers.items():
-        if tp == tp_rank:
-            content = torch_zip.read(reading.files, path, locate=False)
-            for name, value in content.items() if isinstance(content, Mapping) else ():
-                if is_stored(value):
-                    reading.add_whole("weight", f"{layer}.{name}", value, place)
+def layer_weights(layer: int, tensors: Tensors, rank: ModelRank, locations: Locations) -> Contents:
+    """The weights in a layer's file."""
+    return Contents(tuple(whole_part("weight", f"{layer}.{name}", tensor, rank, locations) for name, tensor in tensors.items()))
 
 
-def read_fragments(reading: Reading, own: Mapping[int, ModelStates], place: tuple[int, int]) -> None:
-    """Frozen parameters of ZeRO-3: every rank's part of each."""
-    first = own[min(own)]
+def frozen_weights(models: Mapping[int, ModelStates], rank: ModelRank, locations: Locations) -> Contents:
+    """The frozen parameters of ZeRO-3, from the fragments of all data-parallel ranks. models: by data-parallel rank."""
+    first = models[min(models)]
+    parts = []
     for name, shape in first.frozen_shapes:
-        if 0 in shape:
-            reading.add_nothing(name, shape, place)
+        fragments = {dp: model.frozen_fragments[name] for dp, model in models.items() if name in model.frozen_fragments}
+        if not fragments or 0 in shape:
             continue
-        fragments = {dp: states.frozen_fragments[name] for dp, states in own.items() if name in states.frozen_fragments}
-        if not fragments:
-            continue
-        if (dtype := next(iter(fragments.values())).dtype).name in ("I8", "U8"):
-            raise CheckpointError(
-                f"it is stored quantised ({dtype}), and its scales are in no file",
-                where=f"{name} in {first.path}",
-                why="zero_quantized_nontrainable_weights keeps the scales in an attribute that is not saved: the values are lost",
-                do="Take this frozen weight from the model that the run started from, and save with exclude_frozen_parameters",
-            )
-        if missing := [dp for dp in own if dp not in fragments]:
-            raise CheckpointError(f"rank {missing[0]}'s file holds no part of it", where=f"{name} in {own[missing[0]].path}")
-        row = Row(tuple(own[dp].path for dp in fragments), ranks_of(fragments), tuple(fragments.values()), reading.locations)
-        part = part_of_stage_3(shape, len(fragments))
-        row.check([part] * len(fragments), f"part of {name}")
-        (cut,) = slices_of_stage_3(((name, shape),), len(fragments))
-        reading.add("weight", name, Part(*place, row.dtype, shape, row.shards(cut)))
+        if missing := [dp for dp in models if dp not in fragments]:
+            raise CheckpointError(f"rank {missing[0]}'s file holds no part of it", where=f"{name} in {models[missing[0]].path}")
+        parts.append(_frozen_part(name, shape, fragments, rank, locations))
+    return Contents(tuple(parts), empty_shapes={(name, rank.tp_rank): shape for name, shape in first.frozen_shapes if 0 in shape})
 
 
-def name_tied_layers(reading: Reading) -> None:
-    """Gives a layer's file the name that the optimizer has for its module, where that is tied: tied_modules.<key>.
-
-    A tied module is written under the number of the first layer that uses it. It is recognised by its parameters: the optimizer knows none
-    under that number, and just one tied key has parameters of those names and shapes.
-    """
-    known = {name for (role, name) in reading.parts if role == "master"}
-    keys: dict[str, dict[str, Shape]] = {}
-    for role, name in reading.parts:
-        if role == "master" and name.startswith("tied_modules."):
-            _, key, rest = name.split(".", 2)
-            keys.setdefault(key, {})[rest] = reading.parts[role, name][0].shape
-    layers: dict[str, dict[str, Shape]] = {}
-    for layer, _ in reading.tag.layers:
-        inner = {
-            name.partition(".")[2]: found[0].shape
-            for (role, name), found in reading.parts.items()
-            if role == "weight" and name.startswith(f"{layer}.")
-        }
-        if keys and inner and not any(f"{layer}.{name}" in known for name in inner):
-            layers[str(layer)] = inner
-    for number, inner in layers.items():
-        fitting = [key for key, expected in keys.items() if all(inner.get(name) == shape for name, shape in expected.items())]
-        if len(fitting) == 1:
-            for name in inner:
-                moved = reading.parts.pop(("weight", f"{number}.{name}"))
-                copies = reading.parts.setdefault(("weight", f"tied_modules.{fitting[0]}.{name}"), [])
-                # Another layer's file of the same module is a copy of it, as another stage's would be.
-                stage = 1 + max((each.stage for each in copies), default=-1)
-                copies.extend([replace(part, stage=stage) for part in moved])
-        elif fitting:
-            reading.notes.append(f"layer {number} is a tied module, but which of {', '.join(fitting)} is not told; it keeps its number")
-
-
-def check_all_there(reading: Reading) -> None:
-    """Raises CheckpointError if the optimizer knows a parameter of which the model's files, all but ZeRO-3's, hold no copy."""
-    known = {name for role, name in reading.parts if role == "weight"}
-    known |= reading.shapeless.keys()
-    lost = [name for role, name in reading.parts if role == "master" and name not in known and not name.startswith(TIED)]
-    if lost:
-        layer = lost[0].partition(".")[0]
-        file = f"layer_{int(layer):02d}-model_states.pt is not there" if layer.isdigit() else "a file of a layer or an expert is not there"
+def _frozen_part(name: str, shape: Shape, fragments: Mapping[int, AnyTensor], rank: ModelRank, locations: Locations) -> ParameterPart:
+    """One frozen parameter. fragments: by data-parallel rank."""
+    buffer = FlatBuffer(ranks_column(fragments), tuple(fragments.values()), locations)
+    if buffer.dtype.name in ("I8", "U8"):
         raise CheckpointError(
-            f"the optimizer holds its master, but none of the model's files holds it: {file}",
-            where=lost[0],
-            why=f"{len(lost)} trained parameters have no model copy",
-            do="Copy the missing file from where the checkpoint was written",
+            f"it is stored quantised ({buffer.dtype}), and its scales are in no file",
+            where=f"{name} in {buffer.rows[0].path}",
+            why="zero_quantized_nontrainable_weights keeps the scales in an attribute that is not saved: the values are lost",
+            do="Take this frozen weight from the model that the run started from, and save with exclude_frozen_parameters",
         )
+    buffer.check_size([zero3_part_size(shape, len(fragments))] * len(fragments), f"part of {name}")
+    shards = buffer.shards(zero3_slice(name, shape, ranks=len(fragments)))
+    return ParameterPart("weight", name, rank.stage, rank.tp_rank, buffer.dtype, shape, shards)
 
 
-def add_aliases(reading: Reading) -> None:
-    """A tied weight has its master under the second name, too, where the model's copy may be under both."""
-    for alias, name in reading.aliases.items():
-        roles: tuple[Kind, Kind] = ("weight", "master")
-        for role in roles:
-            found = reading.parts.get((role, name))
-            if found and (role, alias) not in reading.parts:
-                reading.parts[role, alias] = list(found)
+def expert_weights(states: RunStates, degrees: RunDegrees, locations: Locations) -> Contents:
+    """The weights in the experts' own files. Those of AutoEP are parts of fused tensors."""
+    totals = {layer.get("expert_key_prefix"): layer.get("num_experts") for layer in states.first_model.autoep_layers}
+    parts = []
+    for (_, _, mp_rank), tensors in states.experts.items():
+        rank = degrees.model_rank(mp_rank)
+        for name, tensor in tensors.items():
+            match = _AUTOEP_EXPERT.fullmatch(name)
+            total = totals.get(match["prefix"]) if match else None
+            if match and type(total) is int:
+                fused = ExpertSlice((total, *tensor.shape), (int(match["expert"]),))
+                parts.append(_fused_part(f"{match['prefix']}.{match['tensor']}", tensor, fused, rank, locations))
+            else:
+                parts.append(whole_part("weight", name, tensor, rank, locations))
+    return Contents(tuple(parts))
+
+
+def _fused_part(name: str, tensor: AnyTensor, fused: ExpertSlice, rank: ModelRank, locations: Locations) -> ParameterPart:
+    """One expert as a part of the fused tensor of all experts."""
+    expert = replace(tensor, shape=(1, *tensor.shape), strides=(math.prod(tensor.shape), *tensor.strides))
+    shards = fused.in_fused_tensor(pieces_of_whole(expert, locations), expert.shape)
+    return ParameterPart("weight", name, rank.stage, rank.tp_rank, tensor.dtype, fused.fused_shape, shards)

@@ -1,9 +1,17 @@
-"""ZeRO-3 shards of any data-parallel size, as DeepSpeed loads them: every rank's row of every sub-group."""
+"""ZeRO-3 shards for any data-parallel size, as DeepSpeed loads them: each rank's row of every sub-group.
+
+    latest                                                          the tag's name
+    global_step<N>/zero_pp_rank_D_mp_rank_00_model_states.pt        buffers, this rank's part of frozen weights, the run's counters
+    global_step<N>/[bf16_]zero_pp_rank_D_mp_rank_00_optim_states.pt   this rank's rows of masters and states
+
+Read by DeepSpeed 0.19.8 (tests/training).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from reshard.adapter.model_files import ModelFiles
@@ -13,20 +21,44 @@ from reshard.errors import RequestError
 from reshard.geometry.boxes import Box, flat_boxes, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.stored import Section, StoredTensor
+from reshard.index.index import ParamGroup
 from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.target import Target
 
-from ..layout.partitions import Slice, part_of_stage_3, slices_of_stage_3
-from .training_state import F32, Training, size, stage, stored_dtype, training_of
+from ..layout.partitions import FlatSlice, zero3_part_size, zero3_slice, zero3_slices
+from .training_state import F32, TrainingState, stored_dtype, torch_size, training_state, zero_stage
 
-# zero_optimization.sub_group_size: a sub-group is full when its parts of one rank have so many elements.
-_SUB_GROUP = 1_000_000_000
+# The default of zero_optimization.sub_group_size.
+_SUB_GROUP_SIZE = 1_000_000_000
 
 
-def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
-    """The files of every data-parallel rank, and `latest`."""
+@dataclass(frozen=True, slots=True)
+class SubGroup:
+    """The parameters that share one flat group."""
+
+    param_group: int
+    """The number of their param group."""
+    names: tuple[str, ...]
+    """The parameters, in the optimizer's order."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataRank:
+    """One data-parallel rank."""
+
+    rank: int
+    """Its number."""
+    ranks: int
+    """How many ranks there are."""
+
+
+def zero3_layout(content: Content, target: Target, companions: ModelFiles) -> Layout:
+    """The files of every data-parallel rank, and `latest`.
+
+    Raises: RequestError if the source lacks optimizer state, or the settings of its param groups.
+    """
     target.parallel.allow("dp", what="ZeRO-3 shards, where the data-parallel ranks share every tensor (--dp)")
-    training = training_of(content, target, "a DeepSpeed checkpoint")
+    training = training_state(content, target, "a DeepSpeed checkpoint")
     if any(not group.settings for group in training.groups):
         raise RequestError(
             "a DeepSpeed checkpoint needs the settings of its param groups, and the source has none",
@@ -34,150 +66,158 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
             do="Write --to universal, where the run's own settings stay",
         )
     ranks, tag = target.parallel.dp, f"global_step{training.step}"
-    subgroups = list(_subgroups(training, ranks))
+    sub_groups = list(_sub_groups(training, ranks))
+    precision = "bf16_" if _is_bf16(training) else ""
     files = []
-    for rank in range(ranks):
-        files.append(_model_file(training, f"{tag}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt", subgroups, ranks, rank))
-        prefix = "bf16_" if _is_bf16(training) else ""
-        files.append(_optimizer_file(training, f"{tag}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", subgroups, ranks, rank))
+    for rank in (DataRank(number, ranks) for number in range(ranks)):
+        name = f"zero_pp_rank_{rank.rank}_mp_rank_00"
+        files.append(_model_file(f"{tag}/{name}_model_states.pt", training, sub_groups, rank))
+        files.append(_optimizer_file(f"{tag}/{precision}{name}_optim_states.pt", training, sub_groups, rank))
     dtypes = {tensor.dtype for tensor in content.weights.values()}
     sidecars = (*companions.sidecars(dtypes), Sidecar("latest", tag.encode()))
-    return Layout("deepspeed", tuple(files), sidecars, target.parallel, _notes(training), _copies(training, subgroups))
+    return Layout("deepspeed", tuple(files), sidecars, target.parallel, _notes(training), _aliases(training, sub_groups))
 
 
-def _subgroups(training: Training, ranks: int) -> Iterator[tuple[int, list[str]]]:
-    """(number of the param group, its parameters) of each sub-group, as stage3.py, _create_fp16_sub_groups, cuts groups."""
-    limit = ((training.content.facts.state.get("ds_config") or {}).get("zero_optimization") or {}).get("sub_group_size")
-    limit = limit if type(limit) is int and limit > 0 else _SUB_GROUP
+def _sub_groups(training: TrainingState, ranks: int) -> Iterator[SubGroup]:
+    """The param groups, cut into sub-groups. A sub-group is full when one rank's row has sub_group_size elements.
+
+    Source: deepspeed/runtime/zero/stage3.py, _create_fp16_sub_groups (0.19.8).
+    """
+    zero_config = (training.content.facts.state.get("ds_config") or {}).get("zero_optimization") or {}
+    limit = zero_config.get("sub_group_size")
+    limit = limit if type(limit) is int and limit > 0 else _SUB_GROUP_SIZE
     for number, group in enumerate(training.groups):
         names: list[str] = []
-        held = 0
+        elements = 0
         for name in group.names:
             names.append(name)
-            held += part_of_stage_3(training.shape(name), ranks)
-            if held >= limit:
-                yield number, names
-                names, held = [], 0
+            elements += zero3_part_size(training.shape(name), ranks)
+            if elements >= limit:
+                yield SubGroup(number, tuple(names))
+                names, elements = [], 0
         if names:
-            yield number, names
+            yield SubGroup(number, tuple(names))
 
 
-def _is_bf16(training: Training) -> bool:
-    """Whether the files of the optimizer are looked for under bf16_: DeepSpeed does so in runs with bf16 enabled."""
+def _is_bf16(training: TrainingState) -> bool:
+    """Whether the names of optimizer files start with bf16_. DeepSpeed looks for that prefix in runs with bf16 enabled."""
     facts = training.content.facts
-    if config := facts.state.get("ds_config"):
-        return bool((config.get("bf16") or config.get("bfloat16") or {}).get("enabled"))
-    kept = facts.config or {}
-    return str(kept.get("dtype", kept.get("torch_dtype", "bfloat16"))) == "bfloat16"
+    if ds_config := facts.state.get("ds_config"):
+        return bool((ds_config.get("bf16") or ds_config.get("bfloat16") or {}).get("enabled"))
+    config = facts.config or {}
+    return str(config.get("dtype", config.get("torch_dtype", "bfloat16"))) == "bfloat16"
 
 
-def _notes(training: Training) -> tuple[str, ...]:
+def _notes(training: TrainingState) -> tuple[str, ...]:
     if training.content.facts.state.get("ds_config"):
         return training.notes()
-    kind = "with bf16 enabled" if _is_bf16(training) else "without bf16"
-    return (*training.notes(), f"the files of the optimizer are named for a run {kind}; DeepSpeed looks for them by that")
+    run = "with bf16 enabled" if _is_bf16(training) else "without bf16"
+    return (*training.notes(), f"the optimizer's files are named for a run {run}: DeepSpeed chooses the names by that setting")
 
 
-def _copies(training: Training, subgroups: Sequence[tuple[int, list[str]]]) -> dict[str, str]:
-    """What has no place of its own: the step counts of a sub-group are one, a tied weight is under one name."""
-    copies = dict(training.aliases)
-    for _, names in subgroups:
-        kept: dict[str, str] = {}
-        for name in names:
-            for kind in training.states[name].keys() - set(training.kinds(name)):
+def _aliases(training: TrainingState, sub_groups: Sequence[SubGroup]) -> dict[str, str]:
+    """Canonical tensors that are stored once under another name: tied parameters, and step counts, one of which serves a sub-group."""
+    aliases = dict(training.aliases)
+    for sub_group in sub_groups:
+        stored: dict[str, str] = {}
+        for name in sub_group.names:
+            for kind in training.states[name].keys() - set(training.elementwise_states(name)):
                 key = training.states[name][kind]
-                if kept.setdefault(kind, key) != key:
-                    copies[key] = kept[kind]
-    return {copy: kept for copy, kept in copies.items() if copy in training.content.tensors}
+                if stored.setdefault(kind, key) != key:
+                    aliases[key] = stored[kind]
+    return {alias: key for alias, key in aliases.items() if alias in training.content.tensors}
 
 
-def _model_file(training: Training, path: str, subgroups: Sequence[tuple[int, list[str]]], ranks: int, rank: int) -> TargetFile:
-    """The module without its parameters, which are all partitioned: whole buffers, this rank's part of what is frozen."""
-    file, content = TorchFile(path, {"dp": rank}), training.content
-    frozen = _frozen(training)
-    nothing = StoredTensor("", F32, (0,), ())
-    order = dict.fromkeys((*content.weights, *training.aliases))
-    module: dict[str, Any] = {}
-    for name in order:
-        if name in training.rest and name not in frozen:
-            # A buffer: one copy of its bytes is enough for our plan, but every rank's file has it.
-            module[name] = file.whole(name, content.tensors[name])
-        else:
-            module[name] = file.tensor(nothing)
-    shapes = {name: content.tensors[name].shape for name in frozen}
-    cuts = slices_of_stage_3(tuple(shapes.items()), ranks)
-    fragments = {cut.name: file.tensor(_part(training, f"frozen.{cut.name}", [(cut.name, cut)], ranks, rank)) for cut in _alone(cuts)}
+def _model_file(path: str, training: TrainingState, sub_groups: Sequence[SubGroup], rank: DataRank) -> TargetFile:
+    """A rank's model states: empty tensors in place of the parameters, which are partitioned; whole buffers; its part of frozen weights."""
+    file, content = TorchFile(path, {"dp": rank.rank}), training.content
+    frozen = _frozen_names(training)
+    empty = StoredTensor("", F32, (0,), ())
+    module = {
+        name: file.whole(name, content.tensors[name]) if name in training.untrained and name not in frozen else file.tensor(empty)
+        for name in dict.fromkeys((*content.weights, *training.aliases))
+    }
+    fragments = {}
+    for name in frozen:
+        parameter = zero3_slice(name, training.shape(name), rank.ranks)
+        fragments[name] = file.tensor(_row(f"frozen.{name}", {name: parameter}, training, rank))
     return file.close(
         {
             "module": module,
-            "buffer_names": [name for name in training.rest if name not in frozen],
+            "buffer_names": [name for name in training.untrained if name not in frozen],
             "optimizer": None,
-            "param_shapes": [{name: size(training.shape(name)) for name in names} for _, names in subgroups],
-            "frozen_param_shapes": {name: size(shape) for name, shape in shapes.items()} or None,
-            "shared_params": dict(training.aliases) if rank == 0 else {},
+            "param_shapes": [{name: torch_size(training.shape(name)) for name in sub_group.names} for sub_group in sub_groups],
+            "frozen_param_shapes": {name: torch_size(training.shape(name)) for name in frozen} or None,
+            "shared_params": dict(training.aliases) if rank.rank == 0 else {},
             "frozen_param_fragments": fragments or None,
-            **training.run_states(ranks),
+            **training.model_file_keys(rank.ranks),
         }
     )
 
 
-def _frozen(training: Training) -> list[str]:
-    """What is not trained and no buffer, by what the source says or the model declares; the rest is kept as buffers are."""
+def _frozen_names(training: TrainingState) -> list[str]:
+    """The untrained tensors that are weights, by the source's list of buffers or by the model. All others are stored as buffers."""
     buffers, model = training.content.facts.buffers, training.content.model
     if buffers is not None:
-        return [name for name in training.rest if name not in buffers]
-    return [name for name in training.rest if model is not None and name in model.weights]
+        return [name for name in training.untrained if name not in buffers]
+    return [name for name in training.untrained if model is not None and name in model.weights]
 
 
-def _alone(cuts: Iterable[Slice]) -> Iterator[Slice]:
-    """Each parameter as the only one of its row."""
-    for cut in cuts:
-        yield Slice(cut.name, cut.shape, cut.bounds, 0, 0, 0)
-
-
-def _optimizer_file(training: Training, path: str, subgroups: Sequence[tuple[int, list[str]]], ranks: int, rank: int) -> TargetFile:
-    file = TorchFile(path, {"dp": rank})
-    state: dict[int, dict[str, Any]] = {}
-    flats = []
-    for i, (number, names) in enumerate(subgroups):
-        cuts = list(slices_of_stage_3(tuple((name, training.shape(name)) for name in names), ranks))
-        first = training.states[names[0]]
-        kept: dict[str, Any] = {}
-        for kind, key in first.items():
-            if kind not in training.kinds(names[0]):
-                kept[kind] = file.whole(key, training.content.tensors[key])
-        if "step" not in first and "step" in training.groups[number].settings:
-            kept["step"] = training.groups[number].settings["step"]
-        for kind in training.kinds(names[0]):
-            kept[kind] = file.tensor(_part(training, f"{kind}.{i}", [(training.states[cut.name][kind], cut) for cut in cuts], ranks, rank))
-        state[i] = kept
-        flats.append(file.tensor(_part(training, f"fp32_flat_groups.{i}", [(cut.name, cut) for cut in cuts], ranks, rank)))
+def _optimizer_file(path: str, training: TrainingState, sub_groups: Sequence[SubGroup], rank: DataRank) -> TargetFile:
+    """A rank's optimizer states: for each sub-group, one row of masters and one row of each kind of state."""
+    file, masters, states = TorchFile(path, {"dp": rank.rank}), [], {}
+    for number, sub_group in enumerate(sub_groups):
+        slices = list(zero3_slices(tuple((name, training.shape(name)) for name in sub_group.names), rank.ranks))
+        states[number] = _states(file, number, slices, training.groups[sub_group.param_group], training, rank)
+        masters.append(file.tensor(_row(f"fp32_flat_groups.{number}", {s.name: s for s in slices}, training, rank)))
     groups = [
-        training.settings(group, [i for i, (number, _) in enumerate(subgroups) if number == j]) for j, group in enumerate(training.groups)
+        training.settings(group, [i for i, sub_group in enumerate(sub_groups) if sub_group.param_group == number])
+        for number, group in enumerate(training.groups)
     ]
-    states = {
-        "zero_stage": stage(3),
-        **training.scaler(),
-        "partition_count": ranks,
-        "optimizer_state_dict": {"state": state, "param_groups": groups},
-        "fp32_flat_groups": flats,
+    optimizer = {
+        "zero_stage": zero_stage(3),
+        **training.loss_scaler_keys(),
+        "partition_count": rank.ranks,
+        "optimizer_state_dict": {"state": states, "param_groups": groups},
+        "fp32_flat_groups": masters,
     }
-    known = training.run_states(ranks)
-    return file.close({"optimizer_state_dict": states, "ds_config": known["ds_config"], "ds_version": known["ds_version"]})
+    model_keys = training.model_file_keys(rank.ranks)
+    return file.close({"optimizer_state_dict": optimizer, "ds_config": model_keys["ds_config"], "ds_version": model_keys["ds_version"]})
 
 
-def _part(training: Training, name: str, parts: Sequence[tuple[str, Slice]], ranks: int, rank: int) -> StoredTensor:
-    """A rank's row: its run of each (key of a tensor, slice), the rest of the slice's part being zeros."""
+def _states(
+    file: TorchFile, number: int, slices: Sequence[FlatSlice], group: ParamGroup, training: TrainingState, rank: DataRank
+) -> dict[str, Any]:
+    """What the optimizer keeps of sub-group `number`, of that param group. One step count serves all its parameters."""
+    states, elementwise = training.states[slices[0].name], training.elementwise_states(slices[0].name)
+    entries: dict[str, Any] = {
+        kind: file.whole(key, training.content.tensors[key]) for kind, key in states.items() if kind not in elementwise
+    }
+    if "step" not in states and "step" in group.settings:
+        entries["step"] = group.settings["step"]
+    for kind in elementwise:
+        row = _row(f"{kind}.{number}", {training.states[s.name][kind]: s for s in slices}, training, rank)
+        entries[kind] = file.tensor(row)
+    return entries
+
+
+def _row(name: str, parameters: Mapping[str, FlatSlice], training: TrainingState, rank: DataRank) -> StoredTensor:
+    """A rank's row: its run of elements of each parameter; zeros pad each part. parameters: by the key of the canonical tensor."""
     sections, end = [], 0
     dtype: DType | None = None
-    for key, cut in parts:
-        tensor = training.content.tensors[key]
-        dtype = dtype or (stored_dtype(tensor) if key in training.content.states or key not in training.rest else tensor.dtype)
-        at = cut.start
-        for box in flat_boxes(cut.shape, cut.bounds[rank], cut.bounds[rank + 1]):
-            sections.append(Section(key, box, at, row_major(cut.shape)))
-            at += box.volume
-        end = cut.start + part_of_stage_3(cut.shape, ranks)
-        if math.prod(cut.shape) == 0 and rank == 0:
-            sections.append(Section(key, Box.whole(cut.shape), cut.start, row_major(cut.shape)))
+    for key, parameter in parameters.items():
+        dtype = dtype or _row_dtype(key, training)
+        start, strides = parameter.first_offset, row_major(parameter.shape)
+        for box in flat_boxes(parameter.shape, parameter.bounds[rank.rank], parameter.bounds[rank.rank + 1]):
+            sections.append(Section(key, box, start, strides))
+            start += box.volume
+        if math.prod(parameter.shape) == 0 and rank.rank == 0:
+            sections.append(Section(key, Box.whole(parameter.shape), start, strides))
+        end = parameter.first_offset + zero3_part_size(parameter.shape, rank.ranks)
     return StoredTensor(name, dtype or F32, (end,), tuple(sections))
+
+
+def _row_dtype(key: str, training: TrainingState) -> DType:
+    """The element type of a row that starts with that tensor: frozen weights keep theirs, masters and states have full precision."""
+    tensor = training.content.tensors[key]
+    return tensor.dtype if key in training.untrained and key not in training.content.states else stored_dtype(tensor)
