@@ -20,6 +20,9 @@ Shape = tuple[int, ...]
 # Names and shapes, in the order of a flat buffer.
 Parameters = tuple[tuple[str, Shape], ...]
 
+# PipelineModule calls the parameters that several layers share tied_modules.<key>.<name>.
+TIED_PREFIX = "tied_modules."
+
 # Keys that a run needs to resume, besides weights and optimizer states.
 _PROGRESS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler", "ds_config", "universal_checkpoint_info")
 _KNOWN = {
@@ -69,6 +72,11 @@ class ModelStates:
     """Counters, schedule and config as plain values, by DeepSpeed's keys."""
     client_keys: tuple[str, ...]
     """Keys that the trainer added."""
+
+    @property
+    def trained_names(self) -> set[str]:
+        """The names of the trained parameters; empty if the file does not list them."""
+        return {name for group in self.groups or () for name, _ in group}
 
     def without_module(self) -> ModelStates:
         """What differs between data-parallel ranks: their modules are equal, so the first rank's is enough."""

@@ -13,12 +13,10 @@ from reshard.geometry.boxes import Box
 from reshard.index.index import Index, Tensor
 from reshard.storage.files import Files, read
 
-from ..layout.states import ModelStates
+from ..layout.states import TIED_PREFIX, ModelStates
 from .parts import Contents
 from .run_states import RunStates
 
-# How DeepSpeed names the modules of a pipeline that several layers share.
-TIED = "tied_modules."
 # Elements of a tensor that are compared with its master.
 _SAMPLED = 64
 
@@ -68,7 +66,7 @@ def check_weights_of_masters(contents: Contents) -> None:
     """Raises CheckpointError if a parameter has a master, and no weight in the model's files. Only ZeRO-3 may lack weights."""
     weights = contents.names("weight") | {*contents.shapeless}
     masters = dict.fromkeys(part.name for part in contents.parts if part.kind == "master")
-    if missing := [name for name in masters if name not in weights and not name.startswith(TIED)]:
+    if missing := [name for name in masters if name not in weights and not name.startswith(TIED_PREFIX)]:
         layer = missing[0].partition(".")[0]
         file = f"layer_{int(layer):02d}-model_states.pt is not there" if layer.isdigit() else "a file of a layer or an expert is not there"
         raise CheckpointError(

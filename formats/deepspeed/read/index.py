@@ -1,12 +1,14 @@
-"""From the files of a tag to its index, in steps. Each step is a function of values that returns a value.
+"""From the files of a tag to its index, in steps. Each step is a function that takes values and returns a value.
 
-Tag          which files there are                                 layout.tag.open_tag
-RunStates    what the pickles of all ranks hold                    read_run_states
-RunDegrees   the run's parallel sizes; all files are there         degrees_of_run
-Contents     parts of parameters, and facts beside them            contents_of_run
-Contents     the same, tied parameters under all their names       with_tied_parameters
-Tensors      joined over tensor-parallel ranks                     joined_tensors
-Index                                                              read_index
+    Tag          which files there are                                 layout.tag.open_tag
+    RunStates    what the pickles of all ranks hold                    read_run_states
+    RunDegrees   the run's parallel sizes; all files are there         degrees_of_run
+    Contents     parts of parameters, and facts beside them            contents_of_run
+    Contents     the same, tied parameters under all their names       with_tied_parameters
+    Tensors      joined over tensor-parallel ranks                     joined_tensors
+    Index                                                              read_index
+
+Between the steps, `checks` refuses files that are not from one save.
 """
 
 from __future__ import annotations

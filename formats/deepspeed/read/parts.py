@@ -76,7 +76,7 @@ class Contents:
 
 
 def merged(contents: Iterable[Contents]) -> Contents:
-    """All contents as one. Of several aliases of one name the first counts; param groups of the same number are one group."""
+    """The contents of several steps as one. Where steps differ about an alias, the first counts. Param groups are merged by number."""
     steps = list(contents)
     aliases: dict[str, str] = {}
     empty_shapes: dict[tuple[str, int], Shape] = {}
@@ -101,7 +101,7 @@ def _distinct(values: Iterable[str]) -> tuple[str, ...]:
 
 
 def _merged_groups(of_steps: Sequence[tuple[ParamGroup, ...]]) -> tuple[ParamGroup, ...]:
-    """The model-parallel ranks list the same groups, each with its own parameters."""
+    """The groups of all steps: model-parallel ranks list the same groups, each with its own parameters."""
     groups: list[ParamGroup] = []
     for of_step in of_steps:
         for number, group in enumerate(of_step):
@@ -113,14 +113,14 @@ def _merged_groups(of_steps: Sequence[tuple[ParamGroup, ...]]) -> tuple[ParamGro
 
 
 def whole_part(kind: Kind, name: str, tensor: AnyTensor, rank: ModelRank, locations: Locations) -> ParameterPart:
-    """The part of a rank, one file of which holds it as one tensor."""
+    """The part that a rank's file holds as one tensor."""
     return ParameterPart(kind, name, rank.stage, rank.tp_rank, tensor.dtype, tensor.shape, pieces_of_whole(tensor, locations))
 
 
-# The optimizer's full-precision copy of a parameter, beside the kinds of state that it names ("exp_avg", ...).
+# How the steps call a parameter's full-precision copy, beside the optimizer's own names of states ("exp_avg", ...).
 MASTER = "(master)"
 
 
 def kind_and_name(parameter: str, state: str, *, master: str = MASTER) -> tuple[Kind, str]:
-    """The kind and the name of what the optimizer keeps of a parameter. master: how the full-precision copy is called."""
+    """The kind and the name of the tensor that is one state of a parameter. master: the state that is its full-precision copy."""
     return ("master", parameter) if state == master else state_kind(parameter, parameter, state)

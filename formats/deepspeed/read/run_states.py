@@ -28,8 +28,8 @@ class RunStates:
     tag: Tag
     """The files."""
     models: Mapping[tuple[int, ...], ModelStates]
-    """Model states by (data-parallel rank, model-parallel rank). Without ZeRO-3 there is one file per model-parallel rank, here under
-    data-parallel rank 0. With ZeRO-3 only the file of data-parallel rank 0 keeps its module here."""
+    """Model states by (data-parallel rank, model-parallel rank). Without ZeRO-3 each model-parallel rank has one file, which counts as that
+    of data-parallel rank 0. With ZeRO-3 the modules of other data-parallel ranks are dropped, since all are equal."""
     layers: Mapping[tuple[int, ...], Tensors] = field(default_factory=dict)
     """The layers of a PipelineModule, by (layer, tensor-parallel rank); empty if the model states hold modules."""
     optimizers: Mapping[tuple[int, ...], OptimizerStates] = field(default_factory=dict)
@@ -45,8 +45,8 @@ class RunStates:
         return bool(self.tag.zero3_models)
 
     @property
-    def has_layer_files(self) -> bool:
-        """Whether the model is a PipelineModule, which stores its weights by layers."""
+    def is_pipeline_module(self) -> bool:
+        """Whether the model is a PipelineModule, which stores its weights in files of its layers."""
         return any(dp == 0 and states.module is None for (dp, _), states in self.models.items())
 
     @property
@@ -88,7 +88,7 @@ def read_run_states(files: Files, tag: Tag) -> RunStates:
             do="Move the files of the older save away",
         )
     states = read_model_files(files, tag)
-    if states.has_layer_files and not tag.layers:
+    if states.is_pipeline_module and not tag.layers:
         raise CheckpointError(
             "it holds no module, and the files of the layers, where PipelineModule stores the weights, are missing",
             where=states.first_model.path,
@@ -98,7 +98,7 @@ def read_run_states(files: Files, tag: Tag) -> RunStates:
         states,
         optimizers=_read_optimizers(files, tag),
         experts={numbers: _read_tensors(files, path) for numbers, path in tag.experts.items()},
-        # Beside ZeRO's files these are empty; DeepSpeed before 0.19 writes them all the same.
+        # DeepSpeed before 0.19 writes these files also beside ZeRO's, where they are empty.
         expert_optimizers={} if tag.optimizers else _read_expert_optimizers(files, tag),
     )
 
@@ -109,7 +109,7 @@ def read_model_files(files: Files, tag: Tag) -> RunStates:
     Raises: CheckpointError if there are no model states, or a file holds something else.
     """
     states = RunStates(tag, _read_models(files, tag))
-    if not states.has_layer_files:
+    if not states.is_pipeline_module:
         return states
     return replace(states, layers={numbers: _read_tensors(files, path) for numbers, path in tag.layers.items()})
 
@@ -153,10 +153,10 @@ def _read_optimizer(files: Files, path: str, swap_folder: str | None) -> Optimiz
 
 
 def _with_swap_files(files: Files, states: OptimizerStates, attributes: Mapping[str, Any], folder: str) -> OptimizerStates:
-    """The states, in which rows that were swapped to NVMe, and so are empty in the file, are those of the swap files.
+    """The states with rows of the swap files in place of the empty rows that the file has for them.
 
-    A master carries the name of its swap file as the attribute ds_id; a state of that master is in <kind>-<ds_id>. A swap file holds raw
-    elements, padded to a multiple of 1 KiB. Source: deepspeed/runtime/swap_tensor/optimizer_utils.py; measured on 0.19.8.
+    An empty master has the name of its swap file as the attribute ds_id; the states of that master are in <kind>-<ds_id>. A swap file
+    holds raw elements, padded to a multiple of 1 KiB. Source: deepspeed/runtime/swap_tensor/optimizer_utils.py; measured on 0.19.8.
     """
 
     def swapped(row: AnyTensor, name: str) -> AnyTensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ..layout.states import Shape
-from .checks import TIED
+from ..layout.states import TIED_PREFIX, Shape
 from .parts import Contents
 
 
@@ -32,7 +31,7 @@ def _shapes_by_key(contents: Contents) -> dict[str, dict[str, Shape]]:
     """Tied key -> shapes of its parameters by name within the module, from the names of the masters."""
     keys: dict[str, dict[str, Shape]] = {}
     for part in contents.parts:
-        if part.kind == "master" and part.name.startswith(TIED):
+        if part.kind == "master" and part.name.startswith(TIED_PREFIX):
             _, key, name = part.name.split(".", 2)
             keys.setdefault(key, {}).setdefault(name, part.shape)
     return keys
@@ -56,7 +55,7 @@ def _renamed(contents: Contents, key_of_layer: Mapping[str, str]) -> Contents:
     for layer, key in key_of_layer.items():
         copy = layers_of_key[key] = layers_of_key.get(key, -1) + 1
         parts += [
-            replace(part, name=f"{TIED}{key}.{part.name.partition('.')[2]}", stage=copy)
+            replace(part, name=f"{TIED_PREFIX}{key}.{part.name.partition('.')[2]}", stage=copy)
             for part in contents.parts
             if part.kind == "weight" and part.name.startswith(f"{layer}.")
         ]
@@ -87,7 +86,7 @@ def without_drifting_copies(contents: Contents) -> Contents:
     parts = []
     for part in contents.parts:
         tensor = part.kind, part.name
-        if part.stage == first_stage.setdefault(tensor, part.stage) or len(part.shape) >= 2 or not part.name.startswith(TIED):
+        if part.stage == first_stage.setdefault(tensor, part.stage) or len(part.shape) >= 2 or not part.name.startswith(TIED_PREFIX):
             parts.append(part)
         else:
             drifting.add(tensor)

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import chain
 
 from reshard.containers.torch_zip import AnyTensor, Locations, is_stored, memory_of
 from reshard.errors import CheckpointError
@@ -34,7 +33,7 @@ def weights_of_rank(states: RunStates, rank: ModelRank, locations: Locations) ->
     if first.module is not None and states.is_zero3:
         steps.append(zero3_module_weights(first, states.first_model.aliases, rank, locations))
     elif first.module is not None:
-        steps.append(module_weights(first, first.module, rank, locations))
+        steps.append(module_weights(first.module, first.trained_names, rank, locations))
     elif rank.stage == 0:
         # Nothing tells which stage holds which layer. It does not matter: all layers count as parts of the first stage.
         steps += [layer_weights(layer, tensors, rank, locations) for (layer, tp), tensors in states.layers.items() if tp == rank.tp_rank]
@@ -44,14 +43,14 @@ def weights_of_rank(states: RunStates, rank: ModelRank, locations: Locations) ->
 
 
 def zero3_module_weights(model: ModelStates, aliases: Mapping[str, str], rank: ModelRank, locations: Locations) -> Contents:
-    """The tensors of a module that ZeRO-3 does not partition: buffers. aliases: second names of tied parameters."""
-    partitioned = {name for name, _ in chain(model.frozen_shapes, *(model.groups or ()))} | aliases.keys()
+    """The tensors of a module that ZeRO-3 does not partition: its buffers. aliases: tied parameters, by their second names."""
+    partitioned = {name for name, _ in model.frozen_shapes} | model.trained_names | aliases.keys()
     module = {name: value for name, value in (model.module or {}).items() if name not in partitioned or not is_stored(value)}
     buffers = module.keys() if model.buffers is None else model.buffers
     without_values = [name for name, value in module.items() if is_stored(value) and 0 in value.shape and name not in buffers]
     for name in without_values:
         del module[name]
-    contents = module_weights(model, module, rank, locations)
+    contents = module_weights(module, set(), rank, locations)
     if not without_values:
         return contents
     note = (
@@ -61,9 +60,8 @@ def zero3_module_weights(model: ModelStates, aliases: Mapping[str, str], rank: M
     return replace(contents, notes=(note,))
 
 
-def module_weights(model: ModelStates, module: Mapping[str, object], rank: ModelRank, locations: Locations) -> Contents:
-    """The tensors of a module, and the tied parameters that share memory. module: the part of the model's module that is read."""
-    trained = {name for group in model.groups or () for name, _ in group}
+def module_weights(module: Mapping[str, object], trained: set[str], rank: ModelRank, locations: Locations) -> Contents:
+    """The tensors of a module, and the aliases among them: names that share memory with a trained parameter. trained: their names."""
     by_memory = {_memory(value): name for name, value in module.items() if name in trained and is_stored(value)}
     tensors = {name: value for name, value in module.items() if is_stored(value)}
     return Contents(

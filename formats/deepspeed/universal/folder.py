@@ -7,8 +7,8 @@ from reshard.storage.files import Files, inside, read_whole
 
 LATEST = "latest_universal"
 ZERO = "zero/"
-# The file of a parameter's full-precision copy is fp32.pt.
-MASTER = "fp32"
+# The state that is a parameter's full-precision copy.
+FP32 = "fp32"
 
 
 def find_universal_folder(files: Files) -> str | None:
@@ -42,4 +42,4 @@ def _holds_parameters(files: Files, folder: str) -> bool:
     """Whether a folder holds zero/ with files, or with folders of parameters."""
     if folder + ZERO not in files.list(folder):
         return False
-    return any(files.size(path) is not None or files.size(f"{path}{MASTER}.pt") is not None for path in files.list(folder + ZERO))
+    return any(files.size(path) is not None or files.size(f"{path}{FP32}.pt") is not None for path in files.list(folder + ZERO))

@@ -1,11 +1,13 @@
-"""From the files of a universal checkpoint to its index. Weights come from the model files, masters and states from zero/.
+"""From the files of a universal checkpoint to its index.
 
-RunStates       what the model files hold                          read_model_files
-Contents        parts of weights, and facts beside them            weights_of_rank
-ParameterFile   which files of masters and states there are        parameter_files
-Contents        masters and states, each of them whole             parameter_contents
-Tensors         joined over tensor-parallel ranks                  joined_tensors
-Index                                                              read_universal
+    RunStates       what the model files hold                          read_model_files
+    Contents        parts of weights, and facts beside them            weights_of_rank
+    ParameterFile   which files of masters and states there are        parameter_files
+    Contents        masters and states, each of them whole             parameter_contents
+    Tensors         joined over tensor-parallel ranks                  joined_tensors
+    Index                                                              read_universal
+
+Weights come from the model files, masters and states from zero/.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from ..read.parts import Contents, ParameterPart, kind_and_name, merged, whole_p
 from ..read.run_states import RunStates, read_model_files
 from ..read.tied import with_aliases
 from ..read.weights import weights_of_rank
-from .folder import MASTER, ZERO
+from .folder import FP32, ZERO
 
 # zero/ holds parameters whole, as a run with one model-parallel rank would.
 _ONLY_RANK = ModelRank(0, stage=0, tp_rank=0)
@@ -96,9 +98,9 @@ def parameter_files(files: Files, folder: str, trained: Collection[str]) -> Iter
     Raises: CheckpointError if a trained parameter has no master.
     """
     zero = folder + ZERO
-    if missing := [name for name in trained if files.size(f"{zero}{name}/{MASTER}.pt") is None]:
+    if missing := [name for name in trained if files.size(f"{zero}{name}/{FP32}.pt") is None]:
         raise CheckpointError(
-            f"there is no {ZERO}{missing[0]}/{MASTER}.pt"
+            f"there is no {ZERO}{missing[0]}/{FP32}.pt"
             + (f", nor those of {len(missing) - 1} more parameters" if len(missing) > 1 else ""),
             where=missing[0],
             why="The model file lists it among the trained parameters; the conversion was not finished, or a folder was lost",
@@ -129,7 +131,7 @@ def parameter_contents(files: Files, parameters: Iterable[ParameterFile], shapes
         if not is_stored(tensor):
             objects.append(f"{parameter.name}.{parameter.state}")
             continue
-        kind, name = kind_and_name(parameter.name, parameter.state, master=MASTER)
+        kind, name = kind_and_name(parameter.name, parameter.state, master=FP32)
         shape = shapes.get(parameter.name, tensor.shape)
         if len(tensor.shape) != 1 or shape == tensor.shape:
             parts.append(whole_part(kind, name, tensor, _ONLY_RANK, locations))

@@ -19,7 +19,7 @@ from reshard.plans.target import Target
 
 from ..layout.tensor_parallel import is_listed
 from ..write.training_state import TrainingState, stored_dtype, torch_size, training_state, zero_stage
-from .folder import LATEST, MASTER, ZERO
+from .folder import FP32, LATEST, ZERO
 
 
 def universal_layout(content: Content, target: Target, companions: ModelFiles) -> Layout:
@@ -96,8 +96,8 @@ def _optimizer_file(path: str, training: TrainingState) -> TargetFile:
 
 def _parameter_files(folder: str, training: TrainingState, name: str) -> Iterator[TargetFile]:
     """The files of a parameter: its master, and each kind of its state."""
-    elementwise = {MASTER, *training.elementwise_states(name)} - {"step"}
-    for state, key in {MASTER: name, **training.states[name]}.items():
+    elementwise = {FP32, *training.elementwise_states(name)} - {"step"}
+    for state, key in {FP32: name, **training.states[name]}.items():
         file, tensor = TorchFile(f"{folder}/{state}.pt"), training.content.tensors[key]
         stored = file.whole(key, tensor, stored_dtype(tensor))
         yield file.close({"param": stored, **_split_keys(training, name)} if state in elementwise else stored)
