@@ -5,10 +5,13 @@ groups that only the ranks with the same experts share, under the expert's local
 
     global number = expert-parallel rank * experts per rank + local number
 
-AutoEP (0.19) fuses the experts of a layer: its optimizer has one tensor with all experts of a rank, its files (ZeRO-1, 2) one expert each.
+AutoEP (0.19) fuses the experts of a layer: its optimizer has one tensor with all experts of a rank. Its files (ZeRO-1, 2) have one expert
+each.
 
-Expert-parallel rank of the data-parallel rank d: d % ep, as expert parallelism lies inside data parallelism; d // (dp / ep) with
-use_data_before_expert_parallelism. Source: deepspeed/utils/groups.py, deepspeed/moe/; measured on 0.14.5, 0.16.9 and 0.19.8.
+The expert-parallel rank of data-parallel rank d is d % ep, as expert parallelism lies inside data parallelism; with
+use_data_before_expert_parallelism it is d // (dp / ep).
+
+Source: deepspeed/utils/groups.py, deepspeed/moe/; measured on 0.14.5, 0.16.9 and 0.19.8.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ class ProcessGroup:
     parameters: Parameters
     """The group's parameters, experts under their global numbers."""
     expert_slices: Mapping[str, ExpertSlice]
-    """Of AutoEP's fused parameters: the experts that these ranks hold."""
+    """The experts of AutoEP's fused parameters that these ranks hold, by parameter."""
 
 
 def process_groups(
@@ -80,7 +83,7 @@ def process_groups(
 
 
 def group_ranks(model: ModelStates, optimizers: Mapping[int, OptimizerStates], group: int) -> list[tuple[int, ...]]:
-    """The data-parallel ranks that share flat group number `group`, for each expert-parallel rank.
+    """For each expert-parallel rank, the data-parallel ranks that share flat group number `group`.
 
     Raises: CheckpointError if the ranks do not divide into process groups of one size.
     """
@@ -106,9 +109,7 @@ def _recorded_ranks(optimizers: Mapping[int, OptimizerStates], group: int) -> li
     recorded = [of_rank[group].get("partition_ranks") for of_rank in partitions if group < len(of_rank)]
     sharing = list(dict.fromkeys(tuple(members) for members in recorded if isinstance(members, list | tuple)))
     if sorted(rank for members in sharing for rank in members) != ranks:
-        raise CheckpointError(
-            f"group {group} is shared by the ranks {sharing}, which is not each rank once", where=optimizers[ranks[0]].path
-        )
+        raise CheckpointError(f"group {group} is shared by the ranks {sharing}, not by each rank once", where=optimizers[ranks[0]].path)
     return sharing
 
 

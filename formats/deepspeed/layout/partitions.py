@@ -76,7 +76,7 @@ def zero3_slices(parameters: Parameters, ranks: int) -> Iterator[FlatSlice]:
 
 
 def zero3_slice(name: str, shape: Shape, ranks: int, start: int = 0) -> FlatSlice:
-    """A parameter of which each of `ranks` ranks holds one part, from element `start` of its row on (ZeRO-3)."""
+    """A parameter split over `ranks` ranks; its part starts at element `start` of each rank's row (ZeRO-3)."""
     elements, part = math.prod(shape), zero3_part_size(shape, ranks)
     bounds = tuple(min(rank * part, elements) for rank in range(ranks + 1))
     return FlatSlice(name, shape, bounds, first_rank=0, first_offset=start, later_offset=start)

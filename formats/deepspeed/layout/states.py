@@ -65,7 +65,7 @@ class ModelStates:
     config: Mapping[str, Any]
     """DeepSpeed's config."""
     universal_info: Mapping[str, Any]
-    """universal_checkpoint_info: patterns that tell how tensor-parallel ranks split the parameters."""
+    """universal_checkpoint_info: how tensor-parallel ranks split the parameters, by patterns over names."""
     autoep_layers: tuple[Mapping[str, Any], ...]
     """The layers whose experts AutoEP fused."""
     progress: Mapping[str, Any]
@@ -127,21 +127,21 @@ class OptimizerStates:
     zero_stage: int
     """3; or 2 for ZeRO-1 and ZeRO-2, which share one layout."""
     partition_counts: tuple[int, ...]
-    """How many data-parallel ranks share the group; 0 if the file does not tell."""
+    """How many data-parallel ranks share the group; 0 if the file lacks it."""
     masters: tuple[AnyTensor, ...]
     """This rank's partition of the flat full-precision group, one row of elements."""
     states: tuple[Mapping[str, Any], ...]
-    """What the base optimizer keeps of the partition, by kind: {"exp_avg": row, "step": count, ...}."""
+    """The base optimizer's state of the partition, by kind: {"exp_avg": row, "step": count, ...}."""
     paddings: tuple[int, ...]
-    """Elements of padding at the partition's end that `masters` lacks."""
+    """Elements of padding at the partition's end that are not stored in `masters`."""
     alignments: tuple[tuple[int, ...], ...]
-    """Elements of padding after each parameter; empty if the file does not tell."""
+    """Elements of padding after each parameter; empty if the file lacks them."""
     local_elements: tuple[tuple[tuple[str, int], ...], ...]
-    """(name, elements) of each parameter that the partition holds a part of; empty if the file does not tell."""
+    """(name, elements in this partition) of the group's parameters; empty if the file lacks them."""
     group_settings: tuple[Mapping[str, Any], ...]
     """One entry per param group: its settings, with the numbers of its groups under "params"."""
     expert_partitions: tuple[Mapping[str, Any], ...]
-    """Which ranks share the group, where AutoEP tells; empty otherwise."""
+    """Which ranks share the group, as AutoEP records it; empty without AutoEP."""
     loss_scaler: Mapping[str, Any]
     """The loss scaler's class and attributes as plain values; not per group."""
     version: str | None
@@ -193,7 +193,7 @@ def _zero2_states(states: Mapping[str, Any], path: str) -> OptimizerStates:
 
 
 def _base_states(states: Mapping[str, Any], groups: int) -> Iterator[Any]:
-    """What the base optimizer keeps of each group. An elastic checkpoint has a list of them, and one step for all."""
+    """The base optimizer's state of each group. An elastic checkpoint has a list of states, and one step for all."""
     base, step = states.get("base_optimizer_state"), states.get("base_optimizer_state_step")
     if not isinstance(base, list | tuple):
         by_group = _mapping(_mapping(base).get("state"))

@@ -7,7 +7,7 @@
     <tag>/layer_LL[-model_TT]-model_states.pt                    a layer of a PipelineModule
     <tag>/[layer_L_]expert_E_mp_rank_MM_model_states.pt          an expert of a MoE layer
     <tag>/expp_rank_E_mp_rank_MM_optim_states.pt                 optimizer states of an expert-parallel rank, without ZeRO
-    <tag>/offloaded_tensors/rankRR/[<kind>-]<ds_id>.tensor.swp   what was swapped to NVMe: the row of a master or of a state
+    <tag>/offloaded_tensors/rankRR/[<kind>-]<ds_id>.tensor.swp   a row that was swapped to NVMe, of a master or a state
 
 MM = pipeline stage * tensor-parallel size + tensor-parallel rank; D is the data-parallel rank, TT the tensor-parallel rank.
 
@@ -57,14 +57,14 @@ class Tag:
     expert_optimizers: Paths = field(default_factory=dict)
     """Optimizer states without ZeRO, by (expert-parallel rank, model-parallel rank)."""
     has_swap_files: bool = False
-    """Whether offloaded_tensors/ lies beside the states."""
+    """Whether the tag has a folder offloaded_tensors/."""
 
     def swap_folder(self, dp_rank: int) -> str | None:
-        """The folder of what a data-parallel rank swapped to NVMe; None if nothing was swapped. Its number is the global rank."""
+        """The folder with the swap files of a data-parallel rank; None if nothing was swapped. Its name has the global rank."""
         return f"{self.folder}{_SWAP_FOLDER}rank{dp_rank:02d}/" if self.has_swap_files else None
 
     def paths(self) -> Iterator[str]:
-        """The paths of all files, swap files aside."""
+        """The paths of all files except swap files."""
         for paths in (self.models, self.zero3_models, self.optimizers, self.layers, self.experts, self.expert_optimizers):
             yield from paths.values()
 
@@ -87,7 +87,7 @@ def find_tag_folder(files: Files) -> str | None:
     if any(is_file_of_a_tag(path) for path in listing):
         return ""
     folders = [folder for folder in listing if folder.endswith("/") and any(map(is_file_of_a_tag, files.list(folder)))]
-    # Other programs write files called `latest`, too. DeepSpeed puts its script beside its own; a removed tag leaves only `latest`.
+    # Other programs also write a file `latest`. DeepSpeed writes its script beside it; if the tag was removed, only `latest` is left.
     if _LATEST in listing and (folders or _SCRIPT in listing or len(listing) == 1):
         return _folder_in_latest(files, folders)
     if len(folders) > 1:

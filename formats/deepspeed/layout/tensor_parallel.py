@@ -1,7 +1,7 @@
 """How the parts of a parameter on tensor-parallel ranks make the whole parameter.
 
-The model file tells by patterns over names (`universal_checkpoint_info`, written by AutoTP and Megatron-DeepSpeed) or by an affine map.
-If it tells nothing, the model's config gives the whole shapes and so the split axis, or the names are Megatron's. Any other parameter is
+The model file describes it by patterns over names (`universal_checkpoint_info`, written by AutoTP and Megatron-DeepSpeed) or by an affine
+map. Without them, the model's config gives the whole shapes and so the split axis, or the names are Megatron's. Any other parameter is
 refused: a weight that is joined along the wrong axis still looks like a weight.
 
 Source: deepspeed/checkpoint/ds_to_universal.py, merge_tp_slices (0.19.8); for Megatron's names without patterns

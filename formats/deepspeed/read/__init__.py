@@ -1,6 +1,6 @@
-"""From the files of a tag to its index. `index` lists the steps, from top to bottom; every step is in a file of its own.
+"""From the files of a tag to its index. `index` lists the steps in order; each step has a file of its own.
 
-index.py             the steps in order
+index.py             the steps
 run_states.py        the pickles of every rank, layer and expert
 degrees.py           the run's parallel sizes, and whether all ranks have their files
 parts.py             `Contents`: what a step found in the files

@@ -15,7 +15,7 @@ from .run_states import RunStates
 
 
 def degrees_of_run(states: RunStates) -> RunDegrees:
-    """The parallel sizes that the files tell.
+    """The parallel sizes recorded in the files.
 
     Raises: CheckpointError if a rank has no file, or a file is left over from a save of other sizes.
     """
@@ -35,7 +35,7 @@ def degrees_of_run(states: RunStates) -> RunDegrees:
 
 
 def model_parallel_degrees(states: RunStates) -> RunDegrees:
-    """The pipeline-parallel and tensor-parallel size that the files tell.
+    """The pipeline-parallel and tensor-parallel size recorded in the files.
 
     Raises: CheckpointError if a model-parallel rank has no model states, or model states are left over.
     """
@@ -43,7 +43,7 @@ def model_parallel_degrees(states: RunStates) -> RunDegrees:
     if first.pp_and_tp:
         pp, tp = first.pp_and_tp
     else:
-        # Older files tell only the product pp * tp; the names of layer files tell tp.
+        # Older files hold only the product pp * tp; tp follows from the names of layer files.
         mp = first.mp or len(ranks)
         tp = 1 + max(tp_rank for _, tp_rank in states.tag.layers) if states.tag.layers else mp
         pp = max(1, mp // tp)
@@ -63,7 +63,7 @@ def _ep_of_optimizer_files(states: RunStates) -> int:
 
 
 def _dp_of_optimizer(states: RunStates, first: OptimizerStates) -> int:
-    """The data-parallel size that ZeRO's optimizer states tell."""
+    """The data-parallel size recorded in ZeRO's optimizer states."""
     model = states.first_model
     for optimizer in states.optimizers.values():
         if (optimizer.zero_stage == 3) != states.is_zero3:
@@ -89,7 +89,7 @@ def _dp_of_optimizer(states: RunStates, first: OptimizerStates) -> int:
 
 
 def _check_optimizer_files(states: RunStates, first: OptimizerStates, degrees: RunDegrees) -> None:
-    """Raises CheckpointError unless each rank has its files, there are no others, and all list the same groups."""
+    """Raises CheckpointError unless each rank has its files, no file is left over, and all files list the same groups."""
     why = f"{first.path} says that {degrees.dp} ranks share each group (partition_count)"
     for rank in degrees.each_model_rank():
         paths = {dp: path for (dp, mp), path in states.tag.optimizers.items() if mp == rank.number}

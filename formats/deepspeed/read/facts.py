@@ -1,4 +1,4 @@
-"""What the files tell about the run that saved a tag."""
+"""What is known about the run that saved a tag."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .run_states import RunStates
 def run_facts(
     states: RunStates, aliases: Mapping[str, str], config: Mapping[str, Any] | None, degrees: RunDegrees | None = None
 ) -> RunFacts:
-    """The run's facts. aliases: tied parameters, second name -> first. config: the model's. degrees: None if no rank of it matters."""
+    """The run's facts. aliases: tied parameters, second name -> stored name. config: the model's. degrees: None to leave them out."""
     model, optimizer = states.first_model, states.first_optimizer
     versions = (model.version, *(other.version for other in states.optimizers.values()))
     return RunFacts(
@@ -30,7 +30,7 @@ def run_facts(
 
 
 def producer(states: RunStates) -> str:
-    """Who wrote the files: "DeepSpeed", or "DeepSpeed ZeRO-" with the stage. ZeRO-1 and 2 differ in DeepSpeed's config only."""
+    """The program that wrote the files: "DeepSpeed", with ZeRO's stage if there is one. Only the config distinguishes ZeRO-1 from 2."""
     optimizer = states.first_optimizer
     if optimizer is None:
         return "DeepSpeed"

@@ -44,7 +44,7 @@ class FlatBuffer:
         for row, elements in zip(self.rows, needed, strict=True):
             if row.shape[0] < elements or row.dtype != self.dtype:
                 raise CheckpointError(
-                    f"its {what} has {row.shape[0]:,} elements ({row.dtype}), needed are {elements:,} ({self.dtype})",
+                    f"its {what} has {row.shape[0]:,} elements ({row.dtype}), but the parameters need {elements:,} ({self.dtype})",
                     where=row.path,
                     why="The file is from another save than param_shapes and the files beside it",
                     do="Copy that file from where the checkpoint was written",

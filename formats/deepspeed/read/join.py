@@ -14,7 +14,7 @@ from .parts import Contents, ParameterPart
 
 
 def joined_tensors(contents: Contents, rules: JoinRules, tp: int) -> Iterator[Tensor]:
-    """Every tensor, joined over `tp` tensor-parallel ranks. What several pipeline stages hold are copies.
+    """Every tensor, joined over `tp` tensor-parallel ranks. The tensors of several pipeline stages under one name are copies.
 
     Raises: CheckpointError if a rank's part is missing, or the parts do not fit.
     """

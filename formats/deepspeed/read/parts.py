@@ -1,4 +1,4 @@
-"""What the files hold: parts of parameters, and the facts beside them. Every reading step returns one `Contents`; `merged` joins them."""
+"""Contents: what a step found in the files, parts of parameters and facts beside them. `merged` joins the contents of several steps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Contents:
     shapeless: tuple[str, ...] = ()
     """Parameters whose shapes are in no file: their masters are read as one row of elements."""
     unnamed: tuple[Tensor, ...] = ()
-    """State of parameters whose names are not known."""
+    """Optimizer state of parameters whose names are unknown."""
     objects: tuple[str, ...] = ()
     """Names of what is stored but is not a tensor."""
     notes: tuple[str, ...] = ()
@@ -117,7 +117,7 @@ def whole_part(kind: Kind, name: str, tensor: AnyTensor, rank: ModelRank, locati
     return ParameterPart(kind, name, rank.stage, rank.tp_rank, tensor.dtype, tensor.shape, pieces_of_whole(tensor, locations))
 
 
-# How the steps call a parameter's full-precision copy, beside the optimizer's own names of states ("exp_avg", ...).
+# The state that is a parameter's full-precision copy. The other states have the optimizer's names: "exp_avg", "step", ...
 MASTER = "(master)"
 
 

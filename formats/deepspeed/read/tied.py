@@ -13,7 +13,7 @@ def with_tied_layer_names(contents: Contents, layers: Iterable[int]) -> Contents
     """The contents with the weights of tied layers under the names that the optimizer has for them: tied_modules.<key>.<name>.
 
     PipelineModule writes a tied module under the number of the first layer that uses it. Such a layer is recognised by its parameters: the
-    optimizer knows none under the layer's number, and exactly one tied key has parameters of the same names and shapes.
+    optimizer has none under the layer's number, and exactly one tied key has parameters of the same names and shapes.
     """
     keys = _shapes_by_key(contents)
     key_of_layer: dict[str, str] = {}
@@ -38,7 +38,7 @@ def _shapes_by_key(contents: Contents) -> dict[str, dict[str, Shape]]:
 
 
 def _shapes_of_tied_layers(contents: Contents, layers: Iterable[int]) -> dict[str, dict[str, Shape]]:
-    """Layer -> shapes of its weights by name within the layer, for the layers under whose number the optimizer knows no parameter."""
+    """Layer -> shapes of its weights by name within the layer. Layers under whose number the optimizer has parameters are left out."""
     trained_layers = {name.partition(".")[0] for name in contents.names("master")}
     shapes: dict[str, dict[str, Shape]] = {str(layer): {} for layer in layers if str(layer) not in trained_layers}
     for part in contents.parts:
@@ -63,7 +63,7 @@ def _renamed(contents: Contents, key_of_layer: Mapping[str, str]) -> Contents:
 
 
 def with_aliases(contents: Contents) -> Contents:
-    """The contents with the weight and the master of each tied parameter under its second name, too, unless the files have it there."""
+    """The contents with the weight and the master of each tied parameter also under its second name, unless the files have them there."""
     by_tensor = contents.by_tensor()
     copies = [
         replace(part, name=alias)
@@ -76,10 +76,10 @@ def with_aliases(contents: Contents) -> Contents:
 
 
 def without_drifting_copies(contents: Contents) -> Contents:
-    """The contents without later stages' copies of tied vectors and step counts.
+    """The contents without the copies of tied vectors and step counts on later pipeline stages.
 
-    PipelineModule keeps only the tables of tied modules equal on all stages. The later stages do not use what lies beside a table, such as
-    a norm, and its values drift.
+    PipelineModule keeps only the tables of tied modules equal on all stages. Later stages do not use the other tensors of a tied module,
+    such as a norm, and the values of these copies drift.
     """
     drifting: set[tuple[str, str]] = set()
     first_stage: dict[tuple[str, str], int] = {}

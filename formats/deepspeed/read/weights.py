@@ -23,7 +23,7 @@ _AUTOEP_EXPERT = re.compile(r"(?P<prefix>.*)\.(?P<tensor>w[123])\.(?P<expert>\d+
 
 
 def weights_of_rank(states: RunStates, rank: ModelRank, locations: Locations) -> Contents:
-    """The weights and the client states of one model-parallel rank; experts in files of their own are left out.
+    """The weights and the client states of one model-parallel rank, without the experts in files of their own.
 
     Raises: CheckpointError if a fragment of a frozen weight is missing or cannot be read.
     """
@@ -77,7 +77,7 @@ def module_weights(module: Mapping[str, object], trained: set[str], rank: ModelR
 
 
 def _memory(tensor: AnyTensor) -> tuple[object, ...]:
-    """What the names of one tied parameter have in common. The strides tell a square weight from its transpose."""
+    """A key that is equal for the names of one tied parameter. The strides distinguish a square weight from its transpose."""
     return *memory_of(tensor), tensor.strides
 
 

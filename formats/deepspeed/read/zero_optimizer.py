@@ -58,7 +58,7 @@ def _notes(shapeless: Sequence[str]) -> Iterator[str]:
 def groups_without_shapes(
     model: ModelStates, optimizers: Mapping[int, OptimizerStates], shapes: Mapping[str, Shape]
 ) -> tuple[Parameters, ...]:
-    """The parameters of each flat group, where the model file has no param_shapes, as DeepSpeed before 0.19 writes it beside experts.
+    """The parameters of each flat group for a model file without param_shapes. DeepSpeed before 0.19 leaves them out if there are experts.
 
     Names and their order are those of the ranks' param_slice_mappings. These versions also drop parameters with "expert" in their names
     from the model file: a parameter without a known shape counts as one row of its elements.
@@ -132,7 +132,7 @@ def _group_parts(
 def _buffers(
     number: int, sharing: Mapping[int, OptimizerStates], locations: Locations
 ) -> tuple[dict[str, FlatBuffer], dict[str, dict[int, AnyTensor]]]:
-    """The flat buffers of a group by state, the masters first; and by state the step counts, of which each rank has a copy."""
+    """The flat buffers of a group by state, the masters first; and the step counts by state, one copy per data-parallel rank."""
     ranks = ranks_column(sharing)
     buffers = {MASTER: FlatBuffer(ranks, tuple(states.masters[number] for states in sharing.values()), locations)}
     counts: dict[str, dict[int, AnyTensor]] = {}
@@ -150,7 +150,7 @@ def _buffers(
 
 
 def _slices(number: int, parameters: Parameters, sharing: Mapping[int, OptimizerStates]) -> tuple[list[FlatSlice], list[int]]:
-    """Where the parameters of a group lie; and how many elements each rank's row must have for that."""
+    """Where the parameters of a group lie; and how many elements of each rank's row they take."""
     ranks, first = len(sharing), next(iter(sharing.values()))
     if first.zero_stage == 3:
         return list(zero3_slices(parameters, ranks)), [sum(zero3_part_size(shape, ranks) for _, shape in parameters)] * ranks
@@ -184,7 +184,7 @@ def _partition_size(number: int, sharing: Mapping[int, OptimizerStates]) -> int:
 
 
 def _param_groups(optimizers: Mapping[int, OptimizerStates], names: Sequence[Sequence[str]]) -> Iterator[ParamGroup]:
-    """The param groups, with the step counts that some optimizers keep as plain numbers. names: of the parameters of each flat group."""
+    """The param groups, with the step counts that some optimizers keep as plain numbers. names: the parameters of each flat group."""
     first = optimizers[0]
     # Elastic checkpoints hold no settings; there, each flat group is a param group.
     for number, settings in enumerate(first.group_settings or [{}] * len(first.masters)):

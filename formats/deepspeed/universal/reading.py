@@ -51,7 +51,7 @@ def read_universal(files: Files, folder: str, hints: Hints) -> Index:
     Raises: CheckpointError if a trained parameter has no file, or the files contradict each other.
     """
     tag = open_tag(files, folder)
-    # reshard writes model states for ZeRO-1, 2 and for ZeRO-3. The first ones hold the tensors.
+    # reshard writes model states for ZeRO-1, 2 and others for ZeRO-3. Those for ZeRO-1, 2 hold the tensors.
     states = read_model_files(files, replace(tag, zero3_models={}) if tag.models else tag)
     check_one_step(states)
     degrees, locations = model_parallel_degrees(states), Locations(files)
@@ -93,7 +93,7 @@ class ParameterFile:
 
 
 def parameter_files(files: Files, folder: str, trained: Collection[str]) -> Iterator[ParameterFile]:
-    """The files of all parameters. trained: names of the parameters that need a master; empty if they are not known.
+    """The files of all parameters. trained: names of the parameters that need a master; empty if the model files do not list them.
 
     Raises: CheckpointError if a trained parameter has no master.
     """
@@ -149,11 +149,14 @@ def param_groups(files: Files, path: str, states: RunStates) -> Iterator[ParamGr
     root = torch_zip.read(files, path, locate=False)
     if not isinstance(root, Mapping):
         return
-    # From ZeRO-3 the groups lie deeper, and "params" lists the flat groups of each; from ZeRO-1 and 2 a group is a flat group.
+    # From ZeRO-3 the groups are below optimizer_state_dict, and "params" lists the flat groups of each. From ZeRO-1 and 2 they are at the
+    # root, and each is one flat group.
     zero3 = root.get("optimizer_state_dict")
     groups = zero3.get("param_groups") if isinstance(zero3, Mapping) else root.get("param_groups")
     for number, group in enumerate(groups if isinstance(groups, list) else ()):
-        listed = group.get("params") if isinstance(zero3, Mapping) and isinstance(group, Mapping) else [number]
+        if not isinstance(group, Mapping):
+            continue
+        listed = group.get("params") if isinstance(zero3, Mapping) else [number]
         flat_groups = [flat_group for flat_group in listed if type(flat_group) is int] if isinstance(listed, list) else []
         names = dict.fromkeys(
             name

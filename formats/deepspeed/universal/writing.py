@@ -104,7 +104,7 @@ def _parameter_files(folder: str, training: TrainingState, name: str) -> Iterato
 
 
 def _split_keys(training: TrainingState, name: str) -> dict[str, Any]:
-    """How tensor-parallel ranks split a parameter when they load it: as in the source's run; along axis 0 if the source does not tell."""
+    """How tensor-parallel ranks split a parameter when they load it: as the source's run split it, otherwise along axis 0."""
     info = training.content.facts.state.get("universal_checkpoint_info") or {}
     if is_listed(info, "tp_replicated_parameter_patterns", name) or is_listed(info, "parameter_to_average_patterns", name):
         return {}

@@ -27,7 +27,7 @@ class TrainingState:
     """What DeepSpeed resumes from."""
 
     content: Content
-    """The canonical tensors, and what is known about the run."""
+    """The canonical tensors, and the facts about the run."""
     groups: tuple[ParamGroup, ...]
     """The param groups, each with its trained parameters in the optimizer's order."""
     states: Mapping[str, Mapping[str, str]]
@@ -56,7 +56,7 @@ class TrainingState:
         return self.content.tensors[name].shape
 
     def elementwise_states(self, name: str) -> list[str]:
-        """The kinds of state that have one element per element of the parameter; a step count has not."""
+        """The kinds of state that have one element per element of the parameter; step counts are left out."""
         return [kind for kind, key in self.states[name].items() if self.shape(key) == self.shape(name)]
 
     def model_file_keys(self, dp: int) -> dict[str, Any]:

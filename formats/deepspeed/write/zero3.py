@@ -1,7 +1,7 @@
 """ZeRO-3 shards for any data-parallel size, as DeepSpeed loads them: each rank's row of every sub-group.
 
-    latest                                                          the tag's name
-    global_step<N>/zero_pp_rank_D_mp_rank_00_model_states.pt        buffers, this rank's part of frozen weights, the run's counters
+    latest                                                            the tag's name
+    global_step<N>/zero_pp_rank_D_mp_rank_00_model_states.pt          buffers, this rank's part of frozen weights, the run's counters
     global_step<N>/[bf16_]zero_pp_rank_D_mp_rank_00_optim_states.pt   this rank's rows of masters and states
 
 Read by DeepSpeed 0.19.8 (tests/training).
@@ -46,10 +46,10 @@ class SubGroup:
 class DataRank:
     """One data-parallel rank."""
 
-    rank: int
-    """Its number."""
-    ranks: int
-    """How many ranks there are."""
+    number: int
+    """Its number, from 0."""
+    count: int
+    """How many data-parallel ranks there are."""
 
 
 def zero3_layout(content: Content, target: Target, companions: ModelFiles) -> Layout:
@@ -70,7 +70,7 @@ def zero3_layout(content: Content, target: Target, companions: ModelFiles) -> La
     precision = "bf16_" if _is_bf16(training) else ""
     files = []
     for rank in (DataRank(number, ranks) for number in range(ranks)):
-        name = f"zero_pp_rank_{rank.rank}_mp_rank_00"
+        name = f"zero_pp_rank_{rank.number}_mp_rank_00"
         files.append(_model_file(f"{tag}/{name}_model_states.pt", training, sub_groups, rank))
         files.append(_optimizer_file(f"{tag}/{precision}{name}_optim_states.pt", training, sub_groups, rank))
     dtypes = {tensor.dtype for tensor in content.weights.values()}
@@ -116,7 +116,7 @@ def _notes(training: TrainingState) -> tuple[str, ...]:
 
 
 def _aliases(training: TrainingState, sub_groups: Sequence[SubGroup]) -> dict[str, str]:
-    """Canonical tensors that are stored once under another name: tied parameters, and step counts, one of which serves a sub-group."""
+    """Canonical tensors that are stored once under another name: tied parameters, and the step counts of a sub-group."""
     aliases = dict(training.aliases)
     for sub_group in sub_groups:
         stored: dict[str, str] = {}
@@ -130,7 +130,7 @@ def _aliases(training: TrainingState, sub_groups: Sequence[SubGroup]) -> dict[st
 
 def _model_file(path: str, training: TrainingState, sub_groups: Sequence[SubGroup], rank: DataRank) -> TargetFile:
     """A rank's model states: empty tensors in place of the parameters, which are partitioned; whole buffers; its part of frozen weights."""
-    file, content = TorchFile(path, {"dp": rank.rank}), training.content
+    file, content = TorchFile(path, {"dp": rank.number}), training.content
     frozen = _frozen_names(training)
     empty = StoredTensor("", F32, (0,), ())
     module = {
@@ -139,7 +139,7 @@ def _model_file(path: str, training: TrainingState, sub_groups: Sequence[SubGrou
     }
     fragments = {}
     for name in frozen:
-        parameter = zero3_slice(name, training.shape(name), rank.ranks)
+        parameter = zero3_slice(name, training.shape(name), rank.count)
         fragments[name] = file.tensor(_row(f"frozen.{name}", {name: parameter}, training, rank))
     return file.close(
         {
@@ -148,9 +148,9 @@ def _model_file(path: str, training: TrainingState, sub_groups: Sequence[SubGrou
             "optimizer": None,
             "param_shapes": [{name: torch_size(training.shape(name)) for name in sub_group.names} for sub_group in sub_groups],
             "frozen_param_shapes": {name: torch_size(training.shape(name)) for name in frozen} or None,
-            "shared_params": dict(training.aliases) if rank.rank == 0 else {},
+            "shared_params": dict(training.aliases) if rank.number == 0 else {},
             "frozen_param_fragments": fragments or None,
-            **training.model_file_keys(rank.ranks),
+            **training.model_file_keys(rank.count),
         }
     )
 
@@ -165,9 +165,9 @@ def _frozen_names(training: TrainingState) -> list[str]:
 
 def _optimizer_file(path: str, training: TrainingState, sub_groups: Sequence[SubGroup], rank: DataRank) -> TargetFile:
     """A rank's optimizer states: for each sub-group, one row of masters and one row of each kind of state."""
-    file, masters, states = TorchFile(path, {"dp": rank.rank}), [], {}
+    file, masters, states = TorchFile(path, {"dp": rank.number}), [], {}
     for number, sub_group in enumerate(sub_groups):
-        slices = list(zero3_slices(tuple((name, training.shape(name)) for name in sub_group.names), rank.ranks))
+        slices = list(zero3_slices(tuple((name, training.shape(name)) for name in sub_group.names), rank.count))
         states[number] = _states(file, number, slices, training.groups[sub_group.param_group], training, rank)
         masters.append(file.tensor(_row(f"fp32_flat_groups.{number}", {s.name: s for s in slices}, training, rank)))
     groups = [
@@ -177,18 +177,18 @@ def _optimizer_file(path: str, training: TrainingState, sub_groups: Sequence[Sub
     optimizer = {
         "zero_stage": zero_stage(3),
         **training.loss_scaler_keys(),
-        "partition_count": rank.ranks,
+        "partition_count": rank.count,
         "optimizer_state_dict": {"state": states, "param_groups": groups},
         "fp32_flat_groups": masters,
     }
-    model_keys = training.model_file_keys(rank.ranks)
+    model_keys = training.model_file_keys(rank.count)
     return file.close({"optimizer_state_dict": optimizer, "ds_config": model_keys["ds_config"], "ds_version": model_keys["ds_version"]})
 
 
 def _states(
     file: TorchFile, number: int, slices: Sequence[FlatSlice], group: ParamGroup, training: TrainingState, rank: DataRank
 ) -> dict[str, Any]:
-    """What the optimizer keeps of sub-group `number`, of that param group. One step count serves all its parameters."""
+    """The optimizer's state of sub-group `number`, which belongs to a param group. One step count serves all parameters."""
     states, elementwise = training.states[slices[0].name], training.elementwise_states(slices[0].name)
     entries: dict[str, Any] = {
         kind: file.whole(key, training.content.tensors[key]) for kind, key in states.items() if kind not in elementwise
@@ -208,12 +208,12 @@ def _row(name: str, parameters: Mapping[str, FlatSlice], training: TrainingState
     for key, parameter in parameters.items():
         dtype = dtype or _row_dtype(key, training)
         start, strides = parameter.first_offset, row_major(parameter.shape)
-        for box in flat_boxes(parameter.shape, parameter.bounds[rank.rank], parameter.bounds[rank.rank + 1]):
+        for box in flat_boxes(parameter.shape, parameter.bounds[rank.number], parameter.bounds[rank.number + 1]):
             sections.append(Section(key, box, start, strides))
             start += box.volume
-        if math.prod(parameter.shape) == 0 and rank.rank == 0:
+        if math.prod(parameter.shape) == 0 and rank.number == 0:
             sections.append(Section(key, Box.whole(parameter.shape), start, strides))
-        end = parameter.first_offset + zero3_part_size(parameter.shape, rank.ranks)
+        end = parameter.first_offset + zero3_part_size(parameter.shape, rank.count)
     return StoredTensor(name, dtype or F32, (end,), tuple(sections))
 
 
