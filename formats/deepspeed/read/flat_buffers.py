@@ -27,9 +27,16 @@ class FlatBuffer:
     ranks: Columns
     """The data-parallel rank of each row."""
     rows: tuple[AnyTensor, ...]
-    """The rows: each in the file of its rank, or in a swap file."""
+    """The rows."""
+    paths: tuple[str, ...]
+    """The file of each row: that of its rank, or a swap file. All parameters share the tuple."""
     locations: Locations
     """Finds where the rows start in their files."""
+
+    @classmethod
+    def of(cls, rows: Mapping[int, AnyTensor], locations: Locations) -> FlatBuffer:
+        """The buffer with these rows. rows: by data-parallel rank."""
+        return cls(_column(rows), tuple(rows.values()), tuple(row.path for row in rows.values()), locations)
 
     def __repr__(self) -> str:
         return f"<flat buffer of {len(self.rows)} rows, {self.dtype}>"
@@ -63,7 +70,7 @@ class FlatBuffer:
             return Extent(row.path, self.locations.of(row) + element * itemsize, strides, self.dtype)
 
         return Shards(
-            paths=tuple(row.path for row in self.rows),
+            paths=self.paths,
             offsets=boxes.offsets,
             sizes=boxes.sizes,
             files=rows,
@@ -73,7 +80,7 @@ class FlatBuffer:
         )
 
 
-def ranks_column(ranks: Iterable[int]) -> Columns:
+def _column(ranks: Iterable[int]) -> Columns:
     """Ranks as a column of `Shards`."""
     return np.array(list(ranks), np.int64)
 
@@ -109,8 +116,7 @@ def boxes_of_runs(shape: Shape, bounds: tuple[int, ...]) -> RunBoxes:
 
 def pieces_of_flat(tensor: AnyTensor, shape: Shape, locations: Locations) -> Shards:
     """The pieces of a parameter that one file holds whole, as one row of its elements."""
-    buffer = FlatBuffer(ranks_column([0]), (tensor,), locations)
-    return buffer.shards(zero3_slice("", shape, ranks=1))
+    return FlatBuffer.of({0: tensor}, locations).shards(zero3_slice("", shape, ranks=1))
 
 
 def pieces_of_whole(tensor: AnyTensor, locations: Locations) -> Shards:
@@ -127,7 +133,7 @@ def pieces_of_whole(tensor: AnyTensor, locations: Locations) -> Shards:
         files=np.zeros(1, np.int64),
         positions=np.array([position], np.int64),
         extent=extent,
-        ranks=ranks_column([0]),
+        ranks=_column([0]),
     )
 
 
@@ -145,5 +151,5 @@ def pieces_of_copies(copies: Mapping[int, AnyTensor], locations: Locations) -> S
         files=np.arange(len(tensors)),
         positions=np.zeros(len(tensors), np.int64),
         extent=extent,
-        ranks=ranks_column(copies),
+        ranks=_column(copies),
     )

@@ -14,7 +14,7 @@ from ..layout.degrees import ModelRank, RunDegrees
 from ..layout.experts import ExpertSlice
 from ..layout.partitions import zero3_part_size, zero3_slice
 from ..layout.states import ModelStates, Shape
-from .flat_buffers import FlatBuffer, pieces_of_whole, ranks_column
+from .flat_buffers import FlatBuffer, pieces_of_whole
 from .parts import Contents, ParameterPart, merged, whole_part
 from .run_states import RunStates, Tensors
 
@@ -102,7 +102,7 @@ def frozen_weights(models: Mapping[int, ModelStates], rank: ModelRank, locations
 
 def _frozen_part(name: str, shape: Shape, fragments: Mapping[int, AnyTensor], rank: ModelRank, locations: Locations) -> ParameterPart:
     """One frozen parameter. fragments: by data-parallel rank."""
-    buffer = FlatBuffer(ranks_column(fragments), tuple(fragments.values()), locations)
+    buffer = FlatBuffer.of(fragments, locations)
     if buffer.dtype.name in ("I8", "U8"):
         raise CheckpointError(
             f"it is stored quantised ({buffer.dtype}), and its scales are in no file",

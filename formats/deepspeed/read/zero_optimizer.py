@@ -13,7 +13,7 @@ from ..layout.degrees import ModelRank
 from ..layout.experts import ProcessGroup, group_ranks, process_groups
 from ..layout.partitions import FlatSlice, zero2_slices, zero3_part_size, zero3_slices
 from ..layout.states import ModelStates, OptimizerStates, Parameters, Shape
-from .flat_buffers import FlatBuffer, pieces_of_copies, ranks_column
+from .flat_buffers import FlatBuffer, pieces_of_copies
 from .parts import MASTER, Contents, ParameterPart, kind_and_name
 from .run_states import RunStates
 
@@ -133,8 +133,7 @@ def _buffers(
     number: int, sharing: Mapping[int, OptimizerStates], locations: Locations
 ) -> tuple[dict[str, FlatBuffer], dict[str, dict[int, AnyTensor]]]:
     """The flat buffers of a group by state, the masters first; and the step counts by state, one copy per data-parallel rank."""
-    ranks = ranks_column(sharing)
-    buffers = {MASTER: FlatBuffer(ranks, tuple(states.masters[number] for states in sharing.values()), locations)}
+    buffers = {MASTER: FlatBuffer.of({dp: states.masters[number] for dp, states in sharing.items()}, locations)}
     counts: dict[str, dict[int, AnyTensor]] = {}
     for state in dict.fromkeys(state for states in sharing.values() for state in states.states[number]):
         tensors = {dp: tensor for dp, states in sharing.items() if is_stored(tensor := states.states[number].get(state))}
@@ -145,7 +144,7 @@ def _buffers(
         if next(iter(tensors.values())).shape == ():
             counts[state] = tensors
         elif all(len(tensor.shape) == 1 for tensor in tensors.values()):
-            buffers[state] = FlatBuffer(ranks, tuple(tensors.values()), locations)
+            buffers[state] = FlatBuffer.of(tensors, locations)
     return buffers, counts
 
 
