@@ -33,7 +33,7 @@ def check_ranks(paths: Mapping[int, str], ranks: int, what: str, *, why: str) ->
         )
     if extra := [path for rank, path in paths.items() if rank >= ranks]:
         raise CheckpointError(
-            f"the run had {ranks} {what} ranks, and none of this number",
+            f"the run had {ranks} {what} ranks, and this file belongs to none of them",
             where=extra[0],
             why=f"{why}; the file is left over from a save of more ranks under the same tag, so its values are of another step",
             do=f"Move it away{f', and {len(extra) - 1} more like it' if len(extra) > 1 else ''}",
