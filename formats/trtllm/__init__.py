@@ -64,7 +64,7 @@ class Trtllm(ServingFormat):
 
         return notes(model)
 
-    def own_config(self, model: Model, parallel: Parallel, dtypes: Mapping[str, DType]) -> dict[str, Any]:
+    def engine_config(self, model: Model, parallel: Parallel, dtypes: Mapping[str, DType]) -> dict[str, Any]:
         from .config import config_of
 
         return config_of(model, parallel, dtypes)

@@ -85,19 +85,19 @@ class VersionRules:
 def rules_for_target(model: Model, target: Target) -> EngineRules:
     """The rules of the target's version of vLLM. Raises RequestError if that version cannot load the files at the target's sizes."""
     version = target.engine_version or NEWEST
-    known = _known_rules(model, version)
-    if target.parallel.pp > 1 and not known.release.has_stages:
+    version_rules = _rules_of_version(model, version)
+    if target.parallel.pp > 1 and not version_rules.release.has_stages:
         raise RequestError(
             f"--pp {target.parallel.pp}: vLLM {version} cannot load pre-sharded stages",
             why="Its file names do not contain the stage, so that it would load files of another stage",
             do=f"Use --pp 1, or vLLM {first_with_stages()} or newer",
         )
-    if target.parallel.ep > 1 and known.release.needs_expert_map:
+    if target.parallel.ep > 1 and version_rules.release.needs_expert_map:
         raise RequestError(
             f"--ep {target.parallel.ep}: vLLM {version} needs a map of experts in every rank's file, which reshard does not write",
             do=f"Use vLLM {first_without_expert_map()} or newer, or leave out --ep",
         )
-    return known.rules
+    return version_rules.rules
 
 
 def notes(model: Model, target: Target) -> tuple[str, ...]:
@@ -122,16 +122,17 @@ def remainder_before_last_stage(layers: int, pp: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _known_rules(model: Model, version: str) -> VersionRules:
+def _rules_of_version(model: Model, version: str) -> VersionRules:
+    """The rules of one version. Raises RequestError for a version before the first measured one."""
     numbers = version_numbers(version, NEWEST)
-    known = [rules for rules in all_rules(model) if rules.since <= numbers]
-    if not known:
+    until = [rules for rules in all_rules(model) if rules.since <= numbers]
+    if not until:
         oldest = as_text(all_rules(model)[0].since)
         raise RequestError(
             f"--engine-version {version}: the oldest vLLM whose keys for {model.architecture.model_type} are known is {oldest}",
             do=f"Use vLLM {oldest} or newer, or convert to hf, which every version loads",
         )
-    return known[-1]
+    return until[-1]
 
 
 def _rules(model: Model, version: Numbers, history: ModelHistory) -> VersionRules:

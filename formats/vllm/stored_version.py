@@ -25,18 +25,18 @@ def stored_rules(model: Model, parallel: Parallel, headers: RankHeaders) -> tupl
     Raises: CheckpointError if the stages do not hold the model's layers in order.
     """
     counts = _stored_layers_per_stage(headers, model.dimensions["layers"], parallel.pp)
-    known = [(version.since, replace(version.rules, layers_per_stage=lambda layers, pp: counts)) for version in all_rules(model)]
+    candidates = [(version.since, replace(version.rules, layers_per_stage=lambda layers, pp: counts)) for version in all_rules(model)]
 
     def number_of_differences(rules: EngineRules) -> int:
         expected = rank_tensors(model, any_dtype(model), rules, replace(parallel, tp=1, ep=1), 0, 0)
         return len({tensor.name for tensor in expected} ^ set(headers[0, 0]))
 
-    differences = [number_of_differences(rules) for _, rules in known]
+    differences = [number_of_differences(rules) for _, rules in candidates]
     fits = [difference == min(differences) for difference in differences]
     newest = max(i for i, fit in enumerate(fits) if fit)
     oldest = next(i for i in range(newest, -1, -1) if i == 0 or not fits[i - 1])
-    before = "".join(f",<{as_text(since)}" for since, _ in known[newest + 1 : newest + 2])
-    return known[newest][1], f">={as_text(known[oldest][0])}{before}"
+    before = "".join(f",<{as_text(since)}" for since, _ in candidates[newest + 1 : newest + 2])
+    return candidates[newest][1], f">={as_text(candidates[oldest][0])}{before}"
 
 
 def _stored_layers_per_stage(headers: RankHeaders, layers: int, pp: int) -> tuple[int, ...]:

@@ -59,7 +59,8 @@ class EngineRank:
 
     @property
     def experts(self) -> range:
-        """The experts that it holds of each layer: all without expert parallelism, else a run. Longer runs come first."""
+        """The experts of each layer that it holds: all, or with expert parallelism a run of them. The first ranks' runs are longer by one where
+        ep does not divide the experts."""
         number, ep = self.model.dimensions.get("experts", 0), self.parallel.ep
         if ep == 1:
             return range(number)

@@ -60,7 +60,7 @@ class ServingFormat(Format):
         """Sentences about the result for the user, beside those in the rules."""
         return ()
 
-    def own_config(self, model: Model, parallel: Parallel, dtypes: Mapping[str, DType]) -> dict[str, Any] | None:
+    def engine_config(self, model: Model, parallel: Parallel, dtypes: Mapping[str, DType]) -> dict[str, Any] | None:
         """config.json in the engine's own terms; None: the engine reads the Hugging Face config. dtypes: the weights' element types.
 
         Raises: RequestError if the config cannot express the element types.

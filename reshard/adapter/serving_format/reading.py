@@ -28,57 +28,54 @@ if TYPE_CHECKING:
     from reshard.adapter.serving_format import ServingFormat
 
 # (pp_rank, tp_rank)
-Rank = tuple[int, int]
+StageRank = tuple[int, int]
 # Tensor -> its file and its entry in the file's header.
 Headers = dict[str, tuple[TargetFile, safetensors.Entry]]
-RankHeaders = Mapping[Rank, Headers]
+RankHeaders = Mapping[StageRank, Headers]
 
 
-def read(engine: ServingFormat, files: Files, hints: Hints) -> Index:
+def read(serving_format: ServingFormat, files: Files, hints: Hints) -> Index:
     """The index of all ranks' files.
 
-    Raises: CheckpointError if a rank does not hold exactly what the engine's rules expect, RequestError if the model is not known.
+    Raises: CheckpointError if a rank does not hold exactly what the engine's rules expect, RequestError if the model is not known or the
+    engine does not serve it at the stored sizes.
     """
-    config = engine.stored_config(files, hints)
-    model = served_model(find_model(config, hints.architecture), config, engine.engine)
-    stated = engine.stored_sizes(files)
-    paths = _paths_by_rank(engine, files, stated)
+    config = serving_format.stored_config(files, hints)
+    model = served_model(find_model(config, hints.architecture), config, serving_format.engine)
+    stated = serving_format.stored_sizes(files)
+    paths = _paths_by_rank(serving_format, files, stated)
     parallel = stated or Parallel(tp=1 + max(tp for _, tp in paths), pp=1 + max(pp for pp, _ in paths))
-    _check_complete(engine, paths, parallel)
+    _check_complete(serving_format, paths, parallel)
     headers = {rank: _headers(files, paths[rank]) for rank in _ranks(parallel)}
     if stated is None:
         parallel = _with_stored_experts(parallel, model, headers)
-    rules, version = engine.stored_rules(model, parallel, headers)
+    rules, version = serving_format.stored_rules(model, parallel, headers)
     check_degrees(model, rules, parallel)
-    sizes = {size: getattr(parallel, size) for size in engine.sizes if size != "ep" or parallel.ep > 1}
-    return _index(engine, model, rules, parallel, headers, RunFacts(engine.producer, version, parallel=sizes, config=config))
+    sizes = {size: getattr(parallel, size) for size in serving_format.sizes if size != "ep" or parallel.ep > 1}
+    facts = RunFacts(serving_format.producer, version, parallel=sizes, config=config)
+    return _index(serving_format.name, model, rules, parallel, headers, facts)
 
 
-def _ranks(parallel: Parallel) -> Iterator[Rank]:
+def _ranks(parallel: Parallel) -> Iterator[StageRank]:
+    """All ranks, stage by stage."""
     return ((pp_rank, tp_rank) for pp_rank in range(parallel.pp) for tp_rank in range(parallel.tp))
 
 
-def _paths_by_rank(engine: ServingFormat, files: Files, stated: Parallel | None) -> dict[Rank, list[str]]:
+def _paths_by_rank(serving_format: ServingFormat, files: Files, stated: Parallel | None) -> dict[StageRank, list[str]]:
     """Rank -> its files. `stated` are the sizes that a file states, if one does.
 
     Raises: CheckpointError if there are no files of ranks, or files of two runs.
     """
-    paths: dict[Rank, list[str]] = {}
+    paths: dict[StageRank, list[str]] = {}
     numberings = set()
     for path in files.list():
-        if match := engine.file_pattern.fullmatch(path):
+        if match := serving_format.file_pattern.fullmatch(path):
             numbers = {group: int(number) for group, number in match.groupdict().items() if number}
             numberings.add(tuple(numbers))
-            rank = (
-                (numbers["pp"], numbers["tp"])
-                if "pp" in numbers
-                else divmod(numbers["rank"], stated.tp)
-                if stated
-                else (0, numbers["rank"])
-            )
+            rank = _rank(numbers, stated)
             paths.setdefault(rank, []).append(path)
     if not paths:
-        raise CheckpointError(f"no file here is called {' or '.join(engine.owns)}", where=files.root, do="Give another --format")
+        raise CheckpointError(f"no file here is called {' or '.join(serving_format.owns)}", where=files.root, do="Give another --format")
     if len(numberings) > 1:
         raise CheckpointError(
             "the directory holds files of a run with pipeline stages and files of a run without",
@@ -88,15 +85,22 @@ def _paths_by_rank(engine: ServingFormat, files: Files, stated: Parallel | None)
     return paths
 
 
-def _check_complete(engine: ServingFormat, paths: Mapping[Rank, list[str]], parallel: Parallel) -> None:
+def _rank(numbers: Mapping[str, int], stated: Parallel | None) -> StageRank:
+    """The rank that a file name's numbers mean. Without a stated tp, a single number is the rank of a run with one stage."""
+    if "rank" not in numbers:
+        return numbers["pp"], numbers["tp"]
+    return divmod(numbers["rank"], stated.tp) if stated else (0, numbers["rank"])
+
+
+def _check_complete(serving_format: ServingFormat, paths: Mapping[StageRank, list[str]], parallel: Parallel) -> None:
     """Raises CheckpointError, naming the file, if a rank has none."""
     missing = next((rank for rank in _ranks(parallel) if rank not in paths), None)
     if missing is not None:
         pp_rank, tp_rank = missing
         raise CheckpointError(
             f"the file of rank {tp_rank}" + (f" of stage {pp_rank}" if parallel.pp > 1 else "") + " is not there",
-            where=engine.file_name(parallel, pp_rank, tp_rank, 0),
-            why=f"The checkpoint is for {parallel}, which is {parallel.tp * parallel.pp} ranks",
+            where=serving_format.file_name(parallel, pp_rank, tp_rank, 0),
+            why=f"The checkpoint was written for {parallel}",
             do="Copy it from where the checkpoint was written",
         )
 
@@ -122,7 +126,7 @@ def _with_stored_experts(parallel: Parallel, model: Model, headers: RankHeaders)
     return replace(parallel, ep=parallel.tp if is_distributed else 1)
 
 
-def _index(engine: ServingFormat, model: Model, rules: EngineRules, parallel: Parallel, headers: RankHeaders, facts: RunFacts) -> Index:
+def _index(format_name: str, model: Model, rules: EngineRules, parallel: Parallel, headers: RankHeaders, facts: RunFacts) -> Index:
     """The index of the files of all ranks. Raises CheckpointError if a rank does not hold exactly what the rules expect."""
     aliases = {stored: name for name, stored in scale_aliases(model, rules).items()}
     dtypes = any_dtype(model)
@@ -135,7 +139,7 @@ def _index(engine: ServingFormat, model: Model, rules: EngineRules, parallel: Pa
             placed.extend((file, alias) for alias in _aliases_of(item, aliases))
     shapes = {weight.name: weight.shape for weight in model.weights.values()}
     files = tuple({file.path: file for rank_headers in headers.values() for file, _ in rank_headers.values()}.values())
-    return index_of(engine.name, iter(placed), shapes, files=files, facts=facts)
+    return index_of(format_name, iter(placed), shapes, files=files, facts=facts)
 
 
 def _matched(expected: tuple[StoredTensor, ...], headers: Headers, rank: str) -> Iterator[tuple[TargetFile, Placed]]:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard.adapter.model_files import CONFIG, ModelFiles
 from reshard.adapter.safetensors_writer import framed
@@ -29,30 +29,26 @@ if TYPE_CHECKING:
 _LAYER = r"\.\d+\."
 
 
-def lay_out(engine: ServingFormat, content: Content, target: Target, companions: ModelFiles) -> Layout:
+def lay_out(serving_format: ServingFormat, content: Content, target: Target, companions: ModelFiles) -> Layout:
     """The files of all ranks, and the small files beside them.
 
     Raises: RequestError or CheckpointError if the engine does not serve the content at the target's sizes.
     """
-    model = served_model(content.model, companions.config, engine.engine)
-    rules = engine.engine_rules(model, target)
+    model = served_model(content.model, companions.config, serving_format.engine)
+    rules = serving_format.engine_rules(model, target)
     _check_content(content, model, rules)
     check_degrees(model, rules, target.parallel)
     dtypes = {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}
     stored = stored_dtypes(model, rules, dtypes)
-    own_config = engine.own_config(model, target.parallel, dtypes)
+    engine_config = serving_format.engine_config(model, target.parallel, dtypes)
     companions, config_notes = _with_config_defaults(companions, rules)
-    sidecars = companions.sidecars(stored.values())
-    if own_config is not None:
-        content_of_config = (json.dumps(own_config, indent=4) + "\n").encode()
-        sidecars = (*(sidecar for sidecar in sidecars if sidecar.path != CONFIG), Sidecar(CONFIG, content_of_config))
     left_out = layers_not_served(model)
     return Layout(
-        engine.name,
-        tuple(_files(engine, model, rules, stored, target)),
-        sidecars,
+        serving_format.name,
+        tuple(_files(serving_format, model, rules, stored, target)),
+        _sidecars(companions, stored, engine_config),
         target.parallel,
-        (*engine.notes(model, target), *rules.quirks.notes, *config_notes, *_about_left_out(left_out, content)),
+        (*serving_format.notes(model, target), *rules.quirks.notes, *config_notes, *_about_left_out(left_out, content)),
         aliases=scale_aliases(model, rules),
         left_out=left_out,
     )
@@ -86,6 +82,15 @@ def _with_config_defaults(companions: ModelFiles, rules: EngineRules) -> tuple[M
     return replace(companions, config={**config, **added}, derived=True), (note,)
 
 
+def _sidecars(companions: ModelFiles, dtypes: Mapping[str, DType], engine_config: dict[str, Any] | None) -> tuple[Sidecar, ...]:
+    """The small files beside the weights, the config last: the engine's own, or the Hugging Face config if there is none."""
+    sidecars = companions.sidecars(dtypes.values())
+    if engine_config is None:
+        return sidecars
+    config = Sidecar(CONFIG, (json.dumps(engine_config, indent=4) + "\n").encode())
+    return (*(sidecar for sidecar in sidecars if sidecar.path != CONFIG), config)
+
+
 def _about_left_out(left_out: Mapping[str, str], content: Content) -> tuple[str, ...]:
     """A note that says how to compare the result with its source where layers are left out."""
     layers = sorted({name.split(".")[2] for name in left_out if name in content.tensors}, key=int)
@@ -93,16 +98,18 @@ def _about_left_out(left_out: Mapping[str, str], content: Content) -> tuple[str,
     return (f"layers are left out; `reshard verify {globs}` compares all others with the source",) if layers else ()
 
 
-def _files(engine: ServingFormat, model: Model, rules: EngineRules, dtypes: Mapping[str, DType], target: Target) -> Iterator[TargetFile]:
+def _files(
+    serving_format: ServingFormat, model: Model, rules: EngineRules, dtypes: Mapping[str, DType], target: Target
+) -> Iterator[TargetFile]:
     """The files of every rank that the target asks for. A rank starts a new file before the current one exceeds the target's limit."""
     parallel = target.parallel
     for pp_rank in range(parallel.pp):
         for tp_rank in range(parallel.tp):
-            ranks = {axis: rank for axis, rank in (("pp", pp_rank), ("tp", tp_rank)) if axis in engine.sizes}
+            ranks = {axis: rank for axis, rank in (("pp", pp_rank), ("tp", tp_rank)) if axis in serving_format.sizes}
             if target.wants(ranks):
                 tensors = rank_tensors(model, dtypes, rules, parallel, tp_rank, pp_rank)
                 for part, run in enumerate(_parts(tensors, target.max_shard_size)):
-                    yield framed(engine.file_name(parallel, pp_rank, tp_rank, part), run, ranks)
+                    yield framed(serving_format.file_name(parallel, pp_rank, tp_rank, part), run, ranks)
 
 
 def _parts(tensors: tuple[StoredTensor, ...], max_nbytes: int | None) -> Iterator[list[StoredTensor]]:
