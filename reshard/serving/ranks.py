@@ -59,8 +59,10 @@ class EngineRank:
 
     @property
     def experts(self) -> range:
-        """The experts of each layer that it holds: all, or with expert parallelism a run of them. The first ranks' runs are longer by one where
-        ep does not divide the experts."""
+        """The experts of each layer that it holds: all, or with expert parallelism a run of them.
+
+        Where ep does not divide the experts, the runs of the first ranks are longer by one.
+        """
         number, ep = self.model.dimensions.get("experts", 0), self.parallel.ep
         if ep == 1:
             return range(number)

@@ -1,10 +1,11 @@
 """EngineRules: how a serving engine stores one model, as data over the model's roles. ModelQuirks: what its class of the model does
 differently from its other classes.
 
-weights.py     the weights that the engine has a slot for, and their element types
-legality.py    the parallel sizes at which the engine serves the model
-ranks.py       the tensors in one rank's state dict
-capacity.py    the bytes that ranks hold, and the tokens that fit beside them
+    served_model.py    whether the engine serves the model as its config describes it
+    legality.py        the parallel sizes at which the engine serves the model
+    weights.py         the weights that the engine has a slot for, and their element types
+    ranks.py           the tensors in one rank's state dict
+    capacity.py        the bytes that ranks hold, and the tokens that fit beside them
 """
 
 from __future__ import annotations
