@@ -60,9 +60,8 @@ def rules_for_sizes(model: Model, parallel: Parallel) -> EngineRules:
             why="Only models whose files were compared with those of NVIDIA's own writer are written",
             do=f"Known models are {', '.join(QUIRKS)}. Convert to hf, which current releases load",
         )
-    names = {**_NAMES, **quirks.module_names}
     fused_roles = {role for fusion in _FUSIONS for role in fusion.roles}
-    if unnamed := sorted({part.role for part in model.parts if part.scale is None} - names.keys() - fused_roles):
+    if unnamed := sorted({part.role for part in model.parts if part.scale is None} - _NAMES.keys() - fused_roles):
         raise RequestError(f"TensorRT-LLM's name for the {unnamed[0]} of {what} is not known", do="Convert to hf")
     if parallel.pp > model.dimensions["layers"]:
         raise RequestError(
@@ -73,7 +72,7 @@ def rules_for_sizes(model: Model, parallel: Parallel) -> EngineRules:
         fusions=_FUSIONS,
         layers_per_stage=remainder_to_first_stages,
         quirks=quirks,
-        module_names=names,
+        module_names=_NAMES,
         splits={"position_embedding": Vocabulary()},
         dtypes={"router": F32},
         equal_experts=True,

@@ -112,10 +112,11 @@ class EngineRank:
 
     def _engine_name(self, name: str, first: Part) -> str:
         """The engine's name of a tensor whose Hugging Face name is `name` and whose first part is `first`."""
-        if first.role not in self.rules.module_names:
+        module_name = self.rules.module_name(first.role)
+        if module_name is None:
             return self.rules.renamed(name)
         layer = None if first.layer is None else first.layer - self.layers.start
-        return f"{self.rules.module_names[first.role].format(layer=layer)}.{first.parameter}"
+        return f"{module_name.format(layer=layer)}.{first.parameter}"
 
     def _shard(self, part: Part) -> Mosaic:
         tp = 1 if part.expert is not None and self.parallel.ep > 1 else self.parallel.tp

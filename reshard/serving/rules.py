@@ -74,7 +74,7 @@ class ModelQuirks:
     """Roles outside of the layers that every pipeline stage holds; otherwise embeddings are on the first stage, the rest on the last."""
 
     module_names: Mapping[str, str] = field(default_factory=dict)
-    """Module names by role, in place of those in EngineRules.module_names."""
+    """Module names by role, which take precedence over EngineRules.module_names."""
 
     unsupported: frozenset[tuple[str, str]] = frozenset()
     """(role, "weight" or "bias") pairs that the class has no slot for."""
@@ -170,6 +170,10 @@ class EngineRules:
     def with_split(self, part: Part) -> Part:
         """The part with the split that this engine uses for its role."""
         return replace(part, split=self.splits[part.role]) if part.role in self.splits else part
+
+    def module_name(self, role: str) -> str | None:
+        """The engine's name for the module of a role; None if the engine uses Hugging Face's name."""
+        return self.quirks.module_names.get(role, self.module_names.get(role))
 
     def renamed(self, name: str) -> str:
         """The engine's name for a Hugging Face name."""
