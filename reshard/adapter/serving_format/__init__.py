@@ -56,6 +56,8 @@ class ServingFormat(Format):
         Raises: RequestError for sizes, versions or models that the engine's files cannot have.
         """
 
+    # Writing: what differs from the usual.
+
     def notes(self, model: Model, target: Target) -> tuple[str, ...]:
         """Sentences about the result for the user, beside those in the rules."""
         return ()
@@ -66,6 +68,8 @@ class ServingFormat(Format):
         Raises: RequestError if the config cannot express the element types.
         """
         return None
+
+    # Reading: what differs from the usual.
 
     def stored_config(self, files: Files, hints: Hints) -> Mapping[str, Any] | None:
         """The Hugging Face config of a checkpoint; None if there is none. Raises CheckpointError if its own config cannot be read."""
@@ -80,6 +84,8 @@ class ServingFormat(Format):
         from reshard.plans.target import Target
 
         return self.rules(model, Target(self.name, parallel)), None
+
+    # The same for all engines.
 
     def engine_rules(self, model: Model, target: Target) -> EngineRules:
         """The rules for a target, after a check that the engine serves the model as its config describes it.
