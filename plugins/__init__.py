@@ -1,1 +1,4 @@
-"""The doors of other programs: each file is found by one of them through its entry-point group. Importing it imports none of them."""
+"""Plugins for other programs. Each program finds its file through its own entry-point group.
+
+Importing a file does not import the program.
+"""

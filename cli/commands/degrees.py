@@ -1,4 +1,4 @@
-"""reshard degrees: the parallel sizes that a model can be served at, and what each GPU holds then."""
+"""reshard degrees: the parallel sizes at which a model can be served, and what each GPU holds at each of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     help="Fraction of GPU memory the engine may use (default: 0.9).",
 )
 @click.option("--reserve", type=options.SizeParam(), default=0, metavar="SIZE", help="Memory for activations and CUDA graphs (default: 0).")
-@click.option("--dtype", metavar="DTYPE", help="Cast floating-point weights: bf16, fp16 ... Needed if a bare config does not say it.")
+@click.option("--dtype", metavar="DTYPE", help="Cast floating-point weights: bf16, fp16 ... Needed if a bare config does not name one.")
 @click.option("--keep-dtype", multiple=True, metavar="GLOB", help="Do not cast tensors whose names match.")
 @click.option("--dequantize", is_flag=True, help="Dequantize weights to --dtype (default: bf16).")
 @click.option("--kv-dtype", metavar="DTYPE", help="Element type of the KV cache: fp8 ... (default: the model's).")
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 def command(source: str, as_json: bool, **given: Any) -> None:
     """List the valid TP x PP sizes of the model in SOURCE, what each GPU holds, and how many tokens fit.
 
-    SOURCE is a checkpoint, or a directory with nothing but a Hugging Face config.json. No weight is read. `reshard plan` shows what one
+    SOURCE is a checkpoint, or a directory that holds only a Hugging Face config.json. No weights are read. `reshard plan` shows what one
     conversion would write.
     """
     import reshard
@@ -53,12 +53,12 @@ def command(source: str, as_json: bool, **given: Any) -> None:
     show_json(document(report)) if as_json else show_degrees(report)
 
 
-def document(found: DegreeReport) -> dict[str, Any]:
-    """The table with stable keys."""
-    memory = found.memory
+def document(report: DegreeReport) -> dict[str, Any]:
+    """The report for --json, with stable keys."""
+    memory = report.memory
     return {
-        "model_type": found.model_type,
-        "kv_dtype": found.cache_dtype.torch,
+        "model_type": report.model_type,
+        "kv_dtype": report.cache_dtype.torch,
         "memory": memory
         and {
             "gpu_memory": memory.nbytes,
@@ -67,8 +67,8 @@ def document(found: DegreeReport) -> dict[str, Any]:
             "usable": memory.usable,
             "max_model_len": memory.max_model_len,
         },
-        "degrees": [_degree(row) for row in found.rows],
-        "assumptions": list(found.assumptions),
+        "degrees": [_degree(row) for row in report.rows],
+        "assumptions": list(report.assumptions),
     }
 
 
@@ -84,13 +84,15 @@ def _degree(row: DegreeRow) -> dict[str, Any]:
         "weights": fullest and fullest.weights,
         "replicated": fullest and fullest.replicated,
         "kv_bytes_per_token": fullest and row.cache_per_token,
-        "room": _room(row.room),
+        "room": _capacity(row.capacity),
         "stages": [_stage(stage) for stage in row.stages],
     }
 
 
-def _room(room: CacheCapacity | None) -> dict[str, Any] | None:
-    return None if room is None else {"fits": room.cache > 0, "kv_bytes": room.cache, "tokens": room.tokens, "sequences": room.sequences}
+def _capacity(capacity: CacheCapacity | None) -> dict[str, Any] | None:
+    if capacity is None:
+        return None
+    return {"fits": capacity.nbytes > 0, "kv_bytes": capacity.nbytes, "tokens": capacity.tokens, "sequences": capacity.sequences}
 
 
 def _stage(stage: Stage) -> dict[str, Any]:
@@ -103,39 +105,38 @@ def _stage(stage: Stage) -> dict[str, Any]:
     }
 
 
-def show_degrees(found: DegreeReport) -> None:
-    """One row per degree: what the fullest rank holds, or why the engine would refuse it."""
-    memory = found.memory
+def show_degrees(report: DegreeReport) -> None:
+    """Print one row per choice of sizes: what the fullest rank holds, or why the engine would refuse them."""
+    memory = report.memory
     headings = ["TP", "PP", "GPUs", "weights", "replicated", "KV per token"]
     if memory:
         headings += ["left for KV", "tokens"] + ([f"sequences of {memory.max_model_len:,}"] if memory.max_model_len else [])
-    has_experts = any(row.parallel.ep > 1 for row in found.rows)
+    has_experts = any(row.parallel.ep > 1 for row in report.rows)
     headings[2:2] = ["EP"] if has_experts else []
-    legal = [row for row in found.rows if row.problem is None]
-    show(f"{found.model_type}: what the fullest GPU holds")
+    legal = [row for row in report.rows if row.problem is None]
+    show(f"{report.model_type}: what the fullest GPU holds")
     show()
     if legal:
-        show(table([_cells(row, has_experts, memory is not None) for row in legal], headings))
+        show(table([_cells(row, has_experts) for row in legal], headings))
         show()
     refused: dict[str, list[str]] = {}
-    for row in found.rows:
+    for row in report.rows:
         if row.problem is not None:
             refused.setdefault(row.problem, []).append(str(row.parallel))
     for problem, sizes in refused.items():
-        show(f"  not        {', '.join(sizes)}: {problem}")
-    for sentence in found.assumptions:
+        show(f"  refused    {', '.join(sizes)}: {problem}")
+    for sentence in report.assumptions:
         show(f"  assumed    {sentence}")
 
 
-def _cells(row: DegreeRow, has_experts: bool, with_room: bool) -> tuple[object, ...]:
-    sizes, fullest, room = row.parallel, row.fullest, row.room
+def _cells(row: DegreeRow, has_experts: bool) -> tuple[object, ...]:
+    sizes, fullest, capacity = row.parallel, row.fullest, row.capacity
     assert fullest is not None
     cells: list[object] = [sizes.tp, sizes.pp, *([sizes.ep] if has_experts else []), sizes.tp * sizes.pp]
     cells += [_bytes(fullest.weights), _bytes(fullest.replicated), _bytes(row.cache_per_token)]
-    if with_room and room:
-        too_much = room.cache <= 0
-        cells += [f"{_bytes(-room.cache)} too much" if too_much else _bytes(room.cache), room.tokens]
-        cells += [] if room.sequences is None else [room.sequences]
+    if capacity:
+        cells += [_bytes(capacity.nbytes) if capacity.nbytes > 0 else f"{_bytes(-capacity.nbytes)} too much", capacity.tokens]
+        cells += [] if capacity.sequences is None else [capacity.sequences]
     return tuple(cells)
 
 

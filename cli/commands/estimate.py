@@ -113,10 +113,10 @@ def _strategy(found: Strategy) -> dict[str, Any]:
         "fullest": _rank(found.fullest),
         "stages": [_rank(rank) for rank in found.stages],
         "data_parallel_traffic": {
-            "gradients": found.moved.gradients,
-            "weights": found.moved.weights,
-            "total": found.moved.total,
-            "seconds": found.moved.seconds,
+            "gradients": found.traffic.gradients,
+            "weights": found.traffic.weights,
+            "total": found.traffic.total,
+            "seconds": found.traffic.seconds,
         },
     }
 
@@ -183,7 +183,7 @@ def _count(schedule: Any) -> str:
 
 
 def _show_moved(each: Strategy) -> None:
-    moved = each.moved
+    moved = each.traffic
     parts = f"{_bytes(moved.gradients)} of gradients" + (f", {_bytes(moved.weights)} of weights" if moved.weights else "")
     time = "" if moved.seconds is None else f" in {moved.seconds:.3g} s"
     show(f"  sent       {_NAMES[each.zero]}: {_bytes(moved.total)} per rank and step{time} ({parts})")

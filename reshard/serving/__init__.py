@@ -1,1 +1,1 @@
-"""What one rank of a serving engine holds. Pure functions of a model and parallel sizes."""
+"""The tensors and the memory of one rank of a serving engine: pure functions of a model, an engine's rules and parallel sizes."""

@@ -1,11 +1,11 @@
-"""Which degrees a model can be served at, and what each rank holds then: weights, copies of them, and room for tokens.
+"""The parallel sizes at which an engine serves a model, what each rank holds at each of them, and how many tokens fit beside the weights.
 
-Weights are counted in what the engine's rules lay out for a rank, byte by byte; but layers that are alike are laid out once.
+Weights are counted in what the engine's rules lay out for a rank, byte by byte. Layers with equal weights are laid out once:
 
-    a stage's rank = the ends of the model that the stage has + its layers, each the bytes of its kind
+    bytes of a stage's rank = bytes of the ends on that stage + for each of its layers, the bytes of a layer of that kind
 
-Of the ranks that share a stage the first holds most: all parts are equal but for experts, of which the first ranks have one more where they
-do not come out even.
+The first rank of a stage holds most: all ranks have equal parts, except that the first ranks have one more expert where ep does not divide
+the experts.
 """
 
 from __future__ import annotations
@@ -19,83 +19,122 @@ from reshard.geometry.parallel import Parallel, stage_layers
 from reshard.geometry.stored import StoredTensor
 from reshard.models.model import Model
 from reshard.serving import kv_cache
-from reshard.serving.rules import EngineRules, Rank, check_degrees, degree_problem, model_dtype, stored_dtypes, weights_without_slot
+from reshard.serving.legality import check_degrees, degree_problem
+from reshard.serving.ranks import EngineRank
+from reshard.serving.rules import EngineRules
+from reshard.serving.weights import model_dtype, stored_dtypes, weights_without_slot
 
 RulesFor = Callable[[Parallel], EngineRules]
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a GPU offers. utilization: the part of it that the engine takes; reserve: of that, bytes for activations and all else that is
-    neither weight nor cache. max_model_len: tokens of the longest sequence."""
+    """The memory of one GPU."""
 
     nbytes: int
+    """Bytes in all."""
+
     utilization: float = 0.9
+    """The fraction that the engine uses."""
+
     reserve: int = 0
+    """Bytes of that fraction for activations and everything else that is neither weights nor KV cache."""
+
     max_model_len: int | None = None
+    """Tokens of the longest sequence; None if it does not matter."""
 
     def __post_init__(self) -> None:
         if not 0 < self.utilization <= 1:
-            raise RequestError(f"--gpu-memory-utilization {self.utilization}: a part of the whole is expected, such as 0.9")
+            raise RequestError(f"--gpu-memory-utilization {self.utilization}: a fraction of 1 is expected, such as 0.9")
 
     @property
     def usable(self) -> int:
+        """Bytes for weights and KV cache."""
         return int(self.nbytes * self.utilization) - self.reserve
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCapacity:
-    """How much fits beside the weights: bytes for the cache (on the rank with the fewest tokens), tokens, sequences of the longest kind."""
+    """What fits beside the weights, on the stage where the fewest tokens fit."""
 
-    cache: int
+    nbytes: int
+    """Bytes left for the KV cache; negative if the weights do not fit."""
+
     tokens: int
+    """Tokens that fit."""
+
     sequences: int | None
+    """Sequences of the longest length that fit; None if that length is not given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What the fullest rank of one pipeline stage holds: bytes of weights, those of them that other tensor-parallel ranks hold as well, and
-    the cache's bytes per token and per sequence of the longest kind."""
+    """What the fullest rank of one pipeline stage holds."""
 
     layers: range
+    """The stage's layers."""
+
     weights: int
+    """Bytes of weights."""
+
     replicated: int
+    """Bytes of weights that another tensor-parallel rank of the stage holds as well."""
+
     cache_per_token: int
+    """Bytes of KV cache for one token."""
+
     cache_per_sequence: int | None
+    """Bytes of KV cache for one sequence of the longest length; None if that length is not given."""
 
 
 @dataclass(frozen=True, slots=True)
 class DegreeRow:
-    """One choice of parallel sizes: why it is not possible, or what its stages hold."""
+    """One choice of parallel sizes: what its stages hold, or why the engine refuses it."""
 
     parallel: Parallel
+    """The sizes."""
+
     problem: str | None
+    """Why the engine refuses them; None if it does not."""
+
     stages: tuple[Stage, ...] = ()
-    room: CacheCapacity | None = None
+    """Every pipeline stage; empty if the sizes are refused."""
+
+    capacity: CacheCapacity | None = None
+    """What fits beside the weights; None if the GPU's memory is not given."""
 
     @property
     def fullest(self) -> Stage | None:
-        """The stage with most weights."""
+        """The stage with most weights; None if the sizes are refused."""
         return max(self.stages, key=lambda stage: stage.weights, default=None)
 
     @property
     def cache_per_token(self) -> int:
-        """Of the stage that needs most."""
+        """Bytes of KV cache for one token, on the stage that needs most."""
         return max((stage.cache_per_token for stage in self.stages), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class DegreeReport:
-    """The answer for one model and engine."""
+    """Several choices of parallel sizes for one model and engine."""
 
     model_type: str
+    """The model's type."""
+
     cache_dtype: DType
+    """Element type of the KV cache."""
+
     memory: Memory | None
+    """The GPU's memory, if it is given."""
+
     rows: tuple[DegreeRow, ...]
+    """One row for each choice, in the order of the request."""
+
     assumptions: tuple[str, ...]
+    """What the numbers assume, as sentences."""
 
 
-def degrees(
+def degree_report(
     model: Model,
     dtypes: Mapping[str, DType],
     rules_for: RulesFor,
@@ -104,11 +143,11 @@ def degrees(
     cache_dtype: DType | None = None,
     memory: Memory | None = None,
 ) -> DegreeReport:
-    """What ranks hold at each of the sizes. dtypes: of the canonical tensors, as a conversion would store them.
+    """What ranks hold at each of the parallel sizes. dtypes: canonical name -> the element type that a conversion would store.
 
     Raises: RequestError if the engine does not serve the model at any size.
     """
-    own, kinds = cache_dtype or model_dtype(model, dtypes), _kinds_of_layers(model, dtypes)
+    cache_dtype, kinds = cache_dtype or model_dtype(model, dtypes), _kinds_of_layers(model, dtypes)
     measures: dict[tuple[int, int], _Measure] = {}
     rows: list[DegreeRow] = []
     refusal: RequestError | None = None
@@ -126,11 +165,11 @@ def degrees(
         sizes = (parallel.tp, parallel.ep)
         if sizes not in measures:
             measures[sizes] = _Measure(model, rules, parallel, stored_dtypes(model, rules, dtypes), kinds)
-        stages = tuple(_stages(model, rules, parallel, measures[sizes], own, memory))
-        rows.append(DegreeRow(parallel, None, stages, _room(stages, memory) if memory else None))
+        stages = tuple(_stages(model, rules, parallel, measures[sizes], cache_dtype, memory))
+        rows.append(DegreeRow(parallel, None, stages, _capacity(stages, memory) if memory else None))
     if refusal is not None and all(row.problem == refusal.what for row in rows):
         raise refusal
-    return DegreeReport(model.architecture.model_type, own, memory, tuple(rows), _assumptions(model, own, memory, rules))
+    return DegreeReport(model.architecture.model_type, cache_dtype, memory, tuple(rows), _assumptions(model, cache_dtype, memory, rules))
 
 
 def _problem(model: Model, rules: EngineRules, parallel: Parallel) -> str | None:
@@ -138,64 +177,73 @@ def _problem(model: Model, rules: EngineRules, parallel: Parallel) -> str | None
     try:
         check_degrees(model, rules, parallel)
     except RequestError as error:
-        found = degree_problem(model, rules, parallel.tp, parallel.ep)
-        return f"{found[1]} ({found[0]})" if found and (parallel.ep == 1 or "experts" in model.dimensions) else error.what
+        refused = degree_problem(model, rules, parallel.tp, parallel.ep)
+        if refused and (parallel.ep == 1 or "experts" in model.dimensions):
+            name, reason = refused
+            return f"{reason} ({name})"
+        return error.what
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class _Bytes:
-    """Bytes on a rank, and those of them that another rank of the stage has, too."""
+    """Bytes of weights on a rank."""
 
-    held: int = 0
+    total: int = 0
+    """All of them."""
+
     replicated: int = 0
+    """Those that another rank of the stage holds as well."""
 
     def __add__(self, other: _Bytes) -> _Bytes:
-        return _Bytes(self.held + other.held, self.replicated + other.replicated)
+        return _Bytes(self.total + other.total, self.replicated + other.replicated)
 
     def __sub__(self, other: _Bytes) -> _Bytes:
-        return _Bytes(self.held - other.held, self.replicated - other.replicated)
+        return _Bytes(self.total - other.total, self.replicated - other.replicated)
 
 
 class _Measure:
-    """Bytes of the fullest rank at one tensor- and expert-parallel size, of any stage: measured once per kind of layer and of ends."""
+    """Bytes of the fullest rank of any stage, at one tensor- and expert-parallel size. Each kind of layer and of ends is measured once."""
 
     def __init__(self, model: Model, rules: EngineRules, parallel: Parallel, dtypes: Mapping[str, DType], kinds: list[int]) -> None:
         self.model, self.rules, self.parallel, self.dtypes, self.kinds = model, rules, parallel, dtypes, kinds
-        self.found: dict[object, _Bytes] = {}
+        self.measured: dict[object, _Bytes] = {}
 
     def stage(self, layers: range, first: bool, last: bool) -> _Bytes:
         return sum((self._layer(layer) for layer in layers), self._ends(first, last))
 
     def _layer(self, layer: int) -> _Bytes:
         kind = self.kinds[layer]
-        if kind not in self.found:
+        if kind not in self.measured:
             count = self.model.dimensions["layers"]
             between = self._bytes((layer, 1, count - layer - 1), 1)
-            self.found[kind] = between - self._ends(first=False, last=False)
-        return self.found[kind]
+            self.measured[kind] = between - self._ends(first=False, last=False)
+        return self.measured[kind]
 
     def _ends(self, first: bool, last: bool) -> _Bytes:
-        """What a stage without layers holds: the tables that it has, as one of its neighbours has all layers."""
-        if (first, last) not in self.found:
+        """What a stage without layers holds: its tables and norms, where a neighbouring stage has all layers."""
+        if (first, last) not in self.measured:
             before, behind = () if first else (0,), () if last else (0,)
-            self.found[first, last] = self._bytes((*before, 0, *behind), len(before))
-        return self.found[first, last]
+            self.measured[first, last] = self._bytes((*before, 0, *behind), len(before))
+        return self.measured[first, last]
 
     def _bytes(self, counts: tuple[int, ...], pp_rank: int) -> _Bytes:
-        """What the first rank holds of one stage, if the stages had so many layers each."""
-        rules = replace(self.rules, partition=lambda layers, pp: counts)
+        """What the first rank of a stage holds, if stage i had counts[i] layers."""
+        rules = replace(self.rules, layers_per_stage=lambda layers, pp: counts)
         sizes = replace(self.parallel, pp=len(counts))
-        ranks = (Rank(self.model, rules, sizes, tp_rank, pp_rank) for tp_rank in range(min(2, sizes.tp)))
-        own, *others = (tuple(rank.tensors(self.dtypes)) for rank in ranks)
+        ranks = (EngineRank(self.model, rules, sizes, tp_rank, pp_rank) for tp_rank in range(min(2, sizes.tp)))
+        first, *others = (tuple(rank.tensors(self.dtypes)) for rank in ranks)
         elsewhere = {origin for tensors in others for tensor in tensors for origin, _ in _origins(tensor)}
-        replicated = sum(nbytes for tensor in own for origin, nbytes in _origins(tensor) if origin in elsewhere)
-        return _Bytes(sum(tensor.nbytes for tensor in own), replicated)
+        replicated = sum(nbytes for tensor in first for origin, nbytes in _origins(tensor) if origin in elsewhere)
+        return _Bytes(sum(tensor.nbytes for tensor in first), replicated)
 
 
 def _origins(tensor: StoredTensor) -> Iterator[tuple[object, int]]:
-    """What a stored tensor holds, each with its bytes: boxes of weights, or itself if it holds none. A rank that has a copy of something is
-    a neighbour of another one that has it, and two ranks' boxes are equal or disjoint."""
+    """What a stored tensor holds, each with its bytes: boxes of weights, or the tensor itself if it holds none.
+
+    Replicas sit on neighbouring ranks, and the boxes of two ranks are equal or disjoint. So the second rank is enough to find replicas of
+    what the first one holds.
+    """
     if not tensor.sections:
         yield tensor.name, tensor.nbytes
     for section in tensor.sections:
@@ -203,7 +251,7 @@ def _origins(tensor: StoredTensor) -> Iterator[tuple[object, int]]:
 
 
 def _kinds_of_layers(model: Model, dtypes: Mapping[str, DType]) -> list[int]:
-    """Per layer the number of its kind: those of one kind have the same weights, of the same shapes and element types."""
+    """The kind of each layer, as a number. Layers of one kind have the same weights, of the same shapes and element types."""
     rows: list[list[object]] = [[] for _ in range(model.dimensions["layers"])]
     for weight in model.weights.values():
         if weight.layer is not None and weight.layer < len(rows):
@@ -215,51 +263,53 @@ def _kinds_of_layers(model: Model, dtypes: Mapping[str, DType]) -> list[int]:
 def _stages(
     model: Model, rules: EngineRules, parallel: Parallel, measure: _Measure, cache_dtype: DType, memory: Memory | None
 ) -> Iterator[Stage]:
-    counts = rules.partition(model.dimensions["layers"], parallel.pp)
-    kept = kv_cache.windows(model)
+    counts = rules.layers_per_stage(model.dimensions["layers"], parallel.pp)
+    windows = kv_cache.windows(model)
     per_layer = kv_cache.layer_elements(model, parallel.tp) * cache_dtype.itemsize
     longest = memory.max_model_len if memory else None
     for pp_rank in range(parallel.pp):
         layers = stage_layers(counts, pp_rank)
-        found = measure.stage(layers, first=pp_rank == 0, last=pp_rank == parallel.pp - 1)
-        remembered = None if longest is None else sum(min(longest, kept[layer] or longest) for layer in layers)
+        weights = measure.stage(layers, first=pp_rank == 0, last=pp_rank == parallel.pp - 1)
+        tokens = None if longest is None else sum(min(longest, windows[layer] or longest) for layer in layers)
         yield Stage(
             layers,
-            found.held,
-            found.replicated,
+            weights.total,
+            weights.replicated,
             cache_per_token=len(layers) * per_layer,
-            cache_per_sequence=None if remembered is None else remembered * per_layer,
+            cache_per_sequence=None if tokens is None else tokens * per_layer,
         )
 
 
-def _room(stages: Sequence[Stage], memory: Memory) -> CacheCapacity:
-    """What fits on the stage where least does; a stage without layers remembers nothing, and sets no limit."""
-    rooms = []
+def _capacity(stages: Sequence[Stage], memory: Memory) -> CacheCapacity:
+    """What fits on the stage where the fewest tokens fit. A stage without layers caches nothing and sets no limit."""
+    capacities = []
     for stage in stages:
-        cache = memory.usable - stage.weights
-        if cache <= 0:
-            return CacheCapacity(cache, 0, None if memory.max_model_len is None else 0)
+        nbytes = memory.usable - stage.weights
+        if nbytes <= 0:
+            return CacheCapacity(nbytes, 0, None if memory.max_model_len is None else 0)
         if not stage.cache_per_token:
             continue
         if stage.cache_per_sequence is None or memory.max_model_len is None:
-            rooms.append(CacheCapacity(cache, cache // stage.cache_per_token, None))
+            capacities.append(CacheCapacity(nbytes, nbytes // stage.cache_per_token, None))
         else:
-            tokens = cache * memory.max_model_len // stage.cache_per_sequence
-            rooms.append(CacheCapacity(cache, tokens, cache // stage.cache_per_sequence))
-    return min(rooms, key=lambda room: room.tokens)
+            tokens = nbytes * memory.max_model_len // stage.cache_per_sequence
+            capacities.append(CacheCapacity(nbytes, tokens, nbytes // stage.cache_per_sequence))
+    return min(capacities, key=lambda capacity: capacity.tokens)
 
 
 def _assumptions(model: Model, cache_dtype: DType, memory: Memory | None, rules: EngineRules | None) -> tuple[str, ...]:
-    said = [f"the KV cache is {cache_dtype.torch}: 2 x head size x KV heads of the rank per layer, one latent vector with MLA"]
-    if window := kv_cache.unsaid_window(model):
-        said.append(f"the config has a sliding window of {window} and no layer_types: all layers are counted in full")
-    elif kept := [each for each in kv_cache.windows(model) if each]:
-        said.append(f"{len(kept)} layers keep {max(kept)} tokens of a sequence; what a chunk of a prompt adds for a while is not counted")
+    sentences = [f"the KV cache is {cache_dtype.torch}: per layer 2 x head size x KV heads of the rank; with MLA one latent vector"]
+    if window := kv_cache.unassigned_window(model):
+        sentences.append(f"the config has a sliding window of {window} and no layer_types: all layers are counted in full")
+    elif windows := [window for window in kv_cache.windows(model) if window]:
+        sentences.append(f"{len(windows)} layers with a sliding window cache at most {max(windows)} tokens of a sequence")
+        sentences.append("these layers cache more while a chunk of a prompt is processed, which is not counted")
     if memory:
-        said.append(f"the engine takes {memory.utilization:.0%} of a GPU's {memory.nbytes:,} bytes (--gpu-memory-utilization)")
-        said.append(f"{memory.reserve:,} bytes of that are kept for activations and CUDA graphs (--reserve), the rest is weights and cache")
-        said.append("tokens are not rounded to the cache's blocks")
+        sentences.append(f"the engine uses {memory.utilization:.0%} of a GPU's {memory.nbytes:,} bytes (--gpu-memory-utilization)")
+        reserve = f"{memory.reserve:,} bytes of that are for activations and CUDA graphs (--reserve)"
+        sentences.append(f"{reserve}, the rest for weights and KV cache")
+        sentences.append("tokens are not rounded to the blocks of the KV cache")
     if rules and (names := weights_without_slot(model, rules)):
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        said.append(f"{rules.name} has no place for {names[0]}{others}: they are not counted")
-    return tuple(said)
+        sentences.append(f"not counted, since {rules.engine} has no slot for them: {names[0]}{others}")
+    return tuple(sentences)

@@ -1,9 +1,9 @@
-"""What a served model remembers of each token: elements of the KV cache per layer and rank.
+"""Elements of the KV cache per token, layer and rank.
 
-    attention             2 x head_dim x KV heads of the rank: max(1, kv_heads / tp), so from tp = kv_heads on more ranks save nothing
-    latent (MLA)          kv_rank + rope_dim, one vector for all heads, the same on every rank
+    attention             2 x head_dim x KV heads of the rank, max(1, kv_heads / tp): beyond tp = kv_heads more ranks do not shrink it
+    latent (MLA)          kv_rank + rope_dim: one vector for all heads, the same on every rank
 
-Layers with a sliding window remember no more tokens of a sequence than fit into it.
+A layer with a sliding window caches at most the window's tokens of a sequence.
 
 Source: vLLM 0.32, ModelConfig.get_num_kv_heads and v1/kv_cache_interface.py (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec).
 """
@@ -14,7 +14,7 @@ from reshard.models.model import Model
 
 
 def layer_elements(model: Model, tp: int) -> int:
-    """Elements that one layer keeps per token on one of `tp` ranks."""
+    """Elements that one layer caches per token on one of `tp` ranks."""
     dimensions = model.dimensions
     if "kv_rank" in dimensions:
         return dimensions["kv_rank"] + dimensions["rope_dim"]
@@ -22,7 +22,7 @@ def layer_elements(model: Model, tp: int) -> int:
 
 
 def windows(model: Model) -> tuple[int | None, ...]:
-    """Per layer how many tokens it remembers at most; None for all. Only a config's `layer_types` says it layer by layer."""
+    """Per layer, the most tokens of a sequence that it caches; None: all. The config's `layer_types` says which layers have a window."""
     layers, window = model.dimensions["layers"], model.setting("sliding_window")
     types = model.setting("layer_types") or ()
     if not window or len(types) < layers:
@@ -30,8 +30,8 @@ def windows(model: Model) -> tuple[int | None, ...]:
     return tuple(int(window) if types[layer] == "sliding_attention" else None for layer in range(layers))
 
 
-def unsaid_window(model: Model) -> int | None:
-    """A sliding window that the config has without saying whose; every layer counts in full then."""
+def unassigned_window(model: Model) -> int | None:
+    """A sliding window in the config without `layer_types`, which would say which layers have it; None if there is none."""
     window = model.setting("sliding_window")
-    used = model.setting("use_sliding_window") is not False
-    return int(window) if window and used and not model.setting("layer_types") else None
+    is_used = model.setting("use_sliding_window") is not False
+    return int(window) if window and is_used and not model.setting("layer_types") else None

@@ -1,1 +1,1 @@
-"""What one rank of a training run holds. Pure functions of a model and parallel sizes."""
+"""The memory of one rank of a training run: pure functions of a model and parallel sizes."""

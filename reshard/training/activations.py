@@ -1,15 +1,15 @@
-"""What a layer keeps for its backward pass: bytes of one microbatch on one rank, 16-bit activations and 1-byte dropout masks.
+"""Activations that a layer saves for its backward pass: bytes of one microbatch on one rank, 16-bit activations and 1-byte dropout masks.
 
-With s tokens per sequence, b sequences, hidden size h, a heads and t tensor-parallel ranks, one layer keeps
+With s tokens per sequence, b sequences, hidden size h, a heads and t tensor-parallel ranks, one layer saves
 
     everything                        s b h (10 + 24/t + 5 a s / (h t))      34 + 5 a s / h for t = 1
     ... with sequence parallelism     s b h (34/t + 5 a s / (h t))
-    selective recomputation           the same without 5 a s / (h t), the attention scores: what FlashAttention keeps, too
-    full recomputation                2 s b h, its input; 2 s b h / t with sequence parallelism
+    selective recomputation           the same without the attention scores, 5 a s / (h t); FlashAttention saves as much
+    full recomputation                2 s b h, the layer's input; 2 s b h / t with sequence parallelism
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), equations 1 to 6 and
-table 2, for a GPT: as many KV heads as heads, an MLP of 4 h without gate, dropout. `itemised` is the same count, tensor by tensor, with the
-widths that a model has; for a GPT the two are equal.
+table 2. They describe a GPT: as many KV heads as heads, an MLP of width 4 h without a gate, dropout. `itemised` counts in the same way,
+tensor by tensor, with a model's own widths. For a GPT the two are equal.
 """
 
 from __future__ import annotations
@@ -30,57 +30,75 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One microbatch, and how its activations are kept. scores: whether the attention kernel keeps them; FlashAttention does not."""
+    """One microbatch, and which of its activations are saved."""
 
     seq_len: int
+    """Tokens per sequence."""
+
     sequences: int = 1
+    """Number of sequences."""
+
     tp: int = 1
+    """Tensor-parallel size."""
+
     sequence_parallel: bool = False
+    """Whether tensor-parallel ranks also split the activations between the linear layers."""
+
     recompute: Recompute = "none"
+    """Which activations are computed again in the backward pass, instead of being saved."""
+
     scores: bool = True
+    """Whether the attention kernel saves the attention scores; FlashAttention does not."""
 
     def __post_init__(self) -> None:
         check_word("--recompute", self.recompute, RECOMPUTE)
 
     @property
     def tokens(self) -> int:
+        """Tokens of all sequences."""
         return self.seq_len * self.sequences
 
     @property
-    def share(self) -> int:
-        """Over how many ranks that is divided which only sequence parallelism divides."""
+    def sequence_ranks(self) -> int:
+        """The number of ranks that split the activations between the linear layers: tp with sequence parallelism, else 1."""
         return self.tp if self.sequence_parallel else 1
 
 
 @dataclass(frozen=True, slots=True)
 class SavedActivations:
-    """What one layer keeps per token, in bytes: what tensor-parallel ranks hold whole, what they divide, its input, and the attention
-    scores per token that is attended to."""
+    """The activations that one layer saves, in bytes per token."""
 
     whole: int
+    """Activations between the linear layers; only sequence parallelism splits them."""
+
     divided: int
+    """Activations inside the parallel regions; tensor-parallel ranks split them."""
+
     scores: int
+    """Attention scores, per token and token that it attends to; tensor-parallel ranks split them."""
+
     layer_input: int
+    """The layer's input, all that full recomputation saves."""
 
     def nbytes(self, batch: Batch, recompute: Recompute | None = None) -> int:
         """Bytes of one microbatch on one rank, rounded up."""
-        how = recompute or batch.recompute
-        if how == "full":
-            return math.ceil(Fraction(batch.tokens * self.layer_input, batch.share))
-        scores = self.scores * batch.seq_len if how == "none" and batch.scores else 0
-        return math.ceil(batch.tokens * (Fraction(self.whole, batch.share) + Fraction(self.divided + scores, batch.tp)))
+        recompute = recompute or batch.recompute
+        if recompute == "full":
+            return math.ceil(Fraction(batch.tokens * self.layer_input, batch.sequence_ranks))
+        scores = self.scores * batch.seq_len if recompute == "none" and batch.scores else 0
+        return math.ceil(batch.tokens * (Fraction(self.whole, batch.sequence_ranks) + Fraction(self.divided + scores, batch.tp)))
 
 
 def published(model: Model) -> SavedActivations:
-    """What the paper's formula says for every layer of a model."""
+    """The paper's formula, which is the same for every layer of a model."""
     hidden, heads = model.dimensions["hidden"], model.dimensions["heads"]
     return SavedActivations(whole=10 * hidden, divided=24 * hidden, scores=5 * heads, layer_input=2 * hidden)
 
 
 def itemised(model: Model, layer: Iterable[Part]) -> SavedActivations:
-    """The same with the widths of one layer's own weights.
+    """The paper's count with the widths of one layer's own weights.
 
-    Routed experts are counted for as many as a token is sent to, spread evenly over the ranks. Dropout counts if the config has any.
+    A token is counted once for each expert that it is sent to, spread evenly over the ranks. Dropout is counted if the config has any.
     """
     dimensions, dropout = model.dimensions, has_dropout(model)
     routed = int(model.setting("num_experts_per_tok") or 1)
@@ -98,16 +116,18 @@ def itemised(model: Model, layer: Iterable[Part]) -> SavedActivations:
 
 
 def head_bytes(model: Model, batch: Batch, vocabulary: int) -> int:
-    """What the last stage keeps behind its layers: the inputs of the norm and of the head, and 4-byte logits of `vocabulary` rows on this
-    rank (section 4.3 of the paper: 4 s b h / t (1 + v / h))."""
-    return math.ceil(Fraction(4 * batch.tokens * model.dimensions["hidden"], batch.share)) + 4 * batch.tokens * vocabulary
+    """Bytes that the last stage saves after its layers: the inputs of the norm and of the head, and 4-byte logits.
+
+    vocabulary: rows of the head on this rank. Source: section 4.3 of the paper, 4 s b h / t (1 + v / h).
+    """
+    return math.ceil(Fraction(4 * batch.tokens * model.dimensions["hidden"], batch.sequence_ranks)) + 4 * batch.tokens * vocabulary
 
 
 def embedding_bytes(model: Model, batch: Batch) -> int:
-    """What the first stage keeps before its layers: the mask of the dropout behind the embedding, if the model has dropout."""
-    return math.ceil(Fraction(batch.tokens * model.dimensions["hidden"], batch.share)) if has_dropout(model) else 0
+    """Bytes that the first stage saves before its layers: the mask of the dropout after the embedding, if the model has dropout."""
+    return math.ceil(Fraction(batch.tokens * model.dimensions["hidden"], batch.sequence_ranks)) if has_dropout(model) else 0
 
 
 def has_dropout(model: Model) -> bool:
-    """Whether the config says that training drops anything."""
+    """Whether the config has a dropout probability above 0."""
     return any(model.setting(key) for key in ("resid_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout"))

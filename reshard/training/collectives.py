@@ -1,27 +1,27 @@
-"""What a ring moves: the bytes that one rank sends in a collective over N ranks, and how long a link takes for them.
+"""Traffic of ring collectives: the bytes that one rank sends in a collective over N ranks, and the time that a link needs for them.
 
-An all-reduce of M bytes is a reduce-scatter and an all-gather; each sends N - 1 of N equal parts on (Patarasuk and Yuan 2009,
-"Bandwidth optimal all-reduce algorithms for clusters of workstations"). Latency and overlap with computing are not counted.
+An all-reduce of M bytes is a reduce-scatter and an all-gather. In each of them a rank sends N - 1 of N equal parts (Patarasuk and Yuan
+2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"). Latency and overlap with computation are not counted.
 """
 
 from __future__ import annotations
 
 
 def all_reduce_bytes(nbytes: int, ranks: int) -> int:
-    """2 M (N - 1) / N, rounded up."""
+    """Bytes that a rank sends: 2 M (N - 1) / N, rounded up."""
     return -(-2 * nbytes * (ranks - 1) // ranks)
 
 
 def all_gather_bytes(nbytes: int, ranks: int) -> int:
-    """M (N - 1) / N, rounded up, where M is what every rank has in the end."""
+    """Bytes that a rank sends: M (N - 1) / N, rounded up. M is the result on every rank."""
     return -(-nbytes * (ranks - 1) // ranks)
 
 
 def reduce_scatter_bytes(nbytes: int, ranks: int) -> int:
-    """M (N - 1) / N, rounded up, where M is what every rank has at the start."""
+    """Bytes that a rank sends: M (N - 1) / N, rounded up. M is the input on every rank."""
     return all_gather_bytes(nbytes, ranks)
 
 
 def seconds(nbytes: int, link: int) -> float:
-    """How long a rank sends, when its link takes `link` bytes per second."""
+    """Seconds that a rank sends over a link of `link` bytes per second."""
     return nbytes / link

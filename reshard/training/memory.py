@@ -1,23 +1,23 @@
-"""What training needs: bytes per rank of weights, gradients, optimizer state and activations, the pipeline's bubble, what a ring moves.
+"""Memory of a training run: bytes of weights, gradients, optimizer state and activations per rank, and the traffic of an optimizer step.
 
-Mixed-precision training with Adam keeps 16 bytes per parameter: 2 of weight, 2 of gradient, and 4 each of master, first and second moment.
-ZeRO divides them over data-parallel ranks, one more with each stage:
+Mixed-precision training with Adam needs 16 bytes per parameter: 2 of weight, 2 of gradient, and 4 each of master, first and second moment.
+Each ZeRO stage splits one more of them over the data-parallel ranks (N):
 
     stage                  weights   gradients   optimizer state     7 B parameters on 8 ranks
-    0  every rank all      2         2           12                  112 GB
+    0  nothing is split    2         2           12                  112 GB
     1  optimizer state     2         2           12 / N              38.5 GB
     2  + gradients         2         2 / N       12 / N              26.25 GB
     3  + weights (FSDP)    2 / N     2 / N       12 / N              14 GB
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv 1910.02054), figure 1 and
-section 7 for what is moved. All numbers here are integers; a part that does not come out even is rounded up.
+section 7 for the traffic. All numbers here are integers; a part of something is rounded up.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 from reshard.errors import RequestError, check_word
 from reshard.geometry.parallel import ONE_RANK, Parallel
@@ -42,21 +42,31 @@ FORMULAS = ("published", "itemised")
 
 @dataclass(frozen=True, slots=True)
 class BytesPer:
-    """Bytes that one parameter takes: mixed precision with Adam, where nothing else is said."""
+    """Bytes per parameter. The defaults are those of mixed precision with Adam."""
 
     weight: int = 2
+    """Bytes of the weight."""
+
     gradient: int = 2
+    """Bytes of the gradient."""
+
     master: int = 4
+    """Bytes of the full-precision copy; 0 if there is none."""
+
     moment: int = 4
+    """Bytes of one moment of the optimizer."""
+
     moments: int = 2
+    """Number of moments."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if getattr(self, each.name) < 0:
-                raise RequestError(f"--{each.name}-bytes {getattr(self, each.name)}: a number of bytes is 0 or more")
+        for field in fields(self):
+            if getattr(self, field.name) < 0:
+                raise RequestError(f"--{field.name}-bytes {getattr(self, field.name)}: a number of bytes is 0 or more")
 
     @property
     def optimizer(self) -> int:
+        """Bytes of the optimizer state: master and moments."""
         return self.master + self.moments * self.moment
 
 
@@ -64,20 +74,32 @@ ADAM = BytesPer()
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
-    """A run: its sizes, its schedule, its microbatch (None: activations are not counted), and what is assumed.
-
-    formula: of activations, the paper's or with each model's own widths. link: bytes per second that a rank sends.
-    """
+class TrainingRun:
+    """What the memory of a training run depends on, apart from the model and the ZeRO stage."""
 
     parallel: Parallel = ONE_RANK
+    """The parallel sizes."""
+
     schedule: Schedule = NO_PIPELINE
+    """The pipeline's schedule."""
+
     batch: Batch | None = None
+    """One microbatch; None: activations are not counted."""
+
     formula: str = "published"
+    """The formula for activations: the paper's (published), or the model's own widths (itemised)."""
+
     bytes_per: BytesPer = ADAM
+    """Bytes per parameter."""
+
     stage_layers: tuple[int, ...] | None = None
+    """The number of layers on each stage; None: as equal as possible."""
+
     vocabulary_multiple: int = 1
+    """Vocabulary tables are padded to a multiple of this * tp rows."""
+
     link: int | None = None
+    """Bytes per second that a rank sends; None: times are not computed."""
 
     def __post_init__(self) -> None:
         check_word("--activations", self.formula, FORMULAS)
@@ -85,68 +107,106 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """What the fullest rank of one stage holds. transient: what a part of a step needs on top, a gathered layer under ZeRO-3, a layer's
-    activations while they are computed again."""
+    """What the fullest rank of one pipeline stage holds, in bytes."""
 
     stage: int
+    """The pipeline stage."""
+
     layers: range | None
+    """The stage's layers; None if only the model's number of parameters is known."""
+
     parameters: int
+    """Number of parameters, before ZeRO splits them."""
+
     weights: int
+    """Bytes of weights."""
+
     gradients: int
+    """Bytes of gradients."""
+
     optimizer: int
+    """Bytes of optimizer state: masters and moments."""
+
     activations: int | None
+    """Bytes of activations of all microbatches in flight; None if they are not counted."""
+
     transient: int | None
+    """Bytes that are needed on top for a part of a step: a layer that ZeRO-3 gathers, and activations of a layer that are computed again.
+    None if only the model's number of parameters is known."""
 
     @property
     def states(self) -> int:
+        """Bytes of weights, gradients and optimizer state."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
+        """Bytes of everything that is counted."""
         return self.states + (self.activations or 0) + (self.transient or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one rank sends to the other data-parallel ranks in one optimizer step by ring collectives; seconds, if the link is known."""
+    """What one rank sends to the other data-parallel ranks in one optimizer step, by ring collectives."""
 
     gradients: int
+    """Bytes of gradients."""
+
     weights: int
+    """Bytes of weights."""
+
     seconds: float | None
+    """The time that it takes; None if the link's bandwidth is not given."""
 
     @property
     def total(self) -> int:
+        """Bytes in all."""
         return self.gradients + self.weights
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One ZeRO stage: every pipeline stage's rank, and what the fullest rank's parameters cost in traffic."""
+    """Memory and traffic under one ZeRO stage."""
 
     zero: int
+    """The ZeRO stage."""
+
     stages: tuple[RankBytes, ...]
-    moved: Traffic
+    """The fullest rank of each pipeline stage."""
+
+    traffic: Traffic
+    """The traffic of the rank with most parameters."""
 
     @property
     def fullest(self) -> RankBytes:
+        """The rank that needs most memory."""
         return max(self.stages, key=lambda rank: rank.total)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The answer for one model and run. layer_activations: bytes of one microbatch in the layer that keeps most."""
+    """Memory and traffic of one training run, under several ZeRO stages."""
 
     parameters: int
-    training: Training
+    """The model's number of parameters."""
+
+    training: TrainingRun
+    """The run."""
+
     strategies: tuple[Strategy, ...]
+    """One for each ZeRO stage."""
+
     layer_activations: int | None = None
-    assumptions: tuple[str, ...] = field(default=())
+    """Bytes of one microbatch's activations in the layer that saves most; None if activations are not counted."""
+
+    assumptions: tuple[str, ...] = ()
+    """What the numbers assume, as sentences."""
 
 
-def estimate(source: Model | int, training: Training, zero_stages: Sequence[int] = ZERO_STAGES) -> Estimate:
-    """What each rank holds under each of the ZeRO stages; `source` is a model, or a number of parameters.
+def estimate(source: Model | int, training: TrainingRun, zero_stages: Sequence[int] = ZERO_STAGES) -> Estimate:
+    """What each rank holds and sends under each of the ZeRO stages. `source` is a model, or a number of parameters.
 
-    Raises: RequestError if the model does not divide by the sizes.
+    Raises: RequestError if the model does not split over the sizes, or a number of parameters is not enough to answer.
     """
     if isinstance(source, int):
         if training.batch is not None:
@@ -154,31 +214,32 @@ def estimate(source: Model | int, training: Training, zero_stages: Sequence[int]
         if training.schedule.chunks > 1 or training.stage_layers:
             raise RequestError("a number of parameters does not say which layers there are", do="Give a model's config")
         counts, count = stages_of_number(source, training.parallel), source
-        kept: list[SavedActivations] = []
+        saved: list[SavedActivations] = []
     else:
         counts = stages_of_model(source, training.parallel, training.stage_layers, training.vocabulary_multiple)
         _check_chunks(training, counts)
         count = parameters(source)
-        kept = _kept(source, training)
-    activations = [_activations(source, kept, stage, training) for stage in counts]
+        saved = _saved_activations(source, training)
+    activations = [_activations(source, saved, stage, training) for stage in counts]
+    most_weights = max((stage.weights for stage in counts), key=lambda weights: weights.total)
     strategies = []
     for zero in zero_stages:
-        ranks = tuple(_rank(stage, held, kept, training, zero) for stage, held in zip(counts, activations, strict=True))
-        strategies.append(Strategy(zero, ranks, moved(max((s.held for s in counts), key=lambda held: held.total), training, zero)))
-    layer = max((each.nbytes(training.batch) for each in kept), default=None) if training.batch else None
+        ranks = tuple(_rank(stage, nbytes, saved, training, zero) for stage, nbytes in zip(counts, activations, strict=True))
+        strategies.append(Strategy(zero, ranks, traffic(most_weights, training, zero)))
+    layer = max((layer.nbytes(training.batch) for layer in saved), default=None) if training.batch else None
     return Estimate(count, training, tuple(strategies), layer, _assumptions(source, training, zero_stages))
 
 
-def moved(held: WeightCount, training: Training, zero: int) -> Traffic:
-    """What a rank with so many weights sends per step.
+def traffic(weights_of_rank: WeightCount, training: TrainingRun, zero: int) -> Traffic:
+    """What a rank with that number of parameters sends per optimizer step.
 
-    Stages 0 and 1 reduce gradients once per step, 2 and 3 after every microbatch, into which they have no room to add up. Stage 0 reduces
-    them to all ranks; the others each rank's part, and send updated weights around: 1 and 2 once, 3 before forward and before backward of
-    every microbatch.
+    ZeRO stages 0 and 1 reduce gradients once per step. Stages 2 and 3 have no memory to add up whole gradients, so they reduce them after
+    every microbatch. Stage 0 uses an all-reduce. The others use a reduce-scatter and gather the updated weights: stages 1 and 2 once, stage
+    3 before the forward and before the backward pass of every microbatch.
     """
     rounds = training.schedule.microbatches
     gradients = weights = 0
-    for elements, ranks in ((held.dense, training.parallel.dp), (held.experts, expert_ranks(training.parallel))):
+    for elements, ranks in ((weights_of_rank.dense, training.parallel.dp), (weights_of_rank.experts, expert_ranks(training.parallel))):
         gradient, weight = elements * training.bytes_per.gradient, elements * training.bytes_per.weight
         if zero == 0:
             gradients += collectives.all_reduce_bytes(gradient, ranks)
@@ -189,28 +250,29 @@ def moved(held: WeightCount, training: Training, zero: int) -> Traffic:
     return Traffic(gradients, weights, None if link is None else collectives.seconds(gradients + weights, link))
 
 
-def _rank(stage: StageCount, activations: int | None, kept: Sequence[SavedActivations], training: Training, zero: int) -> RankBytes:
-    each = training.bytes_per
+def _rank(stage: StageCount, activations: int | None, saved: Sequence[SavedActivations], training: TrainingRun, zero: int) -> RankBytes:
+    bytes_per = training.bytes_per
     dp, expert_dp = training.parallel.dp, expert_ranks(training.parallel)
-    whole = stage.held.total
-    part = -(-stage.held.dense // dp) + -(-stage.held.experts // expert_dp)
+    whole = stage.weights.total
+    part = -(-stage.weights.dense // dp) + -(-stage.weights.experts // expert_dp)
     transient = None
     if stage.layers is not None:
-        gathered = stage.largest.total * each.weight if zero == 3 and dp > 1 else 0
-        transient = gathered + _computed_again(stage, kept, training)
+        gathered = stage.largest.total * bytes_per.weight if zero == 3 and dp > 1 else 0
+        transient = gathered + _recomputed(stage, saved, training)
     return RankBytes(
         stage.stage,
         stage.layers,
         whole,
-        weights=each.weight * (part if zero >= 3 else whole),
-        gradients=each.gradient * (part if zero >= 2 else whole),
-        optimizer=each.optimizer * (part if zero >= 1 else whole),
+        weights=bytes_per.weight * (part if zero >= 3 else whole),
+        gradients=bytes_per.gradient * (part if zero >= 2 else whole),
+        optimizer=bytes_per.optimizer * (part if zero >= 1 else whole),
         activations=activations,
         transient=transient,
     )
 
 
-def _kept(model: Model, training: Training) -> list[SavedActivations]:
+def _saved_activations(model: Model, training: TrainingRun) -> list[SavedActivations]:
+    """Per layer the activations that it saves; empty if activations are not counted."""
     if training.batch is None:
         return []
     if training.formula == "published":
@@ -218,14 +280,17 @@ def _kept(model: Model, training: Training) -> list[SavedActivations]:
     return [itemised(model, layer) for layer in layer_parts(model)]
 
 
-def _activations(source: Model | int, kept: Sequence[SavedActivations], stage: StageCount, training: Training) -> int | None:
-    """What a stage keeps for all microbatches in flight. With interleaved chunks a stage has layers of every part of the model; those of
-    a contiguous stage stand for them, which is the same where all layers are alike."""
+def _activations(source: Model | int, saved: Sequence[SavedActivations], stage: StageCount, training: TrainingRun) -> int | None:
+    """Bytes of activations on a stage, for all microbatches in flight; None if they are not counted.
+
+    With the interleaved schedule, a stage has layers from all over the model. They are counted as if the stage's layers were contiguous,
+    which is the same if all layers are equal.
+    """
     batch = training.batch
     if batch is None or isinstance(source, int) or stage.layers is None:
         return None
     in_flight = training.schedule.in_flight(stage.stage)
-    nbytes = in_flight * sum(kept[layer].nbytes(batch) for layer in stage.layers)
+    nbytes = in_flight * sum(saved[layer].nbytes(batch) for layer in stage.layers)
     if stage.stage == 0:
         nbytes += math.ceil(in_flight) * embedding_bytes(source, batch)
     if stage.stage == training.parallel.pp - 1:
@@ -234,74 +299,75 @@ def _activations(source: Model | int, kept: Sequence[SavedActivations], stage: S
     return math.ceil(nbytes)
 
 
-def _computed_again(stage: StageCount, kept: Sequence[SavedActivations], training: Training) -> int:
-    """With recomputation, all that one layer keeps while its backward pass runs, beside what is kept anyway."""
+def _recomputed(stage: StageCount, saved: Sequence[SavedActivations], training: TrainingRun) -> int:
+    """Bytes of activations that one layer computes again and holds during its backward pass, on top of its saved activations."""
     batch = training.batch
     if batch is None or batch.recompute == "none" or not stage.layers:
         return 0
-    return max(kept[layer].nbytes(batch, "none") - kept[layer].nbytes(batch) for layer in stage.layers)
+    return max(saved[layer].nbytes(batch, "none") - saved[layer].nbytes(batch) for layer in stage.layers)
 
 
-def _check_chunks(training: Training, counts: Sequence[StageCount]) -> None:
+def _check_chunks(training: TrainingRun, counts: Sequence[StageCount]) -> None:
     chunks = training.schedule.chunks
     uneven = [len(stage.layers or ()) for stage in counts if len(stage.layers or ()) % chunks]
     if uneven:
         raise RequestError(f"--vp {chunks} does not divide the {uneven[0]} layers of a stage")
 
 
-def _assumptions(source: Model | int, training: Training, zero_stages: Sequence[int]) -> tuple[str, ...]:
-    """Everything that a number rests on and the model does not say, as sentences."""
-    each, parallel, schedule, batch = training.bytes_per, training.parallel, training.schedule, training.batch
-    said = [
-        f"bytes per parameter: {each.weight} weight + {each.gradient} gradient + {each.master} master + {each.moments} x {each.moment} "
-        f"moments = {each.weight + each.gradient + each.optimizer}",
-        "every division comes out even, rounded up; fragmentation, buffers of the frameworks and the CUDA context come on top",
+def _assumptions(source: Model | int, training: TrainingRun, zero_stages: Sequence[int]) -> tuple[str, ...]:
+    """What the numbers assume and the model does not say, as sentences."""
+    bytes_per, parallel, schedule, batch = training.bytes_per, training.parallel, training.schedule, training.batch
+    sentences = [
+        f"bytes per parameter: {bytes_per.weight} weight + {bytes_per.gradient} gradient + {bytes_per.master} master + "
+        f"{bytes_per.moments} x {bytes_per.moment} moments = {bytes_per.weight + bytes_per.gradient + bytes_per.optimizer}",
+        "all ranks hold equal parts, rounded up; fragmentation, buffers of the frameworks and the CUDA context come on top",
     ]
     if isinstance(source, int):
-        said.append("all parameters divide by TP and PP; a config says what each rank really holds")
+        sentences.append("TP and PP split all parameters; with a config, the exact number on each rank is counted")
     else:
-        said.append(_tables_said(source, training))
+        sentences.append(_about_tables(source, training))
         if source.mtp_layers:
-            said.append(f"the {source.mtp_layers} layer(s) that predict further tokens are not counted")
+            sentences.append(f"the {source.mtp_layers} layer(s) that predict further tokens are not counted")
     if parallel.pp > 1 and max(zero_stages) >= 2:
-        said.append("DeepSpeed's pipelines refuse ZeRO-2 and 3; others have them")
+        sentences.append("DeepSpeed refuses ZeRO-2 and 3 with a pipeline; other frameworks support them")
     if isinstance(source, Model) and 3 in zero_stages and parallel.dp > 1:
-        said.append("transient, ZeRO-3: the largest layer or table, gathered; one gathered in advance comes on top")
+        sentences.append("transient, ZeRO-3: the largest layer or table, gathered; one that is gathered in advance comes on top")
     if batch is not None:
-        said.extend(_activations_said(training))
+        sentences.extend(_about_activations(training))
     elif isinstance(source, Model):
-        said.append("activations are not counted: say --seq-len")
+        sentences.append("activations are not counted: give --seq-len")
     if parallel.pp > 1:
-        said.append(
-            f"bubble: part of the whole time, {schedule.name}, {schedule.microbatches} microbatch(es) of equal time, "
-            "stages equally long, sending free"
+        sentences.append(
+            f"bubble: fraction of the time; {schedule.name}, {schedule.microbatches} microbatch(es) of equal time, equal stages, "
+            "sending takes no time"
         )
     if parallel.dp > 1:
-        said.append("traffic: ring collectives over the data-parallel ranks, one direction, latency and overlap not counted")
-        said.append("gradients are reduced once per step, under ZeRO-2 and 3 after every microbatch; ZeRO-3 gathers weights twice for each")
-    return tuple(said)
+        sentences.append("traffic: ring collectives over the data-parallel ranks, one direction, without latency and overlap")
+        sentences.append(
+            "gradients are reduced once per step, under ZeRO-2 and 3 after every microbatch; ZeRO-3 gathers weights twice for each"
+        )
+    return tuple(sentences)
 
 
-def _tables_said(model: Model, training: Training) -> str:
-    rows = "rows of tables are padded to a multiple of "
-    padded = f"{rows}{training.vocabulary_multiple * training.parallel.tp}"
+def _about_tables(model: Model, training: TrainingRun) -> str:
+    padded = f"rows of tables are padded to a multiple of {training.vocabulary_multiple * training.parallel.tp}"
     copy = "; the last stage has a copy of the tied table" if model.is_tied and training.parallel.pp > 1 else ""
     return padded + copy
 
 
-def _activations_said(training: Training) -> list[str]:
+def _about_activations(training: TrainingRun) -> list[str]:
     batch = training.batch
     assert batch is not None
     formulas = {
-        "published": "activations per layer: s b h (34 + 5 a s / h) without TP, Korthikanti et al. 2022, a GPT with an MLP of 4 h; "
+        "published": "activations per layer: s b h (34 + 5 a s / h) without TP, Korthikanti et al. 2022, for a GPT with an MLP of 4 h; "
         "--activations itemised counts this model's own widths",
         "itemised": "activations per layer: counted tensor by tensor with this model's widths, as Korthikanti et al. 2022 do for a GPT",
     }
-    said = [formulas[training.formula] + "; 2 bytes each, 1 for dropout masks, 4 for logits"]
+    sentences = [formulas[training.formula] + "; 2 bytes each, 1 for dropout masks, 4 for logits"]
     if batch.scores and batch.recompute == "none":
-        said.append("attention scores are kept, 5 a s / h of it; FlashAttention keeps none: say --flash-attention")
+        sentences.append("attention scores are saved, 5 a s / h of it; with FlashAttention none are: give --flash-attention")
     if batch.tp > 1 and not batch.sequence_parallel:
-        said.append("without sequence parallelism every TP rank keeps 10 h of the 34 h: say --sequence-parallel")
+        sentences.append("without sequence parallelism every TP rank saves 10 h of the 34 h: give --sequence-parallel")
     if batch.recompute != "none":
-        said.append("transient, recomputation: what one layer keeps while its backward pass runs")
-    return said
+        sentences.append("transient, recomputation: the activations of one layer during its backward pass")
+    return sentences

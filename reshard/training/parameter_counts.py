@@ -1,9 +1,9 @@
-"""How many weights a training rank holds: a model's exact counts, divided over tensor-, pipeline- and expert-parallel ranks.
+"""The number of parameters on a training rank: a model's exact counts, split over tensor-, pipeline- and expert-parallel ranks.
 
-A training framework divides what a role splits into equal parts, KV heads included (megatron-core 0.16.1, Attention: linear_qkv has
-(q + 2 kv) / tp rows even with more ranks than KV heads); norms, routers and biases behind a row-parallel linear are on every rank. The
-stages of a pipeline have equally many layers, the first ones one more where that does not come out even (DeepSpeed, partition_uniform). The
-first stage has what the declaration names before the layers, the last one the rest, and a copy of the embedding if the head is tied.
+A training framework splits a weight into equal parts, also with more ranks than KV heads (megatron-core 0.16.1, Attention: linear_qkv has
+(q + 2 kv) / tp rows). Norms, routers and the biases of row-parallel linear layers are on every rank. The stages of a pipeline have the same
+number of layers; the remainder goes one by one to the first stages (DeepSpeed, partition_uniform). The first stage also holds the weights
+that the declaration names before the layers. The last stage holds the others, and a copy of the embedding if the head is tied.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from reshard.models.splits import SplitRules, cut_of, problem
 
 @dataclass(frozen=True, slots=True)
 class WeightCount:
-    """Weights that a rank holds: those that all data-parallel ranks share, and those of experts, which fewer of them do."""
+    """Parameters on one rank."""
 
     dense: int = 0
+    """Parameters outside of the experts, which are the same on all data-parallel ranks."""
+
     experts: int = 0
+    """Parameters of experts, which are the same on fewer data-parallel ranks."""
 
     def __add__(self, other: WeightCount) -> WeightCount:
         return WeightCount(self.dense + other.dense, self.experts + other.experts)
@@ -37,36 +40,44 @@ class WeightCount:
 
 @dataclass(frozen=True, slots=True)
 class StageCount:
-    """What each rank of one pipeline stage holds, and the largest layer (or table) of it. layers: None where only a number is known."""
+    """Parameters on each rank of one pipeline stage."""
 
     stage: int
-    held: WeightCount
+    """The stage's number."""
+
+    weights: WeightCount
+    """All parameters of a rank."""
+
     layers: range | None = None
+    """The stage's layers; None if only the model's number of parameters is known."""
+
     largest: WeightCount = WeightCount()
+    """Parameters of the largest layer or table on a rank."""
 
 
 def parameters(model: Model) -> int:
-    """How many weights a model has; without layers that predict further tokens, which a checkpoint may leave out."""
+    """The number of a model's parameters, without the layers that predict further tokens, which a checkpoint may leave out."""
     return sum(math.prod(part.array.shape) for part in _trained(model))
 
 
 def layer_parts(model: Model) -> list[list[Part]]:
-    """Per layer its parts; those of the first expert stand for all."""
-    found: list[list[Part]] = [[] for _ in range(model.dimensions["layers"])]
+    """The parts of each layer, with those of its first expert only."""
+    by_layer: list[list[Part]] = [[] for _ in range(model.dimensions["layers"])]
     for part in _trained(model):
         if part.layer is not None and not part.expert:
-            found[part.layer].append(part)
-    return found
+            by_layer[part.layer].append(part)
+    return by_layer
 
 
 def stages_of_model(
     model: Model, parallel: Parallel, layers: tuple[int, ...] | None = None, vocabulary_multiple: int = 1
 ) -> list[StageCount]:
-    """Per pipeline stage what its fullest rank holds. layers: of each stage, where they are not as equal as can be.
+    """Parameters of the fullest rank of each pipeline stage.
 
-    vocabulary_multiple: tables have a multiple of it, times tp, rows, as Megatron pads them (--make-vocab-size-divisible-by).
+    layers: the number of layers on each stage (default: as equal as possible). vocabulary_multiple: tables are padded to a multiple of
+    vocabulary_multiple * tp rows, as Megatron pads them (--make-vocab-size-divisible-by).
 
-    Raises: RequestError if the model does not divide, naming the numbers.
+    Raises: RequestError, naming the numbers, if the model does not split over the sizes.
     """
     rules = SplitRules(model.dimensions, vocabulary_multiple * parallel.tp)
     _check_experts(model, parallel)
@@ -81,24 +92,27 @@ def stages_of_model(
     if model.is_tied and parallel.pp > 1:
         behind.update(kind for kind in before if kind[0] == "embedding")
     _check_tensors(kinds.values(), parallel.tp, rules)
-    held = {kind: _held(part, parallel.tp, rules) for kind, part in kinds.items()}
+    elements = {kind: _elements(part, parallel.tp, rules) for kind, part in kinds.items()}
 
     def count(block: Counter[_Kind]) -> WeightCount:
-        return sum((_share(held[kind], number, kinds[kind], parallel) for kind, number in block.items()), WeightCount())
+        return sum((_share(elements[kind], number, kinds[kind], parallel) for kind, number in block.items()), WeightCount())
 
     first, *inner, last = (count(block) for block in (before, *between, behind))
-    found = []
+    stages = []
     for stage in range(parallel.pp):
-        own = stage_layers(counts, stage)
-        there = [inner[layer] for layer in own] + [first] * (stage == 0) + [last] * (stage == parallel.pp - 1)
-        found.append(StageCount(stage, sum(there, WeightCount()), own, max(there, key=lambda block: block.total)))
-    return found
+        numbers = stage_layers(counts, stage)
+        blocks = [inner[layer] for layer in numbers] + [first] * (stage == 0) + [last] * (stage == parallel.pp - 1)
+        stages.append(StageCount(stage, sum(blocks, WeightCount()), numbers, max(blocks, key=lambda block: block.total)))
+    return stages
 
 
 def stages_of_number(number: int, parallel: Parallel) -> list[StageCount]:
-    """The same for a model of which only the number of weights is known: equal parts for all ranks."""
+    """The same for a model whose number of parameters is all that is known: equal parts for all ranks."""
     if parallel.ep > 1:
-        raise RequestError(f"--ep {parallel.ep}: how many of {number:,} parameters are experts' is not known", do="Give a model's config")
+        raise RequestError(
+            f"--ep {parallel.ep}: a number of parameters does not say how many of the {number:,} belong to experts",
+            do="Give a model's config",
+        )
     return [StageCount(stage, WeightCount(-(-number // (parallel.tp * parallel.pp)))) for stage in range(parallel.pp)]
 
 
@@ -111,13 +125,13 @@ _Kind = tuple[str, str, tuple[int, ...]]
 
 
 def _trained(model: Model) -> Iterator[Part]:
-    """The parts that training has: no scales of quantised weights, no layers that a checkpoint may leave out."""
+    """The parts that are trained: no scales of quantized weights, no layers that a checkpoint may leave out."""
     layers = model.dimensions["layers"]
     return (part for part in model.parts() if part.scale is None and (part.layer is None or part.layer < layers))
 
 
-def _held(part: Part, tp: int, rules: SplitRules) -> int:
-    """How many elements of it a tensor-parallel rank holds."""
+def _elements(part: Part, tp: int, rules: SplitRules) -> int:
+    """The number of a part's elements on one tensor-parallel rank."""
     if cut_of(part, tp, rules) is None:
         return math.prod(part.array.shape)
     rows = part.array.shape[0]
@@ -126,18 +140,18 @@ def _held(part: Part, tp: int, rules: SplitRules) -> int:
 
 
 def _share(elements: int, number: int, part: Part, parallel: Parallel) -> WeightCount:
-    """`number` parts alike: of a layer's experts each expert-parallel rank has an equal number."""
+    """The parameters of `number` equal parts on one rank. Every expert-parallel rank has the same number of a layer's experts."""
     return WeightCount(experts=elements * -(-number // parallel.ep)) if part.expert is not None else WeightCount(dense=elements * number)
 
 
 def _check_tensors(parts: Iterable[Part], tp: int, rules: SplitRules) -> None:
-    for part in sorted(parts, key=lambda each: _plainness(each.split)):
+    for part in sorted(parts, key=lambda part: _order_of_messages(part.split)):
         if reason := problem(part, tp, rules):
             raise RequestError(f"--tp {tp} does not fit this model: {reason}", where=part.tensor)
 
 
-def _plainness(split: Split) -> int:
-    """Heads first, those of queries before all: that they do not divide is what a person understands best."""
+def _order_of_messages(split: Split) -> int:
+    """Query heads first, then KV heads: people understand a size that does not divide the heads best."""
     return (1 if split.copies else 0) if isinstance(split, Heads) else 2
 
 
@@ -150,23 +164,23 @@ def _check_experts(model: Model, parallel: Parallel) -> None:
     if parallel.dp % parallel.ep:
         raise RequestError(
             f"--ep {parallel.ep} does not divide the {parallel.dp} data-parallel ranks",
-            why="Expert-parallel ranks are data-parallel ones that have different experts",
+            why="Expert-parallel ranks are data-parallel ranks with different experts",
         )
 
 
-def _stage_sizes(layers: int, pp: int, asked: tuple[int, ...] | None) -> tuple[int, ...]:
-    if asked is None and pp > layers:
+def _stage_sizes(layers: int, pp: int, requested: tuple[int, ...] | None) -> tuple[int, ...]:
+    if requested is None and pp > layers:
         raise RequestError(f"--pp {pp}: the model has {layers} layers, and every stage needs one")
-    if asked is None:
+    if requested is None:
         return tuple(layers // pp + (stage < layers % pp) for stage in range(pp))
-    if len(asked) != pp or sum(asked) != layers:
+    if len(requested) != pp or sum(requested) != layers:
         raise RequestError(
-            f"--stage-layers {','.join(map(str, asked))}: {len(asked)} stages with {sum(asked)} layers",
-            why=f"The model has {layers} layers, for --pp {pp}",
+            f"--stage-layers {','.join(map(str, requested))}: {len(requested)} stages with {sum(requested)} layers",
+            why=f"The model has {layers} layers, and --pp is {pp}",
         )
-    return asked
+    return requested
 
 
 def expert_ranks(parallel: Parallel) -> int:
-    """How many data-parallel ranks share the same experts."""
+    """The number of data-parallel ranks that have the same experts."""
     return parallel.dp // parallel.ep

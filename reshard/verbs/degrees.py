@@ -16,8 +16,7 @@ from reshard.geometry.dtypes import BF16, F8, F32, DType, from_user
 from reshard.geometry.parallel import Parallel
 from reshard.models.model import Model
 from reshard.plans.target import Target
-from reshard.serving import capacity
-from reshard.serving.capacity import DegreeReport, Memory
+from reshard.serving.capacity import DegreeReport, Memory, degree_report
 from reshard.storage.tar import open_tree
 from reshard.verbs.checkpoint import Checkpoint, opened
 from reshard.verbs.models import model_at, model_of
@@ -79,7 +78,7 @@ def degrees(
     else:
         about_model: Any = {name: options[name] for name in ModelOptions.__annotations__ if name in options}  # type: ignore[literal-required]
         model, dtypes = _stored_model(opened(source, **about_model), target, options.get("weights"), dequantize)
-    return capacity.degrees(
+    return degree_report(
         model,
         dtypes,
         lambda parallel: engine.engine_rules(model, replace(target, parallel=parallel)),

@@ -12,7 +12,7 @@ from reshard.models.architecture import Architecture
 from reshard.models.model import Model
 from reshard.training import memory
 from reshard.training.activations import Batch, Recompute
-from reshard.training.memory import BytesPer, Estimate, Training
+from reshard.training.memory import BytesPer, Estimate, TrainingRun
 from reshard.training.schedules import Schedule
 from reshard.verbs.models import model_at
 from reshard.verbs.request import PathLike
@@ -71,7 +71,7 @@ def estimate(
     Raises: RequestError if the model does not divide by the sizes.
     """
     tp, pp, ep = options.get("tp", 1), options.get("pp", 1), options.get("ep", 1)
-    training = Training(
+    training = TrainingRun(
         parallel=Parallel(tp, pp, ep, _data_parallel(options.get("gpus"), options.get("dp"), tp, pp)),
         schedule=Schedule(options.get("schedule", "1f1b"), pp, options.get("microbatches", 1), options.get("vp", 1)),
         batch=_batch(options, tp),

@@ -1,4 +1,4 @@
-"""`reshard plan`: the table of degrees, with the reason where an engine would refuse one."""
+"""`reshard degrees`: the table of parallel sizes, with the reason where an engine would refuse one."""
 
 import json
 
@@ -22,8 +22,8 @@ def test_the_table_says_what_each_gpu_holds_and_why_not(folder):
         "2 1 2 70.56 GB 2.639 MB 163.8 kB 6.754 GB 41,225 5",
         "16 1 16 8.989 GB 338.2 MB 40.96 kB 68.32 GB 1,667,967 203",
     ]
-    assert "not        TP 3: 3 ranks do not divide its 64 attention heads (model.layers.0.self_attn.q_proj.weight)" in shown.out
-    assert "takes 90% of a GPU's 85,899,345,920 bytes" in shown.out
+    assert "refused    TP 3: 3 ranks do not divide its 64 attention heads (model.layers.0.self_attn.q_proj.weight)" in shown.out
+    assert "uses 90% of a GPU's 85,899,345,920 bytes" in shown.out
 
 
 def test_what_does_not_fit_is_said(folder):

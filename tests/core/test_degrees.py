@@ -20,7 +20,7 @@ from reshard.serving import kv_cache
 
 MODELS = sorted(path.parent.name for folder in ("hf", "hf_fp8") for path in (FIXTURES / folder).glob("*/model.safetensors"))
 assert len(MODELS) >= 20
-ENGINES = sorted(name for name, found in registry.formats().items() if hasattr(found, "engine_rules"))
+ENGINES = sorted(registry.serving_formats())
 assert {"vllm", "sglang"} <= set(ENGINES)
 GIB = 2**30
 
@@ -234,15 +234,15 @@ def test_tokens_and_sequences_fill_what_weights_leave(tmp_path):
         if row.parallel.tp == 1:
             continue
         tokens = [(found.memory.usable - stage.weights) // stage.cache_per_token for stage in row.stages]
-        assert row.room.tokens == min(tokens) and row.room.sequences == min(tokens) // 8192 > 0
-    assert found.rows[0].room.cache < 0 and (found.rows[0].room.tokens, found.rows[0].room.sequences) == (0, 0)
+        assert row.capacity.tokens == min(tokens) and row.capacity.sequences == min(tokens) // 8192 > 0
+    assert found.rows[0].capacity.nbytes < 0 and (found.rows[0].capacity.tokens, found.rows[0].capacity.sequences) == (0, 0)
 
 
 def test_the_type_of_the_cache_is_an_option(tmp_path):
     folder = folder_of(tmp_path, LLAMA_70B)
     own, fp8 = (reshard.degrees(folder, to="vllm", tp=(2,), gpu_memory=80 * GIB, kv_dtype=name) for name in (None, "fp8"))
     assert own.rows[0].cache_per_token == 2 * fp8.rows[0].cache_per_token
-    assert fp8.rows[0].room.tokens // 2 == own.rows[0].room.tokens
+    assert fp8.rows[0].capacity.tokens // 2 == own.rows[0].capacity.tokens
 
 
 def test_layers_with_a_window_remember_no_more_than_it(tmp_path):
@@ -251,8 +251,8 @@ def test_layers_with_a_window_remember_no_more_than_it(tmp_path):
     (row,) = reshard.degrees(folder, to="vllm", tp=(4,), gpu_memory=80 * GIB, max_model_len=32768).rows
     (stage,) = row.stages
     assert stage.cache_per_sequence == stage.cache_per_token // 80 * (20 * 4096 + 60 * 32768)
-    assert row.room.sequences == row.room.cache // stage.cache_per_sequence
-    assert row.room.tokens == row.room.cache * 32768 // stage.cache_per_sequence
+    assert row.capacity.sequences == row.capacity.nbytes // stage.cache_per_sequence
+    assert row.capacity.tokens == row.capacity.nbytes * 32768 // stage.cache_per_sequence
 
 
 def test_a_window_of_which_the_config_does_not_say_whose_it_is_is_told(tmp_path):

@@ -62,7 +62,7 @@ def test_one_rank_holds_what_the_file_holds(name):
     model = find_model(json.loads((HF / name / "config.json").read_text()))
     elements = sum(math.prod(shape) for _, shape, _ in stored(HF / name / "model.safetensors").values())
     (stage,) = stages_of_model(model, Parallel())
-    assert stage.held.total == parameters(model) == elements
+    assert stage.weights.total == parameters(model) == elements
 
 
 # Cases whose stages are not as equal as can be, with the layers that they were trained with. Left out of all: experts with a
@@ -91,7 +91,7 @@ def test_every_rank_holds_what_a_real_megatron_rank_saved(case):
     sizes = Parallel(tp, pp, ep, dp=ep)
     found = stages_of_model(model, sizes, UNEVEN.get(case), args["make_vocab_size_divisible_by"])
     # mp_rank_TT[_PPP][_EEE]
-    expected = {name: found[int(name.split("_")[3]) if pp > 1 else 0].held.total for name in ranks}
+    expected = {name: found[int(name.split("_")[3]) if pp > 1 else 0].weights.total for name in ranks}
     assert len(ranks) > 1 or tp * pp == 1
     assert ranks == expected
 
@@ -100,7 +100,7 @@ def test_every_rank_holds_what_a_real_megatron_rank_saved(case):
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_stages_add_up_to_the_model(config, pp):
     model = find_model(config)
-    assert sum(stage.held.total for stage in stages_of_model(model, Parallel(pp=pp))) == parameters(model)
+    assert sum(stage.weights.total for stage in stages_of_model(model, Parallel(pp=pp))) == parameters(model)
 
 
 def test_a_model_whose_release_is_quantised_is_trained_as_values():
@@ -117,7 +117,7 @@ def test_layers_that_are_left_over_go_to_the_first_stages():
     stages = stages_of_model(find_model(DEEPSEEK_V3), Parallel(pp=4))
     assert [stage.layers for stage in stages] == [range(16), range(16, 31), range(31, 46), range(46, 61)]
     own = stages_of_model(find_model(DEEPSEEK_V3), Parallel(pp=4), (13, 16, 16, 16))
-    assert own[0].layers == range(13) and own[0].held.total < stages[0].held.total
+    assert own[0].layers == range(13) and own[0].weights.total < stages[0].weights.total
 
 
 def test_experts_divide_by_ep_and_their_state_by_fewer_ranks():
@@ -127,7 +127,7 @@ def test_experts_divide_by_ep_and_their_state_by_fewer_ranks():
     ddp, _, _, zero3 = reshard.estimate(find_model(MIXTRAL), gpus=16, ep=8).strategies
     assert ddp.fullest.weights == 2 * (dense + experts // 8)
     assert zero3.fullest.states == 16 * (dense // 16 + experts // 8 // 2)
-    assert (ddp.moved.gradients, ddp.moved.weights) == (2 * (dense * 2 * 15 // 16) + 2 * (experts // 8 * 2) // 2, 0)
+    assert (ddp.traffic.gradients, ddp.traffic.weights) == (2 * (dense * 2 * 15 // 16) + 2 * (experts // 8 * 2) // 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -289,11 +289,11 @@ def test_a_ring_moves_what_is_said(ranks):
 
 def test_traffic_and_time_of_a_step():
     """7 B in 16 bits on 8 ranks: 2 M (N - 1) / N = 24.5 GB, half a second over 50 GB per second; ZeRO-3 moves 1.5 times as much."""
-    ddp, zero1, zero2, zero3 = (s.moved for s in reshard.estimate(7 * GB, gpus=8, link=50 * GB).strategies)
+    ddp, zero1, zero2, zero3 = (s.traffic for s in reshard.estimate(7 * GB, gpus=8, link=50 * GB).strategies)
     assert ddp.total == zero1.total == zero2.total == 24_500_000_000 and ddp.seconds == 0.49
     assert zero3.total * 2 == ddp.total * 3
     again = reshard.estimate(7 * GB, gpus=8, microbatches=4)
-    assert [s.moved.total for s in again.strategies] == [ddp.total, ddp.total, ddp.total * 5 // 2, 4 * zero3.total]
+    assert [s.traffic.total for s in again.strategies] == [ddp.total, ddp.total, ddp.total * 5 // 2, 4 * zero3.total]
 
 
 @pytest.mark.parametrize("said", [{"schedule": "zero-bubble"}, {"recompute": "some"}, {"activations": "measured"}], ids=str)

@@ -1,6 +1,7 @@
 """TensorRT-LLM checkpoints against what NVIDIA's own writer of them, ModelOpt, puts into each rank's file (fixtures/trtllm), and back."""
 
 import hashlib
+import importlib
 import json
 import shutil
 
@@ -91,12 +92,12 @@ def test_hf_comes_out_of_it_again(model, tmp_path):
     "layers, pp, expected", [(4, 3, (2, 1, 1)), (7, 4, (2, 2, 2, 1)), (32, 5, (7, 7, 6, 6, 6)), (61, 8, (8,) * 5 + (7,) * 3)]
 )
 def test_layers_are_dealt_to_stages_as_tensorrt_llm_deals_them(layers, pp, expected):
-    import sys
-
     import torch
 
-    partition = sys.modules[type(registry.named("trtllm")).__module__].partition
-    assert partition(layers, pp) == expected == tuple(len(part) for part in torch.tensor_split(torch.arange(layers), pp))
+    rules = importlib.import_module(type(registry.named("trtllm")).__module__ + ".rules")
+    assert (
+        rules.remainder_to_first_stages(layers, pp) == expected == tuple(len(part) for part in torch.tensor_split(torch.arange(layers), pp))
+    )
 
 
 @pytest.mark.parametrize("tp", [3, 5, 6, 7, 16])
@@ -160,7 +161,7 @@ def test_tables_that_are_not_cut_are_refused(tmp_path):
     reshard.convert(plan("llama", 2), tmp_path / "out")
     path = tmp_path / "out" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "use_parallel_embedding": False}))
-    with pytest.raises(CheckpointError, match="not cut by rows"):
+    with pytest.raises(CheckpointError, match="not split by rows"):
         reshard.open(tmp_path / "out")
 
 
@@ -168,7 +169,7 @@ def test_tables_that_are_not_cut_are_refused(tmp_path):
     "key, value, why",
     [
         ("architecture", "FalconForCausalLM", "FalconForCausalLM"),
-        ("quantization", {"quant_algo": "FP8"}, "quantised"),
+        ("quantization", {"quant_algo": "FP8"}, "quantized"),
         ("mapping", {"world_size": 2, "tp_size": 10**12, "pp_size": 1}, "world size"),
         ("mapping", {"world_size": 10**12, "tp_size": 10**12, "pp_size": 1}, "rank2.safetensors"),
         ("num_attention_heads", "eight", "positive number"),

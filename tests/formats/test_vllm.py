@@ -1,5 +1,6 @@
 """sharded_state against what real vLLM's rank processes held (fixtures/vllm), and back again."""
 
+import importlib
 import json
 import re
 import shutil
@@ -24,12 +25,13 @@ from places import (
 
 import reshard
 from reshard.adapter import registry
-from reshard.adapter.engine_files import ANY_DTYPE
 from reshard.canonical.content import Selection
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.parallel import Parallel
 from reshard.models.lookup import find_model
-from reshard.serving.rules import check_degrees, legal_tensor_parallel_sizes, rank_tensors, shared_copies
+from reshard.serving.legality import check_degrees, legal_tensor_parallel_sizes
+from reshard.serving.ranks import any_dtype, rank_tensors
+from reshard.serving.weights import scale_aliases
 
 SERVED = (*MODELS, "llama-biased", "gemma2", "gpt2", "gpt_neox", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
@@ -159,16 +161,16 @@ def test_blocks_are_not_cut_even_where_the_engine_would_repeat_their_scales():
 
 def test_a_bias_that_the_engine_would_leave_out_without_a_word_is_refused(tmp_path):
     """Until that is said on purpose."""
-    weights_without_slot = UNPLACED["vllm", "qwen3-biased"]
-    told = re.escape("no place for it, nor for 1 more. It would leave it out without a word")
+    globs = UNPLACED["vllm", "qwen3-biased"]
+    words = re.escape("no slot for it, nor for 1 more. It would ignore the weight without a message")
     with pytest.raises(
         RequestError,
-        match=f"^{re.escape(weights_without_slot[0].replace('*', '0'))}.*{told}.*--exclude '{re.escape(weights_without_slot[0])}'",
+        match=f"^{re.escape(globs[0].replace('*', '0'))}.*{words}.*--exclude '{re.escape(globs[0])}'",
     ):
         reshard.plan(HF / "qwen3-biased", to="vllm")
     assert "o_proj.bias and 1 more" in reshard.degrees(HF / "qwen3-biased", to="vllm").assumptions[-1]
-    reshard.convert(reshard.plan(HF / "qwen3-biased", to="vllm", tp=2, exclude=weights_without_slot), tmp_path / "out")
-    assert reshard.verify(HF / "qwen3-biased", tmp_path / "out", selection=Selection(exclude=weights_without_slot)).equal
+    reshard.convert(reshard.plan(HF / "qwen3-biased", to="vllm", tp=2, exclude=globs), tmp_path / "out")
+    assert reshard.verify(HF / "qwen3-biased", tmp_path / "out", selection=Selection(exclude=globs)).equal
 
 
 @pytest.mark.parametrize("model, key, value", [("gemma2", "tie_word_embeddings", False), ("qwen2_moe", "qkv_bias", False)])
@@ -177,17 +179,25 @@ def test_what_a_class_does_whatever_the_config_says_is_refused(model, key, value
         rules_of("vllm", find_model(config_of(model, **{key: value})))
 
 
+def test_a_router_that_the_config_does_not_exclude_from_quantization_is_refused():
+    quantized = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    with pytest.raises(RequestError, match=r"layers\.0\.mlp\.gate\.weight: the config does not say that this router is not quantized"):
+        rules_of("vllm", find_model(config_of("qwen3_moe-sparse", quantization_config=quantized)))
+    quantized["modules_to_not_convert"] = [f"model.layers.{layer}.mlp.gate" for layer in range(4)]
+    rules_of("vllm", find_model(config_of("qwen3_moe-sparse", quantization_config=quantized)))
+
+
 def test_latent_attention_does_not_tie_its_tables():
     """What its class does not share has to be in the files twice."""
     model = find_model(config_of("deepseek_v2", tie_word_embeddings=True))
-    held = {tensor.name: tensor.sections for tensor in rank_tensors(model, ANY_DTYPE, rules_of("vllm", model), Parallel(2), 1, 0)}
+    held = {tensor.name: tensor.sections for tensor in rank_tensors(model, any_dtype(model), rules_of("vllm", model), Parallel(2), 1, 0)}
     assert held["lm_head.weight"] == held["model.embed_tokens.weight"] != ()
 
 
 def test_scales_of_layers_that_are_not_served_stand_for_no_others():
     static = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "static"}
     model = find_model(config_of("deepseek_v3", num_nextn_predict_layers=1, quantization_config=static))
-    copies = shared_copies(model, rules_of("vllm", model))
+    copies = scale_aliases(model, rules_of("vllm", model))
     assert {int(name.split(".")[2]) for pair in copies.items() for name in pair} == model.sparse_layers - {model.dimensions["layers"]}
 
 
@@ -212,10 +222,8 @@ def test_stages_need_a_version_that_names_them():
     ],
 )
 def test_layers_are_dealt_to_stages_as_vllm_deals_them(layers, pp, expected):
-    import sys
-
-    partition = sys.modules[type(registry.named("vllm")).__module__ + ".rules"].partition
-    assert partition(layers, pp) == expected
+    rules = importlib.import_module(type(registry.named("vllm")).__module__ + ".rules")
+    assert rules.remainder_before_last_stage(layers, pp) == expected
 
 
 def test_parts_start_where_the_size_would_be_passed(tmp_path):

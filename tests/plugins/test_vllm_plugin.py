@@ -138,9 +138,9 @@ def test_an_option_that_is_none_is_refused_with_those_there_are(given, told):
 
 
 def test_whole_tensors_are_read_where_the_user_says_so_or_declares_the_architecture():
-    assert plugin.Options().reason is None
-    assert "asks for it" in plugin.Options(whole_tensors=True).reason
-    assert "declared by the user" in plugin.Options(architecture="mine.py").reason
+    assert plugin.Options().reason_for_whole_tensors is None
+    assert "asks for it" in plugin.Options(whole_tensors=True).reason_for_whole_tensors
+    assert "declared by the user" in plugin.Options(architecture="mine.yaml").reason_for_whole_tensors
 
 
 def test_options_that_are_not_given_have_their_defaults():

@@ -45,7 +45,7 @@ FSDP2 = ROOT / "fixtures" / "dcp" / "fsdp2"
 ZERO3 = ROOT / "fixtures" / "deepspeed" / "z3-bf16"
 MEGATRON = ROOT / "fixtures" / "megatron" / "llama-tied-pp2"
 # What the package is made of, plugin included.
-PACKAGE = ("pyproject.toml", "README.md", "reshard", "formats", "cli", "plugins")
+PACKAGE = ("pyproject.toml", "setup.py", "README.md", "reshard", "formats", "cli", "plugins")
 
 
 def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:

@@ -93,7 +93,7 @@ def degrees_of(model: str, sizes: dict[str, object], draw: random.Random) -> obj
     heads = sizes.get("num_attention_heads", sizes.get("n_head"))
     tp = draw.choice([tp for tp in (1, 2, 3, 4, 6, 8, 12) if heads % tp == 0 or draw.random() < 0.1])
     pp = draw.choice([pp for pp in (1, 1, 2, 3) if tp * pp <= MOST_RANKS])
-    return vllm_make.DegreeReport(tp, pp, tp if model in WITH_EXPERTS and draw.random() < 0.4 else 1)
+    return vllm_make.Degree(tp, pp, tp if model in WITH_EXPERTS and draw.random() < 0.4 else 1)
 
 
 def written(reshard: Path, source: Path, target: Path, degrees: object) -> tuple[dict[str, State] | None, str]:
@@ -101,7 +101,7 @@ def written(reshard: Path, source: Path, target: Path, degrees: object) -> tuple
     sizes = [f"--{key}={value}" for key, value in degrees.facts().items()]
     command = [reshard, "convert", source, target, "--to=vllm", *sizes]
     done = subprocess.run(command, capture_output=True, text=True)
-    if "has no place for it" in done.stderr:
+    if "has no slot for it" in done.stderr:
         globs = [f"--exclude={glob}" for glob in re.findall(r"--exclude '(.*?)'", done.stderr)]
         done = subprocess.run([*command, *globs], capture_output=True, text=True)
     if done.returncode not in (0, 2):

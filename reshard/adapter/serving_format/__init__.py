@@ -1,0 +1,113 @@
+"""ServingFormat: a format that a serving engine loads rank by rank. Each rank's state dict lies in safetensors files of its own.
+
+    writing.py    from a model's content to the files of all ranks
+    reading.py    from the files of all ranks to an Index
+
+An engine gives its name, its rules and the names of its files. Everything else is the same for all engines.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from reshard.adapter.format import Format
+
+if TYPE_CHECKING:
+    from reshard.adapter.format import Hints
+    from reshard.adapter.model_files import ModelFiles
+    from reshard.adapter.serving_format.reading import RankHeaders
+    from reshard.canonical.content import Content
+    from reshard.geometry.dtypes import DType
+    from reshard.geometry.parallel import Parallel
+    from reshard.index.index import Index
+    from reshard.models.model import Model
+    from reshard.plans.layout import Layout
+    from reshard.plans.target import Target
+    from reshard.serving.rules import EngineRules
+    from reshard.storage.files import Files
+
+
+class ServingFormat(Format):
+    """A serving engine's own format. A subclass sets the members without a default, and those that differ from the defaults."""
+
+    engine: ClassVar[str]
+    """The engine's name, for messages."""
+
+    producer: ClassVar[str]
+    """The name of such a checkpoint, for `reshard inspect`."""
+
+    file_pattern: ClassVar[re.Pattern[str]]
+    """Pattern of the names of ranks' files. Its groups are `pp` and `tp`, or `rank`: the number pp_rank * tp + tp_rank."""
+
+    sizes: ClassVar[tuple[str, ...]] = ("tp", "pp", "ep")
+    """The parallel sizes that its files can have."""
+
+    @abstractmethod
+    def file_name(self, parallel: Parallel, pp_rank: int, tp_rank: int, part: int) -> str:
+        """The name of one file of a rank; `part` counts the rank's files from 0."""
+
+    @abstractmethod
+    def rules(self, model: Model, target: Target) -> EngineRules:
+        """How the engine stores the model, at the target's sizes and engine version.
+
+        Raises: RequestError for sizes, versions or models that the engine's files cannot have.
+        """
+
+    # Writing: what differs from the usual.
+
+    def notes(self, model: Model, target: Target) -> tuple[str, ...]:
+        """Sentences about the result for the user, beside those in the rules."""
+        return ()
+
+    def engine_config(self, model: Model, parallel: Parallel, dtypes: Mapping[str, DType]) -> dict[str, Any] | None:
+        """config.json in the engine's own terms; None: the engine reads the Hugging Face config. dtypes: the weights' element types.
+
+        Raises: RequestError if the config cannot express the element types.
+        """
+        return None
+
+    # Reading: what differs from the usual.
+
+    def stored_config(self, files: Files, hints: Hints) -> Mapping[str, Any] | None:
+        """The Hugging Face config of a checkpoint; None if there is none. Raises CheckpointError if its own config cannot be read."""
+        return hints.config
+
+    def stored_sizes(self, files: Files) -> Parallel | None:
+        """The parallel sizes that a file of the checkpoint states; None: the names and shapes in the files tell them."""
+        return None
+
+    def stored_rules(self, model: Model, parallel: Parallel, headers: RankHeaders) -> tuple[EngineRules, str | None]:
+        """The rules that a checkpoint's files follow, and the engine versions with these rules as a version specifier, if known."""
+        from reshard.plans.target import Target
+
+        return self.rules(model, Target(self.name, parallel)), None
+
+    # The same for all engines.
+
+    def engine_rules(self, model: Model, target: Target) -> EngineRules:
+        """The rules for a target, after a check that the engine serves the model as its config describes it.
+
+        Raises: RequestError for sizes, versions or models that the engine does not serve.
+        """
+        from reshard.serving.served_model import check_served
+
+        target.parallel.allow(*self.sizes, what=f"{self.engine}'s files, which are split by {', '.join(self.sizes)} only")
+        rules = self.rules(model, target)
+        check_served(model, rules)
+        return rules
+
+    def detect(self, files: Files) -> str | None:
+        return next((path for path in files.list() if self.file_pattern.fullmatch(path)), None)
+
+    def read(self, files: Files, hints: Hints) -> Index:
+        from reshard.adapter.serving_format import reading
+
+        return reading.read(self, files, hints)
+
+    def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
+        from reshard.adapter.serving_format import writing
+
+        return writing.lay_out(self, content, target, companions)

@@ -1,0 +1,186 @@
+"""The index of a serving engine's checkpoint: the headers of every rank's files, matched with the tensors that the rules expect there."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from reshard.containers import safetensors
+from reshard.errors import CheckpointError
+from reshard.geometry.dtypes import DType
+from reshard.geometry.parallel import Parallel
+from reshard.geometry.stored import StoredTensor
+from reshard.index.index import Index, RunFacts
+from reshard.models.lookup import find_model
+from reshard.models.model import Model
+from reshard.plans.layout import PlacedTensor, TargetFile, index_of
+from reshard.serving.legality import check_degrees
+from reshard.serving.ranks import any_dtype, rank_tensors
+from reshard.serving.rules import EngineRules
+from reshard.serving.served_model import served_model
+from reshard.serving.weights import scale_aliases
+from reshard.storage.files import Files
+
+if TYPE_CHECKING:
+    from reshard.adapter.format import Hints
+    from reshard.adapter.serving_format import ServingFormat
+
+# (pp_rank, tp_rank)
+StageRank = tuple[int, int]
+# Tensor -> its file and its entry in the file's header.
+Headers = dict[str, tuple[TargetFile, safetensors.TensorEntry]]
+RankHeaders = Mapping[StageRank, Headers]
+
+
+def read(serving_format: ServingFormat, files: Files, hints: Hints) -> Index:
+    """The index of all ranks' files.
+
+    Raises: CheckpointError if a rank does not hold exactly what the engine's rules expect, RequestError if the model is not known or the
+    engine does not serve it at the stored sizes.
+    """
+    config = serving_format.stored_config(files, hints)
+    model = served_model(find_model(config, hints.architecture), config, serving_format.engine)
+    stated = serving_format.stored_sizes(files)
+    paths = _paths_by_rank(serving_format, files, stated)
+    parallel = stated or Parallel(tp=1 + max(tp for _, tp in paths), pp=1 + max(pp for pp, _ in paths))
+    _check_complete(serving_format, paths, parallel)
+    headers = {rank: _headers(files, paths[rank]) for rank in _ranks(parallel)}
+    if stated is None:
+        parallel = _with_stored_experts(parallel, model, headers)
+    rules, version = serving_format.stored_rules(model, parallel, headers)
+    check_degrees(model, rules, parallel)
+    sizes = {size: getattr(parallel, size) for size in serving_format.sizes if size != "ep" or parallel.ep > 1}
+    facts = RunFacts(serving_format.producer, version, parallel=sizes, config=config)
+    return _index(serving_format.name, model, rules, parallel, headers, facts)
+
+
+def _ranks(parallel: Parallel) -> Iterator[StageRank]:
+    """All ranks, stage by stage."""
+    return ((pp_rank, tp_rank) for pp_rank in range(parallel.pp) for tp_rank in range(parallel.tp))
+
+
+def _paths_by_rank(serving_format: ServingFormat, files: Files, stated: Parallel | None) -> dict[StageRank, list[str]]:
+    """Rank -> its files. `stated` are the sizes that a file states, if one does.
+
+    Raises: CheckpointError if there are no files of ranks, or files of two runs.
+    """
+    paths: dict[StageRank, list[str]] = {}
+    numberings = set()
+    for path in files.list():
+        if match := serving_format.file_pattern.fullmatch(path):
+            numbers = {group: int(number) for group, number in match.groupdict().items() if number}
+            numberings.add(tuple(numbers))
+            rank = _rank(numbers, stated)
+            paths.setdefault(rank, []).append(path)
+    if not paths:
+        raise CheckpointError(f"no file here is called {' or '.join(serving_format.owns)}", where=files.root, do="Give another --format")
+    if len(numberings) > 1:
+        raise CheckpointError(
+            "the directory holds files of a run with pipeline stages and files of a run without",
+            where=files.root,
+            do="Remove the files of one of the two runs",
+        )
+    return paths
+
+
+def _rank(numbers: Mapping[str, int], stated: Parallel | None) -> StageRank:
+    """The rank that a file name's numbers mean. Without a stated tp, a single number is the rank of a run with one stage."""
+    if "rank" not in numbers:
+        return numbers["pp"], numbers["tp"]
+    return divmod(numbers["rank"], stated.tp) if stated else (0, numbers["rank"])
+
+
+def _check_complete(serving_format: ServingFormat, paths: Mapping[StageRank, list[str]], parallel: Parallel) -> None:
+    """Raises CheckpointError, naming the file, if a rank has none."""
+    missing = next((rank for rank in _ranks(parallel) if rank not in paths), None)
+    if missing is not None:
+        pp_rank, tp_rank = missing
+        raise CheckpointError(
+            f"the file of rank {tp_rank}" + (f" of stage {pp_rank}" if parallel.pp > 1 else "") + " is not there",
+            where=serving_format.file_name(parallel, pp_rank, tp_rank, 0),
+            why=f"The checkpoint was written for {parallel}",
+            do="Copy it from where the checkpoint was written",
+        )
+
+
+def _headers(files: Files, paths: list[str]) -> Headers:
+    """What one rank's files hold. Raises CheckpointError if two of them hold the same name."""
+    headers: Headers = {}
+    for path in paths:
+        header = safetensors.read_header(files, path)
+        file = TargetFile(path, header.nbytes, (), ())
+        for entry in header.entries:
+            if entry.name in headers:
+                raise CheckpointError(f"two files of the rank hold it: {headers[entry.name][0].path} and {path}", where=entry.name)
+            headers[entry.name] = (file, entry)
+    return headers
+
+
+def _with_stored_experts(parallel: Parallel, model: Model, headers: RankHeaders) -> Parallel:
+    """The sizes with the expert-parallel size, which the first axis of the stacked experts, [experts, ...], tells."""
+    entries = (entry for rank in headers.values() for name, (_, entry) in rank.items() if name.endswith("w2_weight") and entry.shape)
+    first = next(entries, None)
+    is_distributed = first is not None and first.shape[0] < model.dimensions.get("experts", 0)
+    return replace(parallel, ep=parallel.tp if is_distributed else 1)
+
+
+def _index(format_name: str, model: Model, rules: EngineRules, parallel: Parallel, headers: RankHeaders, facts: RunFacts) -> Index:
+    """The index of the files of all ranks. Raises CheckpointError if a rank does not hold exactly what the rules expect."""
+    aliases = {stored: name for name, stored in scale_aliases(model, rules).items()}
+    dtypes = any_dtype(model)
+    placed: list[tuple[TargetFile, PlacedTensor]] = []
+    for (pp_rank, tp_rank), rank_headers in headers.items():
+        expected = rank_tensors(model, dtypes, rules, parallel, tp_rank, pp_rank)
+        rank = f"stage {pp_rank}, rank {tp_rank}" if parallel.pp > 1 else f"rank {tp_rank}"
+        for file, item in _matched(expected, rank_headers, rank):
+            placed.append((file, item))
+            placed.extend((file, alias) for alias in _aliases_of(item, aliases))
+    shapes = {weight.name: weight.shape for weight in model.weights.values()}
+    files = tuple({file.path: file for rank_headers in headers.values() for file, _ in rank_headers.values()}.values())
+    return index_of(format_name, iter(placed), shapes, files=files, facts=facts)
+
+
+def _matched(expected: tuple[StoredTensor, ...], headers: Headers, rank: str) -> Iterator[tuple[TargetFile, PlacedTensor]]:
+    """Each expected tensor where the file has it. Raises CheckpointError for one that is missing, of another shape, or not expected."""
+    surplus = dict(headers)
+    for tensor in expected:
+        if tensor.name not in surplus:
+            raise CheckpointError(
+                f"{rank} does not hold it",
+                where=tensor.name,
+                why="The engine would refuse to start",
+                do="Convert again, and keep all files of this rank",
+            )
+        file, entry = surplus.pop(tensor.name)
+        if entry.shape != tensor.shape:
+            raise CheckpointError(
+                f"{rank} holds it as {list(entry.shape)}, {list(tensor.shape)} is expected",
+                where=f"{tensor.name} in {file.path}",
+                why="The files were written for another number of ranks, or the config is another model's",
+                do="Check that the files of all ranks are there, and check the config",
+            )
+        yield file, PlacedTensor(_with_stored_dtype(tensor, entry.dtype), entry.byte_offset)
+    if surplus:
+        name, (file, _) = next(iter(surplus.items()))
+        raise CheckpointError(
+            f"{rank} holds it, the engine knows no such key" + (f" (and {len(surplus) - 1} more)" if len(surplus) > 1 else ""),
+            where=f"{name} in {file.path}",
+            why="The engine would refuse to start",
+            do="Remove the files of other conversions from the directory, or check the config",
+        )
+
+
+def _aliases_of(item: PlacedTensor, aliases: Mapping[str, str]) -> Iterator[PlacedTensor]:
+    """The tensor once more, under the names of the canonical tensors that it is stored in place of."""
+    sections = tuple(replace(section, name=aliases[section.name]) for section in item.tensor.sections if section.name in aliases)
+    if sections:
+        yield replace(item, tensor=replace(item.tensor, sections=sections))
+
+
+def _with_stored_dtype(tensor: StoredTensor, dtype: DType) -> StoredTensor:
+    """The tensor in the element type that the file has; a constant keeps its value."""
+    if tensor.sections or tensor.dtype == dtype or not tensor.filled or len(tensor.fill) == 1:
+        return replace(tensor, dtype=dtype)
+    return replace(tensor, dtype=dtype, fill=dtype.encoded(*struct.unpack("<f", tensor.fill)))

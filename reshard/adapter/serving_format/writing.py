@@ -1,0 +1,125 @@
+"""The layout of a serving engine's checkpoint: what every rank holds, framed as safetensors files, with the config beside them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from reshard.adapter.model_files import CONFIG, ModelFiles
+from reshard.adapter.safetensors_writer import framed
+from reshard.canonical.content import Content, check_against_model
+from reshard.errors import RequestError
+from reshard.geometry.dtypes import DType
+from reshard.geometry.stored import StoredTensor
+from reshard.models.model import Model
+from reshard.plans.layout import Layout, Sidecar, TargetFile
+from reshard.plans.target import Target
+from reshard.serving.legality import check_degrees
+from reshard.serving.ranks import rank_tensors
+from reshard.serving.rules import EngineRules
+from reshard.serving.served_model import served_model
+from reshard.serving.weights import layers_not_served, scale_aliases, stored_dtypes, weights_without_slot
+
+if TYPE_CHECKING:
+    from reshard.adapter.serving_format import ServingFormat
+
+_LAYER = r"\.\d+\."
+
+
+def lay_out(serving_format: ServingFormat, content: Content, target: Target, companions: ModelFiles) -> Layout:
+    """The files of all ranks, and the small files beside them.
+
+    Raises: RequestError or CheckpointError if the engine does not serve the content at the target's sizes.
+    """
+    model = served_model(content.model, companions.config, serving_format.engine)
+    rules = serving_format.engine_rules(model, target)
+    _check_content(content, model, rules)
+    check_degrees(model, rules, target.parallel)
+    dtypes = {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}
+    stored = stored_dtypes(model, rules, dtypes)
+    engine_config = serving_format.engine_config(model, target.parallel, dtypes)
+    companions, config_notes = _with_config_defaults(companions, rules)
+    left_out = layers_not_served(model)
+    return Layout(
+        serving_format.name,
+        tuple(_files(serving_format, model, rules, stored, target)),
+        _sidecars(companions, stored, engine_config),
+        target.parallel,
+        (*serving_format.notes(model, target), *rules.quirks.notes, *config_notes, *_about_left_out(left_out, content)),
+        aliases=scale_aliases(model, rules),
+        left_out=left_out,
+    )
+
+
+def _check_content(content: Content, model: Model, rules: EngineRules) -> None:
+    """Raises RequestError or CheckpointError unless the content is exactly the weights that the engine has a slot for."""
+    if content.states:
+        raise RequestError(f"{rules.engine} loads weights, no optimizer state", do="Leave out --optimizer")
+    without_slot = weights_without_slot(model, rules)
+    if names := [name for name in without_slot if name in content.tensors]:
+        globs = dict.fromkeys(f"--exclude '{re.sub(_LAYER, '.*.', name, count=1)}'" for name in names)
+        raise RequestError(
+            f"{rules.engine}'s class for a {model.architecture.model_type} model has no slot for it"
+            + (f", nor for {len(names) - 1} more" if len(names) > 1 else ""),
+            where=names[0],
+            why="It would ignore the weight without a message and give other answers than the model",
+            do=f"Leave it out on purpose with {' '.join(globs)}, or serve the model with an engine that has a slot for it",
+        )
+    check_against_model(content, partial=False, strict=True, optional=without_slot)
+
+
+def _with_config_defaults(companions: ModelFiles, rules: EngineRules) -> tuple[ModelFiles, tuple[str, ...]]:
+    """The config with the keys that the engine's class needs, and a note about the added keys."""
+    config = companions.config or {}
+    added = {key: value for key, value in rules.quirks.config_defaults if key not in config}
+    if not added:
+        return companions, ()
+    settings = ", ".join(f"{key}: {value}" for key, value in added.items())
+    note = f"added to config.json, since {rules.engine} needs it: {settings}"
+    return replace(companions, config={**config, **added}, derived=True), (note,)
+
+
+def _sidecars(companions: ModelFiles, dtypes: Mapping[str, DType], engine_config: dict[str, Any] | None) -> tuple[Sidecar, ...]:
+    """The small files beside the weights, the config last: the engine's own, or the Hugging Face config if there is none."""
+    sidecars = companions.sidecars(dtypes.values())
+    if engine_config is None:
+        return sidecars
+    config = Sidecar(CONFIG, (json.dumps(engine_config, indent=4) + "\n").encode())
+    return (*(sidecar for sidecar in sidecars if sidecar.path != CONFIG), config)
+
+
+def _about_left_out(left_out: Mapping[str, str], content: Content) -> tuple[str, ...]:
+    """A note that says how to compare the result with its source where layers are left out."""
+    layers = sorted({name.split(".")[2] for name in left_out if name in content.tensors}, key=int)
+    globs = " ".join(f"--exclude 'model.layers.{layer}.*'" for layer in layers)
+    return (f"layers are left out; `reshard verify {globs}` compares all others with the source",) if layers else ()
+
+
+def _files(
+    serving_format: ServingFormat, model: Model, rules: EngineRules, dtypes: Mapping[str, DType], target: Target
+) -> Iterator[TargetFile]:
+    """The files of every rank that the target asks for. A rank starts a new file before the current one exceeds the target's limit."""
+    parallel = target.parallel
+    for pp_rank in range(parallel.pp):
+        for tp_rank in range(parallel.tp):
+            ranks = {axis: rank for axis, rank in (("pp", pp_rank), ("tp", tp_rank)) if axis in serving_format.sizes}
+            if target.wants(ranks):
+                tensors = rank_tensors(model, dtypes, rules, parallel, tp_rank, pp_rank)
+                for part, run in enumerate(_parts(tensors, target.max_shard_size)):
+                    yield framed(serving_format.file_name(parallel, pp_rank, tp_rank, part), run, ranks)
+
+
+def _parts(tensors: tuple[StoredTensor, ...], max_nbytes: int | None) -> Iterator[list[StoredTensor]]:
+    """The tensors in runs of at most `max_nbytes` (a larger tensor is a run of its own), as the engines' own writers cut them."""
+    run: list[StoredTensor] = []
+    nbytes = 0
+    for tensor in tensors:
+        if max_nbytes is not None and run and nbytes + tensor.nbytes > max_nbytes:
+            yield run
+            run, nbytes = [], 0
+        run.append(tensor)
+        nbytes += tensor.nbytes
+    yield run

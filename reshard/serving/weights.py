@@ -1,0 +1,80 @@
+"""The weights of a model that a serving engine holds: which have a slot in its class, which share one, and in which element type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from reshard.geometry.dtypes import DType
+from reshard.models.model import Model, Part
+from reshard.models.roles import Heads
+from reshard.serving.rules import EngineRules
+
+
+def parts_by_layer(model: Model, rules: EngineRules) -> dict[int | None, tuple[Part, ...]]:
+    """Layer -> its parts that the engine has a slot for, in the model's order; None -> the parts outside of the layers."""
+    return _parts_by_layer(model, rules.keep_fused, rules.quirks.unsupported)
+
+
+def distinct_parts(model: Model, rules: EngineRules) -> tuple[Part, ...]:
+    """One part for each role, parameter and shape: all that the legality of a parallel size depends on.
+
+    Attention heads come first, since people understand a size that does not divide the heads best.
+    """
+    return _distinct_parts(model, rules.keep_fused, rules.quirks.unsupported)
+
+
+@lru_cache(maxsize=16)
+def _parts_by_layer(
+    model: Model, keep_fused: frozenset[str], unsupported: frozenset[tuple[str, str]]
+) -> dict[int | None, tuple[Part, ...]]:
+    by_layer: dict[int | None, list[Part]] = {}
+    for part in model.parts(keep_fused=keep_fused):
+        if (part.role, part.parameter) not in unsupported:
+            by_layer.setdefault(part.layer, []).append(part)
+    return {layer: tuple(parts) for layer, parts in by_layer.items()}
+
+
+@lru_cache(maxsize=16)
+def _distinct_parts(model: Model, keep_fused: frozenset[str], unsupported: frozenset[tuple[str, str]]) -> tuple[Part, ...]:
+    first: dict[tuple[object, ...], Part] = {}
+    for parts in _parts_by_layer(model, keep_fused, unsupported).values():
+        for part in parts:
+            first.setdefault((part.role, part.parameter, part.array.shape), part)
+    return tuple(sorted(first.values(), key=lambda part: not isinstance(part.split, Heads)))
+
+
+def weights_without_slot(model: Model, rules: EngineRules) -> tuple[str, ...]:
+    """The weights that the engine's class of the model has no slot for, although the model's answers depend on them."""
+    stored = {part.tensor for parts in parts_by_layer(model, rules).values() for part in parts}
+    return tuple(name for name in model.weights if name not in stored)
+
+
+def layers_not_served(model: Model) -> dict[str, str]:
+    """Weight -> why engines leave it out: the weights of the layers that predict further tokens."""
+    layers = model.dimensions["layers"]
+    why = "predicts further tokens; the served model has no such layer"
+    return {weight.name: why for weight in model.weights.values() if weight.layer is not None and weight.layer >= layers}
+
+
+def scale_aliases(model: Model, rules: EngineRules) -> dict[str, str]:
+    """Scale -> the scale that an engine stores in its place: one for all weights that are fused in an expert. The two must be equal."""
+    last_role = {role: fusion.roles[-1] for fusion in rules.fusions for role in fusion.roles}
+    not_served = layers_not_served(model)
+    expert_parts = (part for part in model.parts(keep_fused=rules.keep_fused) if part.expert is not None and part.tensor not in not_served)
+    scales = [part for part in expert_parts if part.parameter in rules.scales_kept_once]
+    names = {(part.layer, part.expert, part.parameter, part.role): part.tensor for part in scales}
+    aliases = {part.tensor: names[part.layer, part.expert, part.parameter, last_role[part.role]] for part in scales}
+    return {name: stored for name, stored in aliases.items() if name != stored}
+
+
+def model_dtype(model: Model, dtypes: Mapping[str, DType]) -> DType:
+    """The element type that the model computes in: that of its embedding, which is never quantized."""
+    return dtypes[next(weight.name for weight in model.weights.values() if weight.role == "embedding")]
+
+
+def stored_dtypes(model: Model, rules: EngineRules, dtypes: Mapping[str, DType]) -> dict[str, DType]:
+    """Canonical tensor -> the element type that the engine stores. `dtypes` are those that the conversion asks for."""
+    roles = {weight.name: "scale" if weight.scale else weight.role for weight in model.weights.values()}
+    fixed = {role: dtype or model_dtype(model, dtypes) for role, dtype in rules.dtypes.items()}
+    return {name: fixed.get(roles.get(name, ""), dtype) for name, dtype in dtypes.items()}
