@@ -20,7 +20,7 @@ Decorator = Callable[[Function], Function]
 TARGET, SELECTION, SOURCE, EFFORT, OUTPUT = "Target", "Selection", "Source", "Effort", "Output"
 
 
-class Option(click.Option):
+class SectionedOption(click.Option):
     """An option that stands in a section of --help."""
 
     def __init__(self, *args: Any, section: str = "Options", **kwargs: Any) -> None:
@@ -121,7 +121,7 @@ def together(*decorators: Decorator[Any]) -> Decorator[Any]:
 
 def option(*names: str, section: str, **settings: Any) -> Decorator[Any]:
     """An option in a section of --help."""
-    return click.option(*names, cls=Option, section=section, **settings)
+    return click.option(*names, cls=SectionedOption, section=section, **settings)
 
 
 def take(given: dict[str, Any], keywords: type) -> dict[str, Any]:

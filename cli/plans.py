@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from .tables import count, nbytes_text, show, table
+from reshard.geometry.quantities import plural
+
+from .tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
     from reshard.canonical.content import Drop
@@ -26,7 +28,7 @@ def show_plan(plan: Plan) -> None:
     from reshard.plans import summary
 
     totals = plan.totals()
-    sizes = f"{count(totals.tensors, 'tensor')} into {count(totals.files, 'file')}"
+    sizes = f"{plural(totals.tensors, 'tensor')} into {plural(totals.files, 'file')}"
     show(f"{plan.source.format} -> {plan.layout.format} for {plan.layout.parallel}: {sizes}")
     show()
     rows = [
@@ -54,7 +56,7 @@ def show_plan(plan: Plan) -> None:
         f"{nbytes_text(totals.framing)} of framing"
     )
     for source, target, number in summary.casts(plan):
-        show(f"  cast      {count(number, 'tensor')} from {source} to {target}")
+        show(f"  cast      {plural(number, 'tensor')} from {source} to {target}")
     show_drops(plan)
     if plan.layout.sidecars:
         show(f"  copy      unchanged: {', '.join(sidecar.path for sidecar in plan.layout.sidecars)}")

@@ -29,11 +29,6 @@ def count_text(count: int) -> str:
     return f"{count:,}"
 
 
-def count(number: int, one: str, several: str | None = None) -> str:
-    """A number of things: 1 file, 3 files."""
-    return f"{number:,} {one if number == 1 else several or one + 's'}"
-
-
 def table(rows: Sequence[Sequence[object]], headings: Sequence[str], *, indent: str = "  ") -> str:
     """Aligned columns under headings; numbers to the right."""
     texts = [[_text(cell) for cell in row] for row in rows]

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.geometry.quantities import plural
+
 from .. import options
 from ..plans import plan_document, show_drops, show_plan
 from ..progress import bar
-from ..tables import count, nbytes_text, show, show_json, table
+from ..tables import nbytes_text, show, show_json, table
 
 if TYPE_CHECKING:
     from reshard.engine.run import Conversion
@@ -75,7 +77,7 @@ def _show_result(running: Conversion, target: str, seconds: float) -> None:
     totals = plan.totals()
     rate = nbytes_text(int((totals.written - resumed) / max(seconds, 1e-9)))
     show(
-        f"{target}: {count(totals.files, 'file')}, {nbytes_text(totals.written)} in {seconds:.1f} s ({rate}/s)"
+        f"{target}: {plural(totals.files, 'file')}, {nbytes_text(totals.written)} in {seconds:.1f} s ({rate}/s)"
         + (f", {nbytes_text(resumed)} of them from an earlier run" if resumed else "")
     )
     show(table([(file.path, nbytes_text(file.nbytes), len(file.tensors)) for file in plan.layout.files], ("file", "bytes", "tensors")))

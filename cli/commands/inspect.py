@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.geometry.quantities import plural
+
 from .. import options
-from ..tables import count, count_text, nbytes_text, shape_text, show, show_json, table
+from ..tables import count_text, nbytes_text, shape_text, show, show_json, table
 
 if TYPE_CHECKING:
     from reshard.geometry.meshes import Distribution, Mesh
@@ -135,7 +137,7 @@ def _show_checkpoint(opened: Checkpoint) -> None:
         show("  run       " + ", ".join(f"{name} {size}" for name, size in facts.parallel.items()))
     show(f"  files     {len(index.files)}, {nbytes_text(sum(file.nbytes for file in index.files))}")
     if index.objects:
-        show(f"  other     {count(len(index.objects), 'object')}, for example {index.objects[0]}")
+        show(f"  other     {plural(len(index.objects), 'object')}, for example {index.objects[0]}")
     for question in facts.unanswered:
         show(f"  needed    {question}")
     for note in facts.notes:

@@ -6,9 +6,11 @@ from typing import Any
 
 import click
 
+from reshard.geometry.quantities import plural
+
 from .. import options
 from ..progress import bar
-from ..tables import count, nbytes_text, show, show_json
+from ..tables import nbytes_text, show, show_json
 
 
 @click.command("roundtrip", cls=options.Command, examples=["reshard roundtrip step-1000 --to vllm --tp 8"])
@@ -51,11 +53,11 @@ def command(source: str, to: str, materialize: bool, work: str | None, as_json: 
             }
         )
     elif losses:
-        show(f"not lossless: {count(len(losses), 'loss', 'losses')}")
+        show(f"not lossless: {plural(len(losses), 'loss', 'losses')}")
         for loss in losses:
             show(f"  {loss}")
     else:
         how = "converted there and back, every bit compared" if materialize else "proven from the plans, no weight read"
-        sizes = f"{count(proof.tensors, 'tensor')}, {count(proof.boxes, 'box', 'boxes')}, {nbytes_text(proof.nbytes)}"
+        sizes = f"{plural(proof.tensors, 'tensor')}, {plural(proof.boxes, 'box', 'boxes')}, {nbytes_text(proof.nbytes)}"
         show(f"lossless: {sizes}; {how}")
     click.get_current_context().exit(1 if losses else 0)

@@ -6,9 +6,11 @@ from typing import Any
 
 import click
 
+from reshard.geometry.quantities import plural
+
 from .. import options
 from ..progress import bar
-from ..tables import count, nbytes_text, show, show_json, table
+from ..tables import nbytes_text, show, show_json, table
 
 
 @click.command("verify", cls=options.Command, examples=["reshard verify step-1000 out", "reshard verify step-1000 out --cast"])
@@ -44,8 +46,8 @@ def command(left: str, right: str, cast: bool, as_json: bool, show_progress: boo
             }
         )
     elif result.equal:
-        show(f"equal: {count(result.tensors, 'tensor')}, {nbytes_text(result.nbytes)}, every bit")
+        show(f"equal: {plural(result.tensors, 'tensor')}, {nbytes_text(result.nbytes)}, every bit")
     else:
-        show(f"different: {count(len(result.differences), 'difference')} in {count(result.tensors, 'common tensor')}")
+        show(f"different: {plural(len(result.differences), 'difference')} in {plural(result.tensors, 'common tensor')}")
         show(table([(d.name, d.kind, d.detail) for d in result.differences], ("tensor", "what", "how")))
     click.get_current_context().exit(0 if result.equal else 1)

@@ -20,8 +20,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from reshard.errors import CheckpointError, RequestError
-from reshard.storage.files import Files, inside, read_whole
+from reshard.adapter.save_folders import the_one_save
+from reshard.errors import CheckpointError
+from reshard.storage.files import Files
 
 _LATEST, _SCRIPT = "latest", "zero_to_fp32.py"
 _SWAP_FOLDER = "offloaded_tensors/"
@@ -89,32 +90,8 @@ def find_tag_folder(files: Files) -> str | None:
     folders = [folder for folder in listing if folder.endswith("/") and any(map(is_file_of_a_tag, files.list(folder)))]
     # Other programs also write a file `latest`. DeepSpeed writes its script beside it; if the tag was removed, only `latest` is left.
     if _LATEST in listing and (folders or _SCRIPT in listing or len(listing) == 1):
-        return _folder_in_latest(files, folders)
-    if len(folders) > 1:
-        raise RequestError(
-            f"there are {len(folders)} tags, {_names(folders)}, and no file `latest` names one of them",
-            where=files.root,
-            do=f"Give one of them, such as {files.root.rstrip('/')}/{folders[-1].rstrip('/')}",
-        )
-    return folders[0] if folders else None
-
-
-def _folder_in_latest(files: Files, folders: list[str]) -> str:
-    """The folder that `latest` names. folders: those that hold files of a tag."""
-    text = read_whole(files, _LATEST, limit=4096).decode("utf-8", "replace").strip()
-    folder = inside(text, where=_LATEST).rstrip("/") + "/" if text else ""
-    if folder not in folders:
-        raise CheckpointError(
-            f"it names the tag {text!r}, which {'holds no states' if folder in files.list() else 'is not there'}",
-            where=_LATEST,
-            why=f"DeepSpeed writes `latest` last, so the save was lost or removed later; the tags here: {_names(folders) or 'none'}",
-            do="Copy that tag's folder from where the checkpoint was written, or give the folder of another tag",
-        )
-    return folder
-
-
-def _names(folders: list[str]) -> str:
-    return ", ".join(folder.rstrip("/") for folder in folders[:4])
+        return the_one_save(files, folders, tracker=_LATEST)
+    return the_one_save(files, folders)
 
 
 def open_tag(files: Files, folder: str) -> Tag:
