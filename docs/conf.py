@@ -17,7 +17,7 @@ html_title = "reshard"
 html_show_sphinx = False
 # Anchors as on the hosting site, so that links such as page.md#a-heading work in both.
 myst_heading_anchors = 3
-# `reshard` session blocks: highlighting never fails a build.
+# Blocks without a language are drawings.
 highlight_language = "text"
 
 CONTENTS = {
@@ -31,9 +31,9 @@ CONTENTS = {
     """,
     "Evidence": "verification benchmarks",
     "Reference": """
-        reference/cli reference/python reference/json reference/fingerprint reference/exit-codes reference/versions architectures glossary
+        reference/cli reference/python reference/json reference/fingerprint reference/exit-codes reference/versions glossary
     """,
-    "Extending": "design extending/format extending/engine extending/option extending/storage",
+    "Extending": "design extending/format extending/engine architectures extending/option extending/storage",
 }
 
 
