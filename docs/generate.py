@@ -136,8 +136,9 @@ def _class(cls: type) -> Iterator[str]:
 def _class_named(name: str) -> type:
     """The class of that name, which is defined once in reshard/."""
     core = HERE.parent / "reshard"
-    (path,) = (path for path in core.rglob("*.py") if re.search(rf"^class {name}\b", path.read_text(), re.MULTILINE))
-    module = ".".join(path.relative_to(core.parent).with_suffix("").parts)
+    paths = [path for path in core.rglob("*.py") if re.search(rf"^class {name}\b", path.read_text(), re.MULTILINE)]
+    assert len(paths) == 1, f"{len(paths)} files of reshard/ define the class {name}; VALUES and the verbs' keywords name it"
+    module = ".".join(paths[0].relative_to(core.parent).with_suffix("").parts)
     found = getattr(import_module(module), name)
     assert isinstance(found, type)
     return found
