@@ -5,7 +5,7 @@ RESHARD := $(VENV)/bin/reshard
 SOURCE := fixtures/dcp/fsdp2
 OUT := demo-output
 
-.PHONY: demo test check clean
+.PHONY: demo test check docs clean
 
 # The main job on a bundled checkpoint that real FSDP2 wrote on 4 ranks.
 demo: $(VENV)/installed
@@ -31,6 +31,15 @@ check: $(VENV)/checked
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# The site, in docs/_build: a broken link or a page that nothing leads to fails.
+docs: .venv-docs/installed
+	.venv-docs/bin/sphinx-build --quiet --fail-on-warning --keep-going --nitpicky docs docs/_build
+
+.venv-docs/installed: docs/requirements.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	@touch $@
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

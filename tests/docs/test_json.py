@@ -1,0 +1,94 @@
+"""docs/reference/json.md names every key of every JSON document, and no other."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from command import reshard
+from doc_pages import FIXTURES, ROOT
+from published import LLAMA_70B
+
+FSDP2, VERL = FIXTURES / "dcp" / "fsdp2", FIXTURES / "fsdp" / "verl" / "checkpoint"
+MODEL = ("--model", FSDP2 / "model")
+LLAMA, QWEN3 = FIXTURES / "hf" / "llama", FIXTURES / "hf" / "qwen3"
+
+
+def documented(section: str) -> set[str]:
+    """The keys in a section's tables."""
+    text = (ROOT / "docs" / "reference" / "json.md").read_text()
+    (part,) = re.findall(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    cells = [line.split("|")[1] for line in part.split("\n") if line.startswith("| `")]
+    return {key for cell in cells for key in re.findall(r"`([^`]+)`", cell)}
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, ...]]:
+    """The paths of all values that are no dict and no list of dicts, in segments."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            for rest in leaves(inner):
+                yield (key, *rest)
+    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        for each in value:
+            for rest in leaves(each):
+                yield ("[]", *rest)
+    else:
+        yield ()
+
+
+def matches(key: str, leaf: tuple[str, ...]) -> bool:
+    """Whether a documented key such as `files[].ranks.*` is that of a value, or of a null in the place of a dict or list."""
+    words = key.replace("[]", ".[]").strip(".").split(".")
+    return all(word in ("*", segment) for word, segment in zip(words, leaf, strict=False)) and len(leaf) <= len(words)
+
+
+def check(section: str, *documents: Any, besides: str | None = None) -> None:
+    keys = documented(section) | (documented(besides) if besides else set())
+    found = {leaf for document in documents for leaf in leaves(document)}
+    unknown = [leaf for leaf in found if not any(matches(key, leaf) for key in keys)]
+    assert not unknown, f"json.md does not tell of {unknown[:3]} in {section}"
+    stale = [key for key in keys if not any(matches(key, leaf) for leaf in found)]
+    assert not stale, f"json.md tells of {stale[:3]}, which {section} does not print"
+
+
+def printed(*arguments: object) -> Any:
+    return reshard(*arguments, "--json").document
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_70B, "torch_dtype": "bfloat16"}))
+    return tmp_path
+
+
+def test_inspect():
+    check("inspect", printed("inspect", VERL))
+
+
+def test_plan_and_convert(tmp_path):
+    arguments = (FSDP2 / "checkpoint", tmp_path / "out", "--to", "vllm", "--tp", 2, *MODEL)
+    check("plan", printed("plan", arguments[0], *arguments[2:]), printed("convert", *arguments, "--dry-run"))
+    check("convert", printed("convert", *arguments), besides="plan")
+    check("reshard.json", json.loads((tmp_path / "out" / "reshard.json").read_text()))
+
+
+def test_verify_fingerprint_and_roundtrip():
+    check("verify", printed("verify", LLAMA, QWEN3))
+    check("fingerprint", printed("fingerprint", LLAMA))
+    check("roundtrip", printed("roundtrip", LLAMA, "--to", "vllm"))
+
+
+def test_degrees(config):
+    check("degrees", printed("degrees", config, "--tp", "3,4", "--gpu-memory", "80GiB", "--max-model-len", 8192))
+
+
+def test_estimate(config):
+    check("estimate", printed("estimate", config, "--gpus", 8, "--seq-len", 128, "--link", "1GB"))
+
+
+def test_lists():
+    check("formats", printed("formats"))
+    check("architectures", printed("architectures", "--start", LLAMA))
