@@ -8,6 +8,8 @@ from importlib import import_module
 
 import click
 
+from reshard.storage.system_calls import check_platform
+
 # name -> (module, what `--help` says). Static, so that help and start-up load nothing else.
 COMMANDS = {
     "inspect": (".commands.inspect", "Show what a checkpoint holds, and where each part lies."),
@@ -56,6 +58,7 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """The exit code of a command line. Errors become one paragraph on stderr; with --debug, a traceback."""
     try:
+        check_platform()
         code = cli.main(arguments, prog_name="reshard", standalone_mode=False)
         sys.stdout.flush()
         return int(code or 0)

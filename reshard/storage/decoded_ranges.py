@@ -6,7 +6,6 @@ read from there; a few of them are kept. So memory stays constant, and the disk 
 
 from __future__ import annotations
 
-import os
 import tempfile
 import threading
 from collections import OrderedDict
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from reshard.errors import CheckpointError
+from reshard.storage.system_calls import read_at
 
 Read = Callable[[str, int, memoryview], None]
 
@@ -88,7 +88,7 @@ class DecodedRanges:
                 raise CheckpointError(f"decoded it has {found.size:,} bytes, {byte_offset + len(buffer):,} are wanted", where=_shown(path))
             done = 0
             while done < len(buffer):
-                done += os.preadv(found.file.fileno(), [buffer[done:]], byte_offset + done)
+                done += read_at(found.file.fileno(), buffer[done:], byte_offset + done)
 
         self._with_file(path, fill)
 
