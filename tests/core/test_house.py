@@ -3,11 +3,11 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-import tomllib_compat
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -221,7 +221,7 @@ def test_the_core_names_no_format(path):
 
 
 def project():
-    return tomllib_compat.load(ROOT / "pyproject.toml")
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_the_packages_installed_are_the_tree():
