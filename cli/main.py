@@ -83,8 +83,10 @@ def run(arguments: list[str]) -> int:
 
 
 def _report(error: Exception, debug: bool) -> int:
-    from reshard.errors import ReshardError
+    from reshard.errors import RequestError, ReshardError
 
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        error = RequestError("this conversion needs torch, which is not installed", do="Install it with `pip install torch`")
     if debug or not isinstance(error, ReshardError):
         import traceback
 

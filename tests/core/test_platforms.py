@@ -80,10 +80,20 @@ def test_windows_gets_one_sentence(arguments, monkeypatch):
     import_module("reshard.cli.main")  # before the change: click asks for the platform, too
     monkeypatch.setattr(sys, "platform", "win32")
     result = reshard(*arguments)
-    assert (result.code, result.out, result.err) == (2, "", "reshard: reshard runs on Linux and macOS; on Windows, use WSL.\n")
+    sentence = "Windows is not supported: reshard runs on Linux and macOS, and on Windows in WSL."
+    assert (result.code, result.out, result.err) == (2, "", f"reshard: {sentence}\n")
 
 
 def test_windows_gets_the_same_sentence_in_python(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
-    with pytest.raises(Exception, match="on Windows, use WSL"):
+    with pytest.raises(Exception, match="on Windows in WSL"):
         library.open(HF / "llama")
+
+
+def test_without_torch_a_cast_that_needs_it_says_so(tmp_path, monkeypatch):
+    """In the container, torch is not installed."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = reshard("convert", HF / "llama", tmp_path / "out", "--to", "hf", "--dtype", "fp16")
+    assert result.code == 2 and "needs torch" in result.err and "pip install torch" in result.err
+    assert "Traceback" not in result.err
+    assert all(path.startswith(".reshard/") for path in tree(tmp_path / "out"))
