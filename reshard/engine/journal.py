@@ -92,7 +92,7 @@ def read_journal(path: Path, identity: str) -> dict[BlockKey, bytes]:
     records = [_record(line) for line in lines]
     if not records or records[0].get("identity") != identity:
         raise RequestError(
-            "the interrupted conversion here was another one: other options, or the source has changed since",
+            "the interrupted conversion here was another one: other options, another version of reshard, or the source has changed since",
             where=str(path.parent.parent),
             why="Going on would mix the two",
             do="Repeat the options of that run, or start anew with --overwrite",
