@@ -22,16 +22,25 @@ GROUP = "reshard.formats"
 def formats() -> dict[str, Format]:
     """Every installed format by name, sorted. A third party's package adds its own by the same group.
 
-    Raises: RequestError if there are none, or an entry point is not a Format.
+    Raises: RequestError if there are none, or if an entry point cannot be loaded or is not a Format.
     """
     found: dict[str, Format] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        loaded = point.load()
+        package = point.dist.name if point.dist else "an unknown package"
+        try:
+            loaded = point.load()
+        except Exception as error:
+            raise RequestError(
+                f"the entry point {point.name} of the group {GROUP} cannot be loaded: {error}",
+                where=point.value,
+                do=f"Update or remove the package that brings it, {package}",
+            ) from error
         if not isinstance(loaded, Format):
             raise RequestError(
-                f"the entry point {point.name} of the group {GROUP} is a {type(loaded).__name__}, not a Format",
+                f"the entry point {point.name} of the group {GROUP} is not a Format but an object of the class {type(loaded).__name__}",
                 where=point.value,
-                do="Remove the package that brings it, or let it subclass reshard.adapter.format.Format",
+                why="A format is an object of a subclass of reshard.adapter.format.Format",
+                do=f"Update or remove the package that brings it, {package}",
             )
         found[point.name] = loaded
     if not found:

@@ -18,7 +18,7 @@ SOURCE = DCP / "empty"
 DECLARATIONS = sorted(path.name for path in (WRITTEN / "declarations").iterdir())
 # The built-in model that the declaration of a user describes, under another model_type.
 SAME_MODEL = {"llama.yaml": "llama", "like_llama.yaml": "qwen2"}
-assert DECLARATIONS == sorted(SAME_MODEL)
+assert sorted(SAME_MODEL) == DECLARATIONS
 
 
 @pytest.mark.parametrize("target", ["hf", "vllm-tp2", "dcp"])
