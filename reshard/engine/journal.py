@@ -82,6 +82,11 @@ class Journal:
         os.fsync(self._file.fileno())
 
 
+def names_a_plan(path: Path) -> bool:
+    """Whether there is a journal with its first line. A run that was stopped before it wrote that line has noted no work."""
+    return path.exists() and "\n" in path.read_text()
+
+
 def read_journal(path: Path, identity: str) -> dict[BlockKey, bytes]:
     """The blocks that an earlier run of the same plan has finished, with their digests.
 
