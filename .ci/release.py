@@ -2,7 +2,7 @@
 
 Two runs on one commit make the same bytes: times come from SOURCE_DATE_EPOCH, the source distribution is packed again with sorted names,
 fixed owners and modes, and the wheel is built from the source distribution. `make release` runs this with the tools of
-release-requirements.txt.
+release-requirements.txt; `--without-sbom` saves the installation that the bill of materials describes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def main(out: Path) -> None:
+def main(out: Path, *, with_sbom: bool) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if leftovers := sorted(path.name for path in out.iterdir()):
         sys.exit(f"{out}: {', '.join(leftovers)} would mix with the release; remove the folder first")
@@ -27,9 +27,10 @@ def main(out: Path) -> None:
     epoch = int(os.environ.setdefault("SOURCE_DATE_EPOCH", time_of_commit()))
     with tempfile.TemporaryDirectory() as work:
         sdist = source_distribution(out, epoch, Path(work))
-        wheel = wheel_of(sdist, out, Path(work))
-        sbom = bill_of_materials(wheel, out, Path(work))
-    sums = "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in (sdist, wheel, sbom))
+        files = [sdist, wheel_of(sdist, out, Path(work))]
+        if with_sbom:
+            files.append(bill_of_materials(files[1], out, Path(work)))
+    sums = "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files)
     (out / "SHA256SUMS").write_text(sums)
     print(sums, end="")
 
@@ -87,4 +88,4 @@ def run(*command: str | Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), with_sbom="--without-sbom" not in sys.argv[2:])

@@ -85,12 +85,13 @@ def run(arguments: list[str]) -> int:
 def _report(error: Exception, debug: bool) -> int:
     from reshard.errors import RequestError, ReshardError
 
-    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-        error = RequestError("this conversion needs torch, which is not installed", do="Install it with `pip install torch`")
-    if debug or not isinstance(error, ReshardError):
+    without_torch = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+    if debug or not (without_torch or isinstance(error, ReshardError)):
         import traceback
 
         traceback.print_exception(error)
+    if without_torch:
+        error = RequestError("this conversion needs torch, which is not installed", do="Install it with `pip install torch`")
     if isinstance(error, ReshardError):
         print(f"reshard: {error}", file=sys.stderr)
         return error.exit_code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format
@@ -26,26 +26,29 @@ def formats() -> dict[str, Format]:
     """
     found: dict[str, Format] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        package = point.dist.name if point.dist else "an unknown package"
         try:
             loaded = point.load()
         except Exception as error:
             raise RequestError(
                 f"the entry point {point.name} of the group {GROUP} cannot be loaded: {error}",
                 where=point.value,
-                do=f"Update or remove the package that brings it, {package}",
+                do=f"Update or remove the package that brings it{_name_of_package(point)}",
             ) from error
         if not isinstance(loaded, Format):
             raise RequestError(
                 f"the entry point {point.name} of the group {GROUP} is not a Format but an object of the class {type(loaded).__name__}",
                 where=point.value,
                 why="A format is an object of a subclass of reshard.adapter.format.Format",
-                do=f"Update or remove the package that brings it, {package}",
+                do=f"Update or remove the package that brings it{_name_of_package(point)}",
             )
         found[point.name] = loaded
     if not found:
         raise RequestError("no format is installed", why=f"The entry-point group {GROUP} is empty", do="Install reshard with pip")
     return found
+
+
+def _name_of_package(point: EntryPoint) -> str:
+    return f", {point.dist.name}" if point.dist else ""
 
 
 def named(name: str) -> Format:
