@@ -229,7 +229,7 @@ def _checked_rules(model: Model, parallel: Parallel) -> EngineRules:
         dtypes={"router": F32},
         equal_experts=True,
     )
-    if unknown := sorted({part.role for part in model.parts} - rules.names.keys() - {role for each in _FUSIONS for role in each.roles}):
+    if unknown := sorted({part.role for part in model.parts()} - rules.names.keys() - {role for each in _FUSIONS for role in each.roles}):
         raise RequestError(f"what TensorRT-LLM calls the {unknown[0]} of {what} is not known", do="Convert to hf")
     if parallel.pp > model.dimensions["layers"]:
         raise RequestError(

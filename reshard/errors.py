@@ -1,7 +1,7 @@
-"""What goes wrong, as one paragraph: what, where, why, what to do.
+"""Errors as one paragraph: what is wrong, where, why it matters, what to do.
 
-CheckpointError is about the input, RequestError about what was asked, DifferenceFound about two checkpoints
-that should be equal. Anything else that escapes is a defect of reshard.
+CheckpointError is about the input, RequestError about what the user asked for, DifferenceFound about two checkpoints that should be
+equal. Any other exception that reaches the user is a defect of reshard.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ from collections.abc import Sequence
 
 
 class ReshardError(Exception):
-    """One paragraph for the user: what is wrong, where, why it matters, what to do about it."""
+    """One paragraph for the user, built from its four parts.
+
+    what: what is wrong. where: the tensor, box, rank or file. why: why it matters. do: what the user can do about it.
+    """
 
     exit_code = 2
+    """The exit code of the command line."""
 
     def __init__(self, what: str, *, where: str | None = None, why: str | None = None, do: str | None = None) -> None:
         super().__init__(what)
@@ -24,11 +28,11 @@ class ReshardError(Exception):
 
 
 class CheckpointError(ReshardError):
-    """The files do not hold what a whole checkpoint of their format holds."""
+    """The files are not a complete and consistent checkpoint of their format."""
 
 
 class RequestError(ReshardError):
-    """What was asked for cannot be done with this model, these degrees or these options."""
+    """The request cannot be fulfilled with this model, these parallel sizes or these options."""
 
 
 class DifferenceFound(ReshardError):
@@ -38,19 +42,19 @@ class DifferenceFound(ReshardError):
 
 
 def check_word(option: str, word: str, known: Sequence[str]) -> None:
-    """Raises RequestError, naming those that are known, if a word is none of them."""
+    """Raises RequestError, with the list of known words, if `word` is not one of them."""
     if word not in known:
-        raise RequestError(f"{option} {word}: there is no such thing", do=f"Known are {', '.join(known)}")
+        raise RequestError(f"{option} {word}: unknown value", do=f"Use one of {', '.join(known)}")
 
 
 def printable(text: str) -> str:
-    """The text with control characters spelled out: names come from files, and must not act on a terminal."""
+    """The text with control characters escaped: names come from files and must not control a terminal."""
     return "".join(char if char.isprintable() or char == " " else ascii(char)[1:-1] for char in text)
 
 
 def _sentence(text: str) -> str:
     text = text.strip()
     first = text.split(" ", 1)[0]
-    # Names (of tensors, files, vLLM) keep their spelling.
+    # A lower-case English word gets a capital letter. Names of tensors, files and programs keep their spelling.
     text = text[:1].upper() + text[1:] if first.isalpha() and first.islower() else text
     return text if text.endswith((".", "!", "?")) else text + "."

@@ -1,42 +1,50 @@
-"""reshard architectures: the models whose split over ranks is declared; and how a declaration of another one begins."""
+"""reshard architectures: the declared models, the declaration of one of them, and the draft of a new declaration."""
 
 from __future__ import annotations
 
 import click
 
-from .. import options
+from .. import completion_words, options
 from ..tables import show, show_json
 
 
 @click.command(
     "architectures",
     cls=options.Command,
-    examples=["reshard architectures", "reshard architectures --start my-checkpoint > my_model.yaml"],
+    examples=[
+        "reshard architectures",
+        "reshard architectures qwen2",
+        "reshard architectures --start my-checkpoint > my_model.yaml",
+    ],
 )
-@click.option("--start", metavar="CKPT", help="Print a draft declaration for the model of this checkpoint.")
+@click.argument("name", required=False, shell_complete=completion_words.architecture_names)
+@click.option("--start", metavar="CKPT", help="Draft a declaration for the model of this checkpoint.")
 @options.format_name
 @click.option("--model", metavar="DIR", help="With --start: directory with config.json, if the checkpoint has none.")
 @options.as_json
-def command(start: str | None, format: str | None, model: str | None, as_json: bool) -> None:
-    """List the supported architectures, or draft a declaration for a new one.
+def command(name: str | None, start: str | None, format: str | None, model: str | None, as_json: bool) -> None:
+    """List the declared architectures, show the declaration NAME, or draft a new one.
 
-    Architectures are named by the model_type of their configs. `reshard architectures --start CKPT > my.yaml` drafts a declaration, which
-    every command takes as --architecture my.yaml.
+    An architecture has the name of the model_type in the configs of its models. `reshard architectures --start CKPT > my.yaml` drafts a
+    declaration for a model that is not in the list. Every command takes the file as --architecture my.yaml.
     """
-    from reshard.models.lookup import known_model_types
+    from reshard.errors import RequestError
+    from reshard.models.lookup import declaration_text, known_model_types
 
-    if start is not None:
-        text = _beginning(start, format, model)
-        show_json({"declaration": text + "\n"}) if as_json else show(text)
+    if name is not None and start is not None:
+        raise RequestError(f"{name} with --start: one shows a declaration, the other drafts a new one", do="Give one of the two")
+    if name is None and start is None:
+        names = known_model_types()
+        show_json(list(names)) if as_json else show("\n".join(names))
         return
-    found = known_model_types()
-    show_json(list(found)) if as_json else show("\n".join(found))
+    text = declaration_text(name).rstrip("\n") if name is not None else _draft(str(start), format, model)
+    show_json({"declaration": text + "\n"}) if as_json else show(text)
 
 
-def _beginning(start: str, format: str | None, model: str | None) -> str:
+def _draft(start: str, format: str | None, model: str | None) -> str:
     import reshard
     from reshard.errors import RequestError
-    from reshard.models.declared.draft import skeleton
+    from reshard.models.declared.draft import draft
 
     opened = reshard.open(start, format=format, model=model)
     if opened.index.facts.unanswered:
@@ -47,5 +55,5 @@ def _beginning(start: str, format: str | None, model: str | None) -> str:
             do="Give --start a release of the model, or a checkpoint by FSDP, DeepSpeed or torch.distributed.checkpoint",
         )
     index = opened.index
-    weights = {**index.by_kind("master"), **index.by_kind("weight")}
-    return skeleton({name: tensor.shape for name, tensor in weights.items()}, opened.model_files.config, start)
+    tensors = {**index.by_kind("master"), **index.by_kind("weight")}
+    return draft({name: tensor.shape for name, tensor in tensors.items()}, opened.model_files.config, start)

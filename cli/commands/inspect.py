@@ -28,19 +28,19 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, **given: Any
     from reshard.errors import RequestError
 
     opened = reshard.open(checkpoint, **given)
-    chosen = [t for t in opened.index.tensors if not globs or any(fnmatchcase(t.name, glob) for glob in globs)]
-    if not chosen and globs:
+    tensors = [t for t in opened.index.tensors if not globs or any(fnmatchcase(t.name, glob) for glob in globs)]
+    if not tensors and globs:
         raise RequestError(f"no tensor is called {' or '.join(globs)}", do="`reshard inspect` without --tensor lists the names")
     if as_json:
-        show_json(document(opened, chosen))
+        show_json(document(opened, tensors))
     elif globs:
-        for tensor in chosen:
+        for tensor in tensors:
             _show_tensor(tensor)
     else:
         _show_checkpoint(opened)
 
 
-def document(opened: Checkpoint, chosen: list[Tensor]) -> dict[str, Any]:
+def document(opened: Checkpoint, tensors: list[Tensor]) -> dict[str, Any]:
     """Everything about a checkpoint, with stable keys."""
     from reshard.index.index import sharding_text
     from reshard.plans import summary
@@ -59,14 +59,14 @@ def document(opened: Checkpoint, chosen: list[Tensor]) -> dict[str, Any]:
         "parameters": _parameters(opened),
         "bytes": sum(file.nbytes for file in index.files),
         "files": [{"path": file.path, "bytes": file.nbytes} for file in index.files],
-        "roles": [
-            {"role": r.kind, "dtype": r.dtype, "tensors": r.tensors, "elements": r.elements, "bytes": r.nbytes}
-            for r in summary.roles(index)
+        "kinds": [
+            {"kind": row.kind, "dtype": row.dtype, "tensors": row.tensors, "elements": row.elements, "bytes": row.nbytes}
+            for row in summary.kinds(index)
         ],
         "tensors": [
             {
                 "name": tensor.name,
-                "role": tensor.kind,
+                "kind": tensor.kind,
                 "dtype": tensor.dtype.name,
                 "shape": list(tensor.shape),
                 "bytes": tensor.nbytes,
@@ -74,7 +74,7 @@ def document(opened: Checkpoint, chosen: list[Tensor]) -> dict[str, Any]:
                 "pieces": _pieces(tensor),
                 "placements": _placements(tensor),
             }
-            for tensor in chosen
+            for tensor in tensors
         ],
         "objects": list(index.objects),
         "notes": list(index.facts.notes),
@@ -98,12 +98,15 @@ def _mesh(mesh: Mesh | None) -> list[dict[str, Any]] | None:
 
 
 def _placements(tensor: Tensor) -> list[dict[str, Any]] | None:
-    """What each dimension of the tensor's mesh does to it; None where the files do not tell."""
-    found = tensor.distribution
-    if found is None:
+    """What each mesh dimension does to the tensor; None if the files do not say."""
+    distribution = tensor.distribution
+    if distribution is None:
         return None
-    steps = zip(found.mesh.names, found.mesh.sizes, found.placements, strict=True)
-    return [{"dimension": name, "ranks": size, "placement": str(each), "meaning": each.meaning} for name, size, each in steps]
+    dimensions = zip(distribution.mesh.names, distribution.mesh.sizes, distribution.placements, strict=True)
+    return [
+        {"dimension": name, "ranks": size, "placement": str(placement), "meaning": placement.meaning}
+        for name, size, placement in dimensions
+    ]
 
 
 def _parameters(opened: Checkpoint) -> int:
@@ -111,7 +114,7 @@ def _parameters(opened: Checkpoint) -> int:
     from reshard.plans import summary
 
     try:
-        return summary.parameters(opened.content())
+        return summary.parameter_count(opened.content())
     except ReshardError:
         return 0
 
@@ -133,35 +136,35 @@ def _show_checkpoint(opened: Checkpoint) -> None:
     show(f"  files     {len(index.files)}, {nbytes_text(sum(file.nbytes for file in index.files))}")
     if index.objects:
         show(f"  other     {count(len(index.objects), 'object')}, for example {index.objects[0]}")
-    for each in facts.unanswered:
-        show(f"  needed for conversion: {each}")
+    for question in facts.unanswered:
+        show(f"  needed    {question}")
     for note in facts.notes:
         show(f"  note      {note}")
     show()
-    rows = [(r.kind, r.dtype, r.tensors, r.elements, nbytes_text(r.nbytes)) for r in summary.roles(index)]
-    show(table(rows, ("role", "dtype", "tensors", "elements", "bytes")))
+    rows = [(row.kind, row.dtype, row.tensors, row.elements, nbytes_text(row.nbytes)) for row in summary.kinds(index)]
+    show(table(rows, ("kind", "dtype", "tensors", "elements", "bytes")))
     show()
     groups = summary.groups(index.tensors)
     named = [(g.name, g.count, g.kind, g.dtype, shape_text(g.shape), g.sharding, g.state) for g in groups]
-    show(table(named, ("tensor", "times", "role", "dtype", "shape", "cut", "with" if any(g.state for g in groups) else "")))
+    show(table(named, ("tensor", "count", "kind", "dtype", "shape", "sharding", "with" if any(g.state for g in groups) else "")))
     _show_placements(index.tensors)
 
 
 def _show_placements(tensors: tuple[Tensor, ...]) -> None:
-    """Every way in which weights lie on the mesh, and what it means."""
-    found: dict[Distribution, list[Tensor]] = {}
+    """Every distribution of weights over the mesh, and what it means."""
+    by_distribution: dict[Distribution, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.distribution is not None and tensor.kind == "weight":
-            found.setdefault(tensor.distribution, []).append(tensor)
-    for distribution, held in found.items():
+            by_distribution.setdefault(tensor.distribution, []).append(tensor)
+    for distribution, weights in by_distribution.items():
         show()
-        others = f" and {len(held) - 1} more" if len(held) > 1 else ""
-        show(f"on the mesh {distribution.mesh}: {held[0].name}{others}")
-        show(table(_placement_rows(held[0]), _PLACEMENT_COLUMNS))
+        others = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
+        show(f"on the mesh {distribution.mesh}: {weights[0].name}{others}")
+        show(table(_placement_rows(weights[0]), _PLACEMENT_COLUMNS))
 
 
 def _placement_rows(tensor: Tensor) -> list[tuple[str, ...]]:
-    return [(each["dimension"], each["ranks"], each["placement"], each["meaning"]) for each in _placements(tensor) or ()]
+    return [(row["dimension"], row["ranks"], row["placement"], row["meaning"]) for row in _placements(tensor) or ()]
 
 
 _PLACEMENT_COLUMNS = ("dimension", "ranks", "placement", "meaning")
@@ -173,12 +176,12 @@ def _model_text(opened: Checkpoint) -> str:
     if config is None:
         return text + "; no config.json here (--model DIR gives one)"
     if opened.model is None:
-        return f"{config.get('model_type')} (not declared: converts where nothing is split by role; see --architecture), {text}"
+        return f"{config.get('model_type')} (unsupported architecture: only hf and other whole-tensor formats), {text}"
     d, architecture = opened.model.dimensions, opened.model.architecture
     tied = ", tied head" if opened.model.is_tied else ""
     sizes = f"{d['layers']} layers, hidden {d['hidden']}, {d['heads']} heads ({d['kv_heads']} KV), vocabulary {d['vocab']}"
     declared = f", declared by {architecture.declared_in}" if architecture.declared_in else ""
-    named = "" if declared or opened.architecture is None else f", taken for {architecture.model_type}"
+    named = "" if declared or opened.architecture is None else f", read as {architecture.model_type}"
     return f"{config.get('model_type')}{declared}{named}, {text}: {sizes}{tied}"
 
 
@@ -193,7 +196,7 @@ def _show_tensor(tensor: Tensor) -> None:
     primary, ranks = primary_rows(tensor.shards), tensor.shards.ranks
     rows = []
     for i, piece in enumerate(tensor.pieces()):
-        kind = "empty" if not piece.box.volume else "" if primary[i] else "copy"
+        kind = "empty" if not piece.box.volume else "" if primary[i] else "replica"
         rank = "" if ranks is None else int(ranks[i])
         rows.append((rank, str(piece.box), piece.extent.path, piece.extent.byte_offset, shape_text(piece.extent.strides), kind))
     show(table(rows, ("rank" if ranks is not None else "", "box", "file", "byte offset", "strides", "")))

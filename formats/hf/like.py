@@ -1,11 +1,11 @@
-"""The layout of another folder: its names, fusions, shapes, element types and files, of which only headers are read."""
+"""The layout of another folder: its names, fusions, shapes, element types and files. Only its headers are read."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reshard.canonical.content import Content
@@ -17,160 +17,177 @@ from reshard.geometry.stored import StoredTensor, whole
 from reshard.index.index import Tensor
 from reshard.storage.files import LocalFiles
 
-from . import reading
+from .read import stored_weights
 
-_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_WRITTEN_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
-    """The folder that was named, and what its headers say."""
+class ReferenceFolder:
+    """The folder that --like names, according to its headers."""
 
     folder: str
+    """The folder as the user gave it."""
     paths: tuple[str, ...]
+    """Its files of weights."""
     tensors: tuple[Tensor, ...]
+    """Its tensors."""
 
 
 @dataclass(frozen=True, slots=True)
-class Matched:
-    """The tensors to be stored; the same by file, where the reference's files are called as a writer calls them; notes."""
+class TargetFolder:
+    """The weights that a folder will hold."""
 
     tensors: tuple[StoredTensor, ...]
+    """The tensors to store."""
     files: Mapping[str, list[StoredTensor]] | None
+    """Path -> the tensors of that file; None: to be divided by size."""
     notes: tuple[str, ...]
-
-
-def reference(folder: str) -> Reference:
-    """What the headers in a folder say. Raises CheckpointError if they, or their index, contradict themselves."""
-    found = reading.read(LocalFiles(folder), headers=True)
-    return Reference(folder, found.paths, found.tensors)
+    """Sentences on what is stored in another way than it is published."""
 
 
 @dataclass(slots=True)
 class _Mismatch:
-    """What cannot be as it is in the reference."""
+    """Everything that does not fit the reference, by kind."""
 
     absent: list[str] = field(default_factory=list)
+    """Tensors of the reference that the source does not have."""
     shapes: list[str] = field(default_factory=list)
+    """Tensors that have another shape in the source, with both shapes."""
     dtypes: list[str] = field(default_factory=list)
-    homeless: list[str] = field(default_factory=list)
-    twice: list[str] = field(default_factory=list)
+    """Tensors that cannot be cast to the reference's element type, with both types."""
+    without_place: list[str] = field(default_factory=list)
+    """Weights of the source that no tensor of the reference holds."""
+    repeated: list[str] = field(default_factory=list)
+    """Weights of the source that several tensors of the reference hold."""
 
     def check(self, folder: str, *, is_declared: bool) -> None:
-        """Raises RequestError, naming everything, if there is anything."""
+        """Raises RequestError, naming everything that does not fit. is_declared: the model is known."""
         groups = {
-            "it has, and the source has not": self.absent,
-            "have other shapes": self.shapes,
-            "have element types that cannot be cast": self.dtypes,
-            "it has no place for": self.homeless,
-            "it has more than once": self.twice,
+            "not in the source": self.absent,
+            "another shape": self.shapes,
+            "an element type that cannot be cast": self.dtypes,
+            "no place for": self.without_place,
+            "several places for": self.repeated,
         }
-        found = [f"{len(names)} that {what}: {_some(names)}" for what, names in groups.items() if names]
-        if not found:
+        faults = [f"{fault}: {len(names)} ({_some(names)})" for fault, names in groups.items() if names]
+        if not faults:
             return
-        hints = {
-            "Name the model with --model DIR, as other names and fusions are known of declared architectures only": not is_declared,
-            "Leave out with --exclude what it has no place for": bool(self.homeless and not self.absent),
-        }
+        remedy = "Name a folder of the same model, or leave out --like"
+        if not is_declared:
+            remedy = "Name the model with --model DIR: other names and fusions are known only for declared architectures"
+        elif self.without_place and not self.absent:
+            remedy = "Leave out with --exclude the weights that it has no place for"
         raise RequestError(
-            "the source does not fit this folder's layout. Tensors " + "; tensors ".join(found),
+            f"the source's tensors do not fit this folder's layout: {'; '.join(faults)}",
             where=f"--like {folder}",
-            why="What is written would load as another model, or not at all",
-            do=next((hint for hint, fits in hints.items() if fits), "Name a folder of the same model, or leave out --like"),
+            why="The result would load as another model, or not at all",
+            do=remedy,
         )
 
 
-def match(content: Content, wanted: Reference) -> Matched:
-    """The content as the reference has it.
+def reference_folder(folder: str) -> ReferenceFolder:
+    """The tensors of a folder, from its headers. Raises CheckpointError if its files and their index contradict each other."""
+    weights = stored_weights(LocalFiles(folder), headers_only=True)
+    return ReferenceFolder(folder, weights.paths, weights.tensors)
 
-    What the reference has beside it and nobody needs, such as rotary frequencies, or a tied head, is left out with a note.
+
+def match(content: Content, reference: ReferenceFolder) -> TargetFolder:
+    """The content in the layout of the reference.
+
+    Tensors of the reference that no model needs, such as rotary frequencies or a tied head, are left out with a note.
     Raises: RequestError for everything else that does not fit, all at once.
     """
     names = Names(content.model) if content.model else None
     mismatch, left_out = _Mismatch(), dict[str, str]()
-    files: dict[str, list[StoredTensor]] = {path: [] for path in wanted.paths}
-    for tensor in wanted.tensors:
-        if reason := _unneeded(tensor.name, content, names):
+    files: dict[str, list[StoredTensor]] = {path: [] for path in reference.paths}
+    for tensor in reference.tensors:
+        if reason := _reason_to_leave_out(tensor.name, content, names):
             left_out[tensor.name] = reason
-        elif stored := _stored(tensor, content, names, mismatch):
+        elif stored := _stored_as(tensor, content, names, mismatch):
             files[tensor.shards.path(0)].append(stored)
-    tensors = tuple(stored for held in files.values() for stored in held)
+    tensors = tuple(stored for stored_in_file in files.values() for stored in stored_in_file)
     _check_places(content, tensors, mismatch)
-    mismatch.check(wanted.folder, is_declared=names is not None)
-    return Matched(tensors, files if all(map(_OURS.fullmatch, files)) and all(files.values()) else None, tuple(_notes(tensors, left_out)))
+    mismatch.check(reference.folder, is_declared=names is not None)
+    keeps_files = all(map(_WRITTEN_NAME.fullmatch, files)) and all(files.values())
+    return TargetFolder(tensors, files if keeps_files else None, (*_left_out_notes(left_out), *_variant_notes(tensors)))
 
 
-def _unneeded(name: str, content: Content, names: Names | None) -> str | None:
+def _reason_to_leave_out(name: str, content: Content, names: Names | None) -> str | None:
     """Why a tensor of the reference is not written; None if it is needed."""
     if names is None or content.model is None or name in content.weights:
         return None
     if dropped := names.unneeded(name):
         return content.model.reason_to_drop(dropped)
     array, (head, embedding) = names.array(name), content.model.architecture.tied
-    tied = content.model.is_tied and array is not None and array.names == (head,) and embedding in content.weights
-    return f"it is tied to {embedding}, which stands for it" if tied else None
+    is_tied = content.model.is_tied and array is not None and array.names == (head,) and embedding in content.weights
+    return f"it is tied to {embedding}, which stands for it" if is_tied else None
 
 
-def _stored(wanted: Tensor, content: Content, names: Names | None, mismatch: _Mismatch) -> StoredTensor | None:
-    """The tensor as the reference has it; None if that cannot be, which is noted."""
-    own = content.weights.get(wanted.name)
-    array = names.array(wanted.name) if names and own is None else None
-    members = (wanted.name,) if own is not None else array.names if array is not None else ()
-    if not members or not all(name in content.weights for name in members):
+def _stored_as(wanted: Tensor, content: Content, names: Names | None, mismatch: _Mismatch) -> StoredTensor | None:
+    """The tensor as the reference has it. If that is impossible, None, and the reason is added to `mismatch`."""
+    if weight := content.weights.get(wanted.name):
+        return _checked(wanted, whole(wanted.name, wanted.dtype, weight.shape), content, mismatch)
+    array: Mosaic | None = names.array(wanted.name) if names else None
+    if array is None or not array.names or not all(name in content.weights for name in array.names):
         mismatch.absent.append(wanted.name)
         return None
-    shape = own.shape if own is not None else _shape(array)
-    if shape != wanted.shape:
-        mismatch.shapes.append(f"{wanted.name} ({list(wanted.shape)} there, {list(shape)} here)")
+    return _checked(wanted, array.stored(wanted.name, wanted.dtype), content, mismatch)
+
+
+def _checked(wanted: Tensor, stored: StoredTensor, content: Content, mismatch: _Mismatch) -> StoredTensor | None:
+    """The stored tensor if it has the wanted shape, and its weights can be cast to its type."""
+    if stored.shape != wanted.shape:
+        mismatch.shapes.append(f"{wanted.name} ({list(wanted.shape)} there, {list(stored.shape)} here)")
         return None
-    if kinds := {content.weights[name].dtype for name in members if not _casts(content.weights[name].dtype, wanted.dtype)}:
-        mismatch.dtypes.append(f"{wanted.name} ({wanted.dtype} there, {', '.join(map(str, kinds))} here)")
+    dtypes = {content.weights[section.name].dtype for section in stored.sections}
+    if uncastable := [dtype for dtype in dtypes if not _can_cast(dtype, wanted.dtype)]:
+        mismatch.dtypes.append(f"{wanted.name} ({wanted.dtype} there, {', '.join(map(str, uncastable))} here)")
         return None
-    return whole(wanted.name, wanted.dtype, shape) if array is None else array.stored(wanted.name, wanted.dtype)
+    return stored
 
 
-def _shape(array: Mosaic | None) -> tuple[int, ...]:
-    assert array is not None
-    return array.shape
-
-
-def _casts(own: DType, wanted: DType) -> bool:
-    return own == wanted or (own.floating and wanted.floating)
+def _can_cast(source: DType, target: DType) -> bool:
+    return source == target or (source.floating and target.floating)
 
 
 def _check_places(content: Content, tensors: tuple[StoredTensor, ...], mismatch: _Mismatch) -> None:
-    """Every weight has to have one place, and one element type in it."""
-    held, kinds = Counter[str](), dict[str, set[DType]]()
+    """Add to `mismatch` the weights that have no place, several places, or places of several element types."""
+    placed, dtypes = Counter[str](), dict[str, set[DType]]()
     for stored in tensors:
         for section in stored.sections:
-            held[section.name] += section.box.volume
-            kinds.setdefault(section.name, set()).add(stored.dtype)
-    refused = mismatch.shapes or mismatch.dtypes  # their own weights have no place, for a reason that is told already
+            placed[section.name] += section.box.volume
+            dtypes.setdefault(section.name, set()).add(stored.dtype)
+    # The weights of a refused tensor have no place either, and the reason for it is already there.
+    has_refused = bool(mismatch.shapes or mismatch.dtypes)
     for name, tensor in content.weights.items():
         elements = math.prod(tensor.shape)
-        if held[name] > elements:
-            mismatch.twice.append(name)
-        elif (held[name] < elements or name not in kinds) and not refused:
-            mismatch.homeless.append(name if not held[name] else f"{name} (a part of it)")
-        elif len(kinds.get(name, ())) > 1:
-            mismatch.dtypes.append(f"{name} ({' and '.join(sorted(map(str, kinds[name])))} there, in parts)")
+        if placed[name] > elements:
+            mismatch.repeated.append(name)
+        elif (placed[name] < elements or name not in dtypes) and not has_refused:
+            mismatch.without_place.append(f"{name} (a part of it)" if placed[name] else name)
+        elif len(dtypes.get(name, ())) > 1:
+            mismatch.dtypes.append(f"{name} ({' and '.join(sorted(map(str, dtypes[name])))} there, in parts)")
 
 
-def _notes(tensors: tuple[StoredTensor, ...], left_out: Mapping[str, str]) -> list[str]:
+def _left_out_notes(left_out: Mapping[str, str]) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for name, reason in left_out.items():
         by_reason.setdefault(reason, []).append(name)
-    notes = [f"not written, though the folder of --like has it: {_some(held)}; {reason}" for reason, held in by_reason.items()]
-    other = [stored for stored in tensors if {section.name for section in stored.sections} != {stored.name}]
-    if other:
-        held = len({section.name for section in other[0].sections})
-        notes.append(
-            f"{len(other)} tensors are named or fused as in the folder of --like, such as {other[0].name}, which holds {held} weights"
-        )
-    return notes
+    return [f"not written, though the folder of --like has it: {_some(names)}; {reason}" for reason, names in by_reason.items()]
 
 
-def _some(names: list[str]) -> str:
+def _variant_notes(tensors: Sequence[StoredTensor]) -> list[str]:
+    variants = [stored for stored in tensors if {section.name for section in stored.sections} != {stored.name}]
+    if not variants:
+        return []
+    members = len({section.name for section in variants[0].sections})
+    return [
+        f"{len(variants)} tensors are named or fused as in the folder of --like, such as {variants[0].name}, which holds {members} weights"
+    ]
+
+
+def _some(names: Sequence[str]) -> str:
     more = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -147,7 +147,7 @@ def _stored_version(model: Model, headers: Mapping[tuple[int, int], Headers], pa
 
     Whoever wrote the files may have dealt the layers in a way of their own.
     """
-    counts = _stored_partition(headers, model.dimensions["layers"], parallel.pp)
+    counts = _stored_partition(headers, model, parallel.pp)
     known = [replace(each, engine=with_partition(each.engine, counts)) for each in all_rules(model)]
 
     def unlike(candidate: VersionRules) -> int:
@@ -162,11 +162,14 @@ def _stored_version(model: Model, headers: Mapping[tuple[int, int], Headers], pa
     return known[newest], f">={as_text(known[oldest].since)}{before}"
 
 
-def _stored_partition(headers: Mapping[tuple[int, int], Headers], layers: int, pp: int) -> tuple[int, ...]:
-    """The layers that each stage's keys name."""
+def _stored_partition(headers: Mapping[tuple[int, int], Headers], model: Model, pp: int) -> tuple[int, ...]:
+    """The layers that each stage's keys name: the number after `layers`, `h`, or the word before the number in the model's own names."""
+    layers = model.dimensions["layers"]
+    words = {"layers", "h", *re.findall(r"(\w+)\.\{layer\}", " ".join(weight.name for weight in model.architecture.weights))}
+    number = re.compile(rf"\.(?:{'|'.join(sorted(words))})\.(\d+)\.")
     held: list[set[int]] = [set() for _ in range(pp)]
     for (pp_rank, _), found in headers.items():
-        held[pp_rank].update(int(match[1]) for name in found if (match := re.search(r"\.(?:layers|h)\.(\d+)\.", name)))
+        held[pp_rank].update(int(match[1]) for name in found if (match := number.search(name)))
     counts = tuple(len(layer_set) for layer_set in held)
     if [layer for layer_set in held for layer in sorted(layer_set)] != list(range(layers)):
         raise CheckpointError(

@@ -1,10 +1,10 @@
-"""A folder of torch.distributed.checkpoint: its metadata, its files, and where exactly an entry's bytes lie.
+"""A folder of torch.distributed.checkpoint, read: its metadata, its files, and where exactly the bytes of an entry lie.
 
-    .metadata                which box of which tensor is which byte range of which file
-    __{rank}.metadata        the same of one rank, where they were saved without collectives
-    __{rank}_{i}.distcp      the ranges, each a torch.save zip of one tensor or object
+    .metadata                which box of which tensor is which entry: a byte range of a file
+    __{rank}.metadata        the same for one rank, if the checkpoint was saved without collectives
+    __{rank}_{i}.distcp      entries end to end, each a torch.save zip of one tensor or object
 
-Where an entry's bytes lie is read from its own zip directory, when the piece is asked for.
+An entry's own zip directory tells where its tensor's bytes lie. It is read when that piece is needed.
 """
 
 from __future__ import annotations
@@ -24,36 +24,41 @@ from reshard.index.shards import Shards
 from reshard.storage.decoded_ranges import check_known
 from reshard.storage.files import Files, inside, read_whole
 
-METADATA, DATA = ".metadata", ".distcp"
+_METADATA = ".metadata"
+_RANK_METADATA = re.compile(r"__\d+\.metadata")
 _METADATA_LIMIT = 4 << 30
-# What an entry has beside its elements: torch.save's framing, about 1.5 kB, and what pads it.
+# Most bytes of an entry that are not elements: the framing of torch.save, about 1.5 kB, and padding.
 _FRAMING = 1 << 16
 _OBJECT_LIMIT = 1 << 28
 
 
 class DcpFolder:
-    """A folder; `prefix`, by which its paths begin, ends in a slash or is empty. metadata: what it says; paths: its data files; files: the
-    same with their sizes.
+    """A folder with its metadata.
 
     Raises: CheckpointError if the metadata contradicts itself, or a file that it names is missing or too short.
     """
 
     def __init__(self, files: Files, prefix: str) -> None:
-        self._tree, self.prefix = files, prefix
+        self._tree = files
+        self.prefix = prefix
+        """What the paths of its files start with: empty, or a folder with a slash at its end."""
         self.metadata = _metadata(files, prefix)
-        self.paths = tuple(inside(prefix + path, where=prefix + METADATA) for path in self.metadata.paths)
+        """The content of .metadata, or of the ranks' metadata files merged."""
+        self.paths = tuple(inside(prefix + path, where=prefix + _METADATA) for path in self.metadata.paths)
+        """The data files, in the order in which the metadata numbers them."""
         self.files = tuple(_checked_files(files, prefix, self.metadata, self.paths))
-        # Neighbouring blocks ask for the same entry.
+        """The data files with their sizes."""
+        # Neighbouring blocks need the same entry.
         self._locate = lru_cache(maxsize=4096)(lambda path, start, nbytes: torch_zip.entry_extent(files, path, start, nbytes))
 
     def shards(self, item: TensorItem) -> Shards:
-        """The stored boxes of a tensor. Raises CheckpointError if they went through a transform that is not known."""
+        """The stored boxes of a tensor. Raises CheckpointError if its entries went through an unknown transform."""
         check_known(item.transforms, where=item.fqn)
         chunks = item.chunks
         return Shards(self.paths, chunks.offsets, chunks.sizes, chunks.files, chunks.entry_offsets, self._extent(item))
 
     def value(self, item: BytesItem) -> Any:
-        """The object of an entry, as an inert unpickler reads it."""
+        """The object in an entry, as the inert unpickler reads it."""
         path, start, nbytes = inside(self.prefix + item.path, where=item.fqn), item.entry_offset, item.entry_nbytes
         if item.transforms:
             check_known(item.transforms, where=item.fqn)
@@ -62,7 +67,7 @@ class DcpFolder:
         return torch_zip.read(self._tree, path, start=start, nbytes=nbytes)
 
     def _extent(self, item: TensorItem) -> Callable[[int], Extent]:
-        """A function from a row to where its bytes lie, checked against what the metadata says of it."""
+        """A function from a row to where its bytes lie. It checks the entry against the metadata."""
 
         def extent(i: int) -> Extent:
             chunks = item.chunks
@@ -75,7 +80,7 @@ class DcpFolder:
             stored = self._locate(path, start, nbytes)
             if stored.shape != sizes or stored.dtype != item.dtype:
                 raise CheckpointError(
-                    f"the entry holds {stored.dtype} {list(stored.shape)}, {METADATA} says {item.dtype} {list(sizes)}",
+                    f"the entry holds {stored.dtype} {list(stored.shape)}, {_METADATA} says {item.dtype} {list(sizes)}",
                     where=f"{item.fqn} in {path}",
                     why="The files are from different saves",
                     do="Copy all files of one save again",
@@ -85,27 +90,24 @@ class DcpFolder:
         return extent
 
 
-def is_rank_metadata(path: str) -> bool:
-    return re.fullmatch(r"__\d+\.metadata", path) is not None
-
-
 def _metadata(files: Files, folder: str) -> DcpMetadata:
-    if files.size(folder + METADATA) is not None:
-        return dcp_metadata.parse(read_whole(files, folder + METADATA, limit=_METADATA_LIMIT), where=folder + METADATA)
+    if files.size(folder + _METADATA) is not None:
+        return dcp_metadata.parse(read_whole(files, folder + _METADATA, limit=_METADATA_LIMIT), where=folder + _METADATA)
     # Saved without collectives: each rank wrote its own.
-    parts = [path for path in files.list(folder) if is_rank_metadata(path.removeprefix(folder))]
+    parts = [path for path in files.list(folder) if _RANK_METADATA.fullmatch(path.removeprefix(folder))]
     if not parts:
         raise CheckpointError(
-            f"there is no {METADATA}",
+            f"there is no {_METADATA}",
             where=f"{files.root}/{folder}",
-            why="It says where every tensor lies, and is written last (or the file was lost in a copy that skips dot files)",
+            why="It says where every tensor lies. torch writes it last, so the save was not finished, or a copy skipped files that start "
+            "with a dot",
             do="Copy it from where the checkpoint was written, or take an earlier checkpoint",
         )
     return dcp_metadata.merge([dcp_metadata.parse(read_whole(files, path, limit=_METADATA_LIMIT), where=path) for path in parts])
 
 
 def _checked_files(files: Files, folder: str, metadata: DcpMetadata, paths: tuple[str, ...]) -> Iterator[StoredFile]:
-    """The files that the metadata names. Raises CheckpointError if one is missing, or shorter than the entries that it should hold."""
+    """The files that the metadata names. Raises CheckpointError if a file is missing, or ends before its last entry."""
     needed = [0] * len(paths)
     for item in metadata.tensors.values():
         chunks = item.chunks
@@ -118,12 +120,12 @@ def _checked_files(files: Files, folder: str, metadata: DcpMetadata, paths: tupl
             raise CheckpointError(
                 "the file is not there" if size is None else f"the file has {size:,} bytes, its entries end at {nbytes:,}",
                 where=path,
-                why=f"{folder + METADATA} names it, and {_held(metadata, paths.index(path))}",
+                why=f"{folder + _METADATA} names it, and {_content_text(metadata, paths.index(path))}",
                 do="Copy that file from where the checkpoint was written",
             )
         yield StoredFile(path, size)
 
 
-def _held(metadata: DcpMetadata, file: int) -> str:
+def _content_text(metadata: DcpMetadata, file: int) -> str:
     names = [name for name, item in metadata.tensors.items() if (item.chunks.files == file).any()]
-    return f"it holds parts of {len(names)} tensors, such as {names[0]}" if names else "it holds none of the weights"
+    return f"it holds parts of {len(names)} tensors, such as {names[0]}" if names else "it holds no tensor"

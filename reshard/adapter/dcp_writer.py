@@ -1,6 +1,6 @@
-"""The files of torch.distributed.checkpoint, written: entries one after the other, and the .metadata that says where they are.
+"""The files of torch.distributed.checkpoint, laid out: entries end to end, and the .metadata that says where they are.
 
-As torch 2.13 writes and pickles them; torch 2.4 and later read it.
+The framing is that of torch 2.13; torch 2.4 and later read it.
 """
 
 from __future__ import annotations
@@ -13,81 +13,104 @@ from reshard.containers import pickle_writer, torch_frame, torch_pickle
 from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.geometry.dtypes import DType
 from reshard.geometry.stored import StoredTensor
-from reshard.plans.layout import Placed, TargetFile
+from reshard.plans.layout import PlacedTensor, TargetFile
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """An entry: its flat name, where it lies, and of a tensor its element type, its box and the shape of the whole."""
+class DcpEntry:
+    """An entry: a box of a tensor, or an object, in a file."""
 
     fqn: str
-    file: str
-    start: int
+    """The flat name: the keys on the way to the value in the state dict, joined by dots."""
+    path: str
+    """The file, relative to the folder of the .metadata."""
+    byte_offset: int
+    """Where the entry starts in the file."""
     nbytes: int
+    """The entry's length, framing included."""
     dtype: DType | None = None
+    """The tensor's element type; None for an object."""
     offsets: Shape = ()
+    """Where the box starts in the whole tensor, in elements per axis."""
     sizes: Shape = ()
-    shape: Shape = ()
+    """The box's length in elements per axis."""
+    global_shape: Shape = ()
+    """The shape of the whole tensor."""
 
 
 @dataclass(slots=True)
 class DcpFile:
-    """A file of entries, as far as it is laid out. path: in the folder of the .metadata."""
+    """A file of entries, as far as it is laid out."""
 
     path: str
+    """The file, relative to the folder of the .metadata."""
     nbytes: int = 0
+    """The length so far."""
     literals: list[tuple[int, bytes]] = field(default_factory=list)
-    placed: list[Placed] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)
+    """The framing so far: (byte offset, bytes)."""
+    placed: list[PlacedTensor] = field(default_factory=list)
+    """The tensors so far, with their byte offsets."""
+    entries: list[DcpEntry] = field(default_factory=list)
+    """The entries so far, for the metadata."""
 
     def add_tensor(self, fqn: str, stored: StoredTensor, offsets: Shape, shape: Shape) -> None:
-        """A part of a tensor of that shape, which lies in it from `offsets` on."""
+        """Add the box of a tensor of the global shape `shape` that starts at `offsets` and holds `stored`."""
         pickle, storages = torch_pickle.tensor_pickle(torch_pickle.Plain(stored.dtype, stored.shape))
         frame = torch_frame.frame("archive", pickle, storages, start=self.nbytes)
-        self.placed.append(Placed(stored, frame.storages[0]))
-        self._close(frame, Entry(fqn, self.path, self.nbytes, frame.nbytes - self.nbytes, stored.dtype, offsets, stored.shape, shape))
+        self.placed.append(PlacedTensor(stored, frame.storages[0]))
+        nbytes = frame.nbytes - self.nbytes
+        self._append(frame, DcpEntry(fqn, self.path, self.nbytes, nbytes, stored.dtype, offsets, stored.shape, shape))
 
     def add_object(self, fqn: str, value: object) -> None:
+        """Add an object that is not a tensor."""
         frame = torch_frame.frame("archive", pickle_writer.dumps(value), (), start=self.nbytes)
-        self._close(frame, Entry(fqn, self.path, self.nbytes, frame.nbytes - self.nbytes))
+        self._append(frame, DcpEntry(fqn, self.path, self.nbytes, frame.nbytes - self.nbytes))
 
     def close(self, ranks: Mapping[str, int] | None = None, *, folder: str = "") -> TargetFile:
-        """The file, in a folder of the target that ends in a slash."""
+        """The finished file. folder: the folder of the .metadata in the target, with a slash at its end. ranks: see TargetFile."""
         return TargetFile(folder + self.path, self.nbytes, tuple(self.literals), tuple(self.placed), ranks or {})
 
-    def _close(self, frame: torch_frame.Frame, entry: Entry) -> None:
+    def _append(self, frame: torch_frame.TorchFrame, entry: DcpEntry) -> None:
         self.literals.extend(frame.literals)
         self.entries.append(entry)
         self.nbytes = frame.nbytes
 
 
 def written_metadata(files: Sequence[DcpFile], planner: Mapping[str, tuple[str | int, ...]] | None = None) -> bytes:
-    """The .metadata of the entries. planner: the path of keys of every flat name, for those that load a state dict by it."""
-    listed: dict[str, Any] = {}
-    chunks: dict[str, list[Instance]] = {}
+    """The content of the .metadata for these files.
+
+    planner: flat name -> keys on the way to the value. Loaders that rebuild a nested state dict need it.
+    """
+    state_dict_metadata: dict[str, Any] = {}
+    chunks_by_fqn: dict[str, list[Instance]] = {}
     storage: dict[Any, Any] = {}
     for entry in (entry for file in files for entry in file.entries):
-        info = Instance(_STORAGE_INFO, {"relative_path": entry.file, "offset": entry.start, "length": entry.nbytes})
+        info = Instance(_STORAGE_INFO, {"relative_path": entry.path, "offset": entry.byte_offset, "length": entry.nbytes})
         index: dict[str, Any] = {"fqn": entry.fqn}
         if entry.dtype is None:
-            listed[entry.fqn] = Instance(_class("BytesStorageMetadata"), {})
+            state_dict_metadata[entry.fqn] = Instance(_class("BytesStorageMetadata"), {})
         else:
-            held = chunks.setdefault(entry.fqn, [])
-            if not held:
-                listed[entry.fqn] = _tensor_metadata(entry.dtype, entry.shape, held)
-            index |= {"offset": _size(entry.offsets), "index": len(held)}
-            held.append(Instance(_class("ChunkStorageMetadata"), {"offsets": _size(entry.offsets), "sizes": _size(entry.sizes)}))
+            chunks = chunks_by_fqn.setdefault(entry.fqn, [])
+            if not chunks:
+                state_dict_metadata[entry.fqn] = _tensor_metadata(entry.dtype, entry.global_shape, chunks)
+            index |= {"offset": _size(entry.offsets), "index": len(chunks)}
+            chunks.append(Instance(_class("ChunkStorageMetadata"), {"offsets": _size(entry.offsets), "sizes": _size(entry.sizes)}))
         storage[Instance(_class("MetadataIndex"), index)] = info
-    order = {entry.fqn: planner[entry.fqn] for file in files for entry in file.entries} if planner is not None else None
-    state = {"state_dict_metadata": listed, "planner_data": order, "storage_data": storage, "storage_meta": None, "version": "1.0.0"}
+    state = {
+        "state_dict_metadata": state_dict_metadata,
+        "planner_data": None if planner is None else {entry.fqn: planner[entry.fqn] for file in files for entry in file.entries},
+        "storage_data": storage,
+        "storage_meta": None,
+        "version": "1.0.0",
+    }
     return pickle_writer.dumps(Instance(_class("Metadata"), state))
 
 
 def _tensor_metadata(dtype: DType, shape: Shape, chunks: list[Instance]) -> Instance:
     layout = Call(Name("torch.serialization", "_get_layout"), ("torch.strided",))
-    # dtype, layout, whether it wants gradients, memory format, whether it is pinned.
+    # dtype, layout, requires_grad, memory format, pin_memory.
     state = (Name("torch", dtype.torch), layout, False, Call(_class("_MEM_FORMAT_ENCODING"), (0,)), False)
     return Instance(
         _class("TensorStorageMetadata"),

@@ -22,13 +22,13 @@ from reshard.geometry.stored import StoredTensor
 from reshard.index.index import Index, RunFacts
 from reshard.models.model import Model
 from reshard.models.quantization import unknown_quantization
-from reshard.plans.layout import Placed, TargetFile, index_of
+from reshard.plans.layout import PlacedTensor, TargetFile, index_of
 from reshard.serving.rules import EngineRules, check_degrees, rank_tensors, shared_copies, weights_without_slot
 from reshard.storage.files import Files
 
 _LAYER = r"\.\d+\."
 
-Headers = dict[str, tuple[TargetFile, safetensors.Entry]]
+Headers = dict[str, tuple[TargetFile, safetensors.TensorEntry]]
 
 
 def served_model(model: Model | None, config: Mapping[str, object] | None, engine: str) -> Model:
@@ -177,7 +177,7 @@ def index_of_ranks(
     """
     check_degrees(model, rules, parallel)
     also = {kept: name for name, kept in shared_copies(model, rules).items()}
-    placed: list[tuple[TargetFile, Placed]] = []
+    placed: list[tuple[TargetFile, PlacedTensor]] = []
     for (pp_rank, tp_rank), found in ranks.items():
         expected = rank_tensors(model, ANY_DTYPE, rules, parallel, tp_rank, pp_rank)
         for file, item in _matched(expected, found, f"stage {pp_rank}, rank {tp_rank}" if parallel.pp > 1 else f"rank {tp_rank}"):
@@ -204,7 +204,7 @@ class _AnyDtype(Mapping[str, DType]):
 ANY_DTYPE: Mapping[str, DType] = _AnyDtype()
 
 
-def _matched(expected: tuple[StoredTensor, ...], found: Headers, rank: str) -> Iterator[tuple[TargetFile, Placed]]:
+def _matched(expected: tuple[StoredTensor, ...], found: Headers, rank: str) -> Iterator[tuple[TargetFile, PlacedTensor]]:
     """Each expected tensor where the file has it. Raises CheckpointError for one that is missing, of another shape, or not expected."""
     surplus = dict(found)
     for stored in expected:
@@ -223,7 +223,7 @@ def _matched(expected: tuple[StoredTensor, ...], found: Headers, rank: str) -> I
                 why="The files are for another number of ranks than there are, or the config is another model's",
                 do="Check that all ranks' files are there, and the config",
             )
-        yield file, Placed(_as_found(stored, entry.dtype), entry.byte_offset)
+        yield file, PlacedTensor(_as_found(stored, entry.dtype), entry.byte_offset)
     if surplus:
         name, (file, _) = next(iter(surplus.items()))
         raise CheckpointError(
@@ -234,7 +234,7 @@ def _matched(expected: tuple[StoredTensor, ...], found: Headers, rank: str) -> I
         )
 
 
-def _standing_for(item: Placed, also: Mapping[str, str]) -> Iterator[Placed]:
+def _standing_for(item: PlacedTensor, also: Mapping[str, str]) -> Iterator[PlacedTensor]:
     """A tensor under the names of those that it stands for as well."""
     sections = tuple(replace(section, name=also[section.name]) for section in item.tensor.sections if section.name in also)
     if sections:

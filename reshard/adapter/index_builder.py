@@ -1,14 +1,14 @@
-"""IndexBuilder: from what a checkpoint's files hold to its Index. Every reader fills one, file by file, and builds the Index at the end.
+"""IndexBuilder: collects what the files of a checkpoint hold, and builds the Index at the end. Every reader fills one.
 
-A thousand ranks hold a million boxes. Here a box is a few numbers in arrays, and no object stays alive for it.
+A thousand ranks hold a million boxes. The builder stores each box as a few numbers in arrays, so no object stays alive for it.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,105 +27,177 @@ from reshard.storage.files import Files
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class _Columns:
-    """What is known of one tensor so far; one row per box."""
+class IndexBuilder:
+    """The tensors, objects, notes, param groups, mesh and files of a checkpoint, as far as they have been read.
 
-    dtype: DType
-    shape: tuple[int, ...]
-    distribution: Distribution | None
-    first: str
-    boxes: list[Box] = field(default_factory=list)
-    strides: list[tuple[int, ...]] = field(default_factory=list)
-    files: array[int] = field(default_factory=lambda: array("q"))
-    ranks: array[int] = field(default_factory=lambda: array("q"))
-    members: array[int] = field(default_factory=lambda: array("q"))
-    offsets: array[int] = field(default_factory=lambda: array("q"))
+    A builder that another process has filled can be pickled; the copy has no `files`, and is there to be joined.
+    """
 
+    def __init__(self, format_name: str, files: Files) -> None:
+        self.format_name = format_name
+        """The name of the format that reads."""
+        self.files = files
+        """The tree that the checkpoint is read from."""
+        self.param_groups: tuple[ParamGroup, ...] = ()
+        """The optimizer's param groups."""
+        self.mesh: Mesh | None = None
+        """The run's device mesh. If files name several meshes, the one with most dimensions."""
+        self._columns: dict[tuple[Kind, str], _Columns] = {}
+        self._path_numbers: dict[str, int] = {}
+        self._whole_tensors: list[Tensor] = []
+        self._objects: dict[str, None] = {}
+        self._notes: dict[str, None] = {}
+        self._files: dict[str, None] = {}
+        # The same few boxes and strides occur in every layer: equal ones share one object.
+        self._shared: dict[object, object] = {}
 
-class Collector:
-    """The tensors of a checkpoint, as far as its files have been read."""
+    def __getstate__(self) -> Mapping[str, Any]:
+        return {**self.__dict__, "files": None}
 
-    def __init__(self) -> None:
-        self._paths: dict[str, int] = {}
-        self._found: dict[tuple[Kind, str], _Columns] = {}
-        # The same few boxes and strides occur in every layer: one object for all equal ones.
-        self._same: dict[object, object] = {}
+    def add(self, kind: Kind, name: str, local: LocalTensor, path: str, rank: int = 0) -> None:
+        """Add the boxes of a tensor that the file `path` of `rank` holds.
 
-    def add(self, role: Kind, name: str, local: LocalTensor, path: str, rank: int) -> None:
-        """The boxes of a tensor that the file `path` of `rank` holds.
-
-        Raises: CheckpointError if an earlier file says another dtype, shape or distribution.
+        Raises: CheckpointError if an earlier file gives the tensor another element type, shape or distribution.
         """
-        known = self._found.get((role, name))
-        if known is None:
-            known = self._found[role, name] = _Columns(local.dtype, local.shape, local.distribution, path)
-        else:
-            self._check(name, known, local, path)
-        number = self._paths.setdefault(path, len(self._paths))
+        columns = self._columns_of(kind, name, local, path)
+        number = self._path_numbers.setdefault(path, len(self._path_numbers))
         for box, stored in local.shards:
-            known.boxes.append(self._one(box))
-            known.strides.append(self._one(stored.strides))
-            known.files.append(number)
-            known.ranks.append(rank)
-            known.members.append(stored.member if isinstance(stored, UnlocatedTensor) else -1)
-            known.offsets.append(stored.skipped if isinstance(stored, UnlocatedTensor) else stored.byte_offset)
+            columns.boxes.append(self._shared_value(box))
+            columns.strides.append(self._shared_value(stored.strides))
+            columns.files.append(number)
+            columns.ranks.append(rank)
+            columns.members.append(stored.member if isinstance(stored, UnlocatedTensor) else -1)
+            columns.offsets.append(stored.skipped if isinstance(stored, UnlocatedTensor) else stored.byte_offset)
+        if local.distribution:
+            self.add_mesh(local.distribution.mesh)
 
-    def join(self, other: Collector) -> None:
-        """Take over what another one has collected. Raises CheckpointError as `add` does."""
-        paths = list(other._paths)
-        numbers = np.array([self._paths.setdefault(path, len(self._paths)) for path in paths], np.int64)
-        for (role, name), found in other._found.items():
-            known = self._found.get((role, name))
-            if known is None:
-                known = self._found[role, name] = _Columns(found.dtype, found.shape, found.distribution, found.first)
-            else:
-                self._check(name, known, found, found.first)
-            known.boxes.extend(found.boxes)
-            known.strides.extend(found.strides)
-            known.files.frombytes(numbers[np.frombuffer(found.files, np.int64)].tobytes())
-            for mine, theirs in ((known.ranks, found.ranks), (known.members, found.members), (known.offsets, found.offsets)):
-                mine.extend(theirs)
+    def add_tensor(self, tensor: Tensor) -> None:
+        """Add a tensor that is complete."""
+        self._whole_tensors.append(tensor)
 
-    def tensors(self, files: Files) -> Iterator[Tensor]:
-        """The tensors, in the order in which they were first seen."""
-        paths = tuple(self._paths)
-        for (role, name), known in self._found.items():
-            yield Tensor(name, known.dtype, known.shape, role, self._shards(files, known, paths), known.distribution)
+    def add_objects(self, names: Iterable[str]) -> None:
+        """Add the names of things that are stored and are not tensors."""
+        self._objects.update(dict.fromkeys(names))
 
-    def _shards(self, tree: Files, known: _Columns, paths: tuple[str, ...]) -> Shards:
-        ndim, count = len(known.shape), len(known.boxes)
-        members, offsets = np.array(known.members, np.int64), np.array(known.offsets, np.int64)
-        files = np.array(known.files, np.int64)
-        return Shards(
-            paths,
-            np.array([box.offsets for box in known.boxes], np.int64).reshape(count, ndim),
-            np.array([box.sizes for box in known.boxes], np.int64).reshape(count, ndim),
-            files,
-            np.where(members >= 0, members, 0) + offsets,
-            _extent(tree, paths, files, members, offsets, known.strides, known.dtype),
-            ranks=np.array(known.ranks, np.int64),
+    def add_notes(self, sentences: Iterable[str]) -> None:
+        """Add sentences for a reader of the index. A repeated sentence appears once."""
+        self._notes.update(dict.fromkeys(sentences))
+
+    def add_mesh(self, mesh: Mesh | None) -> None:
+        """Add a mesh that a file names."""
+        if mesh and (self.mesh is None or len(mesh.sizes) > len(self.mesh.sizes)):
+            self.mesh = mesh
+
+    def add_files(self, paths: Iterable[str]) -> None:
+        """Add files that the checkpoint consists of."""
+        self._files.update(dict.fromkeys(paths))
+
+    @property
+    def objects(self) -> tuple[str, ...]:
+        """The names of the objects so far."""
+        return tuple(self._objects)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The notes so far."""
+        return tuple(self._notes)
+
+    def parallel(self, ranks: int) -> dict[str, int]:
+        """The run's sizes by mesh dimension; the number of ranks if no file names a mesh."""
+        return dict(zip(self.mesh.names, self.mesh.sizes, strict=True)) if self.mesh else {"ranks": ranks}
+
+    def join(self, other: IndexBuilder) -> None:
+        """Add everything that another builder holds. Raises CheckpointError as `add` does."""
+        numbers = np.array([self._path_numbers.setdefault(path, len(self._path_numbers)) for path in other._path_numbers], np.int64)
+        for (kind, name), added in other._columns.items():
+            columns = self._columns_of(kind, name, added, added.first_path)
+            columns.boxes.extend(added.boxes)
+            columns.strides.extend(added.strides)
+            columns.files.frombytes(numbers[np.frombuffer(added.files, np.int64)].tobytes())
+            columns.ranks.extend(added.ranks)
+            columns.members.extend(added.members)
+            columns.offsets.extend(added.offsets)
+        self._whole_tensors.extend(other._whole_tensors)
+        self.add_objects(other._objects)
+        self.add_notes(other._notes)
+        self.add_mesh(other.mesh)
+        self.add_files(other._files)
+        self.param_groups = (*self.param_groups, *other.param_groups)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors so far, in the order in which they were added. Each call makes their arrays anew."""
+        paths = tuple(self._path_numbers)
+        boxed = (
+            Tensor(name, columns.dtype, columns.shape, kind, columns.shards(self.files, paths), columns.distribution)
+            for (kind, name), columns in self._columns.items()
+        )
+        return (*boxed, *self._whole_tensors)
+
+    def build(self, facts: RunFacts, *, param_groups: Callable[[], tuple[ParamGroup, ...]] | None = None) -> Index:
+        """The index. The builder adds its notes and its mesh to `facts`.
+
+        param_groups: reads the optimizer's param groups when they are needed; replaces the groups that were collected.
+        """
+        groups = self.param_groups
+        return Index(
+            self.format_name,
+            self.tensors(),
+            tuple(StoredFile(path, self.files.size(path) or 0) for path in self._files),
+            replace(facts, notes=(*self._notes, *facts.notes), mesh=facts.mesh or self.mesh),
+            objects=self.objects,
+            param_groups=param_groups or (lambda: groups),
         )
 
-    def _one(self, value: T) -> T:
-        return self._same.setdefault(value, value)  # type: ignore[return-value]
+    def _columns_of(self, kind: Kind, name: str, added: LocalTensor | _Columns, path: str) -> _Columns:
+        """The columns of a tensor, new ones if no file has named it yet."""
+        columns = self._columns.get((kind, name))
+        if columns is None:
+            columns = self._columns[kind, name] = _Columns(added.dtype, added.shape, added.distribution, path)
+        else:
+            _check_same(name, columns, added, path)
+        return columns
 
-    def _check(self, name: str, known: _Columns, local: LocalTensor | _Columns, path: str) -> None:
-        if (known.dtype, known.shape, known.distribution) == (local.dtype, local.shape, local.distribution):
-            return
-        if (known.dtype, known.shape) != (local.dtype, local.shape):
-            raise CheckpointError(
-                f"{known.first} says {known.dtype} {list(known.shape)}, {path} says {local.dtype} {list(local.shape)}",
-                where=name,
-                why="The files are from different models or saves",
-                do="Keep the files of one save only",
-            )
-        raise CheckpointError(
-            f"{known.first} has it as ({known.distribution or 'whole'}) on the mesh ({_mesh(known.distribution)}), "
-            f"{path} as ({local.distribution or 'whole'}) on ({_mesh(local.distribution)})",
-            where=name,
-            why="Files of runs on different meshes lie together; their boxes do not fit",
-            do="Keep the files of one save only",
+    def _shared_value(self, value: T) -> T:
+        return self._shared.setdefault(value, value)  # type: ignore[return-value]
+
+
+@dataclass(slots=True)
+class _Columns:
+    """The boxes of one tensor as columns. Row i of every column belongs to the same box."""
+
+    dtype: DType
+    """The tensor's element type."""
+    shape: tuple[int, ...]
+    """The tensor's global shape."""
+    distribution: Distribution | None
+    """How the tensor lies on the run's mesh; None if the files do not tell."""
+    first_path: str
+    """The file that named the tensor first, for messages."""
+    boxes: list[Box] = field(default_factory=list)
+    """[n] Each box, in elements of the whole tensor."""
+    strides: list[tuple[int, ...]] = field(default_factory=list)
+    """[n] Distances in elements between neighbours in the file, per axis."""
+    files: array[int] = field(default_factory=lambda: array("q"))
+    """[n] Number of the file."""
+    ranks: array[int] = field(default_factory=lambda: array("q"))
+    """[n] The rank whose file it is."""
+    members: array[int] = field(default_factory=lambda: array("q"))
+    """[n] Byte offset of the zip member's local header; -1 if the byte offset of the data is known."""
+    offsets: array[int] = field(default_factory=lambda: array("q"))
+    """[n] Byte offset of the first element in the member's payload; in the file if `members` is -1."""
+
+    def shards(self, files: Files, paths: tuple[str, ...]) -> Shards:
+        ndim, count = len(self.shape), len(self.boxes)
+        members, offsets = np.array(self.members, np.int64), np.array(self.offsets, np.int64)
+        numbers = np.array(self.files, np.int64)
+        return Shards(
+            paths,
+            np.array([box.offsets for box in self.boxes], np.int64).reshape(count, ndim),
+            np.array([box.sizes for box in self.boxes], np.int64).reshape(count, ndim),
+            numbers,
+            np.where(members >= 0, members, 0) + offsets,
+            _extent(files, paths, numbers, members, offsets, self.strides, self.dtype),
+            ranks=np.array(self.ranks, np.int64),
         )
 
 
@@ -138,8 +210,7 @@ def _extent(
     strides: list[tuple[int, ...]],
     dtype: DType,
 ) -> Callable[[int], Extent]:
-    """A function from a row to where its bytes lie; of a zip member the payload's start is looked up once, when it is asked for."""
-
+    """A function from a row to where its bytes lie. It looks up the start of a zip member's payload once, on first use."""
     locations = Locations(files)
 
     def extent(i: int) -> Extent:
@@ -149,89 +220,25 @@ def _extent(
     return extent
 
 
-def _mesh(found: Distribution | None) -> str:
-    return str(found.mesh) if found else "none"
-
-
-class IndexBuilder:
-    """What has been read of a checkpoint so far."""
-
-    def __init__(self, format_name: str, files: Files) -> None:
-        self.format_name = format_name
-        self.files = files
-        self.boxes = Collector()
-        """Boxes of tensors that several files hold."""
-        self.whole_tensors: list[Tensor] = []
-        """Tensors that are complete as they were added."""
-        self.param_groups: tuple[ParamGroup, ...] = ()
-        """The optimizer's groups of parameters."""
-        self.mesh: Mesh | None = None
-        """The run's device mesh; of several that files name, the one with most dimensions."""
-        self._objects: dict[str, None] = {}
-        self._notes: dict[str, None] = {}
-        self._paths: dict[str, None] = {}
-
-    def add(self, kind: Kind, name: str, local: LocalTensor, path: str, rank: int = 0) -> None:
-        """The boxes of a tensor that the file `path` of `rank` holds.
-
-        Raises: CheckpointError if an earlier file says another element type, shape or distribution.
-        """
-        self.boxes.add(kind, name, local, path, rank)
-
-    def add_tensor(self, tensor: Tensor) -> None:
-        """A tensor that is complete."""
-        self.whole_tensors.append(tensor)
-
-    def add_objects(self, names: Iterable[str]) -> None:
-        """Names of what is stored but is not a tensor."""
-        self._objects.update(dict.fromkeys(names))
-
-    def add_notes(self, sentences: Iterable[str]) -> None:
-        """Sentences for a reader of the index; each is said once."""
-        self._notes.update(dict.fromkeys(sentences))
-
-    def add_mesh(self, mesh: Mesh | None) -> None:
-        """A mesh that a file names."""
-        if mesh and (self.mesh is None or len(mesh.sizes) > len(self.mesh.sizes)):
-            self.mesh = mesh
-
-    def add_files(self, paths: Iterable[str]) -> None:
-        """Files that the checkpoint consists of."""
-        self._paths.update(dict.fromkeys(paths))
-
-    @property
-    def objects(self) -> tuple[str, ...]:
-        return tuple(self._objects)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return tuple(self._notes)
-
-    def join(self, other: IndexBuilder) -> None:
-        """Take over what another builder holds, such as one that a process of its own has filled. Raises CheckpointError as `add` does."""
-        self.boxes.join(other.boxes)
-        self.whole_tensors.extend(other.whole_tensors)
-        self.add_objects(other.objects)
-        self.add_notes(other.notes)
-        self.add_mesh(other.mesh)
-        self.add_files(other._paths)
-        self.param_groups = (*self.param_groups, *other.param_groups)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors so far, in the order in which they were first seen."""
-        return (*self.boxes.tensors(self.files), *self.whole_tensors)
-
-    def build(self, facts: RunFacts, *, param_groups: Callable[[], tuple[ParamGroup, ...]] | None = None) -> Index:
-        """The index. `facts` are the run's; the builder adds its notes and its mesh.
-
-        param_groups: reads the optimizer's groups when asked for, in place of those that were collected.
-        """
-        groups = self.param_groups
-        return Index(
-            self.format_name,
-            self.tensors(),
-            tuple(StoredFile(path, self.files.size(path) or 0) for path in self._paths),
-            replace(facts, notes=(*self._notes, *facts.notes), mesh=facts.mesh or self.mesh),
-            objects=self.objects,
-            param_groups=param_groups or (lambda: groups),
+def _check_same(name: str, columns: _Columns, added: LocalTensor | _Columns, path: str) -> None:
+    """Raises CheckpointError unless two files agree on a tensor's element type, shape and distribution."""
+    if (columns.dtype, columns.shape, columns.distribution) == (added.dtype, added.shape, added.distribution):
+        return
+    if (columns.dtype, columns.shape) != (added.dtype, added.shape):
+        raise CheckpointError(
+            f"{columns.first_path} has it as {columns.dtype} {list(columns.shape)}, {path} as {added.dtype} {list(added.shape)}",
+            where=name,
+            why="The files are from different models or saves",
+            do="Keep the files of one save only",
         )
+    raise CheckpointError(
+        f"{columns.first_path} has it as ({columns.distribution or 'whole'}) on the mesh ({_mesh_text(columns.distribution)}), "
+        f"{path} as ({added.distribution or 'whole'}) on ({_mesh_text(added.distribution)})",
+        where=name,
+        why="The files are from runs on different meshes, so their boxes do not fit together",
+        do="Keep the files of one save only",
+    )
+
+
+def _mesh_text(distribution: Distribution | None) -> str:
+    return str(distribution.mesh) if distribution else "none"

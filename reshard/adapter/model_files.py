@@ -1,4 +1,7 @@
-"""What lies beside a model's weights: its Hugging Face config and tokenizer files, and how they go along."""
+"""The files beside a model's weights, its Hugging Face config and tokenizer, and their copies for a target.
+
+Light: a format's `detect` may use it.
+"""
 
 from __future__ import annotations
 
@@ -6,68 +9,73 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import CheckpointError
-from reshard.geometry.dtypes import DType
-from reshard.plans.layout import Sidecar
 from reshard.storage.files import Files, read_whole
 
+if TYPE_CHECKING:
+    from reshard.geometry.dtypes import DType
+    from reshard.plans.layout import Sidecar
+
 CONFIG = "config.json"
-# What an engine or a user of the model reads beside the weights. Anything else in a folder stays where it is.
+# Globs of the files that a serving engine or a user of the model needs beside the weights. Other files are not copied.
 CARRIED = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
     "*.model", "*.tiktoken", "chat_template*", "preprocessor_config.json", "processor_config.json",
     "configuration_*.py", "modeling_*.py", "tokenization_*.py",
 )  # fmt: skip
-# Where trainers put the Hugging Face files of a run: beside the checkpoint, or in this folder of it (verl).
+# Where trainers put the Hugging Face files of a run: in the checkpoint's folder, or in this folder below it (verl).
 _FOLDERS = ("", "huggingface/")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A folder's config (None if it has none) and the paths of the files that go along with the weights.
-
-    derived: the config is in no file; the checkpoint's own settings say the same.
-    """
+    """The config and the tokenizer files of a folder."""
 
     files: Files
+    """The tree that they are read from."""
     folder: str
+    """Their folder in that tree: empty, or with a slash at its end."""
     config: Mapping[str, Any] | None
+    """The content of config.json; None if there is none."""
     derived: bool = False
+    """Whether the config was derived from the checkpoint's own settings, because no file holds one."""
 
     @property
     def path(self) -> str | None:
-        """The directory that `--model` would name to get this config; None without a config."""
+        """The directory that `--model` would name for this config; None without a config file."""
         return f"{self.files.root}/{self.folder}" if self.config is not None and not self.derived else None
 
     def sidecars(self, dtypes: Iterable[DType], main: DType | None = None) -> tuple[Sidecar, ...]:
-        """The files to put beside weights of those element types; config.json comes last, so that it completes the directory.
+        """The files to put beside weights of these element types. config.json comes last, so it completes the directory.
 
-        The config keeps its bytes, unless it names another element type than the floating-point weights have now; main: the one to name
-        where they have several.
+        The config keeps its bytes if the element type that it names is right. Otherwise it names the floating-point weights' new type.
+        main: the type to name if the weights have several.
         """
+        from reshard.plans.layout import Sidecar
+
         names = [path.removeprefix(self.folder) for path in self.files.list(self.folder)]
-        kept = [name for name in names if not name.endswith("/") and any(fnmatchcase(name, glob) for glob in CARRIED)]
-        found = [Sidecar(name, content=read_whole(self.files, self.folder + name, limit=1 << 28)) for name in kept]
+        carried = [name for name in names if not name.endswith("/") and any(fnmatchcase(name, glob) for glob in CARRIED)]
+        sidecars = [Sidecar(name, content=read_whole(self.files, self.folder + name, limit=1 << 28)) for name in carried]
         if self.config is not None:
-            found.append(Sidecar(CONFIG, self._config_for(dtypes, main)))
-        return tuple(found)
+            sidecars.append(Sidecar(CONFIG, self._config_for(dtypes, main)))
+        return tuple(sidecars)
 
     def _config_for(self, dtypes: Iterable[DType], main: DType | None) -> bytes:
         assert self.config is not None
-        stored = {dtype for dtype in dtypes if dtype.floating}
-        said = next(iter(stored)) if len(stored) == 1 else main
-        # transformers 5 says dtype, those before torch_dtype; a config with both has to say one thing.
+        floating = {dtype for dtype in dtypes if dtype.floating}
+        named = next(iter(floating)) if len(floating) == 1 else main
+        # transformers 5 writes the key dtype, earlier versions torch_dtype. A config with both gets the same value in both.
         keys = [key for key in ("dtype", "torch_dtype") if key in self.config] or ["torch_dtype"]
-        own = dict.fromkeys(keys, said.torch) if said else {}
-        if self.derived or any(self.config.get(key) != value for key, value in own.items()):
-            return (json.dumps({**self.config, **own}, indent=2) + "\n").encode()
+        changes = dict.fromkeys(keys, named.torch) if named else {}
+        if self.derived or any(self.config.get(key) != value for key, value in changes.items()):
+            return (json.dumps({**self.config, **changes}, indent=2) + "\n").encode()
         return read_whole(self.files, self.folder + CONFIG, limit=1 << 24)
 
 
 def find_model_files(files: Files) -> ModelFiles:
-    """The config and its companions in a folder, or where trainers put them inside it."""
+    """The model files of a folder, or of the folder below it where verl puts them."""
     for folder in _FOLDERS:
         if files.size(folder + CONFIG) is not None:
             return ModelFiles(files, folder, read_json(files, folder + CONFIG))
@@ -75,7 +83,7 @@ def find_model_files(files: Files) -> ModelFiles:
 
 
 def read_json(files: Files, path: str, *, limit: int = 1 << 24) -> dict[str, Any]:
-    """A JSON file that holds one object. Raises CheckpointError if it does not."""
+    """The object in a JSON file. Raises CheckpointError if the file holds anything else."""
     try:
         value = json.loads(read_whole(files, path, limit=limit))
     except (ValueError, RecursionError) as error:

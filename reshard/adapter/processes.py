@@ -1,5 +1,7 @@
-"""Work that is Python's own, such as reading ten thousand pickles, on several processors: in forked processes, as threads would wait
-for each other."""
+"""Work that Python code itself does, such as reading ten thousand pickles, on several processors.
+
+The work runs in forked processes: Python threads would wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,16 @@ from typing import TypeVar
 J = TypeVar("J")
 R = TypeVar("R")
 
-# Starting a process and fetching its result costs as much as some dozen pickles.
+# Starting a process and fetching its result costs as much as reading a few dozen pickles.
 _FEWEST = 64
 
 
 def in_processes(jobs: Sequence[J], perform: Callable[[Sequence[J]], R]) -> list[R]:
-    """What `perform` makes of consecutive runs of the jobs, in their order.
+    """The results of `perform` for consecutive runs of the jobs, in the order of the jobs.
 
-    All in this process if there are few jobs, one processor, or other threads, which do not survive a fork; and where there is none.
+    All jobs are one run in this process if they are few, if there is one processor or another thread (threads do not survive a fork), and
+    on systems other than Linux.
+
     Raises: what `perform` raises for the first run that fails.
     """
     count = min(os.cpu_count() or 1, 8, max(1, len(jobs) // _FEWEST))
@@ -56,9 +60,9 @@ def _perform(sender: object, perform: Callable[[Sequence[J]], R], run: Sequence[
 
 def _result(pipe: object) -> R:  # type: ignore[type-var]
     try:
-        fine, value = pickle.loads(pipe.recv_bytes())  # type: ignore[attr-defined]
+        succeeded, value = pickle.loads(pipe.recv_bytes())  # type: ignore[attr-defined]
     except EOFError:
         raise RuntimeError("a process that read a part of the files died; the system may have run out of memory") from None
-    if not fine:
+    if not succeeded:
         raise value
     return value  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""A safetensors file that is to be written: its header, and where each tensor lies behind it."""
+"""A safetensors file, laid out: its header, and where each tensor lies after it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterable, Mapping
 
 from reshard.containers import safetensors
 from reshard.geometry.stored import StoredTensor
-from reshard.plans.layout import Placed, TargetFile
+from reshard.plans.layout import PlacedTensor, TargetFile
 
-# transformers and the engines look for it: whose tensors these are.
+# transformers and the serving engines look for it; "pt" stands for torch.
 _METADATA = {"format": "pt"}
 
 
 def framed(path: str, stored: Iterable[StoredTensor], ranks: Mapping[str, int] | None = None) -> TargetFile:
-    """A file that holds those tensors. ranks: for whom it is, if for somebody in particular."""
-    # Wide elements first keeps every tensor aligned to its element size (what the safetensors library does as well).
-    ordered = sorted(stored, key=lambda each: -each.dtype.itemsize)
-    frame = safetensors.frame(((each.name, each.dtype, each.shape) for each in ordered), _METADATA)
-    placed = tuple(Placed(each, entry.byte_offset) for each, entry in zip(ordered, frame.entries, strict=True))
+    """A file that holds these tensors. ranks: the rank that loads the file, if only one does; see TargetFile."""
+    # The widest element types first: so every tensor is aligned to its element size. The safetensors library does the same.
+    ordered = sorted(stored, key=lambda tensor: -tensor.dtype.itemsize)
+    frame = safetensors.frame(((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered), _METADATA)
+    placed = tuple(PlacedTensor(tensor, entry.byte_offset) for tensor, entry in zip(ordered, frame.entries, strict=True))
     return TargetFile(path, frame.nbytes, ((0, frame.header),), placed, ranks or {})

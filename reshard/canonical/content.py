@@ -1,6 +1,7 @@
-"""Canonical content: the tensors of a checkpoint that matter to a question, under the model's own names.
+"""Content: the tensors of a checkpoint that a conversion or comparison works on, under the model's canonical names.
 
-An index holds what is stored; this chooses and renames. What is left out is named, with the reason.
+An index holds everything that is stored. A content holds the chosen tensors: a tied head is a replica of the embedding, and optimizer state
+has keys that tell its weight. Every tensor that is left out becomes a Drop, with the reason.
 """
 
 from __future__ import annotations
@@ -14,99 +15,117 @@ from typing import Literal
 from reshard.canonical.optimizer_state import is_state_key, is_unnamed, master_key, parameter_and_kind, state_key
 from reshard.canonical.wrappers import is_wrapper
 from reshard.errors import CheckpointError, RequestError
+from reshard.geometry.quantities import plural
 from reshard.index.index import KINDS, Index, ParamGroup, RunFacts, Tensor
 from reshard.models.model import Model
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which tensors are meant. Globs match names after `strip_prefix` has been taken off.
-
-    weights: "model" for the copy that the model computes with, "master" for the optimizer's full-precision one; None
-    takes for each weight the model's copy if there is one. optimizer: also what the optimizer keeps of the chosen weights; masters: and
-    their full-precision copies, which are the weights themselves where there are no others.
-    """
+    """Which tensors of a checkpoint are chosen. Globs match names after `strip_prefix` has been removed."""
 
     weights: Literal["model", "master"] | None = None
+    """"model" for the copy that the model computes with, "master" for the optimizer's full-precision copy. None: for each weight the
+    model's copy, or the master if there is no other."""
     include: tuple[str, ...] = ()
+    """Only weights whose names match one of these globs; empty for all."""
     exclude: tuple[str, ...] = ()
+    """No weights whose names match one of these globs."""
     strip_prefix: str = ""
+    """A prefix to remove from names first."""
     optimizer: bool = False
+    """Also the optimizer state of the chosen weights."""
     masters: bool = False
+    """With `optimizer`: also the masters of the chosen weights. A weight without a separate master is its own master."""
 
     @property
     def is_partial(self) -> bool:
+        """Whether some weights may be left out by name."""
         return bool(self.include or self.exclude)
 
 
 def _unreadable(key: str) -> float:
-    raise CheckpointError("its value was not made readable", where=key)
+    raise CheckpointError("its value cannot be read here: no reader was given", where=key)
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A stored tensor that is left out, and why."""
+    """A stored tensor that is left out."""
 
     name: str
+    """Its name."""
     kind: str
+    """Its kind, such as "weight" or "moment1"."""
     nbytes: int
+    """Its size in bytes."""
     reason: str
+    """Why it is left out."""
 
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """The chosen tensors by canonical name, what was left out, and the model they belong to, if it is known.
-
-    `tied` names the stored tensors that are counted as copies of another. Optimizer state, where it was chosen, follows the
-    weights under the keys of `optimizers.state_key`, with its role. facts: of the run that wrote them. twice: keys under which a tensor is
-    there once more. scalar: the value of a tensor of one element, which is read from its file. selection: what was meant.
-    """
+    """The chosen tensors of a checkpoint under canonical names."""
 
     tensors: Mapping[str, Tensor]
+    """The chosen tensors. Weights have their canonical name as key, optimizer state and masters the key of `optimizer_state.state_key`."""
     drops: tuple[Drop, ...]
+    """The tensors that were left out."""
     model: Model | None
+    """The model; None if it is not known."""
     tied: tuple[str, ...] = ()
+    """Stored tensors that became replicas of another tensor, such as a tied head."""
     param_groups: Callable[[], tuple[ParamGroup, ...]] = tuple
+    """Reads the optimizer's param groups, reduced to the chosen weights."""
     facts: RunFacts = field(default_factory=RunFacts)
+    """What is known about the run that wrote the checkpoint."""
     duplicate_masters: tuple[str, ...] = ()
+    """Keys of masters that are the chosen weight itself, so that its tensor occurs twice in `tensors`."""
     read_scalar: Callable[[str], float] = _unreadable
+    """Reads the value of the tensor of one element with that key."""
     selection: Selection = field(default_factory=Selection)
+    """The selection that chose the tensors."""
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
-        """The tensors that are the model's."""
+        """The tensors of the model by canonical name."""
         return {name: tensor for name, tensor in self.tensors.items() if not is_state_key(name)}
 
     @cached_property
     def states(self) -> dict[str, Tensor]:
-        """The optimizer's tensors, by `optimizers.state_key`."""
+        """The tensors of the optimizer by the key of `optimizer_state.state_key`."""
         return {name: tensor for name, tensor in self.tensors.items() if is_state_key(name)}
 
     @cached_property
     def step_counts(self) -> Mapping[str, int]:
-        """The steps that have been counted for a parameter where only its param group tells them, as some optimizers have it."""
-        kept = {parameter_and_kind(key) for key in self.states}
-        found: dict[str, int] = {}
+        """The step counts of parameters that have none of their own. Some optimizers store one count in the settings of the param group."""
+        stored = {parameter_and_kind(key) for key in self.states}
+        counts: dict[str, int] = {}
         for group in self.param_groups() if self.states else ():
             count = group.settings.get("step")
             if isinstance(count, int | float) and count == int(count):
-                found.update({name: int(count) for name in group.names if (name, "exp_avg") in kept and (name, "step") not in kept})
-        return found
+                counts.update({name: int(count) for name in group.names if (name, "exp_avg") in stored and (name, "step") not in stored})
+        return counts
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The global shape of every tensor by its key."""
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
+    def __repr__(self) -> str:
+        model = self.model.architecture.model_type if self.model else "unknown model"
+        return f"Content({model}, {plural(len(self.tensors), 'tensor')}, {len(self.drops):,} left out)"
 
-def canonical(index: Index, model: Model | None, selection: Selection) -> Content:
-    """The tensors that `selection` means, with a tied head counted as a copy of the embedding.
 
-    Raises: RequestError if nothing is chosen, or renaming makes two tensors one.
+def content_of(index: Index, model: Model | None, selection: Selection) -> Content:
+    """The tensors of an index that `selection` chooses. A stored tied head becomes a replica of the embedding.
+
+    Raises: RequestError if no tensor is chosen, or two tensors would get one name; CheckpointError if a tied head differs from the
+    embedding in dtype or shape.
     """
-    chosen, left = _of_role(index, selection)
+    chosen, others = _of_kind(index, selection)
     drops: list[Drop] = []
     chosen = _renamed(chosen, selection.strip_prefix)
-    for name in [name for name in chosen if not _is_meant(name, selection)]:
+    for name in [name for name in chosen if not _is_selected(name, selection)]:
         drops.append(_drop(chosen.pop(name), "left out by --include or --exclude"))
     tied: tuple[str, ...] = ()
     if model:
@@ -117,36 +136,49 @@ def canonical(index: Index, model: Model | None, selection: Selection) -> Conten
     if not chosen:
         raise RequestError(
             "no tensor is left to work on",
-            why=f"The checkpoint holds {len(index.tensors)} tensors, {len(drops)} of them were left out",
+            why=f"The checkpoint has {len(index.tensors)} tensors: {len(others)} are of another kind, {len(drops)} are left out by name",
             do="Look at the names with `reshard inspect`, and at --include, --exclude and --weights",
         )
-    twice: tuple[str, ...] = ()
+    duplicate_masters: tuple[str, ...] = ()
     if selection.optimizer:
         states = _states(index, chosen, selection)
         if selection.masters:
-            masters, twice = _masters(index, chosen, states, selection)
+            masters, duplicate_masters = _masters(index, chosen, states, selection)
             states |= masters
-        kept = {id(tensor) for tensor in states.values()}
-        drops = [_drop(tensor, reason) for tensor, reason in left if id(tensor) not in kept] + drops
+        used = {id(tensor) for tensor in states.values()}
+        drops = [_drop(tensor, reason) for tensor, reason in others if id(tensor) not in used] + drops
         chosen |= {key: replace(tensor, name=key) for key, tensor in states.items()}
     else:
-        drops = [_drop(tensor, reason) for tensor, reason in left] + drops
-    return Content(chosen, tuple(drops), model, tied, lambda: _groups(index, chosen, selection), index.facts, twice, selection=selection)
+        drops = [_drop(tensor, reason) for tensor, reason in others] + drops
+    return Content(
+        tensors=chosen,
+        drops=tuple(drops),
+        model=model,
+        tied=tied,
+        param_groups=lambda: _groups(index, chosen, selection),
+        facts=index.facts,
+        duplicate_masters=duplicate_masters,
+        selection=selection,
+    )
 
 
 def _groups(index: Index, chosen: Mapping[str, Tensor], selection: Selection) -> tuple[ParamGroup, ...]:
-    """The optimizer's param groups, as far as they are about the chosen weights."""
-    found = []
+    """The optimizer's param groups, reduced to the chosen weights."""
+    groups = []
     for group in index.param_groups():
         names = (name.removeprefix(selection.strip_prefix) for name in group.names)
-        if kept := tuple(name for name in names if name in chosen):
-            found.append(replace(group, names=kept))
-    return tuple(found)
+        if chosen_names := tuple(name for name in names if name in chosen):
+            groups.append(replace(group, names=chosen_names))
+    return tuple(groups)
 
 
 def check_against_model(content: Content, *, partial: bool, strict: bool, optional: Collection[str] = ()) -> None:
-    """Raises CheckpointError if a weight of the model is missing (unless `partial`, or among `optional`) or has another shape than the
-    config says; with `strict` also if a tensor is none of the model's."""
+    """Check that the content is the whole model of its config, if the model is known.
+
+    partial: weights may be missing. optional: names of weights that may be missing. strict: no other tensors may be there.
+
+    Raises: CheckpointError if a weight is missing, has another shape than the config says, or with `strict` is not a weight of the model.
+    """
     model = content.model
     if model is None:
         return
@@ -161,37 +193,44 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
                 f"its shape is {list(tensor.shape)}, the config says {list(weight.shape)}",
                 where=name,
                 why="The config belongs to another model, or the vocabulary was padded in training",
-                do="Give the config that this model was trained with by --model DIR",
+                do="Name the directory of the config that this model was trained with: --model DIR",
             )
     if missing and not partial:
+        needs = f"a {model.architecture.model_type} model needs it"
         raise CheckpointError(
-            f"the checkpoint has no such weight, nor {len(missing) - 1} others that a {model.architecture.model_type} model needs"
+            f"the checkpoint has no such weight; {needs} and {len(missing) - 1} other missing weights"
             if len(missing) > 1
-            else f"the checkpoint has no such weight, which a {model.architecture.model_type} model needs",
+            else f"the checkpoint has no such weight; {needs}",
             where=missing[0],
-            why=f"It has, for example, {unknown[0]}, which is no name of this model" if unknown else "An engine would serve unset memory",
+            why=f"It has, for example, {unknown[0]}, which this model does not have" if unknown else "An engine would serve unset memory",
             do=_prefix_hint(unknown, model) or "Check that all files of the save are there, and that --model is this model's config",
         )
     if unknown and strict:
         raise CheckpointError(
-            f"there is no place for it in a {model.architecture.model_type} model"
-            + (f", nor for {len(unknown) - 1} more" if len(unknown) > 1 else ""),
+            f"a {model.architecture.model_type} model has no such weight"
+            + (f", nor {len(unknown) - 1} others" if len(unknown) > 1 else ""),
             where=unknown[0],
             why="A serving engine refuses weights that it does not know",
             do="Leave it out with --exclude, or name the right model with --model DIR",
         )
 
 
-def keyed(index: Index) -> dict[str, Tensor]:
-    """The weights by name, and what the optimizer keeps of them by `optimizers.state_key`: of what is there as both, also the master."""
+def tensors_by_key(index: Index) -> dict[str, Tensor]:
+    """The weights of an index by name, and its optimizer state by the key of `optimizer_state.state_key`.
+
+    A weight that is stored only as a master has its own name; a master beside a model copy has the key of `optimizer_state.master_key`.
+    """
     stored, masters = index.by_kind("weight"), index.by_kind("master")
     weights = {**masters, **stored}
-    both = {master_key(name): tensor for name, tensor in masters.items() if name in stored}
-    return {**weights, **both, **{key: tensor for tensor in index.tensors if (key := _state_key(tensor, weights)) is not None}}
+    separate = {master_key(name): tensor for name, tensor in masters.items() if name in stored}
+    return {**weights, **separate, **{key: tensor for tensor in index.tensors if (key := _state_key(tensor, weights)) is not None}}
 
 
 def _states(index: Index, chosen: Mapping[str, Tensor], selection: Selection) -> dict[str, Tensor]:
-    """What the optimizer keeps of the chosen weights. Raises RequestError if there is none, or if it is not known whose it is."""
+    """The optimizer state of the chosen weights by key.
+
+    Raises: RequestError if there is none, or if the files do not tell the parameter of a state.
+    """
     if unnamed := [tensor for tensor in index.tensors if is_unnamed(tensor)]:
         why = next((note for note in index.facts.notes if "optimizer" in note), "The files do not give its name")
         raise RequestError(
@@ -199,64 +238,66 @@ def _states(index: Index, chosen: Mapping[str, Tensor], selection: Selection) ->
             why=why,
             do="Save the optimizer with names (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict), or leave out --optimizer",
         )
-    stored = {**index.by_kind("master"), **index.by_kind("weight")}
-    found: dict[str, Tensor] = {}
+    weights = {**index.by_kind("master"), **index.by_kind("weight")}
+    states: dict[str, Tensor] = {}
     for tensor in index.tensors:
-        key = _state_key(tensor, stored)
+        key = _state_key(tensor, weights)
         if key is not None:
             parameter, kind = parameter_and_kind(key)
             short = parameter.removeprefix(selection.strip_prefix)
             if short in chosen:
-                found[f"optim.state.{short}.{kind}"] = tensor
-    if not found:
-        raise RequestError("--optimizer: there is no optimizer state of the chosen weights here", do="Leave out --optimizer")
-    return found
+                states[f"optim.state.{short}.{kind}"] = tensor
+    if not states:
+        raise RequestError("--optimizer: the checkpoint has no optimizer state of the chosen weights", do="Leave out --optimizer")
+    return states
 
 
 def _masters(
     index: Index, chosen: Mapping[str, Tensor], states: Mapping[str, Tensor], selection: Selection
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The full-precision copies of the chosen weights that the optimizer keeps state of, by key; and the keys of those that are the chosen
-    tensors themselves."""
+    """The masters, by key, of the chosen weights that have optimizer state; and the keys of those that are the chosen weight itself."""
     stored = {name.removeprefix(selection.strip_prefix): tensor for name, tensor in index.by_kind("master").items()}
     names = dict.fromkeys(parameter_and_kind(key)[0] for key in states)
-    found = {master_key(name): stored.get(name, chosen[name]) for name in names}
-    return found, tuple(master_key(name) for name in names if name not in stored or chosen[name].kind == "master")
+    masters = {master_key(name): stored.get(name, chosen[name]) for name in names}
+    return masters, tuple(master_key(name) for name in names if name not in stored or chosen[name].kind == "master")
 
 
 def _state_key(tensor: Tensor, weights: Mapping[str, Tensor]) -> str | None:
+    """The key of a tensor of optimizer state; None if the tensor does not belong to one of the weights."""
     if tensor.kind == "state":
         name, _, _ = tensor.name.rpartition(".")
         return f"optim.state.{tensor.name}" if name in weights else None
     return state_key(tensor)
 
 
-def _of_role(index: Index, selection: Selection) -> tuple[dict[str, Tensor], list[tuple[Tensor, str]]]:
-    """The tensors of the wanted role, and the others with the reason why they are left out."""
+def _of_kind(index: Index, selection: Selection) -> tuple[dict[str, Tensor], list[tuple[Tensor, str]]]:
+    """The weights of the chosen kind by name, and the other tensors, each with the reason why it is left out."""
     stored, masters = index.by_kind("weight"), index.by_kind("master")
     if selection.weights == "master" and not masters:
         raise RequestError(
-            "this checkpoint stores no full-precision masters",
-            why="--weights master asks for them",
+            "--weights master: this checkpoint stores no full-precision masters",
             do="Use --weights model, or leave it out",
         )
-    if selection.weights == "model" and (only := next((name for name in masters if name not in stored), None)):
+    if selection.weights == "model" and (only_master := next((name for name in masters if name not in stored), None)):
         raise RequestError(
             "--weights model: it is stored as a full-precision master only",
-            where=only,
-            why="The run kept no copy in the type that it computes with",
-            do="Leave out --weights, and name the type with --dtype if the masters' is not wanted",
+            where=only_master,
+            why="The run saved no copy in the element type in which it computes",
+            do="Leave out --weights; to cast the masters, name the element type with --dtype",
         )
     if selection.weights == "model" and not stored:
-        raise RequestError("this checkpoint stores no model copy of the weights", do="Use --weights master, or leave it out")
-    # What there is once (buffers and frozen weights have no master, ZeRO-3 has no model copy of what is trained) belongs to both.
+        raise RequestError(
+            "--weights model: this checkpoint stores no model copy of the weights", do="Use --weights master, or leave it out"
+        )
+    # A weight that is stored once is chosen in both cases: buffers and frozen weights have no master, and the trained weights of ZeRO-3
+    # have no model copy.
     chosen = {**stored, **masters} if selection.weights == "master" else {**masters, **stored}
-    kept = {id(tensor) for tensor in chosen.values()}
+    used = {id(tensor) for tensor in chosen.values()}
     reasons: dict[str, str] = dict.fromkeys(KINDS, "optimizer state, which serving does not need")
     reasons["state"] = "state of the run, which serving does not need"
-    reasons["weight"] = "the model copy; --weights master was chosen"
-    reasons["master"] = "the full-precision master; the model copy was taken (--weights master takes this one)"
-    return chosen, [(tensor, reasons[tensor.kind]) for tensor in index.tensors if id(tensor) not in kept]
+    reasons["weight"] = "the model copy; --weights master chose the masters"
+    reasons["master"] = "the full-precision master; the model copy was chosen (--weights master chooses this one)"
+    return chosen, [(tensor, reasons[tensor.kind]) for tensor in index.tensors if id(tensor) not in used]
 
 
 def _renamed(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -264,51 +305,60 @@ def _renamed(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
         return tensors
     if not any(name.startswith(prefix) for name in tensors):
         if is_wrapper(prefix):
-            return tensors  # it was taken off when the checkpoint was opened
+            return tensors  # the prefix was removed when the checkpoint was opened
+        first = next(iter(tensors), None)
         raise RequestError(
-            f"--strip-prefix {prefix}: no tensor's name starts with it", do=f"The first name is {next(iter(tensors), 'none at all')}"
+            f"--strip-prefix {prefix}: no tensor name starts with it",
+            why=f"The first name is {first}" if first else "The checkpoint has no tensors",
+            do="Leave it out, or correct the prefix",
         )
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         new = name.removeprefix(prefix)
         if not new or new in renamed:
-            raise RequestError(f"--strip-prefix {prefix} makes {new!r} the name of two tensors", where=name)
+            raise RequestError(
+                f"--strip-prefix {prefix}: without it the name is {new!r}, which is empty or belongs to another tensor", where=name
+            )
         renamed[new] = replace(tensor, name=new)
     return renamed
 
 
-def _is_meant(name: str, selection: Selection) -> bool:
+def _is_selected(name: str, selection: Selection) -> bool:
+    """Whether the globs of a selection choose a name."""
     if selection.include and not any(fnmatchcase(name, glob) for glob in selection.include):
         return False
     return not any(fnmatchcase(name, glob) for glob in selection.exclude)
 
 
 def _tie(tensors: dict[str, Tensor], head: str, embedding: str) -> tuple[str, ...]:
-    """Make a stored tied head a copy of the embedding, which is compared with it whenever it is read. Returns what became a copy."""
+    """Make a stored tied head a replica of the embedding. Replicas are compared whenever they are read.
+
+    Returns the name of the head if it became a replica. Raises CheckpointError if the two differ in dtype or shape.
+    """
     if head not in tensors:
         return ()
     copy = tensors.pop(head)
-    kept = tensors.get(embedding)
-    if kept is None:
+    table = tensors.get(embedding)
+    if table is None:
         tensors[embedding] = replace(copy, name=embedding)
         return ()
-    if (kept.dtype, kept.shape) != (copy.dtype, copy.shape):
+    if (table.dtype, table.shape) != (copy.dtype, copy.shape):
         raise CheckpointError(
-            f"it is {copy.dtype} {list(copy.shape)}, {embedding} is {kept.dtype} {list(kept.shape)}",
+            f"it is {copy.dtype} {list(copy.shape)}, {embedding} is {table.dtype} {list(table.shape)}",
             where=head,
             why="The config ties the two (tie_word_embeddings), so they must be one tensor",
             do="Give the right config with --model DIR",
         )
-    tensors[embedding] = replace(kept, shards=kept.shards.with_copies([copy.shards]))
+    tensors[embedding] = replace(table, shards=table.shards.with_copies([copy.shards]))
     return (head,)
 
 
 def _prefix_hint(unknown: list[str], model: Model) -> str | None:
-    """The prefix whose removal would turn an unknown name into a known one."""
+    """A hint to remove the prefix that distinguishes an unknown name from a weight of the model; None if there is no such prefix."""
     for name in unknown[:8]:
-        for known in model.weights:
-            if name.endswith("." + known) or (name.endswith(known) and name != known):
-                return f"Take the prefix off with --strip-prefix {name.removesuffix(known)}"
+        for weight in model.weights:
+            if name.endswith("." + weight) or (name.endswith(weight) and name != weight):
+                return f"Remove the prefix with --strip-prefix {name.removesuffix(weight)}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Quantised weights as values: each goes on together with its scales, which have no place of their own any more."""
+"""Dequantisation: each quantised weight gets its scales attached, and the scales are no longer tensors of the content."""
 
 from __future__ import annotations
 
@@ -16,66 +16,67 @@ SETTING = "quantization_config"
 
 
 def dequantized(content: Content, config: Mapping[str, Any] | None) -> Content:
-    """The same tensors, the quantised ones with what they are multiplied with; the model is as its config says, but not quantised.
+    """The content with the scales of quantised weights attached to them, and the model without quantisation.
 
-    Raises: RequestError if the config does not say how the weights are quantised, CheckpointError if a quantised one has no scales.
+    Raises: RequestError if the config does not say how the weights are quantised, CheckpointError if a quantised weight has no scales or
+    scales of another shape.
     """
     quantization = quantization_of(config or {})
     if quantization is None:
         method = unknown_quantization(config or {})
         raise RequestError(
-            f"--dequantize: weights quantised by {method} are not understood" if method else "--dequantize: nothing here is quantised",
+            f"--dequantize: the quantisation method {method} is unknown" if method else "--dequantize: nothing here is quantised",
             why="" if method else f"The config has no {SETTING}",
             do="Leave it out" if method else "Leave it out, or give the model's own config with --model DIR",
         )
     tensors, drops = dict(content.tensors), list(content.drops)
     for name, tensor in content.tensors.items():
-        beside = {scale: name.removesuffix("weight") + scale.kind for scale in quantization.scales}
-        if not name.endswith(".weight") or not any(other in content.tensors for other in beside.values()):
+        scale_names = {scale: name.removesuffix("weight") + scale.kind for scale in quantization.scales}
+        if not name.endswith(".weight") or not any(scale_name in content.tensors for scale_name in scale_names.values()):
             continue
-        for scale, other in beside.items():
-            found = tensors.pop(other, None)
-            if found is None:
-                raise CheckpointError("it is not there, other scales of this weight are", where=other)
+        for scale, scale_name in scale_names.items():
+            scales = tensors.pop(scale_name, None)
+            if scales is None:
+                raise CheckpointError("it is missing, although other scales of this weight are there", where=scale_name)
             if scale.of_input:
-                drops.append(
-                    Drop(other, found.kind, found.nbytes, "the scale of a quantised layer's input; the layer is not quantised any more")
-                )
+                drops.append(Drop(scale_name, scales.kind, scales.nbytes, "the activation scale of a layer that is no longer quantised"))
             else:
-                tensors[name] = replace(tensor, scaling=_scaling(tensor, found, scale.grain, scale.shape(tensor.shape)))
-    for name in [name for name in tensors if name.rpartition(".")[2] in {scale.kind for scale in quantization.cache}]:
-        found = tensors.pop(name)
-        drops.append(Drop(name, found.kind, found.nbytes, "a scale of cached keys or values; they are not quantised any more"))
-    _check_none_is_left(tensors, quantization)
+                tensors[name] = replace(tensor, scaling=_scaling(tensor, scales, scale.block_shape, scale.shape(tensor.shape)))
+    for name in [name for name in tensors if name.rpartition(".")[2] in {scale.kind for scale in quantization.cache_scales}]:
+        scales = tensors.pop(name)
+        drops.append(Drop(name, scales.kind, scales.nbytes, "a scale of the KV cache, which is no longer quantised"))
+    _check_all_are_scaled(tensors, quantization)
     model = Model(content.model.architecture, without_quantization(content.model.config)) if content.model else None
     return replace(content, tensors=tensors, drops=tuple(drops), model=model)
 
 
 def quantized_names(content: Content, config: Mapping[str, Any] | None) -> frozenset[str]:
-    """The quantised weights and what lies beside them: a cast would make their values others."""
+    """The names of the quantised weights and of their scales, whose dtypes must not be cast: the values would change."""
     quantization = quantization_of(config or {})
     kinds = [scale.kind for scale in quantization.scales] if quantization else []
-    beside = {name: name.removesuffix(kind) + "weight" for name in content.tensors for kind in kinds if name.endswith("." + kind)}
-    return frozenset(name for pair in beside.items() for name in pair)
+    weights = {name: name.removesuffix(kind) + "weight" for name in content.tensors for kind in kinds if name.endswith("." + kind)}
+    return frozenset(name for pair in weights.items() for name in pair)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the same model as values."""
+    """The config of the same model, not quantised."""
     return {key: value for key, value in config.items() if key != SETTING}
 
 
-def _scaling(tensor: Tensor, scales: Tensor, grain: tuple[int | None, ...], shape: tuple[int, ...]) -> Scaling:
+def _scaling(tensor: Tensor, scales: Tensor, block_shape: tuple[int | None, ...], shape: tuple[int, ...]) -> Scaling:
+    """The scaling of a weight by `scales`, which must have this shape or one element."""
     if scales.shape != shape and scales.elements > 1:
         raise CheckpointError(
-            f"its shape is {list(scales.shape)}, {list(shape)} is expected beside {tensor.name} {list(tensor.shape)}",
+            f"its shape is {list(scales.shape)}, expected {list(shape)} for {tensor.name} {list(tensor.shape)}",
             where=scales.name,
             do="Give the model's own config with --model DIR",
         )
-    return Scaling(scales, grain)
+    return Scaling(scales, block_shape)
 
 
-def _check_none_is_left(tensors: Mapping[str, Tensor], quantization: Quantization) -> None:
+def _check_all_are_scaled(tensors: Mapping[str, Tensor], quantization: Quantization) -> None:
+    """Raises CheckpointError for a weight that is stored in 8 bits without scales."""
     for name, tensor in tensors.items():
         if tensor.dtype.name.startswith("F8") and tensor.scaling is None:
             kinds = " or ".join(scale.kind for scale in quantization.scales if not scale.of_input)
-            raise CheckpointError(f"it is stored as {tensor.dtype}, and has no {kinds} beside it", where=name)
+            raise CheckpointError(f"it is stored as {tensor.dtype}, but has no {kinds}", where=name)

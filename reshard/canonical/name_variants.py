@@ -1,13 +1,13 @@
-"""Spellings: other names, and other cuts, under which libraries store the weights of one family. Data; the same for readers and writers.
+"""Name variants: other names, and other ways to fuse or stack, under which libraries store the weights of a model family.
 
-    mlp.experts.gate_up_proj [E, 2 I, H]     what is published expert by expert, as transformers 5 has it in memory: so in
-    mlp.experts.down_proj    [E, H, I]       training checkpoints, and in folders saved with save_original_format=False
-    self_attn.qkv_proj, mlp.gate_up_proj     fused, as phi3 has them; q_proj, gate_proj, ... are the other way
-    layers.0. ..., h.0. ...                  saved from the model without its head, so without "model." or "transformer."
+    mlp.experts.gate_up_proj [E, 2 I, H]     all experts in one array, as transformers 5 holds them in memory: in training checkpoints, and
+    mlp.experts.down_proj    [E, H, I]       in folders saved with save_original_format=False. They are published expert by expert.
+    self_attn.qkv_proj, mlp.gate_up_proj     fused, as in phi3; other models publish q_proj, gate_proj, ... one by one
+    layers.0. ..., h.0. ...                  without "model." or "transformer.": saved from the model without its head
 
-What a name says is a Mosaic: which boxes of which canonical tensors its array is. Source: transformers 5.23, conversion_mapping.py (its
-WeightConverters and WeightRenamings of mixtral, qwen2_moe and llava), core_model_loading.py (base_model_prefix) and
-integrations/finegrained_fp8.py; measured on fixtures/hf/*-fused and gpt2-bare.
+The variants are rows of a table that readers and writers share. The meaning of a name is a Mosaic: the boxes of canonical tensors that lie
+in its array. Source: transformers 5.23, conversion_mapping.py (the WeightConverters and WeightRenamings of mixtral, qwen2_moe and llava),
+core_model_loading.py (base_model_prefix) and integrations/finegrained_fp8.py; measured on fixtures/hf/*-fused and gpt2-bare.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from reshard.models.model import Model, Part
 
 @dataclass(frozen=True, slots=True)
 class NameVariant:
-    """A name within a layer, with {expert} for a number and {kind} for weight or bias, and the roles that follow each other in it.
-
-    stacked: it holds that kind of them for every expert, along a new first axis.
-    """
+    """Another name of one or several weights of a layer."""
 
     name: str
+    """The name inside the layer, with {expert} for the expert's number and {kind} for weight or bias."""
     roles: tuple[str, ...]
+    """The roles of the weights, concatenated along axis 0 in this order."""
     stacked: str | None = None
+    """The parameter ("weight", ...) of all experts that is stacked along a new first axis; None if experts are not stacked."""
 
 
-SPELLINGS = (
+NAME_VARIANTS = (
     NameVariant("mlp.experts.gate_up_proj", ("expert.gate", "expert.up"), stacked="weight"),
     NameVariant("mlp.experts.down_proj", ("expert.down",), stacked="weight"),
     NameVariant("mlp.experts.gate_up_proj_scale_inv", ("expert.gate", "expert.up"), stacked="weight_scale_inv"),
@@ -58,14 +58,14 @@ SPELLINGS = (
     NameVariant("mlp.gate_proj.{kind}", ("mlp.gate",)),
     NameVariant("mlp.up_proj.{kind}", ("mlp.up",)),
 )
-_BY_NAME = {spelling.name: spelling for spelling in SPELLINGS}
-# What stands at the front of a name, and what the canonical name has there; {base} is "model." or its like.
+_BY_NAME = {variant.name: variant for variant in NAME_VARIANTS}
+# (prefix of the stored name, prefix of the canonical name). {base} is the model's own first part, such as "model." or "transformer.".
 PREFIXES = (("", "{base}"), ("language_model.", ""), ("model.language_model.", "{base}"))
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
 class Names:
-    """What stored names mean for one model."""
+    """The meaning of stored names for one model."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -79,28 +79,30 @@ class Names:
         self._parts: Mapping[tuple[int | None, int | None, str, str], Part] | None = None
 
     def is_canonical(self, name: str) -> bool:
+        """Whether the name is that of a weight of the model, or of a tensor that the architecture leaves out on purpose."""
         return name in self._shapes or self._model.reason_to_drop(name) is not None
 
     def array(self, name: str) -> Mosaic | None:
-        """What a stored tensor of that name holds; None if the name means nothing to this model."""
-        for candidate in self._without_prefix(name):
+        """The array of a stored tensor with that name; None if the name means nothing to this model."""
+        for candidate in self._with_base(name):
             if candidate in self._shapes:
                 return Mosaic.of(candidate, Box.whole(self._shapes[candidate]))
-            if (found := self._spelled(candidate)) is not None:
-                return found
+            if (array := self._array_of_variant(candidate)) is not None:
+                return array
         return None
 
     def unneeded(self, name: str) -> str | None:
-        """The canonical name of what the architecture leaves out on purpose, under any of its names; None if it is needed."""
-        return next((each for each in self._without_prefix(name) if self._model.reason_to_drop(each)), None)
+        """The canonical name of a tensor that the architecture leaves out on purpose; None if `name` is not one of its names."""
+        return next((candidate for candidate in self._with_base(name) if self._model.reason_to_drop(candidate)), None)
 
-    def _without_prefix(self, name: str) -> Iterator[str]:
+    def _with_base(self, name: str) -> Iterator[str]:
+        """The name, and the names with the canonical prefix in place of a stored one."""
         yield name
-        for stored, own in PREFIXES:
+        for stored, canonical in PREFIXES:
             if name.startswith(stored):
-                yield own.format(base=self._base) + name.removeprefix(stored)
+                yield canonical.format(base=self._base) + name.removeprefix(stored)
 
-    def _spelled(self, name: str) -> Mosaic | None:
+    def _array_of_variant(self, name: str) -> Mosaic | None:
         match = self._layer.fullmatch(name)
         if match is None:
             return None
@@ -108,154 +110,164 @@ class Names:
         number = _EXPERT.search(inner)
         expert = int(number[0]) if number else None
         module, _, kind = _EXPERT.sub("{expert}", inner).rpartition(".")
-        spelling = _BY_NAME.get(f"{module}.{{kind}}") or _BY_NAME.get(inner)
-        if spelling is None:
+        variant = _BY_NAME.get(f"{module}.{{kind}}") or _BY_NAME.get(inner)
+        if variant is None:
             return None
-        if not spelling.stacked:
-            return self._joined(spelling, layer, expert, kind)
-        experts = [self._joined(spelling, layer, each, spelling.stacked) for each in range(self._model.dimensions.get("experts", 0))]
-        held = [each for each in experts if each is not None]
-        return stacked(held) if held and len(held) == len(experts) else None
+        if not variant.stacked:
+            return self._joined(variant, layer, expert, kind)
+        numbers = range(self._model.dimensions.get("experts", 0))
+        experts = [array for number in numbers if (array := self._joined(variant, layer, number, variant.stacked)) is not None]
+        return stacked(experts) if experts and len(experts) == len(numbers) else None
 
-    def _joined(self, spelling: NameVariant, layer: int, expert: int | None, kind: str) -> Mosaic | None:
+    def _joined(self, variant: NameVariant, layer: int, expert: int | None, kind: str) -> Mosaic | None:
         if self._parts is None:
-            self._parts = {(part.layer, part.expert, part.role, part.parameter): part for part in self._model.parts}
-        parts = [self._parts.get((layer, expert, role, kind)) for role in spelling.roles]
+            self._parts = {(part.layer, part.expert, part.role, part.parameter): part for part in self._model.parts()}
+        parts = [self._parts.get((layer, expert, role, kind)) for role in variant.roles]
         arrays = [part.array for part in parts if part is not None]
         if len(arrays) < len(parts) or (len(arrays) > 1 and not arrays[0].shape):
-            return None  # a scale that is one for all cannot be one of two
+            return None  # scales without axes cannot be concatenated
         return joined(arrays)
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """A canonical tensor's share of a stored one."""
+class _Share:
+    """The part of a canonical tensor that one stored tensor holds."""
 
     tensor: Tensor
+    """The stored tensor."""
     shape: tuple[int, ...]
+    """The shape of the canonical tensor."""
     shards: Shards
+    """The pieces of the canonical tensor that lie in the stored one."""
 
 
 def with_canonical_names(index: Index, model: Model | None, prefix: str = "") -> Index:
-    """The index under the model's canonical names: stored tensors of other spellings as pieces of canonical ones, state of the optimizer
-    alike. The same index if there are none. prefix: what stands before all names of the model.
+    """The index under the model's canonical names, in which fused and stacked tensors are pieces of canonical ones.
 
-    Raises: CheckpointError if one has another shape than its name says.
+    Optimizer state and param groups are renamed, too. If every name is canonical already, the result is `index` itself.
+    prefix: precedes every name of the model.
+
+    Raises: CheckpointError if a tensor has another shape than its name says, or two tensors disagree about a weight.
     """
     if model is None:
         return index
-    if all(map(_declared(model).fullmatch, _own_names(index, prefix))):
+    if all(map(_declared(model).fullmatch, _model_names(index, prefix))):
         return index
     names = Names(model)
-    known: dict[str, Mosaic | None] = {}
+    arrays: dict[str, Mosaic | None] = {}
 
     def array(name: str) -> Mosaic | None:
-        """Of a name that is not canonical."""
-        if name not in known:
-            own = name.removeprefix(prefix)
-            known[name] = None if names.is_canonical(own) else names.array(own)
-        return known[name]
+        """The array of a stored name; None if the name is canonical or means nothing."""
+        if name not in arrays:
+            short = name.removeprefix(prefix)
+            arrays[name] = None if names.is_canonical(short) else names.array(short)
+        return arrays[name]
 
-    found: dict[tuple[Kind, str], list[_Held]] = {}
-    respelled_names: dict[str, str] = {}
+    shares: dict[tuple[Kind, str], list[_Share]] = {}
+    renamed: dict[str, str] = {}
     for tensor in index.tensors:
-        for name, held in _shares(tensor, array, names, model, prefix):
-            found.setdefault((tensor.kind, name), []).append(held)
+        for name, share in _shares(tensor, array, names, model, prefix):
+            shares.setdefault((tensor.kind, name), []).append(share)
             if name != tensor.name:
-                respelled_names.setdefault(tensor.name, name)
-    if not respelled_names:
+                renamed.setdefault(tensor.name, name)
+    if not renamed:
         return index
-    tensors = tuple(_whole(name, held) for (_, name), held in found.items())
+    tensors = tuple(_combined(name, of_tensor) for (_, name), of_tensor in shares.items())
 
     def new_names(name: str) -> tuple[str, ...]:
-        each = array(name)
-        return (name,) if each is None else each.names
+        mosaic = array(name)
+        return (name,) if mosaic is None else mosaic.names
 
     def groups() -> tuple[ParamGroup, ...]:
         return tuple(replace(group, names=_all(map(new_names, group.names))) for group in index.param_groups())
 
-    stored, own = next(iter(respelled_names.items()))
-    note = f"{len(respelled_names)} tensors are stored under other names than the published ones, such as {stored}, which holds {own}"
+    stored, canonical = next(iter(renamed.items()))
+    note = f"{len(renamed)} tensors are stored under other names than the published ones; for example, {stored} holds {canonical}"
     buffers = None if index.facts.buffers is None else _all(map(new_names, index.facts.buffers))
     tied = {new_names(alias)[0]: new_names(name)[0] for alias, name in index.facts.tied.items()}
     facts = replace(index.facts, notes=(*index.facts.notes, note), buffers=buffers, tied=tied)
     return replace(index, tensors=tensors, facts=facts, param_groups=groups)
 
 
-def _own_names(index: Index, prefix: str) -> Iterator[str]:
+def _model_names(index: Index, prefix: str) -> Iterator[str]:
+    """The names of the weights and masters, without the prefix."""
     return (tensor.name.removeprefix(prefix) for tensor in index.tensors if tensor.kind in ("weight", "master"))
 
 
 def _declared(model: Model) -> re.Pattern[str]:
-    """What the names of a model's modules look like, whatever its config says of their number and size."""
+    """A pattern for the declared names of an architecture, with any number of layers and experts."""
     names = [*(weight.name for weight in model.architecture.weights), *model.architecture.tied]
     modules = {re.escape(name.rpartition(".")[0]) for name in names}
     numbered = (re.sub(r"\\{(layer|expert)\\}", r"\\d+", module) for module in sorted(modules))
     return re.compile(rf"(?:{'|'.join(numbered)})\.\w+")
 
 
-def _shares(tensor: Tensor, array: Callable[[str], Mosaic | None], names: Names, model: Model, prefix: str) -> Iterator[tuple[str, _Held]]:
-    """The canonical tensors that a stored one holds something of, by name; itself, if its name is canonical or means nothing."""
+def _shares(tensor: Tensor, array: Callable[[str], Mosaic | None], names: Names, model: Model, prefix: str) -> Iterator[tuple[str, _Share]]:
+    """The shares of canonical tensors that a stored tensor holds, by canonical name. A tensor whose name is canonical or means nothing is
+    one share, under its own name."""
     parameter, _, kind = tensor.name.rpartition(".") if tensor.kind == "state" else (tensor.name, "", "")
     suffix = f".{kind}" if tensor.kind == "state" else ""
-    held = array(parameter) if parameter else None
-    if held is None:
+    mosaic = array(parameter) if parameter else None
+    if mosaic is None:
         short = tensor.name.removeprefix(prefix)
-        own = None if names.is_canonical(short) or tensor.kind != "weight" else names.unneeded(short)
-        yield own or tensor.name, _Held(tensor, tensor.shape, tensor.shards)
-    elif tensor.shape == held.shape:
-        for name, rows in _located(tensor.shards, held).items():
-            # The shape of the embedding is that of a tied head, which is not among the weights.
+        unneeded = None if names.is_canonical(short) or tensor.kind != "weight" else names.unneeded(short)
+        yield unneeded or tensor.name, _Share(tensor, tensor.shape, tensor.shards)
+    elif tensor.shape == mosaic.shape:
+        for name, rows in _located(tensor.shards, mosaic).items():
+            # A tied head is not among the weights of the model. Its shape is that of the embedding, which is the shape of this tensor.
             shape = model.weights[name].shape if name in model.weights else tensor.shape
-            yield name + suffix, _Held(tensor, shape, subviews(tensor.shards, rows))
-    elif tensor.elements == 1:  # a count of steps is every parameter's
-        for name in held.names:
-            yield name + suffix, _Held(tensor, tensor.shape, tensor.shards)
+            yield name + suffix, _Share(tensor, shape, subviews(tensor.shards, rows))
+    elif tensor.elements == 1:  # a step count of a fused parameter counts for each of its weights
+        for name in mosaic.names:
+            yield name + suffix, _Share(tensor, tensor.shape, tensor.shards)
     elif tensor.kind == "state":
-        yield tensor.name, _Held(tensor, tensor.shape, tensor.shards)
+        yield tensor.name, _Share(tensor, tensor.shape, tensor.shards)
     else:
         raise CheckpointError(
-            f"its shape is {list(tensor.shape)}; by its name it holds {', '.join(held.names[:3])}"
-            + (f" and {len(held.names) - 3} more" if len(held.names) > 3 else "")
-            + f", which come to {list(held.shape)}",
+            f"its shape is {list(tensor.shape)}; by its name it holds {', '.join(mosaic.names[:3])}"
+            + (f" and {len(mosaic.names) - 3} more" if len(mosaic.names) > 3 else "")
+            + f", which together have the shape {list(mosaic.shape)}",
             where=tensor.name,
-            why="The config belongs to another model, or a library stores it in an order that is not known",
-            do="Give the config that this model was trained with by --model DIR",
+            why="The config belongs to another model, or a library stores the tensor in an unknown order",
+            do="Give the config that this model was trained with: --model DIR",
         )
 
 
 def _located(shards: Shards, array: Mosaic) -> dict[str, list[tuple[int, Tile]]]:
-    """For every canonical tensor in an array: the rows of the stored tensor's pieces, and where in each row's array a box of it lies."""
+    """For every canonical tensor in an array, its tiles in the rows of `shards`: (row, tile in the coordinates of that row's array).
+
+    shards: the pieces of the stored tensor, which is `array`.
+    """
     starts, stops = shards.offsets, shards.offsets + shards.sizes
-    found: dict[str, list[tuple[int, Tile]]] = {name: [] for name in array.names}
+    tiles: dict[str, list[tuple[int, Tile]]] = {name: [] for name in array.names}
     for tile in array.tiles:
         spans = [tile.span(axis) for axis in range(len(array.shape))]
         box = Box(tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans))
         for row in rows_meeting(starts, stops, box).tolist():
-            held: Tile | None = tile
+            part: Tile | None = tile
             for axis, (start, stop) in enumerate(zip(starts[row].tolist(), stops[row].tolist(), strict=True)):
-                held = held.cut(axis, start, stop) if held else None
-            assert held is not None
-            found[tile.name].append((row, held))
-    return found
+                part = part.cut(axis, start, stop) if part else None
+            assert part is not None
+            tiles[tile.name].append((row, part))
+    return tiles
 
 
-def _whole(name: str, held: Sequence[_Held]) -> Tensor:
-    """A canonical tensor from all that was found of it."""
-    first = held[0].tensor
-    if len(held) == 1 and held[0].shards is first.shards:
+def _combined(name: str, shares: Sequence[_Share]) -> Tensor:
+    """A canonical tensor from its shares. Raises CheckpointError if two shares differ in dtype or shape."""
+    first = shares[0].tensor
+    if len(shares) == 1 and shares[0].shards is first.shards:
         return first if first.name == name else replace(first, name=name)
-    for other in held[1:]:
-        if (other.tensor.dtype, other.shape) != (first.dtype, held[0].shape):
-            kinds = [f"{each.tensor.name} says {each.tensor.dtype} {list(each.shape)}" for each in (held[0], other)]
+    for other in shares[1:]:
+        if (other.tensor.dtype, other.shape) != (first.dtype, shares[0].shape):
+            claims = [f"{share.tensor.name} says {share.tensor.dtype} {list(share.shape)}" for share in (shares[0], other)]
             raise CheckpointError(
-                ", ".join(kinds),
+                ", ".join(claims),
                 where=name,
-                why="Both are said to hold this weight, and it has one element type and shape",
+                why="By their names both hold this weight, which has one element type and shape",
                 do="Save the model again with one of them",
             )
-    return Tensor(name, first.dtype, held[0].shape, first.kind, concatenated([each.shards for each in held]))
+    return Tensor(name, first.dtype, shares[0].shape, first.kind, concatenated([share.shards for share in shares]))
 
 
 def _all(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(name for each in names for name in each)
+    return tuple(name for group in names for name in group)

@@ -1,10 +1,13 @@
-"""What a torch optimizer's state is to the run, and which parameter it belongs to where the file gives numbers instead of names.
+"""Optimizer state: the kind of each tensor that a torch optimizer stores, and the parameter that it belongs to.
 
     state         {parameter: {"step", "exp_avg", "exp_avg_sq", ...}}      parameter: a name, or a number
     param_groups  [{"params": [parameter, ...], "lr", ...}, ...]
 
-Numbers count the parameters through the groups, in each group in the order in which the trainer listed them: the model's. Source:
-torch/optim/optimizer.py, Optimizer.state_dict; torch 2.6 and later keep the names beside them ("param_names") if given any.
+Numbers count the parameters through all groups. A group lists its parameters in the order in which the trainer passed them, which is the
+order of the model. Source: torch/optim/optimizer.py, Optimizer.state_dict. torch 2.6 and later store names beside the numbers
+("param_names") if the optimizer was given names.
+
+Among the tensors of a Content, optimizer state has the key "optim.state.<parameter>.<kind>", such as "optim.state.lm_head.weight.exp_avg".
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from reshard.index.index import Kind, ParamGroup, Tensor
 
 Shape = tuple[int, ...]
 
+# The keys under which trainers store the optimizer in a state dict.
 ROOTS = ("optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_state")
 STATE_KINDS: Mapping[str, Kind] = {
     "exp_avg": "moment1",
@@ -25,20 +29,21 @@ STATE_KINDS: Mapping[str, Kind] = {
     "master_param": "master",
     "fp32_param": "master",
 }
-# The other way: by what name torch's optimizers keep a role.
-_KINDS: Mapping[Kind, str] = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "step": "step"}
+# The name that torch's optimizers give to each kind.
+_TORCH_NAMES: Mapping[Kind, str] = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "step": "step"}
 _PREFIX, _MASTER = "optim.state.", "master_param"
 
 
-def state_kind(name: str | None, parameter: Any, kind: str) -> tuple[Kind, str]:
-    """Kind and name of what an optimizer keeps of a parameter; of kinds without a role of their own it is "<name>.<kind>".
+def state_kind(name: str | None, parameter: Any, torch_name: str) -> tuple[Kind, str]:
+    """The kind and the name of a tensor in an Index that an optimizer stores for a parameter.
 
-    Where the parameter has no name it is state of the run, called by its number.
+    The name is that of the parameter; for tensors that are neither moment, step nor master it is "<name>.<torch_name>".
+    name: the parameter's name; None if only `parameter`, its number, is known: then the tensor is other state of the run.
     """
-    role = STATE_KINDS.get(kind)
+    kind = STATE_KINDS.get(torch_name)
     if name is None:
-        return "state", f"optim.state.{parameter}.{kind}"
-    return (role, name) if role else ("state", f"{name}.{kind}")
+        return "state", f"optim.state.{parameter}.{torch_name}"
+    return (kind, name) if kind else ("state", f"{name}.{torch_name}")
 
 
 def names_for(
@@ -47,27 +52,29 @@ def names_for(
     shapes: Mapping[Any, Shape],
     parameters: Sequence[tuple[str, Shape]],
 ) -> tuple[Mapping[Any, str], list[str]]:
-    """The name of every parameter that an optimizer's state dict lists, and notes for a reader on how they are known.
+    """The name of every parameter that an optimizer's state dict lists, and notes that say how the names are known.
 
-    Names stand for themselves. Without a way to know, the result is empty, and the note says why.
+    A parameter that is listed by name has that name. If the names of numbers cannot be known, the result is empty and a note says why.
+    optimizer: the state dict. groups: the parameters of each param group. shapes: the shape of each parameter's state. parameters: the
+    names and shapes of the model's parameters, in the model's order.
     """
-    listed = [each for group in groups for each in group] or list(shapes)
-    if all(isinstance(each, str) for each in listed):
-        return {each: each for each in listed}, []
-    if not all(type(each) is int for each in listed):
-        return {}, ["the optimizer's parameters are neither names nor numbers; its state stays unnamed"]
+    listed = [parameter for group in groups for parameter in group] or list(shapes)
+    if all(isinstance(parameter, str) for parameter in listed):
+        return {parameter: parameter for parameter in listed}, []
+    if not all(type(parameter) is int for parameter in listed):
+        return {}, ["the optimizer's parameters are neither names nor numbers, so the names of its state are unknown"]
     if recorded := recorded_names(optimizer["param_groups"]):
         return recorded, []
-    found = names_of_numbers(groups, shapes, parameters)
-    if isinstance(found, Unnamed):
-        return {}, [f"the optimizer numbers its parameters, and which is which is not certain: {found.reason}"]
-    return found, ["the optimizer numbers its parameters; their names follow from the recorded order and the shapes"]
+    names = names_of_numbers(groups, shapes, parameters)
+    if isinstance(names, Unnamed):
+        return {}, [f"the optimizer numbers its parameters, and their names are not certain: {names.reason}"]
+    return names, ["the optimizer numbers its parameters; their names follow from the recorded order and the shapes"]
 
 
 def state_key(tensor: Tensor) -> str | None:
-    """One name for a parameter's state among all tensors, "optim.state.<parameter>.<kind>"; None if it belongs to no parameter."""
-    if tensor.kind in _KINDS:
-        return f"{_PREFIX}{tensor.name}.{_KINDS[tensor.kind]}"
+    """The key "optim.state.<parameter>.<kind>" of a moment or step count; None for other tensors."""
+    if tensor.kind in _TORCH_NAMES:
+        return f"{_PREFIX}{tensor.name}.{_TORCH_NAMES[tensor.kind]}"
     return None
 
 
@@ -77,28 +84,29 @@ def master_key(parameter: str) -> str:
 
 
 def is_master_key(key: str) -> bool:
+    """Whether a key is that of a full-precision copy."""
     return key.startswith(_PREFIX) and key.endswith(f".{_MASTER}")
 
 
 def is_state_key(key: str) -> bool:
-    """Whether a canonical name is a key of `state_key`, and not a weight's name."""
+    """Whether a key of a Content is that of optimizer state or a master, and not the name of a weight."""
     return key.startswith(_PREFIX)
 
 
 def parameter_and_kind(key: str) -> tuple[str, str]:
-    """The two parts of a `state_key`; no kind of torch's has a dot in it."""
+    """The parameter and torch's name of the kind in a key such as `state_key` makes. Torch's names contain no dot."""
     name, _, kind = key.removeprefix(_PREFIX).rpartition(".")
     return name, kind
 
 
 def is_unnamed(tensor: Tensor) -> bool:
-    """Whether it is the state of a parameter that is known by its number only."""
+    """Whether a tensor is optimizer state whose parameter is known only by its number."""
     return tensor.kind == "state" and tensor.name.startswith(_PREFIX)
 
 
 @dataclass(frozen=True, slots=True)
 class Unnamed:
-    """Why numbers cannot be given names."""
+    """The reason why the names of numbered parameters cannot be known."""
 
     reason: str
 
@@ -106,90 +114,97 @@ class Unnamed:
 def names_of_numbers(
     groups: Sequence[Sequence[int]], shapes: Mapping[int, Shape], parameters: Sequence[tuple[str, Shape]]
 ) -> dict[int, str] | Unnamed:
-    """The name of every number, if the recorded order leaves only one way to give them.
+    """The name of every numbered parameter, if the recorded order and the shapes allow only one assignment.
 
-    groups: the numbers of each param group. shapes: of the state, where there is any. parameters: the model's, in its order.
-    Each group lists its parameters in the model's order, and together they are all of them; so going through the model, the next
-    parameter is the next one of some group. If two groups could take it, both ways are followed.
+    Each group lists its parameters in the order of the model, and the groups together list all of them. So the next parameter of the model
+    is always the next one of some group. If it could be the next one of two groups, both assignments are followed.
+
+    groups: the numbers of each param group. shapes: the shapes of the parameters that have state. parameters: the names and shapes of the
+    model's parameters, in the model's order.
     """
     numbers = [number for group in groups for number in group]
     if len(numbers) != len(set(numbers)):
         return Unnamed("a number is in two param groups")
     if len(numbers) != len(parameters):
         return Unnamed(f"the optimizer has {len(numbers)} parameters, the model {len(parameters)}")
-    # How far each group has been used up -> the ways to get there (at most two are kept: more than one is ambiguous).
-    ways: dict[tuple[int, ...], list[_Way]] = {(0,) * len(groups): [None]}
+    # The number of assigned parameters in each group -> the assignments that lead there. Two are enough: more than one is ambiguous.
+    assignments: dict[tuple[int, ...], list[_Assignment]] = {(0,) * len(groups): [None]}
     for name, shape in parameters:
-        further: dict[tuple[int, ...], list[_Way]] = {}
-        for used, reached in ways.items():
+        longer: dict[tuple[int, ...], list[_Assignment]] = {}
+        for used, shorter in assignments.items():
             for i, group in enumerate(groups):
                 if used[i] < len(group) and shapes.get(number := group[used[i]], shape) == shape:
                     after = (*used[:i], used[i] + 1, *used[i + 1 :])
-                    known = further.setdefault(after, [])
-                    known.extend((way, number, name) for way in reached[: 2 - len(known)])
-        if not further:
-            return Unnamed(f"no param group goes on with a parameter of the shape {list(shape)}, which {name} has")
-        if len(further) * len(groups) > _MOST_WAYS:
+                    same_end = longer.setdefault(after, [])
+                    same_end.extend((assignment, number, name) for assignment in shorter[: 2 - len(same_end)])
+        if not longer:
+            return Unnamed(f"{name} has the shape {list(shape)}, but no param group continues with a parameter of this shape")
+        if len(longer) * len(groups) > _MOST_ASSIGNMENTS:
             return Unnamed("parameters of the same shape are in several param groups, in too many possible orders")
-        ways = further
-    (found,) = ways.values()
-    if len(found) > 1:
-        return Unnamed(_difference(*found))
-    return dict(_steps(found[0]))
+        assignments = longer
+    (complete,) = assignments.values()
+    if len(complete) > 1:
+        return Unnamed(_difference(*complete))
+    return dict(_steps(complete[0]))
 
 
-_MOST_WAYS = 1 << 14
-# A linked list from the last assignment to the first.
-_Way = Any
+_MOST_ASSIGNMENTS = 1 << 14
+# A linked list of (assignment before it, number, name), from the last parameter to the first; None is the empty one.
+_Assignment = Any
 
 
-def _steps(way: _Way) -> Iterable[tuple[int, str]]:
-    while way is not None:
-        way, number, name = way
+def _steps(assignment: _Assignment) -> Iterable[tuple[int, str]]:
+    """(number, name) of each assigned parameter, the last one first."""
+    while assignment is not None:
+        assignment, number, name = assignment
         yield number, name
 
 
-def _difference(first: _Way, second: _Way) -> str:
+def _difference(first: _Assignment, second: _Assignment) -> str:
+    """A sentence about the first parameter whose name differs between two assignments."""
     other = dict(_steps(second))
     number, name = next((number, name) for number, name in reversed(list(_steps(first))) if other[number] != name)
-    return f"number {number} could be {name} or {other[number]}: they have the same shape, and the order does not tell them apart"
+    return f"number {number} could be {name} or {other[number]}: they have the same shape, and the order does not distinguish them"
 
 
 def recorded_names(groups: Sequence[Mapping[Any, Any]]) -> dict[int, str] | None:
-    """The names beside the numbers ("param_names", torch >= 2.6); None if any group has none."""
-    found: dict[int, str] = {}
+    """The name of every number, from the "param_names" that torch 2.6 and later store; None if a group has none."""
+    recorded: dict[int, str] = {}
     for group in groups:
         numbers, names = group.get("params"), group.get("param_names")
         if not isinstance(numbers, list) or not isinstance(names, list | tuple) or len(names) != len(numbers):
             return None
         if not all(isinstance(name, str) for name in names):
             return None
-        found.update(zip(numbers, names, strict=True))
-    return found
+        recorded.update(zip(numbers, names, strict=True))
+    return recorded
 
 
 def plain_groups(groups: Any, names: Mapping[Any, str]) -> tuple[ParamGroup, ...]:
-    """The param groups of a state dict, with names for their parameters; settings that are no plain values are left out."""
-    found = []
+    """The param groups of a state dict, with the names of their parameters. Settings that are not plain values are left out.
+
+    names: the name of each parameter as the state dict lists it; unnamed numbers are left out.
+    """
+    plain = []
     for group in groups if isinstance(groups, list) else ():
         listed = group.get("params", group.get("param_names")) if isinstance(group, Mapping) else None
         if isinstance(listed, list | tuple):
-            named = tuple(names.get(each, each) for each in listed if each in names or isinstance(each, str))
-            found.append(ParamGroup(named, plain_settings(group, without=("params", "param_names"))))
-    return tuple(found)
+            named = tuple(names.get(parameter, parameter) for parameter in listed if parameter in names or isinstance(parameter, str))
+            plain.append(ParamGroup(named, plain_settings(group, without=("params", "param_names"))))
+    return tuple(plain)
 
 
 def plain_settings(group: Mapping[Any, Any], *, without: Sequence[str] = ()) -> dict[str, Any]:
-    """What a param group holds that is plain values."""
+    """The settings of a param group that are plain values, except those in `without`."""
     return {str(key): value for key, value in group.items() if key not in without and is_plain(value)}
 
 
 def is_plain(value: Any, depth: int = 0) -> bool:
-    """Whether a value of a pickle is made of numbers, text, None and tuples, lists and dicts of them, not many and not deep."""
+    """Whether a value of a pickle consists of numbers, text, None, and tuples, lists and dicts of them, at most 4 deep and 1000 long."""
     if isinstance(value, tuple | list | dict) and (depth == 4 or len(value) > 1000):
         return False
     if isinstance(value, tuple | list):
-        return all(is_plain(each, depth + 1) for each in value)
+        return all(is_plain(item, depth + 1) for item in value)
     if isinstance(value, dict):
-        return all(isinstance(key, str) and is_plain(each, depth + 1) for key, each in value.items())
+        return all(isinstance(key, str) and is_plain(item, depth + 1) for key, item in value.items())
     return value is None or type(value) in (bool, int, float, str)

@@ -1,1 +1,8 @@
-"""Containers: the bytes of one file as plain values. Nothing here knows a checkpoint format, and nothing here runs what a file says."""
+"""Containers: the bytes of one file as plain values, and back.
+
+Files of safetensors (safetensors.py); files of torch.save, to read (torch_zip.py) and to write (torch_frame.py, torch_pickle.py,
+pickle_writer.py); the pickle inside them (inert_pickle.py) and the zip around it (zip_directory.py); distributed tensors in such files
+(distributed_tensors.py); the .metadata file of torch.distributed.checkpoint (dcp_metadata.py).
+
+A container checks every size and offset that a file claims, and never runs code from a file. It knows no checkpoint format and no model.
+"""

@@ -1,16 +1,16 @@
 """The .metadata file of torch.distributed.checkpoint (DCP), as columns.
 
-A checkpoint is a folder of `__<rank>_<i>.distcp` files, each many torch.save zips (entries) end to end, and one pickle that says
-which entry holds what:
+A checkpoint is a folder of `__<rank>_<i>.distcp` files, each of which is many torch.save zips (entries) end to end, and one pickle that
+says what each entry holds:
 
     Metadata
       state_dict_metadata: {fqn: TensorStorageMetadata{properties, size, chunks: [{offsets, sizes}]} | BytesStorageMetadata}
       storage_data:        {MetadataIndex{fqn, offset}: _StorageInfo{relative_path, offset, length[, transform_descriptors]}}
-      planner_data:        {flat fqn: (key, key or list index, ...)}; absent or None in some writers
+      planner_data:        {flat fqn: (key, key or list index, ...)}; some writers leave it out or store None
 
-A chunk and its entry belong together by (fqn, offsets). `parse` checks that each has the other: this is how a missing box shows.
-Whether the chunks of a tensor cover it is not asked here. Measured on torch 2.13, sources of 2.2..2.9: storage_meta, version,
-planner_data and transform_descriptors may be missing.
+A chunk and its entry have the same (fqn, offsets). `parse` checks that every chunk has an entry and every entry a chunk, and so finds a
+missing box. It does not check whether the chunks of a tensor cover it. Measured on torch 2.13; sources of 2.2..2.9 were read: storage_meta,
+version, planner_data and transform_descriptors may be missing.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy.typing as npt
 from reshard.containers.inert_pickle import Inert, load, shown
 from reshard.errors import CheckpointError
 from reshard.geometry.dtypes import DType, from_torch
+from reshard.geometry.quantities import plural
 from reshard.storage.files import inside
 
 Numbers = npt.NDArray[np.int64]
@@ -32,56 +33,81 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The stored boxes of one tensor, sorted by offsets: row i is offsets[i], sizes[i] ([n, ndim]), and lies in file
-    number files[i] at byte entry_offsets[i], entry_nbytes[i] long. Several rows with the same box are replicas."""
+    """The stored boxes of one tensor, one row each, sorted by offsets. Rows with the same box are replicas."""
 
     offsets: Numbers
+    """[n, ndim]: where each box starts."""
     sizes: Numbers
+    """[n, ndim]: how long each box is."""
     files: npt.NDArray[np.int32]
+    """[n]: the file of each box, as an index into `DcpMetadata.paths`."""
     entry_offsets: Numbers
+    """[n]: the byte offset of each entry in its file."""
     entry_nbytes: Numbers
+    """[n]: the length of each entry in bytes."""
 
     def __len__(self) -> int:
         return len(self.files)
 
+    def __repr__(self) -> str:
+        return f"Chunks({plural(len(self), 'box', 'boxes')} in {plural(len(np.unique(self.files)), 'file')})"
+
 
 @dataclass(frozen=True, slots=True)
 class TensorItem:
-    """A tensor: its global shape, its chunks, and the transforms that every entry went through, in the order they were listed."""
+    """A tensor of the checkpoint."""
 
     fqn: str
+    """Its fully qualified name."""
     dtype: DType
+    """Its element type."""
     shape: tuple[int, ...]
+    """Its global shape."""
     chunks: Chunks
+    """Its stored boxes."""
     transforms: tuple[str, ...] = ()
+    """The stream extensions that encoded each of its entries, in the order in which the metadata lists them."""
 
 
 @dataclass(frozen=True, slots=True)
 class BytesItem:
-    """An object that is no tensor: the entry that holds its torch.save file."""
+    """An object of the checkpoint that is not a tensor. One entry holds it as a torch.save file."""
 
     fqn: str
+    """Its fully qualified name."""
     path: str
+    """The file of the entry, relative to the folder of the checkpoint."""
     entry_offset: int
+    """The byte offset of the entry in the file."""
     entry_nbytes: int
+    """The length of the entry in bytes."""
     transforms: tuple[str, ...] = ()
+    """The stream extensions that encoded the entry, in the order in which the metadata lists them."""
 
 
 @dataclass(frozen=True, slots=True)
 class DcpMetadata:
-    """What a .metadata says. `paths` are the files that chunks number, relative to the folder; `planner` maps flat names to
-    the path of keys they were flattened from, None if the writer did not say."""
+    """The content of a .metadata file."""
 
     tensors: dict[str, TensorItem]
+    """The tensors by fully qualified name."""
     objects: dict[str, BytesItem]
+    """The other objects by fully qualified name."""
     paths: tuple[str, ...]
+    """The files to which `Chunks.files` refers, relative to the folder of the checkpoint."""
     planner: dict[str, tuple[str | int, ...]] | None
+    """For each flat name, the path of keys in the nested state dict; None if the writer did not store it."""
     version: str | None
+    """The version of the metadata; None if the writer did not store it."""
+
+    def __repr__(self) -> str:
+        content = f"{plural(len(self.tensors), 'tensor')}, {plural(len(self.objects), 'object')}"
+        return f"DcpMetadata({content}, {plural(len(self.paths), 'file')})"
 
 
 def parse(data: bytes, *, where: str) -> DcpMetadata:
-    """The content of a .metadata file, checked: every chunk lies in its tensor and has an entry, every entry has a chunk,
-    and files stay inside the checkpoint.
+    """The content of a .metadata file, after these checks: every chunk lies in its tensor and has an entry, every entry has a chunk, and
+    all files are inside the checkpoint.
 
     Raises: CheckpointError, naming the tensor and the offsets.
     """
@@ -98,14 +124,14 @@ def parse(data: bytes, *, where: str) -> DcpMetadata:
         elif item.class_name.endswith(".BytesStorageMetadata"):
             objects[fqn] = _object(fqn, entries, paths, f"{where}: {fqn}")
         else:
-            _refuse(f"it is stored as {item.class_name}, known are tensors and bytes", f"{where}: {fqn}")
+            _refuse(f"it is stored as {item.class_name}, expected a tensor or bytes", f"{where}: {fqn}")
     for fqn, left in entries.items():
         for offsets in left:
             at = f" at offsets {offsets}" if offsets is not None else ""
             _refuse(
-                f"the metadata gives a place in the files to {fqn}{at}, but lists no such {'chunk' if offsets is not None else 'object'}",
+                f"the metadata names the file of {fqn}{at}, but lists no such {'chunk' if offsets is not None else 'object'}",
                 where,
-                why="So the metadata is not the one that was written with these files",
+                why="So this metadata was not written together with these files",
             )
     version = root.get("version")
     planner = _planner(root.get("planner_data"), where)
@@ -113,10 +139,11 @@ def parse(data: bytes, *, where: str) -> DcpMetadata:
 
 
 def merge(parts: Sequence[DcpMetadata]) -> DcpMetadata:
-    """One metadata from several, each of which lists the whole tensors but only its own rank's chunks
-    (`__<rank>.metadata`, written with use_collectives=False).
+    """One metadata from those of all ranks (`__<rank>.metadata`, written with use_collectives=False).
 
-    A chunk in several parts becomes as many rows. Of an object in several parts the first is taken.
+    Each part has the global shape of every tensor, but only the chunks of its own rank. A chunk that is in several parts becomes several
+    rows. If an object is in several parts, the first one is taken.
+
     Raises: CheckpointError if two parts describe a tensor differently.
     """
     paths: dict[str, int] = {}
@@ -131,30 +158,30 @@ def merge(parts: Sequence[DcpMetadata]) -> DcpMetadata:
         planner = (part.planner or {}) | planner
     if both := tensors.keys() & objects.keys():
         _refuse("one rank's metadata lists it as a tensor, another's as an object", min(both))
-    known = any(part.planner is not None for part in parts)
+    has_planner = any(part.planner is not None for part in parts)
     version = next((part.version for part in parts if part.version), None)
     merged = {fqn: _merged(items) for fqn, items in tensors.items()}
-    return DcpMetadata(merged, objects, tuple(paths), planner if known else None, version)
+    return DcpMetadata(merged, objects, tuple(paths), planner if has_planner else None, version)
 
 
-# What is left of storage_data: fqn -> offsets (None: an object) -> (file number, byte offset, length, transforms).
+# The content of storage_data: fqn -> offsets (None: an object) -> (file number, byte offset, length, transforms).
 _Entry = tuple[int, int, int, tuple[str, ...]]
 _Entries = dict[str, dict[tuple[int, ...] | None, _Entry]]
 
 
 def _entries(storage_data: dict[Any, Any], where: str) -> tuple[_Entries, list[str]]:
-    """The entries by fqn and offsets, and the files they number."""
+    """The entries by fqn and offsets, and the files by number."""
     entries: _Entries = {}
     paths: dict[str, int] = {}
     transforms: dict[tuple[str, ...], tuple[str, ...]] = {(): ()}
-    while storage_data:  # from here on the stand-ins are not needed: a large checkpoint has a million of them
+    while storage_data:  # the Inerts are released one by one: a large checkpoint has a million of them
         index, info = storage_data.popitem()
         if not isinstance(index, Inert) or not isinstance(info, Inert):
             _refuse(f"the metadata's storage_data maps {shown(index)} to {shown(info)}", where)
         fqn, offsets = index.get("fqn"), index.get("offset")
         path, start, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
         if type(fqn) is not str or not (offsets is None or _are_counts(offsets)):
-            _refuse(f"the metadata gives a place to {shown(fqn)} at offsets {shown(offsets)}", where)
+            _refuse(f"the metadata names the file of {shown(fqn)} at offsets {shown(offsets)}", where)
         if type(path) is not str or not _are_counts((start, nbytes)):
             _refuse(
                 f"the entry at offsets {offsets} should be a byte range of a file, "
@@ -166,7 +193,7 @@ def _entries(storage_data: dict[Any, Any], where: str) -> tuple[_Entries, list[s
             number = paths[inside(path, where=f"{where}: {fqn}")] = len(paths)
         names = info.get("transform_descriptors") or ()
         if names and not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
-            _refuse(f"the entry at offsets {offsets} went through {shown(names)}, which are no names", f"{where}: {fqn}")
+            _refuse(f"the entry at offsets {offsets} has the transforms {shown(names)}, which are not names", f"{where}: {fqn}")
         descriptors = tuple(names)
         of_tensor = entries.setdefault(fqn, {})
         if offsets in of_tensor:
@@ -176,7 +203,7 @@ def _entries(storage_data: dict[Any, Any], where: str) -> tuple[_Entries, list[s
 
 
 def _tensor(fqn: str, item: Inert, entries: _Entries, where: str) -> TensorItem:
-    """One tensor with its chunks' entries, which are taken out of `entries`."""
+    """One tensor with its chunks. The entries of the chunks are removed from `entries`."""
     shape = item.get("size")
     if not _are_counts(shape):
         _refuse(f"its size is {shown(shape)}", where)
@@ -191,13 +218,13 @@ def _tensor(fqn: str, item: Inert, entries: _Entries, where: str) -> TensorItem:
             _refuse(
                 f"the chunk at offsets {offsets}, sizes {boxes[offsets]}, is in no file",
                 where,
-                why="The metadata lists it without a place, so a part of the tensor would be left unset",
+                why="The metadata lists it without a file, so a part of the tensor would be left unset",
                 do="Get the .metadata again from where the checkpoint was written",
             )
         rows.append(entry)
     transforms = {entry[3] for entry in rows}
     if len(transforms) > 1:
-        _refuse(f"its entries went through different transforms: {sorted(transforms)}", where)
+        _refuse(f"its entries have different transforms: {sorted(transforms)}", where)
     chunks = _columns(boxes, rows, shape, where)
     return TensorItem(fqn, _dtype(item, where), shape, chunks, transforms.pop() if transforms else ())
 
@@ -205,30 +232,31 @@ def _tensor(fqn: str, item: Inert, entries: _Entries, where: str) -> TensorItem:
 def _boxes(listed: list[Any], where: str) -> dict[tuple[int, ...], tuple[int, ...]]:
     """The sizes of every chunk by its offsets.
 
-    Ranks that hold nothing write empty chunks, all at the same offsets and with one entry among them (FSDP2, torch 2.13);
-    where one of them is not empty, the entry is its.
+    Ranks that hold no element write empty chunks, all at the same offsets and with one entry for all of them (FSDP2, torch 2.13). If one of
+    the chunks at these offsets is not empty, the entry belongs to it.
     """
     boxes: dict[tuple[int, ...], tuple[int, ...]] = {}
     for chunk in listed:
         offsets, sizes = (chunk.get("offsets"), chunk.get("sizes")) if isinstance(chunk, Inert) else (None, None)
         if not _are_counts(offsets) or not _are_counts(sizes):
             _refuse(f"a chunk is {shown(chunk)} with offsets {shown(offsets)}, sizes {shown(sizes)}", where)
-        known = boxes.setdefault(offsets, sizes)
-        if known != sizes and 0 not in sizes:
-            if 0 not in known:
-                _refuse(f"two chunks start at offsets {offsets}, with the sizes {known} and {sizes}", where)
+        earlier = boxes.setdefault(offsets, sizes)
+        if earlier != sizes and 0 not in sizes:
+            if 0 not in earlier:
+                _refuse(f"two chunks start at offsets {offsets}, with the sizes {earlier} and {sizes}", where)
             boxes[offsets] = sizes
     return boxes
 
 
 def _columns(boxes: dict[tuple[int, ...], tuple[int, ...]], rows: list[_Entry], shape: tuple[int, ...], where: str) -> Chunks:
+    """The chunks of one tensor. rows: the entry of each box, in the order of `boxes`."""
     offsets, sizes = _table(boxes, len(shape), "offsets", where), _table(boxes.values(), len(shape), "sizes", where)
     outside = (offsets > np.array(shape, np.int64) - sizes).any(axis=1)
     if outside.any():
         row = int(outside.argmax())
         _refuse(
             f"the chunk at offsets {tuple(offsets[row].tolist())}, sizes {tuple(sizes[row].tolist())}, "
-            f"is not inside of the tensor, which has the shape {shape}",
+            f"is not inside the tensor, which has the shape {shape}",
             where,
         )
     files, starts, lengths, _ = zip(*rows, strict=True) if rows else ((), (), (), ())
@@ -245,7 +273,7 @@ def _table(rows: Iterable[tuple[int, ...]], ndim: int, what: str, where: str) ->
 
 
 def _sorted(chunks: Chunks) -> Chunks:
-    """By offsets, then sizes, then file."""
+    """The chunks sorted by offsets, then sizes, then file."""
     axes = range(chunks.offsets.shape[1])
     keys = [chunks.offsets[:, axis] for axis in axes] + [chunks.sizes[:, axis] for axis in axes] + [chunks.files]
     order = np.lexsort(keys[::-1])
@@ -255,13 +283,13 @@ def _sorted(chunks: Chunks) -> Chunks:
 def _object(fqn: str, entries: _Entries, paths: list[str], where: str) -> BytesItem:
     entry = entries.get(fqn, {}).pop(None, None)
     if entry is None:
-        _refuse("the object is in no file: the metadata lists it without a place", where)
+        _refuse("the object is in no file: the metadata lists it without one", where)
     number, start, nbytes, transforms = entry
     return BytesItem(fqn, paths[number], start, nbytes, transforms)
 
 
 def _dtype(item: Inert, where: str) -> DType:
-    """The element type: the first of five properties, or the one called dtype."""
+    """The element type: the first of the five properties, or the one called dtype."""
     properties = item.get("properties")
     state = properties.state if isinstance(properties, Inert) else None
     dtype = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
@@ -285,8 +313,8 @@ def _merged(items: list[TensorItem]) -> TensorItem:
     for item in items[1:]:
         if (item.dtype, item.shape, item.transforms) != (first.dtype, first.shape, first.transforms):
             _refuse(
-                f"one rank's metadata says {first.dtype} {first.shape} {first.transforms or ''}, "
-                f"another's {item.dtype} {item.shape} {item.transforms or ''}".rstrip(),
+                f"the metadata of one rank says {first.dtype} {first.shape} {first.transforms or ''}, "
+                f"that of another rank {item.dtype} {item.shape} {item.transforms or ''}".rstrip(),
                 first.fqn,
                 why="So the files come from different saves",
             )
@@ -297,14 +325,16 @@ def _merged(items: list[TensorItem]) -> TensorItem:
 
 
 def _attribute(root: Any, name: str, where: str) -> dict[Any, Any]:
-    found = root.get(name) if isinstance(root, Inert) else None
-    if not isinstance(found, dict):
-        _refuse(f"this is no metadata of torch.distributed.checkpoint: it holds {shown(root)}, and its {name} is {shown(found)}", where)
-    return found
+    value = root.get(name) if isinstance(root, Inert) else None
+    if not isinstance(value, dict):
+        _refuse(
+            f"this is not the metadata of torch.distributed.checkpoint: it holds {shown(root)}, and its {name} is {shown(value)}", where
+        )
+    return value
 
 
 def _are_counts(values: Any) -> TypeGuard[tuple[int, ...]]:
-    """Whether it is a tuple of integers from 0 on that fit 62 bits; true and false are none."""
+    """Whether a value is a tuple of non-negative integers below 2**62. True and False are not integers."""
     return type(values) is tuple and all(type(value) is int and 0 <= value < 1 << 62 for value in values)
 
 

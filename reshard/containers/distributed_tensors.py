@@ -1,10 +1,11 @@
-"""DTensor and ShardedTensor as torch pickles them: which box of which global tensor a rank's file holds.
+"""DTensor and ShardedTensor as torch pickles them: the boxes of global tensors that a rank's file holds.
 
-A DTensor knows its mesh, a placement per mesh dimension and its rank's coordinates; the box follows from them (meshes.py) and
-must have the size of the local tensor. A ShardedTensor lists its own boxes, and those of all other ranks.
+A DTensor has a mesh, a placement per mesh dimension and the coordinates of its rank. The box follows from these (geometry/meshes.py) and
+must have the size of the local tensor. A ShardedTensor lists the boxes of its own rank and those of all other ranks.
 
-Two forms of the mesh: until torch 2.9 a tensor of ranks, from 2.10 on a layout over a list of ranks. Coordinates are always there.
-Measured on torch 2.13 and on the files in fixtures/torch_versions; class names compared without their modules, which moved.
+The mesh has two forms: up to torch 2.9 a tensor of ranks, from 2.10 on a layout over a list of ranks. Both have the coordinates.
+Measured on torch 2.13 and on the files in fixtures/torch_versions. Class names are compared without their modules, because torch has moved
+classes between modules.
 """
 
 from __future__ import annotations
@@ -18,34 +19,41 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.meshes import Distribution, Mesh, Placement, Replicated, Sharded, StridedSharded, distribution
+from reshard.geometry.quantities import plural
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A rank's part of a global tensor: the boxes that its file holds, each with its bytes.
-
-    rank: the global rank that the file says it is from; None if it does not.
-    """
+    """The part of a global tensor that one rank's file holds."""
 
     dtype: DType
+    """The element type."""
     shape: tuple[int, ...]
+    """The global shape."""
     shards: tuple[tuple[Box, AnyTensor], ...]
+    """The boxes that the file holds, each with its bytes."""
     distribution: Distribution | None = None
+    """How the tensor is distributed on the mesh; None if the file does not say."""
     rank: int | None = None
+    """The global rank of the file; None if the file does not say."""
 
     @property
     def memory(self) -> tuple[object, ...] | None:
-        """What two tied parameters have in common: the place of their bytes. None if the file holds nothing of it."""
+        """A key that is equal for two tied parameters; None if the file holds no element of this tensor."""
         return memory_of(self.shards[0][1]) if self.shards else None
+
+    def __repr__(self) -> str:
+        rank = "" if self.rank is None else f", rank {self.rank}"
+        return f"LocalTensor({self.dtype}, {list(self.shape)}, {plural(len(self.shards), 'box', 'boxes')}{rank})"
 
 
 def class_of(value: Any) -> str:
-    """The class of a stand-in without its module: "DTensor", "ShardedTensor"; "" for anything else."""
+    """The class of an Inert without its module, such as "DTensor"; "" for any other value."""
     return value.class_name.rpartition(".")[2] if isinstance(value, Inert) else ""
 
 
 class Decoder:
-    """Reads the tensors of one file; meshes and specs that many of them share are understood once."""
+    """Decodes the tensors of one file. A mesh or spec that many tensors share is decoded once."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -53,9 +61,9 @@ class Decoder:
         self._distributions: dict[Any, Distribution] = {}
 
     def decode(self, name: str, value: Any) -> LocalTensor | None:
-        """The part of a tensor that `value` holds; None if it is no tensor.
+        """The part of a tensor that `value` holds; None if `value` is not a tensor.
 
-        Raises: CheckpointError for tensors that contradict themselves, or are of a class that is not known.
+        Raises: CheckpointError for a tensor that contradicts itself, or is of an unknown class.
         """
         if is_stored(value):
             return LocalTensor(value.dtype, value.shape, ((Box.whole(value.shape), value),))
@@ -66,9 +74,9 @@ class Decoder:
             return self._sharded(name, value)
         if isinstance(value, Inert) and len(value.args) == 1 and is_stored(value.args[0]):
             raise CheckpointError(
-                f"it is a tensor of class {value.class_name}",
+                f"it is a tensor of the unknown class {value.class_name}",
                 where=f"{name} in {self._where}",
-                why="What its bytes mean is known to that class only",
+                why="Only the code of that class knows what its bytes mean",
                 do="Save plain tensors or DTensors",
             )
         return None
@@ -81,40 +89,40 @@ class Decoder:
                 f"the DTensor has the size {shown(shape)}, the local tensor {shown(local)}, the spec {shown(spec)}", where=where
             )
         mesh = self._mesh(_attribute(spec, "mesh", "device_mesh"), where)
-        found = self._distribution(spec, mesh, where)
-        if any(axis >= len(shape) for placement in found.placements if (axis := getattr(placement, "axis", -1)) >= 0):
-            raise CheckpointError(f"it has {len(shape)} axes, and lies on the mesh as {found}", where=where)
-        box = found.box(shape, mesh.coordinates)
+        distributed = self._distribution(spec, mesh, where)
+        if any(axis >= len(shape) for placement in distributed.placements if (axis := getattr(placement, "axis", -1)) >= 0):
+            raise CheckpointError(f"it has {len(shape)} axes, but its placements on the mesh are {distributed}", where=where)
+        box = distributed.box(shape, mesh.coordinates)
         if box.sizes != local.shape:
             raise CheckpointError(
                 f"rank {mesh.rank} holds {list(local.shape)} of {list(shape)}; "
-                f"at {_named(mesh)} of {found} it should hold {list(box.sizes)}",
+                f"at {_named(mesh)} of {distributed} it should hold {list(box.sizes)}",
                 where=where,
-                why="The tensor was cut by other rules than torch's, or the file was put together by hand",
+                why="The tensor was cut by rules that are not torch's, or the file was assembled by hand",
                 do="Save it again with torch.distributed.checkpoint, which writes every box",
             )
-        return LocalTensor(local.dtype, shape, ((box, local),), found, mesh.rank)
+        return LocalTensor(local.dtype, shape, ((box, local),), distributed, mesh.rank)
 
     def _distribution(self, spec: Inert, mesh: _MeshFacts, where: str) -> Distribution:
         stored, order = spec.get("placements"), spec.get("shard_order")
         if not isinstance(stored, tuple | list):
             raise CheckpointError(f"its placements are {shown(stored)}", where=where)
-        # Few kinds of specs occur, in many objects: what they say is compared before it is understood.
-        key = (id(mesh), tuple(map(_said, stored)), tuple(map(_said, order)) if isinstance(order, tuple) else None)
-        found = self._distributions.get(key)
-        if found is None:
-            placements = tuple(_placement(each, where) for each in stored)
-            found = self._distributions[key] = distribution(mesh.mesh, placements, _shard_order(order), where=where)
-        return found
+        # A file has many spec objects, but few different specs. So their content is compared before it is decoded.
+        key = (id(mesh), tuple(map(_comparable, stored)), tuple(map(_comparable, order)) if isinstance(order, tuple) else None)
+        decoded = self._distributions.get(key)
+        if decoded is None:
+            placements = tuple(_placement(placement, where) for placement in stored)
+            decoded = self._distributions[key] = distribution(mesh.mesh, placements, _shard_order(order), where=where)
+        return decoded
 
     def _mesh(self, value: Any, where: str) -> _MeshFacts:
-        found = self._meshes.get(id(value))
-        if found is None:
-            found = self._meshes[id(value)] = _mesh_facts(value, where)
-        return found
+        decoded = self._meshes.get(id(value))
+        if decoded is None:
+            decoded = self._meshes[id(value)] = _mesh_facts(value, where)
+        return decoded
 
     def _sharded(self, name: str, value: Inert) -> LocalTensor:
-        """State: (local shards, metadata of all shards, process group, sharding spec, remote references)."""
+        """Its state is (local shards, metadata of all shards, process group, sharding spec, remote references)."""
         where = f"{name} in {self._where}"
         state = value.state
         if not isinstance(state, tuple) or len(state) < 3 or not isinstance(state[0], list) or not isinstance(state[1], Inert):
@@ -127,7 +135,9 @@ class Decoder:
             local, metadata = _attribute(shard, "tensor"), _attribute(shard, "metadata")
             offsets, sizes = _attribute(metadata, "shard_offsets"), _attribute(metadata, "shard_sizes")
             if not is_stored(local) or not _are_counts(offsets) or not _are_counts(sizes):
-                raise CheckpointError(f"a shard of it is {shown(local)} at {shown(offsets)}, {shown(sizes)}", where=where)
+                raise CheckpointError(
+                    f"one of its shards is {shown(local)} with the offsets {shown(offsets)}, the sizes {shown(sizes)}", where=where
+                )
             if local.shape != tuple(sizes) or local.dtype != dtype or len(offsets) != len(sizes) or len(sizes) != len(shape):
                 raise CheckpointError(
                     f"a shard at {list(offsets)} should be {dtype} {list(sizes)} of {list(shape)}, it is {local.dtype} {list(local.shape)}",
@@ -140,14 +150,18 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class _MeshFacts:
+    """A DeviceMesh as one rank's file describes it."""
+
     mesh: Mesh
     coordinates: tuple[int, ...]
+    """The coordinates of the rank on the mesh."""
     rank: int | None
+    """The global rank; None if the file does not say."""
 
 
 def _mesh_facts(value: Any, where: str) -> _MeshFacts:
     if class_of(value) != "DeviceMesh":
-        raise CheckpointError(f"its mesh is {shown(value)}, a DeviceMesh was expected", where=where)
+        raise CheckpointError(f"its mesh is {shown(value)}, expected a DeviceMesh", where=where)
     coordinates = _attribute(value, "_coordinate_on_dim")
     layout, grid = _attribute(value, "_layout"), _attribute(value, "mesh", "_mesh")
     sizes = _layout_sizes(layout) if layout is not None else grid.shape if is_stored(grid) else None
@@ -155,11 +169,11 @@ def _mesh_facts(value: Any, where: str) -> _MeshFacts:
         raise CheckpointError(
             f"its mesh has the sizes {shown(sizes)}, the rank's coordinates are {shown(coordinates)}",
             where=where,
-            why="Which part of the tensor this is follows from both",
+            why="Both are needed to know which part of the tensor this is",
             do="Save the checkpoint from ranks that are on the mesh",
         )
     if any(at >= size for at, size in zip(coordinates, sizes, strict=True)):
-        raise CheckpointError(f"the rank's coordinates {tuple(coordinates)} are not on a mesh of {tuple(sizes)}", where=where)
+        raise CheckpointError(f"the rank's coordinates {tuple(coordinates)} are outside of its mesh of {tuple(sizes)}", where=where)
     names = _attribute(value, "_mesh_dim_names", "mesh_dim_names")
     if not isinstance(names, tuple | list) or len(names) != len(sizes) or not all(isinstance(name, str) for name in names):
         names = tuple(f"dim{i}" for i in range(len(sizes)))
@@ -167,7 +181,7 @@ def _mesh_facts(value: Any, where: str) -> _MeshFacts:
 
 
 def _layout_sizes(layout: Any) -> tuple[int, ...] | None:
-    """The sizes of a _MeshLayout: one _FlatLayout per dimension, whose shape multiplies; or plain sizes (torch 2.10)."""
+    """The sizes of a _MeshLayout: the product of the shape of each dimension's _FlatLayout, or plain sizes (torch 2.10)."""
     axes = _attribute(layout, "axes")
     if isinstance(axes, tuple | list):
         shapes = [_attribute(axis, "shape") for axis in axes]
@@ -175,8 +189,8 @@ def _layout_sizes(layout: Any) -> tuple[int, ...] | None:
             return tuple(_product(shape) for shape in shapes)
         return None
     shape = _attribute(layout, "shape")
-    if isinstance(shape, tuple | list) and all(_is_count(each) or _are_counts(each) for each in shape):
-        return tuple(_product(each) if isinstance(each, tuple | list) else each for each in shape)
+    if isinstance(shape, tuple | list) and all(_is_count(size) or _are_counts(size) for size in shape):
+        return tuple(_product(size) if isinstance(size, tuple | list) else size for size in shape)
     return (shape,) if _is_count(shape) else None
 
 
@@ -187,8 +201,8 @@ def _product(values: Any) -> int:
     return total
 
 
-def _said(value: Any) -> tuple[Any, ...]:
-    """All that a stand-in of a placement or of an entry of the shard order says, as something to compare by."""
+def _comparable(value: Any) -> tuple[Any, ...]:
+    """The content of a placement or of an entry of the shard order, as a value that can be compared and hashed."""
     if isinstance(value, Inert) and len(value.args) <= 4 and all(map(_is_short, value.args)):
         state = value.state
         if state is None or (isinstance(state, dict) and len(state) <= 4 and all(map(_is_short, state.values()))):
@@ -197,7 +211,7 @@ def _said(value: Any) -> tuple[Any, ...]:
 
 
 def _is_short(value: Any) -> bool:
-    """Whether a value is a number or text, or a few numbers: what can be compared and hashed without a second thought."""
+    """Whether a value is None, a number, a text, or a short tuple of numbers: these are cheap to compare and hash."""
     return value is None or type(value) in (int, str) or (type(value) is tuple and len(value) <= 8 and all(map(_is_count, value)))
 
 
@@ -212,18 +226,16 @@ def _placement(value: Any, where: str) -> Placement:
         return StridedSharded(axis, factor)
     if kind == "Partial" or kind == "_Partial":
         raise CheckpointError(
-            "it is a Partial tensor: every rank holds a summand",
+            "it is a Partial tensor: every rank holds one term of a sum",
             where=where,
-            why="A healthy checkpoint holds values, not terms of a sum that nobody has added up",
+            why="The terms have not been added, so no rank holds the values",
             do="Save it after redistributing to Replicate or Shard",
         )
-    raise CheckpointError(
-        f"the placement {shown(value)} is not one that reshard knows", where=where, do="Save it with Shard and Replicate placements"
-    )
+    raise CheckpointError(f"its placement {shown(value)} is unknown", where=where, do="Save it with Shard and Replicate placements")
 
 
 def _shard_order(value: Any) -> tuple[int, ...] | None:
-    """The mesh dimensions in the order in which they cut, from entries (tensor_dim, mesh_dims); None if the file does not say."""
+    """The mesh dimensions in the order in which they cut, from the entries (tensor_dim, mesh_dims); None if the file does not say."""
     if not isinstance(value, tuple | list):
         return None
     order: list[int] = []
@@ -236,7 +248,7 @@ def _shard_order(value: Any) -> tuple[int, ...] | None:
 
 
 def _second(entry: Any) -> Any:
-    """mesh_dims of a ShardOrderEntry, a named tuple."""
+    """The mesh_dims of a ShardOrderEntry, which is a named tuple."""
     if not isinstance(entry, Inert):
         return None
     return entry.args[1] if len(entry.args) > 1 else entry.get("mesh_dims")
@@ -251,10 +263,10 @@ def _dtype_of(properties: Any, where: str) -> DType:
 
 
 def _attribute(value: Any, *names: str) -> Any:
-    """The first of those attributes that a stand-in has, by name or as the argument of a plain constructor."""
+    """The first of those attributes that an Inert has and that is not None."""
     if not isinstance(value, Inert):
         return None
-    return next((found for name in names if (found := value.get(name)) is not None), None)
+    return next((attribute for name in names if (attribute := value.get(name)) is not None), None)
 
 
 def _named(mesh: _MeshFacts) -> str:

@@ -1,18 +1,18 @@
 """Unpickling that imports nothing and runs nothing.
 
-A pickle is a small program: it names classes and functions, and the unpickler calls them. Here every name becomes either one
-of a few functions of our own, which build plain values (sets, sizes, dtypes, paths), or a class of stand-ins that take any
-arguments and any state and do nothing: `Inert`. So a file of any framework opens without the framework, and a file that asks
-for `os.system` gets an Inert called "os.system".
+A pickle is a small program: it names classes and functions, and the unpickler calls them. Here a name becomes one of a few functions of
+this module, which build plain values (sets, sizes, dtypes, paths), or else a class of stand-ins that accept any arguments and any state
+and do nothing: `Inert`. So a file of any framework opens without the framework, and a file that names `os.system` gets an Inert called
+"os.system".
 
-The unpickler is the C one, which is as fast as pickle.load: a DCP .metadata with 128,000 entries in about 3 s. Two things that
-it does not check are checked before: memo numbers (ten bytes can make it allocate 30 GB), and the registry of extension codes,
-the one way to a real object that does not pass through `find_class`.
+The unpickler is the C one, which is as fast as pickle.load: it reads a DCP .metadata with 128,000 entries in about 3 s. Two things that it
+does not check are checked before it starts: memo numbers, because ten bytes can make it allocate 30 GB, and extension codes, because they
+are the only way to a real object that does not pass through `find_class`.
 
-Whatever lives on after loading must not be open to the BUILD opcode, which sets attributes of any object that the pickle has
-made: results are plain values, Inerts, or refuse it (`sealed`).
+The BUILD opcode sets attributes of any object that the pickle has made. No object that outlives loading may be changed in this way: results
+are plain values, Inerts, or classes that refuse BUILD (`sealed`).
 
-Known globals: every kind of file that torch 2.2..2.13, DeepSpeed 0.14..0.19 and Megatron-Core write.
+Known globals: those in every kind of file that torch 2.2..2.13, DeepSpeed 0.14..0.19 and Megatron-Core write.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ Rebuild = Mapping[str, Callable[..., object]]
 class Inert:
     """A stand-in for an instance of a class that was not imported.
 
-    `class_name` is "module.name"; `args` what it was called with; `state` what BUILD gave it: a dict of attributes (those of
-    __slots__ merged in), or whatever else the class pickles; `items` what was appended, `mapping` what was set by key.
-    Two are equal only if they are the same: pickles use them as dict keys before their state is there.
+    Two Inerts are equal only if they are the same object, because pickles use them as dict keys before their state is set.
     """
 
     __slots__ = ("_items", "_mapping", "args", "state")
     class_name: ClassVar[str] = "?"
+    """The class, as "module.name"."""
     args: tuple[Any, ...]
+    """The arguments of the call that made it."""
     state: Any
+    """The state that BUILD set: a dict of attributes, with those of __slots__ merged in, or any other value that the class pickles."""
     _items: list[Any] | None
     _mapping: dict[Any, Any] | None
 
@@ -59,30 +60,34 @@ class Inert:
         return self
 
     def __call__(self, *args: Any) -> Inert:
-        """A stand-in for what a stand-in returns (functools.partial(...)()); the first of its args is what was called."""
+        """A stand-in for the result of calling this one, as in functools.partial(...)(). Its first argument is this one."""
         return inert_class(f"{self.class_name[:1000]}()")(self, *args)
 
     def get(self, attribute: str, default: Any = None) -> Any:
-        """The attribute of that name; `default` if there is none, or if the state is no dict."""
+        """The attribute of that name; `default` if it does not exist or the state is not a dict."""
         return self.state.get(attribute, default) if isinstance(self.state, dict) else default
 
     @property
     def items(self) -> list[Any]:
+        """The values that were appended."""
         return self._items if self._items is not None else []
 
     @property
     def mapping(self) -> dict[Any, Any]:
+        """The values that were set by key."""
         return self._mapping if self._mapping is not None else {}
 
     def append(self, item: Any) -> None:
+        """Called by the opcode APPEND."""
         self.extend((item,))
 
     def extend(self, items: Any) -> None:
+        """Called by the opcode APPENDS."""
         if self._items is None:
             self._items = []
         self._items.extend(items)
 
-    add = append  # sets: ADDITEMS falls back to it
+    add = append  # the opcode ADDITEMS of sets calls it
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if self._mapping is None:
@@ -100,7 +105,7 @@ class Inert:
 
 
 class Dict(dict[Any, Any]):
-    """An OrderedDict or defaultdict of the file. A model's state dict carries attributes (_metadata), which say nothing that we need."""
+    """An OrderedDict or defaultdict. Its attributes, such as the _metadata of a model's state dict, are dropped: nothing needs them."""
 
     __slots__ = ()
 
@@ -109,7 +114,7 @@ class Dict(dict[Any, Any]):
 
 
 class DTypeName(str):
-    """`torch.bfloat16` in a pickle: the name without the module, one that `dtypes.from_torch` knows."""
+    """`torch.bfloat16` in a pickle: the name without the module. `dtypes.from_torch` knows it."""
 
     __slots__ = ()
 
@@ -127,7 +132,7 @@ class StorageClass(str):
 
 
 class Function:
-    """A function of ours under the name that a pickle calls."""
+    """A function of this module, under the name by which a pickle calls it."""
 
     __slots__ = ("_function", "class_name")
 
@@ -142,10 +147,10 @@ class Function:
 
 
 def sealed(cls: T) -> T:
-    """A frozen dataclass that pickles well, but whose fields the BUILD opcode cannot set.
+    """The frozen dataclass `cls`, changed so that the BUILD opcode cannot set its fields. Instances can still be pickled.
 
-    A slotted frozen dataclass has a __setstate__ that writes its fields past all checks, and BUILD calls just that: a tensor,
-    checked when it was built, could be sent to another file.
+    A slotted frozen dataclass has a __setstate__ that writes its fields without any check, and BUILD calls __setstate__. A file could
+    redirect a tensor to another file after the tensor has been checked.
     """
 
     def refuse(self: object, state: object) -> None:
@@ -160,14 +165,16 @@ def sealed(cls: T) -> T:
 
 
 def load(data: bytes, *, where: str, storage: Callable[[tuple[Any, ...]], object] | None = None, rebuild: Rebuild | None = None) -> Any:
-    """What the pickle holds, as plain values and Inerts.
+    """The content of a pickle, as plain values and Inerts.
 
-    `storage` answers persistent ids (torch: references to tensor data), `rebuild` names further functions that may be called.
-    Raises: CheckpointError, naming `where`, for persistent ids without `storage` and whatever the unpickler stumbles over.
+    storage: returns the value of a persistent id, which in torch refers to tensor data. rebuild: further functions that the pickle may
+    call, by name.
+
+    Raises: CheckpointError, naming `where`, if the unpickler fails, or for a persistent id if `storage` is None.
     """
     try:
         if (stop := end_of(data)) != len(data):
-            raise pickle.UnpicklingError(f"it ends at byte {stop:,}, but {len(data) - stop:,} more follow")
+            raise pickle.UnpicklingError(f"it ends at byte {stop:,}, but {len(data) - stop:,} more bytes follow")
         with uncollected():
             unpickler = _Unpickler(data, storage, rebuild or {})
             try:
@@ -180,14 +187,14 @@ def load(data: bytes, *, where: str, storage: Callable[[tuple[Any, ...]], object
         raise CheckpointError(
             f"the pickle ({len(data):,} bytes) cannot be read: {_reason(error)}",
             where=where,
-            why="It was cut short, damaged, or made by hand; nothing of it was run",
+            why="The file was cut short, damaged, or made by hand; none of its code was run",
             do="Copy the file again",
         ) from error
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without the garbage collector, which would walk through all that was made so far again and again, and find nothing."""
+    """A context without the garbage collector, which would scan all new objects again and again without finding garbage."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -200,8 +207,8 @@ def uncollected() -> Iterator[None]:
 def end_of(data: bytes, start: int = 0) -> int:
     """The byte after the pickle that starts at `start`.
 
-    Raises: EOFError if the data ends first; pickle.UnpicklingError for bytes that are no pickle, memo numbers beyond what a
-    pickle of that length can need, and extension codes.
+    Raises: EOFError if the data ends first; pickle.UnpicklingError for bytes that are not a pickle, for memo numbers that are larger than
+    a pickle of that length can need, and for extension codes.
     """
     at = start
     try:
@@ -213,14 +220,14 @@ def end_of(data: bytes, start: int = 0) -> int:
             length = _LENGTHS[data[at]]
             at = at + length if length > 0 else _after(data, at)
     except IndexError:
-        raise EOFError(f"it goes on after its {len(data) - start:,} bytes") from None
+        raise EOFError(f"it does not end within its {len(data) - start:,} bytes") from None
 
 
 _STOP = pickle.STOP[0]
 
 
 def _lengths() -> list[int]:
-    """The length of every opcode with its argument; 0 where it is not the same for all (`_after` finds it)."""
+    """By opcode: its length in bytes, including its argument; 0 if the length varies, in which case `_after` finds it."""
     lengths = [0] * 256
     for opcode in pickletools.opcodes:
         argument = opcode.arg.n if opcode.arg else 0
@@ -234,7 +241,7 @@ _LENGTHS = _lengths()
 
 
 def _plain_run() -> re.Pattern[bytes]:
-    """Opcodes of fixed length, as many as follow each other; and memo numbers below 65,536, which never need much."""
+    """A pattern for any number of opcodes of fixed length, and of memo numbers below 65,536, which never need much memory."""
     by_length: dict[int, bytes] = {}
     for code, length in enumerate(_LENGTHS):
         if length > 0:
@@ -245,7 +252,7 @@ def _plain_run() -> re.Pattern[bytes]:
 
 
 _PLAIN_RUN = _plain_run()
-# Opcodes whose argument says its own length: how many bytes that takes.
+# Opcodes whose argument starts with its own length: the number of bytes of that length.
 _COUNTED = {
     ord(opcode.code): {
         pickletools.TAKEN_FROM_ARGUMENT1: 1,
@@ -256,7 +263,7 @@ _COUNTED = {
     for opcode in pickletools.opcodes
     if opcode.arg and opcode.arg.n < pickletools.UP_TO_NEWLINE
 }
-# Opcodes whose arguments are lines of text: how many.
+# Opcodes whose arguments are lines of text: the number of lines.
 _LINES = {
     ord(opcode.code): 2 if opcode.code in "ci" else 1
     for opcode in pickletools.opcodes
@@ -265,7 +272,7 @@ _LINES = {
 
 
 def _after(data: bytes, at: int) -> int:
-    """The byte after the opcode at `at`, one of those without a fixed length."""
+    """The byte after the opcode at `at`, which has no fixed length."""
     code = data[at]
     if width := _COUNTED.get(code):
         return at + 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
@@ -282,44 +289,45 @@ def _after(data: bytes, at: int) -> int:
             _check_memo(int(data[at + 1 : stop]), data)
         return stop + 1
     if code in (pickle.EXT1[0], pickle.EXT2[0], pickle.EXT4[0]):
-        raise pickle.UnpicklingError(f"it asks at byte {at:,} for an object of this machine by an extension code")
-    raise pickle.UnpicklingError(f"byte {at:,} is 0x{code:02x}, which is no pickle opcode")
+        raise pickle.UnpicklingError(f"byte {at:,} refers to an object of this machine by an extension code")
+    raise pickle.UnpicklingError(f"byte {at:,} is 0x{code:02x}, which is not a pickle opcode")
 
 
 def _check_memo(number: int, data: bytes) -> None:
-    # The memo is an array of twice the highest number. Picklers count from 0, one per object, and an object takes a byte or more.
+    # The unpickler's memo is an array twice as long as the highest number. A pickler numbers objects from 0, and each object takes at least
+    # one byte of the pickle.
     if number > len(data):
         raise pickle.UnpicklingError(f"it numbers an object {number:,}, which needs {16 * number:,} bytes of memory")
 
 
 class _Unpickler(pickle.Unpickler):
-    """The C unpickler, with names and persistent ids answered by us."""
+    """The C unpickler. Names and persistent ids are resolved here."""
 
     def __init__(self, data: bytes, storage: Callable[[tuple[Any, ...]], object] | None, rebuild: Rebuild) -> None:
         super().__init__(io.BytesIO(data), encoding="latin1")
         self._storage = storage
         self._rebuild = rebuild
-        self._known: dict[tuple[str, str], object] = {}
-        # A pickle can name one long list a thousand times; what copies it may not be had for two bytes each.
+        self._stand_ins: dict[tuple[str, str], object] = {}
+        # A pickle can refer to one long list a thousand times, with two bytes each time. So copies of values are rationed.
         self._copies_left = 1_000_000 + 64 * len(data)
 
     def close(self) -> None:
-        """Let go of everything: its functions refer to it, and it would keep all objects until the collector comes."""
+        """Release all objects. The unpickler and its functions refer to each other, so they would live until the next collection."""
         self.memo.clear()
-        self._known.clear()
+        self._stand_ins.clear()
 
     def persistent_load(self, pid: Any) -> object:
         if self._storage is None:
-            raise pickle.UnpicklingError(f"it refers to {shown(pid)} outside of itself")
+            raise pickle.UnpicklingError(f"it refers to external data by {shown(pid)}")
         if not isinstance(pid, tuple):
             raise pickle.UnpicklingError(f"it refers to tensor data by {shown(pid)}, not by a tuple")
         return self._storage(pid)
 
     def find_class(self, module: str, name: str) -> object:
-        found = self._known.get((module, name))
-        if found is None:
-            found = self._known[module, name] = self._stand_in(module, name)
-        return found
+        stand_in = self._stand_ins.get((module, name))
+        if stand_in is None:
+            stand_in = self._stand_ins[module, name] = self._stand_in(module, name)
+        return stand_in
 
     def _stand_in(self, module: str, name: str) -> object:
         full = f"{_RENAMED.get(module, module)}.{name}"
@@ -334,19 +342,19 @@ class _Unpickler(pickle.Unpickler):
         return _dtype_name(full) or inert_class(full)
 
     def _counted(self, function: Callable[..., object]) -> Callable[..., object]:
-        """The function, for as long as the sizes of all its arguments stay in proportion to the pickle's."""
+        """The function, which raises UnpicklingError once all arguments together are much larger than the pickle."""
 
         def counted(*args: Any) -> object:
             self._copies_left -= sum(len(arg) for arg in args if hasattr(arg, "__len__"))
             if self._copies_left < 0:
-                raise pickle.UnpicklingError("it copies the same values over and over")
+                raise pickle.UnpicklingError("it copies the same values over and over again")
             return function(*args)
 
         return counted
 
 
 def shown(value: Any) -> str:
-    """A value of a pickle in a message: short, and never by a repr of containers, which can be deep, huge or both."""
+    """A short text for a value of a pickle in a message. Containers are not printed: they can be deep, or huge, or both."""
     if isinstance(value, Inert):
         return value.class_name
     if isinstance(value, str):
@@ -362,7 +370,7 @@ def shown(value: Any) -> str:
 
 @lru_cache(maxsize=4096)
 def inert_class(name: str) -> type[Inert]:
-    """The class of Inerts called `name`. Nothing can change a class, so pickles may share it."""
+    """The class of Inerts called `name`. A pickle cannot change a class, so all pickles share it."""
     return type("Inert", (Inert,), {"__slots__": (), "class_name": name})
 
 
@@ -377,7 +385,7 @@ def _dtype_name(full: str) -> DTypeName | None:
 
 
 def _attribute(owner: Any, name: str) -> type[Inert]:
-    """`getattr(Outer, "Inner")`: how protocol 2 names a class inside a class."""
+    """The stand-in for `getattr(Outer, "Inner")`, by which protocol 2 names a class inside a class."""
     full = f"{getattr(owner, 'class_name', type(owner).__name__)}.{name}"
     if not isinstance(name, str) or len(full) > 1000:
         raise TypeError("getattr takes a short name")
@@ -385,21 +393,21 @@ def _attribute(owner: Any, name: str) -> type[Inert]:
 
 
 def _new(cls: Any, *args: Any) -> Inert:
-    """copyreg's ways to make an instance of a class."""
+    """An instance of a class, made as by the functions of copyreg."""
     if not (isinstance(cls, type) and issubclass(cls, Inert)):
-        raise TypeError("an instance of something that is no class")
+        raise TypeError("an instance is made of something that is not a class")
     return cls(*args)
 
 
 def _encode(text: Any, encoding: Any = "utf-8") -> bytes:
-    """How protocol 2 writes bytes."""
+    """Encoded text; protocol 2 writes bytes in this way."""
     if type(text) is not str or type(encoding) is not str or encoding.replace("-", "").lower() not in ("latin1", "utf8"):
         raise TypeError(f"text is encoded as {shown(encoding)}")
     return text.encode(encoding)
 
 
 def _bytes(value: Any = b"", encoding: Any = "latin1") -> bytes:
-    """bytes(b"..."), bytes("...", "latin1"), bytes([1, 2]); bytes(10**12) would allocate as much."""
+    """The bytes of b"...", of ("...", "latin1") or of [1, 2]. A number is refused: bytes(10**12) would allocate as many bytes."""
     if isinstance(value, str):
         return _encode(value, encoding)
     if not isinstance(value, bytes | bytearray | list):
@@ -409,35 +417,35 @@ def _bytes(value: Any = b"", encoding: Any = "latin1") -> bytes:
 
 def _size(value: Any = ()) -> tuple[Any, ...]:
     if type(value) is not tuple:
-        raise TypeError("torch.Size is made from something else than a tuple")
+        raise TypeError("torch.Size is made from a value that is not a tuple")
     return value
 
 
 def _device(kind: Any, index: Any = None) -> str:
     if not isinstance(kind, str) or not isinstance(index, int | None):
-        raise TypeError(f"a device is called {shown(kind)}, {shown(index)}")
+        raise TypeError(f"a device has the name {shown(kind)}, {shown(index)}")
     return kind if index is None else f"{kind}:{index}"
 
 
 def _path(*parts: Any) -> str:
     if not all(isinstance(part, str) for part in parts):
-        raise TypeError("a path is made from something else than names")
+        raise TypeError("a path is made from values that are not text")
     root = "/" if parts and parts[0] == "/" else ""
     return root + "/".join(part for part in parts if part != "/")
 
 
 def _complex(*args: Any) -> complex:
     if not all(isinstance(arg, int | float) for arg in args):
-        raise TypeError("a complex number is made from something else than numbers")
+        raise TypeError("a complex number is made from values that are not numbers")
     return complex(*args)
 
 
 def _default_dict(*args: Any) -> Dict:
-    """The first argument is the factory: not ours to call."""
+    """An empty dict. The first argument is the factory of default values, which is never called."""
     return Dict()
 
 
-# Protocols 0 to 2 spell the modules as Python 2 did.
+# Protocols 0 to 2 name the modules as in Python 2.
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _FUNCTIONS: dict[str, Callable[..., object]] = {
     "builtins.complex": _complex,
@@ -447,7 +455,7 @@ _FUNCTIONS: dict[str, Callable[..., object]] = {
     "torch.Size": _size,
     "torch.device": _device,
 }
-# Those whose result is as large as their arguments. Containers are made from containers only: nothing else here is iterable.
+# Functions whose result is as large as their arguments. Containers can be made from containers only, because no other value is iterable.
 _COPYING: dict[str, Callable[..., object]] = {
     "builtins.set": set,
     "builtins.frozenset": frozenset,
@@ -463,7 +471,7 @@ _COPYING: dict[str, Callable[..., object]] = {
 
 
 def _reason(error: Exception) -> str:
-    """What an exception of the unpickler says, in one line."""
+    """The message of an exception of the unpickler, in one line."""
     text = str(error).strip().splitlines()
-    kind = {MemoryError: "it asks for more memory than there is", RecursionError: "it nests too deeply"}.get(type(error))
+    kind = {MemoryError: "it needs more memory than this machine has", RecursionError: "it is nested too deeply"}.get(type(error))
     return kind or (text[0][:200] if text else type(error).__name__)

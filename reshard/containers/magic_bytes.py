@@ -1,10 +1,10 @@
-"""What a file looks like from its first bytes: for messages about a file that is not what its name says."""
+"""Magic bytes: what kind of file the first bytes show, for messages about a file that is not what its name says."""
 
 from __future__ import annotations
 
-# (byte offset, the bytes there, what they mean). Git LFS pointers and web pages are what failed downloads leave behind.
+# (byte offset, the bytes there, the kind of file). Git LFS pointers and web pages are left by failed downloads.
 _SIGNS = (
-    (0, b"version https://git-lfs", "a Git LFS pointer: the file itself was never downloaded (git lfs pull)"),
+    (0, b"version https://git-lfs", "a Git LFS pointer: the file itself was never downloaded (run git lfs pull)"),
     (0, b"<", "a web page or XML: the download was refused"),
     (0, b"PK\x03\x04", "a zip file"),
     (0, b"PK\x05\x06", "an empty zip file"),
@@ -20,12 +20,12 @@ _SIGNS = (
 
 
 def describe(head: bytes) -> str:
-    """What the file that starts with `head` (262 bytes are enough) looks like, as the end of "it looks like ..."."""
+    """The kind of a file that starts with `head`, as the end of a sentence "it looks like ...". 262 bytes are enough."""
     if not head:
         return "an empty file"
     if not head.strip(b"\0"):
-        return "zeros: space was reserved and never written"
+        return "zeros: space was reserved, but never written"
     for byte_offset, sign, meaning in _SIGNS:
         if head.startswith(sign, byte_offset):
             return meaning
-    return f"nothing known (it starts with {head[:8].hex(' ')})"
+    return f"no known kind of file (it starts with the bytes {head[:8].hex(' ')})"

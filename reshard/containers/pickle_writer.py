@@ -1,6 +1,6 @@
-"""Pickles that name classes and functions which need not be there: the other direction of inert_pickle.
+"""Writing pickles that name classes and functions which are not installed here: the opposite of inert_pickle.
 
-Protocol 2, as torch.save writes it. Text and names are memoised, as they repeat thousands of times; nothing else is.
+Protocol 2, as torch.save writes it. Only text and names are memoised, because they repeat thousands of times.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A class or function, "torch.Size": whoever unpickles it imports the module and takes the last part."""
+    """A class or function such as torch.Size. The unpickler imports the module and takes the attribute."""
 
     module: str
+    """The module, such as "torch"."""
     name: str
+    """The attribute of the module, such as "Size"."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """What `function` returns for `args`."""
+    """The result of calling `function` with `args`."""
 
     function: Name
     args: tuple[Any, ...] = ()
@@ -29,15 +31,17 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Instance:
-    """An object of a class, made without arguments, with its `state`: a dict of attributes, or whatever the class takes."""
+    """An object of a class, made without arguments and then given its state."""
 
     kind: Name
+    """The class."""
     state: Any
+    """A dict of attributes, or what the __setstate__ of the class takes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reference:
-    """A persistent id: what it means is between writer and reader."""
+class PersistentId:
+    """A persistent id, whose meaning is defined by the reader; for torch it names a storage."""
 
     value: Any
 
@@ -72,14 +76,14 @@ class _Writer:
             self._tuple(value)
         elif kind is list:
             put(pickle.EMPTY_LIST + pickle.MARK)
-            for each in value:
-                self.write(each)
+            for item in value:
+                self.write(item)
             put(pickle.APPENDS)
         elif kind is dict:
             put(pickle.EMPTY_DICT + pickle.MARK)
-            for key, each in value.items():
+            for key, item in value.items():
                 self.write(key)
-                self.write(each)
+                self.write(item)
             put(pickle.SETITEMS)
         else:
             self._object(value)
@@ -94,22 +98,22 @@ class _Writer:
             self.parts.append(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
             self.write(value.state)
             self.parts.append(pickle.BUILD)
-        elif isinstance(value, Reference):
+        elif isinstance(value, PersistentId):
             self.write(value.value)
             self.parts.append(pickle.BINPERSID)
         else:
-            raise TypeError(f"a {type(value).__name__} in a pickle to be written")
+            raise TypeError(f"a value of type {type(value).__name__} cannot be written to a pickle")
 
     def _tuple(self, value: tuple[Any, ...]) -> None:
         if len(value) > 3:
             self.parts.append(pickle.MARK)
-        for each in value:
-            self.write(each)
+        for item in value:
+            self.write(item)
         self.parts.append((pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)[len(value)] if len(value) < 4 else pickle.TUPLE)
 
     def _repeated(self, value: str | Name) -> None:
-        if (known := self._memo.get(value)) is not None:
-            self.parts.append(known)
+        if (from_memo := self._memo.get(value)) is not None:
+            self.parts.append(from_memo)
             return
         if isinstance(value, str):
             raw = value.encode("utf-8", "surrogatepass")

@@ -2,9 +2,9 @@
 
     | 8 bytes: N, little endian | N bytes: JSON, may end in spaces | tensors, row-major, little endian |
 
-The header is a claim, the file's length a fact: `read_header` checks the one against the other, and nobody checks again.
-Rules: safetensors 0.8 (README, "Format"; tensor.rs, Metadata::validate). Data may start at any byte: torch's HF consolidation
-does not pad its headers (seen: 1411 bytes, torch 2.13).
+The header is a claim, the length of the file is a fact: `read_header` checks the claim against the fact, and no caller checks again.
+Rules: safetensors 0.8 (README, "Format"; tensor.rs, Metadata::validate). The tensors may start at any byte: torch's consolidation of
+Hugging Face files does not pad its headers (a header of 1411 bytes was seen with torch 2.13).
 """
 
 from __future__ import annotations
@@ -19,54 +19,72 @@ from typing import NoReturn
 from reshard.containers import magic_bytes
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.dtypes import DType, from_safetensors, is_in_safetensors
-from reshard.storage.files import Files, missing, read
+from reshard.geometry.quantities import plural
+from reshard.storage.files import Files, missing, read_range
 
 # safetensors refuses longer headers (tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor: where in the file its row-major elements lie."""
+class TensorEntry:
+    """One tensor of a file: its row-major elements are bytes [byte_offset, byte_offset + nbytes)."""
 
     name: str
+    """Its name in the header."""
     dtype: DType
+    """Its element type."""
     shape: tuple[int, ...]
+    """Its shape."""
     byte_offset: int
+    """Where its first element starts, counted from the start of the file."""
     nbytes: int
+    """Its length in bytes: the number of its elements times the size of an element."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A file's tensors in the order of their bytes, its free text, and its length."""
+    """What a file says about its content."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
+    """The tensors, in the order of their bytes."""
     metadata: dict[str, str]
+    """The strings under `__metadata__`."""
     nbytes: int
+    """The length of the file in bytes."""
+
+    def __repr__(self) -> str:
+        return f"Header({plural(len(self.entries), 'tensor')}, {plural(self.nbytes, 'byte')})"
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What stands around the tensors of a file to be written: its first bytes, where each tensor goes, and its length."""
+    """The layout of a file to be written, without the bytes of its tensors."""
 
     header: bytes
-    entries: tuple[Entry, ...]
+    """The first bytes of the file: the length and the JSON header."""
+    entries: tuple[TensorEntry, ...]
+    """The tensors, in the order in which they were given."""
     nbytes: int
+    """The length of the file in bytes."""
+
+    def __repr__(self) -> str:
+        return f"Frame({plural(len(self.entries), 'tensor')}, {plural(self.nbytes, 'byte')})"
 
 
 def read_header(files: Files, path: str, *, alone: bool = False) -> Header:
-    """The file's tensors and metadata, in two small reads. alone: the header is enough, the file may end anywhere after it.
+    """The tensors and the metadata of a file, in two small reads.
 
-    From here on they are facts: every entry lies in the file and is as long as its dtype and shape say, entries neither
-    overlap nor leave a hole, and the last one ends where the file ends.
+    The result is checked: every entry lies in the file and is as long as its dtype and shape say, entries neither overlap nor leave a
+    hole, and the last entry ends where the file ends. alone: only the header is needed, and the file may end anywhere after it.
 
-    Raises: CheckpointError with the number found and the number expected.
+    Raises: CheckpointError with the numbers found and expected.
     """
     size = files.size(path)
     if size is None:
         raise missing(files, path)
     length = _header_length(files, path, size)
-    claims = _parse(read(files, path, 8, length), path)
+    claims = _parse(read_range(files, path, 8, length), path)
     metadata = _metadata(claims.pop("__metadata__", None), path)
     entries = [_entry(name, claim, 8 + length, path) for name, claim in claims.items()]
     entries.sort(key=lambda entry: (entry.byte_offset, entry.nbytes))
@@ -75,19 +93,21 @@ def read_header(files: Files, path: str, *, alone: bool = False) -> Header:
 
 
 def frame(tensors: Iterable[tuple[str, DType, tuple[int, ...]]], metadata: Mapping[str, str]) -> Frame:
-    """The header of a file that holds those tensors one after the other in the order given, the first at a multiple of 8.
+    """The layout of a file that holds those tensors (name, dtype, shape) in the order given, the first at a multiple of 8 bytes.
 
-    Every tensor is aligned to its dtype if the wider ones come first. Raises: RequestError if the header becomes longer than
-    readers accept, or for a dtype that safetensors does not have.
+    Every tensor is aligned to its dtype if the tensors with wider dtypes come first.
+
+    Raises: RequestError if the header becomes longer than readers accept, or for a dtype that safetensors does not have; ValueError for a
+    name that occurs twice.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     placed: list[tuple[str, DType, tuple[int, ...], int, int]] = []
     stop = 0
     for name, dtype, shape in tensors:
         if name in header or name == "__metadata__":
-            raise ValueError(f"{name!r} cannot be the name of one more tensor of the file")
+            raise ValueError(f"{name!r} cannot be the name of another tensor of the file")
         if not is_in_safetensors(dtype):
-            raise RequestError(f"safetensors has no {dtype}", where=name, do="Leave the tensor out with --exclude")
+            raise RequestError(f"safetensors has no element type {dtype}", where=name, do="Leave the tensor out with --exclude")
         start, stop = stop, stop + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": dtype.name, "shape": list(shape), "data_offsets": [start, stop]}
         placed.append((name, dtype, tuple(shape), start, stop))
@@ -96,22 +116,22 @@ def frame(tensors: Iterable[tuple[str, DType, tuple[int, ...]]], metadata: Mappi
     if len(text) > MAX_HEADER:
         raise RequestError(
             f"the header of one file with {len(placed):,} tensors would have {len(text):,} bytes, readers accept {MAX_HEADER:,}",
-            do="Write smaller files",
+            do="Write smaller files, for example with --max-shard-size",
         )
     data = 8 + len(text)
-    entries = tuple(Entry(name, dtype, shape, data + start, stop - start) for name, dtype, shape, start, stop in placed)
+    entries = tuple(TensorEntry(name, dtype, shape, data + start, stop - start) for name, dtype, shape, start, stop in placed)
     return Frame(struct.pack("<Q", len(text)) + text, entries, data + stop)
 
 
 def _header_length(files: Files, path: str, size: int) -> int:
     if size < 10:
         _refuse(path, f"the file has {size} bytes, the shortest safetensors file has 10", do="Copy the file again")
-    length: int = struct.unpack("<Q", read(files, path, 0, 8))[0]
+    length: int = struct.unpack("<Q", read_range(files, path, 0, 8))[0]
     if 2 <= length <= min(size - 8, MAX_HEADER):
         return length
-    head = read(files, path, 0, min(size, 262))
+    head = read_range(files, path, 0, min(size, 262))
     if head[8:9] != b"{":
-        _refuse(path, f"this is no safetensors file; it looks like {magic_bytes.describe(head)}", do="Get the file again")
+        _refuse(path, f"this is not a safetensors file; it looks like {magic_bytes.describe(head)}", do="Get the file again")
     if not 2 <= length <= MAX_HEADER:
         _refuse(path, f"the header claims {length:,} bytes; between 2 and {MAX_HEADER:,} are allowed", do="Get the file again")
     raise CheckpointError(
@@ -139,7 +159,7 @@ def _unique(pairs: list[tuple[str, object]], path: str) -> dict[str, object]:
     if len(claims) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        _refuse(path, f"the header names {twice!r} twice", why="Which of the two is meant, nobody can tell", do="Get the file again")
+        _refuse(path, f"the header names {twice!r} twice", why="Nothing tells which of the two is meant", do="Get the file again")
     return claims
 
 
@@ -151,16 +171,16 @@ def _metadata(claim: object, path: str) -> dict[str, str]:
     return dict(claim)
 
 
-def _entry(name: str, claim: object, data: int, path: str) -> Entry:
-    """One tensor's claim, checked for itself; `data` is where the header ends."""
+def _entry(name: str, claim: object, data: int, path: str) -> TensorEntry:
+    """One tensor, after a check of its own claim. data: the byte where the header ends and the tensors start."""
     where = f"{path}: {_printable(name, path)}"
     if not isinstance(claim, dict) or not {"dtype", "shape", "data_offsets"} <= claim.keys():
         _refuse(where, f"the entry is {_short(claim)}, not an object with dtype, shape and data_offsets")
     shape, offsets = claim["shape"], claim["data_offsets"]
     if not _counts(shape):
-        _refuse(where, f"the shape is {_short(shape)}, not a list of numbers from 0 on")
+        _refuse(where, f"the shape is {_short(shape)}, not a list of non-negative integers")
     if not _counts(offsets) or len(offsets) != 2:
-        _refuse(where, f"data_offsets is {_short(offsets)}, not two numbers from 0 on")
+        _refuse(where, f"data_offsets is {_short(offsets)}, not two non-negative integers")
     dtype = from_safetensors(claim["dtype"], where=where)
     start, stop = offsets
     nbytes = math.prod(shape) * dtype.itemsize
@@ -170,11 +190,14 @@ def _entry(name: str, claim: object, data: int, path: str) -> Entry:
             f"data_offsets {start:,}..{stop:,} hold {stop - start:,} bytes, the shape {_short(shape)} of {dtype} needs {_number(nbytes)}",
             do="Get the file again",
         )
-    return Entry(name, dtype, tuple(shape), data + start, nbytes)
+    return TensorEntry(name, dtype, tuple(shape), data + start, nbytes)
 
 
-def _check_tiling(entries: list[Entry], data: int, size: int | None, path: str) -> None:
-    """Raise unless the entries, in order, fill the bytes from `data` to the file's end, where that matters."""
+def _check_tiling(entries: list[TensorEntry], data: int, size: int | None, path: str) -> None:
+    """Raises CheckpointError unless the entries, in order, fill the bytes from `data` to the end of the file.
+
+    size: the length of the file; None if its end is not checked.
+    """
     stop, before = data, "the header"
     for entry in entries:
         if entry.byte_offset != stop:
@@ -187,30 +210,30 @@ def _check_tiling(entries: list[Entry], data: int, size: int | None, path: str) 
         stop, before = stop + entry.nbytes, entry.name
     if size is None or stop == size:
         return
-    cut = [entry for entry in entries if entry.byte_offset + entry.nbytes > size]
-    if not cut:
+    incomplete = [entry for entry in entries if entry.byte_offset + entry.nbytes > size]
+    if not incomplete:
         _refuse(
             path,
             f"the tensors end at byte {stop:,}, the file has {size:,}: {size - stop:,} bytes belong to no tensor",
             do="Get the file again",
         )
     _refuse(
-        f"{path}: {cut[0].name}",
-        f"the tensor's bytes are {cut[0].byte_offset:,}..{cut[0].byte_offset + cut[0].nbytes:,}, the file ends at {size:,}; "
-        f"{len(cut)} of {len(entries)} tensors are not whole, {stop:,} bytes are expected",
+        f"{path}: {incomplete[0].name}",
+        f"the tensor's bytes are {incomplete[0].byte_offset:,}..{incomplete[0].byte_offset + incomplete[0].nbytes:,}, "
+        f"the file ends at {size:,}; {len(incomplete)} of {len(entries)} tensors are incomplete, {stop:,} bytes are expected",
         why="The file was cut short, or is still being written",
         do="Copy the file again",
     )
 
 
 def _counts(claim: object) -> bool:
-    """Whether a claim is a short list of integers from 0 on that fit 63 bits; JSON's true and false are none."""
+    """Whether a claim is a list of at most 64 non-negative integers below 2**63. JSON's true and false are not integers."""
     return isinstance(claim, list) and len(claim) <= 64 and all(type(number) is int and 0 <= number < 1 << 63 for number in claim)
 
 
 def _printable(name: str, path: str) -> str:
     if any("\ud800" <= character <= "\udfff" for character in name):
-        _refuse(path, f"the tensor name {name!r} is not Unicode text")
+        _refuse(path, f"the tensor name {name!r} is not valid Unicode")
     return name
 
 

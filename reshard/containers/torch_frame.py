@@ -1,8 +1,10 @@
-"""What stands around the tensors of a torch.save file: the zip, its pickle, and where each storage's bytes go.
+"""The layout of a torch.save file to be written: the zip, the pickle, and where the bytes of each storage go.
 
-The same members in the same order as torch 2.13 writes, payloads at multiples of 64 bytes. The checksums of storages are left 0, as
-torch.serialization.set_crc32_options(False) does: torch never checks them (caffe2/serialize builds its reader without), and they
-would have to be known before the bytes are.
+    <root>/data.pkl  <root>/.format_version  <root>/.storage_alignment  <root>/byteorder  <root>/data/0 ...  <root>/version  directory
+
+The members are those of torch 2.13, in the same order, with payloads at multiples of 64 bytes. The checksums of storages are 0, as with
+torch.serialization.set_crc32_options(False): they would be needed before the bytes are known, and torch does not check them
+(caffe2/serialize builds its reader without checksums).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reshard.containers.torch_pickle import Plain
+from reshard.geometry.quantities import plural
 
 ALIGNMENT = 64
 _WIDE = 0xFFFFFFFF
@@ -20,20 +23,31 @@ _UTF8 = 0x0800
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """The framing as (byte offset, bytes), the byte offset of each storage, and the length of the whole."""
+class TorchFrame:
+    """The layout of a torch.save file, without the bytes of its storages. All offsets count from the start of the file."""
 
     literals: tuple[tuple[int, bytes], ...]
+    """The bytes around the storages, as (byte offset, bytes)."""
     storages: tuple[int, ...]
+    """The byte offset of each storage."""
     nbytes: int
+    """The byte offset at which the zip ends."""
+
+    def __repr__(self) -> str:
+        return f"TorchFrame({plural(len(self.storages), 'storage')}, ends at byte {self.nbytes:,})"
 
 
-def frame(root: str, pickle: bytes, storages: Sequence[Plain | bytes], *, start: int = 0) -> Frame:
-    """The zip that begins at byte `start` of its file. storages: what fills each, or its bytes where they are known already."""
-    return _Zip(root, start).whole(pickle, [each.nbytes if isinstance(each, Plain) else each for each in storages])
+def frame(root: str, pickle: bytes, storages: Sequence[Plain | bytes], *, start: int = 0) -> TorchFrame:
+    """The layout of a torch.save file, as a zip that starts at byte `start` of its file.
+
+    root: the folder inside the zip. storages: by key, the tensor that fills each storage, or its bytes if they are known.
+    """
+    return _Zip(root, start).whole(pickle, [content.nbytes if isinstance(content, Plain) else content for content in storages])
 
 
 class _Zip:
+    """A zip under construction. Bytes between two storages are collected in `_pending` and become one literal."""
+
     def __init__(self, root: str, start: int) -> None:
         self._root, self._start = root, start
         self._at = 0
@@ -42,34 +56,34 @@ class _Zip:
         self._literals: list[tuple[int, bytes]] = []
         self._directory: list[bytes] = []
 
-    def whole(self, pickle: bytes, storages: Sequence[int | bytes]) -> Frame:
+    def whole(self, pickle: bytes, storages: Sequence[int | bytes]) -> TorchFrame:
         self._member("data.pkl", pickle)
         self._member(".format_version", b"1")
         self._member(".storage_alignment", str(ALIGNMENT).encode())
         self._member("byteorder", b"little")
-        places = [self._member(f"data/{key}", content) for key, content in enumerate(storages)]
+        byte_offsets = [self._member(f"data/{key}", content) for key, content in enumerate(storages)]
         self._member("version", b"3\n")
         self._end()
         self._flush()
-        return Frame(tuple(self._literals), tuple(places), self._start + self._at)
+        return TorchFrame(tuple(self._literals), tuple(byte_offsets), self._start + self._at)
 
     def _member(self, name: str, content: int | bytes) -> int:
-        """Adds a member, and returns the byte offset of its payload in the file."""
+        """Add a member, and return the byte offset of its payload in the file. content: its bytes, or only their number."""
         full, header_offset = f"{self._root}/{name}".encode(), self._at
         nbytes, crc = (content, 0) if isinstance(content, int) else (len(content), zlib.crc32(content))
         wide = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) if nbytes >= _WIDE else b""
         payload = header_offset + 30 + len(full) + len(wide) + 4
         padding = -payload % ALIGNMENT
         extra = wide + struct.pack("<HH", 0x4246, padding) + b"Z" * padding
-        shown = min(nbytes, _WIDE)
-        self._write(struct.pack("<4s5HLLLHH", b"PK\3\4", 0, _UTF8, 0, 0, 0, crc, shown, shown, len(full), len(extra)) + full + extra)
-        place = self._start + self._at
+        narrow = min(nbytes, _WIDE)
+        self._write(struct.pack("<4s5HLLLHH", b"PK\3\4", 0, _UTF8, 0, 0, 0, crc, narrow, narrow, len(full), len(extra)) + full + extra)
+        byte_offset = self._start + self._at
         if isinstance(content, int):
             self._skip(content)
         else:
             self._write(content)
         self._directory.append(_central(full, crc, nbytes, header_offset))
-        return place
+        return byte_offset
 
     def _end(self) -> None:
         start, count = self._at, len(self._directory)
@@ -77,8 +91,8 @@ class _Zip:
         size, stop = self._at - start, self._at
         self._write(struct.pack("<4sQHHLLQQQQ", b"PK\6\6", 44, 0x31E, 45, 0, 0, count, count, size, start))
         self._write(struct.pack("<4sLQL", b"PK\6\7", 0, stop, 1))
-        counted = min(count, 0xFFFF)
-        self._write(struct.pack("<4s4HLLH", b"PK\5\6", 0, 0, counted, counted, min(size, _WIDE), min(start, _WIDE), 0))
+        narrow_count = min(count, 0xFFFF)
+        self._write(struct.pack("<4s4HLLH", b"PK\5\6", 0, 0, narrow_count, narrow_count, min(size, _WIDE), min(start, _WIDE), 0))
 
     def _write(self, data: bytes) -> None:
         self._pending += data
@@ -97,12 +111,13 @@ class _Zip:
 
 
 def _central(name: bytes, crc: int, nbytes: int, header_offset: int) -> bytes:
+    """The entry of a member in the central directory."""
     wide = b""
     if nbytes >= _WIDE:
         wide += struct.pack("<QQ", nbytes, nbytes)
     if header_offset >= _WIDE:
         wide += struct.pack("<Q", header_offset)
     extra = struct.pack("<HH", 1, len(wide)) + wide if wide else b""
-    shown = min(nbytes, _WIDE)
-    fixed = (0, 0, _UTF8, 0, 0, 0, crc, shown, shown, len(name), len(extra), 0, 0, 0, 0, min(header_offset, _WIDE))
+    narrow = min(nbytes, _WIDE)
+    fixed = (0, 0, _UTF8, 0, 0, 0, crc, narrow, narrow, len(name), len(extra), 0, 0, 0, 0, min(header_offset, _WIDE))
     return struct.pack("<4s6H3L5H2L", b"PK\1\2", *fixed) + name + extra

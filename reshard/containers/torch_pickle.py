@@ -1,8 +1,9 @@
 """The pickle inside a torch.save file to be written: a state dict whose tensors are only described.
 
-torch itself pickles its own objects (meshes, placements, dtypes), so that the result is what the installed version reads; only the
-tensors are ours: they become calls of torch's rebuild functions, as torch.Tensor.__reduce_ex__ makes them (torch/_tensor.py).
-torch is imported when the first pickle is made.
+torch pickles its own objects (meshes, placements, dtypes), so the installed version can read the result. Tensors are written here: they
+become calls of torch's rebuild functions, as torch.Tensor.__reduce_ex__ makes them (torch/_tensor.py).
+
+`state_dict_pickle` imports torch; `Tensors` and `tensor_pickle` do not.
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.containers import pickle_writer
-from reshard.containers.pickle_writer import Call, Name, Reference
+from reshard.containers.pickle_writer import Call, Name, PersistentId
 from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import DType
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plain:
-    """A row-major tensor of its own; its bytes are laid out by others."""
+    """A row-major tensor in a storage of its own. Two Plain objects are never equal: each is one tensor."""
 
     dtype: DType
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
+        """Its length in bytes."""
         total = self.dtype.itemsize
         for size in self.shape:
             total *= size
@@ -37,28 +39,35 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class Distributed:
-    """A DTensor: the rank's own part, the global shape, and the spec (a torch DTensorSpec) that says which part it is."""
+    """A DTensor."""
 
     local: Plain
+    """The part that the rank holds."""
     shape: tuple[int, ...]
+    """The global shape."""
     spec: Any
+    """The torch DTensorSpec, which tells the part that the rank holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """What a persistent id names: `storage` is torch's class of it, count its elements (bytes, if the class has no type)."""
+    """A storage that a persistent id names."""
 
     storage: Any
+    """Its class in torch."""
     key: str
+    """Its name in the file."""
     count: int
+    """Its elements; its bytes if the class has no element type."""
 
 
 class _Pickler(pickle.Pickler):
-    """Protocol 2, as torch.save writes. Notes the storages in the order of their keys: the tensor that fills one, or its bytes."""
+    """Protocol 2, as torch.save writes it."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
         self.storages: list[Plain | bytes] = []
+        """By key: the tensor that fills the storage, or the bytes of the storage."""
 
     def persistent_id(self, value: object) -> Any:
         if isinstance(value, _Storage):
@@ -72,9 +81,9 @@ class _Pickler(pickle.Pickler):
             return self._tensor(value, value)
         if isinstance(value, Distributed):
             return self._distributed(value)
-        if type(value) is torch.Tensor:  # a mesh's map of ranks
-            known = Plain(_DTYPE_OF_MAP, tuple(value.shape))
-            return self._tensor(known, value.to(torch.int32).contiguous().numpy().tobytes())
+        if type(value) is torch.Tensor:  # the map of ranks of a mesh
+            rank_map = Plain(_RANK_MAP_DTYPE, tuple(value.shape))
+            return self._tensor(rank_map, value.to(torch.int32).contiguous().numpy().tobytes())
         return NotImplemented
 
     def _tensor(self, value: Plain, content: Plain | bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -82,12 +91,12 @@ class _Pickler(pickle.Pickler):
 
         key = str(len(self.storages))
         self.storages.append(content)
-        place: tuple[Any, ...] = (0, value.shape, row_major(value.shape), False, OrderedDict())
+        view: tuple[Any, ...] = (0, value.shape, row_major(value.shape), False, OrderedDict())
         if not value.dtype.has_storage_class:
             storage = _Storage(torch.storage.UntypedStorage, key, value.nbytes)
-            return torch._utils._rebuild_tensor_v3, (storage, *place, getattr(torch, value.dtype.torch))
+            return torch._utils._rebuild_tensor_v3, (storage, *view, getattr(torch, value.dtype.torch))
         storage = _Storage(getattr(torch, value.dtype.storage), key, value.nbytes // value.dtype.itemsize)
-        return torch._utils._rebuild_tensor_v2, (storage, *place)
+        return torch._utils._rebuild_tensor_v2, (storage, *view)
 
     def _distributed(self, value: Distributed) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         import torch
@@ -99,37 +108,38 @@ class _Pickler(pickle.Pickler):
         return torch._tensor._rebuild_from_type_v2, (torch._utils._rebuild_wrapper_subclass, DTensor, outer, state)
 
 
-_DTYPE_OF_MAP = DType("I32", 4, "int32", "IntStorage", False)
+_RANK_MAP_DTYPE = DType("I32", 4, "int32", "IntStorage", False)
 
 
 class Tensors:
-    """The tensors of a pickle that is made without torch: what to write for each; and what fills the storages, in their keys' order."""
+    """The tensors of a pickle that is made without torch."""
 
     def __init__(self) -> None:
         self.storages: list[Plain | bytes] = []
+        """By key: the tensor that fills the storage."""
 
     def add(self, tensor: Plain) -> Call:
-        """The call that makes the tensor when it is unpickled."""
+        """The call that makes the tensor when it is unpickled. The tensor gets the next storage."""
         key, dtype = str(len(self.storages)), tensor.dtype
         self.storages.append(tensor)
-        place = (0, tensor.shape, row_major(tensor.shape), False, Call(Name("collections", "OrderedDict")))
+        view = (0, tensor.shape, row_major(tensor.shape), False, Call(Name("collections", "OrderedDict")))
         if dtype.has_storage_class:
-            storage = Reference(("storage", Name("torch", dtype.storage), key, "cpu", tensor.nbytes // dtype.itemsize))
-            return Call(Name("torch._utils", "_rebuild_tensor_v2"), (storage, *place))
-        storage = Reference(("storage", Name("torch.storage", "UntypedStorage"), key, "cpu", tensor.nbytes))
-        return Call(Name("torch._utils", "_rebuild_tensor_v3"), (storage, *place, Name("torch", dtype.torch)))
+            storage = PersistentId(("storage", Name("torch", dtype.storage), key, "cpu", tensor.nbytes // dtype.itemsize))
+            return Call(Name("torch._utils", "_rebuild_tensor_v2"), (storage, *view))
+        storage = PersistentId(("storage", Name("torch.storage", "UntypedStorage"), key, "cpu", tensor.nbytes))
+        return Call(Name("torch._utils", "_rebuild_tensor_v3"), (storage, *view, Name("torch", dtype.torch)))
 
 
 def tensor_pickle(tensor: Plain) -> tuple[bytes, list[Plain | bytes]]:
-    """As `dumps` of one tensor alone; made without torch."""
+    """The pickle of one tensor, and its storages, as `state_dict_pickle` returns them. Does not import torch."""
     tensors = Tensors()
     return pickle_writer.dumps(tensors.add(tensor)), tensors.storages
 
 
-def dumps(root: object) -> tuple[bytes, list[Plain | bytes]]:
-    """The pickle of a state dict, and its storages by key: the Plain object whose elements fill one, or the bytes themselves.
+def state_dict_pickle(root: object) -> tuple[bytes, list[Plain | bytes]]:
+    """The pickle of a state dict, and its storages by key: the Plain object whose elements fill the storage, or the bytes of the storage.
 
-    Every Plain of `root` is a tensor of its own, so it has to be there once.
+    Each Plain object gets a storage of its own, so `root` must contain it only once.
     """
     file = io.BytesIO()
     pickler = _Pickler(file)

@@ -1,4 +1,4 @@
-"""Files of torch.save: what the pickle holds, with every tensor replaced by where its bytes lie.
+"""Files of torch.save: the content of the pickle, with every tensor replaced by where its bytes lie.
 
 Since torch 1.6 such a file is a zip:
 
@@ -7,10 +7,10 @@ Since torch 1.6 such a file is a zip:
     <root>/data/<key>          the raw bytes of one storage; tensors that share memory share it
     <root>/version, ...
 
-<root> is the name the file was saved under, or "archive". A DCP file (.distcp) is many such zips end to end. Before 1.6, and with
-_use_new_zipfile_serialization=False, it is a sequence of pickles, then for each storage its count and bytes (`_read_old`).
+<root> is the name under which the file was saved, or "archive". A DCP file (.distcp) is many such zips end to end. Before torch 1.6, and
+with _use_new_zipfile_serialization=False, a file is a sequence of pickles, and then for each storage its count and bytes (`_read_old`).
 
-Nothing is imported or run (inert_pickle), no tensor data is read. Measured on torch 2.13, sources of 2.2..2.9.
+Nothing is imported or run (inert_pickle.py), and no tensor data is read. Measured on torch 2.13; sources of 2.2..2.9 were read.
 """
 
 from __future__ import annotations
@@ -30,67 +30,77 @@ from reshard.storage.files import Files
 
 @sealed
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where a tensor's elements lie: element (i, j, ...) is at byte_offset + itemsize * (i * strides[0] + j * strides[1] + ...).
+class LocatedTensor:
+    """A tensor in a file: element (i, j, ...) is at byte_offset + itemsize * (i * strides[0] + j * strides[1] + ...).
 
-    Every element lies within the bytes of the storage. Tensors with the same `storage` key share memory. Of a tensor without
-    elements the byte offset means nothing.
+    Every element lies inside the storage; this has been checked.
     """
 
     path: str
+    """The file."""
     byte_offset: int
+    """Where the first element starts in the file. Without meaning if the tensor has no elements."""
     dtype: DType
+    """The element type."""
     shape: tuple[int, ...]
+    """The shape."""
     strides: tuple[int, ...]
+    """The distance between neighbours along each axis, in elements."""
     storage: str
+    """The key of the storage. Tensors of one file with the same key share memory."""
 
 
 @sealed
 @dataclass(frozen=True, slots=True)
 class UnlocatedTensor:
-    """As StoredTensor, but only its zip member is known, not yet where the member's payload starts: `locate` looks it up.
-
-    member: byte offset in the file of the member's local header. skipped: bytes of the payload before the first element.
-    """
+    """A tensor in a file whose zip member is known, but not where the member's payload starts. `Locations` looks that up."""
 
     path: str
+    """The file."""
     member: int
+    """The byte offset in the file of the member's local header."""
     skipped: int
+    """The bytes of the payload before the first element."""
     dtype: DType
+    """The element type."""
     shape: tuple[int, ...]
+    """The shape."""
     strides: tuple[int, ...]
+    """The distance between neighbours along each axis, in elements."""
     storage: str
+    """The key of the storage. Tensors of one file with the same key share memory."""
 
 
-AnyTensor = StoredTensor | UnlocatedTensor
+AnyTensor = LocatedTensor | UnlocatedTensor
 
 
 def is_stored(value: Any) -> TypeGuard[AnyTensor]:
-    """Whether something that a file holds is a plain tensor."""
-    return isinstance(value, StoredTensor | UnlocatedTensor)
+    """Whether a value of a file is a plain tensor."""
+    return isinstance(value, LocatedTensor | UnlocatedTensor)
 
 
 def memory_of(tensor: AnyTensor) -> tuple[object, ...]:
-    """What tied tensors of one file have in common: the storage, where in it they start, their shape."""
+    """A key that is equal for tied tensors of one file: the storage, the start of the tensor in it, and the shape."""
     return tensor.storage, tensor.skipped if isinstance(tensor, UnlocatedTensor) else tensor.byte_offset, tensor.shape
 
 
 Attributes = dict[str, Any]
+"""By the key of a tensor's storage: the attributes that were set on the tensor and saved with it."""
 
 
 def read(
     files: Files, path: str, *, start: int = 0, nbytes: int | None = None, locate: bool = True, attributes: Attributes | None = None
 ) -> Any:
-    """The root object of a torch.save file, or of the byte range of a file that is one.
+    """The root object of a torch.save file, or of the bytes [start, start + nbytes) of a file that are a torch.save file.
 
-    locate: finding where a storage's bytes start takes a small read for each; without it the tensors of a zip are UnlocatedTensors.
+    Tensors and Parameters are LocatedTensors. An instance of a subclass is an Inert with the `state` of the subclass. If the subclass wraps
+    other tensors (ShardedTensor, DTensor), the `args` of the Inert are those of _rebuild_wrapper_subclass; otherwise its LocatedTensor is
+    its only argument. Other objects are plain values and Inerts.
 
-    attributes: gets, by a tensor's `storage`, the attributes that a plain tensor was given and carries along.
+    locate: find the start of each storage, with a small read for each. If False, the tensors of a zip are UnlocatedTensors.
+    attributes: is filled with the attributes of plain tensors.
 
-    Tensors and Parameters are StoredTensors. Subclasses are Inerts with the subclass's own `state`: one that wraps other
-    tensors (ShardedTensor, DTensor) has the `args` of _rebuild_wrapper_subclass, any other has its StoredTensor as its only
-    one. Other objects are plain values and Inerts.
-    Raises: CheckpointError, saying what the file looks like if it is none of torch's.
+    Raises: CheckpointError. If the file is not a torch.save file, the message says what it looks like.
     """
     source = Range(files, path, start, nbytes)
     if source.read(0, min(len(_OLD_MAGIC), source.nbytes)) == _OLD_MAGIC:
@@ -98,53 +108,54 @@ def read(
     return _read_zip(source, locate=locate, attributes=attributes)
 
 
-def located(files: Files, path: str, member: int) -> int:
-    """The byte offset in the file of the payload of a member, given that of its local header.
-
-    Raises: CheckpointError if no storage lies there.
-    """
-    source = Range(files, path, member)
-    return member + payload_start(source, 0, "/data/")
-
-
 class Locations:
-    """Where tensors' first elements lie in their files; the payload of a zip member is looked up once, when it is first asked for."""
+    """The byte offsets of tensors in their files. The payload of a zip member is looked up once, on first use."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
         self._starts: dict[tuple[str, int], int] = {}
 
     def of(self, tensor: AnyTensor) -> int:
-        """The byte offset of the tensor's first element."""
-        if isinstance(tensor, StoredTensor):
+        """The byte offset of the tensor's first element. Raises CheckpointError if no storage lies there."""
+        if isinstance(tensor, LocatedTensor):
             return tensor.byte_offset
         return self.start(tensor.path, tensor.member) + tensor.skipped
 
     def start(self, path: str, member: int) -> int:
-        """The byte offset of a member's payload."""
+        """The byte offset in the file of a member's payload. member: the byte offset of the member's local header.
+
+        Raises: CheckpointError if no storage lies there.
+        """
         if (path, member) not in self._starts:
-            self._starts[path, member] = located(self._files, path, member)
+            self._starts[path, member] = member + payload_start(Range(self._files, path, member), 0, "/data/")
         return self._starts[path, member]
 
 
-def entry_extent(files: Files, path: str, start: int, nbytes: int) -> StoredTensor:
-    """The one tensor of a DCP entry: bytes [start, start + nbytes) of a .distcp file, a whole zip. Two or three small reads."""
+def entry_extent(files: Files, path: str, start: int, nbytes: int) -> LocatedTensor:
+    """The one tensor of a DCP entry, which is a zip at bytes [start, start + nbytes) of a .distcp file. Takes two or three small reads.
+
+    Raises: CheckpointError if the entry does not hold exactly one tensor.
+    """
     source = Range(files, path, start, nbytes)
     tensor = _read_zip(source, locate=True)
-    if not isinstance(tensor, StoredTensor):
+    if not isinstance(tensor, LocatedTensor):
         source.refuse(f"the entry should be one tensor, it holds {shown(tensor)}")
     return tensor
 
 
 class _Storage(NamedTuple):
-    """A storage's key, its element type (None: bytes without one), and its bytes in the file: from `byte_offset` on, or the payload
-    of the zip member whose local header is there."""
+    """A storage: a range of bytes that tensors are views of."""
 
     key: str
+    """Its name in the file."""
     dtype: DType | None
+    """The element type; None for bytes without a type."""
     byte_offset: int
+    """Where its bytes start in the file; or, with `is_member`, where the local header of its zip member starts."""
     nbytes: int
+    """The length of its bytes."""
     is_member: bool = False
+    """Whether `byte_offset` is that of a local header."""
 
 
 def _read_zip(source: Range, *, locate: bool, attributes: Attributes | None = None) -> Any:
@@ -154,10 +165,10 @@ def _read_zip(source: Range, *, locate: bool, attributes: Attributes | None = No
     def content(member: Member) -> bytes:
         return source.read(payload(source, directory, member), member.nbytes)
 
-    pickle = content(directory.members[root + "data.pkl"])  # first: what follows it comes with the same read
+    pickle = content(directory.members[root + "data.pkl"])  # read first, because the same read fetches the members that follow it
     order = directory.members.get(root + "byteorder")
     if order and order.nbytes < 100 and (text := content(order)) != b"little":
-        source.refuse(f"the file's byte order is {text.decode('latin1')!r}; reshard reads little", do=_SAVE_AGAIN)
+        source.refuse(f"the file's byte order is {text.decode('latin1')!r}; reshard reads little-endian files only", do=_SAVE_AGAIN)
     storages: dict[str, _Storage] = {}
 
     def storage(pid: tuple[Any, ...]) -> object:
@@ -173,15 +184,15 @@ def _read_zip(source: Range, *, locate: bool, attributes: Attributes | None = No
     return load(pickle, where=source.where, storage=storage, rebuild=_rebuild_functions(source, attributes))
 
 
-_SAVE_AGAIN = "Load it with torch on a machine you do not mind, and save the tensors again"
+_SAVE_AGAIN = "Load it with torch on a machine without secrets, and save the tensors again"
 
 
 def _root(source: Range, directory: Directory) -> str:
-    """The folder in which data.pkl and everything else lies, with its slash."""
+    """The folder inside the zip that holds all members, with a slash at its end."""
     names = [name for name in directory.members if name.endswith("/data.pkl")]
     if len(names) != 1:
-        found = f"{len(names)} members called data.pkl" if names else "no data.pkl"
-        source.refuse(f"the file is a zip, but not torch.save's: it holds {found}", do="Get the file again")
+        content = f"{len(names)} members called data.pkl" if names else "no data.pkl"
+        source.refuse(f"the file is a zip, but not torch.save's: it holds {content}", do="Get the file again")
     root = names[0].removesuffix("data.pkl")
     if root + "constants.pkl" in directory.members:
         source.refuse("the file is a TorchScript archive: a program, not a checkpoint", do="Save the model's state_dict with torch.save")
@@ -189,15 +200,15 @@ def _root(source: Range, directory: Directory) -> str:
 
 
 def _reference(pid: tuple[Any, ...], source: Range) -> tuple[str, DType | None, int]:
-    """Key, element type and count of elements that ('storage', class, key, location, count) names."""
+    """Key, element type and count of elements of the persistent id ('storage', class, key, location, count)."""
     if len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], StorageClass) or type(pid[2]) is not str or not _is_count(pid[4]):
-        source.refuse(f"a tensor's storage is written as {shown(pid)}, not as ('storage', class, key, device, count)")
+        source.refuse(f"a tensor's storage has the id {shown(pid)}, expected ('storage', class, key, device, count)")
     dtype = None if pid[1] == "UntypedStorage" else from_storage(pid[1], where=source.where)
     return pid[2], dtype, pid[4]
 
 
 def _claimed(storage: _Storage, dtype: DType | None, count: int, source: Range) -> _Storage:
-    """The storage as one reference to it sees it: two may name different types."""
+    """The storage with the element type and count of one reference to it: two references may name different types."""
     nbytes = count * (dtype.itemsize if dtype else 1)
     if nbytes > storage.nbytes:
         source.refuse(
@@ -207,15 +218,15 @@ def _claimed(storage: _Storage, dtype: DType | None, count: int, source: Range) 
 
 
 def _rebuild_functions(source: Range, attributes: Attributes | None) -> Rebuild:
-    """torch's functions that make tensors, as functions that make StoredTensors."""
+    """By name, the functions of torch that make tensors. Here they make LocatedTensors and UnlocatedTensors."""
 
     def tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: DType | None = None, metadata: Any = None) -> AnyTensor:
         if not isinstance(storage, _Storage):
             source.refuse(f"a tensor's storage is {shown(storage)}")
-        if metadata:  # {"conj": True}: the values are to be conjugated after reading
+        if metadata:  # {"conj": True} means that the values must be conjugated after reading
             source.refuse(f"a tensor carries {shown(metadata)}, which changes its values", do=_SAVE_AGAIN)
         if (dtype := dtype or storage.dtype) is None:
-            source.refuse("a tensor has neither an element type of its own nor one of its storage")
+            source.refuse("neither a tensor nor its storage has an element type")
         return _view(source, storage, offset, size, stride, dtype)
 
     def tensor_v2(
@@ -233,10 +244,10 @@ def _rebuild_functions(source: Range, attributes: Attributes | None) -> Rebuild:
         return data
 
     def from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-        found = _from_type(function, kind, args, state)
-        if attributes is not None and is_stored(found):
-            attributes[found.storage] = state
-        return found
+        value = _from_type(function, kind, args, state)
+        if attributes is not None and is_stored(value):
+            attributes[value.storage] = state
+        return value
 
     return {
         "torch._utils._rebuild_tensor": tensor_v2,
@@ -249,29 +260,29 @@ def _rebuild_functions(source: Range, attributes: Attributes | None) -> Rebuild:
     }
 
 
-# Classes that add nothing to a tensor but attributes, such as FSDP's _has_been_cloned.
+# Classes whose instances differ from a plain tensor only by attributes, such as FSDP's _has_been_cloned.
 _PLAIN = {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter", "torch.nn.parameter.Buffer"}
 
 
 def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """A tensor of a class of its own, built by `function(*args)`: the tensor if the class is one of torch's plain ones, else an Inert."""
+    """A tensor of class `kind` that `function(*args)` builds: the plain tensor if `kind` is in _PLAIN, otherwise an Inert."""
     if not (isinstance(kind, type) and issubclass(kind, Inert)) or not isinstance(args, tuple):
         raise TypeError(f"a tensor of class {shown(kind)} with arguments {shown(args)}")
     if kind.class_name in _PLAIN:
         return function(*args)
-    # What a plain function of torch builds is the tensor itself; what wraps other tensors has them in its state.
+    # A plain function of torch builds the tensor itself. A class that wraps other tensors has them in its state.
     stand_in = kind(function(*args)) if isinstance(function, Function) else kind(*args)
     stand_in.__setstate__(state)
     return stand_in
 
 
 def _view(source: Range, storage: _Storage, offset: Any, size: Any, stride: Any, dtype: DType) -> AnyTensor:
-    """The tensor, after checking that its first and its last element lie in the storage."""
+    """The tensor, after a check that its first and its last element lie in the storage."""
     sizes, strides = _counts(size), _counts(stride)
     if sizes is None or strides is None or len(sizes) != len(strides) or len(sizes) > 64 or not _is_count(offset):
         source.refuse(f"a tensor of storage {storage.key!r} claims offset {shown(offset)}, size {shown(size)}, strides {shown(stride)}")
     if math.prod(sizes) * dtype.itemsize >= 1 << 63:
-        source.refuse(f"a tensor of storage {storage.key!r} claims the size {sizes}, which is more than any memory holds")
+        source.refuse(f"a tensor of storage {storage.key!r} claims the size {sizes}, which is more than any memory can hold")
     if 0 in sizes:
         return _placed(source, storage, 0, dtype, sizes, strides)
     last = offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
@@ -284,9 +295,10 @@ def _view(source: Range, storage: _Storage, offset: Any, size: Any, stride: Any,
 
 
 def _placed(source: Range, storage: _Storage, skipped: int, dtype: DType, sizes: tuple[int, ...], strides: tuple[int, ...]) -> AnyTensor:
+    """The tensor that starts `skipped` bytes after the start of the storage."""
     if storage.is_member:
         return UnlocatedTensor(source.path, storage.byte_offset, skipped, dtype, sizes, strides, storage.key)
-    return StoredTensor(source.path, storage.byte_offset + skipped, dtype, sizes, strides, storage.key)
+    return LocatedTensor(source.path, storage.byte_offset + skipped, dtype, sizes, strides, storage.key)
 
 
 def _counts(value: Any) -> tuple[int, ...] | None:
@@ -307,7 +319,8 @@ def _read_old(source: Range, attributes: Attributes | None) -> Any:
 
     | magic | protocol 1001 | system | object | list of storage keys | per key: int64 count of elements, bytes |
 
-    Where a storage lies is known only after the object was read once; so it is read twice.
+    The pickle of the object is read twice, first only for the element types of the storages: without them the storages cannot be found.
+
     Source: torch/serialization.py, _legacy_save.
     """
     pickles, data = _leading_pickles(source, 5)
@@ -317,26 +330,26 @@ def _read_old(source: Range, attributes: Attributes | None) -> Any:
         return load(pickle, where=source.where)
 
     if (version := plain(protocol)) != 1001:
-        source.refuse(f"the old torch container has protocol {shown(version)}, known is 1001")
-    facts = plain(system)
-    if not isinstance(facts, dict) or facts.get("little_endian") is not True:
-        source.refuse("the file's byte order is big; reshard reads little", do=_SAVE_AGAIN)
+        source.refuse(f"the old torch container has protocol {shown(version)}, expected 1001")
+    system_facts = plain(system)
+    if not isinstance(system_facts, dict) or system_facts.get("little_endian") is not True:
+        source.refuse("the file's byte order is big-endian; reshard reads little-endian files only", do=_SAVE_AGAIN)
 
     types: dict[str, DType | None] = {}
 
-    def note(pid: tuple[Any, ...]) -> object:
-        if pid[:1] == ("module",):  # ("module", class, file, source text) of a pickled nn.Module
+    def note_type(pid: tuple[Any, ...]) -> object:
+        if pid[:1] == ("module",):  # ("module", class, file, source text), the id of a pickled nn.Module
             return pid[1] if len(pid) > 1 else None
         key, dtype, _ = _reference(pid, source)
         types.setdefault(key, dtype)
         return pid
 
-    load(root, where=source.where, storage=note, rebuild={})
+    load(root, where=source.where, storage=note_type, rebuild={})
     storages = _old_storages(source, plain(key_list), types, data)
 
     def storage(pid: tuple[Any, ...]) -> object:
         if pid[:1] == ("module",):
-            return note(pid)
+            return note_type(pid)
         key, dtype, count = _reference(pid, source)
         if key not in storages:
             source.refuse(f"the storage {key!r} of a tensor is not in the file")
@@ -346,7 +359,7 @@ def _read_old(source: Range, attributes: Attributes | None) -> Any:
 
 
 def _leading_pickles(source: Range, count: int) -> tuple[list[bytes], int]:
-    """The first pickles of the range and the byte after them, from a window that grows until they fit."""
+    """The first `count` pickles of the range and the byte after them. The window that is read grows until they fit."""
     window = 1 << 16
     while True:
         data = source.read(0, min(window, source.nbytes))
@@ -356,11 +369,13 @@ def _leading_pickles(source: Range, count: int) -> tuple[list[bytes], int]:
             if len(data) == source.nbytes or window >= _OLD_LIMIT:
                 source.refuse(f"the old torch container's {count} pickles do not end within {len(data):,} bytes")
         except (UnpicklingError, ValueError) as error:
-            source.refuse(f"this is no torch.save file; it looks like {magic_bytes.describe(data[:262])}: {error}", do="Get the file again")
+            looks_like = magic_bytes.describe(data[:262])
+            source.refuse(f"this is not a torch.save file; it looks like {looks_like}: {error}", do="Get the file again")
         window *= 4
 
 
 def _split(data: bytes, count: int) -> tuple[list[bytes], int]:
+    """The first `count` pickles of the data and the byte after them."""
     pickles, stop = [], 0
     for _ in range(count):
         start, stop = stop, end_of(data, stop)
@@ -369,9 +384,9 @@ def _split(data: bytes, count: int) -> tuple[list[bytes], int]:
 
 
 def _old_storages(source: Range, keys: Any, types: dict[str, DType | None], data: int) -> dict[str, _Storage]:
-    """The storages from byte `data` on, in the order of `keys`."""
+    """The storages by key, which start at byte `data` and follow each other in the order of `keys`."""
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        source.refuse("the list of storage keys is no list of names")
+        source.refuse("the list of storage keys is not a list of names")
     storages: dict[str, _Storage] = {}
     for key in keys:
         if key not in types:
@@ -389,16 +404,16 @@ def _old_storages(source: Range, keys: Any, types: dict[str, DType | None], data
 
 
 def _refuse_unnamed(source: Range, key: str) -> NoReturn:
-    source.refuse(f"the storage {key!r} is listed, but no tensor says its element type, so what follows it cannot be found")
+    source.refuse(f"the storage {key!r} is listed, but no tensor tells its element type, so the storages after it cannot be found")
 
 
 def _old_view(storage: _Storage, dtype: DType | None, pid: tuple[Any, ...], source: Range) -> _Storage:
-    """The part of a storage that a reference's sixth element (key of the view, offset, count) selects: files of torch < 0.4."""
+    """The part of a storage that the sixth element of a reference selects, as (key of the view, offset, count). torch < 0.4 wrote views."""
     if len(pid) < 6 or pid[5] is None:
         return storage
     view = pid[5]
     if not isinstance(view, tuple) or len(view) != 3 or not _is_count(view[1]) or not _is_count(view[2]):
-        source.refuse(f"the storage {storage.key!r} has a view written as {shown(view)}")
+        source.refuse(f"the storage {storage.key!r} has a view {shown(view)}, expected (key, offset, count)")
     itemsize = dtype.itemsize if dtype else 1
     start, nbytes = view[1] * itemsize, view[2] * itemsize
     if start + nbytes > storage.nbytes:

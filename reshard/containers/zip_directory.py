@@ -1,10 +1,10 @@
-"""Where the members of an uncompressed zip lie: the central directory, read as claims and checked.
+"""Zip directory: where the members of an uncompressed zip lie, read from the central directory and checked.
 
     | local header, name, extra, payload | ... | central directory | [end record 64, locator] | end record |
 
-torch.save writes local headers without sizes (flag bit 3), pads their extra field so that payloads start at multiples of 64,
-and always adds the 64-bit end record. So sizes come from the central directory, and a payload's start from its local header.
-The zip may be a byte range of a larger file: a DCP entry. Measured on torch 2.13; older files have fewer members.
+torch.save writes local headers without sizes (flag bit 3), pads their extra field so that payloads start at multiples of 64 bytes, and
+always adds the 64-bit end record. So sizes come from the central directory, and the start of a payload from its local header. The zip may
+be a byte range of a larger file, such as an entry of a DCP file. Measured on torch 2.13; older files have fewer members.
 """
 
 from __future__ import annotations
@@ -16,26 +16,33 @@ from typing import NoReturn
 
 from reshard.containers import magic_bytes
 from reshard.errors import CheckpointError
-from reshard.storage.files import Files, missing, read
+from reshard.geometry.quantities import plural
+from reshard.storage.files import Files, missing, read_range
 
 _END, _END64, _LOCATOR, _CENTRAL, _LOCAL = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"
 _METHODS = {1: "shrink", 6: "implode", 8: "deflate", 9: "deflate64", 12: "bzip2", 14: "lzma", 93: "zstd", 95: "xz"}
-# 46 bytes and a name per member: this is a file with more than a million tensors.
+# A member takes 46 bytes and its name, so a directory of this size lists more than a million tensors.
 _MAX_DIRECTORY = 1 << 28
 _TAIL, _AHEAD = 4096, 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member's local header (byte offset within the zip) and the length of its payload."""
+    """A member of a zip."""
 
     name: str
+    """Its path inside the zip."""
     header_offset: int
+    """The byte offset of its local header, counted from the start of the zip."""
     nbytes: int
+    """The length of its payload."""
 
 
 class Range:
-    """The bytes [start, start + nbytes) of a file; small reads fetch a little more, because the next one is nearby."""
+    """The bytes [start, start + nbytes) of a file. A small read fetches some bytes more, because the next read is usually nearby.
+
+    Raises: CheckpointError if the file is missing or ends before the range does.
+    """
 
     def __init__(self, files: Files, path: str, start: int = 0, nbytes: int | None = None) -> None:
         size = files.size(path)
@@ -45,7 +52,7 @@ class Range:
             nbytes = size - start
         if start < 0 or nbytes < 0 or start + nbytes > size:
             raise CheckpointError(
-                f"bytes {start:,}..{start + nbytes:,} are wanted, the file ends at {size:,}",
+                f"bytes {start:,}..{start + nbytes:,} are needed, the file ends at {size:,}",
                 where=path,
                 why="The file was cut short, or is still being written",
                 do="Copy the file again",
@@ -55,36 +62,46 @@ class Range:
 
     @property
     def where(self) -> str:
-        """How messages name it."""
+        """The name of the range in messages."""
         return self.path if not self.start else f"{self.path} (bytes {self.start:,}..{self.start + self.nbytes:,})"
 
     def read(self, byte_offset: int, nbytes: int, *, ahead: int = _AHEAD) -> bytes:
-        """Those bytes of the range, which the caller knows to lie in it."""
+        """Bytes [byte_offset, byte_offset + nbytes) of the range; the caller has checked that they lie in it.
+
+        ahead: fetch at least this many bytes at once.
+        """
         for near, data in self._near:
             if near <= byte_offset and byte_offset + nbytes <= near + len(data):
                 return data[byte_offset - near : byte_offset - near + nbytes]
-        data = read(self._files, self.path, self.start + byte_offset, min(max(nbytes, ahead), self.nbytes - byte_offset))
+        data = read_range(self._files, self.path, self.start + byte_offset, min(max(nbytes, ahead), self.nbytes - byte_offset))
         if len(data) <= 16 * _TAIL:
             self._near = [*self._near[-1:], (byte_offset, data)]
         return data[:nbytes]
 
     def refuse(self, what: str, *, do: str = "Copy the file again") -> NoReturn:
+        """Raises CheckpointError about this range."""
         raise CheckpointError(what, where=self.where, do=do)
 
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """The members by name, and where the payloads end and the directory starts."""
+    """The central directory of a zip."""
 
     members: dict[str, Member]
+    """The members by name."""
     byte_offset: int
+    """Where the payloads end and the directory starts, counted from the start of the zip."""
+
+    def __repr__(self) -> str:
+        return f"Directory({plural(len(self.members), 'member')})"
 
 
 def read_directory(source: Range) -> Directory:
-    """The members of the zip that fills `source`, in one read if the zip is small or its directory short.
+    """The directory of the zip that fills `source`, in one read if the zip is small or its directory is short.
 
-    Every member is stored as it is, not encrypted, and lies between the start of the zip and its directory.
-    Raises: CheckpointError, saying what the bytes look like if they are no zip.
+    Every member is stored without compression or encryption and lies between the start of the zip and its directory.
+
+    Raises: CheckpointError. If the bytes are not a zip, the message says what they look like.
     """
     tail_offset = max(0, source.nbytes - _TAIL)
     tail = source.read(tail_offset, source.nbytes - tail_offset)
@@ -93,7 +110,7 @@ def read_directory(source: Range) -> Directory:
         _refuse_no_end(source)
     count, size, byte_offset, stop = _end_record(source, tail, tail_offset, end)
     if byte_offset + size != stop:
-        source.refuse(f"the zip's directory claims bytes {byte_offset:,}..{byte_offset + size:,}, but has to end at {stop:,}")
+        source.refuse(f"the zip's directory claims bytes {byte_offset:,}..{byte_offset + size:,}, but must end at {stop:,}")
     if size > _MAX_DIRECTORY or 46 * count > size:
         source.refuse(f"the zip's directory claims {count:,} members in {size:,} bytes")
     members: dict[str, Member] = {}
@@ -110,11 +127,14 @@ def read_directory(source: Range) -> Directory:
 
 
 def payload(source: Range, directory: Directory, member: Member) -> int:
-    """The byte offset, within the zip, of the member's first byte."""
+    """The byte offset of a member's payload, counted from the start of the zip.
+
+    Raises: CheckpointError if its local header is not where the directory says, or its payload reaches beyond the payloads' end.
+    """
     name = member.name.encode()
     header = source.read(member.header_offset, min(30 + len(name), directory.byte_offset - member.header_offset))
     if header[:4] != _LOCAL or header[30:] != name:
-        source.refuse(f"the zip's directory places {member.name!r} at byte {member.header_offset:,}, where another thing lies")
+        source.refuse(f"the zip's directory places {member.name!r} at byte {member.header_offset:,}, where no such header lies")
     name_length, extra_length = struct.unpack_from("<HH", header, 26)
     start = member.header_offset + 30 + name_length + extra_length
     if name_length != len(name) or start + member.nbytes > directory.byte_offset:
@@ -126,14 +146,15 @@ def payload(source: Range, directory: Directory, member: Member) -> int:
 
 
 def payload_start(source: Range, header_offset: int, holding: str) -> int:
-    """The byte offset, within `source`, of the payload behind the local header at `header_offset`; `holding` is part of its name.
+    """The byte offset in `source` of the payload after the local header at `header_offset`.
 
-    For members that a directory has listed; nothing else vouches for the payload's length.
-    Raises: CheckpointError if there is no such header.
+    Only for members that a directory has listed, because the local header does not tell the length of the payload.
+
+    Raises: CheckpointError if no local header lies there, or the member's name does not contain `holding`.
     """
     header = source.read(header_offset, min(30 + 256, source.nbytes - header_offset), ahead=0)
     if len(header) < 30 or header[:4] != _LOCAL:
-        source.refuse(f"a zip member's header should lie at byte {header_offset:,}, where another thing lies")
+        source.refuse(f"a zip member's header should lie at byte {header_offset:,}, where no such header lies")
     name_length, extra_length = struct.unpack_from("<HH", header, 26)
     if holding.encode() not in header[30 : 30 + name_length]:
         source.refuse(f"the zip member at byte {header_offset:,} is called {header[30 : 30 + name_length]!r}; a storage was expected")
@@ -141,7 +162,7 @@ def payload_start(source: Range, header_offset: int, holding: str) -> int:
 
 
 def _find_end(tail: bytes) -> int:
-    """Where in the tail the end record lies; -1 if there is none whose comment ends where the zip ends."""
+    """The position of the end record in the tail; -1 if no end record has a comment that ends where the zip ends."""
     end = len(tail)
     while (end := tail.rfind(_END, 0, end)) >= 0:
         if len(tail) - end >= 22 and end + 22 + int.from_bytes(tail[end + 20 : end + 22], "little") == len(tail):
@@ -158,11 +179,11 @@ def _refuse_no_end(source: Range) -> NoReturn:
             why="It was cut short, or is still being written",
             do="Copy the file again",
         )
-    source.refuse(f"this is no torch.save file; it looks like {magic_bytes.describe(head)}", do="Get the file again")
+    source.refuse(f"this is not a torch.save file; it looks like {magic_bytes.describe(head)}", do="Get the file again")
 
 
 def _end_record(source: Range, tail: bytes, tail_offset: int, end: int) -> tuple[int, int, int, int]:
-    """The directory's number of members, length and byte offset, and the byte where it has to end."""
+    """The directory's number of members, its length, its byte offset, and the byte where it must end."""
     disk, first, here, count, size, byte_offset = struct.unpack_from("<4H2L", tail, end + 4)
     if disk or first not in (0, 0xFFFF) or here != count:
         source.refuse("the zip is one part of several")
@@ -182,7 +203,7 @@ def _members(source: Range, directory: bytes, count: int) -> Iterator[Member]:
     at = 0
     for number in range(count):
         if directory[at : at + 4] != _CENTRAL or len(directory) < at + 46:
-            source.refuse(f"the zip's directory claims {count:,} members, and is damaged at number {number:,}")
+            source.refuse(f"the zip's directory claims {count:,} members, but is damaged at member number {number:,}")
         flags, method, nbytes, length, name_length, extra_length, comment_length = struct.unpack_from("<8xHH8xLLHHH", directory, at)
         (header_offset,) = struct.unpack_from("<L", directory, at + 42)
         name_stop = at + 46 + name_length
@@ -195,19 +216,20 @@ def _members(source: Range, directory: bytes, count: int) -> Iterator[Member]:
             source.refuse(f"the zip's member {name!r} is encrypted", do="Save it with torch.save, or decrypt it first")
         if method:
             source.refuse(
-                f"the zip's member {name!r} is compressed ({_METHODS.get(method, method)}); torch.save stores",
+                f"the zip's member {name!r} is compressed ({_METHODS.get(method, method)}); torch.save does not compress",
                 do="Load it with torch and save it again",
             )
         length, nbytes, header_offset = _wide(source, name, extra, (length, nbytes, header_offset))
         if length != nbytes:
-            source.refuse(f"the zip's member {name!r} is stored, but claims {nbytes:,} bytes for {length:,}")
+            source.refuse(f"the zip's member {name!r} is not compressed, but claims {nbytes:,} bytes for {length:,}")
         yield Member(name, header_offset, length)
     if at != len(directory):
         source.refuse(f"the zip's directory has {len(directory) - at:,} bytes more than its {count:,} members")
 
 
 def _wide(source: Range, name: str, extra: bytes, narrow: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Length, stored length and header offset: those that say 0xFFFFFFFF come from the 64-bit extra field, in this order."""
+    """Length, stored length and header offset. Each that is 0xFFFFFFFF is taken from the 64-bit extra field, which holds them in this
+    order."""
     if 0xFFFFFFFF not in narrow:
         return narrow
     at = 0
@@ -218,4 +240,4 @@ def _wide(source: Range, name: str, extra: bytes, narrow: tuple[int, int, int]) 
             first, second, third = (next(values) if value == 0xFFFFFFFF else value for value in narrow)
             return first, second, third
         at += 4 + length
-    raise CheckpointError(f"the zip's member {name!r} says its size is in a 64-bit field, and has none", where=source.where)
+    raise CheckpointError(f"the zip's member {name!r} says that its size is in a 64-bit field, but has no such field", where=source.where)

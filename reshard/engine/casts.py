@@ -1,7 +1,8 @@
-"""Values in another element type, exactly as torch converts them.
+"""Casts: values in another element type, with the bits that torch produces.
 
-The commonest cast, masters to bfloat16, is done here in words: importing torch costs a second and 200 MB, more than converting a small
-model does. All others are torch's, and so are blocks with a NaN in them, as the bits of a NaN in bfloat16 depend on the processor.
+The most common cast, from float32 masters to bfloat16, is computed here on words: importing torch costs a second and 200 MB, more than the
+conversion of a small model. torch does all other casts, and also blocks that contain a NaN, because the bits of a NaN in bfloat16 depend on
+the processor.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from reshard.geometry.dtypes import DType
 
 Block = npt.NDArray[Any]
 
-# So many elements at a time stay in a processor's cache from the first step to the last.
+# The number of elements that stay in a processor's cache during all steps of a cast.
 _STRIP = 1 << 15
 
 
 def cast(block: Block, source: DType, target: DType) -> Block:
-    """The block's values in another element type (round to nearest even)."""
+    """The values of a block in another element type, rounded to nearest, ties to even. Returns `block` itself if the types are equal."""
     if source == target:
         return block
     if (source.name, target.name) == ("F32", "BF16") and (rounded := _to_bfloat16(block)) is not None:
@@ -34,7 +35,10 @@ def cast(block: Block, source: DType, target: DType) -> Block:
 
 
 def scaled(block: Block, source: DType, factors: npt.NDArray[np.float32], target: DType) -> Block:
-    """Quantised elements as values: multiplied in 32 bits, and cast once (what DeepSeek's fp8_cast_bf16.py and transformers do)."""
+    """The values of quantised elements: multiplied by `factors` in float32 and cast once.
+
+    factors: an array that numpy broadcasts to the block. Source: DeepSeek's fp8_cast_bf16.py and transformers do the same.
+    """
     import torch
 
     values = torch.frombuffer(block.reshape(-1).view(np.uint8).data, dtype=getattr(torch, source.torch)).reshape(block.shape).float()
@@ -44,7 +48,7 @@ def scaled(block: Block, source: DType, factors: npt.NDArray[np.float32], target
 
 
 def _to_bfloat16(block: Block) -> Block | None:
-    """The upper halves of the words, rounded by the lower ones; None if there is a NaN."""
+    """The upper halves of float32 words, rounded by their lower halves; None if the block contains a NaN."""
     words = block.reshape(-1)
     result = np.empty(len(words), np.uint16)
     scratch = np.empty(min(_STRIP, len(words)), np.uint32)
@@ -54,7 +58,7 @@ def _to_bfloat16(block: Block) -> Block | None:
         np.bitwise_and(strip, 0x7FFFFFFF, out=work)
         if work.max() > 0x7F800000:
             return None
-        # Half a unit, less one where the last bit that stays is 0: so a tie goes to the even neighbour.
+        # Add half a unit, or one less if the last remaining bit is 0, so that a tie goes to the even neighbour.
         np.right_shift(strip, 16, out=work)
         np.bitwise_and(work, 1, out=work)
         np.add(work, 0x7FFF, out=work)

@@ -1,4 +1,4 @@
-"""Reading whole checkpoints: their fingerprint, and whether two hold the same; block by block, whatever their layouts."""
+"""Reading whole checkpoints block by block: the fingerprint of one, and the differences of two, whatever their layouts."""
 
 from __future__ import annotations
 
@@ -13,59 +13,88 @@ from reshard.engine.pool import run_jobs, workers_within
 from reshard.engine.transfer import Block, Pieces, Worker, bytes_of
 from reshard.errors import DifferenceFound
 from reshard.geometry.boxes import Box, blocks
+from reshard.geometry.quantities import plural
 from reshard.index.index import Index, Tensor
-from reshard.plans.digests import Fingerprint, block_digest, fingerprint, tensor_digest
-from reshard.storage.files import Files, read
+from reshard.plans.digests import Fingerprint, block_digest, checkpoint_fingerprint, tensor_digest
+from reshard.storage.files import Files, read_range
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """One checkpoint as a comparison sees it: where its bytes are, and which tensors are meant."""
+    """One checkpoint of a comparison."""
 
     files: Files
+    """The files of the checkpoint."""
     index: Index
+    """Its index."""
     content: Content
+    """The tensors that are compared."""
+
+    def __repr__(self) -> str:
+        return f"Side({self.files.root!r}, {plural(len(self.content.tensors), 'tensor')})"
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What is not equal about a tensor: `kind` is "missing", "extra", "shape", "dtype" or "values"."""
+    """A tensor that differs."""
 
     name: str
+    """The tensor."""
     kind: str
+    """How it differs: "missing", "extra", "shape", "dtype" or "values"."""
     detail: str
+    """A sentence for the user."""
 
 
 @dataclass(slots=True)
 class Comparison:
-    """What `verify` found. `differences` is empty if the two hold the same weights."""
+    """The result of comparing two checkpoints."""
 
     tensors: int = 0
+    """The number of tensors that both have."""
     nbytes: int = 0
+    """The bytes that were compared."""
     differences: list[Difference] = field(default_factory=list)
+    """The differences; empty if both hold the same weights."""
 
     @property
     def equal(self) -> bool:
+        """Whether there is no difference."""
         return not self.differences
 
     def raise_if_different(self) -> None:
-        """Raises DifferenceFound, telling the first difference and how many there are."""
+        """Raises DifferenceFound, with the first difference and the number of all."""
         if self.differences:
             first = self.differences[0]
-            more = f" and {len(self.differences) - 1} other differences" if len(self.differences) > 1 else ""
+            more = f" and {plural(len(self.differences) - 1, 'other difference')}" if len(self.differences) > 1 else ""
             raise DifferenceFound(first.detail + more, where=first.name)
+
+    def __repr__(self) -> str:
+        result = "equal" if self.equal else plural(len(self.differences), "difference")
+        return f"Comparison({result}, {plural(self.tensors, 'tensor')}, {plural(self.nbytes, 'byte')})"
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
+    """One block to read."""
+
     name: str
+    """The tensor."""
     number: int
+    """The number of the block in the tensor."""
     box: Box
+    """The block."""
     sides: tuple[Pieces, ...]
+    """The tensor's pieces, of one checkpoint or of both."""
 
 
 def fingerprint_blocks(side: Side, *, workers: int | None = None, memory: int | None = None) -> Iterator[tuple[str, int, int, bytes]]:
-    """Every block of every chosen tensor, once: (tensor, block number, bytes, digest), in the order in which they are done."""
+    """The digest of every block of every tensor: (tensor, block number, bytes, digest), in the order in which they are finished.
+
+    workers: threads. memory: the most bytes of buffers.
+
+    Raises: CheckpointError if a file cannot be read or replicas differ, RequestError if `memory` is too small.
+    """
     tensors = side.content.tensors
 
     def jobs() -> Iterator[_Job]:
@@ -88,8 +117,8 @@ def fingerprint_blocks(side: Side, *, workers: int | None = None, memory: int | 
 
 
 def fingerprint_of(side: Side, digests: dict[str, dict[int, bytes]]) -> Fingerprint:
-    """The fingerprint from the blocks' digests by tensor and number."""
-    return fingerprint(
+    """The fingerprint of a checkpoint. digests: by tensor and block number, as `fingerprint_blocks` yields them."""
+    return checkpoint_fingerprint(
         {
             name: tensor_digest(name, tensor.dtype, tensor.shape, (digest for _, digest in sorted(digests.get(name, {}).items())))
             for name, tensor in side.content.tensors.items()
@@ -100,17 +129,19 @@ def fingerprint_of(side: Side, digests: dict[str, dict[int, bytes]]) -> Fingerpr
 def compare(
     left: Side, right: Side, result: Comparison, *, with_cast: bool = False, workers: int | None = None, memory: int | None = None
 ) -> Iterator[int]:
-    """Compare every element of every tensor, replicas and constants included; fills `result`, yields bytes as they are done.
+    """Compare every element of every tensor, including replicas and constants. Fills `result` and yields the bytes of each finished block.
 
-    with_cast: where element types differ, cast the left's values to the right's, as torch does, before comparing bits.
+    with_cast: if element types differ, cast the left values to the right type, as torch does, and compare the bits.
+
+    Raises: CheckpointError if a file cannot be read or replicas of one side differ, RequestError if `memory` is too small.
     """
-    both = list(_comparable(left, right, result, with_cast=with_cast))
+    pairs = list(_comparable(left, right, result, with_cast=with_cast))
     result.differences.extend(difference for side in (left, right) for difference in _wrong_constants(side))
-    itemsize = _widest([tensor for pair in both for tensor in pair])
+    itemsize = _widest([tensor for pair in pairs for tensor in pair])
     different: dict[str, tuple[int, str]] = {}
 
     def jobs() -> Iterator[_Job]:
-        for a, b in both:
+        for a, b in pairs:
             sides = Pieces(a), Pieces(b)
             yield from (_Job(a.name, number, box, sides) for number, box in enumerate(blocks(a.shape)))
 
@@ -124,21 +155,21 @@ def compare(
 
         return perform
 
-    for job, nbytes, found in run_jobs(jobs(), make_worker, workers_within(memory, workers, itemsize, buffers=5 if with_cast else 4)):
+    for job, nbytes, element in run_jobs(jobs(), make_worker, workers_within(memory, workers, itemsize, buffers=5 if with_cast else 4)):
         result.nbytes += nbytes
-        if found is not None and (job.name not in different or job.number < different[job.name][0]):
-            different[job.name] = job.number, f"the values differ, first at element {list(found.offsets)}"
+        if element is not None and (job.name not in different or job.number < different[job.name][0]):
+            different[job.name] = job.number, f"the values differ, first at element {list(element.offsets)}"
         yield nbytes
     result.differences.extend(Difference(name, "values", detail) for name, (_, detail) in sorted(different.items()))
 
 
 def _comparable(left: Side, right: Side, result: Comparison, *, with_cast: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """The pairs whose values can be compared; what keeps the others from it goes into the result."""
+    """The pairs of tensors whose values can be compared. The differences of all other tensors are added to the result."""
     a, b = left.content.tensors, right.content.tensors
     for name in sorted(a.keys() - b.keys()):
-        result.differences.append(Difference(name, "missing", f"it is in {left.files.root} and not in {right.files.root}"))
+        result.differences.append(Difference(name, "missing", f"it is in {left.files.root}, but not in {right.files.root}"))
     for name in sorted(b.keys() - a.keys()):
-        result.differences.append(Difference(name, "extra", f"it is in {right.files.root} and not in {left.files.root}"))
+        result.differences.append(Difference(name, "extra", f"it is in {right.files.root}, but not in {left.files.root}"))
     for name in [name for name in a if name in b]:
         x, y = a[name], b[name]
         result.tensors += 1
@@ -152,20 +183,20 @@ def _comparable(left: Side, right: Side, result: Comparison, *, with_cast: bool)
 
 
 def _wrong_constants(side: Side) -> Iterator[Difference]:
-    """Constants (padding rows, scales that must be 1) whose bytes are not what the format demands."""
+    """A difference for each constant (padding rows, scales that must be 1) whose bytes are not those that the format prescribes."""
     step = 1 << 20
-    for each in side.index.constants:
-        for start in range(0, each.nbytes, step):
-            size = min(step, each.nbytes - start)
-            found = read(side.files, each.path, each.byte_offset + start, size)
-            if found != (each.expected * (size // len(each.expected) + 1))[:size]:
-                yield Difference(
-                    each.name, "values", f"bytes that must hold a constant (padding or a scale) hold something else, in {each.path}"
-                )
+    for constant in side.index.constants:
+        for start in range(0, constant.nbytes, step):
+            size = min(step, constant.nbytes - start)
+            stored = read_range(side.files, constant.path, constant.byte_offset + start, size)
+            if stored != (constant.expected * (size // len(constant.expected) + 1))[:size]:
+                detail = f"padding or a constant scale in {constant.path} has other bytes than the format prescribes"
+                yield Difference(constant.name, "values", detail)
                 break
 
 
 def _first_difference(a: Block, b: Block, box: Box) -> Box:
+    """The box of the first element that differs, in the coordinates of the tensor."""
     at = np.argwhere(np.asarray(a != b))[0] if a.shape else np.zeros(0, np.int64)
     return Box(tuple(int(i) + start for i, start in zip(at, box.offsets, strict=True)), (1,) * len(box.sizes))
 

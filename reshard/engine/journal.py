@@ -1,8 +1,10 @@
-"""The journal: which blocks of a conversion are on the disk, with their digests, so that a stopped one can go on.
+"""The journal: the blocks of a conversion that are on the disk, with their digests, so that an interrupted conversion can be resumed.
 
-JSON lines. The first names the plan, and which files of an older checkpoint the result will replace; each other lists
-blocks as [route, block, digest]. A line is written only after the bytes that it
-speaks for have been synced, and a torn last line counts for nothing.
+    {"identity": digest of the plan, "replaces": [files of an older checkpoint that the result replaces], "version": 1}
+    {"blocks": [[route, block, digest], ...]}
+    ...
+
+A line is written only after the bytes of its blocks have been synced. An incomplete last line is ignored.
 """
 
 from __future__ import annotations
@@ -16,15 +18,16 @@ from typing import Any
 from reshard.errors import RequestError
 from reshard.storage.staging import Staging
 
-# Short, so that the disk works while blocks are still being copied: with 5 s the last sync alone took a third of the time of a
-# 2 GB conversion. A sync that takes longer than this simply delays the next one.
+# Short, so that the disk writes while blocks are still being copied: with 5 s, the last sync alone took a third of the time of a 2 GB
+# conversion. A sync that takes longer delays the next one.
 SECONDS_BETWEEN_SYNCS = 0.25
 
 BlockKey = tuple[int, int]
+"""(number of the route in the plan, number of the block in the tensor)."""
 
 
 class Journal:
-    """Appends what is finished, every second or so, from a thread of its own."""
+    """Appends finished blocks to the journal file, several times a second, in a thread of its own."""
 
     def __init__(self, staging: Staging, identity: str, replaces: tuple[str, ...], *, resumed: bool) -> None:
         self._staging = staging
@@ -39,20 +42,20 @@ class Journal:
         self._thread.start()
 
     def add(self, key: BlockKey, digest: bytes) -> None:
-        """Note a block whose bytes have been written. Raises what the last sync raised."""
+        """Add a block whose bytes have been written. Raises the error of the last sync, if it failed."""
         if self._error:
             raise self._error
         with self._lock:
             self._pending.append((*key, digest.hex()))
 
     def abandon(self) -> None:
-        """Stop without noting what is pending."""
+        """Stop without writing the pending blocks."""
         self._stop.set()
         self._thread.join()
         self._file.close()
 
     def close(self) -> None:
-        """Note all that is pending and stop; safe to call twice."""
+        """Write the pending blocks and stop. May be called twice. Raises RequestError if the disk is full."""
         self._stop.set()
         self._thread.join()
         if not self._file.closed:
@@ -88,24 +91,24 @@ def names_a_plan(path: Path) -> bool:
 
 
 def read_journal(path: Path, identity: str) -> dict[BlockKey, bytes]:
-    """The blocks that an earlier run of the same plan has finished, with their digests.
+    """The digests of the blocks that an earlier run of the same plan has finished.
 
     Raises: RequestError if the journal belongs to another plan.
     """
-    done: dict[BlockKey, bytes] = {}
+    finished: dict[BlockKey, bytes] = {}
     lines = path.read_text().split("\n")[:-1]
     records = [_record(line) for line in lines]
     if not records or records[0].get("identity") != identity:
         raise RequestError(
-            "the interrupted conversion here was another one: other options, another version of reshard, or the source has changed since",
+            "the interrupted conversion in this directory had other options or another version of reshard, or its source has changed since",
             where=str(path.parent.parent),
-            why="Going on would mix the two",
-            do="Repeat the options of that run, or start anew with --overwrite",
+            why="Resuming would mix two conversions",
+            do="Repeat the options of that run, or start again with --overwrite",
         )
     for record in records:
         for route, block, digest in record.get("blocks", ()):
-            done[int(route), int(block)] = bytes.fromhex(digest)
-    return done
+            finished[int(route), int(block)] = bytes.fromhex(digest)
+    return finished
 
 
 def replaced_files(path: Path) -> tuple[str, ...]:
@@ -114,6 +117,7 @@ def replaced_files(path: Path) -> tuple[str, ...]:
 
 
 def _record(line: str) -> dict[str, Any]:
+    """The JSON object of a line; empty if the line is incomplete."""
     try:
         value = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Jobs on threads: each worker owns its buffers, results come back as they are done, and an interruption stops all cleanly."""
+"""Jobs on threads. Each worker has its own buffers, results are returned as they are finished, and an interruption stops all threads."""
 
 from __future__ import annotations
 
@@ -15,25 +15,32 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 DEFAULT_MEMORY = 256 << 20
+"""Bytes of buffers, if the caller sets no limit."""
 
 
 def workers_within(memory: int | None, workers: int | None, itemsize: int, *, buffers: int) -> int:
-    """How many workers run: as many as asked for (or processors, at most 8), as far as their buffers fit into `memory` bytes.
+    """The number of workers: `workers` (default: one per processor, at most 8), or fewer if their buffers do not fit into `memory` bytes.
 
-    Each needs `buffers` blocks of the widest element. Raises RequestError if not even one fits.
+    itemsize: the bytes of the widest element. buffers: the blocks of such elements that each worker needs.
+
+    Raises: RequestError if the buffers of one worker do not fit.
     """
-    each = buffers * BLOCK_ELEMENTS * itemsize
-    room = (memory or DEFAULT_MEMORY) // each
-    if room < 1 and memory is not None:
-        raise RequestError(f"--memory {memory:,} bytes is too little: one worker needs {each:,}")
-    return max(1, min(workers or min(os.cpu_count() or 1, 8), max(room, 1)))
+    per_worker = buffers * BLOCK_ELEMENTS * itemsize
+    most = (memory or DEFAULT_MEMORY) // per_worker
+    if most < 1 and memory is not None:
+        raise RequestError(
+            f"--memory of {memory:,} bytes is too little: one worker needs {per_worker:,}", do=f"Use --memory {per_worker >> 20}MiB or more"
+        )
+    return max(1, min(workers or min(os.cpu_count() or 1, 8), max(most, 1)))
 
 
 def run_jobs(jobs: Iterable[Job], make_worker: Callable[[], Callable[[Job], Result]], workers: int) -> Iterator[Result]:
-    """The results of all jobs, in the order in which they finish. The first error stops the others and is raised here.
+    """The results of all jobs, in the order in which they are finished. The first error stops all workers and is raised here.
 
-    Jobs are taken from the iterable one at a time, so it may be long. If the consumer stops early (an interruption), running jobs
-    are finished, no new ones are begun, and all threads have ended before the exception goes on.
+    Jobs are taken from the iterable one at a time, so it may be long. If the caller stops early, for example by an interruption, running
+    jobs are finished, no other job is started, and all threads have ended before the exception continues.
+
+    make_worker: called once in each thread; returns the function that performs a job.
     """
     source, lock, stop = iter(jobs), threading.Lock(), threading.Event()
     results: SimpleQueue[tuple[str, object]] = SimpleQueue()

@@ -1,4 +1,4 @@
-"""Running a plan: into a work folder, block by block, then all files at once under their names."""
+"""Running a plan: blocks are written into a work folder, and when all are written, the files get their final names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from reshard.engine.transfer import Pieces, Worker, bytes_of
 from reshard.engine.values import Values
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.boxes import Box, blocks
-from reshard.plans.digests import Fingerprint, block_digest, fingerprint, tensor_digest
+from reshard.geometry.quantities import plural
+from reshard.plans.digests import Fingerprint, block_digest, checkpoint_fingerprint, tensor_digest
 from reshard.plans.layout import Sidecar
 from reshard.plans.plan import Plan, Route
 from reshard.storage.staging import WORK_FOLDER, Staging
@@ -23,19 +24,28 @@ MANIFEST = "reshard.json"
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A block that has arrived: how many canonical bytes it holds, and of which tensor."""
+    """A block that has been written."""
 
     name: str
+    """Its canonical tensor."""
     nbytes: int
+    """Its bytes, in the target's element type and without replicas."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
+    """One block to convert."""
+
     key: BlockKey
+    """Its name in the journal."""
     route: Route
+    """The route of its tensor."""
     source: Values
+    """The values that are read."""
     target: Pieces
+    """The pieces that are written."""
     box: Box
+    """The block, in the coordinates of the canonical tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +53,11 @@ class _Job:
 
 
 class Conversion:
-    """One run of a plan into a directory. Iterate `run()` to the end; then `fingerprint` is that of the result."""
+    """One run of a plan into the directory `root`. Iterate `run()` to its end.
+
+    resume: finish an interrupted run. replaces: files of an older checkpoint in `root` that are removed when the new one is complete.
+    workers: threads. memory: the most bytes of buffers.
+    """
 
     def __init__(
         self,
@@ -57,7 +71,9 @@ class Conversion:
     ) -> None:
         self.plan = plan
         self.fingerprint: Fingerprint | None = None
+        """The fingerprint of the result; None until `run` has ended."""
         self.resumed_bytes = 0
+        """The bytes that an earlier run has written."""
         self._staging = Staging(root)
         self._resume, self._replaces = resume, replaces
         self._identity = plan.identity()
@@ -66,11 +82,20 @@ class Conversion:
 
     @property
     def total(self) -> int:
-        """How many bytes `run` will report in all."""
+        """The bytes that `run` reports in all."""
         return sum(route.target.nbytes for route in self.plan.routes)
 
+    def __repr__(self) -> str:
+        return f"Conversion({self.plan!r}, {str(self._staging.root)!r})"
+
     def run(self) -> Iterator[Done]:
-        """Do the work. Whatever stops it, no file has its final name unless all are whole, and what is finished is noted."""
+        """Run the plan, and yield each finished block.
+
+        Whatever stops the run, no file has its final name unless all files are complete, and finished blocks are in the journal.
+
+        Raises: CheckpointError if a source file cannot be read or replicas differ; then nothing is left in the target. RequestError if the
+        disk is full, or there is no interrupted run to resume.
+        """
         if self._resume and is_finished(self._staging.root, self._identity):
             self._staging.clean()
             self.fingerprint = recorded_fingerprint(self._staging.root)
@@ -92,7 +117,7 @@ class Conversion:
         try:
             yield from self._blocks(digests, journal)
         except CheckpointError:
-            # The input is wrong: there is nothing to go on with, and nothing is left behind.
+            # The input is wrong, so this run can never be resumed.
             journal.abandon()
             self._staging.abandon()
             raise
@@ -102,15 +127,16 @@ class Conversion:
         self._finish(journal.replaces)
 
     def _check_nothing_else_is_there(self) -> None:
-        """Resuming where nothing was noted yet is starting; but not over somebody's files."""
+        """Raises RequestError if the target holds files. Without a journal, to resume is to start, and that must not touch such files."""
         root = self._staging.root
         others = [entry.name for entry in root.iterdir() if entry.name != WORK_FOLDER] if root.exists() else []
         if others:
+            more = f" and {plural(len(others) - 1, 'other entry', 'other entries')}" if len(others) > 1 else ""
             raise RequestError(
-                f"there is no interrupted run of this conversion here, but {others[0]} and {len(others) - 1} other entries",
+                f"there is no interrupted run of this conversion here, but {others[0]}{more}",
                 where=str(root),
-                why="They are the result of another conversion, or none at all; going on would mix the two",
-                do="Repeat the options of the interrupted run, or start anew with --overwrite",
+                why="This is the result of another conversion, or of none; resuming would mix the two",
+                do="Repeat the options of the interrupted run, or start again with --overwrite",
             )
 
     def _blocks(self, digests: dict[BlockKey, bytes], journal: Journal) -> Iterator[Done]:
@@ -146,32 +172,35 @@ class Conversion:
                 yield _Job((i, j), route, source, target, box)
 
     def _write_framing(self) -> None:
-        """What the plan knows already: headers, and constants that are not zero (a new file reads as zeros)."""
+        """Write the bytes that the plan knows already: headers, and constants that are not zero. A new file is filled with zeros."""
         for file in self.plan.layout.files:
             for offset, data in file.literals:
                 self._staging.write(file.path, offset, memoryview(data))
-        for each in self.plan.target_index.constants:
-            if each.expected.strip(b"\0"):
-                self._staging.write(each.path, each.byte_offset, memoryview(each.expected * (each.nbytes // len(each.expected))))
+        for constant in self.plan.target_index.constants:
+            if constant.expected.strip(b"\0"):
+                data = constant.expected * (constant.nbytes // len(constant.expected))
+                self._staging.write(constant.path, constant.byte_offset, memoryview(data))
 
     def _fingerprint(self, digests: dict[BlockKey, bytes]) -> Fingerprint:
+        """The fingerprint of the result, from the digests of all blocks."""
         by_route: dict[int, list[tuple[int, bytes]]] = {}
         for (i, j), digest in digests.items():
             by_route.setdefault(i, []).append((j, digest))
-        found: dict[str, bytes] = {}
-        standing_for: dict[str, list[str]] = {}
-        for copy, kept in self.plan.layout.aliases.items():
-            standing_for.setdefault(kept, []).append(copy)
+        aliases: dict[str, list[str]] = {}
+        for alias, stored in self.plan.layout.aliases.items():
+            aliases.setdefault(stored, []).append(alias)
+        by_tensor: dict[str, bytes] = {}
         for i, route in enumerate(self.plan.routes):
-            blocks_of_it = [digest for _, digest in sorted(by_route.get(i, []))]
-            for name in (route.name, *standing_for.get(route.name, ())):
-                found[name] = tensor_digest(name, route.target.dtype, route.target.shape, blocks_of_it)
-        return fingerprint(found)
+            block_digests = [digest for _, digest in sorted(by_route.get(i, []))]
+            for name in (route.name, *aliases.get(route.name, ())):
+                by_tensor[name] = tensor_digest(name, route.target.dtype, route.target.shape, block_digests)
+        return checkpoint_fingerprint(by_tensor)
 
     def _finish(self, replaces: tuple[str, ...]) -> None:
+        """Write the sidecars and the manifest, and give all files their final names."""
         staging, layout = self._staging, self.plan.layout
         staging.sync()
-        # The manifest comes last of all: where it is, everything is.
+        # The manifest comes last: a directory with a manifest is complete.
         sidecars = (*layout.sidecars, Sidecar(MANIFEST, self._manifest()))
         for sidecar in sidecars:
             staging.add(sidecar.path, sidecar.content)
@@ -179,7 +208,7 @@ class Conversion:
         staging.commit(names, replaces=[path for path in replaces if path not in names])
 
     def _manifest(self) -> bytes:
-        """What a later reader cannot see in the files: for which engine and degrees they are, and their fingerprint."""
+        """The facts that the files do not tell: the engine and the parallel sizes that they are for, and their fingerprint."""
         assert self.fingerprint is not None
         document = {
             "format": self.plan.layout.format,
@@ -197,7 +226,10 @@ class Conversion:
 
 
 def is_finished(root: Path, identity: str) -> bool:
-    """Whether the directory holds the whole result of that very plan (a stop after the last file was named leaves a work folder)."""
+    """Whether a directory holds the complete result of the plan with that identity.
+
+    A run that is stopped between its last rename and its end leaves a complete result and a work folder.
+    """
     manifest = read_manifest(root)
     if manifest is None or manifest.get("plan") != identity:
         return False
@@ -206,12 +238,12 @@ def is_finished(root: Path, identity: str) -> bool:
 
 
 def recorded_fingerprint(root: Path) -> Fingerprint:
-    """The fingerprint that the conversion noted when it finished; without the single tensors'."""
+    """The fingerprint in the manifest of a finished conversion, without the digests of its tensors."""
     return Fingerprint(str((read_manifest(root) or {}).get("fingerprint")), {})
 
 
 def read_manifest(root: Path) -> dict[str, object] | None:
-    """The manifest of a directory that a conversion wrote; None if there is none."""
+    """The manifest of a directory that a conversion wrote; None if it has none."""
     try:
         value = json.loads((root / MANIFEST).read_text())
     except (OSError, ValueError):

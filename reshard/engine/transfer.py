@@ -1,4 +1,4 @@
-"""Gather a block from its pieces, scatter it to its pieces. One worker, its buffers, no decisions."""
+"""Transfer: gather a block from its source pieces, and scatter it to its target pieces."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from reshard.index.shards import primary_rows
 from reshard.storage.files import Files
 
 Block = npt.NDArray[Any]
+"""The elements of a box as unsigned words, row-major."""
 Write = Callable[[str, int, memoryview], None]
-# To a path, at these byte offsets, runs of equal length that follow each other in the buffer.
+"""Writes bytes to (path, byte offset)."""
 WriteRuns = Callable[[str, Sequence[int], memoryview], None]
-# Bytes from which on a run is worth a read of its own.
+"""Writes runs of equal length, which follow each other in the buffer, to (path, byte offsets)."""
+# A run of at least this many bytes is read on its own. Shorter runs are read together with the bytes between them.
 _LONG = 512
 
 
 class Pieces:
-    """A tensor's pieces, ready to be asked which of them meet a block."""
+    """The pieces of a tensor, with what is needed to find those that share elements with a block."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -35,7 +37,7 @@ class Pieces:
         self._primary = primary_rows(shards)
 
     def meeting(self, box: Box) -> Iterator[tuple[Piece, Box, bool]]:
-        """Each piece that meets the box, the part they share, and whether the piece is primary; primary ones first."""
+        """Each piece that shares elements with the box, the box that they share, and whether the piece is primary; primary pieces first."""
         shards = self.tensor.shards
         rows = np.zeros(1, np.int64) if len(shards) == 1 else rows_meeting(self._offsets, self._stops, box)
         if len(rows) > 1:
@@ -48,7 +50,7 @@ class Pieces:
 
 
 class Worker:
-    """The buffers of one thread: two blocks of the widest element. Reads with `files`, writes with `write`."""
+    """The buffers of one thread: two blocks of `itemsize` bytes per element. Reads from `files`; writes with `write` and `write_runs`."""
 
     def __init__(self, files: Files, itemsize: int, write: Write | None = None, write_runs: WriteRuns | None = None) -> None:
         self._files, self._write, self._write_runs = files, write, write_runs
@@ -56,29 +58,32 @@ class Worker:
         self._scratch = np.empty(BLOCK_ELEMENTS * itemsize, np.uint8)
 
     def gather(self, pieces: Pieces, box: Box) -> Block:
-        """The box's elements as unsigned words, row-major. The array is this worker's, good until its next gather.
+        """The elements of a box. The array is a view of this worker's buffer and is overwritten by the next gather.
 
-        Raises: CheckpointError if a replica differs from the piece that it repeats, naming both files and the element.
+        Raises: CheckpointError if a replica differs from the primary piece, naming both files and the element; or if a file cannot be read.
         """
         tensor = pieces.tensor
         block = _array(self._block, box.sizes, tensor.dtype)
-        filled_by: list[tuple[Box, str]] = []
+        filled_from: list[tuple[Box, str]] = []
         for piece, shared, primary in pieces.meeting(box):
             if piece.extent.dtype != tensor.dtype:
                 raise CheckpointError(
-                    f"{piece.box} is stored as {piece.extent.dtype}, the tensor is {tensor.dtype}",
+                    f"{piece.box} is stored as {piece.extent.dtype}, but the tensor is {tensor.dtype}",
                     where=f"{tensor.name} in {piece.extent.path}",
                 )
             part = block[shared.relative_to(box.offsets).index]
             if primary:
                 self._fill(part, piece, shared)
-                filled_by.append((shared, piece.extent.path))
+                filled_from.append((shared, piece.extent.path))
             else:
-                self._compare(part, piece, shared, tensor.name, filled_by)
+                self._compare(part, piece, shared, tensor.name, filled_from)
         return block
 
     def scatter(self, block: Block, pieces: Pieces, box: Box) -> int:
-        """Write the block's elements to every piece that holds some; returns how many bytes were written."""
+        """Write the elements of a block to every piece that shares some of them; returns the number of bytes written.
+
+        Raises: RequestError if the disk is full.
+        """
         assert self._write is not None and self._write_runs is not None
         written = 0
         for piece, shared, _ in pieces.meeting(box):
@@ -101,26 +106,25 @@ class Worker:
         for box, staged in self._staged(piece, shared):
             part[box.relative_to(shared.offsets).index] = staged
 
-    def _compare(self, part: Block, piece: Piece, shared: Box, name: str, filled_by: list[tuple[Box, str]]) -> None:
+    def _compare(self, part: Block, piece: Piece, shared: Box, name: str, filled_from: list[tuple[Box, str]]) -> None:
         for box, staged in self._staged(piece, shared):
             expected = part[box.relative_to(shared.offsets).index]
             if not np.array_equal(expected, staged):
                 at = np.argwhere(np.asarray(expected != staged))[0] if box.sizes else np.zeros(0, np.int64)
                 element = tuple(int(i) + start for i, start in zip(at, box.offsets, strict=True))
-                first = next((path for held, path in filled_by if held.contains(Box(element, (1,) * len(element)))), "another file")
+                first = next((path for filled, path in filled_from if filled.contains(Box(element, (1,) * len(element)))), "another file")
                 raise CheckpointError(
                     f"two copies of {shared} disagree, first at element {list(element)}: {first} and {piece.extent.path}",
                     where=name,
-                    why="Ranks that should hold the same values have drifted apart, or a file is from another save; "
-                    "which is right cannot be known",
+                    why="Ranks that should hold the same values hold different ones, or a file is from another save; "
+                    "nothing tells which of the two is right",
                     do="Find out which file is wrong and replace it",
                 )
 
     def _staged(self, piece: Piece, shared: Box) -> Iterator[tuple[Box, Block]]:
-        """The shared box in parts, each read into the scratch buffer and seen through its strides.
+        """The shared box in parts: each is read into the scratch buffer and returned as a strided view of it.
 
-        Runs that are long enough are read one by one. Of short ones with little between them everything is read, and what is between is
-        skipped.
+        Long runs are read one by one. Short runs that lie close together are read in one range with the bytes between them.
         """
         runs, itemsize = dense_runs(piece, shared), piece.extent.dtype.itemsize
         wasted = span_elements(shared.sizes, piece.extent.strides) - shared.volume
@@ -136,12 +140,12 @@ class Worker:
 
 
 def bytes_of(part: Block) -> memoryview:
-    """The bytes of a row-major array, shared with it."""
+    """The bytes of a row-major array. They share its memory."""
     return part.reshape(-1).view(np.uint8).data
 
 
 def _array(buffer: npt.NDArray[np.uint8], sizes: tuple[int, ...], dtype: DType, strides: tuple[int, ...] | None = None) -> Block:
-    """An array over the start of a buffer. strides: in elements; row-major if None."""
+    """An array over the start of a buffer. strides: in elements; None: row-major."""
     in_bytes = None if strides is None else tuple(stride * dtype.itemsize for stride in strides)
     array: Block = np.ndarray(sizes, dtype.word, buffer.data, 0, in_bytes)
     return array

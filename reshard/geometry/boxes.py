@@ -1,6 +1,6 @@
-"""Box: a hyper-rectangle in a tensor's coordinates, and what one does with boxes.
+"""Box: a hyper-rectangle in a tensor's coordinates, and the operations on boxes.
 
-Literal coordinates: nothing clamps, wraps or rounds. Two boxes that do not meet intersect in None.
+Coordinates are literal: nothing clamps, wraps or rounds. The intersection of two boxes that share no element is None.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from types import EllipsisType
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Where a part of a tensor starts (`offsets`) and how long it is (`sizes`), in elements per axis.
+    """A part of a tensor, in elements per axis.
 
-    A scalar's box has no axes and one element. A size may be 0: such a box holds nothing.
+    The box of a scalar has no axes and one element. A size may be 0: such a box is empty.
     """
 
     offsets: tuple[int, ...]
+    """Where the part starts."""
     sizes: tuple[int, ...]
+    """How long the part is."""
 
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.sizes):
@@ -30,11 +32,12 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """The box of all of a tensor of that shape."""
+        """The box of a whole tensor of that shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def stops(self) -> tuple[int, ...]:
+        """Where the box ends along each axis, exclusive."""
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     @property
@@ -44,34 +47,34 @@ class Box:
 
     @property
     def index(self) -> tuple[slice | EllipsisType, ...]:
-        """What to index an array with to get a view of this box; also of a scalar, which plain indexing would copy."""
+        """The index that takes a view of this box from an array. The trailing `...` makes it a view for scalars too."""
         ranges = [slice(start, stop) for start, stop in zip(self.offsets, self.stops, strict=True)]
         return (*ranges, ...)
 
     def intersect(self, other: Box) -> Box | None:
-        """What both hold; None if they share no element."""
+        """The box that both share; None if they share no element."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(min(a, b) - start for a, b, start in zip(self.stops, other.stops, offsets, strict=True))
         return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of `other` is one of ours."""
+        """Whether every element of `other` is an element of this box."""
         return all(
             a <= b and b_stop <= a_stop for a, b, a_stop, b_stop in zip(self.offsets, other.offsets, self.stops, other.stops, strict=True)
         )
 
     def relative_to(self, origin: tuple[int, ...]) -> Box:
-        """The same box in the coordinates of a part that starts at `origin`."""
+        """The same box, with `origin` as the new zero point."""
         return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
 
     def shifted(self, by: tuple[int, ...]) -> Box:
-        """The same box, `by` further along each axis."""
+        """The same box, moved by `by` elements along each axis."""
         return Box(tuple(a + b for a, b in zip(self.offsets, by, strict=True)), self.sizes)
 
     def narrow(self, axis: int, start: int, stop: int) -> Box:
-        """The slice start..stop of this box along one axis, counted from the box's own start.
+        """The slice start..stop of this box along one axis, counted from the start of the box.
 
-        Raises: ValueError if that leaves the box.
+        Raises: ValueError if the slice leaves the box.
         """
         if not 0 <= start <= stop <= self.sizes[axis]:
             raise ValueError(f"{start}..{stop} is not within 0..{self.sizes[axis]}")
@@ -81,9 +84,9 @@ class Box:
         )
 
     def split(self, axis: int, parts: int) -> tuple[Box, ...]:
-        """`parts` equal slices along one axis.
+        """The box in `parts` equal slices along one axis.
 
-        Raises: ValueError if the axis does not divide.
+        Raises: ValueError if `parts` does not divide the size of the axis.
         """
         size, rest = divmod(self.sizes[axis], parts)
         if rest:
@@ -95,7 +98,7 @@ class Box:
 
 
 def row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides, in elements, of an array of those sizes that lies in row-major order."""
+    """The strides, in elements, of a row-major array of those sizes."""
     strides, step = [], 1
     for size in reversed(sizes):
         strides.append(step)
@@ -106,7 +109,7 @@ def row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """The boxes of the elements start..stop of a row-major tensor, in order: a part of a row, whole rows, a part of a row.
 
-    There are at most 2 * ndim - 1 of them; they are disjoint and hold exactly stop - start elements.
+    The result has at most 2 * ndim - 1 boxes. They are disjoint and hold exactly stop - start elements.
 
     Raises: ValueError if the range leaves the tensor.
     """
@@ -137,16 +140,16 @@ def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator
         yield Box((row, *box.offsets), (1, *box.sizes))
 
 
-# A block holds at most this many elements: 4 MiB of bfloat16. The fingerprint is defined in blocks, so this number
-# belongs to its definition (digests.py) and not to tuning.
+# A block holds at most this many elements: 4 MiB of bfloat16. The fingerprint is defined in blocks, so this number is a part of its
+# definition (plans/digests.py) and must not be tuned.
 BLOCK_ELEMENTS = 1 << 21
 
 
 def blocks(shape: tuple[int, ...]) -> Iterator[Box]:
     """The canonical blocks of a tensor, in row-major order: runs of whole rows of at most BLOCK_ELEMENTS elements.
 
-    Rows are those of the first axis whose rows fit into a block; axes before it are walked one index at a time. A block is
-    always contiguous in the row-major tensor. It depends on the shape alone, never on how a checkpoint is sharded.
+    The rows are those of the first axis whose rows fit into a block; axes before it are walked one index at a time. A block is
+    always contiguous in the row-major tensor. Blocks depend on the shape alone, not on how a checkpoint is sharded.
     """
     if 0 in shape:
         return

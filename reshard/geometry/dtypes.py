@@ -1,6 +1,6 @@
-"""Element types: one table; nothing else knows how a framework spells them.
+"""Element types: one table, and the only place that knows how frameworks spell them.
 
-A DType moves as an unsigned word of its size: copying, comparing and hashing never interpret the bits.
+Elements are copied, compared and hashed as unsigned words of their size; their bits are not interpreted.
 """
 
 from __future__ import annotations
@@ -15,28 +15,32 @@ from reshard.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One element type under its safetensors name; `torch` is the attribute of the torch module, `storage` the
-    class that old pickles name for it."""
+    """One element type."""
 
     name: str
+    """Its name in safetensors, such as "BF16"."""
     itemsize: int
+    """Bytes per element."""
     torch: str
+    """Its attribute in the torch module, such as "bfloat16"."""
     storage: str
+    """The storage class by which torch's pickles name it, such as "BFloat16Storage"."""
     floating: bool
+    """Whether it is a real floating-point type."""
 
     @property
     def word(self) -> np.dtype[np.generic]:
-        """The numpy type that the bits move as: an unsigned integer, or raw bytes where there is none as wide."""
+        """The numpy type in which elements are moved: an unsigned integer of the same size, or raw bytes if no integer is that wide."""
         return np.dtype(f"<u{self.itemsize}" if self.itemsize <= 8 else f"V{self.itemsize}")
 
     @property
     def has_storage_class(self) -> bool:
-        """Whether torch pickles such tensors by their storage's class; of newer types the pickle names the dtype instead
+        """Whether torch pickles a tensor of this type by its storage class. For newer types the pickle names the dtype instead
         (torch/storage.py, _new_dtypes)."""
         return not self.torch.startswith(("float8", "uint16", "uint32", "uint64"))
 
     def encoded(self, value: float) -> bytes:
-        """The bytes of one element of 16 to 64 bits with the value, rounded to the nearest, ties to even."""
+        """The bytes of one floating-point element of 16 to 64 bits, rounded to nearest, ties to even. Raises KeyError for other types."""
         if self.name != "BF16":
             return struct.pack({"F64": "<d", "F32": "<f", "F16": "<e"}[self.name], value)
         (word,) = struct.unpack("<I", struct.pack("<f", value))
@@ -45,9 +49,12 @@ class DType:
     def __str__(self) -> str:
         return self.name
 
+    def __repr__(self) -> str:
+        return f"DType({self.name})"
 
-# Names: safetensors 0.8 (tensor.rs, enum Dtype). Sub-byte types (F4, F6_*) are left out: their elements have no byte
-# of their own, so a box of them need not lie at a byte offset.
+
+# Names: safetensors 0.8 (tensor.rs, enum Dtype). Types narrower than a byte (F4, F6_*) are left out: several elements share a byte, so a
+# box of them may start in the middle of a byte.
 _TABLE = (
     DType("F64", 8, "float64", "DoubleStorage", True),
     DType("F32", 4, "float32", "FloatStorage", True),
@@ -70,7 +77,7 @@ _TABLE = (
     DType("C64", 8, "complex64", "ComplexFloatStorage", False),
     DType("C128", 16, "complex128", "ComplexDoubleStorage", False),
 )
-# Known to torch, not to safetensors.
+# Types that torch has and safetensors does not.
 _NOT_IN_SAFETENSORS = {"C128"}
 
 _ALL = {dtype.name: dtype for dtype in _TABLE}
@@ -101,35 +108,35 @@ BF16, F32, F8 = _ALL["BF16"], _ALL["F32"], _ALL["F8_E4M3"]
 
 
 def from_safetensors(name: str, *, where: str) -> DType:
-    """The dtype that a safetensors header spells `name`.
+    """The dtype that a safetensors header calls `name`.
 
-    Raises: CheckpointError for any other name, naming the ones that are known.
+    Raises: CheckpointError for an unknown name, with the list of known names.
     """
     return _look_up(_BY_NAME, name, where)
 
 
 def is_in_safetensors(dtype: DType) -> bool:
-    """Whether a safetensors file can hold it."""
+    """Whether a safetensors file can hold elements of this type."""
     return dtype.name in _BY_NAME
 
 
 def from_torch(name: str, *, where: str) -> DType:
-    """The dtype of `torch.<name>`."""
+    """The dtype called `torch.<name>`. Raises CheckpointError for an unknown name."""
     return _look_up(_BY_TORCH, name.removeprefix("torch."), where)
 
 
 def from_storage(name: str, *, where: str) -> DType:
-    """The dtype of a legacy storage class, such as BFloat16Storage."""
+    """The dtype of a legacy storage class, such as BFloat16Storage. Raises CheckpointError for an unknown name."""
     return _look_up(_BY_STORAGE, name, where)
 
 
 def from_user(name: str) -> DType | None:
-    """The dtype that a person means by bf16, bfloat16, BF16 or fp8; None if it is none that we know."""
+    """The dtype that a person calls bf16, bfloat16, BF16 or fp8; None for an unknown name."""
     return _BY_USER.get(name.lower().removeprefix("torch."))
 
 
 def known_names() -> tuple[str, ...]:
-    """The spellings that `--dtype` takes, one per dtype."""
+    """The names that `--dtype` accepts, one per dtype."""
     return tuple(dtype.torch for dtype in _TABLE)
 
 
@@ -138,8 +145,8 @@ def _look_up(table: dict[str, DType], name: str, where: str) -> DType:
         return table[name]
     except (KeyError, TypeError):
         raise CheckpointError(
-            f"the element type {name!r} is not one that reshard reads",
+            f"the element type {name!r} is unknown",
             where=where,
-            why=f"Known are {', '.join(table)}",
-            do="Check that the file is whole; if the type is new, it needs a row in reshard/dtypes.py",
+            why=f"Known types are {', '.join(table)}",
+            do="Check that the file is complete; a new type needs a row in reshard/geometry/dtypes.py",
         ) from None

@@ -1,4 +1,4 @@
-"""Extent: where the bytes of a box lie. Piece: a box and its extent. And how strided bytes are read and written in few calls."""
+"""Extent: where the bytes of a box lie. Piece: a box and its extent. Spans and runs: strided bytes as few contiguous file ranges."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ import numpy.typing as npt
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
+from reshard.geometry.quantities import plural
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The file, the byte offset of the first element, and the distance in elements between neighbours along each axis."""
+    """Where a box lies: its element (i, j, ...) starts at byte_offset + itemsize * (i * strides[0] + j * strides[1] + ...)."""
 
     path: str
+    """The file, relative to the checkpoint."""
     byte_offset: int
+    """Where the first element starts in the file."""
     strides: tuple[int, ...]
+    """The distance between neighbours along each axis, in elements."""
     dtype: DType
+    """The stored element type."""
 
     def __post_init__(self) -> None:
         if self.byte_offset < 0:
@@ -38,31 +43,35 @@ class Piece:
     extent: Extent
 
     def byte_offset_of(self, box: Box) -> int:
-        """The byte offset, in the file, of the first element of `box`, which lies within this piece."""
+        """The byte offset in the file of the first element of `box`. The box must lie inside this piece."""
         steps = zip(box.offsets, self.box.offsets, self.extent.strides, strict=True)
         return self.extent.byte_offset + self.extent.dtype.itemsize * sum((a - b) * stride for a, b, stride in steps)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One contiguous range of a file, and the view of it that is `box`: byte offset, length, strides in elements."""
+    """One contiguous range of a file that holds a box, possibly with other elements between those of the box."""
 
     box: Box
+    """The box, in the coordinates of the canonical tensor."""
     byte_offset: int
+    """Where the range starts in the file."""
     nbytes: int
+    """The length of the range."""
     strides: tuple[int, ...]
+    """The distance between neighbours of the box along each axis, in elements of the range."""
 
 
 def span_elements(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """How many elements lie from the first to the last element of a strided box, those between included."""
+    """The number of elements from the first to the last element of a strided box, including those between that are not in the box."""
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
 def spans(piece: Piece, box: Box, limit: int, *, dense: bool) -> Iterator[Span]:
     """The file ranges that hold `box` of a piece, each at most `limit` bytes long.
 
-    With `dense` every byte of a range belongs to the box (what a write needs); otherwise a range may hold up to as many
-    bytes again between the box's own, which a read skips: one long read beats many short ones.
+    With `dense`, every byte of a range belongs to the box, as a write needs it. Otherwise up to half of a range may be bytes that do not
+    belong to the box and that a read skips: one long read is faster than many short ones.
     """
     itemsize, strides = piece.extent.dtype.itemsize, piece.extent.strides
     length = span_elements(box.sizes, strides)
@@ -78,16 +87,21 @@ def spans(piece: Piece, box: Box, limit: int, *, dense: bool) -> Iterator[Span]:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The dense runs of a strided box: how its axes are ordered in the file, outermost first; how many elements each run has; and where
-    the runs start, [n], in bytes."""
+    """The contiguous runs of a strided box, all of one length."""
 
     order: tuple[int, ...]
+    """The axes of the box as they are ordered in the file, outermost first."""
     elements: int
+    """The elements of each run."""
     byte_offsets: npt.NDArray[np.int64]
+    """[n]: where each run starts in the file."""
+
+    def __repr__(self) -> str:
+        return f"Runs({plural(len(self.byte_offsets), 'run')} of {plural(self.elements, 'element')}, axes {self.order})"
 
 
 def dense_runs(piece: Piece, box: Box) -> Runs:
-    """The runs of a box that lies within a piece, in the order in which they lie in the file."""
+    """The contiguous runs of a box inside a piece, in file order."""
     strides, sizes = piece.extent.strides, box.sizes
     order = tuple(sorted(range(len(sizes)), key=lambda axis: (-strides[axis], sizes[axis] == 1)))
     outer, elements = list(order), 1
@@ -100,13 +114,13 @@ def dense_runs(piece: Piece, box: Box) -> Runs:
 
 
 def is_row_major(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether a box with those strides lies in the file as one row-major array, without gaps."""
+    """Whether a box with those strides lies in the file as one row-major array without gaps."""
     expected = row_major(sizes)
     return all(size <= 1 or a == b for size, a, b in zip(sizes, strides, expected, strict=True))
 
 
 def runs(piece: Piece) -> Iterator[tuple[int, int]]:
-    """The maximal byte ranges (start, stop) of a piece, in the order of its canonical elements' outer axes."""
+    """The contiguous byte ranges (start, stop) of a piece, in the order of the outer axes of its box."""
     itemsize = piece.extent.dtype.itemsize
     for span in spans(piece, piece.box, limit=1 << 62, dense=True):
         yield span.byte_offset, span.byte_offset + math.prod(span.box.sizes) * itemsize

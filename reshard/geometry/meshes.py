@@ -1,7 +1,7 @@
-"""Meshes: how a training run lays its ranks out along named dimensions, and what each dimension does to a tensor.
+"""Meshes: how a training run arranges its ranks along named dimensions, and what each dimension does to a tensor.
 
-The rules are DTensor's: a dimension of size k cuts an axis of n elements into runs of ceil(n / k), so that the last ranks
-may hold less or nothing. Source: torch/distributed/tensor/placement_types.py; measured on 1- to 3-D meshes, even and uneven.
+The rules are those of DTensor: a mesh dimension of size k cuts an axis of n elements into runs of ceil(n / k), so the last ranks may
+hold fewer elements or none. Source: torch/distributed/tensor/placement_types.py; measured on 1- to 3-D meshes, even and uneven.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from reshard.geometry.boxes import Box
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The dimensions of a mesh: their names ("dp", "tp", ...; "dim0" where the run gave none) and sizes."""
+    """The dimensions of a device mesh."""
 
     names: tuple[str, ...]
+    """The name of each dimension: "dp", "tp", ...; "dim0", "dim1", ... if the run gave none."""
     sizes: tuple[int, ...]
+    """The ranks along each dimension."""
 
     @property
     def ranks(self) -> int:
+        """The number of ranks on the mesh."""
         return math.prod(self.sizes)
 
     def __str__(self) -> str:
@@ -31,46 +34,52 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """Every rank along the dimension holds the same."""
+    """Every rank along the mesh dimension holds the same elements."""
 
     def __str__(self) -> str:
         return "Replicate"
 
     @property
     def meaning(self) -> str:
+        """The placement as an English phrase."""
         return "every rank holds a copy"
 
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """The ranks along the dimension hold consecutive runs of one axis of the tensor."""
+    """The ranks along the mesh dimension hold consecutive runs of one axis of the tensor."""
 
     axis: int
+    """The axis of the tensor."""
 
     def __str__(self) -> str:
         return f"Shard({self.axis})"
 
     @property
     def meaning(self) -> str:
+        """The placement as an English phrase."""
         return f"axis {self.axis} is cut into runs"
 
 
 @dataclass(frozen=True, slots=True)
 class StridedSharded:
-    """As Sharded, but the dimensions to the right have cut the axis before: `split_factor` says into how many runs.
+    """Like Sharded, but the mesh dimensions to the right have cut the axis before.
 
-    FSDP2 over tensor parallelism: rows go to the tp ranks first, and each run of rows is then shared among the dp ranks.
+    FSDP2 over tensor parallelism: the tp ranks get runs of rows first, then the dp ranks share each run.
     """
 
     axis: int
+    """The axis of the tensor."""
     split_factor: int
+    """The number of runs into which the mesh dimensions to the right have cut the axis."""
 
     def __str__(self) -> str:
         return f"_StridedShard({self.axis}, split_factor={self.split_factor})"
 
     @property
     def meaning(self) -> str:
-        return f"each of the {self.split_factor} runs into which the dimensions to the right cut axis {self.axis} is cut again"
+        """The placement as an English phrase."""
+        return f"the dimensions to the right cut axis {self.axis} into {self.split_factor} runs, and each run is cut again"
 
 
 Placement = Replicated | Sharded | StridedSharded
@@ -78,14 +87,17 @@ Placement = Replicated | Sharded | StridedSharded
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How a tensor lies on a mesh: a placement per dimension. `order`: the dimensions in the order in which they cut."""
+    """How a tensor is distributed on a mesh."""
 
     mesh: Mesh
+    """The mesh."""
     placements: tuple[Placement, ...]
+    """The placement along each mesh dimension."""
     order: tuple[int, ...]
+    """The mesh dimensions that cut the tensor, in the order in which they cut it."""
 
     def box(self, shape: tuple[int, ...], coordinates: tuple[int, ...]) -> Box:
-        """What the rank at those coordinates holds of a tensor of that shape; it may be empty."""
+        """The box of a tensor of that shape that the rank at those mesh coordinates holds; it may be empty."""
         return _box(self, shape, coordinates)
 
     def __str__(self) -> str:
@@ -93,11 +105,12 @@ class Distribution:
 
 
 def distribution(mesh: Mesh, placements: tuple[Placement, ...], cuts: tuple[int, ...] | None = None, *, where: str = "") -> Distribution:
-    """The distribution in which plain shards cut from left to right and strided ones after them from right to left.
+    """The distribution of those placements: Sharded dimensions cut from left to right, then StridedSharded ones from right to left.
 
-    cuts: the order of the plain shards, where it is another one.
-    Raises: CheckpointError if a strided shard's factor is not what the dimensions before it have cut its axis into: then
-    a rank's elements are several runs, which no trainer saves.
+    cuts: the Sharded dimensions in another order.
+
+    Raises: CheckpointError if a split_factor differs from the number of runs into which the dimensions before it have cut its axis. The
+    elements of one rank would then be several runs, which no trainer saves.
     """
     if len(placements) != len(mesh.sizes):
         raise CheckpointError(f"{len(placements)} placements on a mesh of {len(mesh.sizes)} dimensions ({mesh})", where=where)
@@ -115,26 +128,27 @@ def distribution(mesh: Mesh, placements: tuple[Placement, ...], cuts: tuple[int,
                     f"{placement} on the mesh dimension {mesh.names[i]}, "
                     f"but the dimensions to its right cut axis {placement.axis} into {before}",
                     where=where,
-                    why=f"Which elements a rank holds of it ({mesh}) is then not one box",
+                    why=f"A rank of the mesh ({mesh}) then holds elements that are not one box",
                     do="Save the tensor with placements that FSDP2 makes",
                 )
     return Distribution(mesh, placements, order)
 
 
 @lru_cache(maxsize=1 << 16)
-def _box(of: Distribution, shape: tuple[int, ...], coordinates: tuple[int, ...]) -> Box:
+def _box(distribution: Distribution, shape: tuple[int, ...], coordinates: tuple[int, ...]) -> Box:
     offsets, sizes = [0] * len(shape), list(shape)
-    for i in of.order:
-        placement = of.placements[i]
+    for i in distribution.order:
+        placement = distribution.placements[i]
         assert not isinstance(placement, Replicated)
-        start, size = chunk(sizes[placement.axis], of.mesh.sizes[i], coordinates[i])
+        start, size = chunk(sizes[placement.axis], distribution.mesh.sizes[i], coordinates[i])
         offsets[placement.axis] += start
         sizes[placement.axis] = size
     return Box(tuple(offsets), tuple(sizes))
 
 
 def chunk(length: int, parts: int, number: int) -> tuple[int, int]:
-    """Start and length of run `number` of `parts`: all but the last ones are ceil(length / parts) long (torch.chunk)."""
+    """Start and length of run `number` when `length` elements are cut into `parts` runs of ceil(length / parts); the last runs are
+    shorter or empty (torch.chunk)."""
     most = -(-length // parts)
     start = min(length, most * number)
     return start, min(length, start + most) - start

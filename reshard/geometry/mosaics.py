@@ -1,5 +1,5 @@
-"""Mosaic: an array, described by which box of which canonical tensor lies where in it. No element is there; what a framework's code does to
-an array (cut, join, stack, transpose, view with other axes) is done to the description.
+"""Mosaic: an array described by the boxes of canonical tensors that lie in it. It holds no elements; what a framework's code does to an
+array (cut, join, stack, transpose, reshape) is done to the description.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ from dataclasses import dataclass
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
+from reshard.geometry.quantities import plural
 from reshard.geometry.stored import Section, StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A box of canonical tensor `name`, and the array coordinates `at` which it starts.
-
-    axes: for each of the box's axes the array's axis that it runs along; None where the box is one element wide.
-    """
+    """A box of a canonical tensor at a place in an array."""
 
     name: str
+    """The canonical tensor."""
     box: Box
+    """The box, in the coordinates of the canonical tensor."""
     at: tuple[int, ...]
+    """The array coordinates at which the box starts."""
     axes: tuple[int | None, ...]
+    """For each axis of the box, the array axis along which it lies; None for an axis of one element that has no array axis."""
 
     def span(self, axis: int) -> tuple[int, int]:
         """Where the tile starts and stops along an axis of the array."""
@@ -32,7 +34,7 @@ class Tile:
         return start, start + (self.box.sizes[self.axes.index(axis)] if axis in self.axes else 1)
 
     def cut(self, axis: int, start: int, stop: int) -> Tile | None:
-        """What of the tile lies at start..stop of an axis, in the coordinates of the array that starts there."""
+        """The part of the tile inside start..stop of an axis, in the coordinates of that slice; None if there is none."""
         begin, end = self.span(axis)
         first, last = max(begin, start), min(end, stop)
         if first >= last:
@@ -43,44 +45,48 @@ class Tile:
         return Tile(self.name, box, _set(self.at, axis, first - start), self.axes)
 
     def moved(self, axis: int, by: int) -> Tile:
+        """The tile, moved by `by` elements along an axis of the array."""
         return Tile(self.name, self.box, _set(self.at, axis, self.at[axis] + by), self.axes)
 
     def renumbered(self, number: Callable[[int], int], at: tuple[int, ...]) -> Tile:
-        """The tile in an array in which axis i is axis number(i)."""
+        """The tile at `at` in an array where axis i has become axis number(i)."""
         return Tile(self.name, self.box, at, tuple(None if axis is None else number(axis) for axis in self.axes))
 
 
 @dataclass(frozen=True, slots=True)
 class Mosaic:
-    """An array of that shape; elements under no tile are padding."""
+    """An array of that shape, covered by tiles. Elements without a tile are padding."""
 
     shape: tuple[int, ...]
     tiles: tuple[Tile, ...]
 
+    def __repr__(self) -> str:
+        return f"Mosaic({list(self.shape)}, {plural(len(self.tiles), 'tile')} of {plural(len(self.names), 'tensor')})"
+
     @classmethod
     def of(cls, name: str, box: Box) -> Mosaic:
-        """A box of a canonical tensor as it is."""
+        """The array that is exactly one box of a canonical tensor."""
         tile = Tile(name, box, (0,) * len(box.sizes), tuple(range(len(box.sizes))))
         return cls(box.sizes, (tile,) if box.volume else ())
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The canonical tensors of which it holds something, in the order in which they lie."""
+        """The canonical tensors that have a tile in the array, in the order of the tiles."""
         return tuple(dict.fromkeys(tile.name for tile in self.tiles))
 
     def renamed(self, new: Callable[[str], str]) -> Mosaic:
-        """The same array of tensors that have other names."""
+        """The same array, with the name of every canonical tensor replaced by new(name)."""
         return Mosaic(self.shape, tuple(Tile(new(tile.name), tile.box, tile.at, tile.axes) for tile in self.tiles))
 
     def cut(self, axis: int, start: int, stop: int) -> Mosaic:
         """The slice start..stop along an axis."""
-        found = (tile.cut(axis, start, stop) for tile in self.tiles)
-        return Mosaic(_set(self.shape, axis, stop - start), tuple(tile for tile in found if tile is not None))
+        tiles = (tile.cut(axis, start, stop) for tile in self.tiles)
+        return Mosaic(_set(self.shape, axis, stop - start), tuple(tile for tile in tiles if tile is not None))
 
     def part(self, axis: int, parts: int, number: int) -> Mosaic:
-        """One of so many equal slices along an axis.
+        """Slice `number` of `parts` equal slices along an axis.
 
-        Raises: ValueError if the axis does not divide.
+        Raises: ValueError if `parts` does not divide the size of the axis.
         """
         size, rest = divmod(self.shape[axis], parts)
         if rest:
@@ -88,7 +94,7 @@ class Mosaic:
         return self if parts == 1 else self.cut(axis, number * size, (number + 1) * size)
 
     def padded(self, axis: int, size: int) -> Mosaic:
-        """The array made longer along an axis, by padding."""
+        """The array with padding at the end of an axis, which then has `size` elements."""
         return Mosaic(_set(self.shape, axis, size), self.tiles)
 
     def transposed(self) -> Mosaic:
@@ -97,15 +103,15 @@ class Mosaic:
         return Mosaic(self.shape[::-1], tuple(tile.renumbered(lambda axis: last - axis, tile.at[::-1]) for tile in self.tiles))
 
     def flattened(self) -> Mosaic:
-        """An array of one element, whatever its axes, as one of one axis."""
+        """An array of one element, with any number of axes, as an array of shape [1]."""
         assert math.prod(self.shape) == 1
         return Mosaic((1,), tuple(Tile(tile.name, tile.box, (0,), (None,) * len(tile.axes)) for tile in self.tiles))
 
     def split(self, axis: int, inner: int) -> Mosaic:
-        """The array with one axis as two, of which the second is `inner` long."""
+        """The array with one axis reshaped into two, [size / inner, inner]."""
 
-        def number(each: int) -> int:
-            return each + (each >= axis)
+        def number(old: int) -> int:
+            return old + (old >= axis)
 
         tiles: list[Tile] = []
         for tile in self.tiles:
@@ -118,7 +124,7 @@ class Mosaic:
         return Mosaic(shape, tuple(tiles))
 
     def merged(self, axis: int) -> Mosaic:
-        """The array with an axis and the next one as one, row after row."""
+        """The array with an axis and the next one reshaped into one, [outer * inner]."""
         inner = self.shape[axis + 1]
         tiles: list[Tile] = []
         for tile in self.tiles:
@@ -126,50 +132,53 @@ class Mosaic:
             for outer in range(begin, end):
                 row = tile.cut(axis, outer, outer + 1)
                 assert row is not None
-                axes = tuple(None if each == axis else each for each in row.axes)
+                axes = tuple(None if old == axis else old for old in row.axes)
                 at = (*row.at[:axis], outer * inner + row.at[axis + 1], *row.at[axis + 2 :])
-                tiles.append(Tile(row.name, row.box, row.at, axes).renumbered(lambda each: each - (each > axis), at))
+                tiles.append(Tile(row.name, row.box, row.at, axes).renumbered(lambda old: old - (old > axis), at))
         return Mosaic((*self.shape[:axis], self.shape[axis] * inner, *self.shape[axis + 2 :]), tuple(tiles))
 
     def sections(self, strides: tuple[int, ...] | None = None) -> Iterator[Section]:
-        """Every tile as a section of an array with these strides, by default in row-major order."""
+        """Every tile as a section of an array with these strides, in elements; by default the array is row-major."""
         steps = row_major(self.shape) if strides is None else strides
         for tile in self.tiles:
             start = sum(at * step for at, step in zip(tile.at, steps, strict=True))
-            # An axis of one element goes nowhere, whatever its stride.
+            # The stride of an axis of one element is never used.
             yield Section(tile.name, tile.box, start, tuple(1 if axis is None else steps[axis] for axis in tile.axes))
 
     def stored(self, name: str, dtype: DType, shape: tuple[int, ...] | None = None) -> StoredTensor:
-        """The array as a stored tensor, under another shape if one is given."""
+        """The array as a stored tensor called `name`. shape: another shape with the same number of elements; None: that of the array."""
         assert shape is None or math.prod(shape) == math.prod(self.shape)
         return StoredTensor(name, dtype, self.shape if shape is None else shape, tuple(self.sections()))
 
 
 def joined(parts: Sequence[Mosaic], axis: int = 0) -> Mosaic:
-    """The arrays one after the other along an axis.
+    """The arrays concatenated along an axis.
 
-    Raises: CheckpointError if their other axes differ.
+    Raises: CheckpointError if the arrays differ in another axis.
     """
     first = parts[0]
     tiles: list[Tile] = []
     end = 0
     for part in parts:
         if _set(part.shape, axis, 0) != _set(first.shape, axis, 0):
-            raise CheckpointError(f"arrays of {list(first.shape)} and {list(part.shape)} do not join along axis {axis}")
+            raise CheckpointError(f"arrays of {list(first.shape)} and {list(part.shape)} cannot be concatenated along axis {axis}")
         tiles.extend(tile.moved(axis, end) for tile in part.tiles)
         end += part.shape[axis]
     return Mosaic(_set(first.shape, axis, end), tuple(tiles))
 
 
 def stacked(parts: Iterable[Mosaic]) -> Mosaic:
-    """The arrays, which have one shape, along a new first axis."""
-    held = list(parts)
+    """The arrays stacked along a new first axis.
+
+    Raises: CheckpointError if the arrays differ in shape.
+    """
+    arrays = list(parts)
     tiles: list[Tile] = []
-    for number, part in enumerate(held):
-        if part.shape != held[0].shape:
-            raise CheckpointError(f"arrays of {list(held[0].shape)} and {list(part.shape)} do not stack")
-        tiles.extend(tile.renumbered(lambda axis: axis + 1, (number, *tile.at)) for tile in part.tiles)
-    return Mosaic((len(held), *held[0].shape), tuple(tiles))
+    for number, array in enumerate(arrays):
+        if array.shape != arrays[0].shape:
+            raise CheckpointError(f"arrays of {list(arrays[0].shape)} and {list(array.shape)} cannot be stacked")
+        tiles.extend(tile.renumbered(lambda axis: axis + 1, (number, *tile.at)) for tile in array.tiles)
+    return Mosaic((len(arrays), *arrays[0].shape), tuple(tiles))
 
 
 def _set(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Parallel: how many ranks share the tensors, the layers and the experts; and which layers a pipeline stage holds."""
+"""Parallel: the parallel sizes of a target, and the layers of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from reshard.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Tensor-, pipeline- and expert-parallel sizes of a target; dp: how many data-parallel ranks share every tensor."""
+    """The parallel sizes of a target, each 1 or more."""
 
     tp: int = 1
+    """Tensor-parallel size."""
     pp: int = 1
+    """Pipeline-parallel size."""
     ep: int = 1
+    """Expert-parallel size."""
     dp: int = 1
+    """Data-parallel ranks that share every tensor (FSDP, ZeRO-3)."""
 
     def __post_init__(self) -> None:
         for name in _NAMES:
             if getattr(self, name) < 1:
-                raise RequestError(f"--{name} {getattr(self, name)}: a parallel size is 1 or more")
+                raise RequestError(f"--{name} {getattr(self, name)}: a parallel size must be 1 or more")
 
     def __str__(self) -> str:
         return " ".join(f"{name.upper()} {size}" for name in _NAMES if (size := getattr(self, name)) > 1) or "one rank"
 
     def allow(self, *names: str, what: str) -> None:
-        """Raises RequestError for a size above 1 that `what` does not have."""
+        """Raises RequestError if a size that is not in `names` is above 1. `what` is the target that has no such size."""
         for name in _NAMES:
             if name not in names and getattr(self, name) > 1:
                 raise RequestError(f"--{name} {getattr(self, name)} does not apply to {what}", do=f"Leave out --{name}")
@@ -36,6 +40,6 @@ ONE_RANK = Parallel()
 
 
 def stage_layers(counts: tuple[int, ...], pp_rank: int) -> range:
-    """The layers of one pipeline stage, when stage i holds counts[i] consecutive ones."""
+    """The layers of one pipeline stage, if stage i holds counts[i] consecutive layers."""
     start = sum(counts[:pp_rank])
     return range(start, start + counts[pp_rank])

@@ -1,4 +1,4 @@
-"""Stored tensors: what a file holds under one name, as sections that are boxes of canonical tensors."""
+"""Stored tensors: the array that a file holds under one name, as sections that are boxes of canonical tensors."""
 
 from __future__ import annotations
 
@@ -8,55 +8,68 @@ from dataclasses import dataclass
 
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType, from_torch
+from reshard.geometry.quantities import plural
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A box of canonical tensor `name` inside a stored tensor: the stored element it starts at, and the distance in stored
-    elements between neighbours along each canonical axis."""
+    """A box of a canonical tensor inside a stored tensor."""
 
     name: str
+    """The canonical tensor."""
     box: Box
+    """The box, in the coordinates of the canonical tensor."""
     start: int
+    """The stored element at which the box starts."""
     strides: tuple[int, ...]
+    """The distance between neighbours of the box along each canonical axis, in stored elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What a file holds under one name. Elements in no section hold `fill`, an element's bytes, repeated."""
+    """The array that a file holds under one name."""
 
     name: str
+    """Its name in the file."""
     dtype: DType
+    """Its element type."""
     shape: tuple[int, ...]
+    """Its shape in the file; the elements are row-major."""
     sections: tuple[Section, ...]
+    """The boxes of canonical tensors that it holds."""
     fill: bytes = b"\0"
+    """The bytes of an element that is in no section: one byte, which is repeated, or a whole element."""
 
     @property
     def nbytes(self) -> int:
+        """Its length in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def filled(self) -> int:
-        """How many elements hold the fill."""
+        """The number of elements that hold the fill."""
         return math.prod(self.shape) - sum(section.box.volume for section in self.sections)
+
+    def __repr__(self) -> str:
+        return f"StoredTensor({self.name!r}, {self.dtype}, {list(self.shape)}, {plural(len(self.sections), 'section')})"
 
 
 def whole(name: str, dtype: DType, shape: tuple[int, ...]) -> StoredTensor:
-    """A canonical tensor stored as it is."""
+    """A canonical tensor, stored unchanged."""
     return StoredTensor(name, dtype, shape, (Section(name, Box.whole(shape), 0, row_major(shape)),))
 
 
 def part(name: str, canonical: str, dtype: DType, shape: tuple[int, ...], box: Box) -> StoredTensor:
-    """A box of a canonical tensor of that shape, stored as a row-major tensor of its own; it may be empty."""
+    """A box of the tensor `canonical`, which has that shape, stored as a row-major tensor called `name`; the box may be empty."""
     sections = (Section(canonical, box, 0, row_major(box.sizes)),) if box.volume or 0 in shape else ()
     return StoredTensor(name, dtype, box.sizes, sections)
 
 
-def count(name: str, number: int) -> StoredTensor:
-    """A count of steps as torch's optimizers keep it: a 32-bit float without axes."""
+def step_count(name: str, number: int) -> StoredTensor:
+    """A step count as torch's optimizers store it: a 32-bit float of shape []."""
     return constant(name, from_torch("float32", where=name), (), struct.pack("<f", number))
 
 
 def constant(name: str, dtype: DType, shape: tuple[int, ...], element: bytes) -> StoredTensor:
-    """A stored tensor that holds no weight: one element's bytes, repeated."""
+    """A stored tensor that holds no weight: the bytes of one element, repeated."""
     return StoredTensor(name, dtype, shape, (), element)

@@ -1,4 +1,4 @@
-"""Index: which box of which tensor lies in which bytes of which file, and what is known about the run that wrote it."""
+"""Index: which box of which tensor lies in which bytes of which file, and what is known about the run that wrote the checkpoint."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Piece
 from reshard.geometry.meshes import Distribution, Mesh
+from reshard.geometry.quantities import plural
 from reshard.index.shards import Columns, Shards, primary_rows
 
 Kind = Literal["weight", "master", "moment1", "moment2", "step", "state"]
+"""What a tensor is to the run. (A *role* is what a weight does in the model, such as attention.q.)"""
 KINDS: dict[Kind, str] = {
     "weight": "model weights and buffers",
     "master": "full-precision copies kept by the optimizer",
@@ -29,46 +31,57 @@ KINDS: dict[Kind, str] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """A canonical tensor: name, element type, global shape, what it is to the run, and its pieces.
-
-    distribution: how it lay on the run's mesh, where the files tell. scaling: what its elements are multiplied with to be values; None if
-    they are values themselves, or are to stay as they are.
-    """
+    """A canonical tensor and its pieces."""
 
     name: str
+    """The canonical name."""
     dtype: DType
+    """The element type in which it is stored."""
     shape: tuple[int, ...]
+    """The global shape."""
     kind: Kind
+    """What it is to the run: a weight, a master, optimizer state, ..."""
     shards: Shards
+    """Its pieces."""
     distribution: Distribution | None = None
+    """How it was distributed on the run's mesh; None if the files do not say."""
     scaling: Scaling | None = None
+    """The scales that turn its quantised elements into values; None if it is not quantised, or is copied without dequantisation."""
 
     @property
     def dtypes(self) -> tuple[DType, ...]:
-        """The element types that are read for it: its own, and that of its scales."""
+        """The element types that are read for it: its own and that of its scales."""
         return (self.dtype, self.scaling.scales.dtype) if self.scaling else (self.dtype,)
 
     @property
     def elements(self) -> int:
+        """The number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the whole tensor, stored once."""
         return self.elements * self.dtype.itemsize
 
     def pieces(self) -> Iterator[Piece]:
+        """Its pieces, made one at a time. Raises CheckpointError if the framing around a piece cannot be read."""
         return (self.shards.piece(i) for i in range(len(self.shards)))
+
+    def __repr__(self) -> str:
+        return f"Tensor({self.name!r}, {self.dtype}, {list(self.shape)}, {self.kind}, {plural(len(self.shards), 'piece')})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scaling:
-    """Factors that make values of quantised elements: a tensor of them, and per axis for how many elements one stands (None: all)."""
+    """The scales of a quantised tensor: an element times its scale is its value."""
 
     scales: Tensor
+    """The tensor of scales."""
     block_shape: tuple[int | None, ...]
+    """Elements per scale along each axis; None: one scale for the whole axis."""
 
     def box_of(self, box: Box) -> Box:
-        """The factors of a box of elements."""
+        """The box of the scales that belong to a box of elements."""
         shape = self.scales.shape
         if len(shape) != len(box.sizes):
             return Box.whole(shape)
@@ -81,95 +94,125 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One file of the checkpoint and its length in bytes."""
+    """One file of the checkpoint."""
 
     path: str
+    """Its path, relative to the checkpoint."""
     nbytes: int
+    """Its length in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Bytes that a format demands beside the weights: a scale that is always 1, rows of zeros. `expected` repeats."""
+    """A range of bytes that a format prescribes, such as a scale that is always 1, or padding rows of zeros."""
 
     name: str
+    """The stored tensor that the bytes belong to."""
     path: str
+    """The file."""
     byte_offset: int
+    """Where the range starts in the file."""
     nbytes: int
+    """The length of the range."""
     expected: bytes
+    """The prescribed bytes, repeated over the range."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What the files tell about the run that wrote them, as far as they do.
-
-    `parallel` maps words such as "tp" to sizes; `mesh` is the run's device mesh; `config` is the Hugging Face config; `notes` are
-    sentences for a reader. `state` holds plain values that the run would need to go on: counters, its schedule's state. `tied` maps
-    second names of weights to the first, `buffers` names what no optimizer sees; None where the files do not tell. `asks` names, with the
-    options that say it, what must be known before anything is made of the checkpoint.
-    """
+    """What the files tell about the run that wrote them. A fact that they do not tell is None or empty."""
 
     producer: str | None = None
+    """The framework that wrote the files."""
     version: str | None = None
+    """The version of that framework."""
     step: int | None = None
+    """The training step."""
     parallel: Mapping[str, int] = field(default_factory=dict)
+    """Parallel sizes by name, such as {"tp": 8}."""
     config: Mapping[str, Any] | None = None
+    """The model's Hugging Face config."""
     notes: tuple[str, ...] = ()
+    """Sentences for a reader of the index."""
     mesh: Mesh | None = None
+    """The run's device mesh."""
     state: Mapping[str, Any] = field(default_factory=dict)
+    """Plain values that the run needs to continue: counters, the state of its schedule."""
     tied: Mapping[str, str] = field(default_factory=dict)
+    """Second name -> first name of a weight that has two."""
     buffers: tuple[str, ...] | None = None
+    """Tensors of the model that no optimizer updates; None if the files do not say."""
     unanswered: tuple[str, ...] = ()
+    """Facts that the user must give before the checkpoint can be converted, each with the option that gives it."""
+
+    def __repr__(self) -> str:
+        sizes = (f"{name} {size}" for name, size in self.parallel.items())
+        facts = [self.producer, self.version, f"step {self.step}" if self.step is not None else None, *sizes]
+        return f"RunFacts({', '.join(filter(None, facts))})"
 
 
 @dataclass(frozen=True, slots=True)
 class ParamGroup:
-    """A param group of the optimizer: its parameters' names, and its settings ("lr", "betas", ...) as plain values."""
+    """A param group of the optimizer."""
 
     names: tuple[str, ...]
+    """The names of its parameters."""
     settings: Mapping[str, Any]
+    """Its settings ("lr", "betas", ...) as plain values."""
+
+    def __repr__(self) -> str:
+        return f"ParamGroup({plural(len(self.names), 'parameter')}, {plural(len(self.settings), 'setting')})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Index:
-    """One checkpoint: its tensors, its files and the run's facts. `objects` names what is stored but is no tensor.
-
-    param_groups: of the optimizer, read when asked for.
-    """
+    """One checkpoint: which box of which tensor lies in which bytes of which file."""
 
     format: str
+    """The name of the format."""
     tensors: tuple[Tensor, ...]
+    """The tensors; a name occurs once per kind."""
     files: tuple[StoredFile, ...]
+    """The files that hold the tensors and objects."""
     facts: RunFacts
+    """What is known about the run."""
     objects: tuple[str, ...] = ()
+    """The names of stored objects that are not tensors."""
     constants: tuple[Constant, ...] = ()
+    """Ranges of bytes that the format prescribes."""
     param_groups: Callable[[], tuple[ParamGroup, ...]] = tuple
+    """Reads the param groups of the optimizer."""
 
-    def by_kind(self, role: Kind) -> dict[str, Tensor]:
-        """The tensors of one role by name."""
-        return {tensor.name: tensor for tensor in self.tensors if tensor.kind == role}
+    def by_kind(self, kind: Kind) -> dict[str, Tensor]:
+        """The tensors of one kind by name."""
+        return {tensor.name: tensor for tensor in self.tensors if tensor.kind == kind}
 
     def check(self) -> None:
-        """Raises CheckpointError for the first tensor that has a hole or pieces that overlap without being equal."""
-        seen: set[tuple[str, str]] = set()
-        # Tensors that are cut alike may share their columns, which then have been checked.
+        """Raises CheckpointError for the first tensor whose name occurs twice, that has a hole, or whose pieces overlap without being
+        equal."""
+        names: set[tuple[str, str]] = set()
+        # Tensors that are cut in the same way may share their columns. Shared columns are checked once.
         covered: set[tuple[object, ...]] = set()
         for tensor in self.tensors:
-            if (tensor.kind, tensor.name) in seen:
-                raise CheckpointError("two tensors have this name", where=tensor.name, why="Which one is meant cannot be known")
-            seen.add((tensor.kind, tensor.name))
+            if (tensor.kind, tensor.name) in names:
+                raise CheckpointError("two tensors have this name", where=tensor.name, why="Nothing tells which of the two is meant")
+            names.add((tensor.kind, tensor.name))
             columns = id(tensor.shards.offsets), id(tensor.shards.sizes), id(tensor.shards.primary), tensor.shape
             if columns not in covered:
                 check_coverage(tensor)
                 covered.add(columns)
 
+    def __repr__(self) -> str:
+        return f"Index({self.format}, {plural(len(self.tensors), 'tensor')}, {plural(len(self.files), 'file')})"
+
 
 def check_coverage(tensor: Tensor) -> None:
-    """Raises CheckpointError unless the tensor's boxes, replicas aside, cover it exactly once."""
+    """Raises CheckpointError unless the primary boxes of a tensor cover it exactly once. Replicas do not count."""
     shards, shape = tensor.shards, np.array(tensor.shape, np.int64)
     if len(shards) == 1 and shards.box(0) == Box.whole(tensor.shape):
         return
     rows = np.flatnonzero(primary_rows(shards) & (shards.sizes > 0).all(axis=1))
-    # Without a single piece the columns do not know how many axes there are.
+    # The columns of a tensor without pieces do not tell the number of axes, so they are reshaped.
     offsets, sizes = (column[rows].reshape(len(rows), len(shape)) for column in (shards.offsets, shards.sizes))
     stops = offsets + sizes
     if (stops > shape).any():
@@ -186,8 +229,8 @@ def check_coverage(tensor: Tensor) -> None:
             raise CheckpointError(
                 f"{box} of {list(tensor.shape)} is in no file",
                 where=tensor.name,
-                why=f"The {len(rows)} stored boxes lie in {_some(sorted({shards.path(int(r)) for r in rows}))}; "
-                "without the rest the weight would be left partly unset",
+                why=f"The {len(rows)} stored boxes are in {_some(sorted({shards.path(int(row)) for row in rows}))}; "
+                "a part of the weight would be left unset",
                 do="Copy the missing rank's file from where the checkpoint was written, or save it again",
             )
         first, second = (int(row) for row in holders[:2])
@@ -196,12 +239,12 @@ def check_coverage(tensor: Tensor) -> None:
             f"{shards.box(second)} in {shards.path(second)}",
             where=tensor.name,
             why="They were saved under different shardings, or one of the files belongs to another save",
-            do="Remove what does not belong to this save",
+            do="Remove the files that do not belong to this save",
         )
 
 
 def _is_cut_once(starts: Columns, stops: Columns, shape: Columns) -> bool:
-    """Whether the boxes follow each other along one axis and are whole along the others: the common case, decided at once."""
+    """Whether the boxes follow each other along one axis and are whole along the others. This is the common case, and quick to check."""
     cut = np.flatnonzero((stops - starts != shape).any(axis=0))
     if not len(starts) or len(cut) > 1:
         return False
@@ -213,7 +256,10 @@ def _is_cut_once(starts: Columns, stops: Columns, shape: Columns) -> bool:
 
 
 def _first_fault(starts: Columns, stops: Columns, rows: Columns, region: Box, axis: int) -> tuple[Box, Columns] | None:
-    """The first box of `region` that no row covers, or several do, with those rows; None if each element has one."""
+    """The first box inside `region` that no row covers or several rows cover, with those rows; None if every element has one row.
+
+    starts, stops: [n, ndim]. rows: [n]. axis: the axes before it are already narrowed to `region`.
+    """
     if axis == len(region.sizes):
         return None if len(rows) == 1 else (region, rows)
     if not len(rows):
@@ -223,15 +269,15 @@ def _first_fault(starts: Columns, stops: Columns, rows: Columns, region: Box, ax
     starts, stops, rows = starts[order], stops[order], rows[order]
     if len(cuts) == 2:
         return _first_fault(starts, stops, rows, region, axis + 1)
-    begin, known = np.searchsorted(starts[:, axis], cuts[1:], side="left"), None
+    begin, checked = np.searchsorted(starts[:, axis], cuts[1:], side="left"), None
     for i in range(len(cuts) - 1):
-        held = np.flatnonzero(stops[: begin[i], axis] > cuts[i])
-        within = region.narrow(axis, int(cuts[i]), int(cuts[i + 1]))
-        key = rows[held].tobytes()
-        if key == known and len(held):
-            continue
-        known = key
-        if fault := _first_fault(starts[held], stops[held], rows[held], within, axis + 1):
+        covering = np.flatnonzero(stops[: begin[i], axis] > cuts[i])
+        slab = region.narrow(axis, int(cuts[i]), int(cuts[i + 1]))
+        key = rows[covering].tobytes()
+        if key == checked and len(covering):
+            continue  # the same rows cover the slab before this one
+        checked = key
+        if fault := _first_fault(starts[covering], stops[covering], rows[covering], slab, axis + 1):
             return fault
     return None
 
@@ -241,7 +287,7 @@ def _some(names: list[str], most: int = 4) -> str:
 
 
 def sharding_text(tensor: Tensor) -> str:
-    """How a tensor is cut: "whole", "4 along axis 0", "2 x 4 along axes 0, 1", "7 boxes, cut between elements"; with replicas."""
+    """How a tensor is cut: "whole", "4 along axis 0", "2 x 4 along axes 0, 1" or "7 boxes, cut between elements", and its replicas."""
     shards = tensor.shards
     rows = np.flatnonzero(primary_rows(shards) & (shards.sizes > 0).all(axis=1))
     if not len(rows):
@@ -251,7 +297,7 @@ def sharding_text(tensor: Tensor) -> str:
     text = "whole"
     if cut:
         text = " x ".join(str(parts[axis]) for axis in cut) + f" along {'axis' if len(cut) == 1 else 'axes'} {', '.join(map(str, cut))}"
-        if math.prod(parts) != len(rows):  # flat buffers are cut between any two elements: a part of a row, rows, a part of a row
+        if math.prod(parts) != len(rows):  # a flat buffer is cut between any two elements: a part of a row, rows, a part of a row
             text = f"{len(rows)} boxes, cut between elements"
-    filled = int((shards.sizes > 0).all(axis=1).sum())
-    return text if filled == len(rows) else f"{text}, {filled} copies of {len(rows)} boxes"
+    stored = int((shards.sizes > 0).all(axis=1).sum())
+    return text if stored == len(rows) else f"{text}, {stored} copies of {len(rows)} boxes"

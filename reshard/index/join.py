@@ -1,4 +1,4 @@
-"""Join: where the boxes of two sets of pieces meet. Arithmetic on columns; nothing is read."""
+"""Join: which pieces of two tensors share elements. Arithmetic on columns; nothing is read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reshard.index.shards import Columns, Shards
 
 
 def rows_meeting(offsets: Columns, stops: Columns, box: Box) -> npt.NDArray[np.int64]:
-    """The rows, in order, whose boxes share an element with `box`. offsets, stops: [n, ndim]."""
+    """The rows whose boxes share an element with `box`, in order. offsets, stops: [n, ndim], the boxes of the rows."""
     starts_before = (offsets < np.array(box.stops, np.int64)).all(axis=1)
     ends_after = (stops > np.array(box.offsets, np.int64)).all(axis=1)
     rows = np.flatnonzero(starts_before & ends_after & (stops > offsets).all(axis=1))
@@ -20,7 +20,7 @@ def rows_meeting(offsets: Columns, stops: Columns, box: Box) -> npt.NDArray[np.i
 
 
 def meetings(left: Shards, right: Shards) -> Iterator[tuple[int, int, Box]]:
-    """Every pair (row of left, row of right) that shares elements, with the box they share, by the left row."""
+    """Every pair (row of left, row of right) whose boxes share elements, with the box that they share, in the order of the left rows."""
     stops = right.offsets + right.sizes
     for i in range(len(left)):
         box = left.box(i)

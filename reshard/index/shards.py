@@ -1,6 +1,6 @@
-"""Shards: the pieces of one tensor as columns of numbers; objects are made when someone asks for one.
+"""Shards: the pieces of one tensor as columns of numbers. A Piece object is made only on demand.
 
-A thousand ranks times a thousand tensors are then a thousand small arrays; tensors that are cut alike share theirs.
+A thousand ranks times a thousand tensors are then a thousand small arrays. Tensors that are cut in the same way share their arrays.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from reshard.geometry.boxes import Box
 from reshard.geometry.extents import Extent, Piece
 from reshard.geometry.mosaics import Tile
+from reshard.geometry.quantities import plural
 from reshard.geometry.stored import Section
 
 Columns = npt.NDArray[np.int64]
@@ -23,62 +24,69 @@ Columns = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shards:
-    """The pieces of one tensor as columns: one row per stored box.
-
-    offsets, sizes: [n, ndim], in elements of the whole tensor. files: [n], indexes into `paths`. positions: [n], a byte
-    offset in that file near the data, to walk files in order. `extent(i)` says exactly where row i lies; it may read
-    a few bytes of framing to know. primary: [n], whether a row counts for coverage; the others are replicas, to be
-    compared with it. None: the first row of each box is primary. ranks: [n], the rank that held each row while training; None
-    where the files do not tell.
-    """
+    """The pieces of one tensor as columns, one row per stored box."""
 
     paths: tuple[str, ...]
+    """The files that hold the pieces."""
     offsets: Columns
+    """[n, ndim]: where each box starts, in elements of the whole tensor."""
     sizes: Columns
+    """[n, ndim]: how long each box is."""
     files: npt.NDArray[np.integer[Any]]
+    """[n]: the file of each row, as an index into `paths`."""
     positions: Columns
+    """[n]: a byte offset near the data of each row, by which files can be read in order."""
     extent: Callable[[int], Extent]
+    """extent(i) is where row i lies exactly. The call may read a few bytes of framing."""
     primary: npt.NDArray[np.bool_] | None = None
+    """[n]: whether each row counts for coverage. The other rows are replicas and are compared with the primary ones. None: the first row of
+    each box is primary."""
     ranks: Columns | None = None
+    """[n]: the rank that held each row during training; None if the files do not say."""
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> Shards:
-        """The columns of pieces that exist already."""
-        found = tuple(pieces)
-        ndim = len(found[0].box.sizes) if found else 0
-        paths = tuple(dict.fromkeys(piece.extent.path for piece in found))
+        """The columns of existing pieces."""
+        rows = tuple(pieces)
+        ndim = len(rows[0].box.sizes) if rows else 0
+        paths = tuple(dict.fromkeys(piece.extent.path for piece in rows))
         numbers = {path: i for i, path in enumerate(paths)}
         return cls(
             paths=paths,
-            offsets=np.array([piece.box.offsets for piece in found], np.int64).reshape(len(found), ndim),
-            sizes=np.array([piece.box.sizes for piece in found], np.int64).reshape(len(found), ndim),
-            files=np.array([numbers[piece.extent.path] for piece in found], np.int64),
-            positions=np.array([piece.extent.byte_offset for piece in found], np.int64),
-            extent=tuple(piece.extent for piece in found).__getitem__,
+            offsets=np.array([piece.box.offsets for piece in rows], np.int64).reshape(len(rows), ndim),
+            sizes=np.array([piece.box.sizes for piece in rows], np.int64).reshape(len(rows), ndim),
+            files=np.array([numbers[piece.extent.path] for piece in rows], np.int64),
+            positions=np.array([piece.extent.byte_offset for piece in rows], np.int64),
+            extent=tuple(piece.extent for piece in rows).__getitem__,
         )
 
     def __len__(self) -> int:
         return len(self.files)
 
+    def __repr__(self) -> str:
+        return f"Shards({plural(len(self), 'piece')} in {plural(len(self.paths), 'file')})"
+
     def box(self, i: int) -> Box:
+        """The box of row i."""
         return Box(tuple(self.offsets[i].tolist()), tuple(self.sizes[i].tolist()))
 
     def path(self, i: int) -> str:
-        """The file that row i lies in; reads nothing."""
+        """The file of row i. Reads nothing."""
         return self.paths[int(self.files[i])]
 
     def piece(self, i: int) -> Piece:
+        """The piece of row i. May read a few bytes of framing."""
         return Piece(self.box(i), self.extent(i))
 
     def with_copies(self, others: Sequence[Shards]) -> Shards:
-        """These pieces, and those of other tensors that hold the same values, as replicas whatever their boxes."""
+        """These pieces and, as replicas, the pieces of other tensors that hold the same values."""
         if not others:
             return self
         copies = [replace(other, primary=np.zeros(len(other), np.bool_)) for other in others]
         return concatenated([replace(self, primary=primary_rows(self)), *copies])
 
     def moved(self, inner: Box, offsets: tuple[int, ...]) -> Shards:
-        """What of these pieces lies in the box `inner`, as pieces of a tensor in which that box starts at `offsets`."""
+        """The parts of these pieces inside the box `inner`, as pieces of a tensor in which that box starts at `offsets`."""
         start, by = np.array(inner.offsets, np.int64), np.array(offsets, np.int64) - np.array(inner.offsets, np.int64)
         first = np.maximum(self.offsets, start)
         sizes = np.minimum(self.offsets + self.sizes, start + np.array(inner.sizes, np.int64)) - first
@@ -86,9 +94,9 @@ class Shards:
         steps = (first - self.offsets)[rows]
 
         def extent(i: int) -> Extent:
-            known = self.extent(int(rows[i]))
-            elements = sum(step * stride for step, stride in zip(steps[i].tolist(), known.strides, strict=True))
-            return replace(known, byte_offset=known.byte_offset + elements * known.dtype.itemsize)
+            whole = self.extent(int(rows[i]))
+            elements = sum(step * stride for step, stride in zip(steps[i].tolist(), whole.strides, strict=True))
+            return replace(whole, byte_offset=whole.byte_offset + elements * whole.dtype.itemsize)
 
         return replace(
             self,
@@ -103,7 +111,7 @@ class Shards:
 
 
 def concatenated(parts: Sequence[Shards]) -> Shards:
-    """The pieces of all parts, which are of one tensor."""
+    """The pieces of all parts, which belong to one tensor."""
     if len(parts) == 1:
         return parts[0]
     paths = tuple(dict.fromkeys(path for part in parts for path in part.paths))
@@ -113,11 +121,11 @@ def concatenated(parts: Sequence[Shards]) -> Shards:
         starts.append(starts[-1] + len(part))
 
     def extent(i: int) -> Extent:
-        which = bisect_right(starts, i) - 1
-        return parts[which].extent(i - starts[which])
+        part = bisect_right(starts, i) - 1
+        return parts[part].extent(i - starts[part])
 
     ranks = [part.ranks for part in parts if part.ranks is not None]
-    marked = any(part.primary is not None for part in parts)
+    has_primary = any(part.primary is not None for part in parts)
     return Shards(
         paths=paths,
         offsets=np.concatenate([part.offsets for part in parts]),
@@ -125,13 +133,13 @@ def concatenated(parts: Sequence[Shards]) -> Shards:
         files=np.concatenate([np.array([numbers[path] for path in part.paths], np.int64)[part.files] for part in parts]),
         positions=np.concatenate([part.positions for part in parts]),
         extent=extent,
-        primary=np.concatenate([primary_rows(part) for part in parts]) if marked else None,
+        primary=np.concatenate([primary_rows(part) for part in parts]) if has_primary else None,
         ranks=np.concatenate(ranks) if len(ranks) == len(parts) else None,
     )
 
 
 def primary_rows(shards: Shards) -> npt.NDArray[np.bool_]:
-    """[n]: for each row whether it is the first of its box; the others are replicas of that first one."""
+    """[n]: for each row, whether it is primary. The other rows are replicas."""
     if shards.primary is not None:
         return shards.primary
     if len(shards) < 2:
@@ -143,36 +151,43 @@ def primary_rows(shards: Shards) -> npt.NDArray[np.bool_]:
 
 
 def subviews_of_flat(shards: Shards, rows: Sequence[tuple[int, Section]]) -> Shards:
-    """The pieces of a canonical tensor that lie in stored ones, each of which is a run along its last axis: (row of `shards`, section)."""
+    """The pieces of a canonical tensor inside the rows of `shards`, where each row is a flat run along its last axis.
+
+    rows: (row of `shards`, the section of that row that holds a box of the canonical tensor).
+    """
 
     def extent(i: int) -> Extent:
         row, section = rows[i]
-        known = shards.extent(row)
-        step = known.strides[-1]
-        return _within(known, section.start * step, tuple(stride * step for stride in section.strides))
+        flat = shards.extent(row)
+        step = flat.strides[-1]
+        return _within(flat, section.start * step, tuple(stride * step for stride in section.strides))
 
     return _of_boxes(shards, [row for row, _ in rows], [section.box for _, section in rows], extent)
 
 
 def subviews(shards: Shards, rows: Sequence[tuple[int, Tile]]) -> Shards:
-    """The pieces of a canonical tensor that lie in stored ones: (row of `shards`, where in that row's array the piece lies)."""
+    """The pieces of a canonical tensor inside the rows of `shards`, where each row is an array.
+
+    rows: (row of `shards`, the tile of that row's array that holds a box of the canonical tensor).
+    """
 
     def extent(i: int) -> Extent:
         row, tile = rows[i]
-        known = shards.extent(row)
-        elements = sum(at * stride for at, stride in zip(tile.at, known.strides, strict=True))
-        # An axis of one element goes nowhere, whatever its stride.
-        return _within(known, elements, tuple(1 if axis is None else known.strides[axis] for axis in tile.axes))
+        array = shards.extent(row)
+        elements = sum(at * stride for at, stride in zip(tile.at, array.strides, strict=True))
+        # The stride of an axis of one element is never used.
+        return _within(array, elements, tuple(1 if axis is None else array.strides[axis] for axis in tile.axes))
 
     return _of_boxes(shards, [row for row, _ in rows], [tile.box for _, tile in rows], extent)
 
 
-def _within(known: Extent, elements: int, strides: tuple[int, ...]) -> Extent:
-    return replace(known, byte_offset=known.byte_offset + elements * known.dtype.itemsize, strides=strides)
+def _within(outer: Extent, elements: int, strides: tuple[int, ...]) -> Extent:
+    """The extent that starts `elements` after the start of `outer`, with its own strides."""
+    return replace(outer, byte_offset=outer.byte_offset + elements * outer.dtype.itemsize, strides=strides)
 
 
 def _of_boxes(shards: Shards, rows: Sequence[int], boxes: Sequence[Box], extent: Callable[[int], Extent]) -> Shards:
-    """Pieces with these boxes in those rows of other pieces."""
+    """Pieces with these boxes, each inside a row of `shards`."""
     numbers, ndim = np.array(rows, np.int64), len(boxes[0].sizes) if boxes else 0
     return Shards(
         shards.paths,

@@ -1,77 +1,148 @@
-"""TODO."""
+"""Which model a config, a name or a file stands for.
+
+    reshard/architectures/<model_type>.yaml            built in; only the files of the model at hand are read
+    the entry-point group reshard.architectures        other packages: an `Architecture`, or the path of a YAML file
+    --architecture my.yaml                             the user's file
+
+These are the places that declarations come from. Under one model type, the built-in declaration takes precedence over a package's.
+"""
 
 from __future__ import annotations
 
-import importlib
+import os
 import re
 from collections.abc import Mapping
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import RequestError
+from reshard.models.architecture import Architecture
+from reshard.models.declared.reader import Find, parse_declaration
+from reshard.models.model import Model
 from reshard.models.quantization import unknown_quantization
+from reshard.storage.files import LocalFiles, read_whole
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-from reshard.models.architecture import Architecture
-from reshard.models.model import Model
-
 GROUP = "reshard.architectures"
+_BUILT_IN = Path(__file__).resolve().parent.parent / "architectures"
 
 
 def find_model(config: Mapping[str, Any] | None, architecture: Architecture | None = None) -> Model | None:
-    """The model that a Hugging Face config describes; None if there is no config or its architecture is not declared.
+    """The model that a Hugging Face config describes.
 
-    architecture: the one that the user named, in place of the one that the config names by its `model_type`. None also if the weights are
-    quantised in a way that is not known.
+    None if there is no config, if its architecture is not declared, or if its weights are quantised in a way that is not known.
+    architecture: takes the place of the one that the config names by its `model_type`.
     """
     if config is None or unknown_quantization(config):
         return None
-    found = architecture or find_architecture(str(config.get("model_type", "")))
-    return Model(found, config) if found else None
+    declared = architecture or find_architecture(str(config.get("model_type", "")))
+    return Model(declared, config) if declared else None
 
 
 def find_architecture(model_type: str) -> Architecture | None:
-    """The declaration of a model type: the file of that name in architectures/, or else what another package calls so in the entry-point
-    group `reshard.architectures`; None if there is neither."""
-    name = model_type.replace("-", "_")
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        return None
-    module_name = f"reshard.architectures.{name}"
-    try:
-        return importlib.import_module(module_name).ARCHITECTURE  # type: ignore[no-any-return]
-    except ModuleNotFoundError as error:
-        if error.name != module_name:
-            raise
-    point = _entry_points().get(name)
-    found = point.load() if point else None
-    if found is not None and not isinstance(found, Architecture):
+    """The declaration of a model type, built in or from another package; None if there is none. The built-in ones take precedence."""
+    return _find(model_type, ())
+
+
+def named_architecture(named: Architecture | str | os.PathLike[str]) -> Architecture:
+    """The architecture that a user names: by its model type, or by the path of a file, which contains a dot or a slash.
+
+    Raises: RequestError if there is no such declaration, or if the file is not a declaration.
+    """
+    if isinstance(named, Architecture):
+        return named
+    if not isinstance(named, str) or not re.fullmatch(r"[\w-]+", named):
+        return read_architecture(named)
+    architecture = find_architecture(named)
+    if architecture is None:
         raise RequestError(
-            f"the entry point {name} of the group {GROUP} is a {type(found).__name__}, no Architecture",
-            where=point.value if point else None,
-            do="Mend or remove the package that brings it",
+            f"--architecture {named}: no model is declared by that name",
+            do=f"Declared are {', '.join(known_model_types())}. To name a file, write its ending or folder, such as ./{named}.yaml",
         )
-    return found
+    return architecture
+
+
+def read_architecture(path: str | os.PathLike[str]) -> Architecture:
+    """The architecture that a file declares. Raises RequestError, naming the line, if any part of it is not understood."""
+    if Path(path).is_dir():
+        raise RequestError(
+            f"--architecture {os.fspath(path)}: this is a directory; a declared model or a file with a declaration is expected"
+        )
+    return replace(_read(Path(path), os.fspath(path), find_architecture), declared_in=os.fspath(path))
+
+
+def declaration_text(model_type: str) -> str:
+    """The file that declares a model type. Raises RequestError if the model is not declared, or not in a file."""
+    architecture = find_architecture(model_type)
+    if architecture is None:
+        raise RequestError(f"no model is declared as {model_type!r}", do=f"Declared are {', '.join(known_model_types())}")
+    path = Path(architecture.declared_in or _built_in_file(architecture.model_type))
+    if not path.is_file():
+        raise RequestError(f"{model_type} is declared by a package as a Python object, and not in a file")
+    return _content(path).decode()
 
 
 def built_in_model_types() -> tuple[str, ...]:
-    """The model types that are declared here, sorted."""
-    from pkgutil import iter_modules
-
-    from reshard import architectures
-
-    return tuple(sorted(module.name for module in iter_modules(architectures.__path__)))
+    """The model types that are built in, sorted."""
+    return tuple(sorted(path.stem for path in _BUILT_IN.glob("*.yaml")))
 
 
 def known_model_types() -> tuple[str, ...]:
-    """The model types that are declared, here or by other packages, sorted."""
+    """The model types that are declared, built in or by other packages, sorted."""
     return tuple(sorted({*built_in_model_types(), *_entry_points()}))
 
 
 @cache
+def _find(model_type: str, extending: tuple[str, ...]) -> Architecture | None:
+    """The declaration of a model type. extending: the model types whose declarations are being read."""
+    name = model_type.replace("-", "_")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        return None
+    if name in extending:
+        raise RequestError(
+            f"the declarations of {', '.join(extending)} extend each other in a circle", do="Correct `extends:` in one of them"
+        )
+    find = partial(_find, extending=(*extending, name))
+    path = _built_in_file(name)
+    if path.is_file():
+        return _read(path, f"reshard/architectures/{path.name}", find)
+    point = _entry_points().get(name)
+    return _loaded(point, find) if point else None
+
+
+def _built_in_file(name: str) -> Path:
+    return _BUILT_IN / f"{name}.yaml"
+
+
+def _loaded(point: EntryPoint, find: Find) -> Architecture:
+    """What an entry point declares."""
+    declared = point.load()
+    if isinstance(declared, Architecture):
+        return declared
+    if isinstance(declared, str | os.PathLike):
+        return replace(_read(Path(declared), os.fspath(declared), find), declared_in=os.fspath(declared))
+    raise RequestError(
+        f"the entry point {point.name} of the group {GROUP} is a {type(declared).__name__}; an Architecture or a path is expected",
+        where=point.value,
+        do="Update or remove the package that brings it",
+    )
+
+
+def _read(path: Path, where: str, find: Find) -> Architecture:
+    return parse_declaration(_content(path), where, find)
+
+
+def _content(path: Path) -> bytes:
+    return read_whole(LocalFiles(path), path.name, limit=1 << 20)
+
+
+@cache
 def _entry_points() -> dict[str, EntryPoint]:
-    """Other packages' declarations by model type; the packages' metadata are searched once, and only for what is not built in."""
+    """The declarations of other packages by model type. The metadata of packages is searched once, and only if a model is not built in."""
     from importlib.metadata import entry_points
 
     return {point.name.replace("-", "_"): point for point in entry_points(group=GROUP)}

@@ -1,4 +1,11 @@
-"""TODO."""
+"""Model: an architecture with the numbers of one config put in. Its weights by name, and its parts by role.
+
+    Architecture + config -> dimensions {"hidden": 4096, ...}
+                          -> weights    one ModelWeight per tensor of the model, quantisation scales included
+                          -> parts()    one Part per role of each weight: a fused qkv is three parts
+
+Engines and training frameworks work on parts: what a part does decides how ranks share it, whatever the model calls it.
+"""
 
 from __future__ import annotations
 
@@ -7,59 +14,69 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, joined
+from reshard.models.architecture import Architecture, Weight, whole_number
 from reshard.models.quantization import BlockShape, Quantization, Scale, quantization_of
-from reshard.models.roles import LINEAR, SPLITS, Split
-
-if TYPE_CHECKING:
-    pass
-
-from reshard.models.architecture import Architecture, Weight, layer_count
+from reshard.models.roles import ROLES, Split
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeight:
-    """A weight of one model: its canonical name, role, shape, the layer and the expert it belongs to (None outside of them), and how it is
-    declared. optional: a checkpoint may be without it. scales: those beside it; scale: what it is itself, if it is one."""
+    """One tensor of one model."""
 
     name: str
+    """The canonical name, with the numbers of its layer and expert."""
     role: str
+    """What it does, such as "attention.q"."""
     shape: tuple[int, ...]
+    """The shape, as stored."""
     layer: int | None
+    """The number of its layer; None outside of the layers."""
     declared: Weight
+    """The declaration that it follows from."""
     expert: int | None = None
+    """The number of its expert; None outside of the experts."""
     optional: bool = False
+    """Whether a checkpoint may be without it."""
     scales: tuple[Scale, ...] = ()
+    """The scales that are stored beside it."""
     scale: Scale | None = None
+    """What it is if it is a scale itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one role is in a layer or an expert: [out features, in features], or [out features] of a bias. A view of a canonical tensor.
-
-    kind: the last word of the canonical name, "weight" or "bias" but for a few. split: how ranks share it. grain: of how many of the
-    weight's elements along each axis one of the array's stands; None of all, and then no rank has a part of it. blocks: the grain of the
-    block scales beside a weight; scale: what it is itself, if it is one.
-    """
+    """What one role is in a layer or an expert: a view of a canonical tensor as [out features, in features], or as [out features]."""
 
     role: str
+    """What it does, such as "attention.q"."""
     parameter: str
+    """The last word of the canonical name: usually "weight" or "bias"."""
     layer: int | None
+    """The number of its layer; None outside of the layers."""
     expert: int | None
+    """The number of its expert; None outside of the experts."""
     tensor: str
+    """The canonical tensor that it is a view of."""
     array: Mosaic
+    """The boxes of that tensor, in the order of the part's rows."""
     split: Split
+    """How tensor-parallel ranks share it."""
     block_shape: BlockShape
+    """Elements of the weight that one element of the array belongs to, along each axis: 1 of a weight itself, more of a block scale.
+    None: all of them, and the array is not cut along the axis."""
     blocks: BlockShape | None = None
+    """The block shape of the block scales beside this weight; None: it has none."""
     scale: Scale | None = None
+    """What it is if it is a scale itself."""
 
 
 class Dimensions(dict[str, int]):
-    """The dimensions of one model by name. Raises RequestError where one is asked for that the model's declaration has not."""
+    """The dimensions of one model by name. Raises RequestError for a dimension that the model does not have."""
 
     def __init__(self, model_type: str) -> None:
         super().__init__()
@@ -69,7 +86,7 @@ class Dimensions(dict[str, int]):
         raise RequestError(
             f"the declaration of {self._model_type} has no dimension {name!r}, which is needed here",
             why="Weights are split and laid out by it",
-            do=f"Add it under `dimensions`, with the key of the config that gives it or a default; it has {', '.join(self)}",
+            do=f"Add it under `dimensions`, with the key of the config that gives it or a default. Declared are {', '.join(self)}",
         )
 
 
@@ -78,82 +95,81 @@ class Model:
     """An architecture and one config's numbers."""
 
     architecture: Architecture
+    """The declaration."""
     config: Mapping[str, Any]
+    """The content of config.json."""
 
     @cached_property
     def dimensions(self) -> dict[str, int]:
-        """Every dimension's value; without those that this model has not. Raises RequestError, naming the key, if the config does not say
-        one."""
-        found = Dimensions(self.architecture.model_type)
+        """The value of each dimension, without the optional ones that this model does not have.
+
+        Raises: RequestError, naming the key, if the config does not give a dimension.
+        """
+        values = Dimensions(self.architecture.model_type)
         for name, dimension in self.architecture.dimensions.items():
             value = next((self.config[key] for key in dimension.keys if self.config.get(key) is not None), None)
             if value is None and dimension.default:
-                value = evaluate(dimension.default, found)
+                value = evaluate(dimension.default, values)
             if dimension.optional and not value:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise RequestError(
-                    f"config.json gives {value!r} for {' or '.join(dimension.keys)}, a positive number is needed",
-                    why=f"A {self.architecture.model_type} model is laid out by it",
+                    f"config.json gives {value!r} for {' or '.join(dimension.keys)}; a positive number is needed",
+                    why=f"The layout of a {self.architecture.model_type} model depends on it",
                     do="Give the model's own config with --model DIR",
                 )
-            found[name] = value
-        return found
+            values[name] = value
+        return values
 
     @cached_property
     def quantization(self) -> Quantization | None:
-        """How the weights are quantised, if they are."""
+        """How the weights are quantised; None if they are not."""
         return quantization_of(self.config)
 
     @property
     def is_tied(self) -> bool:
-        """Whether the head is the embedding."""
+        """Whether the head and the embedding are one tensor."""
         return bool(self.setting("tie_word_embeddings"))
 
     def setting(self, key: str) -> Any:
-        """What the config says, or its default where it says nothing."""
+        """The value of a key of the config; the architecture's default if the config does not set it."""
         value = self.config.get(key)
         return self.architecture.defaults.get(key) if value is None else value
 
     @cached_property
-    def extra_layers(self) -> int:
-        """How many layers follow the last one."""
-        key = self.architecture.extra_layers
-        return layer_count({key: self.setting(key)}, key) or 0 if key else 0
+    def mtp_layers(self) -> int:
+        """The number of layers for multi-token prediction, which follow the last layer."""
+        key = self.architecture.mtp_layers
+        return whole_number({key: self.setting(key)}, key) or 0 if key else 0
 
     @cached_property
     def sparse_layers(self) -> frozenset[int]:
-        """The layers that have experts."""
-        sparse, layers = self.architecture.sparse, self.dimensions["layers"] + self.extra_layers
+        """The numbers of the layers with experts, layers for multi-token prediction included."""
+        sparse, layers = self.architecture.sparse_layers, self.dimensions["layers"] + self.mtp_layers
         return sparse.among({**self.architecture.defaults, **self.config}, layers) if sparse else frozenset()
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """The layers, but those that predict further tokens, that have no experts."""
+        """The numbers of the layers without experts, layers for multi-token prediction excluded."""
         return tuple(layer for layer in range(self.dimensions["layers"]) if layer not in self.sparse_layers)
 
     @cached_property
     def weights(self) -> dict[str, ModelWeight]:
-        """The weights by canonical name, in the model's order; a tied head is not among them."""
+        """The weights by canonical name, in the order of the model's parameters. A tied head is not among them."""
         absent = {self.architecture.tied[0]} if self.is_tied else set()
-        return {weight.name: weight for weight in self._declared() if weight.name not in absent}
+        return {weight.name: weight for weight in self._all_weights() if weight.name not in absent}
 
-    @cached_property
-    def parts(self) -> tuple[Part, ...]:
-        """Every weight by what it does: a fused one is several parts."""
-        return self.parts_but(frozenset())
-
-    def parts_but(self, whole: frozenset[str]) -> tuple[Part, ...]:
-        """Every weight by what it does; but fused ones of those roles are one part each."""
-        return tuple(part for weight in self.weights.values() for part in self._parts(weight, weight.role in whole))
+    def parts(self, *, keep_fused: frozenset[str] = frozenset()) -> tuple[Part, ...]:
+        """The parts of all weights. keep_fused: roles of fused weights, such as "attention.qkv", that are one part each."""
+        return tuple(self._parts(keep_fused)) if keep_fused else self._separate_parts
 
     def reason_to_drop(self, name: str) -> str | None:
         """Why a tensor of that name is left out on purpose; None if it is not."""
-        return next((why for pattern, why in self.architecture.dropped.items() if re.fullmatch(pattern, name)), None)
+        return next((reason for pattern, reason in self.architecture.dropped.items() if re.fullmatch(pattern, name)), None)
 
-    def _declared(self) -> Iterator[ModelWeight]:
+    def _all_weights(self) -> Iterator[ModelWeight]:
         present = [(weight, self._shape(weight)) for weight in self.architecture.weights if self._is_present(weight)]
-        layered = [(weight, shape) for weight, shape in present if "{layer}" in weight.name]
+        in_layers = [(weight, shape) for weight, shape in present if "{layer}" in weight.name]
         layers = self.dimensions["layers"]
         done = False
         for weight, shape in present:
@@ -161,9 +177,9 @@ class Model:
                 yield from self._numbered([(weight, shape)], None)
             elif not done:
                 done = True
-                for layer in range(layers + self.extra_layers):
-                    kinds = {None, "sparse" if layer in self.sparse_layers else "dense", "extra" if layer >= layers else None}
-                    yield from self._numbered([each for each in layered if each[0].layers in kinds], layer)
+                for layer in range(layers + self.mtp_layers):
+                    kinds = {None, "sparse" if layer in self.sparse_layers else "dense", "mtp" if layer >= layers else None}
+                    yield from self._numbered([(weight, shape) for weight, shape in in_layers if weight.layers in kinds], layer)
 
     def _is_present(self, weight: Weight) -> bool:
         missing = self.architecture.dimensions.keys() - self.dimensions.keys()
@@ -171,81 +187,93 @@ class Model:
             return False
         if weight.when is None:
             return True
-        wanted = not weight.when.startswith("not ")
-        return bool(self.setting(weight.when.removeprefix("not "))) is wanted
+        expected = not weight.when.startswith("not ")
+        return bool(self.setting(weight.when.removeprefix("not "))) is expected
 
     def _shape(self, weight: Weight) -> tuple[int, ...]:
         shape = tuple(evaluate(axis, self.dimensions) for axis in weight.shape)
-        if weight.holds:
-            rows = {role: evaluate(expression, self.dimensions) for role, expression in weight.holds.items()}
-            out, rounds = shape[-1 if weight.transposed else 0], self.dimensions[weight.by] if weight.by else 1
-            if sum(rows.values()) != out or any(count % rounds for count in rows.values()):
+        if weight.fuses:
+            rows = {role: evaluate(expression, self.dimensions) for role, expression in weight.fuses.items()}
+            rounds = self.dimensions[weight.interleaved_by] if weight.interleaved_by else 1
+            out_features = shape[-1 if weight.transposed else 0]
+            if sum(rows.values()) != out_features or any(count % rounds for count in rows.values()):
+                interleaved = f" in {rounds} equal runs each, one per {weight.interleaved_by}" if weight.interleaved_by else ""
                 raise RequestError(
-                    f"it has {out} output features, and what is fused in it has {' + '.join(map(str, rows.values()))}"
-                    + (f" in {rounds} equal runs, one per each of the {weight.by}" if weight.by else ""),
+                    f"it has {out_features} output features, and the roles fused in it have {' + '.join(map(str, rows.values()))}"
+                    + interleaved,
                     where=weight.name,
-                    why="So the declaration does not say what every row of it is",
-                    do="Compare its `shape` and what it `holds` with the config",
+                    why="So the declaration does not say which role each row has",
+                    do="Compare its `shape` and `fuses` with the config",
                 )
         return shape
 
     def _numbered(self, weights: list[tuple[Weight, tuple[int, ...]]], layer: int | None) -> Iterator[ModelWeight]:
-        """The weights of one layer, each before its scales; those of experts expert after expert."""
+        """The weights of one layer, each followed by its scales; those of experts one expert after the other."""
         optional = layer is not None and layer >= self.dimensions["layers"]
-        for is_expert, run in groupby(weights, key=lambda each: "{expert}" in each[0].name):
-            held = list(run)
+        for is_expert, run in groupby(weights, key=lambda item: "{expert}" in item[0].name):
+            declared = list(run)
             for expert in range(self.dimensions["experts"]) if is_expert else (None,):
-                for weight, shape in held:
+                for weight, shape in declared:
                     name = weight.name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
                     scales = self._scales(weight, name)
                     yield ModelWeight(name, weight.role, shape, layer, weight, expert, optional, scales)
                     for scale in scales:
-                        beside = name.removesuffix("weight") + scale.kind
-                        yield ModelWeight(beside, weight.role, scale.shape(shape), layer, weight, expert, optional, scale=scale)
+                        scale_name = name.removesuffix("weight") + scale.kind
+                        yield ModelWeight(scale_name, weight.role, scale.shape(shape), layer, weight, expert, optional, scale=scale)
                     if weight.role == "attention.o" and scales and self.quantization:
                         module = name.removesuffix(".weight").rpartition(".")[0]
-                        for scale in self.quantization.cache:
+                        for scale in self.quantization.cache_scales:
                             role = f"attention.{scale.kind}"
-                            yield ModelWeight(f"{module}.{scale.kind}", role, scale.one, layer, weight, expert, optional, scale=scale)
+                            yield ModelWeight(
+                                f"{module}.{scale.kind}", role, scale.single_shape, layer, weight, expert, optional, scale=scale
+                            )
 
     def _scales(self, weight: Weight, name: str) -> tuple[Scale, ...]:
-        roles = {weight.role, *weight.holds}
-        if self.quantization is None or not name.endswith(".weight") or not roles & LINEAR:
+        if self.quantization is None or not name.endswith(".weight"):
             return ()
-        return self.quantization.scales_of(name)
+        is_quantized = any(role in ROLES and ROLES[role].quantized for role in (weight.role, *weight.fuses))
+        return self.quantization.scales_of(name) if is_quantized else ()
 
-    def _parts(self, weight: ModelWeight, whole: bool) -> Iterator[Part]:
-        declared, kind = weight.declared, weight.name.rpartition(".")[2]
+    @cached_property
+    def _separate_parts(self) -> tuple[Part, ...]:
+        return tuple(self._parts(frozenset()))
+
+    def _parts(self, keep_fused: frozenset[str]) -> Iterator[Part]:
+        for weight in self.weights.values():
+            yield from self._parts_of(weight, weight.role in keep_fused)
+
+    def _parts_of(self, weight: ModelWeight, keep_fused: bool) -> Iterator[Part]:
+        declared, parameter = weight.declared, weight.name.rpartition(".")[2]
         array = Mosaic.of(weight.name, Box.whole(weight.shape))
         if declared.transposed and len(weight.shape) == 2:
             array = array.transposed()
-        grain: BlockShape = weight.scale.grain if weight.scale else (1,) * len(weight.shape)
-        blocks = next((scale.grain for scale in weight.scales if scale.is_blocked), None)
-        where = (weight.layer, weight.expert, weight.name)
+        block_shape: BlockShape = weight.scale.block_shape if weight.scale else (1,) * len(weight.shape)
+        blocks = next((scale.block_shape for scale in weight.scales if scale.is_blocked), None)
+        place = (weight.layer, weight.expert, weight.name)
 
-        def part(role: str, held: Mosaic) -> Part:
-            return Part(role, kind, *where, held, declared.split or SPLITS[role], grain, blocks, weight.scale)
+        def part(role: str, rows: Mosaic) -> Part:
+            return Part(role, parameter, *place, rows, declared.split or ROLES[role].split, block_shape, blocks, weight.scale)
 
-        if whole or not declared.holds:
+        if keep_fused or not declared.fuses:
             yield part(weight.role, array)
             return
-        rounds = self.dimensions[declared.by] if declared.by else 1
-        rows = {role: evaluate(expression, self.dimensions) // rounds for role, expression in declared.holds.items()}
-        if grain[0] is None:
+        rounds = self.dimensions[declared.interleaved_by] if declared.interleaved_by else 1
+        rows = {role: evaluate(expression, self.dimensions) // rounds for role, expression in declared.fuses.items()}
+        if block_shape[0] is None:
             yield from (part(role, array) for role in rows)
             return
-        start = 0
+        round_length, start = sum(rows.values()) // block_shape[0], 0
         for role, count in rows.items():
-            size, rest = divmod(count, grain[0])
+            length, rest = divmod(count, block_shape[0])
             if rest:
-                raise RequestError(f"its scales stand for {grain[0]} rows each, its {role} has {count}", where=weight.name)
-            turn = sum(rows.values()) // grain[0]
-            yield part(role, joined([array.cut(0, i * turn + start, i * turn + start + size) for i in range(rounds)]))
-            start += size
+                raise RequestError(f"each of its scales belongs to {block_shape[0]} rows, and its {role} has {count}", where=weight.name)
+            starts = [i * round_length + start for i in range(rounds)]
+            yield part(role, joined([array.cut(0, first, first + length) for first in starts]))
+            start += length
 
 
 def evaluate(expression: str, values: Mapping[str, int]) -> int:
-    """The value of a sum of products such as "2 * heads * head_dim + rope"; a division must come out even."""
+    """The value of a sum of products such as "2 * heads * head_dim + rope_dim". Raises RequestError if a division leaves a remainder."""
     return sum(_product(summand, values) for summand in expression.split("+"))
 
 
@@ -256,7 +284,7 @@ def _product(expression: str, values: Mapping[str, int]) -> int:
         if sign == "/":
             result, rest = divmod(result, number)
             if rest:
-                raise RequestError(f"{expression!r} does not come out even for {dict(values)}", do="Check the config given with --model")
+                raise RequestError(f"{expression!r} is not a whole number for {dict(values)}", do="Check the config given with --model")
         else:
             result *= number
     return result

@@ -1,98 +1,175 @@
-"""How each role in a model splits over tensor-parallel ranks: once, for all models.
+"""The role table: one row per role, for all models.
 
-A role says what a weight does ("attention.q", "mlp.down"). Its weight and its bias share it; a split that cuts the input
-features (Row) leaves a bias, which has none, whole on every rank.
+A role is what a weight does in its model, such as "attention.q" or "mlp.down". Everything that follows from the role alone is in its row:
+how tensor-parallel ranks share the weight, its usual shape, the usual names of its module, and what training saves for the backward pass.
+A weight and its bias have the same role. To add a role, add a row to `_ROWS`.
+
+    Role("mlp.down", Row(), ("hidden", "intermediate"), names="down_proj fc2", saved=_DIVIDED_INPUT, quantized=True)
+         name        split  usual shape [out, in]       module names           backward              a linear layer
+
+Source of `saved`: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), tensor by
+tensor. reshard/training/activations.py adds it up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every rank holds all of it."""
+    """Every rank holds the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Output features, axis 0 of a Linear's [out, in] and of its bias, in equal runs."""
+    """Column-parallel: ranks share the output features, axis 0 of a Linear's [out, in] and of its bias [out], in equal runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Input features, axis 1 of [out, in], in equal runs; a bias is replicated."""
+    """Row-parallel: ranks share the input features, axis 1 of [out, in], in equal runs. A bias [out] is replicated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Rows of an embedding or head, in equal runs after zero rows have been added up to the engine's multiple."""
+    """Vocabulary-parallel: ranks share the rows of an embedding or head in equal runs, after padding to the engine's multiple."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Whole attention heads along axis 0; `count` names the dimension that says how many there are.
-
-    With `copies`, fewer heads than ranks are legal: each is held by tp / heads neighbouring ranks (KV replication).
-    """
+    """Ranks share whole attention heads along axis 0."""
 
     count: str
+    """The dimension that counts the heads, such as "kv_heads"."""
     copies: bool = False
+    """Whether there may be fewer heads than ranks. Then tp / heads neighbouring ranks hold the same head (KV replication)."""
 
 
 Split = Replicate | Column | Row | Vocabulary | Heads
 
-SPLITS: dict[str, Split] = {
-    "embedding": Vocabulary(),
-    "position_embedding": Replicate(),
-    "head": Vocabulary(),
-    "final_norm": Replicate(),
-    "attention.norm": Replicate(),
-    "attention.q": Heads("heads"),
-    "attention.k": Heads("kv_heads", copies=True),
-    "attention.v": Heads("kv_heads", copies=True),
-    # All three in one tensor, head by head, where an engine keeps them so.
-    "attention.qkv": Heads("heads"),
-    "attention.o": Row(),
-    "attention.k_scale": Replicate(),
-    "attention.v_scale": Replicate(),
-    "attention.q_norm": Replicate(),
-    "attention.k_norm": Replicate(),
-    # Multi-head latent attention: q or, through a bottleneck, q_a and q_b; keys and values through kv_a and kv_b.
-    "mla.q": Heads("heads"),
-    "mla.q_a": Replicate(),
-    "mla.q_a_norm": Replicate(),
-    "mla.q_b": Heads("heads"),
-    "mla.kv_a": Replicate(),
-    "mla.kv_a_norm": Replicate(),
-    "mla.kv_b": Heads("heads"),
-    "attention.post_norm": Replicate(),
-    "mlp.norm": Replicate(),
-    "mlp.post_norm": Replicate(),
-    "mlp.gate": Column(),
-    "mlp.up": Column(),
-    "mlp.down": Row(),
-    "router": Replicate(),
-    "router.correction": Replicate(),
-    "expert.gate": Column(),
-    "expert.up": Column(),
-    "expert.down": Row(),
-    "shared_expert.gate": Column(),
-    "shared_expert.up": Column(),
-    "shared_expert.down": Row(),
-    "shared_expert.score": Replicate(),
-    # Layers that predict further tokens, and their copies of what the model has at its ends.
-    "extra.embedding": Vocabulary(),
-    "extra.embedding_norm": Replicate(),
-    "extra.hidden_norm": Replicate(),
-    "extra.projection": Column(),
-    "extra.final_norm": Replicate(),
-    "extra.head": Vocabulary(),
-}
 
-# The weights of linear layers that quantisation changes; embeddings, heads, norms and routers stay as they are.
-LINEAR = {
-    role
-    for role in SPLITS
-    if role.startswith(("attention.", "mla.", "mlp.", "expert.", "shared_expert.")) and not role.endswith(("norm", "score", "_scale"))
-}
+@dataclass(frozen=True, slots=True)
+class SavedForBackward:
+    """How many times a layer's input and output are saved for the backward pass.
+
+    "Whole" counts are the same on every tensor-parallel rank; sequence parallelism divides them. Ranks always divide "divided" counts.
+    """
+
+    whole_in: int = 0
+    """Copies of the input features that every rank saves."""
+    divided_in: int = 0
+    """Copies of the input features that the ranks divide."""
+    whole_out: int = 0
+    """Copies of the output features that every rank saves."""
+    divided_out: int = 0
+    """Copies of the output features that the ranks divide."""
+    per: str = ""
+    """The dimension that counts how often the layer is applied to one token, such as "heads" of a norm per head. Empty: once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One row of the role table."""
+
+    name: str
+    """Such as "attention.q"."""
+    split: Split
+    """How tensor-parallel ranks share a weight of this role."""
+    shape: tuple[str, ...] = ()
+    """The usual shape, [out, in] or [out], each axis an expression of dimensions. Empty: declarations do not name this role."""
+    names: str = ""
+    """The last words of the names that modules of this role usually have, separated by spaces."""
+    saved: SavedForBackward = SavedForBackward()
+    """What the backward pass needs from a layer of this role."""
+    quantized: bool = False
+    """Whether quantisation changes this weight: True for linear layers, False for embeddings, heads, norms and routers."""
+    in_layer: bool = True
+    """Whether each layer has such a weight. False: the model has one, before or after its layers."""
+    fuses: tuple[str, ...] = ()
+    """The roles that a fused weight of this role contains. An engine that keeps the weight fused splits it as this row says."""
+
+
+_KV_HEADS = Heads("kv_heads", copies=True)
+_WHOLE_INPUT = SavedForBackward(whole_in=1)
+_DIVIDED_INPUT = SavedForBackward(divided_in=1)
+_DIVIDED_OUTPUT = SavedForBackward(divided_out=1)
+_INPUT_AND_OUTPUT = SavedForBackward(whole_in=1, divided_out=1)
+
+# In `saved`, an input that several layers share is counted once: that of q, k and v with q, that of gate and up with up. The product of
+# gate and up is the input of down. The activation between them is computed again from its own input, as fused kernels do.
+_ROWS = (
+    # The model's ends.
+    Role("embedding", Vocabulary(), ("vocab", "hidden"), in_layer=False, names="embed_tokens wte embed_in word_embeddings tok_embeddings"),
+    Role("position_embedding", Replicate(), ("positions", "hidden"), in_layer=False, names="wpe embed_positions position_embeddings"),
+    Role("final_norm", Replicate(), ("hidden",), in_layer=False, names="norm ln_f final_layernorm final_layer_norm norm_f"),
+    Role("head", Vocabulary(), ("vocab", "hidden"), in_layer=False, names="lm_head embed_out"),
+    # Attention.
+    Role("attention.norm", Replicate(), ("hidden",), names="input_layernorm ln_1 attention_norm", saved=_WHOLE_INPUT),
+    Role("attention.q", Heads("heads"), ("heads * head_dim", "hidden"), names="q_proj wq", saved=_INPUT_AND_OUTPUT, quantized=True),
+    Role("attention.k", _KV_HEADS, ("kv_heads * head_dim", "hidden"), names="k_proj wk", saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("attention.v", _KV_HEADS, ("kv_heads * head_dim", "hidden"), names="v_proj wv", saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("attention.qkv", Heads("heads"), quantized=True, fuses=("attention.q", "attention.k", "attention.v")),
+    Role(
+        "attention.o",
+        Row(),
+        ("hidden", "heads * head_dim"),
+        names="o_proj wo attn.c_proj self_attn.out_proj attention.dense self_attention.dense",
+        saved=_DIVIDED_INPUT,
+        quantized=True,
+    ),
+    Role("attention.q_norm", Replicate(), ("head_dim",), names="q_norm q_layernorm", saved=SavedForBackward(divided_in=1, per="heads")),
+    Role("attention.k_norm", Replicate(), ("head_dim",), names="k_norm k_layernorm", saved=SavedForBackward(divided_in=1, per="kv_heads")),
+    Role("attention.post_norm", Replicate(), ("hidden",)),
+    # Scales of cached keys and values. They follow from the config's quantization_config and are never declared.
+    Role("attention.k_scale", Replicate()),
+    Role("attention.v_scale", Replicate()),
+    # Multi-head latent attention: q alone, or q_a and q_b through a bottleneck; keys and values through kv_a and kv_b.
+    Role("mla.q", Heads("heads"), ("heads * qk_dim", "hidden"), saved=_INPUT_AND_OUTPUT, quantized=True),
+    Role("mla.q_a", Replicate(), ("q_rank", "hidden"), saved=_WHOLE_INPUT, quantized=True),
+    Role("mla.q_a_norm", Replicate(), ("q_rank",), saved=_WHOLE_INPUT),
+    Role("mla.q_b", Heads("heads"), ("heads * qk_dim", "q_rank"), saved=_INPUT_AND_OUTPUT, quantized=True),
+    Role("mla.kv_a", Replicate(), ("kv_rank + rope_dim", "hidden"), saved=SavedForBackward(whole_out=1), quantized=True),
+    Role("mla.kv_a_norm", Replicate(), ("kv_rank",)),
+    Role("mla.kv_b", Heads("heads"), ("heads * kv_b_dim", "kv_rank"), saved=_INPUT_AND_OUTPUT, quantized=True),
+    # The MLP of a dense layer.
+    Role(
+        "mlp.norm", Replicate(), ("hidden",), names="post_attention_layernorm ln_2 ffn_norm pre_feedforward_layernorm", saved=_WHOLE_INPUT
+    ),
+    Role("mlp.gate", Column(), ("intermediate", "hidden"), names="gate_proj", saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("mlp.up", Column(), ("intermediate", "hidden"), names="up_proj c_fc dense_h_to_4h fc1", saved=_INPUT_AND_OUTPUT, quantized=True),
+    # Split only where gate and up alternate; every engine of today takes the two apart.
+    Role("mlp.gate_up", Column(), quantized=True, fuses=("mlp.gate", "mlp.up")),
+    Role(
+        "mlp.down", Row(), ("hidden", "intermediate"), names="down_proj dense_4h_to_h fc2 mlp.c_proj", saved=_DIVIDED_INPUT, quantized=True
+    ),
+    Role("mlp.post_norm", Replicate(), ("hidden",)),
+    # The router and the experts of a sparse layer.
+    Role(
+        "router",
+        Replicate(),
+        ("experts", "hidden"),
+        names="mlp.gate block_sparse_moe.gate mlp.router",
+        saved=SavedForBackward(whole_in=1, whole_out=1),
+    ),
+    Role("router.correction", Replicate(), ("experts",)),
+    Role("expert.gate", Column(), ("expert_intermediate", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("expert.up", Column(), ("expert_intermediate", "hidden"), saved=_INPUT_AND_OUTPUT, quantized=True),
+    Role("expert.down", Row(), ("hidden", "expert_intermediate"), saved=_DIVIDED_INPUT, quantized=True),
+    Role("shared_expert.gate", Column(), ("shared_intermediate", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("shared_expert.up", Column(), ("shared_intermediate", "hidden"), saved=_INPUT_AND_OUTPUT, quantized=True),
+    Role("shared_expert.down", Row(), ("hidden", "shared_intermediate"), saved=_DIVIDED_INPUT, quantized=True),
+    Role("shared_expert.score", Replicate(), ("1", "hidden")),
+    # Multi-token prediction: layers after the last one, with copies of the embedding and the head.
+    Role("mtp.embedding", Vocabulary(), ("vocab", "hidden")),
+    Role("mtp.embedding_norm", Replicate(), ("hidden",)),
+    Role("mtp.hidden_norm", Replicate(), ("hidden",)),
+    Role("mtp.projection", Column(), ("hidden", "2 * hidden")),
+    Role("mtp.final_norm", Replicate(), ("hidden",)),
+    Role("mtp.head", Vocabulary(), ("vocab", "hidden")),
+)
+
+ROLES: Mapping[str, Role] = {role.name: role for role in _ROWS}
+# The roles that a declaration may give to a weight. The others are fused, or follow from how the model is quantised.
+DECLARED_ROLES = tuple(role.name for role in _ROWS if role.shape)

@@ -1,4 +1,4 @@
-"""Which part of a weight a tensor-parallel rank holds: pure functions of the part, the number of ranks and the rank."""
+"""The part of a weight that one tensor-parallel rank holds: pure functions of the part, the number of ranks and the rank."""
 
 from __future__ import annotations
 
@@ -12,29 +12,35 @@ from reshard.models.roles import Column, Heads, Replicate, Row, Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class SplitRules:
-    """What a split needs to know beside the tensor: the model's dimensions, and to which multiple an engine pads the vocabulary."""
+    """What a split depends on besides the tensor."""
 
     dimensions: Mapping[str, int]
+    """The model's dimensions: they count the heads."""
     vocabulary_multiple: int = 1
+    """The engine pads the vocabulary to a multiple of this."""
 
     def padded_vocabulary(self, rows: int) -> int:
+        """The number of rows of a vocabulary with `rows` rows after padding."""
         return -(-rows // self.vocabulary_multiple) * self.vocabulary_multiple
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Ranks share a part in so many equal runs along an axis; each run is held by `copies` neighbouring ranks."""
+    """How tensor-parallel ranks share a part."""
 
     axis: int
+    """The axis along which it is cut."""
     runs: int
+    """The number of equal runs."""
     copies: int = 1
+    """The number of neighbouring ranks that hold the same run."""
 
 
 def cut_of(part: Part, tp: int, rules: SplitRules) -> Cut | None:
-    """How `tp` ranks share a part; None if all hold all of it.
+    """How `tp` ranks share a part; None if each rank holds the whole part.
 
-    With fewer KV heads than ranks, rank r holds head r // (tp / heads) (vLLM 0.32 QKVParallelLinear, TensorRT-LLM alike). An axis that the
-    part has not (a bias of a row-parallel layer), or along which one element stands for all (a scale), is not cut.
+    With fewer KV heads than ranks, rank r holds head r // (tp / heads); vLLM 0.32 (QKVParallelLinear) and TensorRT-LLM do the same. A part
+    is not cut along an axis that it does not have (the bias of a row-parallel layer), nor along one that a single element covers (a scale).
     """
     match part.split:
         case Replicate():
@@ -50,7 +56,7 @@ def cut_of(part: Part, tp: int, rules: SplitRules) -> Cut | None:
 
 
 def problem(part: Part, tp: int, rules: SplitRules) -> str | None:
-    """Why a part cannot be split over `tp` ranks; None if it can. The reason names the numbers that do not divide."""
+    """Why a part cannot be split over `tp` ranks, with the numbers that do not divide; None if it can."""
     if isinstance(part.split, Heads):
         heads = rules.dimensions[part.split.count]
         if heads % tp and not (part.split.copies and tp % heads == 0):
@@ -58,19 +64,17 @@ def problem(part: Part, tp: int, rules: SplitRules) -> str | None:
     cut = cut_of(part, tp, rules)
     if cut is None or part.scale:
         return None
-    size = _padded(part, rules).shape[cut.axis]
+    size, features = _padded(part, rules).shape[cut.axis], "input features" if cut.axis else "output features"
     if size % cut.runs:
-        what = "rows, padding included" if isinstance(part.split, Vocabulary) else "input features" if cut.axis else "output features"
-        return f"{tp} ranks do not divide its {size} {what}"
+        return f"{tp} ranks do not divide its {size} {'rows, padding included' if isinstance(part.split, Vocabulary) else features}"
     block = part.blocks[cut.axis] if part.blocks else None
     if block and tp > 1 and size // cut.runs % block:
-        what = "input" if cut.axis else "output"
-        return f"of its {size} {what} features each of {tp} ranks has {size // cut.runs}, no whole blocks of {block}"
+        return f"{size} {features} over {tp} ranks give {size // cut.runs} each, which is not a multiple of the FP8 block of {block}"
     return None
 
 
 def shard(part: Part, tp: int, tp_rank: int, rules: SplitRules) -> Mosaic:
-    """What `tp_rank` of `tp` holds of a part, trailing padding rows included. `problem` has been asked before."""
+    """What `tp_rank` of `tp` ranks holds of a part, rows of padding at its end included. `problem` must be None for the part."""
     cut, array = cut_of(part, tp, rules), _padded(part, rules)
     return array if cut is None else array.part(cut.axis, cut.runs, tp_rank // cut.copies)
 

@@ -1,6 +1,6 @@
-"""Plan: per canonical tensor, which source pieces feed which target pieces. Data, made without reading a weight.
+"""Plan: for each canonical tensor, the source pieces that feed the target pieces. A plan is made without reading a weight.
 
-A plan prints, serialises to JSON, splits into tasks that share no target file, and is proven before it runs (proof.py).
+A plan can be printed, written as JSON, and split into tasks that share no target file. It is proven before it runs (proof.py).
 """
 
 from __future__ import annotations
@@ -17,27 +17,32 @@ from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
+from reshard.geometry.quantities import plural
 from reshard.index.index import Index, Tensor
 from reshard.index.join import meetings
 from reshard.index.shards import primary_rows
-from reshard.plans.layout import Layout
+from reshard.plans.layout import Layout, PlacedTensor
 from reshard.plans.target import Target
 from reshard.storage.files import Files
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """One canonical tensor's way: the pieces it is read from and the pieces it is written to."""
+    """One canonical tensor in a plan."""
 
     source: Tensor
+    """The pieces that are read."""
     target: Tensor
+    """The pieces that are written."""
 
     @property
     def name(self) -> str:
+        """The canonical name."""
         return self.source.name
 
     @property
     def is_cast(self) -> bool:
+        """Whether the element type changes."""
         return self.source.dtype != self.target.dtype
 
     @property
@@ -45,70 +50,107 @@ class Route:
         """The element types that are read and written."""
         return (*self.source.dtypes, self.target.dtype)
 
+    def __repr__(self) -> str:
+        pieces = f"{plural(len(self.source.shards), 'piece')} -> {plural(len(self.target.shards), 'piece')}"
+        return f"Route({self.name!r}, {self.source.dtype} -> {self.target.dtype}, {list(self.source.shape)}, {pieces})"
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The bytes of one box: from a file to a file. `replica` marks a source copy that is compared, not written."""
+    """A box whose bytes go from one source file to one target file."""
 
     name: str
+    """The canonical tensor."""
     box: Box
+    """The box, in the coordinates of the canonical tensor."""
     source: str
+    """The source file."""
     target: str
+    """The target file."""
     replica: bool
+    """Whether the source bytes are a replica, which is compared but not written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Target files that no other task writes, and the tensors that fill them."""
+    """A part of a plan that can run on its own: no other task writes its files."""
 
     files: tuple[str, ...]
+    """The target files that it writes."""
     tensors: tuple[str, ...]
+    """The canonical tensors that fill them."""
+
+    def __repr__(self) -> str:
+        return f"Task({plural(len(self.files), 'file')}, {plural(len(self.tensors), 'tensor')})"
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over a plan, in bytes unless the name says otherwise."""
+    """Sums over a plan."""
 
     tensors: int
+    """The number of canonical tensors that are written."""
     files: int
+    """The number of target files that hold tensors."""
     read: int
+    """Bytes of primary source pieces and of scales."""
     compared: int
+    """Bytes of replicas, which are read and compared."""
     written: int
+    """Bytes of the target files."""
     copied: int
+    """Bytes of the target that come from the source."""
     filled: int
+    """Bytes of the target that hold padding or constants."""
     framing: int
+    """Bytes of the target around its tensors, such as headers."""
     cast_tensors: int
+    """The number of tensors whose element type changes."""
     dropped_tensors: int
+    """The number of source tensors that are left out."""
     dropped: int
+    """Bytes of the source tensors that are left out."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """A conversion, ready to be shown, proven and run."""
+    """A conversion that can be printed, proven and run."""
 
     source: Index
+    """The index of the source."""
     source_files: Files
+    """The files of the source."""
     content: Content
+    """The tensors of the source that are converted, and those that are left out."""
     target: Target
+    """The request that the layout fulfils."""
     layout: Layout
+    """The files of the target."""
     target_index: Index
+    """The index of the target once it is written."""
     routes: tuple[Route, ...]
+    """One route per canonical tensor, in the order in which the source's files hold them."""
+
+    def __repr__(self) -> str:
+        formats, files = f"{self.source.format} -> {self.layout.format}", plural(len(self.layout.files), "file")
+        return f"Plan({formats}, {self.layout.parallel}, {plural(len(self.routes), 'tensor')}, {files})"
 
     @property
     def drops(self) -> tuple[Drop, ...]:
-        """What of the source is left out, by choice or because the target has no place for it."""
-        tensors = self.content.tensors
-        here = (Drop(name, tensors[name].kind, tensors[name].nbytes, why) for name, why in self.layout.left_out.items() if name in tensors)
-        return (*self.content.drops, *here)
+        """The source tensors that are left out, because the selection or the target leaves them out."""
+        tensors, left_out = self.content.tensors, self.layout.left_out
+        of_target = (Drop(name, tensors[name].kind, tensors[name].nbytes, why) for name, why in left_out.items() if name in tensors)
+        return (*self.content.drops, *of_target)
 
     def copies(self) -> Iterator[Copy]:
-        """Every box that goes from one file to one file."""
+        """Every box whose bytes go from one source file to one target file."""
         for route in self.routes:
             primary = primary_rows(route.source.shards)
             for i, j, box in meetings(route.source.shards, route.target.shards):
                 yield Copy(route.name, box, route.source.shards.path(i), route.target.shards.path(j), replica=not primary[i])
 
     def totals(self) -> Totals:
+        """The sums over the plan."""
         read = compared = copied = 0
         for route in self.routes:
             volumes = route.source.shards.sizes.prod(axis=1)
@@ -135,9 +177,9 @@ class Plan:
         )
 
     def tasks(self) -> tuple[Task, ...]:
-        """The plan in independent parts: target files are in one task if a tensor goes to both.
+        """The plan in independent tasks. Two target files are in the same task if a tensor goes to both.
 
-        So each source byte is read by one task, and a task can run on another machine.
+        So every tensor is read by one task, and each task can run on another machine.
         """
         parent = {file.path: file.path for file in self.layout.files}
 
@@ -160,7 +202,7 @@ class Plan:
         return tuple(Task(tuple(paths), tuple(tensors.get(key, ()))) for key, paths in files.items())
 
     def to_json(self, *, copies: bool = False) -> dict[str, Any]:
-        """The plan as plain values with stable keys; with `copies` also every box."""
+        """The plan as plain values with stable keys. copies: include every box that is copied."""
         document: dict[str, Any] = {
             "source": {"format": self.source.format, "path": self.source_files.root},
             "target": {
@@ -215,9 +257,9 @@ class Plan:
         return document
 
     def identity(self) -> str:
-        """A digest of all that the bytes of the result depend on: what is laid out where, and which source files, in which state.
+        """A digest of everything that determines the bytes of the result: the plan, and the names, lengths and stamps of the source files.
 
-        Resuming is only sound under the same identity.
+        A conversion may only be resumed by a plan with the same identity.
         """
         digest = hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode())
         for file in self.source.files:
@@ -226,32 +268,36 @@ class Plan:
 
 
 def make_plan(source: Index, source_files: Files, content: Content, target: Target, layout: Layout) -> Plan:
-    """The plan that fills `layout` with `content`, its routes in the order in which the source's files lie."""
+    """The plan that fills `layout` with `content`. Its routes are in the order in which the source's files hold the tensors.
+
+    Raises: CheckpointError if an alias differs in dtype or shape from the tensor that is stored for it.
+    """
     target_index = layout.index(content.shapes)
-    copies: dict[str, list[Tensor]] = {}
-    for copy, kept in layout.aliases.items():
-        copies.setdefault(kept, []).append(content.tensors[copy])
-    routes = [Route(_with_copies(content.tensors[t.name], copies.get(t.name, [])), t) for t in target_index.tensors]
-    routes.sort(key=lambda route: _place(route.source))
+    aliases: dict[str, list[Tensor]] = {}
+    for alias, stored in layout.aliases.items():
+        aliases.setdefault(stored, []).append(content.tensors[alias])
+    routes = [Route(_with_aliases(content.tensors[t.name], aliases.get(t.name, [])), t) for t in target_index.tensors]
+    routes.sort(key=lambda route: _first_position(route.source))
     return Plan(source, source_files, content, target, layout, target_index, tuple(routes))
 
 
-def _with_copies(tensor: Tensor, copies: list[Tensor]) -> Tensor:
-    """A tensor that stands for others, too: they are compared with it whenever it is read."""
-    for copy in copies:
-        if (copy.dtype, copy.shape) != (tensor.dtype, tensor.shape):
+def _with_aliases(tensor: Tensor, aliases: list[Tensor]) -> Tensor:
+    """The tensor with its aliases as replicas, which are compared with it whenever it is read."""
+    for alias in aliases:
+        if (alias.dtype, alias.shape) != (tensor.dtype, tensor.shape):
             raise CheckpointError(
-                f"it is {copy.dtype} {list(copy.shape)}, {tensor.name} is {tensor.dtype} {list(tensor.shape)}",
-                where=copy.name,
-                why="The target keeps them once",
+                f"it is {alias.dtype} {list(alias.shape)}, {tensor.name} is {tensor.dtype} {list(tensor.shape)}",
+                where=alias.name,
+                why="The target stores the two as one tensor",
             )
-    if not copies:
+    if not aliases:
         return tensor
-    distinct = {id(copy.shards): copy.shards for copy in copies if copy.shards is not tensor.shards}
+    distinct = {id(alias.shards): alias.shards for alias in aliases if alias.shards is not tensor.shards}
     return replace(tensor, shards=tensor.shards.with_copies(list(distinct.values())))
 
 
-def _place(tensor: Tensor) -> tuple[str, int]:
+def _first_position(tensor: Tensor) -> tuple[str, int]:
+    """The file of a tensor's first piece and its position there, to sort by."""
     shards = tensor.shards
     if not len(shards):
         return "", 0
@@ -259,14 +305,16 @@ def _place(tensor: Tensor) -> tuple[str, int]:
     return shards.path(first), int(shards.positions[first])
 
 
-def _stored_json(item: Any) -> dict[str, Any]:
+def _stored_json(item: PlacedTensor) -> dict[str, Any]:
     stored = item.tensor
     return {
         "name": stored.name,
         "dtype": str(stored.dtype),
         "shape": list(stored.shape),
         "byte_offset": item.byte_offset,
-        "holds": [{"tensor": s.name, "offsets": list(s.box.offsets), "sizes": list(s.box.sizes)} for s in stored.sections],
+        "holds": [
+            {"tensor": section.name, "offsets": list(section.box.offsets), "sizes": list(section.box.sizes)} for section in stored.sections
+        ],
         "filled_elements": stored.filled,
     }
 

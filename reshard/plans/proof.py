@@ -1,7 +1,7 @@
-"""Proof: what can be known about a plan before a byte is read.
+"""Proof: what is certain about a plan before a byte is read.
 
-Every target byte has exactly one origin; every source weight is used or named as dropped; and a round trip is the identity,
-shown by composing the plan with the index that the target's own reader makes of the planned headers.
+Every target byte has exactly one origin. Every source weight is used, or named as dropped. And a round trip is the identity: this is shown
+by composing the plan with the index that the target's own reader makes from the planned headers.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.canonical.content import keyed
+from reshard.canonical.content import tensors_by_key
 from reshard.canonical.optimizer_state import is_master_key
 from reshard.errors import ReshardError
 from reshard.geometry.boxes import Box
 from reshard.geometry.extents import Extent, Piece, runs
+from reshard.geometry.quantities import plural
 from reshard.geometry.stored import StoredTensor
 from reshard.index.index import Index, Tensor, check_coverage
 from reshard.index.join import rows_meeting
-from reshard.plans.layout import Placed, TargetFile
+from reshard.plans.layout import PlacedTensor, TargetFile
 from reshard.plans.plan import Plan, Route
 
 
 class ProofFailed(ReshardError):
-    """A plan that would lose or invent bytes: a defect of reshard, never of the input."""
+    """The plan would lose or invent bytes. This is always a defect of reshard, not of the input."""
 
     exit_code = 1
 
@@ -32,14 +33,14 @@ class ProofFailed(ReshardError):
 def prove(plan: Plan) -> None:
     """Raises ProofFailed unless every target byte has exactly one origin and every source weight arrives or is named as dropped.
 
-    Of a plan of one rank alone only the first can be said.
+    For a plan of one rank only the first part is checked, because the other ranks hold the other weights.
     """
     for file in plan.layout.files:
         _file_is_tiled(file)
         for item in file.tensors:
             _sections_are_disjoint(file, item)
     if plan.target.only_rank:
-        return  # the other ranks hold the rest
+        return
     for route in plan.routes:
         check_coverage(route.target)
     scales = {route.source.scaling.scales.name for route in plan.routes if route.source.scaling}
@@ -47,14 +48,14 @@ def prove(plan: Plan) -> None:
         {route.name for route in plan.routes} | plan.layout.aliases.keys() | set(plan.layout.inlined_scalars) | plan.layout.left_out.keys()
     )
     if lost := sorted(set(plan.content.tensors) - routed):
-        raise ProofFailed("the plan gives this weight no place and does not name it as dropped", where=lost[0])
+        raise ProofFailed("the plan neither writes this weight nor names it as dropped", where=lost[0])
     named = len(plan.content.tensors) + len(scales) - len(plan.content.duplicate_masters) + len(plan.content.drops) + len(plan.content.tied)
     if named != len(plan.source.tensors):
         raise ProofFailed(f"the source has {len(plan.source.tensors)} tensors, the plan accounts for {named}")
 
 
 def _file_is_tiled(file: TargetFile) -> None:
-    """Literals and tensors follow each other from the first byte to the last, without hole or overlap."""
+    """Raises ProofFailed unless literals and tensors follow each other from the first byte to the last, without hole or overlap."""
     ranges = [(offset, offset + len(data), "framing") for offset, data in file.literals]
     ranges += [(item.byte_offset, item.byte_offset + item.tensor.nbytes, item.tensor.name) for item in file.tensors]
     end = 0
@@ -66,46 +67,57 @@ def _file_is_tiled(file: TargetFile) -> None:
         raise ProofFailed(f"planned bytes end at {end:,}, the file at {file.nbytes:,}", where=file.path)
 
 
-def _sections_are_disjoint(file: TargetFile, item: Placed) -> None:
+def _sections_are_disjoint(file: TargetFile, item: PlacedTensor) -> None:
+    """Raises ProofFailed unless the sections of a stored tensor are disjoint and its other elements are fill."""
     stored = item.tensor
-    found = np.array(sorted(run for piece in section_pieces(stored, file.path) for run in runs(piece)), np.int64).reshape(-1, 2)
-    if len(found) and ((found[1:, 0] < found[:-1, 1]).any() or found[-1, 1] > stored.nbytes):
+    ranges = np.array(sorted(run for piece in section_pieces(stored, file.path) for run in runs(piece)), np.int64).reshape(-1, 2)
+    if len(ranges) and ((ranges[1:, 0] < ranges[:-1, 1]).any() or ranges[-1, 1] > stored.nbytes):
         raise ProofFailed("two canonical tensors claim the same bytes", where=f"{file.path}, {stored.name}")
-    if int((found[:, 1] - found[:, 0]).sum()) + stored.filled * stored.dtype.itemsize != stored.nbytes:
+    if int((ranges[:, 1] - ranges[:, 0]).sum()) + stored.filled * stored.dtype.itemsize != stored.nbytes:
         raise ProofFailed("filled and copied bytes do not add up", where=f"{file.path}, {stored.name}")
 
 
 def section_pieces(stored: StoredTensor, path: str) -> Iterator[Piece]:
-    """The sections of a stored tensor as pieces, byte offsets counted from the stored tensor's first byte."""
+    """The sections of a stored tensor as pieces, with byte offsets from the first byte of the stored tensor."""
     for section in stored.sections:
         yield Piece(section.box, Extent(path, section.start * stored.dtype.itemsize, section.strides, stored.dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTrip:
-    """What composing there and back has shown: how many boxes and bytes map to themselves, and what does not (as sentences)."""
+    """The result of composing a plan with the way back."""
 
     tensors: int
+    """The number of tensors of the plan."""
     boxes: int
+    """The number of boxes that were compared."""
     nbytes: int
+    """The bytes of these boxes."""
     losses: tuple[str, ...]
+    """A sentence for each box or tensor that is lost or changed; empty if the round trip is the identity."""
+
+    def __repr__(self) -> str:
+        sizes = f"{plural(self.tensors, 'tensor')}, {plural(self.boxes, 'box', 'boxes')}, {plural(self.nbytes, 'byte')}"
+        return f"RoundTrip({sizes}, {plural(len(self.losses), 'loss', 'losses')})"
 
 
 def compose(plan: Plan, read_back: Index) -> RoundTrip:
-    """The plan followed by the way back, as `read_back` (what a reader of the target's files understands) defines it.
+    """The round trip of a plan. read_back: the index that a reader of the target's format makes from the planned headers.
 
-    For every box of every tensor the bytes that the plan writes must be the bytes that the reader takes for that box, at the same
-    offset, with the same strides and element type; and all boxes must be read. Then the way back ends where it began.
+    The round trip is the identity if, for every box of every tensor, the reader takes the bytes that the plan writes: at the same byte
+    offset, with the same strides and element type. And every box must be read.
+
+    Raises: CheckpointError if the tensors that are read back have a hole.
     """
-    back = keyed(read_back)
+    back = tensors_by_key(read_back)
     losses: list[str] = []
     boxes = nbytes = 0
     for route in plan.routes:
         if route.is_cast and not widens(route):
-            losses.append(f"{route.name}: cast from {route.source.dtype} to {route.target.dtype} does not come back bit by bit")
+            losses.append(f"{route.name}: a cast from {route.source.dtype} to {route.target.dtype} does not come back bit by bit")
         returned = back.pop(route.name, None)
         if returned is None:
-            losses.append(f"{route.name}: written, but the reader does not find it")
+            losses.append(f"{route.name}: it is written, but the reader does not find it")
             continue
         if (returned.dtype, returned.shape) != (route.target.dtype, route.target.shape):
             losses.append(f"{route.name}: written as {route.target.dtype} {route.target.shape}, read as {returned.dtype} {returned.shape}")
@@ -115,23 +127,23 @@ def compose(plan: Plan, read_back: Index) -> RoundTrip:
             boxes += 1
             nbytes += box.volume * returned.dtype.itemsize
             if not same:
-                losses.append(f"{route.name} {box}: read from other bytes than it is written to")
+                losses.append(f"{route.name} {box}: it is read from other bytes than it is written to")
     written = {route.name: route.target for route in plan.routes}
-    for name, kept in plan.layout.aliases.items():
-        if is_master_key(name) and name not in back:
+    for alias, stored in plan.layout.aliases.items():
+        if is_master_key(alias) and alias not in back:
             continue  # the weight is its own full-precision copy
-        returned = back.pop(name, None)
-        if returned is None or not all(same for _, same in _compared(written[kept], returned)):
-            losses.append(f"{name}: the reader does not find it where {kept} is, which stands for it")
-    known = {(constant.path, constant.byte_offset) for constant in plan.target_index.constants}
+        returned = back.pop(alias, None)
+        if returned is None or not all(same for _, same in _compared(written[stored], returned)):
+            losses.append(f"{alias}: the reader does not find it in the bytes of {stored}, under which it is stored")
+    constants = {(constant.path, constant.byte_offset) for constant in plan.target_index.constants}
     for name, returned in back.items():
-        if not all((piece.extent.path, piece.extent.byte_offset) in known for piece in returned.pieces()):
-            losses.append(f"{name}: the reader finds it, but nothing was written")
+        if not all((piece.extent.path, piece.extent.byte_offset) in constants for piece in returned.pieces()):
+            losses.append(f"{name}: the reader finds it, but the plan does not write it")
     return RoundTrip(len(plan.routes), boxes, nbytes, tuple(losses))
 
 
 def widens(route: Route) -> bool:
-    """Whether a route's cast keeps every value, so that casting back gives the same bits."""
+    """Whether the cast of a route keeps every value, so that the cast back gives the same bits."""
     return route.source.scaling is None and (route.source.dtype.name, route.target.dtype.name) in _EXACT
 
 
@@ -142,7 +154,7 @@ _EXACT = {
 
 
 def _compared(written: Tensor, returned: Tensor) -> Iterator[tuple[Box, bool]]:
-    """Each returned piece's box, and whether the written pieces put exactly its bytes there."""
+    """The box of each returned piece, and whether the written pieces have exactly its bytes."""
     offsets, stops = written.shards.offsets, written.shards.offsets + written.shards.sizes
     for piece in returned.pieces():
         if not piece.box.volume:
@@ -159,5 +171,5 @@ def _compared(written: Tensor, returned: Tensor) -> Iterator[tuple[Box, bool]]:
 
 
 def _address(piece: Piece, box: Box) -> tuple[int, tuple[int, ...]]:
-    """Where a box of a piece starts and how it goes on; an axis of one element goes nowhere."""
+    """The byte offset and the strides of a box of a piece. The stride of an axis of one element is never used, and counts as 0."""
     return piece.byte_offset_of(box), tuple(stride if size > 1 else 0 for stride, size in zip(piece.extent.strides, box.sizes, strict=True))

@@ -1,4 +1,4 @@
-"""What a person wants to know of an index or a plan, as plain values that text and JSON both print."""
+"""Summaries of an index or a plan, as plain values that the command line prints as text or JSON."""
 
 from __future__ import annotations
 
@@ -16,102 +16,119 @@ from reshard.plans.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class KindSummary:
-    """How much of an index is of one role and element type."""
+    """The tensors of an index that have one kind and element type."""
 
     kind: str
+    """The kind, such as "weight"."""
     dtype: str
+    """The element type."""
     tensors: int
+    """The number of tensors."""
     elements: int
+    """The number of their elements."""
     nbytes: int
+    """Their bytes, stored once."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Tensors that differ by the numbers in their names only: the same weight in every layer.
-
-    `state` tells what the optimizer keeps of the same shape and cut, such as "moment1, moment2 (F32)".
-    """
+    """Tensors whose names differ only in their numbers, such as the same weight in every layer."""
 
     name: str
+    """One name for all, such as "model.layers.{0..31}.mlp.up_proj.weight"."""
     kind: str
+    """Their kind."""
     dtype: str
+    """Their element type."""
     shape: tuple[int, ...]
+    """Their global shape."""
     sharding: str
+    """How they are cut, such as "4 along axis 0"."""
     state: str
+    """The optimizer state of the same shape and cut, such as "moment1, moment2 (F32)"; may be empty."""
     count: int
+    """The number of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSummary:
-    """What one rank of a target holds. Ranges are half-open (start, stop); None where the model is not known."""
+    """The content of one rank of a target. Ranges are half-open (start, stop), and None if the model is not known."""
 
     ranks: dict[str, int]
+    """The rank, such as {"tp": 3, "pp": 0}; empty if the target is not split."""
     files: tuple[str, ...]
+    """Its files."""
     tensors: int
+    """The number of its stored tensors."""
     nbytes: int
+    """The bytes of its files."""
     layers: tuple[int, int] | None
+    """Its layers, from the first to the last."""
     query_heads: tuple[int, int] | None
+    """Its query heads."""
     kv_heads: tuple[int, int] | None
+    """Its KV heads."""
     vocabulary: tuple[int, int] | None
+    """Its rows of the vocabulary."""
     padding_rows: int
+    """The largest number of padding rows in one of its tensors."""
 
 
-def roles(index: Index) -> tuple[KindSummary, ...]:
-    """Bytes by role and element type, in the roles' order."""
+def kinds(index: Index) -> tuple[KindSummary, ...]:
+    """The tensors of an index by kind and element type, in the order in which these first occur."""
     groups: dict[tuple[str, str], list[Tensor]] = {}
     for tensor in index.tensors:
         groups.setdefault((tensor.kind, tensor.dtype.name), []).append(tensor)
     return tuple(
-        KindSummary(role, dtype, len(found), sum(t.elements for t in found), sum(t.nbytes for t in found))
-        for (role, dtype), found in groups.items()
+        KindSummary(kind, dtype, len(tensors), sum(t.elements for t in tensors), sum(t.nbytes for t in tensors))
+        for (kind, dtype), tensors in groups.items()
     )
 
 
-def parameters(content: Content) -> int:
-    """The number of the model's elements; a tied table counts once, scales of quantised weights not at all."""
+def parameter_count(content: Content) -> int:
+    """The number of the model's elements. A tied table counts once, and scales of quantised weights do not count."""
     scales = {name for name, weight in content.model.weights.items() if weight.scale} if content.model else set()
     return sum(tensor.elements for name, tensor in content.weights.items() if name not in scales)
 
 
 def groups(tensors: Iterable[Tensor]) -> tuple[TensorGroup, ...]:
-    """The tensors with the numbers in their names taken together, and with what an optimizer keeps of each; weights first.
+    """The tensors in groups whose names differ only in their numbers, weights first.
 
-    Of step counts, one per weight and all alike, there is one group.
+    Optimizer state of the same shape and cut as its weight is listed with the weight. All step counts are one group.
     """
     by_name: dict[str, list[Tensor]] = {}
     for tensor in tensors:
         by_name.setdefault(tensor.name, []).append(tensor)
-    found: dict[tuple[object, ...], list[Tensor]] = {}
+    similar: dict[tuple[object, ...], list[Tensor]] = {}
     for same_name in by_name.values():
         for first, state in _with_state(same_name):
             pattern = first.kind if first.kind == "step" else re.sub(r"\d+", "#", first.name)
-            found.setdefault((pattern, first.kind, first.dtype, first.shape, sharding_text(first), state), []).append(first)
-    rows = [
-        TensorGroup(_group_name(same), same[0].kind, same[0].dtype.name, same[0].shape, sharding_text(same[0]), str(key[-1]), len(same))
-        for key, same in found.items()
-    ]
+            similar.setdefault((pattern, first.kind, first.dtype, first.shape, sharding_text(first), state), []).append(first)
+    rows = [_group(same, str(key[-1])) for key, same in similar.items()]
     return tuple(sorted(rows, key=lambda row: row.kind != "weight"))
 
 
+def _group(same: list[Tensor], state: str) -> TensorGroup:
+    first = same[0]
+    name = "(of each weight)" if first.kind == "step" and len(same) > 1 else _common_name([tensor.name for tensor in same])
+    return TensorGroup(name, first.kind, first.dtype.name, first.shape, sharding_text(first), state, len(same))
+
+
 def _with_state(same_name: list[Tensor]) -> Iterator[tuple[Tensor, str]]:
-    """The weight of a name with the roles of what has its shape and cut; and what has not, by itself."""
+    """The weight among the tensors of one name, with the kinds that have its shape and cut; then the other tensors one by one."""
     first = next((tensor for tensor in same_name if tensor.kind == "weight"), same_name[0])
     form = first.shape, sharding_text(first)
-    alike = [t for t in same_name if t is not first and t.kind != "step" and (t.shape, sharding_text(t)) == form]
+    states = [t for t in same_name if t is not first and t.kind != "step" and (t.shape, sharding_text(t)) == form]
     by_dtype: dict[str, list[str]] = {}
-    for tensor in alike:
+    for tensor in states:
         by_dtype.setdefault(tensor.dtype.name, []).append(tensor.kind)
-    yield first, "; ".join(f"{', '.join(roles)} ({dtype})" for dtype, roles in by_dtype.items())
-    known = {id(tensor) for tensor in (first, *alike)}
-    yield from ((tensor, "") for tensor in same_name if id(tensor) not in known)
-
-
-def _group_name(same: list[Tensor]) -> str:
-    return "(of each weight)" if same[0].kind == "step" and len(same) > 1 else _common_name([tensor.name for tensor in same])
+    yield first, "; ".join(f"{', '.join(kinds)} ({dtype})" for dtype, kinds in by_dtype.items())
+    listed = {id(tensor) for tensor in (first, *states)}
+    yield from ((tensor, "") for tensor in same_name if id(tensor) not in listed)
 
 
 def _common_name(names: list[str]) -> str:
-    """One name for several: each number that varies becomes {first..last}, or {a,b} where the numbers are not consecutive."""
+    """One name for several: a number that varies becomes {first..last}, or {a,b} if its values are not consecutive."""
     rows = [re.findall(r"\d+", name) for name in names]
     words = re.split(r"\d+", names[0])
     text = words[0]
@@ -129,7 +146,7 @@ def _range_text(numbers: list[int]) -> str:
 
 
 def ranks(plan: Plan) -> tuple[RankSummary, ...]:
-    """What each rank of a target holds; a target that is not split has one entry for all its files."""
+    """The content of each rank of a target. A target that is not split has one entry for all its files."""
     by_rank: dict[tuple[tuple[str, int], ...], list[TargetFile]] = {}
     for file in plan.layout.files:
         by_rank.setdefault(tuple(file.ranks.items()), []).append(file)
@@ -172,6 +189,7 @@ def _row_length(shape: tuple[int, ...]) -> int:
 
 
 def _hull(ranges: list[tuple[int, int]] | None, unit: int) -> tuple[int, int] | None:
+    """The smallest range that contains all ranges, in units of `unit` rows."""
     return (min(start for start, _ in ranges) // unit, -(-max(stop for _, stop in ranges) // unit)) if ranges else None
 
 

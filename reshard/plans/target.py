@@ -1,4 +1,4 @@
-"""Target: what a format is asked to lay out."""
+"""Target: the request that a format lays out."""
 
 from __future__ import annotations
 
@@ -9,44 +9,46 @@ from typing import Any
 
 from reshard.geometry.dtypes import BF16, DType
 from reshard.geometry.parallel import ONE_RANK, Parallel
+from reshard.geometry.quantities import plural
 from reshard.index.index import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is asked for: a format, parallel sizes, element types, and the format's own options."""
+    """A request for a target: a format, parallel sizes, element types, and the format's own options."""
 
     format: str
     """The format's name."""
     parallel: Parallel = ONE_RANK
-    """Its parallel sizes."""
+    """The parallel sizes."""
     dtype: DType | None = None
-    """Cast floating-point weights to it; None keeps each weight's own."""
+    """Cast floating-point weights to this type; None: each weight keeps its own type."""
     keep_dtype: tuple[str, ...] = ()
     """Globs of tensors that `dtype` does not cast."""
     dtype_kept_for: frozenset[str] = frozenset()
-    """Tensors whose type stays whatever `dtype` says: quantised weights and their scales."""
+    """Names of tensors that `dtype` never casts: quantised weights and their scales."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The format's own options, parsed."""
     only_rank: Mapping[str, int] = field(default_factory=dict)
-    """The one rank that is asked for, such as {"tp": 3, "pp": 0}; a layout may leave out the files of all others. Empty: all ranks."""
+    """The one rank that is requested, such as {"tp": 3, "pp": 0}; a layout may leave out the files of other ranks. Empty: all ranks."""
 
     @property
     def engine_version(self) -> str | None:
-        """The version of the serving engine that will load the result; None for the newest known."""
+        """The version of the serving engine that will load the files; None for the newest known version."""
         return self.options.get("engine_version")
 
     @property
     def max_shard_size(self) -> int | None:
-        """Most bytes of tensors in one file; None for no limit."""
+        """The most bytes of tensors in one file; None for no limit."""
         return self.options.get("max_shard_size")
 
     def wants(self, ranks: Mapping[str, int]) -> bool:
-        """Whether the files of a rank are asked for. An axis that one side does not name has one rank, 0, or does not matter."""
+        """Whether the files of a rank are requested. An axis that `ranks` does not name counts as rank 0; an axis that `only_rank` does not
+        name does not matter."""
         return all(ranks.get(axis, 0) == rank for axis, rank in self.only_rank.items())
 
     def dtype_of(self, tensor: Tensor) -> DType:
-        """The element type that a tensor will be stored with."""
+        """The element type in which the target stores a tensor."""
         if tensor.scaling:
             return self.dtype or BF16
         is_weight = tensor.kind in ("weight", "master")
@@ -59,3 +61,6 @@ class Target:
         ):
             return tensor.dtype
         return self.dtype
+
+    def __repr__(self) -> str:
+        return f"Target({self.format}, {self.parallel}, dtype {self.dtype or 'kept'}, {plural(len(self.options), 'option')})"

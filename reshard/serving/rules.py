@@ -1,6 +1,6 @@
 """How a serving engine lays out what one rank holds: data over the roles of a model, the same for all architectures.
 
-model.parts -> those of the stage -> each cut for the rank -> joined as the engine fuses them -> under the engine's name
+model.parts() -> those of the stage -> each cut for the rank -> joined as the engine fuses them -> under the engine's name
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _unaligned(model: Model, rules: EngineRules) -> tuple[str, str] | None:
 def _parts(model: Model, as_stored: frozenset[str], lacks: frozenset[tuple[str, str]]) -> dict[int | None, tuple[Part, ...]]:
     """The parts for which there is a place, by layer."""
     found: dict[int | None, list[Part]] = {}
-    for part in model.parts_but(as_stored):
+    for part in model.parts(keep_fused=as_stored):
         if (part.role, part.parameter) not in lacks:
             found.setdefault(part.layer, []).append(part)
     return {layer: tuple(held) for layer, held in found.items()}
@@ -345,7 +345,7 @@ def shared_copies(model: Model, rules: EngineRules) -> dict[str, str]:
     """Canonical tensors for which an engine keeps another one, and which must equal it: scales of fused experts."""
     last_of = {role: fusion.roles[-1] for fusion in rules.fusions for role in fusion.roles}
     left_out = layers_not_served(model)
-    experts = (part for part in model.parts_but(rules.as_stored) if part.expert is not None and part.tensor not in left_out)
+    experts = (part for part in model.parts(keep_fused=rules.as_stored) if part.expert is not None and part.tensor not in left_out)
     scales = [part for part in experts if part.parameter in rules.scales_kept_once]
     kept = {(part.layer, part.expert, part.parameter, part.role): part.tensor for part in scales}
     found = {part.tensor: kept[part.layer, part.expert, part.parameter, last_of[part.role]] for part in scales}

@@ -1,7 +1,7 @@
-"""Ranges of files that were compressed or otherwise encoded as a whole, readable at any place as if they were not.
+"""Decoded ranges: byte ranges of files that are compressed or otherwise encoded, readable at any offset of the decoded bytes.
 
-Such a range cannot be entered in the middle. It is decoded once, from its start, into an unnamed temporary file (in TMPDIR), and
-read from there; a few of them are kept. So memory stays constant, and the disk holds some entries more.
+An encoded range can only be decoded from its start. It is decoded once into an unnamed temporary file (in TMPDIR) and read from there. At
+most _MAX_DECODED such files exist at a time, so memory stays constant and the use of the disk is bounded.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from reshard.storage.system_calls import read_at
 Read = Callable[[str, int, memoryview], None]
 
 _CHUNK = 1 << 20
-_KEPT = 16
+_MAX_DECODED = 16
 
 
 class _Decoder(Protocol):
-    """Bytes in, bytes out. One with frames also has `eof`, true once its frame has ended."""
+    """A decompressor. If its input consists of frames it also has `eof`, which is true after the end of the frame."""
 
     def decompress(self, data: bytes) -> bytes: ...
 
@@ -34,94 +34,116 @@ def _zstd() -> Any:
     return zstandard.ZstdDecompressor().decompressobj()
 
 
-# The names that torch's extensions give themselves: torch/distributed/checkpoint/_extension.py, ZStandard.registry_name.
+# The names by which torch registers its extensions: torch/distributed/checkpoint/_extension.py, ZStandard.registry_name.
 _CODECS: dict[str, Callable[[], Any]] = {"stream.zstd/1": _zstd, "stream.zstd": _zstd}
 
 
 def check_known(names: Sequence[str], *, where: str) -> None:
-    """Raises CheckpointError, naming it, for a codec that cannot be undone."""
+    """Raises CheckpointError for a codec that reshard cannot decode."""
     if unknown := [name for name in names if name not in _CODECS]:
         raise CheckpointError(
-            f"its bytes went through {unknown[0]!r} when they were saved, which is not known",
+            f"its bytes were encoded by the unknown stream extension {unknown[0]!r}",
             where=where,
-            why=f"Known are {', '.join(_CODECS)}; anything else would be read as garbage",
+            why=f"Known extensions are {', '.join(_CODECS)}; without decoding, the bytes would be read as garbage",
             do="Save the checkpoint without that stream extension",
         )
 
 
 @dataclass(slots=True, eq=False)
 class _Range:
+    """An encoded byte range, and its decoded bytes while they are on the disk."""
+
     path: str
+    """The file that holds the encoded bytes."""
     start: int
+    """The byte offset of the range in that file."""
     nbytes: int
+    """The length of the range before decoding."""
     codecs: tuple[str, ...]
+    """The codecs in the order in which they encoded the bytes."""
     limit: int
+    """The most bytes that decoding may produce."""
     lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while the decoded file is written, read or closed."""
     file: Any = None
+    """The open temporary file with the decoded bytes; None if there is none at the moment."""
     size: int = 0
+    """The number of decoded bytes, once they have been decoded."""
 
 
 class DecodedRanges:
-    """The decoded ranges of a tree of files, each under a path of its own, which no file can have."""
+    """The decoded ranges of a tree of files. Each has a path of its own, with a NUL byte, so that it cannot be the path of a file."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
         self._ranges: dict[str, _Range] = {}
-        self._kept: OrderedDict[str, _Range] = OrderedDict()
+        self._recent: OrderedDict[str, _Range] = OrderedDict()
         self._lock = threading.Lock()
 
     def __contains__(self, path: str) -> bool:
         return path in self._ranges
 
     def add(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
-        """The path of bytes [start, start + nbytes) of a file with `codecs` undone, the last one first; at most `limit` bytes."""
+        """The path under which bytes [start, start + nbytes) of a file can be read decoded, with `codecs` undone from last to first.
+
+        limit: the most bytes that the decoded range may have; reading a larger one raises CheckpointError.
+        """
         name = f"{path}\0{start}+{nbytes} ({', '.join(codecs)} undone)"
         self._ranges.setdefault(name, _Range(path, start, nbytes, codecs, limit))
         return name
 
     def size(self, path: str) -> int:
-        return int(self._with_file(path, lambda found: found.size))
+        """The number of decoded bytes of a range. Raises CheckpointError as `read_into` does."""
+        return int(self._with_file(path, lambda encoded: encoded.size))
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        def fill(found: _Range) -> None:
-            if byte_offset + len(buffer) > found.size:
-                raise CheckpointError(f"decoded it has {found.size:,} bytes, {byte_offset + len(buffer):,} are wanted", where=_shown(path))
+        """Fill the buffer with decoded bytes from `byte_offset` on.
+
+        Raises: CheckpointError if the range cannot be decoded, decodes to more than its limit, or ends before the buffer is full.
+        """
+
+        def fill(encoded: _Range) -> None:
+            if byte_offset + len(buffer) > encoded.size:
+                raise CheckpointError(
+                    f"it decodes to {encoded.size:,} bytes, {byte_offset + len(buffer):,} are needed", where=_readable(path)
+                )
             done = 0
             while done < len(buffer):
-                done += read_at(found.file.fileno(), buffer[done:], byte_offset + done)
+                done += read_at(encoded.file.fileno(), buffer[done:], byte_offset + done)
 
         self._with_file(path, fill)
 
     def _with_file(self, path: str, use: Callable[[_Range], Any]) -> Any:
-        found = self._ranges[path]
-        with found.lock:
-            if found.file is None:
-                self._decode(found, path)
-            result = use(found)
-        self._keep(path, found)
+        encoded = self._ranges[path]
+        with encoded.lock:
+            if encoded.file is None:
+                self._decode(encoded, path)
+            result = use(encoded)
+        self._note_use(path, encoded)
         return result
 
-    def _keep(self, path: str, found: _Range) -> None:
+    def _note_use(self, path: str, encoded: _Range) -> None:
+        """Make a range the most recently used one, and close the file of the least recently used one if there are too many."""
         with self._lock:
-            self._kept[path] = found
-            self._kept.move_to_end(path)
-            old = self._kept.popitem(last=False)[1] if len(self._kept) > _KEPT else None
+            self._recent[path] = encoded
+            self._recent.move_to_end(path)
+            old = self._recent.popitem(last=False)[1] if len(self._recent) > _MAX_DECODED else None
         if old is not None:
             with old.lock:
                 if old.file is not None:
                     old.file.close()
                 old.file = None
 
-    def _decode(self, found: _Range, path: str) -> None:
-        file = tempfile.TemporaryFile(prefix="reshard-")  # noqa: SIM115  # closed when it is no longer kept
+    def _decode(self, encoded: _Range, path: str) -> None:
+        file = tempfile.TemporaryFile(prefix="reshard-")  # noqa: SIM115  # `_note_use` closes it
         size = 0
         try:
-            for data in self._decoded(found, path):
+            for data in self._decoded(encoded, path):
                 size += len(data)
-                if size > found.limit:
+                if size > encoded.limit:
                     raise CheckpointError(
-                        f"decoded it has more than the {found.limit:,} bytes that it should hold",
-                        where=_shown(path),
+                        f"it decodes to more than {encoded.limit:,} bytes, the most that it should have",
+                        where=_readable(path),
                         why="The file does not belong to its metadata, or was made to fill the disk",
                     )
                 file.write(data)
@@ -129,23 +151,23 @@ class DecodedRanges:
         except BaseException:
             file.close()
             raise
-        found.file, found.size = file, size
+        encoded.file, encoded.size = file, size
 
-    def _decoded(self, found: _Range, path: str) -> Iterator[bytes]:
-        data: Iterator[bytes] = self._raw(found)
-        for name in reversed(found.codecs):
-            data = _undone(data, _CODECS[name](), _shown(path))
+    def _decoded(self, encoded: _Range, path: str) -> Iterator[bytes]:
+        data: Iterator[bytes] = self._raw(encoded)
+        for name in reversed(encoded.codecs):
+            data = _decompressed(data, _CODECS[name](), _readable(path))
         return data
 
-    def _raw(self, found: _Range) -> Iterator[bytes]:
-        for at in range(0, found.nbytes, _CHUNK):
-            buffer = bytearray(min(_CHUNK, found.nbytes - at))
-            self._read(found.path, found.start + at, memoryview(buffer))
+    def _raw(self, encoded: _Range) -> Iterator[bytes]:
+        for at in range(0, encoded.nbytes, _CHUNK):
+            buffer = bytearray(min(_CHUNK, encoded.nbytes - at))
+            self._read(encoded.path, encoded.start + at, memoryview(buffer))
             yield bytes(buffer)
 
 
-def _undone(data: Iterator[bytes], decoder: _Decoder, where: str) -> Iterator[bytes]:
-    # Small inputs: a decoder returns all that one input holds at once, and zeros shrink a thousandfold.
+def _decompressed(data: Iterator[bytes], decoder: _Decoder, where: str) -> Iterator[bytes]:
+    # Inputs are small because a decoder returns the whole output of an input at once, and zeros compress a thousandfold.
     for chunk in data:
         for at in range(0, len(chunk), 1 << 14):
             try:
@@ -160,5 +182,5 @@ def _undone(data: Iterator[bytes], decoder: _Decoder, where: str) -> Iterator[by
         raise CheckpointError("its compressed bytes end too early", where=where, why="The file was cut short", do="Copy it again")
 
 
-def _shown(path: str) -> str:
+def _readable(path: str) -> str:
     return path.replace("\0", " bytes ")

@@ -1,7 +1,7 @@
-"""Reading bytes: the only place that opens a checkpoint's files.
+"""Files: a read-only tree of files, on the local disk (LocalFiles) or planned in memory (VirtualFiles).
 
-`Files` is the whole interface between reshard and a storage: list a folder, know a size, read a range. Paths are relative
-to the checkpoint, with forward slashes. What a checkpoint says about paths is a claim; `inside` makes it a fact.
+`Files` is the whole interface between reshard and a storage: list a folder, tell a size, read a range. Paths are relative to the
+checkpoint, with forward slashes. A path in a checkpoint's metadata is a claim until `inside` has checked it.
 """
 
 from __future__ import annotations
@@ -22,78 +22,91 @@ from reshard.storage.system_calls import open_files_at_once, read_at
 
 
 class Files(Protocol):
-    """A read-only tree of files. `root` is how messages name it."""
+    """A read-only tree of files."""
 
     root: str
+    """The name of the tree in messages: a directory, or an archive."""
 
     def list(self, folder: str = "") -> tuple[str, ...]:
-        """The paths of the entries of a folder, sorted; folders end in a slash. Empty if there is no such folder."""
+        """The paths of the entries of a folder, sorted; folders end in a slash. Empty if the folder does not exist."""
 
     def size(self, path: str) -> int | None:
-        """The file's length in bytes; None if there is no such file."""
+        """The file's length in bytes; None if the file does not exist."""
 
     def stamp(self, path: str) -> str:
-        """A text that changes when the file is written again."""
+        """A text that changes whenever the file is written."""
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill the buffer with the file's bytes from `byte_offset` on. Raises CheckpointError if they are not there."""
+        """Fill the buffer with the file's bytes from `byte_offset` on.
+
+        Raises: CheckpointError if the file is missing, ends before the buffer is full, or cannot be read.
+        """
 
     def read_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
-        """Fill the buffer with runs of equal length, one after the other, that start at these bytes of the file."""
+        """Fill the buffer with runs of equal length, one after the other. Each run starts at one of the byte offsets.
+
+        Raises: CheckpointError as `read_into` does.
+        """
 
     def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
-        """The path under which bytes [start, start + nbytes) of a file can be read with `codecs` undone (codecs.py)."""
+        """The path under which bytes [start, start + nbytes) of a file can be read decoded (decoded_ranges.py).
+
+        codecs: undone from last to first. limit: the most bytes that the decoded range may have.
+        """
 
 
 def read_each_run(files: Files, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
-    """`Files.read_runs` by `Files.read_into`."""
+    """`Files.read_runs`, as one `Files.read_into` per run."""
     length = len(buffer) // len(byte_offsets)
     for i, byte_offset in enumerate(byte_offsets):
         files.read_into(path, byte_offset, buffer[i * length : (i + 1) * length])
 
 
 def inside(path: str, *, where: str) -> str:
-    """`path` as given, after checking that it stays inside the checkpoint.
+    """`path` unchanged, after a check that it stays inside the checkpoint.
 
-    Links are followed as on any file system (the hub's cache is made of them); a path written in a checkpoint's metadata may
-    not climb out by `..` or start at the root.
+    A path in a checkpoint's metadata must not contain `..` or start at the root. Symbolic links are followed: the cache of the Hugging
+    Face hub consists of them.
+
+    Raises: CheckpointError for a path that leaves the checkpoint.
     """
     parts = path.replace("\\", "/").split("/")
     if not path or path.startswith("/") or "\\" in path or ".." in parts or "\0" in path or ":" in parts[0]:
         raise CheckpointError(
-            f"the metadata names the file {path!r}, outside of the checkpoint's own directory",
+            f"the metadata names the file {path!r}, which is outside of the checkpoint's directory",
             where=where,
-            why="A checkpoint has no business there, so nothing was read",
+            why="A checkpoint must not refer to files elsewhere, so nothing was read",
             do="Get the checkpoint again from a source you trust",
         )
     return path
 
 
-def read(files: Files, path: str, byte_offset: int, nbytes: int) -> bytes:
-    """Those bytes of the file. Raises CheckpointError if the file is shorter."""
+def read_range(files: Files, path: str, byte_offset: int, nbytes: int) -> bytes:
+    """Bytes [byte_offset, byte_offset + nbytes) of a file. Raises CheckpointError if the file is shorter."""
     buffer = bytearray(nbytes)
     files.read_into(path, byte_offset, memoryview(buffer))
     return bytes(buffer)
 
 
 def read_whole(files: Files, path: str, *, limit: int) -> bytes:
-    """A small file's content. Raises CheckpointError if it is missing, or larger than `limit` bytes."""
+    """The content of a small file. Raises CheckpointError if the file is missing or larger than `limit` bytes."""
     size = files.size(path)
     if size is None:
         raise missing(files, path)
     if size > limit:
-        raise CheckpointError(f"the file has {size:,} bytes, at most {limit:,} make sense", where=path)
-    return read(files, path, 0, size)
+        raise CheckpointError(f"the file has {size:,} bytes, more than the limit of {limit:,} for a file of this kind", where=path)
+    return read_range(files, path, 0, size)
 
 
 def missing(files: Files, path: str) -> CheckpointError:
+    """The error for a file that does not exist."""
     return CheckpointError(
         f"the file is not there (looked in {files.root})", where=path, do="Copy it from where the checkpoint was written"
     )
 
 
 class Descriptors:
-    """Open files of one folder, a limited number at a time; safe to share between threads."""
+    """The open files of one folder, at most `open_files_at_once()` at a time. Threads may share them."""
 
     def __init__(self, folder: Path, flags: int) -> None:
         self._folder, self._flags, self._most = folder, flags | os.O_CLOEXEC, open_files_at_once()
@@ -102,7 +115,7 @@ class Descriptors:
 
     @contextmanager
     def borrow(self, path: str) -> Iterator[int]:
-        """An open descriptor that nobody closes before we are done with it."""
+        """An open descriptor of the file, which stays open until the context ends. Raises OSError if the file cannot be opened."""
         with self._lock:
             file = self._open.get(path)
             if file is None:
@@ -117,6 +130,7 @@ class Descriptors:
                 file.users -= 1
 
     def close(self) -> None:
+        """Close all files."""
         while self._open:
             os.close(self._open.popitem()[1].descriptor)
 
@@ -138,7 +152,7 @@ class _OpenFile:
 
 
 class LocalFiles:
-    """A directory, or one file, of the local file system."""
+    """`Files` of a local directory, or of one local file. Raises RequestError if the path does not exist."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         path = Path(root)
@@ -146,17 +160,17 @@ class LocalFiles:
             raise RequestError(f"there is no file or directory {str(root)!r}")
         self.root = str(root)
         self.folder = path if path.is_dir() else path.parent
-        self._only = None if path.is_dir() else path.name
+        self._only_file = None if path.is_dir() else path.name
         self._descriptors = Descriptors(self.folder, os.O_RDONLY)
         self._decoded = DecodedRanges(self.read_into)
 
     def list(self, folder: str = "") -> tuple[str, ...]:
-        if self._only is not None:
-            return (self._only,) if not folder else ()
+        if self._only_file is not None:
+            return (self._only_file,) if not folder else ()
         prefix = folder.rstrip("/") + "/" if folder else ""
         try:
             with os.scandir(self.folder / folder) as entries:
-                return tuple(sorted(prefix + e.name + ("/" if e.is_dir() else "") for e in entries))
+                return tuple(sorted(prefix + entry.name + ("/" if entry.is_dir() else "") for entry in entries))
         except (FileNotFoundError, NotADirectoryError):
             return ()
 
@@ -208,7 +222,7 @@ class LocalFiles:
             count = read_at(descriptor, buffer[done:], byte_offset + done)
             if not count:
                 raise CheckpointError(
-                    f"bytes {byte_offset:,}..{byte_offset + len(buffer):,} are wanted, the file ends at {os.fstat(descriptor).st_size:,}",
+                    f"bytes {byte_offset:,}..{byte_offset + len(buffer):,} are needed, the file ends at {os.fstat(descriptor).st_size:,}",
                     where=path,
                     why="The file was cut short, or is still being written",
                     do="Copy the file again",
@@ -217,17 +231,17 @@ class LocalFiles:
 
 
 class VirtualFiles:
-    """Files of which only some bytes exist, in memory: a planned checkpoint's headers. Reading none but other bytes is an error."""
+    """`Files` that are planned. Their sizes are known, and some of their bytes, such as headers; weights have no bytes yet."""
 
     def __init__(self, root: str) -> None:
         self.root = root
         self._sizes: dict[str, int] = {}
-        self._known: dict[str, list[tuple[int, bytes]]] = {}
+        self._literals: dict[str, list[tuple[int, bytes]]] = {}
 
-    def add(self, path: str, nbytes: int, known: tuple[tuple[int, bytes], ...]) -> None:
-        """A file of that length, of which the (byte offset, bytes) in `known` can be read."""
+    def add(self, path: str, nbytes: int, literals: tuple[tuple[int, bytes], ...]) -> None:
+        """Add a file of that length. literals: the bytes that are known, as (byte offset, bytes)."""
         self._sizes[path] = nbytes
-        self._known[path] = sorted(known)
+        self._literals[path] = sorted(literals)
 
     def list(self, folder: str = "") -> tuple[str, ...]:
         prefix = folder.rstrip("/") + "/" if folder else ""
@@ -241,24 +255,27 @@ class VirtualFiles:
         return "planned"
 
     def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
-        raise CheckpointError(f"it is planned with {', '.join(codecs)}; nothing that is planned is encoded", where=path)
+        raise CheckpointError(f"the planned file is read with {', '.join(codecs)}, but planned files are not encoded", where=path)
 
     def read_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
         read_each_run(self, path, byte_offsets, buffer)
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """What is known of the range; bytes that are not read as 0xA5. Raises CheckpointError if none of it is known."""
-        end, known = byte_offset + len(buffer), False
+        """Fill the buffer with the known bytes of the range; unknown bytes become 0xA5.
+
+        Raises: CheckpointError if the range leaves the file, or none of its bytes are known.
+        """
+        end, any_known = byte_offset + len(buffer), False
         if byte_offset < 0 or end > self._sizes[path]:
-            raise CheckpointError(f"bytes {byte_offset:,}..{end:,} are wanted, {self._sizes[path]:,} are planned", where=path)
+            raise CheckpointError(f"bytes {byte_offset:,}..{end:,} are needed, {self._sizes[path]:,} are planned", where=path)
         buffer[:] = b"\xa5" * len(buffer)
-        ranges = self._known.get(path, [])
-        for start, data in ranges[max(0, bisect_right(ranges, byte_offset, key=lambda each: each[0]) - 1) :]:
+        literals = self._literals.get(path, [])
+        for start, data in literals[max(0, bisect_right(literals, byte_offset, key=lambda literal: literal[0]) - 1) :]:
             if start >= end:
                 break
             first, last = max(start, byte_offset), min(start + len(data), end)
             if first < last:
                 buffer[first - byte_offset : last - byte_offset] = data[first - start : last - start]
-                known = True
-        if not known and buffer:
-            raise CheckpointError(f"bytes {byte_offset:,}..{end:,} are planned, not written", where=path)
+                any_known = True
+        if not any_known and buffer:
+            raise CheckpointError(f"bytes {byte_offset:,}..{end:,} are planned, but not written yet", where=path)

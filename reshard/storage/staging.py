@@ -1,7 +1,7 @@
-"""Writing bytes: files grow under a temporary name and get their own when they are whole.
+"""Staging: writing files under temporary names, and renaming them when they are complete.
 
-Everything lies in a work folder inside the target, `.reshard`, until `commit`: preallocated files, and the journal. Nothing
-under a final name is ever partly written, whatever stops the process.
+Until `commit`, everything lies in the work folder `.reshard` inside the target: the preallocated files and the journal. A file with its
+final name is always complete, whatever stops the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORK_FOLDER = ".reshard"
 
 
 class Staging:
-    """The files of one target directory, on their way."""
+    """The files of one target directory while they are being written."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
@@ -30,12 +30,15 @@ class Staging:
 
     @property
     def journal(self) -> Path:
+        """The path of the journal."""
         return self.work / "journal.jsonl"
 
     def prepare(self, sizes: dict[str, int], *, resume: bool) -> None:
-        """Make every file at its full length, reading as zeros; with `resume`, keep what an earlier run has written.
+        """Create every file at its full length, filled with zeros. With `resume`, keep the files that an earlier run has written.
 
-        Raises: RequestError if the disk has no room, before anything is written.
+        sizes: the length in bytes of each file.
+
+        Raises: RequestError if the disk has too little free space, before anything is written.
         """
         self._sizes = dict(sizes)
         if not resume and self.work.exists():
@@ -48,7 +51,7 @@ class Staging:
             raise RequestError(
                 f"{needed:,} bytes are needed, {free:,} are free",
                 where=str(self.root),
-                why="The disk would be full before the end; nothing was written",
+                why="The disk would be full before the conversion ends; nothing was written",
                 do="Free some space, or choose another disk",
             )
         self.work.mkdir(parents=True, exist_ok=True)
@@ -58,7 +61,7 @@ class Staging:
                 self._create(path, size)
 
     def write(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Put bytes into a file that is not yet committed. Raises RequestError if the disk is full."""
+        """Write bytes into a staged file. Raises RequestError if the disk is full or the file cannot be written."""
         assert self._descriptors is not None
         try:
             with self._descriptors.borrow(path) as descriptor:
@@ -66,10 +69,10 @@ class Staging:
                 while done < len(buffer):
                     done += os.pwrite(descriptor, buffer[done:], byte_offset + done)
         except OSError as error:
-            raise self._told(error) from error
+            raise self._refusal(error) from error
 
     def write_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
-        """Put runs of equal length, which follow each other in the buffer, at these bytes of a file. Raises as `write` does."""
+        """Write runs of equal length, which follow each other in the buffer, at these byte offsets of a file. Raises as `write` does."""
         assert self._descriptors is not None
         length = len(buffer) // len(byte_offsets)
         try:
@@ -79,10 +82,10 @@ class Staging:
                     while done < length:
                         done += os.pwrite(descriptor, run[done:] if done else run, byte_offset + done)
         except OSError as error:
-            raise self._told(error) from error
+            raise self._refusal(error) from error
 
     def sync(self) -> None:
-        """Return when all that was written so far is on the disk."""
+        """Return when everything that was written before is on the disk. Raises as `write` does."""
         assert self._descriptors is not None
         for path in self._sizes:
             if (self.work / path).exists():
@@ -90,20 +93,20 @@ class Staging:
                     with self._descriptors.borrow(path) as descriptor:
                         sync_content(descriptor)
                 except OSError as error:
-                    raise self._told(error) from error
+                    raise self._refusal(error) from error
 
     def add(self, path: str, content: bytes) -> None:
-        """A small file beside the weights, on the disk when this returns."""
-        place = self.work / path
-        place.parent.mkdir(parents=True, exist_ok=True)
+        """Stage a small file with this content. It is on the disk when this returns. Raises as `write` does."""
+        staged = self.work / path
+        staged.parent.mkdir(parents=True, exist_ok=True)
         try:
-            place.write_bytes(content)
-            _sync(place)
+            staged.write_bytes(content)
+            _sync(staged)
         except OSError as error:
-            raise self._told(error) from error
+            raise self._refusal(error) from error
 
     def commit(self, paths: Iterable[str], *, replaces: Iterable[str] = ()) -> None:
-        """Give the files their final names, in that order, after removing those that they replace; then remove the work folder."""
+        """Remove the files in `replaces`, give the files in `paths` their final names, in that order, and remove the work folder."""
         assert self._descriptors is not None
         self._descriptors.close()
         for path in replaces:
@@ -121,7 +124,7 @@ class Staging:
         _sync(self.root)
 
     def abandon(self) -> None:
-        """Remove all traces of an unfinished write."""
+        """Remove every trace of an unfinished conversion."""
         if self._descriptors:
             self._descriptors.close()
         shutil.rmtree(self.work, ignore_errors=True)
@@ -129,39 +132,40 @@ class Staging:
             self.root.rmdir()
 
     def _present(self, path: str) -> Path | None:
-        """The file as an earlier run has left it, unfinished or committed; only a journal says that it is ours."""
-        places = (self.work / path, self.root / path)
-        whole = (place for place in places if place.exists() and place.stat().st_size == self._sizes[path])
-        return next(whole, None) if self.journal.exists() else None
+        """The file that an earlier run left, staged or committed; None if there is none. Without a journal there was no earlier run."""
+        candidates = (self.work / path, self.root / path)
+        full_length = (file for file in candidates if file.exists() and file.stat().st_size == self._sizes[path])
+        return next(full_length, None) if self.journal.exists() else None
 
     def _create(self, path: str, size: int) -> None:
-        place = self.work / path
-        place.parent.mkdir(parents=True, exist_ok=True)
+        staged = self.work / path
+        staged.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(place, "wb") as file:
+            with open(staged, "wb") as file:
                 os.truncate(file.fileno(), size)
         except OSError as error:
-            raise self._told(error) from error
+            raise self._refusal(error) from error
 
-    def _told(self, error: OSError) -> RequestError:
+    def _refusal(self, error: OSError) -> RequestError:
+        """The error for the user when the system could not write."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             needed, free = sum(self._sizes.values()), shutil.disk_usage(self.root).free
             return RequestError(
                 f"the disk is full: {needed:,} bytes are needed in all, {free:,} are free now",
                 where=str(self.root),
-                why="What was finished is kept and noted",
+                why="Finished blocks are on the disk and in the journal",
                 do="Free some space and run the same command with --resume",
             )
         return RequestError(f"cannot be written: {error.strerror}", where=str(error.filename or self.root))
 
 
-def _allocated(place: Path | None, size: int) -> int:
-    """How many of a file's bytes have their place on the disk already: it was made at full length, but sparse."""
-    return min(size, place.stat().st_blocks * 512) if place else 0
+def _allocated(file: Path | None, size: int) -> int:
+    """The bytes of a file for which the disk has allocated space: staged files have their full length, but are sparse at first."""
+    return min(size, file.stat().st_blocks * 512) if file else 0
 
 
-def _sync(place: Path) -> None:
-    descriptor = os.open(place, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -1,4 +1,4 @@
-"""Archives as folders: a tar that is not compressed is read in place, its members as files."""
+"""Tar archives as folders: an uncompressed tar is read in place, and its members are the files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _GZIP = b"\x1f\x8b"
 
 
 def open_tree(path: str | os.PathLike[str]) -> Files:
-    """The files in a directory, or of an archive: one that is given itself, or is all that lies in the directory."""
+    """The files of a directory, or of a tar archive if `path` is one or is a directory that holds one tar and nothing else.
+
+    Raises: RequestError if the path does not exist, CheckpointError if the archive cannot be read.
+    """
     files = LocalFiles(path)
     listing = files.list()
     if len(listing) == 1 and listing[0].endswith(_SUFFIXES) and files.size(listing[0]):
@@ -25,7 +28,7 @@ def open_tree(path: str | os.PathLike[str]) -> Files:
 
 
 class TarFiles:
-    """The regular files of a tar. Raises CheckpointError if it is none, or is compressed."""
+    """`Files` of a tar archive: its regular members. Raises CheckpointError if the file is not a tar, or is compressed."""
 
     def __init__(self, files: Files, path: str) -> None:
         self._files, self._path = files, path
@@ -33,9 +36,9 @@ class TarFiles:
         start = _Window(files, path)
         if start.read(2) == _GZIP:
             raise CheckpointError(
-                "the archive is compressed, so its files cannot be read where they lie",
+                "the archive is compressed, so its files cannot be read in place",
                 where=path,
-                do=f"Unpack it, and give the folder: mkdir unpacked && tar xf {path} -C unpacked",
+                do=f"Unpack it and use the folder: mkdir unpacked && tar xf {path} -C unpacked",
             )
         start.seek(0)
         self._members = dict(_members(start, path))
@@ -52,7 +55,11 @@ class TarFiles:
         return self._files.stamp(self._path)
 
     def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
-        raise CheckpointError(f"it is encoded with {', '.join(codecs)}, inside of an archive", where=path, do="Unpack the archive first")
+        raise CheckpointError(
+            f"its bytes are encoded with {', '.join(codecs)}, which cannot be decoded inside an archive",
+            where=path,
+            do="Unpack the archive first",
+        )
 
     def read_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
         read_each_run(self, path, byte_offsets, buffer)
@@ -61,7 +68,7 @@ class TarFiles:
         offset, size = self._members[path]
         if byte_offset < 0 or byte_offset + len(buffer) > size:
             raise CheckpointError(
-                f"bytes {byte_offset:,}..{byte_offset + len(buffer):,} are wanted, the file ends at {size:,}",
+                f"bytes {byte_offset:,}..{byte_offset + len(buffer):,} are needed, the file ends at {size:,}",
                 where=f"{path} in {self._path}",
                 why="The file was cut short",
                 do="Copy the archive again",
@@ -70,7 +77,7 @@ class TarFiles:
 
 
 def _members(start: _Window, path: str) -> Iterator[tuple[str, tuple[int, int]]]:
-    """(name, (byte offset of the content, length)) of each regular file whose name stays inside."""
+    """(name, (byte offset of the content, length)) of each regular file. Members whose names leave the archive's folder are skipped."""
     try:
         with tarfile.open(fileobj=start, mode="r:") as archive:
             for member in archive:
@@ -78,15 +85,15 @@ def _members(start: _Window, path: str) -> Iterator[tuple[str, tuple[int, int]]]
                 if member.isfile() and not member.issparse() and not name.startswith(("/", "..")):
                     if member.offset_data + member.size > start.size:
                         raise CheckpointError(
-                            f"the archive ends within {name}", where=path, why="It was cut short", do="Copy the archive again"
+                            f"the archive ends within {name}", where=path, why="The file was cut short", do="Copy the archive again"
                         )
                     yield name, (member.offset_data, member.size)
     except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"it is no tar: {error}", where=path, do="Get the file again") from None
+        raise CheckpointError(f"the file is not a tar archive: {error}", where=path, do="Get the file again") from None
 
 
 class _Window(io.RawIOBase):
-    """A file of a tree as Python's tarfile wants it."""
+    """A file of a tree as a raw stream, which Python's tarfile reads."""
 
     def __init__(self, files: Files, path: str) -> None:
         self._files, self._path, self._at = files, path, 0

@@ -15,13 +15,14 @@ widths that a model has; for a GPT the two are equal.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
 from reshard.errors import check_word
 from reshard.models.model import Model, Part
+from reshard.models.roles import ROLES
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -85,13 +86,13 @@ def itemised(model: Model, layer: Iterable[Part]) -> SavedActivations:
     routed = int(model.setting("num_experts_per_tok") or 1)
     whole = divided = 0
     for part in layer:
-        keeps = _KEEPS.get(part.role)
-        if keeps is None or part.parameter != "weight":
+        if part.role not in ROLES or part.parameter != "weight":
             continue
+        saved = ROLES[part.role].saved
         out_features, in_features = part.array.shape[0], part.array.shape[-1]
-        times = 2 * (routed if part.expert is not None else 1) * (dimensions[keeps.per] if keeps.per else 1)
-        whole += times * (keeps.whole_in * in_features + keeps.whole_out * out_features)
-        divided += times * (keeps.divided_in * in_features + keeps.divided_out * out_features)
+        times = 2 * (routed if part.expert is not None else 1) * (dimensions[saved.per] if saved.per else 1)
+        whole += times * (saved.whole_in * in_features + saved.whole_out * out_features)
+        divided += times * (saved.divided_in * in_features + saved.divided_out * out_features)
     hidden = dimensions["hidden"]
     return SavedActivations(whole + 2 * hidden * dropout, divided, (2 + 3 * dropout) * dimensions["heads"], 2 * hidden)
 
@@ -110,46 +111,3 @@ def embedding_bytes(model: Model, batch: Batch) -> int:
 def has_dropout(model: Model) -> bool:
     """Whether the config says that training drops anything."""
     return any(model.setting(key) for key in ("resid_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout"))
-
-
-@dataclass(frozen=True, slots=True)
-class SavedPerRole:
-    """How often the input and the output of a linear, or the input of a norm, are kept: whole on every rank, or divided. per: the
-    dimension that says how often a norm is applied."""
-
-    whole_in: int = 0
-    divided_in: int = 0
-    whole_out: int = 0
-    divided_out: int = 0
-    per: str = ""
-
-
-_NORM = SavedPerRole(whole_in=1)
-# q, k and v have one input, gate and up another: it is counted with q and up. The product of gate and up is the input of down; the
-# activation in between is computed again from its own input, as the fused kernels do.
-_KEEPS: Mapping[str, SavedPerRole] = {
-    "attention.norm": _NORM,
-    "attention.q": SavedPerRole(whole_in=1, divided_out=1),
-    "attention.k": SavedPerRole(divided_out=1),
-    "attention.v": SavedPerRole(divided_out=1),
-    "attention.q_norm": SavedPerRole(divided_in=1, per="heads"),
-    "attention.k_norm": SavedPerRole(divided_in=1, per="kv_heads"),
-    "attention.o": SavedPerRole(divided_in=1),
-    "mla.q": SavedPerRole(whole_in=1, divided_out=1),
-    "mla.q_a": SavedPerRole(whole_in=1),
-    "mla.q_a_norm": _NORM,
-    "mla.q_b": SavedPerRole(whole_in=1, divided_out=1),
-    "mla.kv_a": SavedPerRole(whole_out=1),
-    "mla.kv_b": SavedPerRole(whole_in=1, divided_out=1),
-    "mlp.norm": _NORM,
-    "mlp.gate": SavedPerRole(divided_out=1),
-    "mlp.up": SavedPerRole(whole_in=1, divided_out=1),
-    "mlp.down": SavedPerRole(divided_in=1),
-    "expert.gate": SavedPerRole(divided_out=1),
-    "expert.up": SavedPerRole(whole_in=1, divided_out=1),
-    "expert.down": SavedPerRole(divided_in=1),
-    "shared_expert.gate": SavedPerRole(divided_out=1),
-    "shared_expert.up": SavedPerRole(whole_in=1, divided_out=1),
-    "shared_expert.down": SavedPerRole(divided_in=1),
-    "router": SavedPerRole(whole_in=1, whole_out=1),
-}

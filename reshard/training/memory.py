@@ -261,8 +261,8 @@ def _assumptions(source: Model | int, training: Training, zero_stages: Sequence[
         said.append("all parameters divide by TP and PP; a config says what each rank really holds")
     else:
         said.append(_tables_said(source, training))
-        if source.extra_layers:
-            said.append(f"the {source.extra_layers} layer(s) that predict further tokens are not counted")
+        if source.mtp_layers:
+            said.append(f"the {source.mtp_layers} layer(s) that predict further tokens are not counted")
     if parallel.pp > 1 and max(zero_stages) >= 2:
         said.append("DeepSpeed's pipelines refuse ZeRO-2 and 3; others have them")
     if isinstance(source, Model) and 3 in zero_stages and parallel.dp > 1:

@@ -113,7 +113,7 @@ _Kind = tuple[str, str, tuple[int, ...]]
 def _trained(model: Model) -> Iterator[Part]:
     """The parts that training has: no scales of quantised weights, no layers that a checkpoint may leave out."""
     layers = model.dimensions["layers"]
-    return (part for part in model.parts if part.scale is None and (part.layer is None or part.layer < layers))
+    return (part for part in model.parts() if part.scale is None and (part.layer is None or part.layer < layers))
 
 
 def _held(part: Part, tp: int, rules: SplitRules) -> int:

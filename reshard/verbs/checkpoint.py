@@ -12,7 +12,7 @@ from reshard.adapter import registry
 from reshard.adapter.format import Hints
 from reshard.adapter.model_files import CONFIG, ModelFiles, find_model_files
 from reshard.adapter.rank_files import check_steps
-from reshard.canonical.content import Content, Selection, canonical
+from reshard.canonical.content import Content, Selection, content_of
 from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.wrappers import without_wrappers
 from reshard.containers.inert_pickle import uncollected
@@ -21,8 +21,7 @@ from reshard.errors import RequestError
 from reshard.geometry.stored import whole
 from reshard.index.index import Index
 from reshard.models.architecture import Architecture
-from reshard.models.declared.reader import named_architecture
-from reshard.models.lookup import find_model
+from reshard.models.lookup import find_model, named_architecture
 from reshard.models.model import Model
 from reshard.storage.files import Files, LocalFiles
 from reshard.storage.tar import open_tree
@@ -69,7 +68,7 @@ class Checkpoint:
 
     def content(self, selection: Selection | None = None, *, model: Model | None = None) -> Content:
         """The weights under the model's canonical names."""
-        return canonical(self.named(selection, model=model), model or self.model, selection or Selection())
+        return content_of(self.named(selection, model=model), model or self.model, selection or Selection())
 
     def tensors(self, selection: Selection | None = None) -> View:
         """Every weight under its canonical name, read when asked for."""

@@ -8,8 +8,7 @@ from typing import Any
 from reshard.adapter.model_files import CONFIG, find_model_files
 from reshard.errors import RequestError
 from reshard.models.architecture import Architecture
-from reshard.models.declared.reader import named_architecture
-from reshard.models.lookup import find_model, known_model_types
+from reshard.models.lookup import find_model, known_model_types, named_architecture
 from reshard.models.model import Model
 from reshard.storage.tar import open_tree
 from reshard.verbs.checkpoint import open

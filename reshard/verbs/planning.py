@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reshard.canonical.content import canonical, check_against_model
+from reshard.canonical.content import check_against_model, content_of
 from reshard.canonical.dequantization import dequantized, quantized_names, without_quantization
 from reshard.engine.views import LazyTensor
 from reshard.errors import RequestError
@@ -38,12 +38,12 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest) -> Plan:
         selection = replace(selection, weights=weights, optimizer=True)
     selection = replace(selection, masters=format.keeps_masters)
     index = source.named(selection)
-    content = canonical(index, source.model, selection)
+    content = content_of(index, source.model, selection)
     check_against_model(content, partial=selection.is_partial, strict=False)
     notes = index.facts.notes[len(source.index.facts.notes) :]
     if format.keeps_names and index is not source.index:
         index, notes = source.index, (_NAMES_ARE_KEPT,)
-        content = canonical(index, source.model, selection)
+        content = content_of(index, source.model, selection)
     content = replace(content, read_scalar=lambda key: _scalar(content.tensors[key], source.files))
     companions, kept_for = source.model_files, quantized_names(content, source.model_files.config)
     if request.dequantize:

@@ -1,4 +1,4 @@
-"""`reshard architectures`: the models that are declared, and how a declaration of another one begins."""
+"""`reshard architectures`: the declared models, the declaration of one of them, and the draft of a new one."""
 
 import json
 import shutil
@@ -11,20 +11,34 @@ from places import DCP, FIXTURES, HF, VLLM, ranks
 
 from reshard.errors import RequestError
 from reshard.models.declared.reader import parse_declaration
-from reshard.models.lookup import find_model
+from reshard.models.lookup import find_architecture, find_model
 
 MODELS = (
     "llama", "llama-tied", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt2", "gpt_neox", "gemma2",
     "phi3",
 )  # fmt: skip
-# Models of which a name and a shape leave nothing open.
+# Models whose names and shapes leave no question open.
 CLEAR = ("llama", "llama-tied", "mistral", "qwen2", "qwen3")
 
 
 def renamed(model, to, **other):
+    """A copy of a model whose config calls it `mymodel`."""
     copy = shutil.copytree(HF / model, to)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "model_type": "mymodel", **other}))
+    return copy
+
+
+def unrelated_name(name):
+    """The name of a weight in a model that has hardly a name in common with any declared one."""
+    return name if name == "lm_head.weight" else "net." + name.replace("block_sparse_moe", "moe.mlp")
+
+
+def unrelated(model, to, **other):
+    """A copy with names that no declared model has."""
+    copy = renamed(model, to, **other)
+    tensors = safetensors.torch.load_file(copy / "model.safetensors")
+    safetensors.torch.save_file({unrelated_name(name): tensor for name, tensor in tensors.items()}, copy / "model.safetensors")
     return copy
 
 
@@ -39,20 +53,92 @@ def test_the_list_is_that_of_the_declared_models():
     assert {"llama", "qwen2", "gpt_neox"} <= set(listed) and reshard("architectures").out.split() == listed
 
 
+def test_one_declaration_is_shown(tmp_path):
+    shown = reshard("architectures", "qwen2")
+    assert shown.code == 0 and "\nextends: llama\nweights:\n" in shown.out
+    assert reshard("architectures", "qwen2", "--json").document == {"declaration": shown.out}
+    assert "Declared are deepseek_v2" in reshard("architectures", "lama").err
+    assert "Give one of the two" in reshard("architectures", "qwen2", "--start", tmp_path).err
+
+
+# ---- a draft that extends a declared model ----
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_with_the_names_and_shapes_of_a_declared_one_extends_it(model, tmp_path):
+    text = started(renamed(model, tmp_path / "m"))
+    base = {"llama-tied": "llama", "mistral": "llama"}.get(model, model)
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert lines == ["language: 2", "model_type: mymodel", f"extends: {base}"]
+    assert f"\n# like: {base}    # add this line if it computes what {base} computes" in text
+    (tmp_path / "my.yaml").write_text(text)
+    made = reshard("convert", tmp_path / "m", tmp_path / "out", "--to", "vllm", "--tp", 2, "--architecture", tmp_path / "my.yaml")
+    if model in CLEAR:
+        assert ranks(tmp_path / "out") == json.loads((VLLM / model / "tp2.json").read_text())["ranks"], made.err
+
+
+def test_a_draft_states_only_what_differs_from_its_nearest_relative(tmp_path):
+    source = renamed("qwen3", tmp_path / "m", adapter_rank=3)
+    tensors = safetensors.torch.load_file(source / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+    bias = torch.zeros(tensors["model.layers.0.self_attn.q_proj.weight"].shape[0])
+    more = {f"model.layers.{layer}.self_attn.q_proj.bias": bias + layer for layer in (0, 1)}
+    safetensors.torch.save_file({**tensors, **more, "model.adapter.weight": torch.zeros(3, 2)}, source / "model.safetensors")
+    text = started(source)
+    assert "14 of 14 weights" not in text and "weights have the names and shapes of qwen3 with this config." in text
+    body = [line for line in text.splitlines() if not line.startswith("#")]
+    assert body == [
+        "language: 2",
+        "model_type: mymodel",
+        "extends: qwen3",
+        "without:",
+        "  - model.layers.*.mlp.up_proj.weight",
+        "",
+        "weights:    # in the order of the model's parameters",
+        '  model.adapter.weight: "?"    # stored as [3, 2]',
+        "  model.layers.*.self_attn.q_proj.bias: attention.q",
+    ]
+    with pytest.raises(RequestError, match=r'line 12: weights > model\.adapter\.weight: a "\?" marks an open question here'):
+        parse_declaration(text.encode(), "my.yaml", find_architecture)
+    answered = text.replace('"?"    #', "{role: my.adapter, split: column, shape: [adapter_rank, 2]}    #")
+    answered = answered.replace("weights:    #", "dimensions: {adapter_rank: adapter_rank}\nweights:    #")
+    (tmp_path / "my.yaml").write_text(answered)
+    made = reshard("convert", source, tmp_path / "out", "--to", "hf", "--architecture", tmp_path / "my.yaml")
+    assert made.code == 0 and reshard("verify", source, tmp_path / "out", "--architecture", tmp_path / "my.yaml").code == 0, made.err
+
+
+def test_a_weight_of_some_layers_gets_the_kind_of_layers_that_the_relative_knows(tmp_path):
+    source = renamed("qwen3_moe", tmp_path / "m")
+    tensors = safetensors.torch.load_file(source / "model.safetensors")
+    sparse = sorted({name.split(".")[2] for name in tensors if ".experts." in name})
+    more = {f"model.layers.{layer}.mlp.gate.bias": torch.zeros(5) for layer in sparse}
+    safetensors.torch.save_file({**tensors, **more}, source / "model.safetensors")
+    assert '\n  model.layers.*.mlp.gate.bias: {role: "?", layers: sparse}    # stored as [5]; the name is usual for a router' in started(
+        source
+    )
+
+
+# ---- a draft of a model that has no relative ----
+
+
 @pytest.mark.parametrize("model", CLEAR)
-def test_where_nothing_is_open_the_beginning_is_a_whole_declaration(model, tmp_path):
-    source = renamed(model, tmp_path / "m")
+def test_where_no_question_is_open_the_draft_is_a_complete_declaration(model, tmp_path):
+    source = unrelated(model, tmp_path / "m")
     (tmp_path / "my.yaml").write_text(started(source))
-    made = reshard("convert", source, tmp_path / "out", "--to", "vllm", "--tp", 4, "--architecture", tmp_path / "my.yaml")
+    target = ("--to", "vllm", "--tp", 4)
+    made = reshard("convert", source, tmp_path / "out", *target, "--architecture", tmp_path / "my.yaml")
     assert made.code == 0, made.err
-    assert ranks(tmp_path / "out") == json.loads((VLLM / model / "tp4.json").read_text())["ranks"]
+    expected = json.loads((VLLM / model / "tp4.json").read_text())["ranks"]
+    assert ranks(tmp_path / "out") == {
+        number: {unrelated_name(name): facts for name, facts in rank.items()} for number, rank in expected.items()
+    }
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_role_that_is_written_is_the_built_in_one(model, tmp_path):
-    text = started(renamed(model, tmp_path / "m"))
+    text = started(unrelated(model, tmp_path / "m"))
     config = json.loads((HF / model / "config.json").read_text())
-    built_in = {weight.declared.name: weight.declared for weight in find_model(config).weights.values()}
+    built_in = {as_written(unrelated_name(w.declared.name)): w.declared for w in find_model(config).weights.values()}
     lines = [line.split("#")[0].strip() for line in text.split("\nweights:")[1].split("\n\n")[0].splitlines()[1:]]
     rows = dict(line.split(": ", 1) for line in lines if line)
     certain = {name: value.strip() for name, value in rows.items() if '"?"' not in value}
@@ -61,24 +147,28 @@ def test_every_role_that_is_written_is_the_built_in_one(model, tmp_path):
         assert role == built_in[name].role and ("transposed: true" in value) == built_in[name].transposed
     assert len(certain) >= 5 and (len(certain) == len(rows)) == (model in CLEAR)
     if '"?"' in text.split("model_type:")[-1]:
-        with pytest.raises(RequestError, match=r"a \? stands here"):
-            parse_declaration(text.encode(), "my.yaml")
+        with pytest.raises(RequestError, match=r'a "\?" marks an open question here'):
+            parse_declaration(text.encode(), "my.yaml", find_architecture)
 
 
-def test_fused_sections_and_square_matrices_are_left_open_with_what_is_known(tmp_path):
-    text = started(renamed("gpt2", tmp_path / "m"))
+def as_written(name):
+    return name.replace(".{layer}.", ".*.").replace(".{expert}.", ".*.")
+
+
+def test_fused_weights_and_square_matrices_are_left_open_with_what_is_known(tmp_path):
+    text = started(unrelated("gpt2", tmp_path / "m"))
     lines = {line.split(": ")[0].strip(): line for line in text.splitlines()}
-    assert 'c_attn.weight: "?"' in lines["transformer.h.{layer}.attn.c_attn.weight"]
-    assert "stored as [48, 144]; if it is several in one, write `holds:" in lines["transformer.h.{layer}.attn.c_attn.weight"]
-    assert '{role: attention.o, transposed: "?"}' in lines["transformer.h.{layer}.attn.c_proj.weight"]
-    assert "{role: mlp.up, transposed: true}" in lines["transformer.h.{layer}.mlp.c_fc.weight"]
-    assert "like: gpt2" in text
+    assert 'c_attn.weight: "?"' in lines["net.transformer.h.*.attn.c_attn.weight"]
+    assert "stored as [48, 144]; if it is several weights in one, write `fuses:" in lines["net.transformer.h.*.attn.c_attn.weight"]
+    assert '{role: attention.o, transposed: "?"}' in lines["net.transformer.h.*.attn.c_proj.weight"]
+    assert "{role: mlp.up, transposed: true}" in lines["net.transformer.h.*.mlp.c_fc.weight"]
+    assert "extends:" not in text and '# "?" marks an open question' in text
 
 
 def test_layers_that_differ_are_left_open(tmp_path):
-    text = started(renamed("qwen3_moe", tmp_path / "m"))
-    assert 'layers: "?"' in text and 'sparse: "?"' in text and "of 3 layers only" in text
-    assert "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight: {role: expert.gate" in text
+    text = started(unrelated("qwen3_moe", tmp_path / "m"))
+    assert 'layers: "?"' in text and '\nsparse_layers: "?"' in text and "only layers 0, 2 of 3 have it" in text
+    assert "net.model.layers.*.mlp.experts.*.gate_proj.weight: {role: expert.gate" in text
 
 
 def test_quantised_weights_are_declared_without_their_scales(tmp_path):
@@ -95,56 +185,63 @@ def test_quantised_weights_are_declared_without_their_scales(tmp_path):
 
 
 def test_where_all_layers_have_experts_all_are_sparse(tmp_path):
-    assert started(renamed("mixtral", tmp_path / "m")).endswith("\nsparse: all\n")
+    assert started(unrelated("mixtral", tmp_path / "m")).endswith("\nsparse_layers: all\n")
 
 
-def test_a_missing_head_is_asked_about_and_rotary_frequencies_are_dropped(tmp_path):
+FREQUENCIES = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in (0, 1)}
+
+
+@pytest.mark.parametrize("name_of", [str, unrelated_name], ids=["relative", "no relative"])
+def test_a_missing_head_is_asked_about_and_rotary_frequencies_are_dropped(name_of, tmp_path):
     source = renamed("llama-tied", tmp_path / "m")
     config = json.loads((source / "config.json").read_text())
     assert "tie_word_embeddings" not in started(source) and config.pop("tie_word_embeddings") is True
     (source / "config.json").write_text(json.dumps(config))
-    tensors = safetensors.torch.load_file(source / "model.safetensors")
-    frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in (0, 1)}
-    safetensors.torch.save_file({**tensors, **frequencies}, source / "model.safetensors")
+    tensors = {**safetensors.torch.load_file(source / "model.safetensors"), **FREQUENCIES}
+    safetensors.torch.save_file({name_of(name): tensor for name, tensor in tensors.items()}, source / "model.safetensors")
     text = started(source)
-    assert '\ndefaults: {tie_word_embeddings: "?"}    # no head is stored' in text
-    assert "\ndropped:\n  model.layers.{layer}.self_attn.rotary_emb.inv_freq: every engine computes it" in text
+    assert '\ndefaults: {tie_word_embeddings: "?"}    # no head is stored' in text and "without:" not in text
+    assert ("extends: llama" in text) == (name_of is str) == ("dropped:" not in text)
+    if name_of is unrelated_name:
+        assert "\ndropped:\n  net.model.layers.{layer}.self_attn.rotary_emb.inv_freq: every engine computes it" in text
     assert "inv_freq" not in text.split("dropped:")[0]
     (tmp_path / "my.yaml").write_text(text.replace('"?"}', "true}"))
-    plan = reshard("convert", source, tmp_path / "out", "--to", "vllm", "--architecture", tmp_path / "my.yaml")
-    assert plan.code == 0 and "rotary_emb" in plan.out, plan.err
+    made = reshard("convert", source, tmp_path / "out", "--to", "vllm", "--architecture", tmp_path / "my.yaml")
+    assert made.code == 0 and "rotary_emb" in made.out, made.err
 
 
-def test_a_name_that_is_usual_with_a_shape_that_is_not_is_left_open(tmp_path):
+def test_a_usual_name_with_an_unusual_shape_is_left_open(tmp_path):
     source = renamed("qwen2", tmp_path / "m", head_dim=16)
-    assert 'q_proj.weight: "?"    # stored as [256, 256]; an attention.q, as which it is called, would be [128, 256]' in started(source)
-    other = renamed("qwen2", tmp_path / "n")
+    assert 'q_proj.weight: "?"    # stored as [256, 256]; the name is usual for an attention.q, which would be [128, 256]' in started(
+        source
+    )
+    other = unrelated("qwen2", tmp_path / "n")
     tensors = safetensors.torch.load_file(other / "model.safetensors")
-    odd = {"model.layers.0.strange: thing #1": torch.zeros(3), "vision.blocks.0.x.weight": torch.zeros(2, 2)}
+    odd = {"net.model.layers.0.strange: thing #1": torch.zeros(3), "vision.blocks.0.x.weight": torch.zeros(2, 2)}
     safetensors.torch.save_file({**tensors, **odd}, other / "model.safetensors")
     text = started(other)
-    assert '  "model.layers.{layer}.strange: thing #1": "?"    # stored as [3]' in text
+    assert '  "net.model.layers.*.strange: thing #1": "?"    # stored as [3]' in text
     assert '  vision.blocks.0.x.weight: "?"    # stored as [2, 2]' in text and "like:" not in text
 
 
-def test_what_the_config_does_not_say_under_a_usual_key_is_left_open(tmp_path):
+def test_what_the_config_does_not_give_under_a_usual_key_is_left_open(tmp_path):
     source = renamed("qwen2", tmp_path / "m")
     config = json.loads((source / "config.json").read_text())
     config["width"] = config.pop("hidden_size")
     (source / "config.json").write_text(json.dumps(config))
     text = started(source)
-    assert '  hidden: "?"    # the key of the config that says it; none of hidden_size,' in text
-    assert 'model.norm.weight: "?"' in text and "called as a final_norm usually is" in text
+    assert '  hidden: "?"    # the config\'s key; the config has none of hidden_size,' in text
+    assert 'model.norm.weight: "?"' in text and "the name is usual for a final_norm" in text
 
 
-def test_a_training_checkpoint_begins_one_too(tmp_path):
+def test_a_training_checkpoint_gives_a_draft_too(tmp_path):
     case = DCP / "fsdp2"
     text = started(case / "checkpoint", "--model", case / "model")
-    assert "model.layers.{layer}.self_attn.q_proj.weight: attention.q" in text and '"?"' not in text.split("model_type:")[-1]
+    assert '"?"' not in text and parse_declaration(text.encode(), "my.yaml", find_architecture).weights
     assert reshard("architectures", "--start", case / "checkpoint", "--model", case / "model", "--json").document["declaration"] == text
 
 
-def test_without_a_config_or_without_the_models_names_there_is_no_beginning():
+def test_without_a_config_or_without_the_models_names_there_is_no_draft():
     refused = reshard("architectures", "--start", DCP / "fsdp2" / "checkpoint")
     assert refused.code == 2 and "--model DIR" in refused.err
     refused = reshard("architectures", "--start", FIXTURES / "megatron" / "llama-tp2" / "checkpoint")

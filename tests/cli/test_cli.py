@@ -47,7 +47,7 @@ def test_inspect_shows_a_training_checkpoint(case):
     assert shown.code == 0 and "dcp" in shown.out and "weight" in shown.out
 
 
-def test_inspect_says_roles_sharding_and_the_run():
+def test_inspect_says_kinds_sharding_and_the_run():
     out = reshard("inspect", *FSDP2).out
     for words in ("llama, 61,728 parameters: 2 layers", "moment1", "moment2", "step", "4 along axis 0", "model.layers.{0..1}."):
         assert words in out
@@ -64,12 +64,12 @@ def test_inspects_document_has_stable_keys():
     document = reshard("inspect", *FSDP2, "--json").document
     assert list(document) == [
         "path", "format", "detected_by", "producer", "version", "step", "parallel", "model_type", "architecture_known", "parameters",
-        "bytes", "files", "roles", "tensors", "objects", "notes", "mesh",
+        "bytes", "files", "kinds", "tensors", "objects", "notes", "mesh",
     ]  # fmt: skip
     assert document["format"] == "dcp" and document["parameters"] == 61728 and len(document["files"]) == 4
-    assert list(document["tensors"][0]) == ["name", "role", "dtype", "shape", "bytes", "sharding", "pieces", "placements"]
+    assert list(document["tensors"][0]) == ["name", "kind", "dtype", "shape", "bytes", "sharding", "pieces", "placements"]
     assert list(document["tensors"][0]["pieces"][0]) == ["file", "offsets", "sizes", "replica", "rank"]
-    assert sum(np.prod(piece["sizes"]) for t in document["tensors"] if t["role"] == "weight" for piece in t["pieces"]) == 61728
+    assert sum(np.prod(piece["sizes"]) for t in document["tensors"] if t["kind"] == "weight" for piece in t["pieces"]) == 61728
 
 
 def test_a_dry_run_shows_each_rank_and_writes_nothing(tmp_path):

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.containers import dcp_metadata, torch_zip
-from reshard.containers.torch_zip import StoredTensor
+from reshard.containers.torch_zip import LocatedTensor
 from reshard.errors import CheckpointError
 from reshard.geometry import dtypes
 from reshard.storage.files import Files, LocalFiles
@@ -30,7 +30,7 @@ def saved(folder: Path, thing: object, *, zipped: bool = True, name: str = "mode
     return torch_zip.read(LocalFiles(folder), name)
 
 
-def elements(folder: Path, stored: StoredTensor) -> bytes:
+def elements(folder: Path, stored: LocatedTensor) -> bytes:
     """The tensor's elements in row-major order, by numpy alone."""
     whole = np.fromfile(folder / stored.path, np.uint8)[stored.byte_offset :] if 0 not in stored.shape else np.empty(0, np.uint8)
     strides = tuple(stride * stored.dtype.itemsize for stride in (*stored.strides, 0))[:-1]
@@ -43,7 +43,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy().tobytes()
 
 
-def same(folder: Path, stored: StoredTensor, tensor: torch.Tensor) -> bool:
+def same(folder: Path, stored: LocatedTensor, tensor: torch.Tensor) -> bool:
     described = (tuple(tensor.shape), dtypes.from_torch(str(tensor.dtype), where=""))
     return described == (stored.shape, stored.dtype) and bits(tensor) == elements(folder, stored)
 
@@ -222,7 +222,7 @@ def odd(tmp_path: Path) -> tuple[Path, dcp_metadata.DcpMetadata]:
     return tmp_path / "c", checkpoint(tmp_path, tensors | {"note": "seven"})
 
 
-def entries(metadata: dcp_metadata.DcpMetadata, read: Callable[[str, int, int], StoredTensor]) -> dict[str, StoredTensor]:
+def entries(metadata: dcp_metadata.DcpMetadata, read: Callable[[str, int, int], LocatedTensor]) -> dict[str, LocatedTensor]:
     return {
         fqn: read(metadata.paths[item.chunks.files[0]], int(item.chunks.entry_offsets[0]), int(item.chunks.entry_nbytes[0]))
         for fqn, item in metadata.tensors.items()

@@ -1,19 +1,32 @@
-"""A user's declaration: llama's is the built-in llama, and whatever is wrong with one is said with its line."""
+"""The language of declarations: the built-in ones are written in it, and whatever is wrong with a declaration is reported with its line."""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from reshard.errors import RequestError
-from reshard.models.declared.reader import named_architecture, parse_declaration, read_declaration
-from reshard.models.lookup import find_architecture
+from reshard.models.declared import yaml_data
+from reshard.models.declared.reader import KEYS, LANGUAGE, parse_declaration
+from reshard.models.declared.weights import WEIGHT_KEYS
+from reshard.models.lookup import (
+    built_in_model_types,
+    declaration_text,
+    find_architecture,
+    known_model_types,
+    named_architecture,
+    read_architecture,
+)
 from reshard.models.model import Model
-from reshard.models.roles import SPLITS, Column, Heads, Replicate, Row, Vocabulary
+from reshard.models.roles import DECLARED_ROLES, ROLES, Column, Heads, Replicate, Row, Vocabulary
 
-LLAMA = Path(__file__).resolve().parent.parent.parent / "docs" / "llama.yaml"
-HEAD = """model_type: mymodel
+ROOT = Path(__file__).resolve().parent.parent.parent
+DOCUMENTATION = ROOT / "docs" / "architectures.md"
+VERSION_1 = ROOT / "tests" / "declared" / "version_1"
+HEAD = """language: 2
+model_type: mymodel
 dimensions:
   vocab: vocab_size
   hidden: hidden_size
@@ -31,87 +44,214 @@ CONFIG = {
 
 
 def declared(text):
-    return parse_declaration(text.encode(), "my.yaml")
+    return parse_declaration(text.encode(), "my.yaml", find_architecture)
+
+
+def extending(text):
+    return declared("language: 2\nmodel_type: mymodel\n" + text)
 
 
 def one_weight(value, name="model.layers.*.x.weight", more=""):
     return declared(f"{HEAD}weights:\n  {name}: {value}\n{more}").weights[0]
 
 
-def test_the_example_in_the_documentation_is_the_built_in_llama():
-    own, built_in = read_declaration(LLAMA), find_architecture("llama")
-    assert (own.model_type, own.dimensions, own.weights, own.tied) == (
-        built_in.model_type, built_in.dimensions, built_in.weights, built_in.tied,
-    )  # fmt: skip
-    assert own.declared_in == str(LLAMA) and own.family == "llama"
-    for name in (
-        "model.rotary_emb.inv_freq",
-        "model.layers.31.self_attn.rotary_emb.inv_freq",
-        "model.norm.weight",
-        "model.layers.x.weight",
-    ):
-        assert bool(Model(own, CONFIG).reason_to_drop(name)) == bool(Model(built_in, CONFIG).reason_to_drop(name))
+# ---- the built-in declarations ----
 
 
-def test_the_example_stands_in_the_documentation_as_it_is_in_the_file():
-    assert LLAMA.read_text() in (LLAMA.parent / "architectures.md").read_text()
+@pytest.mark.parametrize("model_type", built_in_model_types())
+def test_a_built_in_declaration_is_a_file_named_after_its_model_type(model_type):
+    architecture = find_architecture(model_type)
+    assert (architecture.model_type, architecture.family, architecture.declared_in) == (model_type, model_type, None)
+    text = declaration_text(model_type)
+    assert f"\nlanguage: {LANGUAGE}\nmodel_type: {model_type}\n" in text and text.startswith("# ")
+    assert find_architecture(model_type) is architecture
 
 
-def test_the_documentation_tells_every_role_and_its_other_example_is_one():
-    from reshard.models.declared.weights import ROLES
+def test_only_the_declarations_of_the_model_at_hand_are_read(monkeypatch):
+    from reshard.models import lookup
 
-    text = (LLAMA.parent / "architectures.md").read_text()
-    assert [role for role in ROLES if f"`{role}`" not in text] == []
-    examples = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    names = [weight.name for weight in declared(examples[0]).weights]
+    paths, content = [], lookup._content
+    monkeypatch.setattr(lookup, "_content", lambda path: (paths.append(path.stem), content(path))[1])
+    lookup._find.cache_clear()
+    find_architecture("qwen3_moe")
+    assert paths == ["qwen3_moe", "qwen3", "llama"]
+
+
+def test_every_shape_that_a_built_in_declaration_states_is_not_the_usual_one():
+    for model_type in built_in_model_types():
+        for name, value in (yaml.safe_load(declaration_text(model_type)).get("weights") or {}).items():
+            if isinstance(value, dict) and "shape" in value and name.endswith(".weight"):
+                assert tuple(value["shape"]) != ROLES[value["role"]].shape, (model_type, name)
+
+
+def test_no_declaration_for_a_name_that_is_not_a_model_type():
+    assert [find_architecture(name) for name in ("", "none", "../llama", "llama.yaml", "Llama", "a/b", "llama\n")] == [None] * 7
+    assert find_architecture("gpt-neox") is None or find_architecture("gpt-neox").model_type == "gpt_neox"
+
+
+# ---- the documentation ----
+
+
+def examples():
+    return re.findall(r"```yaml\n(.*?)```", DOCUMENTATION.read_text(), re.DOTALL)
+
+
+def test_the_examples_of_the_documentation_are_declarations():
+    models = [declared(text) for text in examples() if "model_type:" in text]
+    assert len(models) == len(examples()) >= 3
+    names = [weight.name for weight in models[0].weights]
     assert "model.layers.{layer}.mlp.adapter.weight" in names and "model.layers.{layer}.mlp.up_proj.weight" not in names
 
 
+def test_the_full_example_of_the_documentation_is_the_built_in_llama():
+    assert declaration_text("llama") in examples()
+
+
+def test_the_documentation_explains_every_key_and_every_role():
+    text = DOCUMENTATION.read_text()
+    assert [key for key in KEYS if f"**`{key}`**" not in text] == []
+    assert [key for key in WEIGHT_KEYS if f"| `{key}` |" not in text] == []
+    assert [role for role in DECLARED_ROLES if f"`{role}`" not in text] == []
+
+
+# ---- extending a declared model ----
+
+
 def test_json_is_a_declaration_too():
-    text = json.dumps({"model_type": "mymodel", "like": "qwen3"})
+    text = json.dumps({"language": 2, "model_type": "mymodel", "extends": "qwen3"})
     assert declared(text).weights == find_architecture("qwen3").weights
 
 
-@pytest.mark.parametrize(
-    "model_type", ["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "deepseek_v3", "gpt2", "gpt_neox", "gemma2", "phi3"]
-)
-def test_like_alone_is_that_model_under_another_name(model_type):
-    own, built_in = declared(f"model_type: mymodel\nlike: {model_type}"), find_architecture(model_type)
-    assert (own.weights, own.dimensions, own.tied, own.dropped, own.sparse, own.extra_layers, own.defaults) == (
-        built_in.weights, built_in.dimensions, built_in.tied, built_in.dropped, built_in.sparse, built_in.extra_layers, built_in.defaults,
-    )  # fmt: skip
-    assert (own.model_type, own.family) == ("mymodel", model_type)
+@pytest.mark.parametrize("model_type", built_in_model_types())
+def test_extends_alone_takes_over_everything_but_the_family(model_type):
+    own, built_in = extending(f"extends: {model_type}"), find_architecture(model_type)
+    fields = ("weights", "dimensions", "tied", "dropped", "sparse_layers", "mtp_layers", "defaults", "vocabulary_multiple")
+    assert [getattr(own, field) for field in fields] == [getattr(built_in, field) for field in fields]
+    assert (own.model_type, own.like, own.family) == ("mymodel", None, "mymodel")
 
 
-def test_like_with_plus_and_without_is_what_the_built_in_ones_are():
-    qwen2 = declared(
-        "model_type: qwen2\nlike: llama\nweights:\n"
-        + "".join(f"  model.layers.*.self_attn.{which}_proj.bias: attention.{which}\n" for which in "qkv")
+def test_like_is_the_model_that_engines_take_it_for_and_nothing_else():
+    own = extending("extends: llama\nlike: qwen2")
+    assert own.weights == find_architecture("llama").weights and own.family == "qwen2"
+    assert declared(f"{HEAD}like: gpt2\nweights: {{a.weight: head}}").family == "gpt2"
+    with pytest.raises(RequestError, match=r"line 4: like: no model is declared as 'lama'\. `reshard architectures` lists"):
+        extending("extends: llama\nlike: lama")
+
+
+def test_a_declaration_that_is_extended_does_not_pass_on_its_like():
+    """What engines know about a model, they need not know about one that changes it."""
+    base = extending("extends: llama\nlike: llama\nvocabulary_multiple: 8")
+    find = {"base": base, "llama": find_architecture("llama")}.get
+    own = parse_declaration(b"language: 2\nmodel_type: own\nextends: base\n", "own.yaml", find)
+    assert (own.vocabulary_multiple, own.like, own.declared_in) == (8, None, None)
+    assert parse_declaration(b"language: 2\nmodel_type: own\nextends: base\nlike: base\n", "own.yaml", find).family == "llama"
+
+
+def test_extends_with_weights_and_without_others():
+    qwen2 = extending(
+        "extends: llama\nweights:\n" + "".join(f"  model.layers.*.self_attn.{which}_proj.bias: attention.{which}\n" for which in "qkv")
     )
     assert qwen2.weights == find_architecture("qwen2").weights
-    mixtral = declared(
-        """
-model_type: mixtral
-like: llama
-without: "*.mlp.*"
-dimensions: {experts: [num_local_experts, num_experts]}
-weights:
-  model.layers.*.block_sparse_moe.gate.weight: router
-  model.layers.*.block_sparse_moe.experts.*.w1.weight: {role: expert.gate, shape: [intermediate, hidden]}
-  model.layers.*.block_sparse_moe.experts.*.w2.weight: {role: expert.down, shape: [hidden, intermediate]}
-  model.layers.*.block_sparse_moe.experts.*.w3.weight: {role: expert.up, shape: [intermediate, hidden]}
+    less = extending("extends: llama\nwithout: ['*.mlp.*', model.norm.weight]")
+    assert [w.name for w in less.weights] == [
+        w.name for w in find_architecture("llama").weights if ".mlp." not in w.name and w.name != "model.norm.weight"
+    ]
+
+
+# ---- the version of the language ----
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "qwen3_moe"])
+def test_a_file_of_reshard_0_1_0_is_read_as_before(model_type):
+    """`like:` meant both: these weights, and that engines take the model for it."""
+    old, built_in = read_architecture(VERSION_1 / f"{model_type}.yaml"), find_architecture(model_type)
+    assert [weight.name for weight in old.weights] == [weight.name for weight in built_in.weights]
+    assert [weight.role for weight in old.weights] == [weight.role for weight in built_in.weights]
+    assert (old.dimensions, old.sparse_layers, old.family) == (built_in.dimensions, built_in.sparse_layers, model_type)
+
+
+def test_every_key_and_word_of_version_1_has_its_successor():
+    old = declared(
+        HEAD.replace("language: 2\n", "").replace("layers:", "experts: num_experts\n  layers:")
+        + """weights:
+  a.in.weight: embedding
+  a.out.weight: head
+  a.*.eh_proj.weight: {role: extra.projection, shape: [hidden, 2 * hidden], layers: extra}
+  a.*.enorm.weight: extra.embedding_norm
+  a.*.qkv.weight: {holds: [attention.q, attention.k, attention.v], by: kv_heads}
+  a.*.both.weight: {holds: {extra.final_norm: hidden, extra.hidden_norm: hidden}, shape: [2 * hidden]}
+  a.*.e.*.up.weight: {role: mlp.up, layers: sparse}
+extra_layers: more
 sparse: all
 """
     )
-    built_in = find_architecture("mixtral")
-    assert (mixtral.weights, mixtral.dimensions, mixtral.sparse) == (built_in.weights, built_in.dimensions, built_in.sparse)
+    weights = {weight.name: weight for weight in old.weights}
+    assert (weights["a.{layer}.eh_proj.weight"].role, weights["a.{layer}.eh_proj.weight"].layers) == ("mtp.projection", "mtp")
+    assert weights["a.{layer}.enorm.weight"].role == "mtp.embedding_norm"
+    assert weights["a.{layer}.qkv.weight"].role == "attention.qkv" and weights["a.{layer}.qkv.weight"].interleaved_by == "kv_heads"
+    assert list(weights["a.{layer}.both.weight"].fuses) == ["mtp.final_norm", "mtp.hidden_norm"]
+    assert old.mtp_layers == "more" and old.sparse_layers is not None
 
 
-def test_every_role_has_a_usual_shape_or_asks_for_one():
-    from reshard.models.declared.weights import ROLES, SHAPES
+def test_an_error_in_a_file_of_version_1_has_its_line():
+    with pytest.raises(RequestError, match=r"line 3: weights > a\.weight > interleaved_by: only the roles of a fused weight"):
+        declared("model_type: m\nlike: llama\nweights: {a.weight: {role: head, by: heads}}")
+    with pytest.raises(RequestError, match=r"line 2: extends: no model is declared as 'lama'"):
+        declared("model_type: m\nlike: lama\n")
 
-    assert set(SHAPES) <= set(ROLES) <= set(SPLITS)
-    assert {role for role in ROLES if role not in SHAPES} == {role for role in ROLES if role.startswith("extra.")}
+
+@pytest.mark.parametrize(
+    "text, key",
+    [
+        ("extends: llama\n", "extends"), ("extends: llama\nmtp_layers: n\n", "extends"), ("sparse_layers: all\n", "sparse_layers"),
+        ("weights:\n  a.weight: {fuses: [mlp.gate, mlp.up]}\n", "fuses"),
+    ],
+)  # fmt: skip
+def test_a_new_key_without_the_version_is_refused_with_the_line_to_add(text, key):
+    with pytest.raises(RequestError, match=rf"version 1 of the language has no key '{key}'.*Add the line `language: 2`"):
+        declared("model_type: mymodel\n" + text)
+
+
+def test_a_version_that_is_not_known_is_refused():
+    with pytest.raises(RequestError, match=r"line 1: language: the declaration is in version 3 .* Install a newer reshard"):
+        declared("language: 3\nmodel_type: m\n")
+    with pytest.raises(RequestError, match=r"line 1: language: expected a whole number from 1 on, found 'two'"):
+        declared("language: two\nmodel_type: m\n")
+    assert declared("language: 1\nmodel_type: m\nlike: llama\n").family == "llama"
+
+
+def test_declarations_that_extend_each_other_are_refused(monkeypatch, tmp_path):
+    from reshard.models import lookup
+
+    for name, base in (("one", "two"), ("two", "one")):
+        (tmp_path / f"{name}.yaml").write_text(f"language: 2\nmodel_type: {name}\nextends: {base}\n")
+    monkeypatch.setattr(lookup, "_BUILT_IN", tmp_path)
+    with pytest.raises(RequestError, match=r"The declarations of one, two extend each other in a circle"):
+        find_architecture("one")
+
+
+# ---- weights ----
+
+
+def test_every_role_can_be_declared_unless_it_is_fused_or_a_scale():
+    assert {role for role in ROLES if role not in DECLARED_ROLES} == {
+        "attention.qkv", "mlp.gate_up", "attention.k_scale", "attention.v_scale",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("role", ROLES.values(), ids=lambda role: role.name)
+def test_a_role_is_consistent(role):
+    """The law of the role table: a split needs its axis, quantised weights are matrices, and no two roles have the same usual name."""
+    assert len(role.shape) <= 2 and ROLES[role.name] is role
+    if isinstance(role.split, Row):
+        assert len(role.shape) == 2
+    if isinstance(role.split, Heads) and role.shape:
+        assert role.split.count in role.shape[0]
+    if role.quantized:
+        assert len(role.shape) == 2 or role.fuses
+    assert all(inner in DECLARED_ROLES for inner in role.fuses)
+    others = [other for other in ROLES.values() if other is not role and other.in_layer == role.in_layer]
+    assert not set(role.names.split()) & {name for other in others for name in other.names.split()}
 
 
 @pytest.mark.parametrize(
@@ -120,12 +260,12 @@ def test_every_role_has_a_usual_shape_or_asks_for_one():
         ("attention.k", ("kv_heads * head_dim", "hidden")),
         ("{role: attention.k, shape: [hidden, 3]}", ("hidden", "3")),
         ("{role: mlp.up, transposed: true}", ("hidden", "intermediate")),
-        ("{holds: [mlp.gate, mlp.up]}", ("intermediate + intermediate", "hidden")),
-        ("{holds: [mlp.gate, mlp.up], transposed: true}", ("hidden", "intermediate + intermediate")),
-        ("{holds: {mlp.gate: 2 * hidden, mlp.up: hidden}}", ("2 * hidden + hidden", "hidden")),
+        ("{fuses: [mlp.gate, mlp.up]}", ("intermediate + intermediate", "hidden")),
+        ("{fuses: [mlp.gate, mlp.up], transposed: true}", ("hidden", "intermediate + intermediate")),
+        ("{fuses: {mlp.gate: 2 * hidden, mlp.up: hidden}}", ("2 * hidden + hidden", "hidden")),
     ],
 )
-def test_a_shape_follows_from_the_role_unless_it_is_said(value, shape):
+def test_a_shape_follows_from_the_role_unless_it_is_written(value, shape):
     assert one_weight(value).shape == shape
 
 
@@ -134,34 +274,35 @@ def test_a_bias_has_only_the_output_features():
 
 
 @pytest.mark.parametrize(
-    "said, split",
+    "written, split",
     [
         ("column", Column()), ("row", Row()), ("vocabulary", Vocabulary()), ("replicate", Replicate()), ("{heads: heads}", Heads("heads")),
         ("{heads: kv_heads, copies: true}", Heads("kv_heads", copies=True)),
     ],
 )  # fmt: skip
-def test_a_role_of_ones_own_says_its_split(said, split):
-    weight = one_weight(f"{{role: my.own, split: {said}, shape: [heads, hidden]}}")
+def test_a_new_role_has_a_split(written, split):
+    weight = one_weight(f"{{role: my.own, split: {written}, shape: [heads, hidden]}}")
     assert (weight.role, weight.split) == ("my.own", split)
 
 
 @pytest.mark.parametrize(
-    "said, name",
+    "written, name",
     [
         ("model.layers.*.mlp.experts.*.w.weight", "model.layers.{layer}.mlp.experts.{expert}.w.weight"),
         ("blocks_{layer}.w.weight", "blocks_{layer}.w.weight"),
         ("model.norm.weight", "model.norm.weight"),
     ],
 )
-def test_a_star_is_the_layers_number_and_a_second_one_the_experts(said, name):
+def test_a_star_is_the_layers_number_and_a_second_one_the_experts(written, name):
     text = HEAD.replace("layers:", "experts: num_experts\n  layers:")
-    assert declared(f"{text}weights:\n  {said}: mlp.norm\nsparse: all\n").weights[0].name == name
+    assert declared(f"{text}weights:\n  {written}: mlp.norm\nsparse_layers: all\n").weights[0].name == name
 
 
-def test_experts_are_of_sparse_layers_which_are_to_be_named():
+def test_experts_belong_to_sparse_layers_which_must_be_declared():
     text = HEAD.replace("layers:", "experts: num_experts\n  layers:") + "weights:\n  a.*.b.*.weight: mlp.norm\n"
     with pytest.raises(
-        RequestError, match=r"a\.\*\.b\.\*\.weight: it is a sparse layer's, and nothing says which.*`sparse: all` if all are"
+        RequestError,
+        match=r"a\.\*\.b\.\*\.weight: it belongs to a sparse layer, and the sparse layers are not.*`sparse_layers: all`",
     ):
         declared(text)
 
@@ -170,72 +311,73 @@ def test_the_only_head_and_embedding_are_those_that_a_config_ties():
     text = HEAD + "weights:\n  a.in.weight: embedding\n  a.out.weight: head\n"
     assert declared(text).tied == ("a.out.weight", "a.in.weight")
     assert declared(text + "tied: {head: b.weight, embedding: a.in.weight}\n").tied == ("b.weight", "a.in.weight")
-    like = "model_type: m\nlike: llama\nwithout: {}\nweights: {}\n".format
-    assert declared(like("model.embed*", "{a.in.weight: embedding}")).tied == ("lm_head.weight", "a.in.weight")
-    assert declared(like("lm_head.*", "{a.out.weight: head}")).tied == ("a.out.weight", "model.embed_tokens.weight")
-    assert declared(like("lm_head.*", "{}")).tied == ("lm_head.weight", "model.embed_tokens.weight")
-    with pytest.raises(RequestError, match=r"2 weights are heads and 1 embeddings.*`tied:"):
+    more = "language: 2\nmodel_type: m\nextends: llama\nwithout: {}\nweights: {}\n".format
+    assert declared(more("model.embed*", "{a.in.weight: embedding}")).tied == ("lm_head.weight", "a.in.weight")
+    assert declared(more("lm_head.*", "{a.out.weight: head}")).tied == ("a.out.weight", "model.embed_tokens.weight")
+    assert declared(more("lm_head.*", "{}")).tied == ("lm_head.weight", "model.embed_tokens.weight")
+    with pytest.raises(RequestError, match=r"2 weights are heads and 1 are embeddings.*`tied:"):
         declared(text + "  b.out.weight: head\n")
 
 
-# What is wrong -> what the message says; the line is counted in the whole file.
+# What is wrong -> what the message says. Lines are counted in the whole file.
 WRONG = {
-    "weights:\n  a.weight: {rolle: head}\n": r"line 12: weights > a\.weight > rolle: there is no key 'rolle' here\. Known are role, shape",
-    "wheights: {}\n": r"line 11: wheights: there is no key 'wheights'",
-    "weights:\n  a.weight: hed\n": r"line 12: weights > a\.weight: no role is called 'hed'\. Roles are embedding.*add `split:` with column",
-    "weights:\n  a.weight: {role: '?'}\n": r"line 12: weights > a\.weight > role: a \? stands here\..*not guessed",
-    "weights:\n  a.weight: {role: head, shape: [vocap, hidden]}\n": r"line 12: .*shape > 0: no dimension is called 'vocap'.*are vocab",
-    "weights:\n  a.weight: {role: head, shape: [vocab - 1, hidden]}\n": r"'vocab - 1' stands here, a sum of products",
-    "weights:\n  a.weight: {role: head, shape: [vocab / 0, hidden]}\n": r"'vocab / 0' stands here",
-    "weights:\n  a.weight: {role: head, shape: [2.5, hidden]}\n": r"2\.5 stands here, a sum of products",
-    "weights:\n  a.weight: {role: head, shape: []}\n": r"a list of 0 axes stands here",
-    "weights:\n  a.weight: {role: router}\n": r"line 12: .*called 'experts'\. A router is \[experts, hidden\] unless `shape:`",
-    "weights:\n  a.table: embedding\n": r"its shape is not said, and does not follow",
-    "weights:\n  a.weight: {shape: [hidden]}\n": r"it says neither its role nor what it holds",
-    "weights:\n  a.weight: 3\n": r"line 12: weights > a\.weight: 3 stands here, keys with values are expected",
-    "weights:\n  a.weight:\n": r"nothing stands here, keys with values",
-    "weights:\n  a.weight: {role: attention.qkv}\n": r"attention\.qkv is several roles in one\. Write `holds:`",
-    "weights:\n  a.weight: {holds: [attention.q]}\n": r"holds: a weight that holds one role is that role",
-    "weights:\n  a.weight: {holds: [mlp.gate, mlp.gate]}\n": r"holds > 1: mlp\.gate is held twice",
-    "weights:\n  a.weight: {holds: [mlp.gate, my.own]}\n": r"how many rows a my\.own has is not known\. Write `holds: \{my\.own: ROWS",
-    "weights:\n  a.weight: {holds: {mlp.gate: 3, my.own: 4}, split: row}\n": r"split: the role mlp\.gate says how it is split",
-    "weights:\n  a.weight: {holds: [mlp.gate, mlp.up], role: mlp.gate}\n": r"role: a weight that holds several roles has none of its own",
-    "weights:\n  a.weight: {holds: [mlp.gate, mlp.up], by: groups}\n": r"by: no dimension is called 'groups'",
-    "weights:\n  a.weight: {holds: [mlp.gate, mlp.down]}\n": r"mlp\.gate and mlp\.down have different input features\. Add `shape:`",
-    "weights:\n  a.weight: {role: head, by: heads}\n": r"by: it says by what the roles of `holds:` alternate, which is not there",
-    "weights:\n  a.weight: {role: head, split: row}\n": r"split: the role head says how it is split",
-    "weights:\n  a.weight: {role: my.own, split: diagonal, shape: [hidden]}\n": r"split: 'diagonal' stands here\. Known are column, row",
-    "weights:\n  a.weight: {role: my.own, split: {copies: true}, shape: [hidden]}\n": r"split: it does not say by which dimension",
+    "weights:\n  a.weight: {rolle: head}\n": r"line 13: weights > a\.weight > rolle: there is no key 'rolle' here\. The keys are role",
+    "wheights: {}\n": r"line 12: wheights: there is no key 'wheights'",
+    "weights:\n  a.weight: hed\n": r"line 13: weights > a\.weight: there is no role 'hed'\. The roles are embed.*add `split:` with",
+    "weights:\n  a.weight: {role: '?'}\n": r'line 13: weights > a\.weight > role: a "\?" marks an open question here\..*not guessed',
+    "weights:\n  a.weight: {role: head, shape: [vocap, hidden]}\n": r"line 13: .*shape > 0: no dimension is called 'vocap'.*are vocab",
+    "weights:\n  a.weight: {role: head, shape: [vocab - 1, hidden]}\n": r"expected a sum of products .*, found 'vocab - 1'",
+    "weights:\n  a.weight: {role: head, shape: [vocab / 0, hidden]}\n": r"expected a sum of products .*, found 'vocab / 0'",
+    "weights:\n  a.weight: {role: head, shape: [2.5, hidden]}\n": r"expected a sum of products .*, found 2\.5",
+    "weights:\n  a.weight: {role: head, shape: []}\n": r"expected 1 to 4 axes, found 0",
+    "weights:\n  a.weight: {role: router}\n": r"line 13: .*called 'experts'\. The usual shape of router is \[experts, hidden\]; `shape:`",
+    "weights:\n  a.table: embedding\n": r"it has no `shape`, and none follows from its role and name",
+    "weights:\n  a.weight: {shape: [hidden]}\n": r"it has neither `role` nor `fuses`",
+    "weights:\n  a.weight: 3\n": r"line 13: weights > a\.weight: expected a mapping of keys to values, found 3",
+    "weights:\n  a.weight:\n": r"expected a mapping of keys to values, found nothing",
+    "weights:\n  a.weight: {role: attention.qkv}\n": r"attention\.qkv is several roles in one weight\. Write `fuses: \[attention\.q, att",
+    "weights:\n  a.weight: {fuses: [attention.q]}\n": r"fuses: a fused weight has at least two roles\. Write `role:`",
+    "weights:\n  a.weight: {fuses: [mlp.gate, mlp.gate]}\n": r"fuses > 1: mlp\.gate occurs twice",
+    "weights:\n  a.weight: {fuses: [mlp.gate, my.own]}\n": r"the number of rows of my\.own is not known\. Write `fuses: \{my\.own: ROWS",
+    "weights:\n  a.weight: {fuses: {mlp.gate: 3, my.own: 4}, split: row}\n": r"split: the role mlp\.gate has a split already",
+    "weights:\n  a.weight: {fuses: [mlp.gate, mlp.up], role: mlp.gate}\n": r"role: a fused weight has the roles in `fuses`",
+    "weights:\n  a.weight: {fuses: [mlp.gate, mlp.up], interleaved_by: groups}\n": r"interleaved_by: no dimension is called 'groups'",
+    "weights:\n  a.weight: {fuses: [mlp.gate, mlp.up], interleaved_by: 2 * heads}\n": r"interleaved_by: expected a.*, found '2 \* heads'",
+    "weights:\n  a.weight: {fuses: [mlp.gate, mlp.down]}\n": r"mlp\.gate and mlp\.down have different input features\. Add `shape:`",
+    "weights:\n  a.weight: {role: head, interleaved_by: heads}\n": r"interleaved_by: only the roles of a fused weight alternate",
+    "weights:\n  a.weight: {role: head, split: row}\n": r"split: the role head has a split already",
+    "weights:\n  a.weight: {role: my.own, split: diagonal, shape: [hidden]}\n": r"split: expected one of column, row.*found 'diagonal'",
+    "weights:\n  a.weight: {role: my.own, split: {copies: true}, shape: [hidden]}\n": r"split: it does not name the dimension",
     "weights:\n  a.weight: {role: my.own, split: {heads: groups}, shape: [hidden]}\n": r"split > heads: no dimension is called 'groups'",
-    "weights:\n  a.weight: {role: head, transposed: 1}\n": r"transposed: 1 stands here, true or false is expected",
-    "weights:\n  a.weight: {role: head, when: no}\n": r"when: False stands here, a key of the config.*quotes",
-    "weights:\n  a.weight: {role: head, layers: some}\n": r"layers: 'some' stands here\. Known are dense, sparse, extra",
-    "weights:\n  a.weight: {role: head, layers: dense}\n": r"`layers: dense` is said of a weight that is no layer's",
-    "weights:\n  a.*.weight: {role: mlp.norm, layers: sparse}\n": r"line 12: weights > a\.\*\.weight: .*nothing says which",
-    "weights:\n  a.*.weight: {role: mlp.norm, layers: extra}\n": r"nothing says how many there are\. Add `extra_layers:`",
-    "weights:\n  a.*.b.*.weight: mlp.norm\n": r"its name counts experts, and no dimension is called experts",
+    "weights:\n  a.weight: {role: head, transposed: 1}\n": r"transposed: expected true or false, found 1",
+    "weights:\n  a.weight: {role: head, when: no}\n": r"when: expected a key of the config.*, found False; put it into quotes",
+    "weights:\n  a.weight: {role: head, layers: some}\n": r"layers: expected one of dense, sparse, mtp, found 'some'",
+    "weights:\n  a.weight: {role: head, layers: dense}\n": r"`layers: dense` needs the number of the layer in the name",
+    "weights:\n  a.*.weight: {role: mlp.norm, layers: sparse}\n": r"line 13: weights > a\.\*\.weight: .*sparse layers are not declared",
+    "weights:\n  a.*.weight: {role: mlp.norm, layers: mtp}\n": r"number of layers for multi-token prediction is not .*Add `mtp_layers:`",
+    "weights:\n  a.*.b.*.weight: mlp.norm\n": r"contains the number of an expert, and no dimension is called experts",
     "weights:\n  a.*.b.*.c.*.weight: mlp.norm\n": r"it is not clear which number each \* stands for.*Write \{layer\} and \{expert\}",
     "weights:\n  a.x*.weight: mlp.norm\n": r"it is not clear which number each \* stands for",
     "weights:\n  a.{layer}.*.weight: mlp.norm\n": r"it is not clear which number each \* stands for",
-    "weights:\n  a.{level}.weight: mlp.norm\n": r"\{level\} stands in the name\. \{layer\} and \{expert\} may, once each",
-    "weights:\n  a.{layer}.{layer}.weight: mlp.norm\n": r"\{layer\} stands in the name",
-    "weights:\n  a b.weight: mlp.norm\n": r"this is no name of a weight",
-    "weights:\n  a.*.weight: mlp.norm\n  a.0.weight: mlp.norm\n": r"a weight could be of this name and of a\.0\.weight",
-    "weights:\n  a.*.weight: mlp.norm\n  a.{layer}.weight: mlp.norm\n": r"could be of this name and of a\.\{layer\}\.weight at once",
-    "weights:\n  a.weight: head\n  a.weight: head\n": r"line 13: the key 'a\.weight' stands here a second time",
+    "weights:\n  a.{level}.weight: mlp.norm\n": r"cannot contain \{level\} here\. It may contain \{layer\} and \{expert\}, once each",
+    "weights:\n  a.{layer}.{layer}.weight: mlp.norm\n": r"a name cannot contain \{layer\} here",
+    "weights:\n  a b.weight: mlp.norm\n": r"this is not the name of a weight",
+    "weights:\n  a.*.weight: mlp.norm\n  a.0.weight: mlp.norm\n": r"one tensor could have this name and a\.0\.weight",
+    "weights:\n  a.*.weight: mlp.norm\n  a.{layer}.weight: mlp.norm\n": r"one tensor could have this name and a\.\{layer\}\.weight",
+    "weights:\n  a.weight: head\n  a.weight: head\n": r"line 14: the key 'a\.weight' occurs twice",
     "weights: {}\n": r"my\.yaml: it declares no weights",
-    "weights: [a.weight]\n": r"line 11: weights: a list stands here, keys with values are expected",
-    "weights: {a.weight: head}\ntied: {head: a.weight}\n": r"line 12: tied: it does not say the embedding",
+    "weights: [a.weight]\n": r"line 12: weights: expected a mapping of keys to values, found a list",
+    "weights: {a.weight: head}\ntied: {head: a.weight}\n": r"line 13: tied: it does not name the embedding",
     "weights: {a.weight: head}\ntied: {head: a.weight, embedding: b.weight}\n": r"embedding: no weight is called 'b\.weight'",
-    "weights: {a.weight: head}\ndropped: {b.weight: ''}\n": r"dropped > b\.weight: '' stands here, the reason",
-    "weights: {a.weight: head}\nsparse: some\n": r"line 12: sparse: 'some' stands here, .*Known are first, step",
-    "weights: {a.weight: head}\nsparse: {offset: -1}\n": r"sparse > offset: -1 stands here, a whole number from 0 on",
-    "weights: {a.weight: head}\nextra_layers: 2\n": r"extra_layers: 2 stands here, a key of the config is expected",
-    "weights: {a.weight: head}\ndefaults: {x: [1]}\n": r"defaults > x: a list stands here, true, false",
-    "weights: {a.weight: head}\nvocabulary_multiple: 0\n": r"vocabulary_multiple: 0 stands here, a whole number from 1 on",
-    "weights: {a.weight: head}\nwithout: '*'\n": r"line 12: without: it takes weights away from those of `like:`, which is not there",
-    "like: lama\n": r"line 11: like: no model is declared as 'lama'\. Known are deepseek_v2",
-    "like: llama\nwithout: ['*.mlp.*', '*.mpl.*']\n": r"line 12: without > 1: no weight of llama is called '\*\.mpl\.\*'",
+    "weights: {a.weight: head}\ndropped: {b.weight: ''}\n": r"dropped > b\.weight: expected the reason .*, found ''",
+    "weights: {a.weight: head}\nsparse_layers: some\n": r"line 13: sparse_layers: expected .*, found 'some'\. The keys are first, step",
+    "weights: {a.weight: head}\nsparse_layers: {offset: -1}\n": r"sparse_layers > offset: expected a whole number from 0 on, found -1",
+    "weights: {a.weight: head}\nmtp_layers: 2\n": r"mtp_layers: expected a key of the config, found 2",
+    "weights: {a.weight: head}\ndefaults: {x: [1]}\n": r"defaults > x: expected true, false, .*, found a list",
+    "weights: {a.weight: head}\nvocabulary_multiple: 0\n": r"vocabulary_multiple: expected a whole number from 1 on, found 0",
+    "weights: {a.weight: head}\nwithout: '*'\n": r"line 13: without: it removes weights of the model that `extends:` names, and there is",
+    "extends: lama\n": r"line 12: extends: no model is declared as 'lama'\. `reshard architectures` lists",
+    "extends: llama\nwithout: ['*.mlp.*', '*.mpl.*']\n": r"line 13: without > 1: no weight of llama has a name like '\*\.mpl\.\*'",
 }  # fmt: skip
 
 
@@ -250,97 +392,119 @@ def test_what_is_wrong_with_a_declaration_is_one_paragraph_with_its_line(text):
 WRONG_DIMENSIONS = {
     "{hidden: hidden_size}": r"no dimension is called layers\. Add it under `dimensions`, such as `layers: num_hidden_layers`",
     "{layers: {keys: n, optional: true}}": r"dimensions > layers: layers cannot be optional",
-    "{layers: n, Hidden: n}": r"dimensions > Hidden: the name of a dimension is a word in small letters",
-    "{layers: n, hidden: {}}": r"dimensions > hidden: it says neither keys of the config nor a default",
-    "{layers: n, hidden: {default: wide / 2}, wide: n}": r"dimensions > hidden: no dimension is called 'wide'.*stand before it",
+    "{layers: n, Hidden: n}": r"dimensions > Hidden: the name of a dimension is a word in lower case",
+    "{layers: n, hidden: {}}": r"dimensions > hidden: it has neither `keys` nor `default`",
+    "{layers: n, hidden: {default: wide / 2}, wide: n}": r"dimensions > hidden: no dimension is called 'wide'.*the dimensions before it",
     "{layers: n, a: {keys: n, optional: true}, b: {default: a}}": r"dimensions > b: the dimension a is optional",
-    "{layers: n, hidden: {keys: 3}}": r"keys: 3 stands here, a key of the config is expected",
-    "{layers: n, hidden: [a, [b]]}": r"hidden > 1: a list stands here, a key of the config",
-    "{layers: n, hidden: {default: [a]}}": r"default: a list stands here, an expression of dimensions",
-    "{layers: 0}": r"dimensions > layers: 0 stands here, a whole number from 1 on",
-    "3": r"dimensions: 3 stands here, keys with values are expected",
+    "{layers: n, hidden: {keys: 3}}": r"keys: expected a key of the config, found 3",
+    "{layers: n, hidden: [a, [b]]}": r"hidden > 1: expected a key of the config, found a list",
+    "{layers: n, hidden: {default: [a]}}": r"default: expected an expression of dimensions, found a list",
+    "{layers: 0}": r"dimensions > layers: expected a whole number from 1 on, found 0",
+    "3": r"dimensions: expected a mapping of keys to values, found 3",
 }
 
 
 @pytest.mark.parametrize("dimensions", WRONG_DIMENSIONS)
-def test_what_is_wrong_with_dimensions_is_said(dimensions):
+def test_what_is_wrong_with_dimensions_is_reported(dimensions):
     with pytest.raises(RequestError, match=WRONG_DIMENSIONS[dimensions]):
-        declared(f"model_type: mymodel\ndimensions: {dimensions}\nweights: {{a.weight: {{role: head, shape: [3]}}}}\n")
+        extending(f"dimensions: {dimensions}\nweights: {{a.weight: {{role: head, shape: [3]}}}}\n")
 
 
 def test_a_role_needs_the_dimension_that_splits_it():
-    with pytest.raises(RequestError, match=r"the role attention\.k is split by kv_heads, and no dimension is called so\. Add `kv_heads:`"):
-        declared("model_type: m\ndimensions: {layers: 2}\nweights: {a.weight: {role: attention.k, shape: [4]}}")
+    with pytest.raises(RequestError, match=r"the role attention\.k by kv_heads, and no dimension is called that\. Add `kv_heads:`"):
+        extending("dimensions: {layers: 2}\nweights: {a.weight: {role: attention.k, shape: [4]}}")
 
 
+@pytest.mark.parametrize("with_libyaml", [True, False])
 @pytest.mark.parametrize(
     "content, what",
     [
-        (b"model_type: m\nx: &a [1]\ny: *a\n", "line 2: &a marks a place"),
-        (b"model_type: m\ny: *a\n", r"line 2: \*a refers to another place"),
+        (b"model_type: m\nx: &a [1]\ny: *a\n", "line 2: &a is an anchor"),
+        (b"model_type: m\nx: &a 1\n", "line 2: &a is an anchor"),
+        (b"model_type: m\ny: *a\n", r"line 2: (\*a refers to another place|this is not valid YAML)"),
         (b"model_type: !!python/object/apply:os.system ['true']\n", "line 1: .*os.system is a tag"),
+        (b"model_type: !!str m\n", "line 1: .*str is a tag"),
         (b"a: {b: {c: {d: {e: {f: {g: {h: {i: 1}}}}}}}}\n", "more than 8 levels"),
         (b"[" * 200_000, "more than 8 levels"),
-        (b"a: " + b"x" * (1 << 18), "at most 262,144 make sense"),
-        (b"a: 1\n---\nb: 2\n", "it holds 2 documents"),
-        (b"", "it holds no documents"),
-        (b"a: {b\n", "line 2: it is not valid YAML"),
-        (b"weights:\n  a: ?\n", r"line 2: it is not valid YAML.*a lone \?, go into quotes"),
-        (b"*.x: 1\n", "line 1: it is not valid YAML.*quotes"),
-        (b"\xff\xfe\x00", "my.yaml: it is not valid YAML"),
-        (b"a: \x00\n", "my.yaml: it is not valid YAML"),
-        (b"1: 2\n", "line 1: the key 1 is no word"),
-        (b"{a}: 2\n", "line 1: a key is itself a list or mapping"),
-        (b"a: 2024-01-01\n", "taken for a timestamp"),
-        (b"<<: {a: 1}\n", "taken for a merge"),
-        (b"a: " + b"9" * 5000, "is no number"),
-        (b"3\n", "3 stands here, keys with values are expected"),
+        (b"a: " + b"x" * (1 << 18), "at most 262,144"),
+        (b"a: 1\n---\nb: 2\n", "the file contains 2 documents"),
+        (b"", "the file contains no documents"),
+        (b"a: {b\n", "line 2: this is not valid YAML"),
+        (b"weights:\n  a: ?\n", r"line 2: this is not valid YAML.*a \? alone, need quotes"),
+        (b"*.x: 1\n", "line 1: this is not valid YAML.*quotes"),
+        (b"\xff\xfe\x00", "my.yaml: this is not valid YAML"),
+        (b"a: \x00\n", "my.yaml: this is not valid YAML"),
+        (b"1: 2\n", "line 1: the key 1 is not a word"),
+        (b"a: 1\nb: 2\na: 3\n", "line 3: the key 'a' occurs twice"),
+        (b"{a}: 2\n", "line 1: this key is a list or a mapping"),
+        (b"a: 2024-01-01\n", "YAML takes '2024-01-01' for a timestamp"),
+        (b"<<: {a: 1}\n", "YAML takes '<<' for a merge"),
+        (b"a: " + b"9" * 5000, "is not a number"),
+        (b"3\n", "expected a mapping of keys to values, found 3"),
     ],
 )
-def test_only_plain_data_is_read(content, what):
+def test_only_plain_data_is_read(content, what, with_libyaml, monkeypatch):
+    if with_libyaml and not yaml.__with_libyaml__:
+        pytest.skip("PyYAML was built without libyaml")
+    monkeypatch.setattr(yaml, "__with_libyaml__", with_libyaml)
     with pytest.raises(RequestError, match=what):
-        parse_declaration(content, "my.yaml")
+        declared(content.decode("latin-1")) if content.isascii() else parse_declaration(content, "my.yaml", find_architecture)
 
 
-def test_sections_that_are_not_the_whole_tensor_are_refused_with_the_numbers():
-    text = (
-        HEAD
-        + "weights:\n  a.weight: {holds: {attention.q: heads * head_dim, attention.k: kv_heads * head_dim}, shape: [3 * hidden, hidden]}\n"
-    )
-    with pytest.raises(RequestError, match=r"a\.weight: it has 48 output features, and what is fused in it has 16 \+ 8"):
+@pytest.mark.parametrize("model_type", built_in_model_types())
+def test_both_parsers_read_the_same_document(model_type, monkeypatch):
+    content = declaration_text(model_type).encode()
+    documents = []
+    for with_libyaml in {yaml.__with_libyaml__, False}:
+        monkeypatch.setattr(yaml, "__with_libyaml__", with_libyaml)
+        documents.append(yaml_data.parse(content, "my.yaml"))
+    assert all(document == documents[0] for document in documents)
+    assert documents[0].value == yaml.safe_load(content) and documents[0].lines["model_type",] > documents[0].lines["language",]
+
+
+# ---- a declaration with the numbers of a config ----
+
+
+def test_fused_rows_that_are_not_the_whole_tensor_are_refused_with_the_numbers():
+    rows = "{attention.q: heads * head_dim, attention.k: kv_heads * head_dim}"
+    text = HEAD + f"weights:\n  a.weight: {{fuses: {rows}, shape: [3 * hidden, hidden]}}\n"
+    with pytest.raises(RequestError, match=r"a\.weight: it has 48 output features, and the roles fused in it have 16 \+ 8"):
         _ = Model(declared(text), CONFIG).weights
-    text = HEAD + "weights:\n  a.weight: {holds: [mlp.gate, mlp.up], by: rounds}\n".replace("rounds", "vocab")
-    with pytest.raises(RequestError, match=r"24 \+ 24 in 50 equal runs, one per each of the vocab"):
+    text = HEAD + "weights:\n  a.weight: {fuses: [mlp.gate, mlp.up], interleaved_by: vocab}\n"
+    with pytest.raises(RequestError, match=r"24 \+ 24 in 50 equal runs each, one per vocab"):
         _ = Model(declared(text), CONFIG).weights
 
 
 @pytest.mark.parametrize(
-    "said, config, what",
+    "line, config, what",
     [
-        ("sparse: {first: first_one}", {"first_one": "two"}, "gives 'two' for first_one, a whole number"),
-        ("sparse: {step: every}", {"every": [1]}, r"gives \[1\] for every, a whole number"),
-        ("sparse: {dense: those}", {"those": 3}, "gives 3 for those, a list"),
-        ("extra_layers: more", {"more": "one"}, "gives 'one' for more, a whole number"),
+        ("sparse_layers: {first: first_one}", {"first_one": "two"}, "gives 'two' for first_one; a whole number"),
+        ("sparse_layers: {step: every}", {"every": [1]}, r"gives \[1\] for every; a whole number"),
+        ("sparse_layers: {dense: those}", {"those": 3}, "gives 3 for those; a list"),
+        ("mtp_layers: more", {"more": "one"}, "gives 'one' for more; a whole number"),
     ],
 )
-def test_a_config_that_says_something_else_under_a_key_is_refused(said, config, what):
-    architecture = declared(f"{HEAD}{said}\nweights:\n  a.*.weight: {{role: mlp.norm, layers: dense}}\n")
+def test_a_config_with_another_kind_of_value_under_a_key_is_refused(line, config, what):
+    architecture = declared(f"{HEAD}{line}\nweights:\n  a.*.weight: {{role: mlp.norm, layers: dense}}\n")
     with pytest.raises(RequestError, match=what):
         _ = Model(architecture, {**CONFIG, **config}).weights
 
 
-def test_a_dimension_that_nobody_declared_is_asked_for_by_name():
-    model = Model(declared("model_type: m\ndimensions: {layers: 2}\nweights: {a.weight: {role: final_norm, shape: [4]}}"), CONFIG)
-    with pytest.raises(RequestError, match=r"The declaration of m has no dimension 'heads'"):
+def test_a_dimension_that_is_not_declared_is_asked_for_by_name():
+    model = Model(extending("dimensions: {layers: 2}\nweights: {a.weight: {role: final_norm, shape: [4]}}"), CONFIG)
+    with pytest.raises(RequestError, match=r"The declaration of mymodel has no dimension 'heads'"):
         _ = model.dimensions["heads"]
     assert "heads" not in model.dimensions and model.dimensions.get("heads") is None
 
 
+# ---- by name or by file ----
+
+
 def test_a_name_or_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("qwen2").write_text("model_type: mine\nlike: llama\n")
+    Path("qwen2").write_text("language: 2\nmodel_type: mine\nextends: llama\n")
     assert named_architecture("qwen2") is find_architecture("qwen2")
-    assert named_architecture("./qwen2").model_type == "mine"
+    assert named_architecture("./qwen2").model_type == "mine" and named_architecture("./qwen2").declared_in == "./qwen2"
     assert named_architecture(Path("qwen2")).model_type == "mine"
     with pytest.raises(RequestError, match=r"--architecture my: no model is declared by that name\. Declared are .*qwen2.*\./my\.yaml"):
         named_architecture("my")
@@ -348,3 +512,10 @@ def test_a_name_or_a_file(tmp_path, monkeypatch):
         named_architecture("my.yaml")
     with pytest.raises(RequestError, match="this is a directory"):
         named_architecture("./")
+
+
+def test_every_declared_model_has_a_text():
+    for model_type in known_model_types():
+        assert f"model_type: {model_type}" in declaration_text(model_type)
+    with pytest.raises(RequestError, match=r"No model is declared as 'lama'\. Declared are deepseek_v2.*llama"):
+        declaration_text("lama")

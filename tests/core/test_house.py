@@ -314,6 +314,22 @@ def test_help_loads_neither_numpy_nor_torch():
     assert not loaded_after("import reshard") & {"numpy", "torch", "click"}
 
 
+def heavy(modules):
+    return sorted(name for name in modules if name in ("numpy", "torch", "pickle") or name.startswith("reshard.containers."))
+
+
+@pytest.mark.parametrize("module", format_modules().values())
+def test_a_formats_module_is_light(module):
+    """It imports its reader and its writer when they are needed."""
+    assert heavy(loaded_after(f"import {module}")) == []
+
+
+def test_detecting_loads_a_reader_only_to_look_into_a_file():
+    folder = str(ROOT / "fixtures" / "hf" / "llama")
+    detect = f"from reshard.adapter import registry\nfrom reshard.storage.files import LocalFiles\nregistry.detect(LocalFiles({folder!r}))"
+    assert heavy(loaded_after(detect)) == []
+
+
 def test_a_plugin_loads_nothing_heavy_before_it_is_asked():
     loaded = loaded_after(
         "from importlib.metadata import entry_points\n[point.load() for point in entry_points(group='vllm.general_plugins')]"

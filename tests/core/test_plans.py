@@ -11,7 +11,7 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.extents import Extent, Piece
 from reshard.geometry.stored import Section
 from reshard.index.shards import Shards
-from reshard.plans.layout import Placed
+from reshard.plans.layout import PlacedTensor
 from reshard.plans.proof import ProofFailed, compose, prove
 
 
@@ -74,7 +74,7 @@ def with_stored(plan, number, **changes):
     """The plan with one stored tensor of its first file changed."""
     file = plan.layout.files[0]
     tensors = list(file.tensors)
-    tensors[number] = Placed(replace(tensors[number].tensor, **changes), tensors[number].byte_offset)
+    tensors[number] = PlacedTensor(replace(tensors[number].tensor, **changes), tensors[number].byte_offset)
     return with_file(plan, 0, tensors=tuple(tensors))
 
 
@@ -88,7 +88,7 @@ def test_a_hole_in_a_file_is_refused(plan):
 
 def test_two_tensors_in_one_place_are_refused(plan):
     file = plan.layout.files[0]
-    moved = Placed(file.tensors[-1].tensor, file.tensors[-1].byte_offset - 2)
+    moved = PlacedTensor(file.tensors[-1].tensor, file.tensors[-1].byte_offset - 2)
     with pytest.raises(ProofFailed, match="two origins"):
         prove(with_file(plan, 0, tensors=(*file.tensors[:-1], moved)))
 
@@ -101,7 +101,7 @@ def test_two_sections_in_one_place_are_refused(plan):
 
 
 def test_a_weight_without_a_place_is_refused(plan):
-    with pytest.raises(ProofFailed, match="no place"):
+    with pytest.raises(ProofFailed, match="neither writes this weight"):
         prove(replace(plan, routes=plan.routes[1:]))
 
 

@@ -14,7 +14,7 @@ from reshard.storage.files import LocalFiles
 
 def write(path, root, filling):
     """The file around `root`, sparse, with the bytes of `filling` at the start of every storage."""
-    pickle, storages = torch_pickle.dumps(root)
+    pickle, storages = torch_pickle.state_dict_pickle(root)
     frame = torch_frame.frame(path.stem, pickle, storages)
     with open(path, "wb") as file:
         file.truncate(frame.nbytes)

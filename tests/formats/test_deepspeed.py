@@ -3,6 +3,9 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
+from importlib import import_module
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +16,7 @@ from places import FIXTURES, described, open_case, truth
 import reshard
 from reshard.canonical.content import Selection
 from reshard.containers import torch_zip
+from reshard.containers.torch_zip import Locations
 from reshard.engine.casts import cast
 from reshard.engine.views import LazyTensor
 from reshard.errors import CheckpointError, RequestError
@@ -282,6 +286,39 @@ def test_what_serves_is_the_same_from_any_stage(case, tmp_path):
     assert comparison.equal and comparison.tensors >= 11
 
 
+def test_a_universal_checkpoint_of_zero_2_has_its_frozen_weights_in_the_module(tmp_path):
+    """ds_to_universal copies the run's model file, which lists frozen weights twice: whole in the module, and as fragments."""
+    source = ZERO / "z2-frozen"
+    assert run("convert", source / "checkpoint", tmp_path / "out", "--to", "universal").code == 0
+    tag = tmp_path / "out" / (tmp_path / "out" / "latest_universal").read_text()
+    shutil.copy(next((source / "checkpoint").glob("*/mp_rank_00_model_states.pt")), tag)
+    (tag / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink()
+    found = reshard.open(tmp_path / "out")
+    read = {(t.name, t.kind): described(t, found.files) for t in found.index.tensors}
+    assert read == truth(source)
+
+
+def test_every_step_of_reading_is_a_value_that_prints_on_one_line():
+    layout, read = (import_module(f"reshard.formats.deepspeed.{name}") for name in ("layout.tag", "read.index"))
+    files = LocalFiles(PARALLEL / "megatron-pp2-tp2" / "checkpoint")
+    tag = layout.open_tag(files, layout.find_tag_folder(files))
+    states = read.read_run_states(files, tag)
+    degrees = read.degrees_of_run(states)
+    contents = read.contents_of_run(states, degrees, {}, Locations(files))
+    for step in (tag, states, states.first_model, states.first_optimizer, degrees, contents, contents.parts[0]):
+        assert len(repr(step)) < 200 and "\n" not in repr(step)
+    assert repr(degrees) == "RunDegrees(pp=2, tp=2, dp=1, ep=1)"
+    assert repr(contents) == "<314 parts of 32 parameters, 0 notes>"
+
+
+@pytest.mark.parametrize("module", ["reshard.formats.deepspeed", "reshard.formats.deepspeed.universal"])
+def test_a_format_is_found_without_its_reader(module):
+    script = f"import sys, {module}\nprint(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert module in loaded and not {"numpy", "torch"} & {*loaded}
+    assert not any(name.startswith(("reshard.formats.deepspeed.read", "reshard.index", "reshard.plans")) for name in loaded)
+
+
 # ---- writing ----
 
 SOURCES = ["z1-bf16", "z1-groups", "z2-round-robin", "z2-tied", "z2-frozen", "z3-4", "z3-subgroups", "z3-frozen", "z3-tied", "z2-fp16"]
@@ -341,7 +378,7 @@ def test_inspect_tells_ranks_and_runs():
     result = run("inspect", ZERO / "z3-4" / "checkpoint", "--tensor", "llama.lm_head.weight", "--json")
     document = json.loads(result.out)
     assert document["parallel"]["dp"] == 4 and document["producer"] == "DeepSpeed ZeRO-3" and document["version"] == "0.19.8"
-    pieces = next(t for t in document["tensors"] if t["role"] == "master")["pieces"]
+    pieces = next(t for t in document["tensors"] if t["kind"] == "master")["pieces"]
     assert sorted({piece["rank"] for piece in pieces}) == [0, 1, 2, 3]
 
 

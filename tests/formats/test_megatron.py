@@ -1,20 +1,25 @@
 """Megatron: any layout from any other, what lies in the files is what Megatron-Core wrote, and what does not belong together is named."""
 
+import itertools
 import json
 import pickle
 import re
 import shutil
 import zipfile
 from collections import Counter
+from importlib import import_module
 
 import pytest
 from command import reshard as run
+from hypothesis import given
+from hypothesis import strategies as st
 from places import FIXTURES, described, open_case, truth
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 import reshard
 from reshard.adapter.dcp_reader import DcpFolder
+from reshard.adapter.format import Hints
 from reshard.containers import torch_frame, torch_zip
 from reshard.engine.views import LazyTensor
 from reshard.errors import CheckpointError, RequestError
@@ -291,6 +296,53 @@ def test_a_model_that_is_not_declared_is_shown_as_it_is_stored(case, tmp_path):
     assert shown.code == 0 and "linear_qkv" in shown.out and "mamba9" in shown.out
     refusal = run("convert", case / "checkpoint", tmp_path / "out", "--to", "hf", "--model", other)
     assert refusal.code == 2 and "mamba9" in refusal.err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("case", ["nemo-tp2", "nemo-tp2-pp2"])
+def test_weights_are_not_listed_as_objects(case):
+    """NeMo's rank files are the state dict itself, without a root around it."""
+    objects = open_case(DERIVED / case).index.objects
+    assert objects and all(name.endswith("_extra_state") for name in objects)
+
+
+# ---- the steps, one by one ----
+
+
+@pytest.mark.parametrize("case", LEGACY_CASES, ids=label)
+def test_each_step_of_reading_returns_a_value_that_prints_as_one_line(case):
+    legacy, ranks, chunk_tensors, optimizer = (
+        import_module(f"reshard.formats.megatron.read.{name}") for name in ("legacy", "ranks", "chunk_tensors", "optimizer")
+    )
+    files = LocalFiles(case / "checkpoint")
+    save = ranks.read_ranks(files, import_module("reshard.formats.megatron.layout.save_folders").find_save(files))
+    model = legacy.legacy_model(save, Hints(config=json.loads((case / "model" / "config.json").read_text())))
+    offsets = chunk_tensors.layer_offsets(save, model.megatron)
+    values = [save, model]
+    for rank in save.ranks:
+        tensors = chunk_tensors.locate_tensors(rank, model.megatron, save.sizes, offsets)
+        state = optimizer.read_optimizer(files, rank, save.args, tensors)
+        assert len(tensors) == sum(map(len, rank.chunks))
+        values += [rank, *tensors, state]
+    assert all("\n" not in repr(value) and len(repr(value)) < 240 for value in values)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=12), st.sets(st.integers(0, 11)))
+def test_parameters_lie_in_their_buckets_where_the_buffer_has_them(elements, shared):
+    """The layout of a buffer, from its parameters, and the positions in its buckets, from the buckets' lengths, are one thing.
+
+    A bucket ends behind each shared parameter; so the lengths of the buckets follow from the layout.
+    """
+    flat_buckets = import_module("reshard.formats.megatron.layout.flat_buckets")
+    layout = flat_buckets.lay_out_buffer([flat_buckets.BufferedParameter(n, i in shared) for i, n in enumerate(elements)], None)
+    starts, end = [0], 0
+    for i in reversed(range(len(elements))):
+        end = layout.offsets[i] + elements[i]
+        if i in shared and i:
+            starts.append(end)
+    lengths = [stop - start for start, stop in itertools.pairwise([*starts, end])]
+    positions = flat_buckets.positions_in_buckets(elements, lengths)
+    assert [starts[bucket] + offset for bucket, offset in positions] == list(layout.offsets)
+    assert flat_buckets.positions_in_buckets(elements, [*lengths[:-1], lengths[-1] + 1]) is None
 
 
 # ---- one save, all of it ----

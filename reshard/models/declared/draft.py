@@ -1,7 +1,8 @@
-"""Skeletons: the beginning of a declaration for a model that nobody has declared, from a checkpoint's names and shapes and its config.
+"""Drafts: a declaration for a model that nobody has declared, from the names and shapes of a checkpoint and its config.
 
-Numbers in names are folded; a role is written where a name is a usual one and the shape is what that role has in this config. Everything
-else gets a "?", with what is known as a comment, and a file in which one still stands is refused: a guess is never taken for a fact.
+A draft extends the declared model with the most names and shapes in common, and states only what differs. If there is no such model, it
+declares every weight: a role is written if the name is usual for it and the shape is the one that the role has with this config.
+Everything else gets a "?" and a comment, and a file that still contains a "?" is refused: a guess is never taken for a fact.
 """
 
 from __future__ import annotations
@@ -9,21 +10,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import RequestError
 from reshard.models.architecture import Architecture, Dimension, Weight
-from reshard.models.declared.reader import UNKNOWN
-from reshard.models.declared.weights import SHAPES
+from reshard.models.declared.reader import LANGUAGE, UNKNOWN
+from reshard.models.declared.relatives import Relative, nearest
+from reshard.models.declared.stored_weights import Shape, StoredWeight, stored_weights
 from reshard.models.lookup import built_in_model_types, find_architecture
 from reshard.models.model import Model
 from reshard.models.quantization import quantization_of
+from reshard.models.roles import ROLES
 
-Shapes = Mapping[str, tuple[int, ...]]
 _ASK = f'"{UNKNOWN}"'
 
-# Which keys configs have for a dimension, and what holds without one.
+# The keys under which configs usually give a dimension, and the usual default.
 _DIMENSIONS: dict[str, Dimension] = {
     "vocab": Dimension(("vocab_size", "n_vocab")),
     "hidden": Dimension(("hidden_size", "n_embd", "d_model", "hidden_dim", "dim")),
@@ -37,168 +39,149 @@ _DIMENSIONS: dict[str, Dimension] = {
     "expert_intermediate": Dimension(("moe_intermediate_size", "expert_intermediate_size"), "intermediate"),
     "shared_intermediate": Dimension(("shared_expert_intermediate_size",)),
 }
-_ALWAYS = ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate")
-
-# What modules are usually called, by the word before ".weight"; in a module whose name matches the pattern.
-_ENDS = {
-    "embedding": "embed_tokens wte embed_in word_embeddings tok_embeddings",
-    "position_embedding": "wpe embed_positions position_embeddings",
-    "head": "lm_head embed_out",
-    "final_norm": "norm ln_f final_layernorm final_layer_norm norm_f",
-}
-_LAYER = {
-    "attention.norm": "input_layernorm ln_1 attention_norm",
-    "mlp.norm": "post_attention_layernorm ln_2 ffn_norm pre_feedforward_layernorm",
-    "attention.q": "q_proj wq",
-    "attention.k": "k_proj wk",
-    "attention.v": "v_proj wv",
-    "attention.o": "o_proj wo attn.c_proj self_attn.out_proj attention.dense self_attention.dense",
-    "attention.q_norm": "q_norm q_layernorm",
-    "attention.k_norm": "k_norm k_layernorm",
-    "mlp.gate": "gate_proj",
-    "mlp.up": "up_proj c_fc dense_h_to_4h fc1",
-    "mlp.down": "down_proj dense_4h_to_h fc2 mlp.c_proj",
-    "router": "mlp.gate block_sparse_moe.gate mlp.router",
-}
+_ALWAYS = {"vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate"}
+# Names of modules that are usually fused, and what to write of them.
 _FUSED = {
-    "qkv_proj query_key_value c_attn Wqkv wqkv qkv": "`holds: [attention.q, attention.k, attention.v]`, and `by: heads` or `by: kv_heads` "
-    "if they alternate head by head",
-    "gate_up_proj dense_gate_up": "`holds: [mlp.gate, mlp.up]` in the order in which they lie",
+    "qkv_proj query_key_value c_attn Wqkv wqkv qkv": "`fuses: [attention.q, attention.k, attention.v]`, and `interleaved_by: heads` or "
+    "`interleaved_by: kv_heads` if they alternate",
+    "gate_up_proj dense_gate_up": "`fuses: [mlp.gate, mlp.up]`, in the order of their rows",
 }
 _ROTARY = "rotary_emb.inv_freq"
-_EXPERT = re.compile(r"(?<=experts)\.\d+\.|(?<=expert)\.\d+\.")
 
 
-@dataclass(slots=True)
-class _Row:
-    """The tensors of one folded name: their shapes, and the layers that have them."""
-
-    name: str
-    shapes: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-
-    @property
-    def layers(self) -> list[int]:
-        return sorted({layer for layers in self.shapes.values() for layer in layers})
-
-
-def skeleton(shapes: Shapes, config: Mapping[str, Any] | None, where: str) -> str:
-    """The text of a declaration to begin with. Raises RequestError without a config, whose numbers tell roles from look-alikes."""
+def draft(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, where: str) -> str:
+    """The text of a draft. Raises RequestError without a config: its numbers tell roles with the same usual names apart."""
     if config is None:
         raise RequestError(
-            "no config.json says how many layers and heads the model has",
+            "no config.json gives the numbers of layers and heads",
             where=where,
             why="A declaration takes its numbers from it",
             do="Give the directory of the model's config with --model DIR",
         )
-    prefix = _layer_prefix(shapes)
-    scales = _scales(config)
-    rows = [row for row in _folded(shapes, prefix) if not row.name.endswith(_ROTARY) and row.name.rpartition(".")[2] not in scales]
-    used = set(_ALWAYS) | _needed(rows)
-    numbers = _numbers(config, used)
+    scales = _scale_kinds(config)
+    with_rotary = [weight for weight in stored_weights(shapes) if weight.parameter not in scales]
+    weights = [weight for weight in with_rotary if not weight.name.endswith(_ROTARY)]
+    relative = nearest(weights, config, filter(None, map(find_architecture, built_in_model_types())))
+    listed = list(relative.others) if relative else weights
+    used = _used_dimensions(listed) | (set() if relative else _ALWAYS)
+    numbers = {**_numbers(config, used), **(relative.model.dimensions if relative else {})}
+    facts = _Facts(weights, config, numbers, relative)
     lines = [
-        "# A declaration to begin with; docs/architectures.md of reshard tells what may stand here.",
-        f"# Where {_ASK} stands nothing was guessed: replace it. Roles that are written have a usual name and the shape that it goes with;",
-        "# whether the model uses them as usual only its code tells.",
-        *(["# Scales of quantised weights are not declared: they follow from the config's quantization_config."] if scales else []),
-        *_alike(shapes, config),
+        f"language: {LANGUAGE}",
         f"model_type: {_word(config.get('model_type'))}",
-        "",
-        "dimensions:",
-        *_dimension_lines(config, used, numbers),
-        "",
-        "weights:    # in the order of the model's parameters, by which FSDP's flat ones are read",
-        *(line for row in rows for line in _lines(row, rows, numbers)),
-        *_layer_lines(rows, numbers),
-        *_tied_lines(rows, config),
-        *_dropped_lines(shapes, prefix),
+        *(_extends_lines(facts, relative) if relative else [""]),
+        *_section("dimensions:", _dimension_lines(facts, used)),
+        *_section("weights:    # in the order of the model's parameters", (_weight_line(weight, facts) for weight in listed)),
+        *_layer_lines(listed, facts),
+        *_tied_lines(facts),
+        *_section("dropped:", _dropped_lines(with_rotary, facts)),
     ]
-    return "\n".join(lines)
+    has_questions = any(_ASK in line for line in lines)
+    return "\n".join([*_comments(relative, has_questions, bool(scales)), *lines]).rstrip("\n")
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is known about the checkpoint."""
+
+    weights: Sequence[StoredWeight]
+    """All stored weights, scales and rotary frequencies excluded."""
+    config: Mapping[str, Any]
+    """The content of config.json."""
+    numbers: Mapping[str, int]
+    """The values of the dimensions that the config gives."""
+    relative: Relative | None
+    """The declared model that the draft extends."""
+
+    def layer_kind(self, layers: list[int]) -> str | None:
+        """The kind of layers with these numbers; "" of all layers, None if the relative does not say."""
+        if layers == list(range(self.numbers.get("layers", 0))) or "layers" not in self.numbers:
+            return ""
+        model = self.relative.model if self.relative else None
+        if model is None or model.mtp_layers or model.architecture.sparse_layers is None:
+            return None
+        return {tuple(sorted(model.sparse_layers)): "sparse", model.dense_layers: "dense"}.get(tuple(layers))
+
+
+def _section(title: str, lines: Iterator[str]) -> list[str]:
+    """A section of the file; empty without lines."""
+    body = list(lines)
+    return [title, *body, ""] if body else []
 
 
 def _word(value: object) -> str:
     return str(value) if re.fullmatch(r"[A-Za-z][\w.-]*", str(value or "")) else _ASK
 
 
-def _scales(config: Mapping[str, Any]) -> set[str]:
-    """What the scales of quantised weights are called."""
-    known = quantization_of(config)
-    return {scale.kind for scale in (*known.scales, *known.cache)} if known else set()
+def _scale_kinds(config: Mapping[str, Any]) -> set[str]:
+    """The last words of the names of quantisation scales."""
+    quantization = quantization_of(config)
+    return {scale.kind for scale in (*quantization.scales, *quantization.cache_scales)} if quantization else set()
 
 
-# ---- names ----
+def _written(name: str) -> str:
+    """A name as declarations write it: * in place of a number between two dots; quoted if YAML needs it."""
+    name = name.replace(".{layer}.", ".*.").replace(".{expert}.", ".*.")
+    return name if re.fullmatch(r"\w[\w.*{}/-]*", name) else json.dumps(name)
 
 
-def _layer_prefix(shapes: Shapes) -> str | None:
-    """What stands before the layers' numbers: the prefix of a number under which most tensors lie."""
-    counts: dict[str, int] = {}
-    for name in shapes:
-        if match := re.match(r"(.*?\.)\d+\.", name):
-            counts[match[1]] = counts.get(match[1], 0) + 1
-    return max(counts, key=lambda prefix: counts[prefix], default=None)
+# ---- what stands above the weights ----
 
 
-def _folded(shapes: Shapes, prefix: str | None) -> list[_Row]:
-    found: dict[str, _Row] = {}
-    for name, shape in shapes.items():
-        match = re.match(rf"{re.escape(prefix)}(\d+)\.(.*)", name) if prefix else None
-        folded = f"{prefix}{{layer}}.{_EXPERT.sub('.{expert}.', match[2])}" if match else name
-        layers = found.setdefault(folded, _Row(folded)).shapes.setdefault(shape, [])
-        if match and int(match[1]) not in layers:
-            layers.append(int(match[1]))
-    return list(found.values())
+def _comments(relative: Relative | None, has_questions: bool, has_scales: bool) -> Iterator[str]:
+    yield "# A draft by `reshard architectures --start`. docs/architectures.md of reshard explains every key."
+    if relative:
+        name, shared = relative.model.architecture.model_type, len(relative.shared)
+        which = f"{shared} of {shared + len(relative.others)} weights have the names and shapes of {name} with this config"
+        which = which if relative.distance else f"All names and shapes are those of {name} with this config"
+        yield f"# {which}. Only the model's code tells whether they mean the same."
+    if has_questions:
+        yield f"# {_ASK} marks an open question: replace it with the answer. A role is written if the name is usual for it and the shape is"
+        yield "# that of the role. Only the model's code tells whether the model uses the weight in the usual way."
+    if has_scales:
+        yield "# Scales of quantised weights follow from the config's quantization_config and are not declared."
 
 
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
+def _extends_lines(facts: _Facts, relative: Relative) -> list[str]:
+    name = relative.model.architecture.model_type
+    lines = [f"extends: {name}"]
+    if not relative.distance:
+        lines.append(f"# like: {name}    # add this line if it computes what {name} computes: engines then take it for a {name}")
+    removed = [name for name in relative.missing if not _is_open_head(name, facts)]
+    return [*lines, *(_section("without:", (f"  - {_written(name)}" for name in removed)) or [""])]
 
 
-def _usual(name: str) -> str | None:
-    """The role that a name usually has."""
-    module = _module(name)
-    table = _LAYER if "{layer}" in name else _ENDS
-    role = next((role for role, words in table.items() if any(_ends_with(module, word) for word in words.split())), None)
-    if role and role.startswith("mlp.") and ".experts." in module:
-        return role.replace("mlp.", "expert.")
-    if role and role.startswith("mlp.") and re.search(r"\.shared_experts?\.", module):
-        return role.replace("mlp.", "shared_expert.")
-    return role
-
-
-def _ends_with(module: str, word: str) -> bool:
-    return module == word or module.endswith("." + word)
-
-
-def _needed(rows: Sequence[_Row]) -> set[str]:
-    """The dimensions that the usual roles' shapes are about."""
-    roles = [role for row in rows if (role := _usual(row.name))]
-    words = {word for role in roles for axis in SHAPES[role] for word in re.findall(r"[a-z_]+", axis)}
-    return words | ({"experts"} if any("{expert}" in row.name for row in rows) else set())
-
-
-# ---- dimensions ----
+def _used_dimensions(weights: Sequence[StoredWeight]) -> set[str]:
+    """The dimensions in the shapes of the usual roles."""
+    roles = [role for weight in weights if (role := _usual_role(weight))]
+    words = {word for role in roles for axis in ROLES[role].shape for word in re.findall(r"[a-z_]+", axis)}
+    return words | ({"experts"} if any("{expert}" in weight.name for weight in weights) else set())
 
 
 def _numbers(config: Mapping[str, Any], used: set[str]) -> dict[str, int]:
-    """The dimensions of this model, as far as the config says them under a usual key."""
-    found: dict[str, int] = {}
+    """The values of the dimensions that the config gives under a usual key."""
+    numbers: dict[str, int] = {}
     for name in (name for name in _DIMENSIONS if name in used):
         try:
-            found |= Model(
-                Architecture("", {**{n: Dimension((), str(v)) for n, v in found.items()}, name: _DIMENSIONS[name]}, ()), config
-            ).dimensions
+            numbers |= Model(Architecture("", {**_constants(numbers), name: _DIMENSIONS[name]}, ()), config).dimensions
         except RequestError:
             continue
-    return found
+    return numbers
 
 
-def _dimension_lines(config: Mapping[str, Any], used: set[str], numbers: Mapping[str, int]) -> Iterator[str]:
-    for name in (name for name in _DIMENSIONS if name in used):
-        known = _DIMENSIONS[name]
-        key = next((key for key in known.keys if config.get(key) is not None), None)
-        if name not in numbers:
-            yield f"  {name}: {_ASK}    # the key of the config that says it; none of {', '.join(known.keys)} is there"
-        elif known.default:
-            yield f"  {name}: {{keys: {key or known.keys[0]}, default: {known.default}}}"
+def _constants(numbers: Mapping[str, int]) -> dict[str, Dimension]:
+    return {name: Dimension((), str(number)) for name, number in numbers.items()}
+
+
+def _dimension_lines(facts: _Facts, used: set[str]) -> Iterator[str]:
+    declared = facts.relative.model.architecture.dimensions if facts.relative else {}
+    for name in (name for name in _DIMENSIONS if name in used and name not in declared):
+        usual = _DIMENSIONS[name]
+        key = next((key for key in usual.keys if facts.config.get(key) is not None), None)
+        if name not in facts.numbers:
+            yield f"  {name}: {_ASK}    # the config's key; the config has none of {', '.join(usual.keys)}"
+        elif usual.default:
+            yield f"  {name}: {{keys: {key or usual.keys[0]}, default: {usual.default}}}"
         else:
             yield f"  {name}: {key}"
 
@@ -206,118 +189,126 @@ def _dimension_lines(config: Mapping[str, Any], used: set[str], numbers: Mapping
 # ---- weights ----
 
 
-def _lines(row: _Row, rows: Sequence[_Row], numbers: Mapping[str, int]) -> Iterator[str]:
-    known, remark = _known(row, rows, numbers)
-    layers = numbers.get("layers")
-    if "{layer}" in row.name and layers is not None and row.layers != list(range(layers)):
-        known = {**known, "layers": _ASK}
-        remark = "; ".join(filter(None, (remark, f"of {layers} layers only {_runs(row.layers)} have it: dense, sparse or extra")))
-    value = known["role"] if set(known) == {"role"} else "{" + ", ".join(f"{key}: {text}" for key, text in known.items()) + "}"
-    name = row.name if re.fullmatch(r"\w[\w.{}/-]*", row.name) else json.dumps(row.name)
-    yield f"  {name}: {value}" + (f"    # {remark}" if remark else "")
+def _usual_role(weight: StoredWeight) -> str | None:
+    """The role that a weight of this name usually has."""
+    in_layer = "{layer}" in weight.name
+    usual = (role.name for role in ROLES.values() if role.in_layer == in_layer and _has_name(weight, role.names))
+    role = next(usual, None)
+    if role and role.startswith("mlp.") and ".experts." in weight.module:
+        return role.replace("mlp.", "expert.")
+    if role and role.startswith("mlp.") and re.search(r"\.shared_experts?\.", weight.module):
+        return role.replace("mlp.", "shared_expert.")
+    return role
 
 
-def _known(row: _Row, rows: Sequence[_Row], numbers: Mapping[str, int]) -> tuple[dict[str, str], str]:
-    """What to write of a weight, and a remark."""
-    stored = " or ".join(f"{list(shape)}" + (f" in layers {_runs(of)}" if len(row.shapes) > 1 else "") for shape, of in row.shapes.items())
-    told = next((text for words, text in _FUSED.items() if any(_ends_with(_module(row.name), word) for word in words.split())), None)
-    if told:
-        return {"role": _ASK}, f"stored as {stored}; if it is several in one, write {told}"
-    role, kind = _usual(row.name), row.name.rpartition(".")[2]
-    if role is None or kind not in ("weight", "bias") or len(row.shapes) != 1:
-        return {"role": _ASK}, f"stored as {stored}"
-    if role == "mlp.norm" and sum(_usual(each.name) == role and each.name.endswith(kind) for each in rows) > 1:
-        return {"role": _ASK}, f"stored as {stored}; there are several norms, and only one is the mlp.norm before the MLP"
-    (shape,) = row.shapes
-    expected = SHAPES[role][:1] if kind == "bias" else SHAPES[role]
-    try:
-        usual = Model(
-            Architecture("", {n: Dimension((), str(v)) for n, v in {"layers": 1, **numbers}.items()}, (Weight("w", role, expected),)), {}
-        )
-        wanted = usual.weights["w"].shape
-    except (RequestError, KeyError):
-        return {"role": _ASK}, f"stored as {stored}; it is called as {_an(role)} usually is"
-    if shape == wanted and not (_is_conv1d(row.name) and len(shape) == 2 and shape[0] == shape[1]):
+def _has_name(weight: StoredWeight, names: str) -> bool:
+    """Whether the module of a weight ends with one of the names."""
+    return any(weight.module == name or weight.module.endswith("." + name) for name in names.split())
+
+
+def _weight_line(weight: StoredWeight, facts: _Facts) -> str:
+    keys, remark = _keys_of(weight, facts)
+    kind = facts.layer_kind(weight.layers) if "{layer}" in weight.name else ""
+    if kind is None:
+        only = f"only layers {_ranges(weight.layers)} of {facts.numbers['layers']} have it: dense, sparse or mtp"
+        remark = "; ".join(filter(None, (remark, only)))
+    if kind != "":
+        keys = {**keys, "layers": kind or _ASK}
+    value = keys["role"] if set(keys) == {"role"} else "{" + ", ".join(f"{key}: {text}" for key, text in keys.items()) + "}"
+    return f"  {_written(weight.name)}: {value}" + (f"    # {remark}" if remark else "")
+
+
+def _keys_of(weight: StoredWeight, facts: _Facts) -> tuple[dict[str, str], str]:
+    """The keys to write of a weight, and a remark."""
+    several = len(weight.layers_of_shape) > 1
+    stored_as = "stored as " + " or ".join(
+        f"{list(shape)}" + (f" in layers {_ranges(layers)}" if several else "") for shape, layers in weight.layers_of_shape.items()
+    )
+    if fused := next((text for names, text in _FUSED.items() if _has_name(weight, names)), None):
+        return {"role": _ASK}, f"{stored_as}; if it is several weights in one, write {fused}"
+    role = _usual_role(weight)
+    if role is None or weight.parameter not in ("weight", "bias") or several:
+        return {"role": _ASK}, stored_as
+    same = [other for other in facts.weights if _usual_role(other) == role and other.parameter == weight.parameter]
+    if role == "mlp.norm" and len(same) > 1:
+        return {"role": _ASK}, f"{stored_as}; there are several norms, and mlp.norm is the one before the MLP"
+    (shape,), usual = weight.layers_of_shape, _usual_shape(role, weight.parameter, facts.numbers)
+    if usual is None:
+        return {"role": _ASK}, f"{stored_as}; the name is usual for {_with_article(role)}"
+    if shape == usual and not (_is_conv1d(weight) and len(shape) == 2 and shape[0] == shape[1]):
         return {"role": role}, ""
-    if shape == wanted:
-        return {"role": role, "transposed": _ASK}, f"stored as {stored}: true if that is [in, out], as of a Conv1D, or false"
-    if shape == wanted[::-1]:
+    if shape == usual:
+        return {"role": role, "transposed": _ASK}, f"{stored_as}: true if that is [in, out], as of a Conv1D, else false"
+    if shape == usual[::-1]:
         return {"role": role, "transposed": "true"}, ""
-    return {"role": _ASK}, f"stored as {stored}; {_an(role)}, as which it is called, would be {list(wanted)}"
+    return {"role": _ASK}, f"{stored_as}; the name is usual for {_with_article(role)}, which would be {list(usual)}"
 
 
-def _is_conv1d(name: str) -> bool:
-    return _module(name).rpartition(".")[2] in ("c_proj", "c_fc", "c_attn")
+def _usual_shape(role: str, parameter: str, numbers: Mapping[str, int]) -> Shape | None:
+    """The shape of a weight or bias of that role; None if a dimension has no value."""
+    axes = ROLES[role].shape[:1] if parameter == "bias" else ROLES[role].shape
+    model = Model(Architecture("", _constants({"layers": 1, **numbers}), (Weight("w", role, axes),)), {})
+    try:
+        return model.weights["w"].shape
+    except (RequestError, KeyError):
+        return None
 
 
-def _an(role: str) -> str:
+def _is_conv1d(weight: StoredWeight) -> bool:
+    return _has_name(weight, "c_proj c_fc c_attn")
+
+
+def _with_article(role: str) -> str:
     return f"{'an' if role[0] in 'aeiou' else 'a'} {role}"
 
 
-def _runs(numbers: Sequence[int]) -> str:
-    """0-3, 7"""
-    runs: list[list[int]] = []
+def _ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers as text: 0-3, 7."""
+    ranges: list[list[int]] = []
     for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
         else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+            ranges.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ranges)
 
 
-# ---- the rest ----
+# ---- what stands below the weights ----
 
 
-def _layer_lines(rows: Sequence[_Row], numbers: Mapping[str, int]) -> list[str]:
-    layers = numbers.get("layers")
-    held = [row.layers for row in rows if "{layer}" in row.name]
-    if layers is None or all(each == list(range(layers)) for each in held):
-        return ["", "sparse: all"] if any("{expert}" in row.name for row in rows) else []
-    lines = [
-        "",
-        f"sparse: {_ASK}    # which layers are sparse: all, or {{first: KEY, step: KEY, offset: N, dense: KEY}} with keys of the config",
-    ]
-    if any(each[-1] >= layers for each in held if each):
-        lines.append(f"extra_layers: {_ASK}    # the config's key for how many layers follow the last one")
-    return lines
+def _layer_lines(listed: Sequence[StoredWeight], facts: _Facts) -> list[str]:
+    """The declarations of the sparse layers and of those for multi-token prediction, if weights depend on them."""
+    declared = facts.relative.model.architecture if facts.relative else None
+    in_layers = [weight for weight in listed if "{layer}" in weight.name]
+    in_some = [weight for weight in in_layers if facts.layer_kind(weight.layers) != ""]
+    lines = []
+    if not (declared and declared.sparse_layers):
+        if in_some:
+            lines.append(f"sparse_layers: {_ASK}    # all, or {{first: KEY, step: KEY, offset: N, dense: KEY}} with keys of the config")
+        elif any("{expert}" in weight.name for weight in in_layers):
+            lines.append("sparse_layers: all")
+    if not (declared and declared.mtp_layers) and any(weight.layers[-1] >= facts.numbers["layers"] for weight in in_some):
+        lines.append(f"mtp_layers: {_ASK}    # the config's key for the number of layers after the last one, for multi-token prediction")
+    return [*lines, ""] if lines else []
 
 
-def _tied_lines(rows: Sequence[_Row], config: Mapping[str, Any]) -> list[str]:
-    if any(_usual(row.name) == "head" for row in rows) or "tie_word_embeddings" in config:
-        return []
-    return [
-        "",
-        f"defaults: {{tie_word_embeddings: {_ASK}}}    # no head is stored, and the config does not say whether it is the embedding",
-    ]
+def _is_open_head(name: str, facts: _Facts) -> bool:
+    """Whether a weight of the relative is a head that is not stored, while the config does not say whether it is tied."""
+    is_head = facts.relative is not None and name == facts.relative.model.architecture.tied[0]
+    return is_head and "tie_word_embeddings" not in facts.config
 
 
-def _dropped_lines(shapes: Shapes, prefix: str | None) -> list[str]:
-    found = [row.name for row in _folded({name: shape for name, shape in shapes.items() if name.endswith(_ROTARY)}, prefix)]
-    return ["", "dropped:", *(f"  {name}: every engine computes it from the config" for name in found)] if found else []
+def _tied_lines(facts: _Facts) -> list[str]:
+    if facts.relative:
+        is_open = any(_is_open_head(name, facts) for name in facts.relative.missing)
+    else:
+        is_open = "tie_word_embeddings" not in facts.config and not any(_usual_role(weight) == "head" for weight in facts.weights)
+    question = "no head is stored, and the config does not say whether it is the embedding"
+    return [f"defaults: {{tie_word_embeddings: {_ASK}}}    # {question}", ""] if is_open else []
 
 
-def _alike(shapes: Shapes, config: Mapping[str, Any]) -> list[str]:
-    """A remark if all names and shapes are those of a declared model."""
-    found = [name for name in built_in_model_types() if _is_alike(find_architecture(name), shapes, config)]
-    if not found:
-        return []
-    return [
-        "#",
-        f"# All names and shapes are those of {' and '.join(found)} with this config. If it computes the same, this is enough:",
-        f"#     model_type: {_word(config.get('model_type'))}",
-        f"#     like: {found[0]}",
-    ]
-
-
-def _is_alike(architecture: Architecture | None, shapes: Shapes, config: Mapping[str, Any]) -> bool:
-    if architecture is None:
-        return False
-    model = Model(architecture, config)
-    try:
-        weights = model.weights
-    except RequestError:
-        return False
-    absent = {architecture.tied[0]} if model.is_tied else set()
-    held = {name: shape for name, shape in shapes.items() if name not in absent and not model.reason_to_drop(name)}
-    needed = {name for name, weight in weights.items() if not weight.optional}
-    return needed <= held.keys() and all(name in weights and weights[name].shape == shape for name, shape in held.items())
+def _dropped_lines(weights: Sequence[StoredWeight], facts: _Facts) -> Iterator[str]:
+    model = facts.relative.model if facts.relative else None
+    for weight in weights:
+        if weight.name.endswith(_ROTARY) and not (model and all(model.reason_to_drop(name) for name in weight.tensors)):
+            yield f"  {weight.name}: every engine computes it from the config"

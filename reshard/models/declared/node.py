@@ -1,4 +1,4 @@
-"""Node: a value of a user's file, and where it stands, so that whatever is wrong with it can be shown."""
+"""Node: a value of a declaration with its place in the file, so that every error names the line and the keys that lead to it."""
 
 from __future__ import annotations
 
@@ -9,83 +9,114 @@ from typing import Any
 
 from reshard.errors import RequestError
 from reshard.models.architecture import Dimension
+from reshard.models.declared.yaml_data import Document, Path
 
+CONFIG_KEY = r"[\w.-]+"
 _TERM = r"(?:[a-z_][a-z0-9_]*|[1-9][0-9]{0,9})"
 _EXPRESSION = re.compile(rf"\s*{_TERM}(?:\s*[*/+]\s*{_TERM})*\s*")
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value of the file, and the keys that lead to it."""
+    """A value of a declaration, and its place."""
 
     value: Any
-    path: tuple[str, ...]
+    """Plain data, as in `Document`."""
+    path: Path
+    """The keys that lead to it."""
     file: str
-    lines: Mapping[tuple[str, ...], int]
+    """The file, as error messages name it."""
+    lines: Mapping[Path, int]
+    """The lines of all values of the file."""
 
-    def wrong(self, what: str, *, why: str | None = None, do: str | None = None) -> RequestError:
+    @classmethod
+    def of(cls, document: Document, file: str) -> Node:
+        """The root of a document."""
+        return cls(document.value, (), file, document.lines)
+
+    def error(self, what: str, *, why: str | None = None, do: str | None = None) -> RequestError:
+        """An error about this value, with its line."""
         line = next((self.lines[self.path[:n]] for n in range(len(self.path), 0, -1) if self.path[:n] in self.lines), None)
         place = f"{self.file}, line {line}" if line else self.file
         return RequestError(what, where=": ".join([place, *([" > ".join(self.path)] if self.path else [])]), why=why, do=do)
 
+    def unexpected(self, expected: str, *, do: str | None = None) -> RequestError:
+        """An error that says what was expected in place of this value."""
+        quotes = "; put it into quotes if it is meant as a word" if isinstance(self.value, bool) else ""
+        return self.error(f"expected {expected}, found {shown(self.value)}{quotes}", do=do)
+
     def inner(self, key: str, value: Any) -> Node:
+        """A value inside this one."""
         return Node(value, (*self.path, key), self.file, self.lines)
 
-    def mapping(self, known: Sequence[str] = ()) -> dict[str, Node]:
-        """The values of a mapping by key; `known`: of these keys only."""
+    def mapping(self, allowed: Sequence[str] = ()) -> dict[str, Node]:
+        """The values of a mapping by key. allowed: the keys that it may have; empty: any."""
         if not isinstance(self.value, dict):
-            raise self.wrong(f"{shown(self.value)} stands here, keys with values are expected", do=among(known))
-        found = {key: self.inner(key, value) for key, value in self.value.items()}
-        for key, at in found.items():
-            if known and key not in known:
-                raise at.wrong(f"there is no key {key!r} here", do=among(known))
-        return found
+            raise self.unexpected("a mapping of keys to values", do=_list_of_keys(allowed))
+        nodes = {key: self.inner(key, value) for key, value in self.value.items()}
+        for key, node in nodes.items():
+            if allowed and key not in allowed:
+                raise node.error(f"there is no key {key!r} here", do=_list_of_keys(allowed))
+        return nodes
 
     def items(self) -> list[Node]:
-        """The items of a list; a single value is a list of one."""
+        """The items of a list. A single value is a list of one item."""
         values = self.value if isinstance(self.value, list) else [self.value]
         return [self.inner(str(i), value) if isinstance(self.value, list) else self for i, value in enumerate(values)]
 
     def word(self, pattern: str = r"\S+", expected: str = "a word") -> str:
+        """The value, a word that matches a pattern."""
         if not isinstance(self.value, str) or not re.fullmatch(pattern, self.value):
-            hint = "; what YAML takes for something else goes into quotes" if isinstance(self.value, bool) else ""
-            raise self.wrong(f"{shown(self.value)} stands here, {expected} is expected{hint}")
+            raise self.unexpected(expected)
         return self.value
 
-    def one_of(self, known: Sequence[str]) -> str:
-        if self.value not in known or not isinstance(self.value, str):
-            raise self.wrong(f"{shown(self.value)} stands here", do=among(known))
+    def config_key(self) -> str:
+        """The value, a key of the config."""
+        return self.word(CONFIG_KEY, "a key of the config")
+
+    def one_of(self, words: Sequence[str]) -> str:
+        """The value, one of some words."""
+        if self.value not in words or not isinstance(self.value, str):
+            raise self.unexpected(f"one of {', '.join(words)}")
         return self.value
 
     def flag(self) -> bool:
+        """The value, true or false."""
         if not isinstance(self.value, bool):
-            raise self.wrong(f"{shown(self.value)} stands here, true or false is expected")
+            raise self.unexpected("true or false")
         return self.value
 
     def number(self, least: int) -> int:
+        """The value, a whole number of at least `least`."""
         if isinstance(self.value, bool) or not isinstance(self.value, int) or not least <= self.value < 1 << 31:
-            raise self.wrong(f"{shown(self.value)} stands here, a whole number from {least} on is expected")
+            raise self.unexpected(f"a whole number from {least} on")
         return self.value
 
 
 def shown(value: Any) -> str:
+    """A value as an error message names it."""
     if isinstance(value, dict | list):
         return "a mapping" if isinstance(value, dict) else "a list"
     return "nothing" if value is None else repr(value)[:80]
 
 
-def among(known: Sequence[str]) -> str | None:
-    return f"Known are {', '.join(known)}" if known else None
+def _list_of_keys(keys: Sequence[str]) -> str | None:
+    return f"The keys are {', '.join(keys)}" if keys else None
 
 
-def expression(at: Node, dimensions: Mapping[str, Dimension], *, what: str | None = None, optional: bool = False) -> str:
-    """An expression of dimensions. optional: it may be about such ones as not every model has."""
-    text = str(at.value) if isinstance(at.value, int) and not isinstance(at.value, bool) else at.value
+def expression(node: Node, dimensions: Mapping[str, Dimension], *, why: str | None = None, optional: bool = False) -> str:
+    """The value of a node, an expression of dimensions. optional: whether it may use dimensions that not every model has.
+
+    Raises: RequestError, with `why`, if it uses a dimension that is not declared.
+    """
+    text = str(node.value) if isinstance(node.value, int) and not isinstance(node.value, bool) else node.value
     if not isinstance(text, str) or not _EXPRESSION.fullmatch(text):
-        raise at.wrong(f"{shown(at.value)} stands here, a sum of products such as 2 * heads * head_dim + rope_dim is expected")
+        raise node.unexpected("a sum of products of dimensions and numbers, such as 2 * heads * head_dim + rope_dim")
     for word in re.findall(r"[a-z_][a-z0-9_]*", text):
         if word not in dimensions:
-            raise at.wrong(f"no dimension is called {word!r}", why=what, do=f"Declared are {', '.join(dimensions) or 'none'}")
+            raise node.error(f"no dimension is called {word!r}", why=why, do=f"Declared are {', '.join(dimensions) or 'none'}")
         if dimensions[word].optional and not optional:
-            raise at.wrong(f"the dimension {word} is optional", why="Without it this would have no value", do="Say it by other dimensions")
+            raise node.error(
+                f"the dimension {word} is optional", why="A model without it would have no value here", do="Use other dimensions"
+            )
     return text

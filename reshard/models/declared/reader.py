@@ -1,198 +1,201 @@
-"""Declarations: an architecture that a user wrote as a YAML file, read and checked. docs/architectures.md tells how one is written.
+"""Declarations: an architecture as a YAML file, read and checked. docs/architectures.md describes the language.
 
+    language: 2
     model_type: mymodel
-    dimensions: {hidden: hidden_size, head_dim: {keys: head_dim, default: hidden / heads}, ...}
+    extends: llama
+    dimensions: {rank: adapter_rank}
     weights:
-      model.layers.*.self_attn.q_proj.weight: attention.q
+      model.layers.*.self_attn.q_proj.bias: attention.q
       model.layers.*.adapter.weight: {role: my.adapter, split: column, shape: [rank, hidden]}
-    ...
 
-Only data, never code. Whatever is not understood is refused with its line: nothing in a declaration is skipped or guessed.
+A declaration is data, never code. A key or value that is not understood is refused with its line; nothing is skipped or guessed. The
+declarations of other models come from the function `find`, so that this file knows neither the folder of the built-in ones nor packages.
 """
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 from reshard.errors import RequestError
 from reshard.models.architecture import Architecture, Dimension, SparseLayers, Weight
 from reshard.models.declared import yaml_data
-from reshard.models.declared.node import Node, among, expression, shown
-from reshard.models.declared.weights import NUMBER, ROLES, Weights, overlap
-from reshard.models.lookup import find_architecture, known_model_types
-from reshard.storage.files import LocalFiles, read_whole
+from reshard.models.declared.node import Node, expression
+from reshard.models.declared.version_1 import in_version_2
+from reshard.models.declared.weights import NUMBER, WeightReader, overlap
+from reshard.models.roles import DECLARED_ROLES
 
-# Stands where nobody has said yet what it is.
+# The version of the language that is described in docs/architectures.md and that drafts are written in.
+LANGUAGE = 2
+# Stands for everything that a draft leaves open.
 UNKNOWN = "?"
-_KEYS = (
-    "model_type", "like", "without", "dimensions", "weights", "tied", "dropped", "sparse", "extra_layers", "defaults",
-    "vocabulary_multiple",
+# The declaration of a model_type; None if there is none.
+Find = Callable[[str], Architecture | None]
+KEYS = (
+    "language", "model_type", "extends", "like", "without", "dimensions", "weights", "tied", "sparse_layers", "mtp_layers", "dropped",
+    "defaults", "vocabulary_multiple",
 )  # fmt: skip
 
 
-def named_architecture(said: Architecture | str | os.PathLike[str]) -> Architecture:
-    """The architecture that a user names: a declared model type, or the path of a file, which has a dot or a slash in it.
+def parse_declaration(content: bytes, where: str, find: Find) -> Architecture:
+    """The architecture that a declaration declares.
 
-    Raises: RequestError if there is none of that name, or the file is no declaration.
+    where: the file, as errors name it. find: returns the declarations of the models that `extends` and `like` name.
+
+    Raises: RequestError, naming the line, if any part of the declaration is not understood.
     """
-    if isinstance(said, Architecture):
-        return said
-    if isinstance(said, str) and re.fullmatch(r"[\w-]+", said):
-        found = find_architecture(said)
-        if found is None:
-            raise RequestError(
-                f"--architecture {said}: no model is declared by that name",
-                do=f"Declared are {', '.join(known_model_types())}. A file is named with its ending or folder, such as ./{said}.yaml",
-            )
-        return found
-    return read_declaration(said)
-
-
-def read_declaration(path: str | os.PathLike[str]) -> Architecture:
-    """The architecture that a file declares. Raises RequestError, naming the line, if it is not understood to the last word."""
-    files = LocalFiles(path)
-    if Path(path).is_dir():
-        raise RequestError(
-            f"--architecture {os.fspath(path)}: this is a directory; a declared model or a file with a declaration is expected"
-        )
-    return parse_declaration(read_whole(files, Path(path).name, limit=1 << 20), os.fspath(path))
-
-
-def parse_declaration(content: bytes, where: str) -> Architecture:
-    """The architecture that a declaration's content declares; `where` names it in errors."""
-    document = yaml_data.parse(content, where)
-    root = Node(document.value, (), where, document.lines)
+    root = _root(content, where)
     _refuse_unknown(root)
-    said = root.mapping(_KEYS)
-    if "model_type" not in said:
-        raise root.wrong("it has no model_type", do="Begin it with `model_type:` and the model_type of the model's config")
-    model_type = said["model_type"].word(r"[A-Za-z][\w.-]*")
-    base = _base(said)
-    dimensions = _dimensions(said["dimensions"], base) if "dimensions" in said else dict(base.dimensions if base else {})
+    keys = root.mapping(KEYS)
+    if "model_type" not in keys:
+        raise root.error("it has no model_type", do="Add `model_type:` and the model_type of the model's config")
+    model_type = keys["model_type"].word(r"[A-Za-z][\w.-]*")
+    base = _extended(keys, find)
+    dimensions = _dimensions(keys["dimensions"], base) if "dimensions" in keys else dict(base.dimensions if base else {})
     if "layers" not in dimensions:
-        raise root.wrong("no dimension is called layers", do="Add it under `dimensions`, such as `layers: num_hidden_layers`")
-    reading = Weights(dimensions)
-    written = [(at, reading.weight(name, at)) for name, at in said["weights"].mapping().items()] if "weights" in said else []
-    added, other = [weight for _, weight in written], _other(said, base)
+        raise root.error("no dimension is called layers", do="Add it under `dimensions`, such as `layers: num_hidden_layers`")
+    reader = WeightReader(dimensions)
+    nodes = [(node, reader.weight(name, node)) for name, node in keys["weights"].mapping().items()] if "weights" in keys else []
+    weights, fields = [weight for _, weight in nodes], _fields(keys, base, find)
     if base:
-        made = base.plus(*added, model_type=model_type, dimensions=dimensions, without=_without(said, base), like=base.family, **other)
+        made = base.extended(*weights, model_type=model_type, dimensions=dimensions, without=_without(keys, base), **fields)
     else:
-        made = Architecture(model_type, dimensions, tuple(added), **other)
+        made = Architecture(model_type, dimensions, tuple(weights), **fields)
     if not made.weights:
-        raise root.wrong("it declares no weights", do="Name them under `weights`, or start from a declared model with `like:`")
-    for at, weight in written:
-        _check_layers(weight, made, at)
-    _check_names(made, written)
-    return replace(made, tied=_tied(said, made, base), declared_in=where)
+        raise root.error("it declares no weights", do="Name them under `weights`, or take over those of another model with `extends:`")
+    for node, weight in nodes:
+        _check_layers(weight, made, node)
+    _check_names(made, nodes)
+    return replace(made, tied=_tied(keys, made, base))
+
+
+def _root(content: bytes, where: str) -> Node:
+    """The root of the document, in the newest version of the language."""
+    document = yaml_data.parse(content, where)
+    root = Node.of(document, where)
+    if not isinstance(document.value, dict) or "language" not in document.value:
+        return Node.of(in_version_2(document, where), where)
+    node = root.inner("language", document.value["language"])
+    if node.number(1) == 1:
+        return Node.of(in_version_2(document, where), where)
+    if node.value != LANGUAGE:
+        raise node.error(
+            f"the declaration is in version {node.value} of the language",
+            why=f"This reshard reads versions 1 to {LANGUAGE}",
+            do="Install a newer reshard",
+        )
+    return root
 
 
 def _refuse_unknown(root: Node) -> None:
-    """Raises RequestError if a "?" still stands anywhere, as `reshard architectures --start` writes it."""
-    found = list(_unknown(root))
-    if found:
-        raise found[0].wrong(
-            f"a {UNKNOWN} stands here" + (f", and at {len(found) - 1} more places" if len(found) > 1 else ""),
-            why="What nobody has said about a weight is not guessed",
-            do=f"Say what it is. Roles are {', '.join(ROLES)}; or one of your own with `split:`",
+    """Raises RequestError if the file still contains a "?", as `reshard architectures --start` writes it."""
+    if nodes := list(_unknown(root)):
+        raise nodes[0].error(
+            f'a "{UNKNOWN}" marks an open question here' + (f", and in {len(nodes) - 1} more places" if len(nodes) > 1 else ""),
+            why="What a declaration leaves open is not guessed",
+            do=f"Replace it with the answer. The roles are {', '.join(DECLARED_ROLES)}; a new role needs `split:`",
         )
 
 
-def _unknown(at: Node) -> Iterator[Node]:
-    if isinstance(at.value, dict | list):
-        for key, value in at.value.items() if isinstance(at.value, dict) else enumerate(at.value):
+def _unknown(node: Node) -> Iterator[Node]:
+    if isinstance(node.value, dict | list):
+        for key, value in node.value.items() if isinstance(node.value, dict) else enumerate(node.value):
             if key == UNKNOWN:
-                yield at.inner(key, value)
-            yield from _unknown(at.inner(str(key), value))
-    elif at.value == UNKNOWN:
-        yield at
+                yield node.inner(key, value)
+            yield from _unknown(node.inner(str(key), value))
+    elif node.value == UNKNOWN:
+        yield node
 
 
-def _base(said: Mapping[str, Node]) -> Architecture | None:
-    if "like" not in said:
-        if "without" in said:
-            raise said["without"].wrong("it takes weights away from those of `like:`, which is not there")
-        return None
-    found = find_architecture(said["like"].word())
-    if found is None:
-        raise said["like"].wrong(f"no model is declared as {said['like'].value!r}", do=among(known_model_types()))
-    return found
+def _declared(node: Node, find: Find) -> Architecture:
+    """The declaration that a node names by its model_type."""
+    architecture = find(node.word())
+    if architecture is None:
+        raise node.error(f"no model is declared as {node.value!r}", do="`reshard architectures` lists the declared models")
+    return architecture
 
 
-def _without(said: Mapping[str, Node], base: Architecture) -> str:
-    """The pattern, as Architecture.plus wants it, of the names that globs match."""
-    names: list[str] = []
-    for at in said["without"].items() if "without" in said else ():
-        matched = [weight.name for weight in base.weights if fnmatchcase(weight.name, at.word())]
+def _extended(keys: Mapping[str, Node], find: Find) -> Architecture | None:
+    if "extends" in keys:
+        return _declared(keys["extends"], find)
+    if "without" in keys:
+        raise keys["without"].error("it removes weights of the model that `extends:` names, and there is no `extends:`")
+    return None
+
+
+def _without(keys: Mapping[str, Node], base: Architecture) -> frozenset[str]:
+    """The names of the weights that are not taken over."""
+    names: set[str] = set()
+    for node in keys["without"].items() if "without" in keys else ():
+        matched = {weight.name for weight in base.weights if fnmatchcase(weight.name, node.word())}
         if not matched:
-            raise at.wrong(
-                f"no weight of {base.model_type} is called {at.value!r}",
-                do=f"They are called like {base.weights[len(base.weights) // 2].name}; * stands for anything",
+            raise node.error(
+                f"no weight of {base.model_type} has a name like {node.value!r}",
+                do=f"Its names are like {base.weights[len(base.weights) // 2].name}; * matches anything",
             )
-        names += matched
-    return rf"\A(?:{'|'.join(map(re.escape, names))})\Z" if names else ""
+        names |= matched
+    return frozenset(names)
 
 
-def _dimensions(at: Node, base: Architecture | None) -> dict[str, Dimension]:
-    known = dict(base.dimensions) if base else {}
-    own: dict[str, Dimension] = {}
-    for name, inner in at.mapping().items():
+def _dimensions(node: Node, base: Architecture | None) -> dict[str, Dimension]:
+    own_dimensions: dict[str, Dimension] = {}
+    for name, inner in node.mapping().items():
         if not re.fullmatch(r"[a-z_][a-z0-9_]*", name):
-            raise inner.wrong("the name of a dimension is a word in small letters")
-        own[name] = _dimension(inner)
-    # A default is an expression of what stands before it; what `like` declares keeps its place.
-    known |= own
+            raise inner.error("the name of a dimension is a word in lower case")
+        own_dimensions[name] = _dimension(inner)
+    dimensions = {**(base.dimensions if base else {}), **own_dimensions}
+    # A default may use the dimensions before it. Those of the extended declaration keep their places.
     before: dict[str, Dimension] = {}
-    for name, dimension in known.items():
-        if dimension.default and name in own:
-            expression(at.inner(name, dimension.default), before, what="a default says a dimension by those that stand before it")
+    for name, dimension in dimensions.items():
+        if dimension.default and name in own_dimensions:
+            expression(node.inner(name, dimension.default), before, why="A default is an expression of the dimensions before it")
         before[name] = dimension
     for name in ("layers", "experts"):
-        if name in known and known[name].optional:
-            raise at.inner(name, None).wrong(f"{name} cannot be optional", why="It says how often weights are repeated")
-    return known
+        if name in dimensions and dimensions[name].optional:
+            raise node.inner(name, None).error(f"{name} cannot be optional", why="It is the number of times that weights are repeated")
+    return dimensions
 
 
-def _dimension(at: Node) -> Dimension:
-    if isinstance(at.value, int) and not isinstance(at.value, bool):
-        return Dimension((), default=str(at.number(1)))
-    if not isinstance(at.value, dict):
-        return Dimension(_config_keys(at))
-    said = at.mapping(("keys", "default", "optional"))
-    keys = _config_keys(said["keys"]) if "keys" in said else ()
-    default = str(said["default"].value) if "default" in said else None
-    if default is not None and not isinstance(said["default"].value, str | int):
-        raise said["default"].wrong(f"{shown(said['default'].value)} stands here, an expression of dimensions is expected")
-    if not keys and default is None:
-        raise at.wrong("it says neither keys of the config nor a default", do="Write the config's key, such as `hidden: hidden_size`")
-    return Dimension(keys, default, said["optional"].flag() if "optional" in said else False)
+def _dimension(node: Node) -> Dimension:
+    if isinstance(node.value, int) and not isinstance(node.value, bool):
+        return Dimension((), default=str(node.number(1)))
+    if not isinstance(node.value, dict):
+        return Dimension(_config_keys(node))
+    keys = node.mapping(("keys", "default", "optional"))
+    config_keys = _config_keys(keys["keys"]) if "keys" in keys else ()
+    default = str(keys["default"].value) if "default" in keys else None
+    if default is not None and not isinstance(keys["default"].value, str | int):
+        raise keys["default"].unexpected("an expression of dimensions")
+    if not config_keys and default is None:
+        raise node.error("it has neither `keys` nor `default`", do="Write the config's key, such as `hidden: hidden_size`")
+    return Dimension(config_keys, default, keys["optional"].flag() if "optional" in keys else False)
 
 
-def _config_keys(at: Node) -> tuple[str, ...]:
-    return tuple(item.word(r"[\w.-]+", "a key of the config") for item in at.items())
+def _config_keys(node: Node) -> tuple[str, ...]:
+    return tuple(item.config_key() for item in node.items())
 
 
-def _other(said: Mapping[str, Node], base: Architecture | None) -> dict[str, Any]:
-    """The fields of Architecture beside names, dimensions and weights."""
-    other: dict[str, Any] = {}
-    if "dropped" in said:
-        own = {_regex(glob): _reason(at) for glob, at in said["dropped"].mapping().items()}
-        other["dropped"] = {**(base.dropped if base else {}), **own}
-    if "sparse" in said:
-        other["sparse"] = _sparse(said["sparse"])
-    if "extra_layers" in said:
-        other["extra_layers"] = said["extra_layers"].word(r"[\w.-]+", "a key of the config")
-    if "defaults" in said:
-        own = {key: _setting(at) for key, at in said["defaults"].mapping().items()}
-        other["defaults"] = {**(base.defaults if base else {}), **own}
-    if "vocabulary_multiple" in said:
-        other["vocabulary_multiple"] = said["vocabulary_multiple"].number(1)
-    return other
+def _fields(keys: Mapping[str, Node], base: Architecture | None, find: Find) -> dict[str, Any]:
+    """The other fields of the architecture, as far as the declaration sets them."""
+    fields: dict[str, Any] = {}
+    if "like" in keys:
+        fields["like"] = _declared(keys["like"], find).family
+    if "dropped" in keys:
+        dropped = {_regex(glob): _reason(node) for glob, node in keys["dropped"].mapping().items()}
+        fields["dropped"] = {**(base.dropped if base else {}), **dropped}
+    if "sparse_layers" in keys:
+        fields["sparse_layers"] = _sparse_layers(keys["sparse_layers"])
+    if "mtp_layers" in keys:
+        fields["mtp_layers"] = keys["mtp_layers"].config_key()
+    if "defaults" in keys:
+        defaults = {key: _setting(node) for key, node in keys["defaults"].mapping().items()}
+        fields["defaults"] = {**(base.defaults if base else {}), **defaults}
+    if "vocabulary_multiple" in keys:
+        fields["vocabulary_multiple"] = keys["vocabulary_multiple"].number(1)
+    return fields
 
 
 def _regex(glob: str) -> str:
@@ -201,74 +204,78 @@ def _regex(glob: str) -> str:
     return "".join(special.get(word, re.escape(word)) for word in re.split(r"(\{layer\}|\{expert\}|\*)", glob))
 
 
-def _reason(at: Node) -> str:
-    if not isinstance(at.value, str) or not at.value.strip():
-        raise at.wrong(f"{shown(at.value)} stands here, the reason why nobody needs it is expected")
-    return at.value
+def _reason(node: Node) -> str:
+    if not isinstance(node.value, str) or not node.value.strip():
+        raise node.unexpected("the reason why the tensor is not needed")
+    return node.value
 
 
-def _setting(at: Node) -> Any:
-    if not isinstance(at.value, bool | int | str):
-        raise at.wrong(f"{shown(at.value)} stands here, true, false, a whole number or a word is expected")
-    return at.value
+def _setting(node: Node) -> Any:
+    if not isinstance(node.value, bool | int | str):
+        raise node.unexpected("true, false, a whole number or a word")
+    return node.value
 
 
-def _sparse(at: Node) -> SparseLayers:
-    if at.value == "all":
+def _sparse_layers(node: Node) -> SparseLayers:
+    if node.value == "all":
         return SparseLayers()
-    said = at.mapping(("first", "step", "offset", "dense"))
-    keys = {key: said[key].word(r"[\w.-]+", "a key of the config") for key in ("first", "step", "dense") if key in said}
-    return SparseLayers(offset=said["offset"].number(0) if "offset" in said else 0, **keys)
+    keys = node.mapping(("first", "step", "offset", "dense"))
+    config_keys = {key: keys[key].config_key() for key in ("first", "step", "dense") if key in keys}
+    return SparseLayers(offset=keys["offset"].number(0) if "offset" in keys else 0, **config_keys)
 
 
-def _tied(said: Mapping[str, Node], made: Architecture, base: Architecture | None) -> tuple[str, str]:
-    """The head and the embedding that it shares where a config ties them: as said, or the only ones there are."""
+def _tied(keys: Mapping[str, Node], made: Architecture, base: Architecture | None) -> tuple[str, str]:
+    """The head and the embedding that a config ties: as written, or else the only weights with these roles."""
     names = [weight.name for weight in made.weights]
-    if "tied" in said:
-        keys = said["tied"].mapping(("head", "embedding"))
+    if "tied" in keys:
+        tied = keys["tied"].mapping(("head", "embedding"))
         for key in ("head", "embedding"):
-            if key not in keys:
-                raise said["tied"].wrong(f"it does not say the {key}", do="Write {head: NAME, embedding: NAME}")
-        found = keys["head"].word(), keys["embedding"].word()
-        if found[1] not in names:
-            raise keys["embedding"].wrong(f"no weight is called {found[1]!r}", do="Name the embedding as under `weights`")
-        return found
+            if key not in tied:
+                raise keys["tied"].error(f"it does not name the {key}", do="Write {head: NAME, embedding: NAME}")
+        if tied["embedding"].word() not in names:
+            raise tied["embedding"].error(f"no weight is called {tied['embedding'].value!r}", do="Write the name as under `weights`")
+        return tied["head"].word(), tied["embedding"].word()
     usual = base.tied if base else Architecture.tied
     if base and set(usual) <= set(names):
         return usual
-    by_kind = {role: [weight.name for weight in made.weights if weight.role == role] for role in ("head", "embedding")}
-    heads, embeddings = by_kind["head"] or [usual[0]], by_kind["embedding"]
+    heads = [weight.name for weight in made.weights if weight.role == "head"] or [usual[0]]
+    embeddings = [weight.name for weight in made.weights if weight.role == "embedding"]
     if len(heads) == 1 and len(embeddings) == 1:
         return heads[0], embeddings[0]
     if not embeddings:
         return usual
     raise RequestError(
-        f"{len(heads)} weights are heads and {len(embeddings)} embeddings",
-        where=f"{next(iter(said.values())).file}: weights",
-        why="Which of them a config with tie_word_embeddings ties is not clear",
+        f"{len(heads)} weights are heads and {len(embeddings)} are embeddings",
+        where=f"{next(iter(keys.values())).file}: weights",
+        why="It is not clear which two are one tensor if the config sets tie_word_embeddings",
         do="Add `tied: {head: NAME, embedding: NAME}`",
     )
 
 
-def _check_layers(weight: Weight, made: Architecture, at: Node) -> None:
-    """Raises RequestError if a weight is of layers that there are none of, or counts experts that nobody has counted."""
+def _check_layers(weight: Weight, made: Architecture, node: Node) -> None:
+    """Raises RequestError if a weight belongs to layers or experts whose number the declaration does not give."""
     if weight.layers and "{layer}" not in weight.name:
-        raise at.wrong(f"`layers: {weight.layers}` is said of a weight that is no layer's")
-    if weight.layers == "extra" and made.extra_layers is None:
-        raise at.wrong("it is an extra layer's, and nothing says how many there are", do="Add `extra_layers:` and the config's key")
+        raise node.error(f"`layers: {weight.layers}` needs the number of the layer in the name, and the name has none")
+    if weight.layers == "mtp" and made.mtp_layers is None:
+        raise node.error("the number of layers for multi-token prediction is not declared", do="Add `mtp_layers:` and the config's key")
     if "{expert}" in weight.name and "experts" not in made.dimensions:
-        raise at.wrong("its name counts experts, and no dimension is called experts", do="Add `experts:` under `dimensions`")
-    if (weight.layers == "sparse" or "{expert}" in weight.name) and made.sparse is None:
-        raise at.wrong("it is a sparse layer's, and nothing says which layers are sparse", do="Add `sparse:`; `sparse: all` if all are")
+        raise node.error(
+            "the name contains the number of an expert, and no dimension is called experts", do="Add `experts:` under `dimensions`"
+        )
+    if (weight.layers == "sparse" or "{expert}" in weight.name) and made.sparse_layers is None:
+        raise node.error(
+            "it belongs to a sparse layer, and the sparse layers are not declared",
+            do="Add `sparse_layers:`, or `sparse_layers: all` if all layers have experts",
+        )
 
 
-def _check_names(made: Architecture, written: Sequence[tuple[Node, Weight]]) -> None:
-    """Raises RequestError if a weight could be of two of the names."""
-    alike: dict[str, list[str]] = {}
-    for name in (*(weight.name for _, weight in written), *(weight.name for weight in made.weights)):
-        alike.setdefault(re.sub(NUMBER, "#", name), []).append(name)
-    for at, weight in written:
-        others = alike[re.sub(NUMBER, "#", weight.name)]
-        found = next((name for name in others if name != weight.name and overlap(name, weight.name)), None)
-        if found or others.count(weight.name) > 2:
-            raise at.wrong(f"a weight could be of this name and of {found or weight.name} at once", do="Leave one of the two")
+def _check_names(made: Architecture, nodes: Sequence[tuple[Node, Weight]]) -> None:
+    """Raises RequestError if one tensor could belong to two of the names."""
+    by_pattern: dict[str, list[str]] = {}
+    for name in (*(weight.name for _, weight in nodes), *(weight.name for weight in made.weights)):
+        by_pattern.setdefault(re.sub(NUMBER, "#", name), []).append(name)
+    for node, weight in nodes:
+        names = by_pattern[re.sub(NUMBER, "#", weight.name)]
+        other = next((name for name in names if name != weight.name and overlap(name, weight.name)), None)
+        if other or names.count(weight.name) > 2:
+            raise node.error(f"one tensor could have this name and {other or weight.name}", do="Leave one of the two")

@@ -1,195 +1,161 @@
-"""The weights of a user's declaration: names with numbers in them, roles, shapes that follow from roles, own splits, fused sections."""
+"""The weights of a declaration: names with numbers in them, roles, shapes that follow from roles, fused weights, splits of new roles."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard.models.architecture import Dimension, Weight
-from reshard.models.declared.node import Node, expression
-from reshard.models.roles import SPLITS, Column, Heads, Replicate, Row, Split, Vocabulary
+from reshard.models.declared.node import CONFIG_KEY, Node, expression
+from reshard.models.roles import DECLARED_ROLES, ROLES, Column, Heads, Replicate, Row, Split, Vocabulary
 
-# What a weight of a role is, as [out, in], or [out] where it is a vector: the shape of one whose declaration says none. A checkpoint's own
-# shapes are compared with it, so that a model that differs is refused and not misread.
-SHAPES: dict[str, tuple[str, ...]] = {
-    "embedding": ("vocab", "hidden"),
-    "position_embedding": ("positions", "hidden"),
-    "head": ("vocab", "hidden"),
-    "final_norm": ("hidden",),
-    "attention.norm": ("hidden",),
-    "attention.post_norm": ("hidden",),
-    "attention.q": ("heads * head_dim", "hidden"),
-    "attention.k": ("kv_heads * head_dim", "hidden"),
-    "attention.v": ("kv_heads * head_dim", "hidden"),
-    "attention.o": ("hidden", "heads * head_dim"),
-    "attention.q_norm": ("head_dim",),
-    "attention.k_norm": ("head_dim",),
-    "mla.q": ("heads * qk_dim", "hidden"),
-    "mla.q_a": ("q_rank", "hidden"),
-    "mla.q_a_norm": ("q_rank",),
-    "mla.q_b": ("heads * qk_dim", "q_rank"),
-    "mla.kv_a": ("kv_rank + rope_dim", "hidden"),
-    "mla.kv_a_norm": ("kv_rank",),
-    "mla.kv_b": ("heads * kv_b_dim", "kv_rank"),
-    "mlp.norm": ("hidden",),
-    "mlp.post_norm": ("hidden",),
-    "mlp.gate": ("intermediate", "hidden"),
-    "mlp.up": ("intermediate", "hidden"),
-    "mlp.down": ("hidden", "intermediate"),
-    "router": ("experts", "hidden"),
-    "router.correction": ("experts",),
-    "expert.gate": ("expert_intermediate", "hidden"),
-    "expert.up": ("expert_intermediate", "hidden"),
-    "expert.down": ("hidden", "expert_intermediate"),
-    "shared_expert.gate": ("shared_intermediate", "hidden"),
-    "shared_expert.up": ("shared_intermediate", "hidden"),
-    "shared_expert.down": ("hidden", "shared_intermediate"),
-    "shared_expert.score": ("1", "hidden"),
-}
-# Roles that stand for several, which `holds` names.
-_FUSED = {("attention.q", "attention.k", "attention.v"): "attention.qkv", ("mlp.gate", "mlp.up"): "mlp.gate_up"}
-# What a declaration says of weights; scales follow from a config that says how they are quantised.
-ROLES = tuple(role for role in SPLITS if role not in _FUSED.values() and not role.endswith("_scale"))
+WEIGHT_KEYS = ("role", "shape", "split", "fuses", "interleaved_by", "transposed", "when", "layers")
+_FUSED_ROLES = {role.fuses: role.name for role in ROLES.values() if role.fuses}
 _SPLITS: dict[str, Split] = {"column": Column(), "row": Row(), "vocabulary": Vocabulary(), "replicate": Replicate()}
-# A number in a name, or what stands for one.
+# A number in a name, or its placeholder.
 NUMBER = r"\{layer\}|\{expert\}|\d+"
-_WEIGHT_KEYS = ("role", "shape", "split", "holds", "by", "transposed", "when", "layers")
+_ROLE = r"[\w.-]+"
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """The weights of a declaration with these dimensions."""
+class WeightReader:
+    """Reads the weights of a declaration."""
 
     dimensions: Mapping[str, Dimension]
+    """The dimensions that the declaration has."""
 
-    def weight(self, said: str, at: Node) -> Weight:
-        """One weight. at: its role, or a mapping."""
-        name = pattern_of(said, at)
-        keys = {"role": at} if isinstance(at.value, str) else at.mapping(_WEIGHT_KEYS)
+    def weight(self, written: str, node: Node) -> Weight:
+        """One weight. written: its name in the file; node: its role, or the mapping of its keys."""
+        name = pattern_of(written, node)
+        keys = {"role": node} if isinstance(node.value, str) else node.mapping(WEIGHT_KEYS)
         transposed = keys["transposed"].flag() if "transposed" in keys else False
-        roles = self._holds(keys["holds"]) if "holds" in keys else self._role(at, keys)
-        own = [role for role in roles if role not in SPLITS]
-        split = self._split(at, keys, own, list(roles))
-        fused = "holds" in keys
-        role = (_FUSED.get(tuple(roles)) or "+".join(roles)) if fused else next(iter(roles))
+        rows = self._fused_rows(keys["fuses"]) if "fuses" in keys else self._rows_of_role(node, keys)
+        split = self._split(node, keys, list(rows))
+        role = _FUSED_ROLES.get(tuple(rows), "+".join(rows))
         return Weight(
             name,
             role,
-            self._shape(at, keys, name, roles, transposed=transposed),
-            keys["when"].word(r"(not )?[\w.-]+", "a key of the config, or `not` and one,") if "when" in keys else None,
-            keys["layers"].one_of(("dense", "sparse", "extra")) if "layers" in keys else None,  # type: ignore[arg-type]
-            roles if fused else {},
-            self._by(keys) if "by" in keys else None,
+            self._shape(node, keys, name, rows, transposed=transposed),
+            keys["when"].word(rf"(not )?{CONFIG_KEY}", "a key of the config, or `not` and a key") if "when" in keys else None,
+            keys["layers"].one_of(("dense", "sparse", "mtp")) if "layers" in keys else None,  # type: ignore[arg-type]
+            rows if "fuses" in keys else {},
+            self._interleaved_by(keys) if "interleaved_by" in keys else None,
             transposed,
             split,
         )
 
-    def _role(self, at: Node, keys: Mapping[str, Node]) -> dict[str, str]:
+    def _rows_of_role(self, node: Node, keys: Mapping[str, Node]) -> dict[str, str]:
+        """The role of a weight that is not fused, with its usual output features."""
         if "role" not in keys:
-            raise at.wrong("it says neither its role nor what it holds", do=f"Write `role:` and one of {', '.join(ROLES)}")
-        role = keys["role"].word(r"[\w.-]+", "a role")
-        if role in _FUSED.values():
-            raise keys["role"].wrong(f"{role} is several roles in one", do="Write `holds:` and the list of them, in their order")
-        return {role: SHAPES.get(role, ("",))[0]}
+            raise node.error("it has neither `role` nor `fuses`", do=f"Write `role:` and one of {', '.join(DECLARED_ROLES)}")
+        name = keys["role"].word(_ROLE, "a role")
+        role = ROLES.get(name)
+        if role and role.fuses:
+            raise keys["role"].error(
+                f"{name} is several roles in one weight", do=f"Write `fuses: [{', '.join(role.fuses)}]`, in their order"
+            )
+        return {name: role.shape[0] if role and role.shape else ""}
 
-    def _holds(self, at: Node) -> dict[str, str]:
-        """The roles that are fused, each with its rows."""
-        if isinstance(at.value, dict):
-            return {role: expression(inner, self.dimensions) for role, inner in at.mapping().items()}
-        found: dict[str, str] = {}
-        for item in at.items():
-            role = item.word(r"[\w.-]+", "a role")
-            if role in found:
-                raise item.wrong(f"{role} is held twice")
-            if role not in SHAPES:
-                raise item.wrong(
-                    f"how many rows a {role} has is not known", do=f"Write `holds: {{{role}: ROWS, ...}}` with an expression for each"
+    def _fused_rows(self, node: Node) -> dict[str, str]:
+        """The roles that are fused in a weight, with the output features of each."""
+        if isinstance(node.value, dict):
+            return {role: expression(inner, self.dimensions) for role, inner in node.mapping().items()}
+        rows: dict[str, str] = {}
+        for item in node.items():
+            role = item.word(_ROLE, "a role")
+            if role in rows:
+                raise item.error(f"{role} occurs twice")
+            if role not in DECLARED_ROLES:
+                raise item.error(
+                    f"the number of rows of {role} is not known",
+                    do=f"Write `fuses: {{{role}: ROWS, ...}}` with an expression for each role",
                 )
-            found[role] = expression(item.inner("rows", SHAPES[role][0]), self.dimensions)
-        if len(found) < 2:
-            raise at.wrong("a weight that holds one role is that role", do="Write `role:` in place of `holds:`")
-        return found
+            rows[role] = expression(item.inner("rows", ROLES[role].shape[0]), self.dimensions)
+        if len(rows) < 2:
+            raise node.error("a fused weight has at least two roles", do="Write `role:` in place of `fuses:`")
+        return rows
 
-    def _by(self, keys: Mapping[str, Node]) -> str:
-        if "holds" not in keys:
-            raise keys["by"].wrong("it says by what the roles of `holds:` alternate, which is not there")
-        word = keys["by"].word()
-        if not word.isidentifier():
-            raise keys["by"].wrong(f"{word!r} stands here, a dimension is expected")
-        return expression(keys["by"], self.dimensions)
+    def _interleaved_by(self, keys: Mapping[str, Node]) -> str:
+        node = keys["interleaved_by"]
+        if "fuses" not in keys:
+            raise node.error("only the roles of a fused weight alternate, and this weight has no `fuses`")
+        if not node.word().isidentifier():
+            raise node.unexpected("a dimension")
+        return expression(node, self.dimensions)
 
-    def _split(self, at: Node, keys: Mapping[str, Node], own: list[str], roles: list[str]) -> Split | None:
-        """The split of own roles. Raises RequestError if it is not said for them, or said for others."""
+    def _split(self, node: Node, keys: Mapping[str, Node], roles: Sequence[str]) -> Split | None:
+        """The split of a weight with new roles; None of one whose roles are known. Raises RequestError if `split` is missing, or extra."""
         for role in roles:
-            split = SPLITS.get(role)
+            split = ROLES[role].split if role in ROLES else None
             if isinstance(split, Heads) and split.count not in self.dimensions:
-                raise at.wrong(
-                    f"a weight of the role {role} is split by {split.count}, and no dimension is called so",
+                raise node.error(
+                    f"ranks share a weight of the role {role} by {split.count}, and no dimension is called that",
                     do=f"Add `{split.count}:` under `dimensions`",
                 )
-        if "role" in keys and "holds" in keys:
-            raise keys["role"].wrong("a weight that holds several roles has none of its own", do="Leave out `role:`")
+        if "role" in keys and "fuses" in keys:
+            raise keys["role"].error("a fused weight has the roles in `fuses`", do="Leave out `role:`")
+        new_roles = [role for role in roles if role not in ROLES]
         if "split" not in keys:
-            if own:
-                raise at.wrong(
-                    f"no role is called {own[0]!r}",
-                    do=f"Roles are {', '.join(ROLES)}. For one of your own add `split:` with {', '.join(_SPLITS)}, or {{heads: DIMENSION}}",
+            if new_roles:
+                raise node.error(
+                    f"there is no role {new_roles[0]!r}",
+                    do=f"The roles are {', '.join(DECLARED_ROLES)}. For a new role add `split:` with {', '.join(_SPLITS)} or "
+                    "{heads: DIMENSION}",
                 )
             return None
-        if len(own) < len(roles):
-            known = next(role for role in roles if role in SPLITS)
-            raise keys["split"].wrong(
-                f"the role {known} says how it is split", do="Leave out `split:`, or give the weight a role of your own"
-            )
-        return self._own_split(keys["split"])
+        if len(new_roles) < len(roles):
+            with_split = next(role for role in roles if role in ROLES)
+            raise keys["split"].error(f"the role {with_split} has a split already", do="Leave out `split:`, or give the weight a new role")
+        return self._new_split(keys["split"])
 
-    def _own_split(self, at: Node) -> Split:
-        if not isinstance(at.value, dict):
-            return _SPLITS[at.one_of(tuple(_SPLITS))]
-        said = at.mapping(("heads", "copies"))
-        if "heads" not in said:
-            raise at.wrong(
-                "it does not say by which dimension", do="Write {heads: DIMENSION}, with `copies: true` where ranks may share one"
-            )
-        count = said["heads"].word(r"[a-z_][a-z0-9_]*", "a dimension")
-        expression(said["heads"], self.dimensions)
-        return Heads(count, said["copies"].flag() if "copies" in said else False)
+    def _new_split(self, node: Node) -> Split:
+        if not isinstance(node.value, dict):
+            return _SPLITS[node.one_of(tuple(_SPLITS))]
+        keys = node.mapping(("heads", "copies"))
+        if "heads" not in keys:
+            raise node.error("it does not name the dimension", do="Write {heads: DIMENSION}, with `copies: true` if ranks may share a head")
+        count = keys["heads"].word(r"[a-z_][a-z0-9_]*", "a dimension")
+        expression(keys["heads"], self.dimensions)
+        return Heads(count, keys["copies"].flag() if "copies" in keys else False)
 
-    def _shape(self, at: Node, keys: Mapping[str, Node], name: str, roles: Mapping[str, str], *, transposed: bool) -> tuple[str, ...]:
+    def _shape(self, node: Node, keys: Mapping[str, Node], name: str, rows: Mapping[str, str], *, transposed: bool) -> tuple[str, ...]:
+        """The shape that is written, or the usual one of the roles: that of a bias has the output features alone."""
         if "shape" in keys:
-            items = keys["shape"].items()
-            if not 1 <= len(items) <= 4:
-                raise keys["shape"].wrong(f"a list of {len(items)} axes stands here, 1 to 4 are expected")
-            shape = tuple(expression(item, self.dimensions, optional=True) for item in items)
-            if "holds" in keys and transposed and len(shape) != 2:
-                raise keys["shape"].wrong("a transposed weight that holds several roles has 2 axes")
-            return shape
-        kind, first = name.rpartition(".")[2], next(iter(roles))
-        if kind not in ("weight", "bias") or any(role not in SHAPES for role in roles):
-            raise at.wrong("its shape is not said, and does not follow from its role and name", do="Add `shape:` and a list of its axes")
-        rest = () if kind == "bias" else SHAPES[first][1:]
-        if different := next((role for role in roles if SHAPES[role][1:] != SHAPES[first][1:]), None):
-            raise at.wrong(f"its shape is not said, and {first} and {different} have different input features", do="Add `shape:`")
-        shape = (" + ".join(roles.values()), *rest)
+            axes = keys["shape"].items()
+            if not 1 <= len(axes) <= 4:
+                raise keys["shape"].error(f"expected 1 to 4 axes, found {len(axes)}")
+            if "fuses" in keys and transposed and len(axes) != 2:
+                raise keys["shape"].error(f"a fused weight that is transposed has 2 axes, found {len(axes)}")
+            return tuple(expression(axis, self.dimensions, optional=True) for axis in axes)
+        parameter = name.rpartition(".")[2]
+        if parameter not in ("weight", "bias") or any(role not in DECLARED_ROLES for role in rows):
+            raise node.error("it has no `shape`, and none follows from its role and name", do="Add `shape:` and a list of its axes")
+        inputs = {role: () if parameter == "bias" else ROLES[role].shape[1:] for role in rows}
+        first = next(iter(rows))
+        if different := next((role for role in rows if inputs[role] != inputs[first]), None):
+            raise node.error(f"it has no `shape`, and {first} and {different} have different input features", do="Add `shape:`")
+        shape = (" + ".join(rows.values()), *inputs[first])
         shape = shape[::-1] if transposed else shape
-        why = f"A {first} is [{', '.join(shape)}] unless `shape:` says otherwise"
-        return tuple(expression(at.inner("shape", axis), self.dimensions, what=why, optional=True) for axis in shape)
+        why = f"The usual shape of {first} is [{', '.join(shape)}]; `shape:` sets another one"
+        return tuple(expression(node.inner("shape", axis), self.dimensions, why=why, optional=True) for axis in shape)
 
 
-def pattern_of(said: str, at: Node) -> str:
-    """The name with {layer} and {expert}. The first * is the layer's number, the second the expert's; each is a whole word between dots."""
-    words = said.split(".")
-    stars, braces = words.count("*"), re.findall(r"\{[^{}]*\}", said)
+def pattern_of(written: str, node: Node) -> str:
+    """The name with {layer} and {expert}. The first * is the number of the layer, the second that of the expert, each between two dots."""
+    words = written.split(".")
+    stars, braces = words.count("*"), re.findall(r"\{[^{}]*\}", written)
     if strange := next((brace for brace in braces if brace not in ("{layer}", "{expert}") or braces.count(brace) > 1), None):
-        raise at.wrong(f"{strange} stands in the name", do="{layer} and {expert} may, once each")
-    rest = said.replace("{layer}", "").replace("{expert}", "")
+        raise node.error(f"a name cannot contain {strange} here", do="It may contain {layer} and {expert}, once each")
+    rest = written.replace("{layer}", "").replace("{expert}", "")
     if re.search(r"[\s{}?\[\]]", rest) or not rest:
-        raise at.wrong("this is no name of a weight", do="A name may hold {layer} and {expert}, or * in place of a number")
-    if said.count("*") != stars or stars > 2 or (stars and braces):
-        raise at.wrong(
+        raise node.error(
+            "this is not the name of a weight", do="A name may contain {layer} and {expert}, or * in place of a number between two dots"
+        )
+    if written.count("*") != stars or stars > 2 or (stars and braces):
+        raise node.error(
             "it is not clear which number each * stands for",
-            why="The first * is the layer's, a second one the expert's, each alone between two dots",
+            why="The first * is the number of the layer, a second one that of the expert, each alone between two dots",
             do="Write {layer} and {expert}",
         )
     numbers = iter(("{layer}", "{expert}"))
@@ -197,7 +163,7 @@ def pattern_of(said: str, at: Node) -> str:
 
 
 def overlap(one: str, other: str) -> bool:
-    """Whether two patterns have a name in common."""
+    """Whether a name exists that matches both patterns."""
     left, right = (re.split(f"({NUMBER})", name) for name in (one, other))
     return len(left) == len(right) and all(
         a == b or (i % 2 == 1 and "{" in a + b) for i, (a, b) in enumerate(zip(left, right, strict=True))

@@ -1,0 +1,43 @@
+"""torch.distributed.checkpoint on safetensors: HuggingFaceStorageWriter(save_distributed=True).
+
+    shard-{rank+1:05d}-model-{i:05d}-of-{n:05d}.safetensors    a rank's boxes, one per tensor: in the folder itself, or
+    sharded/shard-...                                          in this folder below it, until they are consolidated
+
+files.py    which files count, and the numbers in their names
+read.py     the index
+
+The header of every file says in its __metadata__ (DCP_SHARDING_INFO) at which offsets of the whole tensor its boxes start. No file says how
+large the whole tensor is: it reaches as far as any box. So without its last box a tensor merely looks smaller, and only the model's
+config tells the difference. If a config is known, shapes are compared with it on opening.
+Whole files (save_distributed=False, or consolidated) are Hugging Face's own form and are read as that.
+Measured on torch 2.13 (fixtures/dcp_safetensors); source: torch/distributed/checkpoint/hf_storage.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard.adapter.format import Format, Hints
+
+from .files import shard_files
+
+if TYPE_CHECKING:
+    from reshard.index.index import Index
+    from reshard.storage.files import Files
+
+
+class DcpSafetensors(Format):
+    name = "dcp-safetensors"
+    summary = "torch.distributed.checkpoint on safetensors: one rank's boxes per file (HuggingFaceStorageWriter)"
+    owns = ("shard-*-model-*-of-*.safetensors",)
+
+    def detect(self, files: Files) -> str | None:
+        return next((file.path for file in shard_files(files)), None)
+
+    def read(self, files: Files, hints: Hints) -> Index:
+        from .read import read
+
+        return read(files, shard_files(files), hints)
+
+
+FORMAT = DcpSafetensors()

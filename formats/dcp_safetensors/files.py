@@ -1,0 +1,42 @@
+"""The ranks' files, and the numbers in their names. Only names are looked at."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from reshard.storage.files import Files
+
+_NAME = re.compile(r"(?:.*/)?shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
+_SHARDED = "sharded/"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """A file with some boxes of one rank."""
+
+    path: str
+    """Where it is."""
+    rank: int
+    """The rank that wrote it. The name counts from 1."""
+    part: int
+    """Which of the model's parts it belongs to, from 1 on."""
+    parts: int
+    """The number of parts that the model is divided into."""
+
+
+def shard_files(files: Files) -> list[ShardFile]:
+    """The ranks' files of the folder, or of sharded/ below it. None if whole files, which hold the same values, lie in the folder."""
+    listing = files.list()
+    shards = _named_so(listing)
+    has_whole_files = sum(path.endswith(".safetensors") for path in listing) > len(shards)
+    if shards or has_whole_files or _SHARDED not in listing:
+        return shards
+    return _named_so(files.list(_SHARDED))
+
+
+def _named_so(listing: tuple[str, ...]) -> list[ShardFile]:
+    matches = ((path, match) for path in listing if (match := _NAME.fullmatch(path)))
+    return [ShardFile(path, int(match[1]) - 1, int(match[2]), int(match[3])) for path, match in matches]

@@ -1,0 +1,154 @@
+"""The index of the ranks' files, from their headers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from reshard.adapter.format import Hints
+from reshard.adapter.index_builder import IndexBuilder
+from reshard.adapter.save_folders import step_of
+from reshard.containers import safetensors
+from reshard.errors import CheckpointError
+from reshard.geometry.boxes import Box, row_major
+from reshard.geometry.extents import Extent, Piece
+from reshard.index.index import Index, RunFacts, Tensor, check_coverage
+from reshard.index.shards import Shards
+from reshard.models.model import Model
+from reshard.storage.files import Files
+
+from .files import ShardFile
+
+_INFO = "DCP_SHARDING_INFO"
+# Offsets beyond this are damage: no tensor has as many elements along an axis.
+_MOST_ELEMENTS = 1 << 40
+
+
+def read(files: Files, shards: Sequence[ShardFile], hints: Hints) -> Index:
+    """The index of the ranks' files.
+
+    Raises: CheckpointError if a file is missing, or the files contradict each other or the model's config.
+    """
+    if not shards:
+        raise CheckpointError("there is no shard-<rank>-model-<i>-of-<n>.safetensors", where=files.root)
+    builder = IndexBuilder("dcp-safetensors", files)
+    builder.add_files(file.path for file in shards)
+    for name, pieces in _pieces(files, shards).items():
+        builder.add_tensor(_tensor(name, pieces))
+    if hints.model is None:
+        note = "no file tells the shapes, so each tensor reaches as far as its boxes; with --model they are compared with the config"
+        builder.add_notes([note])
+    facts = RunFacts(
+        producer="torch.distributed.checkpoint (HuggingFaceStorageWriter)",
+        step=step_of(files.root),
+        parallel={"writing ranks": len({file.rank for file in shards})},
+        config=hints.config,
+    )
+    index = builder.build(facts)
+    _check_files(files, shards, index.tensors)
+    if hints.model is not None:
+        _check_shapes(index.tensors, hints.model)
+    return index
+
+
+def _pieces(files: Files, shards: Sequence[ShardFile]) -> dict[str, list[tuple[int, Piece]]]:
+    """Tensor -> the rank and the piece of each of its boxes."""
+    pieces: dict[str, list[tuple[int, Piece]]] = {}
+    for file in shards:
+        header = safetensors.read_header(files, file.path)
+        saved_offsets = _saved_offsets(header, file.path)
+        for entry in header.entries:
+            box = _box(entry.name, entry.shape, saved_offsets.get(entry.name), file.path)
+            extent = Extent(file.path, entry.byte_offset, row_major(entry.shape), entry.dtype)
+            pieces.setdefault(entry.name, []).append((file.rank, Piece(box, extent)))
+    return pieces
+
+
+def _saved_offsets(header: safetensors.Header, path: str) -> Mapping[str, object]:
+    """Tensor -> where the file's box of it starts in the whole tensor."""
+    try:
+        info = json.loads(header.metadata[_INFO])
+        return {name: value["saved_offsets"] for name, value in info.items()}
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(
+            f"its header has no readable {_INFO}",
+            where=path,
+            why="Only this entry says where a rank's boxes belong",
+            do="Copy the file again",
+        ) from None
+
+
+def _box(name: str, sizes: tuple[int, ...], offsets: object, path: str) -> Box:
+    if (
+        not isinstance(offsets, list)
+        or len(offsets) != len(sizes)
+        or not all(type(offset) is int and 0 <= offset < _MOST_ELEMENTS for offset in offsets)
+    ):
+        raise CheckpointError(
+            f"{_INFO} places the box of shape {list(sizes)} at {offsets!r:.80}", where=f"{name} in {path}", do="Copy the file again"
+        )
+    return Box(tuple(offsets), sizes)
+
+
+def _tensor(name: str, ranks_and_pieces: Sequence[tuple[int, Piece]]) -> Tensor:
+    pieces = [piece for _, piece in ranks_and_pieces]
+    first, ndim = pieces[0].extent, len(pieces[0].box.sizes)
+    for piece in pieces:
+        if piece.extent.dtype != first.dtype or len(piece.box.sizes) != ndim:
+            raise CheckpointError(
+                f"{first.path} has it as {first.dtype} with {ndim} axes, "
+                f"{piece.extent.path} as {piece.extent.dtype} with {len(piece.box.sizes)}",
+                where=name,
+                why="The files are from different saves",
+                do="Keep the files of one save only",
+            )
+    shape = tuple(max(stops) for stops in zip(*(piece.box.stops for piece in pieces), strict=True))
+    ranks = np.array([rank for rank, _ in ranks_and_pieces], np.int64)
+    return Tensor(name, first.dtype, shape, "weight", replace(Shards.of(pieces), ranks=ranks))
+
+
+def _check_files(files: Files, shards: Sequence[ShardFile], tensors: Sequence[Tensor]) -> None:
+    """Raises CheckpointError if the names of the files tell that one is missing: that of a part, or of a rank whose boxes are lost."""
+    divisions = sorted({file.parts for file in shards})
+    if len(divisions) > 1:
+        raise CheckpointError(
+            f"there are files of saves in {' and '.join(map(str, divisions))} parts",
+            where=files.root,
+            do="Keep the files of one save only",
+        )
+    parts, ranks = {file.part for file in shards}, {file.rank for file in shards}
+    for part in range(1, divisions[0] + 1):
+        if part not in parts:
+            raise CheckpointError(
+                f"there is no shard-*-model-{part:05d}-of-{divisions[0]:05d}.safetensors",
+                where=files.root,
+                why="The names of the other files say that there is one",
+                do="Copy it again",
+            )
+    missing_ranks = [rank for rank in range(max(ranks)) if rank not in ranks]
+    for tensor in tensors if missing_ranks else ():
+        try:
+            check_coverage(tensor)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"there is no shard-{missing_ranks[0] + 1:05d}-model-*.safetensors",
+                where=tensor.name,
+                why=error.what,
+                do="Copy it from where the checkpoint was written",
+            ) from None
+
+
+def _check_shapes(tensors: Sequence[Tensor], model: Model) -> None:
+    """Raises CheckpointError if a tensor is smaller than the config says: then its last box is lost."""
+    for tensor in tensors:
+        weight = model.weights.get(tensor.name)
+        if weight and len(weight.shape) == len(tensor.shape) and any(a < b for a, b in zip(tensor.shape, weight.shape, strict=True)):
+            raise CheckpointError(
+                f"the stored boxes reach to {list(tensor.shape)}, the config says {list(weight.shape)}",
+                where=tensor.name,
+                why="No file tells the shape of a tensor, so the file of the last rank may be lost; or the config is of another model",
+                do="Copy the missing shard-<rank>-... file from where the checkpoint was written",
+            )

@@ -1,0 +1,131 @@
+"""Whether the files of a tag are from one save: each rank has its file, no file is left over, all files are of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from reshard.engine.casts import Block, cast
+from reshard.errors import CheckpointError
+from reshard.geometry.boxes import Box
+from reshard.index.index import Index, Tensor
+from reshard.storage.files import Files, read_range
+
+from ..layout.states import TIED_PREFIX, ModelStates
+from .parts import Contents
+from .run_states import RunStates
+
+# Elements of a tensor that are compared with its master.
+_SAMPLED = 64
+
+
+def check_ranks(paths: Mapping[int, str], ranks: int, what: str, *, why: str) -> None:
+    """Raises CheckpointError unless each of the ranks 0..ranks - 1 has a file, and there is no other. paths: by rank."""
+    if missing := [rank for rank in range(ranks) if rank not in paths]:
+        some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        raise CheckpointError(
+            f"of {ranks} {what} ranks, {some} {'has' if len(missing) == 1 else 'have'} no file",
+            where=next(iter(paths.values()), None),
+            why=why,
+            do="Copy the missing files from where the checkpoint was written",
+        )
+    if extra := [path for rank, path in paths.items() if rank >= ranks]:
+        raise CheckpointError(
+            f"the run had {ranks} {what} ranks, and this file belongs to none of them",
+            where=extra[0],
+            why=f"{why}; the file is left over from a save of more ranks under the same tag, so its values are of another step",
+            do=f"Move it away{f', and {len(extra) - 1} more like it' if len(extra) > 1 else ''}",
+        )
+
+
+def check_one_step(states: RunStates) -> None:
+    """Raises CheckpointError if the model states are of different steps, or list different parameters on data-parallel ranks."""
+    first = states.first_model
+    firsts: dict[int, ModelStates] = {}
+    for (_, mp), model in states.models.items():
+        if model.step != first.step:
+            raise CheckpointError(
+                f"it is of step {model.step}, {first.path} of step {first.step}",
+                where=model.path,
+                why="Files of different steps of the run lie under the same tag, so the weights are not of one moment",
+                do="Keep the files of one save only",
+            )
+        expected = firsts.setdefault(mp, model)
+        if (model.groups, model.frozen_shapes) != (expected.groups, expected.frozen_shapes):
+            raise CheckpointError(
+                f"its parameters (param_shapes) differ from those of {expected.path}",
+                where=model.path,
+                why="The files are from different runs",
+                do="Keep the files of one save only",
+            )
+
+
+def check_weights_of_masters(contents: Contents) -> None:
+    """Raises CheckpointError if a parameter has a master, and no weight in the model's files. Only ZeRO-3 may lack weights."""
+    weights = contents.names("weight") | {*contents.shapeless}
+    masters = dict.fromkeys(part.name for part in contents.parts if part.kind == "master")
+    if missing := [name for name in masters if name not in weights and not name.startswith(TIED_PREFIX)]:
+        layer = missing[0].partition(".")[0]
+        file = f"layer_{int(layer):02d}-model_states.pt is not there" if layer.isdigit() else "a file of a layer or an expert is not there"
+        raise CheckpointError(
+            f"the optimizer holds its master, but none of the model's files holds its weight: {file}",
+            where=missing[0],
+            why=f"{len(missing)} trained parameters have no weight",
+            do="Copy the missing file from where the checkpoint was written",
+        )
+
+
+def check_same_moment(files: Files, index: Index) -> Index:
+    """The index, with a note if the optimizer counted another number of steps than the run.
+
+    Such a run may have started with a new optimizer. Then masters still round to the weights; if the files are of different steps, they
+    do not. Some elements are compared.
+    Raises: CheckpointError if a master does not round to its weight.
+    """
+    counted, run_step, skipped = _steps_of_optimizer(files, index), index.facts.step, index.facts.state.get("skipped_steps", 0)
+    if counted is None or run_step is None or counted == run_step - (skipped if type(skipped) is int else 0):
+        return index
+    weights = index.by_kind("weight")
+    for name, master in index.by_kind("master").items():
+        weight = weights.get(name)
+        if weight is None or not len(master.shards) or len(weight.shards) != 1:
+            continue
+        samples = _samples(files, master, weight)
+        if samples and not np.array_equal(cast(samples[0], master.dtype, weight.dtype), samples[1]):
+            raise CheckpointError(
+                f"the optimizer has counted {counted} steps, the model's file is of step {run_step}, and the master of {name} in "
+                f"{master.shards.path(0)} does not round to the weight",
+                where=weight.shards.path(0),
+                why="Model and optimizer are from different steps of the run: a save under this tag was not finished, or files were mixed",
+                do="Take another tag, or keep the files of one save only",
+            )
+    note = f"the optimizer has counted {counted} steps, the run {run_step}"
+    return replace(index, facts=replace(index.facts, notes=(*index.facts.notes, note)))
+
+
+def _steps_of_optimizer(files: Files, index: Index) -> int | None:
+    """The optimizer's step count, from a tensor or from the param groups; None if there is none."""
+    for tensor in index.tensors:
+        if tensor.kind == "step" and tensor.dtype.name == "F32" and len(tensor.shards):
+            extent = tensor.shards.extent(0)
+            return int(np.frombuffer(read_range(files, extent.path, extent.byte_offset, 4), np.float32)[0])
+    steps = (group.settings.get("step") for group in index.param_groups())
+    return next((step for step in steps if type(step) is int), None)
+
+
+def _samples(files: Files, master: Tensor, weight: Tensor) -> tuple[Block, Block] | None:
+    """The same few elements of a master and of its weight, as words; None if they do not lie contiguously in both."""
+    first = master.shards.box(0)
+    if not first.sizes:
+        return None
+    box = Box(first.offsets, (*(1 for _ in first.sizes[:-1]), min(first.sizes[-1], _SAMPLED)))
+    samples = []
+    for tensor in (master, weight):
+        piece = tensor.shards.piece(0)
+        if piece.extent.strides[-1] != 1 or not piece.box.contains(box):
+            return None
+        elements = read_range(files, piece.extent.path, piece.byte_offset_of(box), box.volume * tensor.dtype.itemsize)
+        samples.append(np.frombuffer(bytearray(elements), tensor.dtype.word))
+    return samples[0], samples[1]

@@ -1,0 +1,155 @@
+"""The pieces of a parameter in the tensors of the files: in flat buffers, whole in one file, or as a copy in each rank's file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from reshard.containers.torch_zip import AnyTensor, LocatedTensor, Locations
+from reshard.errors import CheckpointError
+from reshard.geometry.boxes import flat_boxes, row_major
+from reshard.geometry.dtypes import DType
+from reshard.geometry.extents import Extent
+from reshard.index.shards import Columns, Shards
+
+from ..layout.partitions import FlatSlice, zero3_slice
+from ..layout.states import Shape
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class FlatBuffer:
+    """A flat buffer: the rows of elements of the ranks that share it, in order."""
+
+    ranks: Columns
+    """The data-parallel rank of each row."""
+    rows: tuple[AnyTensor, ...]
+    """The rows."""
+    paths: tuple[str, ...]
+    """The file of each row: that of its rank, or a swap file. All parameters share the tuple."""
+    locations: Locations
+    """Finds where the rows start in their files."""
+
+    @classmethod
+    def of(cls, rows: Mapping[int, AnyTensor], locations: Locations) -> FlatBuffer:
+        """The buffer with these rows. rows: by data-parallel rank."""
+        return cls(_column(rows), tuple(rows.values()), tuple(row.path for row in rows.values()), locations)
+
+    def __repr__(self) -> str:
+        return f"<flat buffer of {len(self.rows)} rows, {self.dtype}>"
+
+    @property
+    def dtype(self) -> DType:
+        """The element type."""
+        return self.rows[0].dtype
+
+    def check_size(self, needed: Sequence[int], what: str) -> None:
+        """Raises CheckpointError if a row has another element type than the first, or fewer elements than `needed` says for it."""
+        for row, elements in zip(self.rows, needed, strict=True):
+            if row.shape[0] < elements or row.dtype != self.dtype:
+                raise CheckpointError(
+                    f"its {what} has {row.shape[0]:,} elements ({row.dtype}), but the parameters need {elements:,} ({self.dtype})",
+                    where=row.path,
+                    why="The file is from another save than param_shapes and the files beside it",
+                    do="Copy that file from where the checkpoint was written",
+                )
+
+    def shards(self, parameter: FlatSlice) -> Shards:
+        """The pieces of a parameter. Parameters with equal shapes and bounds share their columns."""
+        boxes = boxes_of_runs(parameter.shape, parameter.bounds)
+        rows = boxes.runs + parameter.first_rank if parameter.first_rank else boxes.runs
+        strides, itemsize = row_major(parameter.shape), self.dtype.itemsize
+
+        def extent(i: int) -> Extent:
+            run = int(boxes.runs[i])
+            row = self.rows[parameter.first_rank + run]
+            element = (parameter.first_offset if run == 0 else parameter.later_offset) + int(boxes.skips[i])
+            return Extent(row.path, self.locations.of(row) + element * itemsize, strides, self.dtype)
+
+        return Shards(
+            paths=self.paths,
+            offsets=boxes.offsets,
+            sizes=boxes.sizes,
+            files=rows,
+            positions=np.broadcast_to(np.int64(parameter.first_offset * itemsize), len(rows)),
+            extent=extent,
+            ranks=self.ranks[rows],
+        )
+
+
+def _column(ranks: Iterable[int]) -> Columns:
+    """Ranks as a column of `Shards`."""
+    return np.array(list(ranks), np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunBoxes:
+    """The boxes of consecutive runs of a tensor's elements. n boxes, in the order of the runs."""
+
+    offsets: Columns
+    """[n, ndim]: where each box starts."""
+    sizes: Columns
+    """[n, ndim]: its size."""
+    runs: Columns
+    """[n]: the run that it belongs to."""
+    skips: Columns
+    """[n]: how many elements of the run lie before it."""
+
+
+@lru_cache(maxsize=4096)
+def boxes_of_runs(shape: Shape, bounds: tuple[int, ...]) -> RunBoxes:
+    """The boxes of the elements bounds[i]..bounds[i + 1] of a row-major tensor, for every i."""
+    rows = []
+    for run, (start, stop) in enumerate(pairwise(bounds)):
+        skip = 0
+        for box in flat_boxes(shape, start, stop):
+            rows.append((*box.offsets, *box.sizes, run, skip))
+            skip += box.volume
+    ndim = len(shape)
+    table = np.array(rows, np.int64).reshape(len(rows), 2 * ndim + 2)
+    offsets, sizes, runs, skips = (np.ascontiguousarray(columns) for columns in np.split(table, [ndim, 2 * ndim, 2 * ndim + 1], axis=1))
+    return RunBoxes(offsets, sizes, runs.reshape(-1), skips.reshape(-1))
+
+
+def pieces_of_flat(tensor: AnyTensor, shape: Shape, locations: Locations) -> Shards:
+    """The pieces of a parameter that one file holds whole, as one row of its elements."""
+    return FlatBuffer.of({0: tensor}, locations).shards(zero3_slice("", shape, ranks=1))
+
+
+def pieces_of_whole(tensor: AnyTensor, locations: Locations) -> Shards:
+    """The one piece of a tensor that one file holds whole."""
+
+    def extent(_: int) -> Extent:
+        return Extent(tensor.path, locations.of(tensor), tensor.strides, tensor.dtype)
+
+    position = tensor.byte_offset if isinstance(tensor, LocatedTensor) else tensor.member + tensor.skipped
+    return Shards(
+        paths=(tensor.path,),
+        offsets=np.zeros((1, len(tensor.shape)), np.int64),
+        sizes=np.array([tensor.shape], np.int64).reshape(1, -1),
+        files=np.zeros(1, np.int64),
+        positions=np.array([position], np.int64),
+        extent=extent,
+        ranks=_column([0]),
+    )
+
+
+def pieces_of_copies(copies: Mapping[int, AnyTensor], locations: Locations) -> Shards:
+    """The pieces of a tensor that every rank's file holds whole, such as a step count. copies: by data-parallel rank."""
+    tensors, shape = list(copies.values()), next(iter(copies.values())).shape
+
+    def extent(i: int) -> Extent:
+        return Extent(tensors[i].path, locations.of(tensors[i]), tensors[i].strides, tensors[i].dtype)
+
+    return Shards(
+        paths=tuple(tensor.path for tensor in tensors),
+        offsets=np.zeros((len(tensors), len(shape)), np.int64),
+        sizes=np.tile(np.array(shape, np.int64), (len(tensors), 1)),
+        files=np.arange(len(tensors)),
+        positions=np.zeros(len(tensors), np.int64),
+        extent=extent,
+        ranks=_column(copies),
+    )

@@ -1,0 +1,127 @@
+"""The optimizer of a run without ZeRO: a torch state dict that numbers its parameters.
+
+It lies in the model file, or in one file per expert-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from reshard.adapter.state_dicts import group_numbers, optimizer_part
+from reshard.adapter.state_dicts import states as states_of
+from reshard.canonical.optimizer_state import names_for, plain_groups
+from reshard.containers.torch_zip import AnyTensor, Locations, is_stored, memory_of
+from reshard.index.index import Tensor
+
+from ..layout.degrees import ModelRank
+from ..layout.experts import parameters_of_experts
+from ..layout.states import ModelStates, Parameters, Shape
+from .flat_buffers import pieces_of_whole
+from .parts import MASTER, Contents, kind_and_name, merged, whole_part
+from .run_states import RunStates
+
+
+def plain_optimizer(states: RunStates, rank: ModelRank, locations: Locations) -> Contents:
+    """The masters, states and param groups of one model-parallel rank; empty if its files hold no optimizer."""
+    models = states.models_of(rank.number)
+    model = models[min(models)]
+    dense = parameters_in_order(model)
+    optimizers = {ep: optimizer for (ep, mp), optimizer in states.expert_optimizers.items() if mp == rank.number}
+    if not optimizers:
+        is_there = isinstance(model.optimizer, Mapping)
+        return optimizer_contents(model.optimizer, model.path, dense, (), rank, locations) if is_there else Contents()
+    ep = len([mp for _, mp in states.tag.expert_optimizers if mp == rank.number])
+    experts = tuple(states.expert_shapes().items())
+    steps = [
+        optimizer_contents(
+            optimizer,
+            states.tag.expert_optimizers[ep_rank, rank.number],
+            dense,
+            parameters_of_experts(experts, ep_rank, ep),
+            rank,
+            locations,
+        )
+        for ep_rank, optimizer in optimizers.items()
+    ]
+    # The ranks list the same param groups, each with its own experts. Only the last rank's groups are kept.
+    return replace(merged(steps), param_groups=steps[-1].param_groups)
+
+
+def optimizer_contents(
+    wrapper: Mapping[str, Any], path: str, dense: Parameters, experts: Parameters, rank: ModelRank, locations: Locations
+) -> Contents:
+    """What one optimizer's state dict holds, and the masters of a wrapper for 16-bit weights around it.
+
+    dense: the model's parameters, in its order. experts: those of this rank's experts, which have param groups of their own.
+    """
+    inner = wrapper.get("optimizer_state_dict")
+    optimizer = optimizer_part(inner if isinstance(inner, Mapping) else wrapper)
+    if optimizer is None:
+        return Contents()
+    tensors = [(number, state, value) for number, state, value in states_of(optimizer) if is_stored(value)]
+    shapes = {number: value.shape for number, state, value in tensors if state != "step"}
+    names, notes = _names_of_numbers(optimizer, shapes, dense, experts)
+    tensors += [(number, MASTER, master) for number, master in _masters(wrapper, group_numbers(optimizer))]
+    file = path.rpartition("/")[2].partition("_model")[0].partition("_optim")[0]
+    return Contents(
+        parts=tuple(
+            whole_part(*kind_and_name(names[number], state), tensor, rank, locations)
+            for number, state, tensor in tensors
+            if number in names
+        ),
+        unnamed=tuple(
+            Tensor(f"optim.state.{file}.{number}.{state}", tensor.dtype, tensor.shape, "state", pieces_of_whole(tensor, locations))
+            for number, state, tensor in tensors
+            if number not in names
+        ),
+        notes=tuple(notes),
+        param_groups=tuple(plain_groups(optimizer["param_groups"], names)),
+    )
+
+
+def _masters(wrapper: Mapping[str, Any], numbers: Sequence[Sequence[Any]]) -> list[tuple[Any, AnyTensor]]:
+    """(number, full-precision copy) of each parameter; empty if the wrapper holds none. numbers: of each param group."""
+    groups = wrapper.get("fp32_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
+        return []
+    masters = [master for group in groups for master in group]
+    order = [number for group in numbers for number in group]
+    if len(masters) != len(order) or not all(map(is_stored, masters)):
+        return []
+    return list(zip(order, masters, strict=True))
+
+
+def _names_of_numbers(
+    optimizer: Mapping[str, Any], shapes: Mapping[Any, Shape], dense: Parameters, experts: Parameters
+) -> tuple[Mapping[Any, str], list[str]]:
+    """The name of each number, and notes on how it is known.
+
+    Param groups of experts are marked `moe`, so an expert is never taken for a dense parameter of the same shape.
+    """
+    groups, numbers = optimizer["param_groups"], group_numbers(optimizer)
+    if not experts or len(groups) != len(numbers):
+        return names_for(optimizer, numbers, shapes, dense)
+    names: dict[Any, str] = {}
+    notes: list[str] = []
+    for is_moe, parameters in ((False, dense), (True, experts)):
+        pairs = [(group, listed) for group, listed in zip(groups, numbers, strict=True) if bool(group.get("moe")) == is_moe]
+        names_of_kind, notes_of_kind = names_for(
+            {**optimizer, "param_groups": [group for group, _ in pairs]}, [listed for _, listed in pairs], shapes, parameters
+        )
+        names |= names_of_kind
+        notes += notes_of_kind
+    return names, notes
+
+
+def parameters_in_order(model: ModelStates) -> Parameters:
+    """The module's parameters in its order, tied ones once. Buffers are left out by name; without recorded names, by element type."""
+    parameters, memories = [], set()
+    for name, value in (model.module or {}).items():
+        if not is_stored(value) or name in (model.buffers or ()) or not value.dtype.floating:
+            continue
+        if (memory := memory_of(value)) not in memories or 0 in value.shape:
+            memories.add(memory)
+            parameters.append((name, value.shape))
+    return tuple(parameters)

@@ -1,0 +1,194 @@
+"""The pickles of a tag: what the files of every rank, layer and expert hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from reshard.adapter.processes import in_processes
+from reshard.containers import torch_zip
+from reshard.containers.torch_zip import AnyTensor, LocatedTensor, is_stored
+from reshard.errors import CheckpointError
+from reshard.storage.files import Files
+
+from ..layout.states import ModelStates, OptimizerStates, Shape, model_states, optimizer_states
+from ..layout.tag import Tag
+
+# Name -> tensor, from one file.
+Tensors = Mapping[str, AnyTensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class RunStates:
+    """What the files of a tag hold, by the numbers in the files' names."""
+
+    tag: Tag
+    """The files."""
+    models: Mapping[tuple[int, ...], ModelStates]
+    """Model states by (data-parallel rank, model-parallel rank). Without ZeRO-3 each model-parallel rank has one file, which counts as that
+    of data-parallel rank 0. With ZeRO-3 the modules of other data-parallel ranks are dropped, since all are equal."""
+    layers: Mapping[tuple[int, ...], Tensors] = field(default_factory=dict)
+    """The layers of a PipelineModule, by (layer, tensor-parallel rank); empty if the model states hold modules."""
+    optimizers: Mapping[tuple[int, ...], OptimizerStates] = field(default_factory=dict)
+    """ZeRO's optimizer states, by (data-parallel rank, model-parallel rank)."""
+    experts: Mapping[tuple[int, ...], Tensors] = field(default_factory=dict)
+    """The experts, by (layer, expert, model-parallel rank)."""
+    expert_optimizers: Mapping[tuple[int, ...], Mapping[str, Any]] = field(default_factory=dict)
+    """Without ZeRO: the optimizers of expert-parallel ranks, by (expert-parallel rank, model-parallel rank)."""
+
+    @property
+    def is_zero3(self) -> bool:
+        """Whether the model states are those of ZeRO-3."""
+        return bool(self.tag.zero3_models)
+
+    @property
+    def is_pipeline_module(self) -> bool:
+        """Whether the model is a PipelineModule, which stores its weights in files of its layers."""
+        return any(dp == 0 and states.module is None for (dp, _), states in self.models.items())
+
+    @property
+    def first_model(self) -> ModelStates:
+        """The model states of the first rank, which hold what only one rank writes."""
+        return next(iter(self.models.values()))
+
+    @property
+    def first_optimizer(self) -> OptimizerStates | None:
+        """The optimizer states of the first rank; None without ZeRO."""
+        return next(iter(self.optimizers.values()), None)
+
+    def models_of(self, mp_rank: int) -> dict[int, ModelStates]:
+        """The model states of one model-parallel rank, by data-parallel rank."""
+        return {dp: states for (dp, mp), states in self.models.items() if mp == mp_rank}
+
+    def optimizers_of(self, mp_rank: int) -> dict[int, OptimizerStates]:
+        """The optimizer states of one model-parallel rank, by data-parallel rank."""
+        return {dp: states for (dp, mp), states in self.optimizers.items() if mp == mp_rank}
+
+    def expert_shapes(self) -> dict[str, Shape]:
+        """The shapes of the tensors in all experts' files, by name."""
+        return {name: tensor.shape for tensors in self.experts.values() for name, tensor in tensors.items()}
+
+    def __repr__(self) -> str:
+        return f"<{len(self.models)} model states and {len(self.optimizers)} optimizer states of {self.tag!r}>"
+
+
+def read_run_states(files: Files, tag: Tag) -> RunStates:
+    """What all files of a tag hold.
+
+    Raises: CheckpointError if the files are of two saves, if files with weights are missing, or a file holds something else.
+    """
+    if tag.models and tag.zero3_models:
+        raise CheckpointError(
+            f"{next(iter(tag.models.values()))} is from a save without ZeRO-3, {next(iter(tag.zero3_models.values()))} from one with it",
+            where=files.root,
+            why="Two saves lie under the same tag, and nothing tells which of them is wanted",
+            do="Move the files of the older save away",
+        )
+    states = read_model_files(files, tag)
+    if states.is_pipeline_module and not tag.layers:
+        raise CheckpointError(
+            "it holds no module, and the files of the layers, where PipelineModule stores the weights, are missing",
+            where=states.first_model.path,
+            do="Copy layer_*-model_states.pt from where the checkpoint was written",
+        )
+    return replace(
+        states,
+        optimizers=_read_optimizers(files, tag),
+        experts={numbers: _read_tensors(files, path) for numbers, path in tag.experts.items()},
+        # DeepSpeed before 0.19 writes these files also beside ZeRO's, where they are empty.
+        expert_optimizers={} if tag.optimizers else _read_expert_optimizers(files, tag),
+    )
+
+
+def read_model_files(files: Files, tag: Tag) -> RunStates:
+    """What the files of the model hold: model states, and layers. The files of experts and optimizers are left out.
+
+    Raises: CheckpointError if there are no model states, or a file holds something else.
+    """
+    states = RunStates(tag, _read_models(files, tag))
+    if not states.is_pipeline_module:
+        return states
+    return replace(states, layers={numbers: _read_tensors(files, path) for numbers, path in tag.layers.items()})
+
+
+def _read_models(files: Files, tag: Tag) -> dict[tuple[int, ...], ModelStates]:
+    paths = list(tag.zero3_models.items()) or [((0, *numbers), path) for numbers, path in tag.models.items()]
+    if not paths:
+        raise CheckpointError(
+            "there is no file of model states (mp_rank_.._model_states.pt, or zero_pp_rank_.. with ZeRO-3)",
+            where=f"{files.root}/{tag.folder}",
+            why="Model states hold the names and shapes of the parameters in the optimizer's files",
+            do="Copy the file from where the checkpoint was written",
+        )
+
+    def read(some: Sequence[tuple[tuple[int, ...], str]]) -> dict[tuple[int, ...], ModelStates]:
+        models: dict[tuple[int, ...], ModelStates] = {}
+        for (dp, mp), path in some:
+            states = model_states(torch_zip.read(files, path, locate=False), path)
+            models[dp, mp] = states if dp == 0 else states.without_module()
+        return models
+
+    return dict(chain.from_iterable(models.items() for models in in_processes(paths, read)))
+
+
+def _read_optimizers(files: Files, tag: Tag) -> dict[tuple[int, ...], OptimizerStates]:
+    # A swap folder has the number of a global rank. With model parallelism nothing tells which rank that is.
+    has_swap_folders = all(mp == 0 for _, mp in tag.optimizers)
+
+    def read(some: Sequence[tuple[tuple[int, ...], str]]) -> dict[tuple[int, ...], OptimizerStates]:
+        return {(dp, mp): _read_optimizer(files, path, tag.swap_folder(dp) if has_swap_folders else None) for (dp, mp), path in some}
+
+    return dict(chain.from_iterable(optimizers.items() for optimizers in in_processes(list(tag.optimizers.items()), read)))
+
+
+def _read_optimizer(files: Files, path: str, swap_folder: str | None) -> OptimizerStates:
+    attributes: dict[str, Any] = {}
+    states = optimizer_states(torch_zip.read(files, path, locate=False, attributes=attributes), path)
+    if swap_folder is None or states.zero_stage != 3:
+        return states
+    return _with_swap_files(files, states, attributes, swap_folder)
+
+
+def _with_swap_files(files: Files, states: OptimizerStates, attributes: Mapping[str, Any], folder: str) -> OptimizerStates:
+    """The states with rows of the swap files in place of the empty rows that the file has for them.
+
+    An empty master has the name of its swap file as the attribute ds_id; the states of that master are in <kind>-<ds_id>. A swap file
+    holds raw elements, padded to a multiple of 1 KiB. Source: deepspeed/runtime/swap_tensor/optimizer_utils.py; measured on 0.19.8.
+    """
+
+    def swapped(row: AnyTensor, name: str) -> AnyTensor:
+        path = f"{folder}{name}.tensor.swp"
+        nbytes = files.size(path)
+        if 0 not in row.shape or nbytes is None:
+            return row
+        return LocatedTensor(path, 0, row.dtype, (nbytes // row.dtype.itemsize,), (1,), name)
+
+    masters, kinds = list(states.masters), [dict(state) for state in states.states]
+    for group, master in enumerate(states.masters):
+        master_attributes = attributes.get(master.storage)
+        ds_id = master_attributes.get("ds_id") if isinstance(master_attributes, Mapping) else None
+        # The name comes from the file: it must stay in the folder.
+        if isinstance(ds_id, str) and re.fullmatch(r"[\w-]{1,100}", ds_id):
+            masters[group] = swapped(master, ds_id)
+            for kind, row in kinds[group].items():
+                if is_stored(row) and len(row.shape) == 1:
+                    kinds[group][kind] = swapped(row, f"{kind}-{ds_id}")
+    return replace(states, masters=tuple(masters), states=tuple(kinds))
+
+
+def _read_tensors(files: Files, path: str) -> Tensors:
+    """The tensors of a file that holds a flat state dict; {} if it holds something else."""
+    root = torch_zip.read(files, path, locate=False)
+    return {str(name): value for name, value in root.items() if is_stored(value)} if isinstance(root, Mapping) else {}
+
+
+def _read_expert_optimizers(files: Files, tag: Tag) -> dict[tuple[int, ...], Mapping[str, Any]]:
+    optimizers = {}
+    for numbers, path in tag.expert_optimizers.items():
+        root = torch_zip.read(files, path, locate=False)
+        if isinstance(root, Mapping) and isinstance(optimizer := root.get("optimizer"), Mapping):
+            optimizers[numbers] = optimizer
+    return optimizers

@@ -1,0 +1,168 @@
+"""From the files of a universal checkpoint to its index.
+
+    RunStates       what the model files hold                          read_model_files
+    Contents        parts of weights, and facts beside them            weights_of_rank
+    ParameterFile   which files of masters and states there are        parameter_files
+    Contents        masters and states, each of them whole             parameter_contents
+    Tensors         joined over tensor-parallel ranks                  joined_tensors
+    Index                                                              read_universal
+
+Weights come from the model files, masters and states from zero/.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from reshard.adapter.format import Hints
+from reshard.adapter.index_builder import IndexBuilder
+from reshard.canonical.optimizer_state import plain_settings
+from reshard.containers import torch_zip
+from reshard.containers.torch_zip import Locations, is_stored
+from reshard.errors import CheckpointError
+from reshard.index.index import Index, ParamGroup
+from reshard.storage.files import Files
+
+from ..layout.degrees import ModelRank
+from ..layout.states import ModelStates, Shape
+from ..layout.tag import open_tag
+from ..layout.tensor_parallel import JoinRules
+from ..read.checks import check_one_step
+from ..read.degrees import model_parallel_degrees
+from ..read.facts import run_facts
+from ..read.flat_buffers import pieces_of_flat
+from ..read.index import config_shapes
+from ..read.join import joined_tensors
+from ..read.parts import Contents, ParameterPart, kind_and_name, merged, whole_part
+from ..read.run_states import RunStates, read_model_files
+from ..read.tied import with_aliases
+from ..read.weights import weights_of_rank
+from .folder import FP32, ZERO
+
+# zero/ holds parameters whole, as a run with one model-parallel rank would.
+_ONLY_RANK = ModelRank(0, stage=0, tp_rank=0)
+
+
+def read_universal(files: Files, folder: str, hints: Hints) -> Index:
+    """The index of the universal checkpoint in a folder.
+
+    Raises: CheckpointError if a trained parameter has no file, or the files contradict each other.
+    """
+    tag = open_tag(files, folder)
+    # reshard writes model states for ZeRO-1, 2 and others for ZeRO-3. Those for ZeRO-1, 2 hold the tensors.
+    states = read_model_files(files, replace(tag, zero3_models={}) if tag.models else tag)
+    check_one_step(states)
+    degrees, locations = model_parallel_degrees(states), Locations(files)
+    tied = Contents(aliases=states.first_model.aliases)
+    weights = merged([tied, *(weights_of_rank(states, rank, locations) for rank in degrees.each_model_rank())])
+    shapes = trained_shapes(states.models.values())
+    listed = list(parameter_files(files, folder, shapes))
+    cast_copies = {file.name for file in listed if shapes and file.name not in shapes} & weights.names("weight")
+    read = [file for file in listed if file.name not in cast_copies]
+    parameters = merged([tied, parameter_contents(files, read, shapes, locations), Contents(notes=tuple(_notes(cast_copies)))])
+    rules = JoinRules(states.first_model.universal_info, config_shapes(hints), states.first_model.path)
+
+    builder = IndexBuilder("universal", files)
+    builder.add_files([*states.tag.paths(), *(file.path for file in read)])
+    for contents, tp in ((weights, degrees.tp), (parameters, 1)):
+        for tensor in joined_tensors(with_aliases(contents), rules, tp):
+            builder.add_tensor(tensor)
+        builder.add_objects(contents.objects)
+        builder.add_notes(contents.notes)
+    builder.param_groups = tuple(param_groups(files, f"{folder}{ZERO}optimizer_state.pt", states))
+    return builder.build(replace(run_facts(states, weights.aliases, hints.config), producer="DeepSpeed universal"))
+
+
+def trained_shapes(models: Iterable[ModelStates]) -> dict[str, Shape]:
+    """The shapes of all trained parameters by name, as param_shapes lists them."""
+    return {name: shape for model in models for group in model.groups or () for name, shape in group}
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterFile:
+    """A file zero/<parameter>/<state>.pt."""
+
+    name: str
+    """The parameter."""
+    state: str
+    """What the file holds of the parameter: "fp32", "exp_avg", "step", ..."""
+    path: str
+    """The file."""
+
+
+def parameter_files(files: Files, folder: str, trained: Collection[str]) -> Iterator[ParameterFile]:
+    """The files of all parameters. trained: names of the parameters that need a master; empty if the model files do not list them.
+
+    Raises: CheckpointError if a trained parameter has no master.
+    """
+    zero = folder + ZERO
+    if missing := [name for name in trained if files.size(f"{zero}{name}/{FP32}.pt") is None]:
+        raise CheckpointError(
+            f"there is no {ZERO}{missing[0]}/{FP32}.pt"
+            + (f", nor those of {len(missing) - 1} more parameters" if len(missing) > 1 else ""),
+            where=missing[0],
+            why="The model file lists it among the trained parameters; the conversion was not finished, or a folder was lost",
+            do="Convert again, or copy the folder from where it was written",
+        )
+    for parameter in files.list(zero):
+        if parameter.endswith("/"):
+            for path in files.list(parameter):
+                if path.endswith(".pt"):
+                    yield ParameterFile(parameter.removeprefix(zero).rstrip("/"), path.removeprefix(parameter).removesuffix(".pt"), path)
+
+
+def _notes(cast_copies: Collection[str]) -> Iterator[str]:
+    """ds_to_universal writes untrained tensors to zero/, too, cast to full precision. The model file has the originals."""
+    if cast_copies:
+        yield f"{len(cast_copies)} tensors of the model file are in {ZERO} a second time, cast; the model file's are read"
+
+
+def parameter_contents(files: Files, parameters: Iterable[ParameterFile], shapes: Mapping[str, Shape], locations: Locations) -> Contents:
+    """The masters and states in these files. shapes: of the trained parameters, by name.
+
+    Raises: CheckpointError if a flat tensor does not have the elements of its parameter.
+    """
+    parts, objects = [], []
+    for parameter in parameters:
+        root = torch_zip.read(files, parameter.path, locate=False)
+        tensor = root.get("param") if isinstance(root, Mapping) else root
+        if not is_stored(tensor):
+            objects.append(f"{parameter.name}.{parameter.state}")
+            continue
+        kind, name = kind_and_name(parameter.name, parameter.state, master=FP32)
+        shape = shapes.get(parameter.name, tensor.shape)
+        if len(tensor.shape) != 1 or shape == tensor.shape:
+            parts.append(whole_part(kind, name, tensor, _ONLY_RANK, locations))
+            continue
+        if math.prod(shape) != tensor.shape[0]:
+            raise CheckpointError(f"it has {tensor.shape[0]:,} elements, param_shapes says {list(shape)}", where=parameter.path)
+        parts.append(ParameterPart(kind, name, 0, 0, tensor.dtype, shape, pieces_of_flat(tensor, shape, locations)))
+    return Contents(tuple(parts), objects=tuple(objects))
+
+
+def param_groups(files: Files, path: str, states: RunStates) -> Iterator[ParamGroup]:
+    """The param groups of a file optimizer_state.pt: their settings, and their parameters as the model files list them."""
+    if files.size(path) is None:
+        return
+    root = torch_zip.read(files, path, locate=False)
+    if not isinstance(root, Mapping):
+        return
+    # From ZeRO-3 the groups are below optimizer_state_dict, and "params" lists the flat groups of each. From ZeRO-1 and 2 they are at the
+    # root, and each is one flat group.
+    zero3 = root.get("optimizer_state_dict")
+    groups = zero3.get("param_groups") if isinstance(zero3, Mapping) else root.get("param_groups")
+    for number, group in enumerate(groups if isinstance(groups, list) else ()):
+        if not isinstance(group, Mapping):
+            continue
+        listed = group.get("params") if isinstance(zero3, Mapping) else [number]
+        flat_groups = [flat_group for flat_group in listed if type(flat_group) is int] if isinstance(listed, list) else []
+        names = dict.fromkeys(
+            name
+            for model in states.models.values()
+            for flat_group in flat_groups
+            if model.groups and flat_group < len(model.groups)
+            for name, _ in model.groups[flat_group]
+        )
+        yield ParamGroup(tuple(names), plain_settings(group, without=["params"]))

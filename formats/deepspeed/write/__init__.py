@@ -1,0 +1,5 @@
+"""Writing: ZeRO-3 shards for any number of ranks, and what every checkpoint consists of that DeepSpeed resumes from.
+
+training_state.py   groups of parameters with masters and states, the other tensors, the run's counters
+zero3.py            the files of every data-parallel rank
+"""

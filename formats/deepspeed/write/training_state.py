@@ -1,0 +1,150 @@
+"""What DeepSpeed resumes from, whatever format it came from: groups of parameters with masters and states, the model's other tensors,
+the run's counters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.canonical.content import Content
+from reshard.canonical.optimizer_state import is_plain, parameter_and_kind
+from reshard.containers.pickle_writer import Call, Instance, Name
+from reshard.errors import RequestError
+from reshard.geometry.dtypes import DType, from_torch
+from reshard.index.index import ParamGroup, Tensor
+from reshard.plans.target import Target
+
+F32 = from_torch("float32", where="")
+# The version that is written where the source is not DeepSpeed's. DeepSpeed's loaders ask for one, and refuse 0.3 and older.
+_VERSION = "0.19.8"
+# Keys of a model file that are written as they were read.
+_CARRIED = ("lr_scheduler", "global_samples", "ds_config", "universal_checkpoint_info")
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class TrainingState:
+    """What DeepSpeed resumes from."""
+
+    content: Content
+    """The canonical tensors, and the facts about the run."""
+    groups: tuple[ParamGroup, ...]
+    """The param groups, each with its trained parameters in the optimizer's order."""
+    states: Mapping[str, Mapping[str, str]]
+    """Parameter -> kind of state, such as "exp_avg" -> key of the canonical tensor."""
+    untrained: Mapping[str, Tensor]
+    """Buffers and frozen weights, by name."""
+    aliases: Mapping[str, str]
+    """Tied parameters: second name -> the name under which the parameter is stored."""
+
+    def __repr__(self) -> str:
+        return f"<training state of step {self.step}: {len(self.states)} trained parameters, {len(self.untrained)} other tensors>"
+
+    @property
+    def step(self) -> int:
+        """The run's step."""
+        return self.content.facts.step or 0
+
+    @property
+    def version(self) -> str:
+        """The version of DeepSpeed that the files are written for: the source's, if DeepSpeed wrote it."""
+        facts = self.content.facts
+        return facts.version if facts.version and (facts.producer or "").startswith("DeepSpeed") else _VERSION
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole shape of a tensor."""
+        return self.content.tensors[name].shape
+
+    def elementwise_states(self, name: str) -> list[str]:
+        """The kinds of state that have one element per element of the parameter; step counts are left out."""
+        return [kind for kind, key in self.states[name].items() if self.shape(key) == self.shape(name)]
+
+    def model_file_keys(self, dp: int) -> dict[str, Any]:
+        """The keys of a model file beside the tensors: counters, sizes, versions."""
+        state = self.content.facts.state
+        carried = {key: state[key] for key in _CARRIED if key in state and is_plain(state[key])}
+        return {
+            "lr_scheduler": None,
+            "data_sampler": None,
+            "random_ltd": None,
+            "skipped_steps": state.get("skipped_steps", 0),
+            "global_steps": self.step,
+            "global_samples": 0,
+            "dp_world_size": dp,
+            "mp_world_size": 1,
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+            "ds_config": {},
+            "ds_version": self.version,
+        } | carried
+
+    def loss_scaler_keys(self) -> dict[str, Any]:
+        """The keys of an optimizer file for the loss scaler: the source's; without one, a fixed scale of 1."""
+        scaler = self.content.facts.state.get("loss_scaler") or {}
+        attributes = dict(scaler.get("attributes") or {"cur_scale": 1.0, "dynamic": False})
+        if "dtype" in attributes:
+            attributes["dtype"] = Name("torch", attributes["dtype"])
+        class_name = scaler.get("class") if scaler.get("class") in ("LossScaler", "DynamicLossScaler") else "LossScaler"
+        instance = Instance(Name("deepspeed.runtime.fp16.loss_scaler", str(class_name)), attributes)
+        return {"loss_scaler": instance, "dynamic_loss_scale": bool(scaler.get("dynamic")), "overflow": False}
+
+    def settings(self, group: ParamGroup, numbers: Sequence[int]) -> dict[str, Any]:
+        """A param group as a dict. numbers: of its flat groups."""
+        return {**{key: value for key, value in group.settings.items() if key != "step"}, "params": list(numbers)}
+
+    def notes(self) -> tuple[str, ...]:
+        """What a user has to know to load the files."""
+        if self.content.facts.state.get("lr_scheduler"):
+            return ()
+        return ("the source holds no state of a learning-rate schedule: if the run has one, load with load_lr_scheduler_states=False",)
+
+
+def training_state(content: Content, target: Target, what: str) -> TrainingState:
+    """The training state of the content. what: the target, for messages.
+
+    Raises: RequestError if the source lacks optimizer state that DeepSpeed needs.
+    """
+    if target.dtype is not None:
+        raise RequestError(f"--dtype does not apply to {what}: masters and moments are full-precision", do="Leave it out")
+    groups = content.param_groups()
+    if not content.states or not groups:
+        raise RequestError(
+            f"{what} is made to resume training, and the source has no {'param groups' if content.states else 'optimizer state'}",
+            why="DeepSpeed takes learning rates, weight decay and the order of parameters from them",
+            do="Give a checkpoint with the optimizer's state, or write --to hf",
+        )
+    states: dict[str, dict[str, str]] = {}
+    for key in content.states:
+        parameter, kind = parameter_and_kind(key)
+        states.setdefault(parameter, {})[kind] = key
+    trained = [name for group in groups for name in group.names]
+    if without_state := [name for name in trained if name not in states]:
+        raise RequestError(
+            f"{what} needs the optimizer's state of every trained parameter, and the source has none for this one",
+            where=without_state[0],
+            do="Give a checkpoint that holds it",
+        )
+    if without_group := sorted(states.keys() - set(trained)):
+        raise RequestError(
+            "it has optimizer state, and is in no param group", where=without_group[0], do="Give a checkpoint that lists it in a group"
+        )
+    untrained = {name: tensor for name, tensor in content.weights.items() if name not in states}
+    aliases = {alias: name for alias, name in content.facts.tied.items() if name in states and alias in untrained}
+    if content.model and content.model.is_tied:
+        head, embedding = content.model.architecture.tied
+        aliases |= {head: embedding} if embedding in states else {}
+    return TrainingState(content, groups, states, {name: tensor for name, tensor in untrained.items() if name not in aliases}, aliases)
+
+
+def stored_dtype(tensor: Tensor) -> DType:
+    """The element type of a master or state: full precision. Masters in a smaller type, of an optimizer on bf16 weights, are widened."""
+    return F32 if tensor.dtype.floating and tensor.dtype.itemsize < 4 else tensor.dtype
+
+
+def torch_size(shape: tuple[int, ...]) -> Call:
+    """torch.Size, pickled."""
+    return Call(Name("torch", "Size"), (shape,))
+
+
+def zero_stage(number: int) -> Call:
+    """A member of ZeroStageEnum, pickled."""
+    return Call(Name("deepspeed.runtime.zero.config", "ZeroStageEnum"), (number,))

@@ -1,0 +1,201 @@
+"""The index of the ranks' files of an FSDP run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.adapter.format import Hints
+from reshard.adapter.index_builder import IndexBuilder
+from reshard.adapter.processes import in_processes
+from reshard.adapter.rank_files import RankFiles, check_missing_ranks, check_progress, notes_on_missing_ranks, run_files
+from reshard.adapter.save_folders import step_of
+from reshard.adapter.state_dicts import group_numbers, model_part, optimizer_part, parameter_shapes, states
+from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
+from reshard.canonical.optimizer_state import names_for, plain_groups, state_kind
+from reshard.containers import torch_zip
+from reshard.containers.distributed_tensors import Decoder, LocalTensor
+from reshard.errors import CheckpointError
+from reshard.index.index import Index, RunFacts
+from reshard.storage.files import Files
+
+# What the names of unnamed state start with, as `state_kind` gives them.
+_UNNAMED = "optim.state."
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """The content of one rank's file with the model."""
+
+    tensors: list[tuple[str, LocalTensor]]
+    """The rank's parts of the model's tensors, by name."""
+    objects: list[str]
+    """The names of everything else in the file."""
+    has_optimizer: bool
+    """Whether the file also holds the optimizer's state dict."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerFile:
+    """The content of one rank's file with the optimizer."""
+
+    state_dict: Mapping[str, Any]
+    """{"state": ..., "param_groups": ...}, as the inert unpickler reads it."""
+    tensors: list[tuple[Any, str, LocalTensor]]
+    """(the parameter's name or number, kind of state, the rank's part of it)."""
+
+
+def read(files: Files, hints: Hints) -> Index:
+    """The index of the ranks' files in a folder.
+
+    Raises: CheckpointError if a rank's file is missing and a part of a tensor with it, or if the files are from different saves.
+    """
+    run = run_files(files)
+    check_progress(files, run.others)
+    builder = IndexBuilder("fsdp", files)
+    builder.add_files(run.paths())
+    first_model: ModelFile | None = None
+    first_optimizer: OptimizerFile | None = None
+    if run.model:
+        first_model = read_model_file(files, *run.model.first_item)
+        for part in in_processes(list(run.model.paths.items()), lambda ranks: weights_of_ranks(files, ranks)):
+            builder.join(part)
+    optimizer_files = run.optimizer or (run.model if first_model and first_model.has_optimizer else None)
+    if optimizer_files:
+        first_optimizer = read_optimizer_file(files, *optimizer_files.first_item)
+        add_optimizer(builder, optimizer_files, first_optimizer, first_model)
+    ranks = run.rank_count(builder.mesh.ranks if builder.mesh else 1)
+    builder.add_notes(notes_on_missing_ranks(run, ranks))
+    builder.add_objects(run.other_paths)
+    index = builder.build(
+        RunFacts(
+            producer=_producer(builder, first_model, first_optimizer),
+            step=step_of(files.root),
+            parallel=builder.parallel(ranks),
+            config=hints.config,
+        )
+    )
+    check_missing_ranks(run, ranks, index.tensors)
+    return index
+
+
+def read_model_file(files: Files, rank: int, path: str) -> ModelFile:
+    """The content of the model's file of a rank. Raises CheckpointError if it holds no model, or another rank's part."""
+    root = torch_zip.read(files, path, locate=False)
+    model, other_keys = model_part(root)
+    if model is None:
+        raise CheckpointError("it holds no dict of tensors", where=path, do="Give the files that hold the model's state dict")
+    objects = [key for key in other_keys if key not in OPTIMIZER_ROOTS]
+    decoder, tensors = Decoder(path), list[tuple[str, LocalTensor]]()
+    for name, value in model.items():
+        local = decoder.decode(str(name), value)
+        if local is None:
+            objects.append(str(name))
+        else:
+            tensors.append((str(name), _of_rank(local, rank, path)))
+    return ModelFile(tensors, objects, optimizer_part(root) is not None)
+
+
+def read_optimizer_file(files: Files, rank: int, path: str) -> OptimizerFile:
+    """The content of the optimizer's file of a rank. Raises CheckpointError if it holds no optimizer state, or another rank's part."""
+    state_dict = optimizer_part(torch_zip.read(files, path, locate=False))
+    if state_dict is None:
+        raise CheckpointError("it holds no optimizer state (state and param_groups)", where=path)
+    decoder = Decoder(path)
+    decoded = ((parameter, kind, decoder.decode(f"{parameter}.{kind}", value)) for parameter, kind, value in states(state_dict))
+    return OptimizerFile(state_dict, [(parameter, kind, _of_rank(local, rank, path)) for parameter, kind, local in decoded if local])
+
+
+def weights_of_ranks(files: Files, ranks: Sequence[tuple[int, str]]) -> IndexBuilder:
+    """The weights of some ranks, given as (rank, path)."""
+    builder = IndexBuilder("fsdp", files)
+    for rank, path in ranks:
+        model = read_model_file(files, rank, path)
+        builder.add_objects(model.objects)
+        for name, local in model.tensors:
+            builder.add("weight", name, local, path, rank)
+    return builder
+
+
+def add_optimizer(builder: IndexBuilder, rank_files: RankFiles, first: OptimizerFile, first_model: ModelFile | None) -> None:
+    """Add the optimizer's state of all ranks, and its param groups. `first` is the content of the first rank's file."""
+    names, notes = parameter_names(first, first_model)
+    builder.add_notes(notes)
+    builder.param_groups = plain_groups(first.state_dict["param_groups"], names)
+    parts = in_processes(
+        list(rank_files.paths.items()), lambda ranks: states_of_ranks(builder.files, ranks, names, first, rank_files.first)
+    )
+    for part in parts:
+        builder.join(part)
+    if any(name.startswith(_UNNAMED) for part in parts for name in part.objects):
+        builder.add_notes(
+            ["the optimizer's state is left out: each rank holds its run of flat parameters, and no file tells which parameters they are"]
+        )
+
+
+def parameter_names(optimizer: OptimizerFile, model: ModelFile | None) -> tuple[Mapping[Any, str], list[str]]:
+    """The names of the parameters that an optimizer lists, and notes on how they are known.
+
+    If the names do not follow from all tensors of the model, the tensors that are whole on every rank are taken for buffers, which no
+    optimizer numbers. Parameters that FSDP ignores (`ignored_modules`) are whole as well, so all tensors are tried first.
+    """
+    tensors = model.tensors if model else []
+    numbers = group_numbers(optimizer.state_dict)
+    shapes = {parameter: local.shape for parameter, kind, local in optimizer.tensors if kind != "step"}
+    parameters = parameter_shapes(tensors)
+    names, notes = names_for(optimizer.state_dict, numbers, shapes, list(parameters.items()))
+    whole = {name for name, local in tensors if local.distribution is None and local.rank is None}
+    sharded = [(name, shape) for name, shape in parameters.items() if name not in whole]
+    if not names and len(sharded) < len(parameters):
+        names_of_sharded, notes_of_sharded = names_for(optimizer.state_dict, numbers, shapes, sharded)
+        if names_of_sharded:
+            return names_of_sharded, notes_of_sharded
+    return names, notes
+
+
+def states_of_ranks(
+    files: Files, ranks: Sequence[tuple[int, str]], names: Mapping[Any, str], first: OptimizerFile, first_path: str
+) -> IndexBuilder:
+    """The optimizer state of some ranks, given as (rank, path), under the parameters' names.
+
+    Raises: CheckpointError if a rank's param groups list other parameters than those of the first rank.
+    """
+    builder = IndexBuilder("fsdp", files)
+    numbers = group_numbers(first.state_dict)
+    for rank, path in ranks:
+        optimizer = read_optimizer_file(files, rank, path)
+        if group_numbers(optimizer.state_dict) != numbers:
+            raise CheckpointError(
+                f"its param groups list other parameters than those in {first_path}",
+                where=path,
+                why="The files are from different runs",
+                do="Keep the files of one save only",
+            )
+        for parameter, kind, local in optimizer.tensors:
+            if parameter not in names and local.shape and local.distribution is None and local.rank is None:
+                builder.add_objects([f"{_UNNAMED}{parameter}.{kind}"])  # FSDP1's raw state: a run of elements, not a tensor
+            else:
+                builder.add(*state_kind(names.get(parameter), parameter, kind), local, path, rank)
+    return builder
+
+
+def _of_rank(local: LocalTensor, rank: int, path: str) -> LocalTensor:
+    """The tensor unchanged. Raises CheckpointError if it says that it is from another rank than the file's name."""
+    if local.rank is not None and local.rank != rank:
+        raise CheckpointError(
+            f"the file says it is rank {local.rank}'s, its name says rank {rank}",
+            where=path,
+            why="The file was renamed, or copied over another one: then one part is there twice, and another one is lost",
+            do="Give every file the name of its own rank",
+        )
+    return local
+
+
+def _producer(builder: IndexBuilder, model: ModelFile | None, optimizer: OptimizerFile | None) -> str:
+    """The class of the run's tensors. Only DTensors have a mesh; ShardedTensors tell their rank, and plain tensors do not."""
+    if builder.mesh:
+        return "FSDP (DTensor)"
+    tensors = [local for _, local in model.tensors] if model else []
+    tensors += [local for *_, local in optimizer.tensors] if optimizer else []
+    return "FSDP1 (ShardedTensor)" if any(local.rank is not None for local in tensors) else "torch.save"

@@ -1,0 +1,47 @@
+"""FSDP1's LOCAL_STATE_DICT: each rank's run of the flat parameters. One holds the parameters of a wrapped unit end to end.
+
+    pytorch_model_fsdp_rank{r}.bin   {"[unit.]_flat_param": ShardedTensor of one axis}; buffers as plain tensors
+    optimizer_rank{r}.bin            that rank's optimizer.state_dict(): numbers, runs of the same elements, padded at the end
+
+flat_parameters.py    where the parameters lie in a flat parameter
+optimizer.py          the optimizer's state of each parameter
+read.py               the index
+
+The files do not tell which parameters lie in a flat parameter, in which shapes and order: the model's config does (--model).
+With use_orig_params=True the files also hold each parameter's own run under its name. Then only shapes come from the config, and a rank's
+optimizer has state only for parameters of which the rank holds elements.
+Measured on torch 2.13 (fixtures/fsdp/fsdp1-local, fsdp1-local-orig, fsdp1-local-tied).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard.adapter.format import Format, Hints
+from reshard.adapter.rank_files import first_rank_file
+
+if TYPE_CHECKING:
+    from reshard.index.index import Index
+    from reshard.storage.files import Files
+
+
+class FsdpLocal(Format):
+    name = "fsdp-local"
+    summary = "FSDP1 LOCAL_STATE_DICT: flat parameters, one file per rank (needs --model)"
+    owns = ("*_rank[0-9]*.bin",)
+
+    def detect(self, files: Files) -> str | None:
+        path = first_rank_file(files)
+        if path is None:
+            return None
+        from reshard.adapter.state_dicts import holds_flat_parameters
+
+        return path if holds_flat_parameters(files, path) else None
+
+    def read(self, files: Files, hints: Hints) -> Index:
+        from .read import read
+
+        return read(files, hints)
+
+
+FORMAT = FsdpLocal()

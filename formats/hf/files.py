@@ -1,0 +1,123 @@
+"""Which files of a folder hold its weights: those that its index names, or those whose names fit.
+
+If safetensors and pickles lie in one folder, the safetensors are read, as transformers does. If there is an index, only the files that it
+names are read: a stale model.safetensors beside them is common.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reshard.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from reshard.storage.files import Files
+
+SAFETENSORS = ".safetensors"
+_INDEX = ".index.json"
+_INDEX_LIMIT = 1 << 28
+# Weights that a serving engine or a distributed saver has sharded: they end in .safetensors, too, but hold parts of tensors.
+_SHARDED = re.compile(r"(model-rank-\d+-part-|model-pp-\d+-tp-\d+-part-|shard-\d+-model-|rank\d+\.safetensors$)")
+_PICKLE = re.compile(r"(pytorch_model|adapter_model|model)[-.\w]*\.bin$")
+_NUMBERED = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<ending>\.\w+)")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The files of a folder that are read."""
+
+    paths: tuple[str, ...]
+    """The files, in the order of the numbers in their names."""
+    weight_map: Mapping[str, str]
+    """Tensor -> its file, according to the index; empty without an index."""
+    notes: tuple[str, ...]
+    """Sentences about files that are not read."""
+
+
+def weight_files(files: Files) -> list[str]:
+    """The files of the folder whose names say that they hold whole tensors: safetensors if there are any, else pickles."""
+    listing = [path for path in files.list() if not path.endswith("/")]
+    whole = [path for path in listing if path.endswith(SAFETENSORS) and not _SHARDED.match(path)]
+    return whole or [path for path in listing if _PICKLE.match(path) and "fsdp" not in path]
+
+
+def files_to_read(files: Files) -> WeightFiles:
+    """The files that hold the folder's weights.
+
+    Raises: CheckpointError if a file that the index or the numbering names is missing, or if there is no file.
+    """
+    candidates, index = weight_files(files), _index_file(files)
+    if index is not None:
+        return _indexed_files(files, candidates, index)
+    if not candidates:
+        raise CheckpointError("no file here holds weights", where=files.root)
+    notes: tuple[str, ...] = ()
+    if "model.safetensors" in candidates and len(candidates) > 1:
+        others = ", ".join(path for path in candidates if path != "model.safetensors")
+        notes = (f"not read, because they lie beside model.safetensors and no index names them: {others}",)
+        candidates = ["model.safetensors"]
+    _check_numbering(files, candidates)
+    return WeightFiles(tuple(sorted(candidates, key=_natural_order)), {}, notes)
+
+
+def _index_file(files: Files) -> str | None:
+    """The index of the folder's safetensors, or of its pickles if there are none. Raises CheckpointError if there are several."""
+    indexes = [path for path in files.list() if path.endswith(_INDEX)]
+    indexed = [*weight_files(files), *(path.removesuffix(_INDEX) for path in indexes)]
+    ending = SAFETENSORS if any(path.endswith(SAFETENSORS) for path in indexed) else ".bin"
+    fitting = [path for path in indexes if path.endswith(ending + _INDEX)]
+    if len(fitting) > 1:
+        raise CheckpointError(
+            f"there are {len(fitting)} indexes: {', '.join(fitting)}", where=files.root, do="Give one file instead of the folder"
+        )
+    return fitting[0] if fitting else None
+
+
+def _indexed_files(files: Files, candidates: Sequence[str], index: str) -> WeightFiles:
+    """The files that an index names."""
+    weight_map = _weight_map(files, index)
+    paths = sorted(set(weight_map.values()), key=_natural_order)
+    for path in paths:
+        if files.size(path) is None:
+            raise CheckpointError(
+                f"the index {index} names {path}, which is not there",
+                where=files.root,
+                why=f"{sum(file == path for file in weight_map.values())} tensors would be missing",
+                do="Copy that file from where the checkpoint came from",
+            )
+    ignored = [path for path in candidates if path not in paths]
+    notes = (f"not read, because the index does not name them: {', '.join(ignored)}",) if ignored else ()
+    return WeightFiles(tuple(paths), weight_map, notes)
+
+
+def _weight_map(files: Files, path: str) -> dict[str, str]:
+    from reshard.adapter.model_files import read_json
+    from reshard.storage.files import inside
+
+    value = read_json(files, path, limit=_INDEX_LIMIT).get("weight_map")
+    if not isinstance(value, dict) or not all(isinstance(file, str) for file in value.values()) or not value:
+        raise CheckpointError(
+            "it has no weight_map from names to files", where=path, do="Get the index again, or remove it to read all files"
+        )
+    return {name: inside(file, where=path) for name, file in value.items()}
+
+
+def _check_numbering(files: Files, paths: Sequence[str]) -> None:
+    """Raises CheckpointError if a file is missing according to the numbers in the names of the others."""
+    from reshard.storage.files import missing
+
+    for path in paths:
+        match = _NUMBERED.fullmatch(path)
+        if not match:
+            continue
+        for number in range(1, int(match["count"]) + 1):
+            other = f"{match['stem']}-{number:05d}-of-{match['count']}{match['ending']}"
+            if other not in paths:
+                raise missing(files, other)
+
+
+def _natural_order(path: str) -> list[tuple[int, str]]:
+    return [(int(word), "") if word.isdigit() else (0, word) for word in re.split(r"(\d+)", path)]

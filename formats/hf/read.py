@@ -1,0 +1,127 @@
+"""The tensors in a folder's files of weights, and its index."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from reshard.adapter.format import Hints
+from reshard.adapter.index_builder import IndexBuilder
+from reshard.containers import safetensors, torch_zip
+from reshard.errors import CheckpointError
+from reshard.geometry.boxes import Box, row_major
+from reshard.geometry.dtypes import DType
+from reshard.geometry.extents import Extent, Piece
+from reshard.index.index import Index, RunFacts, Tensor
+from reshard.index.shards import Shards
+from reshard.storage.files import Files
+
+from .files import SAFETENSORS, files_to_read
+
+# Keys under which trainers keep the model's state dict in a pickle.
+_ROOTS = ("state_dict", "model", "module")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """What a folder holds."""
+
+    paths: tuple[str, ...]
+    """The files that were read."""
+    tensors: tuple[Tensor, ...]
+    """Their tensors."""
+    objects: tuple[str, ...]
+    """The names of everything in them that is not a tensor."""
+    notes: tuple[str, ...]
+    """Sentences for a reader: what is not read, or not in the index."""
+
+
+def read(files: Files, hints: Hints) -> Index:
+    """The index of a folder."""
+    weights = stored_weights(files)
+    builder = IndexBuilder("hf", files)
+    for tensor in weights.tensors:
+        builder.add_tensor(tensor)
+    builder.add_objects(weights.objects)
+    builder.add_notes(weights.notes)
+    builder.add_files(weights.paths)
+    producer = "safetensors" if weights.paths[0].endswith(SAFETENSORS) else "torch.save"
+    return builder.build(RunFacts(producer=producer, config=hints.config))
+
+
+def stored_weights(files: Files, *, headers_only: bool = False) -> StoredWeights:
+    """What a folder holds.
+
+    headers_only: a safetensors file may end anywhere after its header.
+    Raises: CheckpointError if the files and their index contradict each other.
+    """
+    to_read = files_to_read(files)
+    tensors: dict[str, Tensor] = {}
+    objects: list[str] = []
+    not_indexed: list[str] = []
+    for path in to_read.paths:
+        tensors_of_file, objects_of_file = file_content(files, path, headers_only=headers_only)
+        objects.extend(objects_of_file)
+        for tensor in tensors_of_file:
+            if to_read.weight_map.get(tensor.name, path) != path:
+                continue
+            if to_read.weight_map and tensor.name not in to_read.weight_map:
+                not_indexed.append(tensor.name)
+            if tensor.name in tensors:
+                raise CheckpointError(
+                    f"two files hold it: {tensors[tensor.name].shards.path(0)} and {path}",
+                    where=tensor.name,
+                    why="No index says which one counts, and loaders take whichever comes last",
+                    do="Remove the file that does not belong to this model",
+                )
+            tensors[tensor.name] = tensor
+    if absent := [name for name in to_read.weight_map if name not in tensors]:
+        raise CheckpointError(
+            f"the index places it in {to_read.weight_map[absent[0]]}, which does not hold it"
+            + (f" (nor {len(absent) - 1} others)" if len(absent) > 1 else ""),
+            where=absent[0],
+            why="The index and the files are from different saves, or a file was replaced",
+            do="Get the index and the files from the same save",
+        )
+    notes = to_read.notes
+    if not_indexed:
+        notes += (f"{len(not_indexed)} tensors are in the files but not in the index, such as {not_indexed[0]}; they are read",)
+    return StoredWeights(to_read.paths, tuple(tensors.values()), tuple(objects), notes)
+
+
+def file_content(files: Files, path: str, *, headers_only: bool = False) -> tuple[list[Tensor], list[str]]:
+    """The tensors of a file, and the names of everything else in it."""
+    if path.endswith(SAFETENSORS):
+        return _safetensors_content(files, path, headers_only), []
+    return _pickle_content(files, path)
+
+
+def _safetensors_content(files: Files, path: str, headers_only: bool) -> list[Tensor]:
+    header = safetensors.read_header(files, path, alone=headers_only)
+    if "DCP_SHARDING_INFO" in header.metadata and len(files.list()) > 1 and re.match(r"shard-", path):
+        raise CheckpointError("it is one rank's part of a distributed save, not a Hugging Face checkpoint", where=path)
+    return [_tensor(entry.name, path, entry.byte_offset, entry.dtype, entry.shape, row_major(entry.shape)) for entry in header.entries]
+
+
+def _pickle_content(files: Files, path: str) -> tuple[list[Tensor], list[str]]:
+    state_dict, objects = torch_zip.read(files, path), list[str]()
+    if not isinstance(state_dict, Mapping):
+        raise CheckpointError("it does not hold a dict of tensors", where=path, do="Give the file that holds the model's state dict")
+    root = next((key for key in _ROOTS if isinstance(state_dict.get(key), Mapping)), None)
+    if root is not None:
+        objects.extend(str(key) for key in state_dict if key != root)
+        state_dict = state_dict[root]
+    objects.extend(str(name) for name, value in state_dict.items() if not isinstance(value, torch_zip.LocatedTensor))
+    return list(_state_dict_tensors(state_dict, path)), objects
+
+
+def _state_dict_tensors(state_dict: Mapping[object, object], path: str) -> Iterator[Tensor]:
+    for name, value in state_dict.items():
+        if isinstance(value, torch_zip.LocatedTensor):
+            yield _tensor(str(name), path, value.byte_offset, value.dtype, value.shape, value.strides)
+
+
+def _tensor(name: str, path: str, byte_offset: int, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    piece = Piece(Box.whole(shape), Extent(path, byte_offset, strides, dtype))
+    return Tensor(name, dtype, shape, "weight", Shards.of([piece]))

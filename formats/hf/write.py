@@ -1,0 +1,112 @@
+"""The layout of a Hugging Face folder: how weights are divided into files, and the index that says where they are.
+
+Files are divided as huggingface_hub does it (serialization/_base.py, split_state_dict_into_shards_factory): tensors in the model's order,
+a new file where the next tensor would make one too large. A tensor that is larger than the limit has a file for itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from reshard.adapter.model_files import ModelFiles
+from reshard.adapter.safetensors_writer import framed
+from reshard.canonical.content import Content
+from reshard.errors import RequestError
+from reshard.geometry.dtypes import DType
+from reshard.geometry.stored import StoredTensor, whole
+from reshard.plans.layout import Layout, Sidecar, TargetFile
+from reshard.plans.target import Target
+
+from .like import TargetFolder, match, reference_folder
+
+_INDEX = "model.safetensors.index.json"
+# transformers' default before version 5: files of at most 5 GB.
+_MAX_SHARD_BYTES = 5_000_000_000
+
+
+def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
+    """The files of weights, the model's files, and the index if there are several files of weights.
+
+    Raises: RequestError for parallel sizes, for optimizer state, or if the weights do not fit the folder of --like.
+    """
+    target.parallel.allow(what="a Hugging Face checkpoint, which is whole")
+    if content.states:
+        raise RequestError("a Hugging Face checkpoint holds weights, no optimizer state", do="Leave out --optimizer")
+    folder = _like(content, target) if target.options.get("like") else _as_published(content, target)
+    tensors_by_file = folder.files or divided(folder.tensors, target.max_shard_size)
+    files = tuple(framed(path, tensors) for path, tensors in tensors_by_file.items())
+    sidecars = companions.sidecars([tensor.dtype for tensor in folder.tensors], main=_main_dtype(folder.tensors))
+    if len(files) > 1:
+        sidecars = (*sidecars, _index(files))
+    return Layout("hf", files, sidecars, notes=(*folder.notes, *_config_notes(companions)))
+
+
+def _like(content: Content, target: Target) -> TargetFolder:
+    if target.dtype is not None:
+        raise RequestError("--like takes the element types of its folder, and --dtype asks for another one", do="Give only one of them")
+    folder = match(content, reference_folder(target.options["like"]))
+    return replace(folder, files=None) if target.max_shard_size else folder
+
+
+def _as_published(content: Content, target: Target) -> TargetFolder:
+    tensors = ((name, content.tensors[name]) for name in _in_model_order(content))
+    return TargetFolder(tuple(whole(name, target.dtype_of(tensor), tensor.shape) for name, tensor in tensors), None, ())
+
+
+def _in_model_order(content: Content) -> list[str]:
+    """The names in the order of the model's declaration; names that it does not declare follow in the order of the source."""
+    declared = [name for name in content.model.weights if name in content.tensors] if content.model else []
+    return list(dict.fromkeys((*declared, *content.tensors)))
+
+
+def divided(tensors: Iterable[StoredTensor], max_nbytes: int | None) -> dict[str, list[StoredTensor]]:
+    """Path -> the tensors of that file. max_nbytes: most bytes of tensors in one file, by default 5 GB."""
+    max_nbytes = max_nbytes or _MAX_SHARD_BYTES
+    shards: list[list[StoredTensor]] = []
+    shard: list[StoredTensor] = []
+    nbytes = 0
+    for tensor in tensors:
+        if tensor.nbytes > max_nbytes:
+            shards.append([tensor])
+            continue
+        if nbytes + tensor.nbytes > max_nbytes:
+            shards.append(shard)
+            shard, nbytes = [], 0
+        shard.append(tensor)
+        nbytes += tensor.nbytes
+    if shard:
+        shards.append(shard)
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
+
+
+def _index(files: Sequence[TargetFile]) -> Sidecar:
+    """The index that says which tensor is in which file."""
+    weight_map = {placed.tensor.name: file.path for file in files for placed in file.tensors}
+    total = sum(placed.tensor.nbytes for file in files for placed in file.tensors)
+    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return Sidecar(_INDEX, (json.dumps(document, indent=2) + "\n").encode())
+
+
+def _main_dtype(tensors: Iterable[StoredTensor]) -> DType | None:
+    """The floating-point type of most elements; None without any.
+
+    A type of 8 bits counts only if there is no wider one: such weights have scales, and the model computes with the wider type.
+    """
+    elements = Counter[DType]()
+    for tensor in tensors:
+        if tensor.dtype.floating:
+            elements[tensor.dtype] += tensor.nbytes // tensor.dtype.itemsize
+    return max(elements, key=lambda dtype: (dtype.itemsize > 1, elements[dtype]), default=None)
+
+
+def _config_notes(companions: ModelFiles) -> tuple[str, ...]:
+    if companions.config is None:
+        return ("no config.json is known: give one with --model DIR, engines need it",)
+    if not companions.config.get("architectures"):
+        return ("config.json names no architectures, and engines choose the model's class by them",)
+    return ()

@@ -1,0 +1,296 @@
+"""From Megatron's `args` to the Hugging Face config of the same model.
+
+args is the argparse.Namespace of the training run (megatron/training/arguments.py). It has 650 settings, and about 60 of them describe the
+model. It does not tell the vocabulary size without padding: `padded_vocab_size` depends on the tensor-parallel size, and `vocab_size` may
+be the tokenizer's size, another number, or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.containers.inert_pickle import DTypeName, Inert
+from reshard.errors import CheckpointError
+
+Args = Mapping[str, Any]
+"""The settings of a run, by Megatron's names."""
+
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
+}
+
+
+class NotUnderstoodError(CheckpointError):
+    """The settings do not describe a model with a known layout. The stored tensors can be shown, but not converted."""
+
+
+def plain_args(value: Any) -> dict[str, Any]:
+    """The settings in a dict, or in a Namespace as the inert unpickler reads it; empty for anything else."""
+    settings = value.state if isinstance(value, Inert) else value
+    return {str(key): setting for key, setting in settings.items()} if isinstance(settings, Mapping) else {}
+
+
+def parallel_size(args: Args, *keys: str, default: int = 1) -> int:
+    """The first of these settings that is a positive number."""
+    return next((value for key in keys if type(value := args.get(key)) is int and value > 0), default)
+
+
+def model_type(args: Args) -> str:
+    """The model_type that a Hugging Face config of the same model has."""
+    if args.get("multi_latent_attention"):
+        is_v3 = (
+            args.get("moe_router_score_function") == "sigmoid" or args.get("moe_router_enable_expert_bias") or args.get("mtp_num_layers")
+        )
+        return "deepseek_v3" if is_v3 else "deepseek_v2"
+    if args.get("num_experts"):
+        if args.get("qk_layernorm"):
+            return "qwen3_moe"
+        return "qwen2_moe" if args.get("moe_shared_expert_intermediate_size") else "mixtral"
+    if args.get("normalization", "LayerNorm") == "LayerNorm":
+        return "gpt2" if args.get("position_embedding_type", "learned_absolute") == "learned_absolute" else "gpt_neox"
+    if args.get("qk_layernorm"):
+        return "qwen3"
+    if args.get("add_qkv_bias"):
+        return "qwen2"
+    return "mistral" if args.get("window_size") else "llama"
+
+
+def check_supported(args: Args, where: str) -> None:
+    """Raises NotUnderstoodError for settings with which the stored weights differ from the model's weights, or have an unknown order."""
+    reasons = {
+        "layernorm_zero_centered_gamma": "norms are stored minus one",
+        "apply_layernorm_1p": "norms are stored minus one",
+        "rotary_interleaved": "the rows of q and k are interleaved",
+        "attention_output_gate": "linear_qkv also holds a gate",
+        "heterogeneous_layers_config_path": "layers differ from each other",
+        "is_hybrid_model": "attention and other layers are mixed",
+        "hybrid_override_pattern": "attention and other layers are mixed",
+        "cross_attention": "the model also has an encoder",
+    }
+    for key, reason in reasons.items():
+        if args.get(key):
+            raise NotUnderstoodError(
+                f"the run was trained with {key}={args[key]!r}",
+                where=where,
+                why=f"Then {reason}, which reshard does not convert",
+                do="Convert it with Megatron-LM's own tools",
+            )
+
+
+def mlp_width(args: Args) -> int:
+    """The intermediate size of the MLP. By default 4 * hidden; with a gate two thirds of that, rounded down to a multiple of 64."""
+    if width := args.get("ffn_hidden_size"):
+        return int(width)
+    hidden = int(args["hidden_size"])
+    return int(4 * hidden * 2 / 3 / 64) * 64 if args.get("swiglu") else 4 * hidden
+
+
+def config_from_args(args: Args, vocabulary: int) -> dict[str, Any]:
+    """The Hugging Face config of the model that `args` describe; `vocabulary` is its size without padding.
+
+    Raises: KeyError if a setting is missing; CheckpointError for layers that no config can describe.
+    """
+    kind = model_type(args)
+    heads = args["num_attention_heads"]
+    if kind == "gpt2":
+        return _gpt2(args, vocabulary)
+    config: dict[str, Any] = {
+        "architectures": [_CLASSES[kind]],
+        "model_type": kind,
+        "vocab_size": vocabulary,
+        "hidden_size": args["hidden_size"],
+        "intermediate_size": mlp_width(args),
+        "num_hidden_layers": args["num_layers"],
+        "num_attention_heads": heads,
+        "max_position_embeddings": args.get("max_position_embeddings") or args.get("seq_length"),
+        "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights", False),
+        "torch_dtype": torch_dtype(args),
+        "rope_theta": float(args.get("rotary_base") or 10000),
+    }
+    epsilon = args.get("layernorm_epsilon") or args.get("norm_epsilon") or 1e-5
+    if kind == "gpt_neox":
+        return config | {
+            "hidden_act": _activation(args),
+            "layer_norm_eps": epsilon,
+            "rotary_pct": args.get("rotary_percent", 1.0),
+            "rotary_emb_base": float(args.get("rotary_base") or 10000),
+            "use_parallel_residual": False,
+            "attention_bias": bool(args.get("add_bias_linear", True)),
+        }
+    config |= {"hidden_act": _activation(args), "rms_norm_eps": epsilon, **_rope(args)}
+    if kind.startswith("deepseek"):
+        return config | _latent(args, kind)
+    config |= {
+        "num_key_value_heads": args.get("num_query_groups") or heads if args.get("group_query_attention") else heads,
+        "head_dim": args.get("kv_channels") or args["hidden_size"] // heads,
+    }
+    if kind in ("llama", "mistral", "qwen3", "qwen3_moe"):
+        config["attention_bias"] = bool(args.get("add_bias_linear", False))
+    if kind in ("llama", "mistral"):
+        config["mlp_bias"] = bool(args.get("add_bias_linear", False))
+    if window := args.get("window_size"):
+        config["sliding_window"] = int(window[0]) + (kind == "mistral") if isinstance(window, tuple | list) else int(window)
+    if args.get("num_experts"):
+        config |= _experts(args, kind)
+    return config
+
+
+def torch_dtype(args: Args) -> str:
+    """The element type of the parameters, by torch's name."""
+    if isinstance(dtype := args.get("params_dtype"), DTypeName):
+        return str(dtype).removeprefix("torch.")
+    return "bfloat16" if args.get("bf16") else "float16" if args.get("fp16") else "float32"
+
+
+def _activation(args: Args) -> str:
+    if args.get("swiglu"):
+        return "silu"
+    if args.get("squared_relu"):
+        return "relu2"
+    if args.get("quick_geglu"):
+        return "quick_gelu"
+    # Megatron's fused bias and gelu is the tanh approximation, like OpenAI's.
+    return "gelu_new" if args.get("openai_gelu") or args.get("bias_gelu_fusion") else "gelu"
+
+
+def _rope(args: Args) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    if (share := args.get("rotary_percent", 1.0)) != 1.0:
+        config["partial_rotary_factor"] = share
+    if args.get("use_rope_scaling"):
+        # The other factors are constants of megatron/core/models/common/embeddings/rotary_pos_embedding.py.
+        config["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": float(args.get("rope_scaling_factor", 8.0)),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    elif factor := args.get("rotary_seq_len_interpolation_factor"):
+        config["rope_scaling"] = {"rope_type": "linear", "factor": float(factor)}
+    elif args.get("position_embedding_type") == "yarn" or (args.get("multi_latent_attention") and args.get("rope_type") == "yarn"):
+        config.update(_yarn(args))
+    return config
+
+
+def _yarn(args: Args) -> dict[str, Any]:
+    def setting(*names: str, default: Any) -> Any:
+        return next((args[name] for name in names if args.get(name) is not None), default)
+
+    if (factor := float(setting("rotary_scaling_factor", "yarn_rotary_scaling_factor", default=1.0))) == 1.0:
+        return {}
+    return {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": setting(
+                "original_max_position_embeddings", "yarn_original_max_position_embeddings", default=4096
+            ),
+            "beta_fast": setting("beta_fast", "yarn_beta_fast", default=32.0),
+            "beta_slow": setting("beta_slow", "yarn_beta_slow", default=1.0),
+            "mscale": setting("mscale", "yarn_mscale", default=1.0),
+            "mscale_all_dim": setting("mscale_all_dim", "yarn_mscale_all_dim", default=0.0),
+        }
+    }
+
+
+def sparse_layers(args: Args) -> list[bool]:
+    """For each layer whether it has routed experts (moe_layer_freq: every n-th layer, or a list of 0 and 1).
+
+    Raises: CheckpointError if moe_layer_freq is something else.
+    """
+    layers, frequency = args["num_layers"], args.get("moe_layer_freq", 1)
+    if isinstance(frequency, list | tuple) and len(frequency) == layers:
+        return [bool(is_sparse) for is_sparse in frequency]
+    if type(frequency) is int and frequency > 0:
+        return [layer % frequency == 0 for layer in range(layers)]
+    raise CheckpointError(f"moe_layer_freq is {frequency!r}; a number, or a list of 0 or 1 for each of the {layers} layers, is expected")
+
+
+def _experts(args: Args, kind: str) -> dict[str, Any]:
+    width = args.get("moe_ffn_hidden_size") or mlp_width(args)
+    config: dict[str, Any] = {"num_experts_per_tok": args.get("moe_router_topk", 2)}
+    if kind == "mixtral":
+        if not all(sparse_layers(args)):
+            raise CheckpointError(
+                "some layers have no experts (moe_layer_freq), which the config of a mixtral model cannot describe",
+                do="Give the config of the model with --model DIR",
+            )
+        return config | {"num_local_experts": args["num_experts"], "intermediate_size": width}
+    config |= {
+        "num_experts": args["num_experts"],
+        "moe_intermediate_size": width,
+        "norm_topk_prob": not args.get("moe_router_pre_softmax", False),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, is_sparse in enumerate(sparse_layers(args)) if not is_sparse],
+    }
+    if kind == "qwen2_moe":
+        config |= {
+            "shared_expert_intermediate_size": args["moe_shared_expert_intermediate_size"],
+            "qkv_bias": bool(args.get("add_qkv_bias", False)),
+        }
+    return config
+
+
+def _latent(args: Args, kind: str) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "num_key_value_heads": args["num_attention_heads"],
+        "q_lora_rank": args.get("q_lora_rank"),
+        "kv_lora_rank": args["kv_lora_rank"],
+        "qk_nope_head_dim": args["qk_head_dim"],
+        "qk_rope_head_dim": args["qk_pos_emb_head_dim"],
+        "v_head_dim": args["v_head_dim"],
+        "attention_bias": bool(args.get("add_bias_linear", False)),
+        "num_nextn_predict_layers": args.get("mtp_num_layers") or 0,
+    }
+    sparse = sparse_layers(args) if args.get("num_experts") else [False] * args["num_layers"]
+    first_sparse = sparse.index(True) if True in sparse else len(sparse)
+    if not all(sparse[first_sparse:]):
+        raise CheckpointError(
+            "layers without experts follow layers with experts, which a DeepSeek config cannot describe",
+            do="Give the config of the model with --model DIR",
+        )
+    width = args.get("moe_ffn_hidden_size") or mlp_width(args)
+    shared = args.get("moe_shared_expert_intermediate_size") or 0
+    config |= {
+        "first_k_dense_replace": first_sparse,
+        "moe_intermediate_size": width,
+        "n_routed_experts": args.get("num_experts"),
+        "n_shared_experts": shared // width if shared else None,
+        "num_experts_per_tok": args.get("moe_router_topk", 2),
+        "routed_scaling_factor": args.get("moe_router_topk_scaling_factor") or 1.0,
+        "n_group": args.get("moe_router_num_groups") or 1,
+        "topk_group": args.get("moe_router_group_topk") or 1,
+    }
+    if kind == "deepseek_v3":
+        return config | {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    has_groups = bool(args.get("moe_router_num_groups"))
+    return config | {"norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "group_limited_greedy" if has_groups else "greedy"}
+
+
+def _gpt2(args: Args, vocabulary: int) -> dict[str, Any]:
+    return {
+        "architectures": [_CLASSES["gpt2"]],
+        "model_type": "gpt2",
+        "vocab_size": vocabulary,
+        "n_embd": args["hidden_size"],
+        "n_layer": args["num_layers"],
+        "n_head": args["num_attention_heads"],
+        "n_inner": mlp_width(args),
+        "n_positions": args["max_position_embeddings"],
+        "activation_function": _activation(args),
+        "layer_norm_epsilon": args.get("layernorm_epsilon") or args.get("norm_epsilon") or 1e-5,
+        "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights", False),
+        "torch_dtype": torch_dtype(args),
+    }

@@ -1,0 +1,139 @@
+"""The folders and files of a Megatron save: where it lies, which of the two formats it has, and which rank wrote which folder.
+
+    latest_checkpointed_iteration.txt             the tracker: "10" or "release"; written last
+    iter_0000010/ or release/                     one save; a user may also give this folder itself
+        mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt legacy; PPP only with several stages, EEE only with several expert-parallel ranks
+        metadata.json, .metadata, *.distcp        distributed (torch_dist); zarr has a folder per tensor instead
+    weights/, context/                            NeMo 2: a distributed save and its settings
+    tp_rank_TT_pp_rank_PPP/model_weights.ckpt, model_config.yaml
+                                                  NeMo 1, also inside a tar called *.nemo; mp_rank_TT/ if there is one stage
+
+This module is loaded to detect a format, so it imports nothing heavy.
+
+Source: megatron/training/checkpointing.py of core_r0.16 (get_checkpoint_name, _get_checkpoint_format); for NeMo 1 its utils/app_state and
+connectors.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from reshard.adapter.save_folders import the_one_save
+from reshard.errors import CheckpointError
+from reshard.storage.files import Files, read_whole
+
+TRACKER = "latest_checkpointed_iteration.txt"
+METADATA_JSON, DCP_METADATA, COMMON = "metadata.json", ".metadata", "common.pt"
+LEGACY_WEIGHTS, DISTRIBUTED_OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
+NEMO_CONFIG, _NEMO_WEIGHTS = "model_config.yaml", "model_weights.ckpt"
+_RANK_WEIGHTS = (LEGACY_WEIGHTS, "model_rng.pt", _NEMO_WEIGHTS)
+_SAVE = re.compile(r"iter_\d{7,}/|release/")
+_RANK = re.compile(
+    r"(?:.*/)?(?:mp_rank_(?P<tp>\d{2,})(?:_(?P<a>\d{3,}))?(?:_(?P<b>\d{3,}))?|tp_rank_(?P<tp2>\d{2,})_pp_rank_(?P<pp2>\d{3,}))/"
+)
+# Optimizer state of data-parallel ranks before 2023, and of layer-wise optimizers.
+_UNREAD_OPTIMIZER = re.compile(r"optim\.pt|layer_wise_optimizer_\d+\.pt")
+# Folders of NeMo that hold the weights: NeMo 2, and NeMo 1 inside a .nemo file.
+_NEMO_FOLDERS = ("weights/", "model_weights/")
+# A word that the .metadata of a Megatron save has, and that of no other torch.distributed.checkpoint folder.
+_MEGATRON_WORD, _LARGEST_METADATA = b"checkpoint_version", 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronRankFolder:
+    """The folder of one rank of a legacy save."""
+
+    path: str
+    tp_rank: int
+    numbers: tuple[int, ...]
+    """The other numbers in the folder's name: a stage, an expert-parallel rank, or both."""
+    weights: str
+    """The file with the rank's part of the model."""
+
+
+def find_save(files: Files) -> str | None:
+    """The folder of the save to read, as a prefix of its paths; None if nothing here looks like Megatron.
+
+    Raises: CheckpointError if the tracker names a missing save; RequestError for several saves without a tracker.
+    """
+    listing = files.list()
+    if METADATA_JSON in listing or any(map(_is_rank_folder, listing)) or {_NEMO_WEIGHTS, NEMO_CONFIG} <= set(listing):
+        return ""
+    root = files.root.rstrip("/").rpartition("/")[2] + "/"
+    if DCP_METADATA in listing and (COMMON in listing or _SAVE.fullmatch(root)):
+        return ""
+    for folder in _NEMO_FOLDERS:
+        if folder in listing and folder + METADATA_JSON in files.list(folder):
+            return folder
+    saves = [path for path in listing if _SAVE.fullmatch(path)]
+    return the_one_save(files, saves, tracker=TRACKER, folder_name=_save_name)
+
+
+def _save_name(text: str) -> str:
+    """The folder that the text of the tracker means: a number, or "release"."""
+    return f"iter_{int(text):07d}" if re.fullmatch(r"\d{1,12}", text) else text
+
+
+def find_legacy(files: Files) -> str | None:
+    """The first file of a legacy save that holds weights; None if this is no legacy save. Raises what `find_save` raises."""
+    folder = find_save(files)
+    if folder is None or folder + METADATA_JSON in files.list(folder):
+        return None
+    if folder + _NEMO_WEIGHTS in files.list(folder):
+        return folder + _NEMO_WEIGHTS
+    ranks = (path for path in files.list(folder) if _is_rank_folder(path))
+    return next((path + name for path in ranks for name in _RANK_WEIGHTS if path + name in files.list(path)), None)
+
+
+def find_distributed(files: Files) -> str | None:
+    """The file that shows that this is a distributed save; None if it is none. Raises what `find_save` raises."""
+    folder = find_save(files)
+    if folder is None:
+        return None
+    listing, metadata = files.list(folder), folder + DCP_METADATA
+    if folder + METADATA_JSON in listing:
+        return folder + METADATA_JSON
+    if metadata not in listing:
+        return None
+    return metadata if folder + COMMON in listing or _is_megatron_metadata(files, metadata) else None
+
+
+def _is_megatron_metadata(files: Files, path: str) -> bool:
+    """Whether a .metadata belongs to a Megatron save (--ckpt-format torch_dcp), and not to another torch.distributed.checkpoint folder."""
+    return (files.size(path) or 0) <= _LARGEST_METADATA and _MEGATRON_WORD in read_whole(files, path, limit=_LARGEST_METADATA)
+
+
+def rank_folders(files: Files, folder: str) -> list[MegatronRankFolder]:
+    """The rank folders of a legacy save that hold weights. Raises CheckpointError if a rank folder holds neither weights nor optimizer."""
+    ranks = []
+    if folder + _NEMO_WEIGHTS in files.list(folder):  # NeMo with one rank
+        ranks.append(MegatronRankFolder(folder, 0, (), folder + _NEMO_WEIGHTS))
+    for path in files.list(folder):
+        match = _RANK.fullmatch(path)
+        if match is None:
+            continue
+        listing = files.list(path)
+        weights = next((path + name for name in _RANK_WEIGHTS if path + name in listing), None)
+        numbers = (match["pp2"],) if match["tp2"] else (match["a"], match["b"])
+        if weights:
+            tp_rank = int(match["tp"] or match["tp2"])
+            ranks.append(MegatronRankFolder(path, tp_rank, tuple(int(number) for number in numbers if number), weights))
+        elif not any(name.endswith("optim.pt") for name in listing):
+            raise CheckpointError(
+                f"it holds none of {', '.join(_RANK_WEIGHTS)}",
+                where=path,
+                why="Each rank's folder holds its part of the model",
+                do="Copy the rank's folder again from where the checkpoint was written",
+            )
+    return ranks
+
+
+def unread_optimizers(files: Files, folder: str) -> list[str]:
+    """The optimizer files of a legacy save that reshard does not read."""
+    ranks = [path for path in files.list(folder) if _is_rank_folder(path)]
+    return [path for rank in ranks for path in files.list(rank) if _UNREAD_OPTIMIZER.fullmatch(path.removeprefix(rank))]
+
+
+def _is_rank_folder(path: str) -> bool:
+    return _RANK.fullmatch(path) is not None

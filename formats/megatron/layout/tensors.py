@@ -1,0 +1,265 @@
+"""A model's weights as Megatron stores them: names, fusions, and the split over tensor-parallel ranks. Written once, for all architectures.
+
+Every tensor is described as the whole that the ranks of one stage share, and as the shard of one rank:
+
+    linear_qkv    rows by query group: its q heads, its k, its v; split evenly, also if there are more ranks than groups
+    linear_fc1    gate and up; each is split, and a rank holds its shard of gate above its shard of up
+    experts       one MLP per expert; `MegatronModel.grouped_experts` gives the form of GroupedMLP
+    vocabulary    padded at the end, then split
+
+Source: megatron/core/transformer (attention.py, mlp.py, moe/experts.py, multi_latent_attention.py), tensor_parallel/layers.py of 0.16.1;
+measured on fixtures/megatron and fixtures/megatron_dist.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from reshard.geometry.mosaics import Mosaic, joined, stacked
+from reshard.models.model import Model, Part
+
+_Sharding = Literal["replicated", "column", "row", "query_groups"]
+
+QkvOrder = Literal["by_group", "by_projection", "by_row"]
+"""The order of the rows of q, k and v in linear_qkv.
+
+by_group: for each query group its q, its k, its v, as Megatron has it today. Checkpoints before version 2.0 have one of the other two:
+all q of a rank, then all k, then all v; or row 0 of q, of k and of v, then row 1, and so on.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronTensor:
+    """A tensor of a Megatron model: arrays that follow each other along axis 0. Each array is split over the ranks separately."""
+
+    blocks: tuple[Mosaic, ...]
+    axis: int | None
+    """The axis that the ranks split; None: every rank holds all of it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        first = self.blocks[0].shape
+        return (sum(block.shape[0] for block in self.blocks), *first[1:])
+
+    @property
+    def whole(self) -> Mosaic:
+        """The array of all ranks."""
+        return joined(self.blocks)
+
+    def shard(self, tp: int, tp_rank: int) -> Mosaic:
+        """The array of one of `tp` ranks. Raises ValueError if the size does not divide by the ranks."""
+        if self.axis is None:
+            return self.whole
+        return joined([block.part(self.axis, tp, tp_rank) for block in self.blocks])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The canonical tensors that it holds."""
+        return tuple(dict.fromkeys(name for block in self.blocks for name in block.names))
+
+
+Tensors = Mapping[str, MegatronTensor]
+"""Tensors by Megatron's name, relative to their layer or expert."""
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorRule:
+    """How Megatron stores one or several roles."""
+
+    name: str
+    """Megatron's name, with {parameter} for weight or bias."""
+    sharding: _Sharding
+    roles: tuple[str, ...]
+    """The roles that are fused in it, in order."""
+
+
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+BUFFERS = {"mlp.router.expert_bias"}
+"""Names of tensors that no optimizer updates."""
+BUFFER_ROLES = {"router.correction"}
+"""The roles of BUFFERS."""
+MASTER_KINDS = {"param": "master_param", "fp32_param": "master_param"}
+"""The names under which the distributed and the plain optimizer keep a master, and torch's name for that kind of state."""
+
+_OUTSIDE_LAYERS = (
+    _TensorRule("embedding.word_embeddings.{parameter}", "column", ("embedding",)),
+    _TensorRule("embedding.position_embeddings.{parameter}", "replicated", ("position_embedding",)),
+    _TensorRule("decoder.final_layernorm.{parameter}", "replicated", ("final_norm",)),
+    _TensorRule("output_layer.{parameter}", "column", ("head",)),
+)
+# In the order in which a layer registers its parameters. Norms have the names of the local spec.
+_LAYER = (
+    _TensorRule("input_layernorm.{parameter}", "replicated", ("attention.norm",)),
+    _TensorRule("self_attention.linear_proj.{parameter}", "row", ("attention.o",)),
+    _TensorRule("self_attention.linear_qkv.{parameter}", "query_groups", ("attention.q", "attention.k", "attention.v")),
+    _TensorRule("self_attention.q_layernorm.{parameter}", "replicated", ("attention.q_norm",)),
+    _TensorRule("self_attention.k_layernorm.{parameter}", "replicated", ("attention.k_norm",)),
+    _TensorRule("self_attention.linear_q_proj.{parameter}", "column", ("mla.q",)),
+    _TensorRule("self_attention.linear_q_down_proj.{parameter}", "column", ("mla.q_a",)),
+    _TensorRule("self_attention.linear_q_up_proj.{parameter}", "column", ("mla.q_b",)),
+    _TensorRule("self_attention.linear_kv_down_proj.{parameter}", "column", ("mla.kv_a",)),
+    _TensorRule("self_attention.linear_kv_up_proj.{parameter}", "column", ("mla.kv_b",)),
+    _TensorRule("self_attention.q_layernorm.{parameter}", "replicated", ("mla.q_a_norm",)),
+    _TensorRule("self_attention.kv_layernorm.{parameter}", "replicated", ("mla.kv_a_norm",)),
+    _TensorRule("pre_mlp_layernorm.{parameter}", "replicated", ("mlp.norm",)),
+    _TensorRule("mlp.linear_fc1.{parameter}", "column", ("mlp.gate", "mlp.up")),
+    _TensorRule("mlp.linear_fc2.{parameter}", "row", ("mlp.down",)),
+    _TensorRule("mlp.router.{parameter}", "replicated", ("router",)),
+    _TensorRule("mlp.router.expert_bias", "replicated", ("router.correction",)),
+    _TensorRule("mlp.shared_experts.gate_weight", "replicated", ("shared_expert.score",)),
+    _TensorRule("mlp.shared_experts.linear_fc1.{parameter}", "column", ("shared_expert.gate", "shared_expert.up")),
+    _TensorRule("mlp.shared_experts.linear_fc2.{parameter}", "row", ("shared_expert.down",)),
+)
+_EXPERT = (
+    _TensorRule("linear_fc1.{parameter}", "column", ("expert.gate", "expert.up")),
+    _TensorRule("linear_fc2.{parameter}", "row", ("expert.down",)),
+)
+_MTP_MODULE = (
+    _TensorRule("enorm.{parameter}", "replicated", ("mtp.embedding_norm",)),
+    _TensorRule("hnorm.{parameter}", "replicated", ("mtp.hidden_norm",)),
+    _TensorRule("eh_proj.{parameter}", "column", ("mtp.projection",)),
+    _TensorRule("final_layernorm.{parameter}", "replicated", ("mtp.final_norm",)),
+)
+MTP_COPIES = {"mtp.embedding": "embedding", "mtp.head": "head"}
+"""Roles of an MTP layer that Megatron does not store, as they repeat another role of the model."""
+ROLES = {role for rules in (_OUTSIDE_LAYERS, _LAYER, _EXPERT, _MTP_MODULE) for rule in rules for role in rule.roles} | MTP_COPIES.keys()
+"""The roles that Megatron's layers have."""
+
+
+def is_decayed(name: str, shape: Sequence[int]) -> bool:
+    """Whether weight decay applies to a parameter: not to vectors and biases (optimizer/__init__.py, _get_param_groups)."""
+    return len(shape) > 1 and not name.endswith("bias")
+
+
+class MegatronModel:
+    """A model's tensors under Megatron's names. Layers are numbered through the whole model."""
+
+    def __init__(self, model: Model, padded_vocab: int, qkv_order: QkvOrder = "by_group") -> None:
+        self.model, self._padded_vocab, self._qkv_order = model, padded_vocab, qkv_order
+        self._parts: dict[tuple[int | None, int | None], list[Part]] = {}
+        for part in model.parts():
+            self._parts.setdefault((part.layer, part.expert), []).append(part)
+        self._cache: dict[tuple[object, ...], Tensors] = {}
+
+    def __repr__(self) -> str:
+        return f"<Megatron's {self.model.architecture.model_type} model: {self.layers} layers, vocabulary padded to {self._padded_vocab}>"
+
+    @property
+    def layers(self) -> int:
+        """The number of layers without those for multi-token prediction."""
+        return self.model.dimensions["layers"]
+
+    @property
+    def mtp_layers(self) -> int:
+        """The number of layers for multi-token prediction, which follow the others."""
+        return self.model.mtp_layers
+
+    @property
+    def experts(self) -> int:
+        """The number of routed experts in a sparse layer; 0 if there are none."""
+        return self.model.dimensions.get("experts", 0)
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether attention is multi-head latent attention."""
+        return "kv_rank" in self.model.dimensions
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has routed experts."""
+        return layer in self.model.sparse_layers
+
+    @cached_property
+    def outside_layers(self) -> Tensors:
+        """The embeddings, the final norm and the head. A tied head is the embedding once more."""
+        tensors = dict(self._tensors(_OUTSIDE_LAYERS, None, None))
+        for name in (EMBEDDING, HEAD):
+            if name in tensors:
+                (block,) = tensors[name].blocks
+                tensors[name] = MegatronTensor((block.padded(0, self._padded_vocab),), 0)
+        if self.model.is_tied:
+            tensors[HEAD] = tensors[EMBEDDING]
+        return tensors
+
+    def layer(self, layer: int) -> Tensors:
+        """The tensors of a layer without its routed experts."""
+        return self._tensors(_LAYER, layer, None)
+
+    def mtp_module(self, mtp_layer: int) -> Tensors:
+        """The tensors of a multi-token prediction layer outside of its transformer layer. Counted from the first MTP layer."""
+        return self._tensors(_MTP_MODULE, self.layers + mtp_layer, None)
+
+    def expert(self, layer: int, expert: int) -> Tensors:
+        """The tensors of a routed expert."""
+        return self._tensors(_EXPERT, layer, expert)
+
+    def grouped_experts(self, layer: int, experts: range, which: str, etp: int, etp_rank: int) -> Mosaic:
+        """The memory of a rank's GroupedMLP weight ("weight1" or "weight2"), as an array [experts, in, out]."""
+        name = {"weight1": "linear_fc1.weight", "weight2": "linear_fc2.weight"}[which]
+        return stacked(self.expert(layer, expert)[name].shard(etp, etp_rank).transposed() for expert in experts)
+
+    def _tensors(self, rules: Sequence[_TensorRule], layer: int | None, expert: int | None) -> Tensors:
+        key = (rules, layer, expert)
+        if key not in self._cache:
+            self._cache[key] = self._apply(rules, self._parts.get((layer, expert), ()))
+        return self._cache[key]
+
+    def _apply(self, rules: Sequence[_TensorRule], parts: Iterable[Part]) -> Tensors:
+        by_role: dict[str, dict[str, Part]] = {}
+        for part in parts:
+            by_role.setdefault(part.role, {})[part.parameter] = part
+        tensors: dict[str, MegatronTensor] = {}
+        for rule in rules:
+            for parameter in dict.fromkeys(parameter for role in rule.roles for parameter in by_role.get(role, ())):
+                blocks = tuple(by_role[role][parameter].array for role in rule.roles if parameter in by_role.get(role, {}))
+                axis = _axis(rule.sharding, blocks[0])
+                if rule.sharding == "query_groups":
+                    blocks = self._fused_qkv(blocks)
+                tensors[rule.name.format(parameter=parameter)] = MegatronTensor(blocks, axis)
+        return tensors
+
+    def _fused_qkv(self, projections: tuple[Mosaic, ...]) -> tuple[Mosaic, ...]:
+        if self._qkv_order == "by_projection":
+            return projections
+        if self._qkv_order == "by_row":
+            return (joined([array.split(0, 1) for array in projections], axis=1),)
+        # q, k and v of every query group in turn (attention.py, SelfAttention.get_query_key_value_tensors).
+        groups = self.model.dimensions["kv_heads"]
+        return (joined([array.split(0, array.shape[0] // groups) for array in projections], axis=1).merged(0),)
+
+
+def _axis(sharding: _Sharding, array: Mosaic) -> int | None:
+    if sharding == "replicated" or (sharding == "row" and len(array.shape) == 1):
+        return None  # the bias of a row-parallel layer is replicated
+    return 1 if sharding == "row" else 0
+
+
+# Other names of a layer's tensors, as regular expressions, and the name in the local spec. Transformer Engine fuses a norm into the linear
+# layer after it. The later rows are names of GPT models before Megatron-Core (legacy/model/transformer.py).
+_LOCAL_NAMES = [
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"self_attention\.linear_qkv\.layer_norm_(weight|bias)", r"input_layernorm.\1"),
+        (r"self_attention\.linear_q_up_proj\.layer_norm_(weight|bias)", r"self_attention.q_layernorm.\1"),
+        (r"self_attention\.linear_kv_up_proj\.layer_norm_(weight|bias)", r"self_attention.kv_layernorm.\1"),
+        (r"mlp\.linear_fc1\.layer_norm_(weight|bias)", r"pre_mlp_layernorm.\1"),
+        (r"input_norm\.(weight|bias)", r"input_layernorm.\1"),
+        (r"post_attention_(?:layer)?norm\.(weight|bias)", r"pre_mlp_layernorm.\1"),
+        (r"(?:self_)?attention\.query_key_value\.(weight|bias)", r"self_attention.linear_qkv.\1"),
+        (r"(?:self_)?attention\.dense\.(weight|bias)", r"self_attention.linear_proj.\1"),
+        (r"mlp\.dense_h_to_4h\.(weight|bias)", r"mlp.linear_fc1.\1"),
+        (r"mlp\.dense_4h_to_h\.(weight|bias)", r"mlp.linear_fc2.\1"),
+    )
+]
+
+
+def local_spec_name(name: str) -> str:
+    """The name that `MegatronModel.layer` gives to a layer's tensor, from its name in any spec and version."""
+    for pattern, local_name in _LOCAL_NAMES:
+        if match := pattern.fullmatch(name):
+            return match.expand(local_name)
+    return name

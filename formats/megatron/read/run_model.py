@@ -1,0 +1,131 @@
+"""The model of a run, from its settings or from the config that the user gives; and whether a checkpoint holds all of that model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from reshard.adapter.format import Hints
+from reshard.errors import CheckpointError
+from reshard.index.index import Tensor
+from reshard.models.lookup import find_model, known_model_types
+from reshard.models.model import Model
+
+from ..layout.arguments import Args, NotUnderstoodError, check_supported, config_from_args
+from ..layout.tensors import BUFFER_ROLES, MegatronModel, QkvOrder
+from .tensor_boxes import Shape
+
+_MOST_LAYERS = 100_000
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RunModel:
+    """The model of a run, in a known layout."""
+
+    megatron: MegatronModel
+    """Its tensors under Megatron's names."""
+    config: Mapping[str, Any]
+    """Its Hugging Face config."""
+    unanswered: tuple[str, ...] = ()
+    """What the user has to tell before a conversion."""
+
+    @cached_property
+    def shapes(self) -> dict[str, Shape]:
+        """The global shape of each canonical tensor."""
+        return {name: weight.shape for name, weight in self.megatron.model.weights.items()}
+
+    def __repr__(self) -> str:
+        return f"<{self.config.get('model_type')} model of {self.megatron.layers} layers, {len(self.shapes)} weights>"
+
+
+def describe_model(args: Args, hints: Hints, stored_vocab: int | None, where: str, *, qkv_order: QkvOrder = "by_group") -> RunModel:
+    """The model, from the config that the user gives, or else from the run's settings.
+
+    `stored_vocab` is the number of rows of the stored embedding, with padding; None if there is no embedding.
+    Raises: NotUnderstoodError if its layout is not known; CheckpointError if the config contradicts the settings or the embedding.
+    """
+    check_supported(args, where)
+    if isinstance(layers := args.get("num_layers"), int) and layers > _MOST_LAYERS:
+        raise CheckpointError(f"the run's settings claim {layers:,} layers", where=where, do="Get the checkpoint from a source you trust")
+    padded_vocab = stored_vocab or args.get("padded_vocab_size")
+    true_vocab = hints.vocabulary or (hints.config or {}).get("vocab_size")
+    unanswered: tuple[str, ...] = ()
+    if true_vocab is None and isinstance(padded_vocab, int):
+        true_vocab, unanswered = padded_vocab, (_vocabulary_question(padded_vocab),)
+    config = {**hints.config, "vocab_size": true_vocab} if hints.config else _config(args, true_vocab, where)
+    model = _model(config, args, hints)
+    if padded_vocab is not None and isinstance(true_vocab, int) and padded_vocab < true_vocab:
+        raise CheckpointError(
+            f"the stored table has {padded_vocab} rows, but the given vocabulary size is {true_vocab}",
+            where=where,
+            do="Give the true size with --vocab-size, or the config of this model with --model",
+        )
+    if isinstance(layers, int) and layers != model.dimensions["layers"]:
+        raise CheckpointError(
+            f"the run had {layers} layers, the config says {model.dimensions['layers']}",
+            where=where,
+            do="Give the config that this model was trained with by --model DIR",
+        )
+    return RunModel(MegatronModel(model, padded_vocab or true_vocab or 1, qkv_order), config, unanswered)
+
+
+def _vocabulary_question(padded_vocab: int) -> str:
+    return (
+        f"the vocabulary size without padding (--vocab-size N, or --model DIR with the model's config): "
+        f"the stored table has {padded_vocab} rows, and the last ones may be padding"
+    )
+
+
+def _config(args: Args, vocabulary: Any, where: str) -> dict[str, Any]:
+    try:
+        return config_from_args(args, vocabulary)
+    except (KeyError, TypeError, ValueError) as error:
+        raise NotUnderstoodError(
+            f"the run's settings do not describe a model: {type(error).__name__} {error}",
+            where=where,
+            why="args, which Megatron-LM stores beside the weights, tells how heads are grouped; without it the shards cannot be joined",
+            do="Give the model's Hugging Face config with --model DIR",
+        ) from None
+
+
+def _model(config: Mapping[str, Any], args: Args, hints: Hints) -> Model:
+    # The run tells the number of MTP layers: configs of DeepSeek-V3 count one that most runs do not train.
+    if "mtp_num_layers" in args and "num_nextn_predict_layers" in config:
+        config = {**config, "num_nextn_predict_layers": args["mtp_num_layers"] or 0}
+    model = find_model(config, hints.architecture)
+    if model is None:
+        raise NotUnderstoodError(
+            f"the architecture {config.get('model_type')!r} is not declared",
+            why="Megatron's files hold each rank's shard of fused weights, which only the model's head counts explain",
+            do=f"Declared are {', '.join(known_model_types())}; give the config of one of them with --model DIR, or a declaration with "
+            "--architecture FILE",
+        )
+    return model
+
+
+def layout_question(error: NotUnderstoodError) -> tuple[str, ...]:
+    """What the user has to tell before a conversion of a checkpoint whose layout is not known."""
+    return (f"how the model's weights lie in it: {error}",)
+
+
+def check_complete(model: RunModel, tensors: Iterable[Tensor], where: str, *, with_optimizer: bool) -> None:
+    """Raises CheckpointError if a weight of the model is in no file.
+
+    with_optimizer: also if a weight has no optimizer state although others have some.
+    """
+    names: dict[str, set[str]] = {"weight": set(), "moment1": set()}
+    for tensor in tensors:
+        names.setdefault(tensor.kind, set()).add(tensor.name)
+    moments = names["moment1"] if with_optimizer else set()
+    for name, weight in model.megatron.model.weights.items():
+        has_weight = name in names["weight"]
+        has_state = not moments or name in moments or weight.role in BUFFER_ROLES
+        if not weight.optional and not (has_weight and has_state):
+            raise CheckpointError(
+                f"{'its optimizer state' if has_weight else 'it'} is in no file",
+                where=name,
+                why=f"The run's model has it; files of a rank are missing in {where}, or were lost",
+                do="Copy all ranks' files from where the checkpoint was written",
+            )

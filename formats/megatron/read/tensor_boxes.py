@@ -1,0 +1,108 @@
+"""Where canonical tensors lie in a stored tensor, from the array that the stored tensor is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from reshard.containers.distributed_tensors import LocalTensor
+from reshard.containers.torch_zip import AnyTensor, LocatedTensor
+from reshard.errors import CheckpointError
+from reshard.geometry.boxes import Box, flat_boxes, row_major
+from reshard.geometry.mosaics import Mosaic
+from reshard.geometry.stored import Section
+
+from ..layout.tensors import MegatronTensor, Tensors
+
+Shape = tuple[int, ...]
+
+
+def named_tensor(tensors: Tensors, name: str, where: str) -> MegatronTensor:
+    """The tensor of that name. Raises CheckpointError if there is none."""
+    if name in tensors:
+        return tensors[name]
+    raise CheckpointError(
+        "the model that the run's settings describe has no such tensor",
+        where=where,
+        why=f"Here it has {', '.join(list(tensors)[:6]) or 'no tensors'}, and a tensor that is not known would be lost",
+        do="Give the config of the model with --model DIR",
+    )
+
+
+def stored_shard(tensor: MegatronTensor, stored_shape: Shape, tp: int, tp_rank: int, where: str) -> Mosaic:
+    """The array that a rank's stored tensor of this shape is.
+
+    Some Megatron versions split a tensor that others replicate (the down projections of latent attention): the shape tells which.
+    Raises: CheckpointError if the shape is that of neither.
+    """
+    if tensor.axis is not None and tp > 1 and stored_shape == tensor.shape:
+        return tensor.whole
+    try:
+        array = tensor.shard(tp, tp_rank)
+    except ValueError as error:
+        raise CheckpointError(f"{tp} tensor-parallel ranks cannot share it: {error}", where=where) from None
+    check_shape(array, stored_shape, where)
+    return array
+
+
+def check_shape(array: Mosaic, stored_shape: Shape, where: str) -> None:
+    """Raises CheckpointError unless a tensor of this shape can hold the array: with the array's shape, or with fewer axes."""
+    has_fewer_axes = len(stored_shape) < len(array.shape) and math.prod(stored_shape) == math.prod(array.shape)
+    if stored_shape != array.shape and not has_fewer_axes:
+        raise wrong_shape(array, stored_shape, where)
+
+
+def wrong_shape(array: Mosaic, stored_shape: Shape, where: str) -> CheckpointError:
+    """The refusal of a stored tensor that has another shape than the model's."""
+    return CheckpointError(
+        f"its stored shape is {list(stored_shape)}, the model's shape is {list(array.shape)}",
+        where=where,
+        why="The settings, or the config given with --model, belong to another model, or the file belongs to another save",
+        do="Give the config that this model was trained with by --model DIR",
+    )
+
+
+def local_tensors(array: Mosaic, stored: AnyTensor, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, LocalTensor]]:
+    """(name, its boxes) of every canonical tensor in a stored tensor that is this array. `shapes` are the canonical tensors' global shapes.
+
+    Raises: CheckpointError if the array has another shape than the stored tensor, and that is not contiguous.
+    """
+    boxes: dict[str, list[tuple[Box, AnyTensor]]] = {}
+    for section in array.sections(_strides(array, stored)):
+        boxes.setdefault(section.name, []).append((section.box, elements_of(stored, section.start, section.box.sizes, section.strides)))
+    for name, shards in boxes.items():
+        yield name, LocalTensor(stored.dtype, shapes[name], tuple(shards))
+
+
+def _strides(array: Mosaic, stored: AnyTensor) -> Shape:
+    if array.shape == stored.shape:
+        return stored.strides
+    if stored.strides != row_major(stored.shape):
+        raise CheckpointError(f"a tensor with strides {stored.strides} cannot be viewed as {list(array.shape)}", where=stored.path)
+    return row_major(array.shape)
+
+
+def whole_tensor(stored: AnyTensor) -> LocalTensor:
+    """A stored tensor as a tensor of its own."""
+    return LocalTensor(stored.dtype, stored.shape, ((Box.whole(stored.shape), stored),))
+
+
+def elements_of(stored: AnyTensor, start: int, sizes: Shape, strides: Shape) -> AnyTensor:
+    """A view of a stored tensor's memory, from element `start` on."""
+    skipped = start * stored.dtype.itemsize
+    if isinstance(stored, LocatedTensor):
+        return replace(stored, byte_offset=stored.byte_offset + skipped, shape=sizes, strides=strides)
+    return replace(stored, skipped=stored.skipped + skipped, shape=sizes, strides=strides)
+
+
+def flat_sections(array: Mosaic, start: int, stop: int, position: int) -> Iterator[Section]:
+    """The elements start..stop of an array's row-major memory, as sections of a flat run that holds them from its element `position` on."""
+    for box in flat_boxes(array.shape, start, stop):
+        part = array
+        for axis, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            part = part.cut(axis, offset, offset + size)
+        # Each box is contiguous in the array's memory, so the sections of the part are row-major.
+        for section in part.sections(row_major(part.shape)):
+            yield Section(section.name, section.box, position + section.start, section.strides)
+        position += box.volume

@@ -1,0 +1,133 @@
+"""Distributed checkpoints of the old backend zarr: a folder per tensor, its boxes as raw files.
+
+    <key>/.zarray        {"zarr_format": 2, "shape", "chunks", "dtype", "order": "C", "compressor": null, "filters": null, ...}
+    <key>/i.j.k          the box of that number along each axis, row-major; all files of a tensor have the same length
+    <key>/shard_*.pt     an object
+
+Megatron-Core wrote it up to 2025, and read it up to 0.15. Measured on 0.12.3 (fixtures/megatron_versions); the layout is that of zarr's
+format 2.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from reshard.adapter.dcp_reader import DcpFolder
+from reshard.containers import torch_zip
+from reshard.containers.dcp_metadata import BytesItem, Chunks, DcpMetadata, TensorItem
+from reshard.errors import CheckpointError
+from reshard.geometry.boxes import row_major
+from reshard.geometry.dtypes import DType, from_torch
+from reshard.geometry.extents import Extent
+from reshard.index.index import StoredFile
+from reshard.index.shards import Shards
+from reshard.storage.files import Files, read_whole
+
+_DTYPES = {"<f4": "float32", "<f2": "float16", "<f8": "float64", "<i8": "int64", "<i4": "int32", "|u1": "uint8", "bfloat16": "bfloat16"}
+_HEADER, _LIMIT = ".zarray", 1 << 20
+
+
+class ZarrFolder:
+    """A folder of zarr arrays, with the methods of a `DcpFolder`.
+
+    Raises: CheckpointError if an array is not raw and row-major, or if a file has another length than a box.
+    """
+
+    def __init__(self, files: Files, prefix: str) -> None:
+        self._files, self.prefix = files, prefix
+        self._arrays: dict[str, _Array] = {}
+        objects: dict[str, BytesItem] = {}
+        for folder in (path for path in files.list(prefix) if path.endswith("/")):
+            key, listing = folder.removeprefix(prefix).rstrip("/"), files.list(folder)
+            if folder + _HEADER in listing:
+                self._arrays[key] = _read_array(files, key, folder, listing)
+            for path in (path for path in listing if path.endswith(".pt")):
+                name = f"{key}/{path.removeprefix(folder).removesuffix('.pt')}"
+                objects[name] = BytesItem(name, path.removeprefix(prefix), 0, files.size(path) or 0)
+        self.metadata = DcpMetadata({key: array.item for key, array in self._arrays.items()}, objects, (), None, None)
+        self.files = tuple(StoredFile(path, files.size(path) or 0) for array in self._arrays.values() for path in array.paths)
+
+    def shards(self, item: TensorItem) -> Shards:
+        """The stored boxes of a tensor."""
+        array = self._arrays[item.fqn]
+        paths, strides, dtype = array.paths, row_major(array.box_shape), item.dtype
+        return Shards(
+            paths,
+            item.chunks.offsets,
+            item.chunks.sizes,
+            np.arange(len(paths)),
+            np.zeros(len(paths), np.int64),
+            lambda i: Extent(paths[i], 0, strides, dtype),
+        )
+
+    def value(self, item: BytesItem) -> Any:
+        """An object, as an inert unpickler reads it."""
+        return torch_zip.read(self._files, self.prefix + item.path)
+
+
+StoredFolder = DcpFolder | ZarrFolder
+"""The folder of a distributed save, whatever its backend."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """An array of the folder."""
+
+    item: TensorItem
+    """Its element type, shape and boxes."""
+    paths: tuple[str, ...]
+    """The file of each box."""
+    box_shape: tuple[int, ...]
+    """The shape of every file; boxes at the end of an axis fill theirs only in part."""
+
+
+def _read_array(files: Files, key: str, folder: str, listing: Sequence[str]) -> _Array:
+    where = folder + _HEADER
+    shape, box_shape, dtype = _parse_header(read_whole(files, where, limit=_LIMIT), where)
+    name = re.compile(r"\.".join(r"(\d{1,9})" for _ in shape) if shape else "0")
+    numbered = [(path, match.groups()) for path in listing if (match := name.fullmatch(path.removeprefix(folder)))]
+    paths, count = tuple(path for path, _ in numbered), len(numbered)
+    nbytes = int(np.prod(box_shape, dtype=np.int64)) * dtype.itemsize
+    for path in paths:
+        if files.size(path) != nbytes:
+            raise CheckpointError(
+                f"it has {files.size(path):,} bytes, a box has {nbytes:,}",
+                where=path,
+                why="The file was cut short, or belongs to another save",
+                do="Copy it from where the checkpoint was written",
+            )
+    box_sizes = np.array(box_shape, np.int64)
+    offsets = np.array([list(map(int, numbers)) for _, numbers in numbered], np.int64).reshape(count, len(shape)) * box_sizes
+    sizes = np.minimum(offsets + box_sizes, np.array(shape, np.int64)) - offsets
+    zeros = np.zeros(count, np.int64)
+    chunks = Chunks(offsets, sizes, np.arange(count, dtype=np.int32), zeros, zeros + nbytes)
+    return _Array(TensorItem(key, dtype, shape, chunks), paths, box_shape)
+
+
+def _parse_header(data: bytes, where: str) -> tuple[tuple[int, ...], tuple[int, ...], DType]:
+    """Shape of the tensor, shape of a box, element type. Raises CheckpointError for anything but raw boxes in row-major order."""
+    try:
+        header = json.loads(data)
+        shape, box_shape, dtype = tuple(header["shape"]), tuple(header["chunks"]), header["dtype"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"it does not describe an array: {error!r}", where=where, do="Copy the file again") from None
+    if not all(type(size) is int and size >= 0 for size in shape) or not all(type(size) is int and size > 0 for size in box_shape):
+        raise CheckpointError(f"it claims the shape {shape} in boxes of {box_shape}", where=where)
+    if len(shape) != len(box_shape):
+        raise CheckpointError(f"the shape {shape} and the boxes {box_shape} have different numbers of axes", where=where)
+    if header.get("zarr_format") != 2 or header.get("order") != "C" or header.get("compressor") or header.get("filters"):
+        raise CheckpointError(
+            f"its boxes are not raw: {', '.join(f'{key} {header.get(key)!r}' for key in ('order', 'compressor', 'filters'))}",
+            where=where,
+            why="Megatron-Core writes raw row-major boxes in zarr's format 2",
+            do="Convert it to torch_dist with the Megatron-Core that wrote it",
+        )
+    if str(dtype) not in _DTYPES:
+        raise CheckpointError(f"its element type is {dtype!r}, known are {', '.join(_DTYPES)}", where=where)
+    return shape, box_shape, from_torch(_DTYPES[str(dtype)], where=where)

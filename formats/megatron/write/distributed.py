@@ -1,0 +1,266 @@
+"""Distributed checkpoints, written: one file of entries per model-parallel rank, with that rank's part of the model.
+
+    iter_0000010/__{rank}_0.distcp, .metadata    a folder of torch.distributed.checkpoint
+                 common.pt                       settings and everything else that all ranks share
+                 metadata.json                   the backend
+    latest_checkpointed_iteration.txt
+
+The save is that of a run of these sizes with one data-parallel rank; a run of any other sizes loads it. The optimizer's state is in the
+model's form (fully_reshardable), or that of the plain optimizer.
+
+Source: megatron/core/dist_checkpointing, transformer/transformer_block.py, transformer/moe/experts.py and optimizer/*.py
+(sharded_state_dict) of 0.16.1.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.adapter.dcp_writer import DcpFile, written_metadata
+from reshard.adapter.model_files import ModelFiles
+from reshard.adapter.torch_writer import TorchFile
+from reshard.canonical.content import Content
+from reshard.geometry.mosaics import Mosaic
+from reshard.plans.layout import Layout, Sidecar, TargetFile
+from reshard.plans.target import Target
+
+from ..layout.chunks import Chunk, cannot_split
+from ..layout.layer_spec import LayerSpec
+from ..layout.parallel_sizes import StageRank
+from ..layout.save_folders import COMMON, DCP_METADATA, METADATA_JSON
+from ..layout.tensors import BUFFERS, MegatronTensor, is_decayed
+from .save import F32, MegatronSave, begin_save
+
+_BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+_FULLY_RESHARDABLE = "fully_reshardable"
+
+_Lead = tuple[tuple[int, int], ...]
+"""(number, count) of the layer and the expert along the axes on which a tensor is stacked."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _KeyedTensor:
+    """A tensor of one layer or expert, and where it lies in the stored tensor."""
+
+    key: str
+    """The key of the stored tensor."""
+    tensor: MegatronTensor
+    """The tensor without stacked axes."""
+    lead: _Lead = ()
+    """Its position along the stacked axes."""
+    is_expert: bool = False
+    """Whether it belongs to a routed expert, and is split over the ranks that share the expert."""
+    is_parameter: bool = True
+    """Whether an optimizer updates it."""
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """The shape of the stored tensor."""
+        return (*(count for _, count in self.lead), *self.tensor.shape)
+
+    def shards(self, tp: int, tp_rank: int) -> Iterator[tuple[Mosaic, tuple[int, ...]]]:
+        """(array, its offsets in the stored tensor) of each block of a rank's shard. A replicated tensor is the first rank's.
+
+        Raises: RequestError if a block does not divide by the ranks.
+        """
+        numbers, axis, start = tuple(number for number, _ in self.lead), self.tensor.axis, 0
+        for block in self.tensor.blocks:
+            offsets = [start, *(0 for _ in block.shape[1:])]
+            start += block.shape[0]
+            if axis is None:
+                if tp_rank == 0:
+                    yield block, (*numbers, *offsets)
+                continue
+            try:
+                shard = block.part(axis, tp, tp_rank)
+            except ValueError as error:
+                raise cannot_split(self.key, tp, error) from None
+            offsets[axis] += tp_rank * shard.shape[axis]
+            yield shard, (*numbers, *offsets)
+
+
+def lay_out_distributed(content: Content, target: Target, companions: ModelFiles) -> Layout:
+    """The file of every rank, the values that all share, and the metadata that make them a checkpoint.
+
+    Raises: RequestError if Megatron cannot hold the model, or it does not divide by the parallel sizes.
+    """
+    save = begin_save(content, target)
+    folder = f"{save.name}/"
+    files: list[DcpFile] = []
+    rank_files: list[TargetFile] = []
+    for stage in range(save.sizes.pp):
+        for rank in save.sizes.stage_ranks():
+            file = _rank_file(save, f"__{len(files)}_0.distcp", stage, rank)
+            files.append(file)
+            rank_files.append(file.close({"tp": rank.tp_rank, "pp": stage, "ep": rank.ep_rank}, folder=folder))
+    sidecars = (
+        *companions.sidecars({save.dtype}),
+        Sidecar(folder + DCP_METADATA, written_metadata(files)),
+        Sidecar(folder + METADATA_JSON, json.dumps(_BACKEND).encode()),
+        save.tracker,
+    )
+    aliases = {**save.aliases, **(_optimizer_aliases(save) if save.has_optimizer else {})}
+    return Layout(
+        "megatron-dist",
+        (*rank_files, _common_file(save, folder)),
+        sidecars,
+        target.parallel,
+        save.notes(),
+        aliases,
+        save.inlined_scalars,
+    )
+
+
+def _rank_file(save: MegatronSave, path: str, stage: int, rank: StageRank) -> DcpFile:
+    """The entries of a rank that no rank of its stage before it has."""
+    file, sizes = DcpFile(path), save.sizes
+    for chunk in (chunk for chunk in save.chunks if chunk.stage == stage):
+        tensors = list(_keyed_tensors(save, chunk, rank.ep_rank))
+        for tensor in tensors:
+            if rank.is_first_experts if tensor.is_expert else rank.is_first_dense:
+                tp, tp_rank = (sizes.etp, rank.etp_rank) if tensor.is_expert else (sizes.tp, rank.tp_rank)
+                for array, offsets in tensor.shards(tp, tp_rank):
+                    _add_shard(save, file, tensor, array, offsets)
+        for key in _fp8_state_keys(tensors, rank):
+            file.add_object(key, [None])
+    return file
+
+
+def _add_shard(save: MegatronSave, file: DcpFile, tensor: _KeyedTensor, array: Mosaic, offsets: tuple[int, ...]) -> None:
+    """A rank's shard of a tensor, and of the optimizer's state of it."""
+    shape = (*(1 for _ in tensor.lead), *array.shape)
+    dtype = save.dtype_of(array) if tensor.is_parameter else F32
+    file.add_tensor(tensor.key, array.stored(tensor.key, dtype, shape), offsets, tensor.global_shape)
+    if not save.has_optimizer or not tensor.is_parameter:
+        return
+    stored_names = {kind: kind for kind in save.optimizer.kinds(array)}
+    if save.is_distributed_optimizer:
+        stored_names["master_param"] = "param"
+    elif dtype.itemsize < 4:
+        stored_names["master_param"] = "fp32_param"
+    for kind, name in stored_names.items():
+        key = f"optimizer.state.{name}.{tensor.key}"
+        state = save.optimizer.state_array(array, kind).stored(key, F32, shape)
+        file.add_tensor(key, state, offsets, tensor.global_shape)
+
+
+def _keyed_tensors(save: MegatronSave, chunk: Chunk, ep_rank: int) -> Iterator[_KeyedTensor]:
+    """The tensors of a chunk, with the experts of one expert-parallel rank."""
+    model = save.model
+    for name, tensor in model.outside_layers.items():
+        is_here = chunk.is_first if name.startswith("embedding.") else chunk.is_last
+        if is_here and not (name.startswith("output_layer.") and model.model.is_tied):
+            yield _KeyedTensor(name, tensor)
+    for layer in chunk.layers:
+        # Where layers can differ, the keys have their numbers; otherwise the layers are stacked.
+        prefix, lead = ("decoder.layers.", ((layer, model.layers),)) if save.stacks_layers else (f"decoder.layers.{layer}.", ())
+        yield from _layer_tensors(save, prefix, layer, lead, ep_rank)
+    for mtp_layer in range(model.mtp_layers if chunk.is_last else 0):
+        prefix = f"mtp.layers.{mtp_layer}."
+        for name, tensor in model.mtp_module(mtp_layer).items():
+            yield _KeyedTensor(prefix + name, tensor)
+        yield from _layer_tensors(save, prefix + "transformer_layer.", model.layers + mtp_layer, (), ep_rank)
+
+
+def _layer_tensors(save: MegatronSave, prefix: str, layer: int, lead: _Lead, ep_rank: int) -> Iterator[_KeyedTensor]:
+    model = save.model
+    for name, tensor in save.spec.tensors(model.layer(layer)).items():
+        yield _KeyedTensor(prefix + _key(save, name, layer), tensor, lead, is_parameter=name not in BUFFERS)
+    if model.is_sparse(layer):
+        experts_per_rank = model.experts // save.sizes.ep
+        for expert in range(ep_rank * experts_per_rank, (ep_rank + 1) * experts_per_rank):
+            for name, tensor in model.expert(layer, expert).items():
+                yield _KeyedTensor(f"{prefix}mlp.experts.experts.{name}", tensor, (*lead, (expert, model.experts)), is_expert=True)
+
+
+def _key(save: MegatronSave, name: str, layer: int) -> str:
+    """The key of a layer's tensor. Norms before fused layers have Transformer Engine's names in every run."""
+    is_sparse, is_latent = save.model.is_sparse(layer), save.model.is_latent
+    if save.spec.te or is_latent:
+        return save.spec.stored_name(name, is_sparse=is_sparse, is_latent=is_latent)
+    return LayerSpec(te=True).stored_name(name, is_sparse=False, is_latent=False)
+
+
+def _fp8_state_keys(tensors: Sequence[_KeyedTensor], rank: StageRank) -> list[str]:
+    """The keys of the unused FP8 states of linear layers, for which loaders ask."""
+    keys: dict[str, None] = {}
+    for tensor in tensors:
+        is_own = rank.is_first_experts and not rank.etp_rank if tensor.is_expert else rank.is_first_dense and not rank.tp_rank
+        module = re.sub(r"\.(weight|bias)$", "", tensor.key)
+        if is_own and module != tensor.key and module.rpartition(".")[2].startswith(("linear_", "eh_proj")):
+            lead = tensor.lead or ((0, 1),)
+            shard = ".".join(str(number) for number, _ in lead) + "_" + ".".join(str(count) for _, count in lead)
+            keys[f"{module}._extra_state/shard_{shard}"] = None
+    return list(keys)
+
+
+def _common_file(save: MegatronSave, folder: str) -> TargetFile:
+    """common.pt."""
+    file = TorchFile(folder + COMMON)
+    root: dict[str, Any] = {
+        "args": save.args(ckpt_format="torch_dist", dist_ckpt_optim_fully_reshardable=True),
+        "checkpoint_version": 3.0,
+        "iteration": save.step,
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+    }
+    if save.has_optimizer:
+        root["opt_param_scheduler"] = save.scheduler()
+        root["optimizer"] = _optimizer(save, file)
+        if save.is_distributed_optimizer:
+            root["content_metadata"]["distrib_optim_sharding_type"] = _FULLY_RESHARDABLE
+    return file.close(root)
+
+
+_Groups = Mapping[bool, Sequence[str]]
+"""Whether weight decay applies -> the canonical names of the weights."""
+
+
+def _weights_by_optimizer(save: MegatronSave) -> dict[bool, _Groups]:
+    """Whether it is the optimizer of the experts -> its param groups. Without expert parallelism one optimizer has all weights."""
+    optimizers: dict[bool, dict[bool, list[str]]] = {}
+    for chunk in save.chunks:
+        for ep_rank in range(save.sizes.ep):
+            for tensor in _keyed_tensors(save, chunk, ep_rank):
+                if tensor.is_parameter:
+                    groups = optimizers.setdefault(tensor.is_expert and save.sizes.ep > 1, {True: [], False: []})
+                    groups[is_decayed(tensor.key, tensor.tensor.shape)].extend(tensor.tensor.names)
+    return dict(sorted(optimizers.items()))
+
+
+def _weights_of(groups: _Groups) -> list[str]:
+    return [name for names in groups.values() for name in names]
+
+
+def _optimizer(save: MegatronSave, file: TorchFile) -> Any:
+    """The optimizer in common.pt: its param groups, and the step count of the plain optimizer."""
+    chain: list[dict[str, Any]] = []
+    for is_expert, groups in _weights_by_optimizer(save).items():
+        settings = [
+            save.optimizer.group_settings(names, is_decayed=is_decayed_group, is_expert=is_expert)
+            for is_decayed_group, names in groups.items()
+            if names or not is_expert
+        ]
+        if save.is_distributed_optimizer:
+            chain.append({"optimizer": {"param_groups": settings}, "param_state_sharding_type": _FULLY_RESHARDABLE})
+            continue
+        steps = {"common_step": save.optimizer.step_tensor(file, _weights_of(groups))} if save.has_step_tensors else {}
+        inner = {"state": steps, "param_groups": settings}
+        # Masters are entries only: Megatron would merge a key for them here with those entries, list by list.
+        chain.append({"optimizer": inner} if save.has_masters else inner)
+    return dict(enumerate(chain)) if len(chain) > 1 else chain[0]
+
+
+def _optimizer_aliases(save: MegatronSave) -> dict[str, str]:
+    """The masters and step counts that the plain optimizer does not store, as another tensor stands for them."""
+    if save.is_distributed_optimizer:
+        return {}
+    aliases = {} if save.has_masters else save.optimizer.master_aliases(tuple(save.optimizer.keys))
+    if save.has_step_tensors:
+        for groups in _weights_by_optimizer(save).values():
+            aliases |= save.optimizer.step_aliases(_weights_of(groups))
+    return aliases

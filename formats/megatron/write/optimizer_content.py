@@ -1,0 +1,122 @@
+"""The state of the source's optimizer as Megatron's optimizers need it: state by weight, one step count, settings of param groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from reshard.adapter.torch_writer import TorchFile
+from reshard.canonical.content import Content
+from reshard.canonical.optimizer_state import parameter_and_kind, plain_settings
+from reshard.containers.pickle_writer import Call
+from reshard.errors import RequestError
+from reshard.geometry.mosaics import Mosaic
+from reshard.geometry.stored import step_count
+
+_STEP = "step"
+# Settings that torch's Adam and Transformer Engine's look for in a param group. They stand in for what the source's groups lack;
+# Megatron's scheduler sets the learning rates again.
+_ADAM: dict[str, Any] = {
+    "lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False, "foreach": None,
+    "capturable": False, "differentiable": False, "fused": None, "decoupled_weight_decay": True, "bias_correction": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerContent:
+    """The optimizer's part of the source's content."""
+
+    content: Content
+
+    @cached_property
+    def keys(self) -> Mapping[str, Mapping[str, str]]:
+        """Weight -> kind of state, by torch's name -> the name of that state in the content."""
+        keys: dict[str, dict[str, str]] = {}
+        for key in self.content.states:
+            weight, kind = parameter_and_kind(key)
+            keys.setdefault(weight, {})[kind] = key
+        return keys
+
+    @property
+    def step_keys(self) -> tuple[str, ...]:
+        """The names of the step counts that the source keeps for single weights."""
+        return tuple(kinds[_STEP] for kinds in self.keys.values() if _STEP in kinds)
+
+    @property
+    def is_fused_adam(self) -> bool:
+        """Whether the param groups are those of Transformer Engine's FusedAdam."""
+        return any("bias_correction" in group.settings for group in self.content.param_groups())
+
+    @cached_property
+    def step(self) -> int:
+        """The number of steps that the optimizer has made.
+
+        Raises: RequestError if weights have made different numbers of steps.
+        """
+        counts = {int(self.content.read_scalar(key)) for key in self.step_keys}
+        in_groups = [group.settings.get(_STEP) for group in self.content.param_groups()]
+        counts |= {int(step) for step in in_groups if isinstance(step, int | float)}
+        if len(counts) > 1:
+            raise RequestError(
+                f"parameters have made different numbers of steps: {', '.join(map(str, sorted(counts)))}",
+                why="Megatron's optimizers have one step count for all parameters",
+                do="Leave out --optimizer",
+            )
+        return counts.pop() if counts else self.content.facts.step or 0
+
+    def kinds(self, array: Mosaic) -> tuple[str, ...]:
+        """The kinds of state, masters aside, that have an element for each element of a parameter with this array.
+
+        Raises: RequestError if a weight in the array has no state, or other state than the weights that are fused with it.
+        """
+        # A rank's shard of the embedding can be padding only; it has the kinds of any other weight.
+        names = array.names or (next(iter(self.keys)),)
+        if missing := [name for name in names if name not in self.keys]:
+            raise RequestError(
+                "the optimizer has no state of it",
+                where=missing[0],
+                why="Megatron's optimizers have state of every parameter",
+                do="Leave out --optimizer, or give a checkpoint in which all weights were trained",
+            )
+        kinds = tuple(sorted(self._elementwise_kinds(names[0])))
+        if differing := [name for name in names if tuple(sorted(self._elementwise_kinds(name))) != kinds]:
+            raise RequestError(f"the optimizer has other state of it than of {names[0]}, with which it is fused", where=differing[0])
+        return kinds
+
+    def _elementwise_kinds(self, name: str) -> Iterator[str]:
+        for kind, key in self.keys[name].items():
+            if kind != "master_param" and self.content.tensors[key].shape == self.content.tensors[name].shape:
+                yield kind
+
+    def state_array(self, array: Mosaic, kind: str) -> Mosaic:
+        """The array of the weights' state of that kind, in place of the array of the weights."""
+        return array.renamed(lambda name: self.keys[name][kind])
+
+    def master_aliases(self, names: Sequence[str]) -> dict[str, str]:
+        """The masters of weights that are their own full-precision copies: master -> weight."""
+        return {self.keys[name]["master_param"]: name for name in names if name in self.keys}
+
+    def step_tensor(self, file: TorchFile, names: Sequence[str]) -> Call:
+        """The one step count of these weights, as a tensor of the file: that of the first weight which has one."""
+        keys = self._step_keys_of(names)
+        if not keys:
+            return file.tensor(step_count(_STEP, self.step))
+        return file.whole(keys[0], self.content.tensors[keys[0]])
+
+    def step_aliases(self, names: Sequence[str]) -> dict[str, str]:
+        """The step counts of these weights that `step_tensor` stands for: step count -> the stored step count."""
+        keys = self._step_keys_of(names)
+        return dict.fromkeys(keys[1:], keys[0]) if keys else {}
+
+    def _step_keys_of(self, names: Sequence[str]) -> list[str]:
+        return [self.keys[name][_STEP] for name in dict.fromkeys(names) if _STEP in self.keys.get(name, {})]
+
+    def group_settings(self, names: Sequence[str], *, is_decayed: bool, is_expert: bool) -> dict[str, Any]:
+        """The settings of a param group of these weights: those of the source's group with the first of them."""
+        groups = self.content.param_groups()
+        group = next((group for name in names for group in groups if name in group.names), groups[0] if groups else None)
+        flags = {"wd_mult": 1.0 if is_decayed else 0.0, "lr_mult": 1.0, "is_expert_parallel": is_expert, "is_decoupled_lr": False}
+        source = plain_settings(group.settings) if group else {}
+        return {**_ADAM, "default_config": True, **flags, **source, "is_expert_parallel": is_expert, _STEP: self.step}

@@ -1,0 +1,250 @@
+"""A Megatron save that is being laid out: what both formats need of the model, the optimizer, the settings and the target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from reshard.canonical.content import Content, check_against_model
+from reshard.containers.pickle_writer import Instance
+from reshard.errors import RequestError
+from reshard.geometry.dtypes import DType, from_torch
+from reshard.geometry.mosaics import Mosaic
+from reshard.plans.layout import Sidecar
+from reshard.plans.target import Target
+
+from ..layout.arguments import Args, sparse_layers
+from ..layout.chunks import Chunk, ChunkEntry, chunk_entries, split_into_chunks
+from ..layout.layer_spec import LayerSpec
+from ..layout.parallel_sizes import ParallelSizes, StageRank
+from ..layout.save_folders import TRACKER
+from ..layout.settings import model_settings, namespace, rank_settings
+from ..layout.stages import requested_layers_per_chunk
+from ..layout.tensors import BUFFER_ROLES, MTP_COPIES, MegatronModel
+from .check_model import check_sizes, megatron_compatible_model
+from .optimizer_content import OptimizerContent
+
+F32 = from_torch("float32", where="")
+_VOCABULARY_MULTIPLE = 128
+_SCHEDULER: dict[str, Any] = {
+    "max_lr": 0.0, "lr_warmup_steps": 0, "num_steps": 0, "lr_decay_style": "constant", "lr_decay_steps": 1, "min_lr": 0.0,
+    "start_wd": 0.0, "end_wd": 0.0, "wd_incr_style": "constant", "wd_incr_steps": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MegatronSave:
+    """A save that is being laid out."""
+
+    content: Content
+    """What is written."""
+    target: Target
+    """What the user asks for."""
+    model: MegatronModel
+    """The model under Megatron's names."""
+    sizes: ParallelSizes
+    """The target's parallel sizes."""
+    chunks: tuple[Chunk, ...]
+    """The chunks of all stages, in the order of the model."""
+    spec: LayerSpec
+    """The layer classes of the run that will load it."""
+    padded_vocab: int
+    """The rows of the embedding, with padding."""
+    dtype: DType
+    """The element type of the parameters."""
+
+    @property
+    def source_args(self) -> Args:
+        """The settings of the run that wrote the source; empty if it was not Megatron's."""
+        return _source_args(self.content)
+
+    @property
+    def step(self) -> int:
+        """The iteration of the save."""
+        return self.content.facts.step or 0
+
+    @property
+    def name(self) -> str:
+        """The name of the save's folder. Weights alone are a "release", with which Megatron starts a new run."""
+        return f"iter_{self.step:07d}" if self.has_optimizer else "release"
+
+    @property
+    def tracker(self) -> Sidecar:
+        """The file that names the save."""
+        return Sidecar(TRACKER, (str(self.step) if self.has_optimizer else "release").encode())
+
+    # ---- the optimizer ----
+
+    @cached_property
+    def optimizer(self) -> OptimizerContent:
+        """What the source's optimizer keeps."""
+        return OptimizerContent(self.content)
+
+    @cached_property
+    def has_optimizer(self) -> bool:
+        """Whether optimizer state is written."""
+        return bool(self.content.states)
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether masters are written beside the weights."""
+        return self.has_optimizer and self.dtype.itemsize < 4
+
+    @cached_property
+    def is_distributed_optimizer(self) -> bool:
+        """Whether the optimizer is the distributed one: as the user asks, or as in the source."""
+        requested = self.target.options.get("distributed_optimizer")
+        if requested is not None:
+            return bool(requested)
+        in_source = self.source_args.get("use_distributed_optimizer")
+        if in_source is not None:
+            return bool(in_source)
+        # The distributed optimizer has no step counts of single parameters.
+        return self.has_optimizer and not self.optimizer.step_keys
+
+    @cached_property
+    def has_step_tensors(self) -> bool:
+        """Whether the state of every parameter has a step count, as torch's Adam wants it.
+
+        Transformer Engine's FusedAdam has its step count in the param groups only, and refuses to load others
+        (transformer_engine/pytorch/optimizers/fused_adam.py). So the counts are left out for runs that use it.
+        """
+        uses_torch_adam = bool(self.optimizer.step_keys) or not self.optimizer.is_fused_adam
+        return not self.is_distributed_optimizer and not self.spec.te and uses_torch_adam
+
+    @property
+    def inlined_scalars(self) -> tuple[str, ...]:
+        """The step counts of the content that are written only as a setting of the param groups."""
+        return () if self.has_step_tensors else self.optimizer.step_keys
+
+    # ---- settings ----
+
+    @cached_property
+    def model_settings(self) -> dict[str, Any]:
+        """The settings that describe the model. moe_layer_freq has the source's form if that means the same layers."""
+        settings, source = model_settings(self.model.model), self.source_args
+        if "moe_layer_freq" not in settings or not {"moe_layer_freq", "num_layers"} <= source.keys():
+            return settings
+        if sparse_layers(source) == [self.model.is_sparse(layer) for layer in range(self.model.layers)]:
+            settings["moe_layer_freq"] = source["moe_layer_freq"]
+        return settings
+
+    @property
+    def stacks_layers(self) -> bool:
+        """Whether a distributed save stacks the layers: not if the settings say that layers may differ (transformer_block.py)."""
+        frequency = self.model_settings.get("moe_layer_freq", 1)
+        return type(frequency) is int and frequency == 1
+
+    def args(self, **format_settings: Any) -> Instance:
+        """The settings of the run, as Megatron stores them."""
+        mtp_layers = self.model_settings.get("mtp_num_layers") or 0
+        return namespace(
+            {
+                **self.source_args,
+                **self.model_settings,
+                **rank_settings(self.sizes, self.chunks, self.padded_vocab, mtp_layers),
+                "params_dtype": self.dtype.torch,
+                "transformer_impl": "transformer_engine" if self.spec.te else "local",
+                "make_vocab_size_divisible_by": _vocabulary_multiple(self.target, self.source_args),
+                "use_distributed_optimizer": self.is_distributed_optimizer,
+                "iteration": self.step,
+                "no_save_rng": True,
+                "moe_grouped_gemm": self.spec.experts != "sequential",
+                "moe_use_legacy_grouped_gemm": self.spec.experts == "grouped",
+                **format_settings,
+            }
+        )
+
+    def scheduler(self) -> dict[str, Any]:
+        """The state of the learning-rate schedule: the source's, or one that has run for the same number of steps."""
+        state = self.content.facts.state.get("opt_param_scheduler")
+        return dict(state) if isinstance(state, Mapping) else {**_SCHEDULER, "num_steps": self.step}
+
+    # ---- tensors ----
+
+    def entries(self, chunk: Chunk, rank: StageRank) -> list[ChunkEntry]:
+        """The entries of a rank's chunk."""
+        return list(chunk_entries(self.model, chunk, self.sizes, rank, self.spec))
+
+    def dtype_of(self, array: Mosaic) -> DType:
+        """The element type of a stored tensor. Raises RequestError if its parts have different ones."""
+        dtypes = {self.target.dtype_of(self.content.tensors[name]) for name in array.names}
+        if len(dtypes) > 1:
+            raise RequestError(
+                f"they have different element types: {', '.join(sorted(map(str, dtypes)))}",
+                where=", ".join(array.names),
+                why="Megatron stores them as one tensor",
+                do="Choose one element type for all with --dtype",
+            )
+        return dtypes.pop() if dtypes else self.dtype
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """The canonical tensors of MTP layers that repeat another tensor of the model, which is stored for both."""
+        model = self.model.model
+        tensors = {part.role: part.tensor for part in model.parts() if part.layer is None}
+        if model.is_tied:
+            tensors["head"] = tensors["embedding"]
+        copies = [part for part in model.parts() if part.role in MTP_COPIES and part.tensor in self.content.tensors]
+        return {part.tensor: tensors[MTP_COPIES[part.role]] for part in copies}
+
+    def notes(self) -> tuple[str, ...]:
+        """What someone who loads the save has to know."""
+        notes = []
+        if padding := self.padded_vocab - self.model.model.dimensions["vocab"]:
+            notes.append(f"{padding} rows of zeros pad the vocabulary to {self.padded_vocab}, as Megatron does for --tp {self.sizes.tp}")
+        if any(self.target.dtype_of(self.content.tensors[name]) != F32 for name in self._buffer_names):
+            notes.append("the score corrections of the routers are widened to fp32, as Megatron stores them")
+        if self.has_optimizer:
+            notes.append("load it with --no-load-rng: random states belong to the ranks of the run that saved them")
+            if "opt_param_scheduler" not in self.content.facts.state:
+                notes.append("the source has no state of Megatron's schedule: load it with --override-opt-param-scheduler")
+        return tuple(notes)
+
+    @property
+    def _buffer_names(self) -> list[str]:
+        return [part.tensor for part in self.model.model.parts() if part.role in BUFFER_ROLES and part.tensor in self.content.tensors]
+
+    def __repr__(self) -> str:
+        return f"<save {self.name}: {self.model.layers} layers in {len(self.chunks)} chunks, {self.sizes}>"
+
+
+def begin_save(content: Content, target: Target) -> MegatronSave:
+    """The save of `content` that `target` asks for.
+
+    Raises: RequestError if the model is not known, Megatron cannot hold it, or it does not divide by the parallel sizes.
+    """
+    target.parallel.allow("tp", "pp", "ep", what="a Megatron checkpoint")
+    model = megatron_compatible_model(content)
+    check_against_model(content, partial=False, strict=True)
+    options, parallel, args = target.options, target.parallel, _source_args(content)
+    sizes = ParallelSizes(parallel.tp, parallel.pp, parallel.ep, options.get("vp") or 1, options.get("etp") or parallel.tp)
+    check_sizes(model, sizes)
+    multiple = _vocabulary_multiple(target, args) * sizes.tp
+    padded_vocab = -(-model.dimensions["vocab"] // multiple) * multiple
+    transformer_impl = options.get("transformer_impl") or args.get("transformer_impl") or "transformer_engine"
+    layers = requested_layers_per_chunk(model.dimensions["layers"], sizes, options.get("stage_layers"))
+    embedding = content.tensors[next(part.tensor for part in model.parts() if part.role == "embedding")]
+    return MegatronSave(
+        content,
+        target,
+        MegatronModel(model, padded_vocab),
+        sizes,
+        tuple(split_into_chunks(layers, sizes.pp)),
+        LayerSpec.from_args(args, transformer_impl, options.get("experts")),
+        padded_vocab,
+        target.dtype_of(embedding),
+    )
+
+
+def _source_args(content: Content) -> Args:
+    args = content.facts.state.get("args")
+    return args if isinstance(args, Mapping) else {}
+
+
+def _vocabulary_multiple(target: Target, args: Args) -> int:
+    """The multiple per tensor-parallel rank to which the vocabulary is padded (--make-vocab-size-divisible-by)."""
+    multiple = target.options.get("vocab_multiple") or args.get("make_vocab_size_divisible_by")
+    return multiple if isinstance(multiple, int) and multiple > 0 else _VOCABULARY_MULTIPLE

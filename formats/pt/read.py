@@ -1,0 +1,96 @@
+"""The index of a model's torch.save file and of its optimizer's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.adapter.format import Hints
+from reshard.adapter.index_builder import IndexBuilder
+from reshard.adapter.save_folders import step_of
+from reshard.adapter.state_dicts import group_numbers, model_part, optimizer_part, parameter_shapes, states
+from reshard.canonical.optimizer_state import names_for, plain_groups, state_kind
+from reshard.containers import torch_zip
+from reshard.containers.distributed_tensors import Decoder, LocalTensor
+from reshard.errors import CheckpointError, RequestError
+from reshard.index.index import Index, RunFacts
+from reshard.storage.files import Files
+
+from .files import Candidates
+
+Shape = tuple[int, ...]
+
+
+def read(files: Files, candidates: Candidates, hints: Hints) -> Index:
+    """The index of the one model, and of the optimizer if there is one.
+
+    Raises: RequestError if several files may hold the model; CheckpointError if none holds a dict of tensors.
+    """
+    _check_one_model(files, candidates)
+    builder = IndexBuilder("pt", files)
+    builder.add_files(candidates.paths)
+    parameters: dict[str, Shape] = {}
+    for path in candidates.paths:
+        root = torch_zip.read(files, path, locate=False)
+        optimizer = optimizer_part(root)
+        model, other_keys = model_part(root) if root is not optimizer else (None, [])
+        builder.add_objects(other_keys)
+        if model is not None:
+            parameters |= read_model(builder, model, path)
+        if optimizer is not None:
+            read_optimizer(builder, optimizer, path, parameters)
+    index = builder.build(RunFacts("torch.save", step=step_of(files.root), config=hints.config))
+    if not index.tensors:
+        raise CheckpointError(
+            "it holds no dict of tensors", where=candidates.paths[0], do="Give the file that holds the model's state dict"
+        )
+    return index
+
+
+def _check_one_model(files: Files, candidates: Candidates) -> None:
+    several = candidates.models or candidates.optimizers
+    if len(several) > 1:
+        raise RequestError(
+            f"{len(several)} files could hold the model: {', '.join(several[:4])}",
+            where=files.root,
+            do="Give one of them instead of the folder",
+        )
+    if not several:
+        raise CheckpointError("torch.save has written none of these files", where=files.root, do="Give the file itself")
+
+
+def read_model(builder: IndexBuilder, model: Mapping[Any, Any], path: str) -> dict[str, Shape]:
+    """Add the tensors of a model's state dict. Returns the shapes of its parameters.
+
+    Raises: CheckpointError if the file holds only a part of a tensor.
+    """
+    decoder, tensors = Decoder(path), list[tuple[str, LocalTensor]]()
+    for key, value in model.items():
+        name = str(key)
+        local = decoder.decode(name, value)
+        if local is None:
+            builder.add_objects([name])
+            continue
+        if any(box.sizes != local.shape for box, _ in local.shards) or not local.shards:
+            raise CheckpointError(
+                f"the file holds only a part of it: {local.shards[0][0] if local.shards else 'nothing'} of {list(local.shape)}",
+                where=f"{name} in {path}",
+                why="It is the file of one rank, and its name does not tell which rank",
+                do="Give the directory with all ranks' files, named ..rank<r>.pt",
+            )
+        builder.add("weight", name, local, path, local.rank or 0)
+        tensors.append((name, local))
+    return parameter_shapes(tensors)
+
+
+def read_optimizer(builder: IndexBuilder, optimizer: Mapping[str, Any], path: str, parameters: Mapping[str, Shape]) -> None:
+    """Add the state that an optimizer's state dict holds, under the names of the model's parameters, and its param groups."""
+    decoder = Decoder(path)
+    decoded = ((parameter, kind, decoder.decode(f"{parameter}.{kind}", value)) for parameter, kind, value in states(optimizer))
+    tensors = [(parameter, kind, local) for parameter, kind, local in decoded if local]
+    shapes = {parameter: local.shape for parameter, kind, local in tensors if kind != "step"}
+    names, notes = names_for(optimizer, group_numbers(optimizer), shapes, list(parameters.items()))
+    builder.add_notes(notes)
+    builder.param_groups = plain_groups(optimizer["param_groups"], names)
+    for parameter, kind, local in tensors:
+        builder.add(*state_kind(names.get(parameter), parameter, kind), local, path, local.rank or 0)

@@ -1,0 +1,199 @@
+"""The index of the items' files of all ranks, checked against the metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from reshard.adapter.format import Hints
+from reshard.adapter.index_builder import IndexBuilder
+from reshard.adapter.save_folders import step_of
+from reshard.adapter.state_dicts import MODEL_ROOTS, group_numbers, parameter_shapes
+from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
+from reshard.canonical.optimizer_state import names_for, plain_groups, state_kind
+from reshard.containers import safetensors, torch_zip
+from reshard.containers.distributed_tensors import Decoder, LocalTensor
+from reshard.containers.torch_zip import AnyTensor, LocatedTensor, UnlocatedTensor
+from reshard.errors import CheckpointError
+from reshard.geometry.boxes import Box, row_major
+from reshard.index.index import Index, Kind, RunFacts
+from reshard.storage.files import Files, missing
+
+from .files import METADATA, SAFETENSORS, TORCH, ItemFile, ItemFiles, default_file
+from .metadata import DescribedItem, KeyPath, RankBoxes, read_metadata
+
+Shape = tuple[int, ...]
+_DEEPEST = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RankItem:
+    """The content of an item's file on one rank."""
+
+    root: Any = None
+    """The object in the file; None if the file holds only tensors, or is not read."""
+    tensors: list[tuple[KeyPath, LocalTensor]] = field(default_factory=list)
+    """The rank's parts of the item's tensors, by their paths in the item."""
+    objects: list[str] = field(default_factory=list)
+    """The names of everything else in the file."""
+
+
+def read(files: Files, numbered: Mapping[str, ItemFiles], hints: Hints) -> Index:
+    """The index of all items. numbered: the items whose files have the default names.
+
+    Raises: CheckpointError if a file is missing, or a file and the metadata contradict each other.
+    """
+    metadata = read_metadata(files)
+    items = {name: DescribedItem(item_files, {}) for name, item_files in numbered.items()} | dict(metadata.items if metadata else {})
+    ranks = metadata.ranks if metadata else 1 + max((max(item_files) for item_files in numbered.values()), default=-1)
+    builder = IndexBuilder("torch-checkpointing", files)
+    parameters: dict[str, Shape] = {}
+    for name in sorted(items, key=lambda name: name in OPTIMIZER_ROOTS):
+        parameters |= add_item(builder, name, items[name], ranks, parameters)
+    builder.add_files(file.path for item in items.values() for file in item.files.values())
+    facts = RunFacts(
+        producer="torch_checkpointing",
+        version=metadata.version if metadata else None,
+        step=step_of(files.root),
+        parallel=builder.parallel(ranks),
+        config=hints.config,
+    )
+    return builder.build(facts)
+
+
+def add_item(builder: IndexBuilder, name: str, item: DescribedItem, ranks: int, parameters: Mapping[str, Shape]) -> Mapping[str, Shape]:
+    """Add the tensors of an item on all ranks. Returns the shapes of the item's parameters if it is a model, else nothing.
+
+    parameters: those of the models so far, which an optimizer's numbers count.
+    """
+    shapes: Mapping[str, Shape] = {}
+    names: Mapping[Any, str] = {}
+    for rank in range(ranks):
+        if rank not in item.files:
+            raise missing(builder.files, default_file(name, rank).path)
+        file = item.files[rank]
+        content = read_rank_item(builder.files, name, file, item.tensors.get(rank, {}))
+        if rank == 0 and name in MODEL_ROOTS:
+            shapes = parameter_shapes((_dotted(path), local) for path, local in content.tensors)
+        if rank == 0 and name in OPTIMIZER_ROOTS:
+            names = add_param_groups(builder, content, parameters)
+        for path, local in content.tensors:
+            builder.add(*_kind_and_name(name, path, names), local, file.path, rank)
+        builder.add_objects(content.objects)
+    return shapes
+
+
+def read_rank_item(files: Files, item: str, file: ItemFile, described: Mapping[KeyPath, RankBoxes]) -> RankItem:
+    """The content of an item's file on one rank.
+
+    described: what the metadata says that the rank holds.
+    Raises: CheckpointError if the file is missing, or contradicts the metadata.
+    """
+    if files.size(file.path) is None:
+        raise missing(files, file.path)
+    root: Any = None
+    if file.serialization == TORCH:
+        root = torch_zip.read(files, file.path, locate=False)
+        values = dict(_leaves(root))
+    elif file.serialization == SAFETENSORS:
+        values = _safetensors_values(files, file.path, described)
+    else:
+        return RankItem(objects=[file.path])
+    if absent := [path for path in described if path not in values]:
+        raise CheckpointError(
+            f"it does not hold its part of {item} {_dotted(absent[0])}, which {METADATA} places there",
+            where=file.path,
+            why="The files are from different saves",
+            do="Copy all files of one save again",
+        )
+    decoder, content = Decoder(file.path), RankItem(root)
+    for path, value in values.items():
+        local = decoder.decode(_dotted(path), value)
+        if local is None:
+            content.objects.append(_dotted((item, *path)))
+        else:
+            content.tensors.append((path, _agreed(local, described[path], path, file.path) if path in described else local))
+    return content
+
+
+def _safetensors_values(files: Files, path: str, described: Mapping[KeyPath, RankBoxes]) -> dict[KeyPath, Any]:
+    """The tensors of a safetensors file by their paths in the item, as far as the metadata knows them; others by their dotted names."""
+    paths = {_dotted(key_path): key_path for key_path in described}
+    return {
+        paths.get(entry.name, (entry.name,)): LocatedTensor(
+            path, entry.byte_offset, entry.dtype, entry.shape, row_major(entry.shape), entry.name
+        )
+        for entry in safetensors.read_header(files, path).entries
+    }
+
+
+def add_param_groups(builder: IndexBuilder, optimizer: RankItem, parameters: Mapping[str, Shape]) -> Mapping[Any, str]:
+    """Add the optimizer's param groups. Returns the names of the parameters that it numbers."""
+    groups = optimizer.root.get("param_groups") if isinstance(optimizer.root, Mapping) else None
+    state_dict = {"param_groups": groups if isinstance(groups, list) else []}
+    shapes = {path[1]: local.shape for path, local in optimizer.tensors if len(path) == 3 and path[0] == "state" and path[2] != "step"}
+    names, notes = names_for(state_dict, group_numbers(state_dict), shapes, list(parameters.items()))
+    builder.add_notes(notes)
+    builder.param_groups = plain_groups(groups, names)
+    return names
+
+
+def _leaves(value: Any, path: KeyPath = (), visited: set[int] | None = None) -> Iterator[tuple[KeyPath, Any]]:
+    """The leaves of nested dicts and lists, by path. A container that occurs twice is visited once."""
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else None
+    visited = set() if visited is None else visited
+    if pairs is None or len(path) > _DEEPEST:
+        yield path, value
+    elif id(value) not in visited:
+        visited.add(id(value))
+        for key, inner in pairs:
+            yield from _leaves(inner, (*path, key if type(key) is int else str(key)), visited)
+
+
+def _kind_and_name(item: str, path: KeyPath, names: Mapping[Any, str]) -> tuple[Kind, str]:
+    """What a tensor of an item is to the run, and its name in the model."""
+    if item in OPTIMIZER_ROOTS and path[:1] == ("state",) and len(path) > 2:
+        name = path[1] if isinstance(path[1], str) else names.get(path[1])
+        return state_kind(name, path[1], _dotted(path[2:]))
+    if item in MODEL_ROOTS and path:
+        return "weight", _dotted(path)
+    return "state", _dotted((item, *path))
+
+
+def _agreed(local: LocalTensor, described: RankBoxes, path: KeyPath, file: str) -> LocalTensor:
+    """The tensor with the boxes that the metadata describes. Raises CheckpointError if the file's tensor contradicts them."""
+    stored = local.shards[0][1] if local.shards else None
+    fits = local.dtype == described.dtype and stored is not None
+    if local.distribution is not None:
+        fits = fits and (local.shape, local.shards[0][0]) == (described.shape, described.boxes[0][0])
+    elif stored is not None:
+        fits = fits and all(_reaches(stored.shape, start, box) for box, start in described.boxes)
+        fits = fits and (described.distribution is None or stored.shape == described.boxes[0][0].sizes)
+    if not fits or stored is None:
+        raise CheckpointError(
+            f"the file holds {local.dtype} {list(stored.shape) if stored else []}, {METADATA} says {described.dtype} "
+            f"{described.boxes[0][0] if described.boxes else 'nothing'} of {list(described.shape)}",
+            where=f"{_dotted(path)} in {file}",
+            why="The files are from different saves",
+            do="Copy all files of one save again",
+        )
+    shards = tuple((box, _subview(stored, start, box)) for box, start in described.boxes)
+    return LocalTensor(described.dtype, described.shape, shards, described.distribution)
+
+
+def _reaches(shape: Shape, start: Shape, box: Box) -> bool:
+    """Whether a local tensor of this shape is large enough for the box that starts at `start`."""
+    return all(at + size <= length for at, size, length in zip(start, box.sizes, shape, strict=True))
+
+
+def _subview(stored: AnyTensor, start: Shape, box: Box) -> AnyTensor:
+    """The part of a stored tensor that begins at `start` and has the sizes of the box."""
+    skip = stored.dtype.itemsize * sum(at * stride for at, stride in zip(start, stored.strides, strict=True)) if box.volume else 0
+    if isinstance(stored, UnlocatedTensor):
+        return replace(stored, skipped=stored.skipped + skip, shape=box.sizes)
+    return replace(stored, byte_offset=stored.byte_offset + skip, shape=box.sizes)
+
+
+def _dotted(path: KeyPath) -> str:
+    return ".".join(map(str, path))

@@ -1,0 +1,75 @@
+"""Folders of saves: which one of several is meant, and the step that a folder's name tells.
+
+    latest, global_step10/, global_step20/                              a tracker file holds the name of the newest save
+    latest_checkpointed_iteration.txt, iter_0000010/, iter_0000020/     a tracker file holds the number of the newest save
+    step-10/, step-20/                                                  no tracker file: the user names one
+
+Light: a format's `detect` may use it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from reshard.errors import CheckpointError, RequestError
+
+if TYPE_CHECKING:
+    from reshard.storage.files import Files
+
+_STEP = re.compile(r"(?:global_)?(?:step|checkpoint|iter)[-_]?(\d+)")
+
+
+def the_one_save(
+    files: Files, folders: Sequence[str], *, tracker: str | None = None, folder_name: Callable[[str], str] = str
+) -> str | None:
+    """The folder of the one save that is meant, with a slash at its end; None if there is no save.
+
+    folders: the folders here that hold a save, each with a slash at its end.
+    tracker: the file in which a framework names the newest save.
+    folder_name: makes the folder's name from the tracker's text; by default the text is the name.
+
+    Raises: CheckpointError if the tracker names a save that is not there; RequestError for several saves without a tracker.
+    """
+    if tracker is not None and tracker in files.list():
+        return _tracked_save(files, folders, tracker, folder_name)
+    if len(folders) > 1:
+        newest = max(folders, key=_numbers)
+        raise RequestError(
+            f"{len(folders)} saves lie here: {_some(folders)}" + (f"; no file {tracker} names the newest one" if tracker else ""),
+            where=files.root,
+            do=f"Give one of them, such as {files.root.rstrip('/')}/{newest.rstrip('/')}",
+        )
+    return folders[0] if folders else None
+
+
+def _tracked_save(files: Files, folders: Sequence[str], tracker: str, folder_name: Callable[[str], str]) -> str:
+    from reshard.storage.files import inside, read_whole
+
+    text = read_whole(files, tracker, limit=4096).decode("utf-8", "replace").strip()
+    folder = inside(folder_name(text) or ".", where=tracker).rstrip("/") + "/"
+    if folder not in folders:
+        raise CheckpointError(
+            f"it names the save {text!r}, and {folder.rstrip('/')} {'holds no save' if folder in files.list() else 'is not there'}",
+            where=tracker,
+            why=f"A complete save is named there, so it was lost or removed later. Saves that lie here: {_some(folders) or 'none'}",
+            do="Copy that save from where it was written, or give the folder of another one",
+        )
+    return folder
+
+
+def step_of(root: str) -> int | None:
+    """The step that one of the last two folder names of a path tells: global_step_20, step-20/actor, checkpoint-20; None without one."""
+    for name in list(filter(None, root.split("/")))[:-3:-1]:
+        if match := _STEP.fullmatch(name):
+            return int(match[1])
+    return None
+
+
+def _numbers(folder: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", folder)]
+
+
+def _some(folders: Sequence[str]) -> str:
+    return ", ".join(folder.rstrip("/") for folder in folders[:4]) + (", ..." if len(folders) > 4 else "")

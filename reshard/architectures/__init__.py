@@ -1,1 +1,0 @@
-"""One file per `model_type`, each ending in its one public object, ARCHITECTURE."""

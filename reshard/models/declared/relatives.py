@@ -1,0 +1,67 @@
+"""The nearest relative of a checkpoint: the declared model whose names and shapes are most like those that are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.errors import RequestError
+from reshard.models.architecture import Architecture
+from reshard.models.declared.stored_weights import Shape, StoredWeight
+from reshard.models.model import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Relative:
+    """A declared model beside a checkpoint."""
+
+    model: Model
+    """The declared model with the checkpoint's config."""
+    shared: tuple[StoredWeight, ...]
+    """The stored weights that the model has under the same names, with the same shapes, in the same layers."""
+    others: tuple[StoredWeight, ...]
+    """The stored weights that it does not have, or has with other shapes or in other layers."""
+    missing: tuple[str, ...]
+    """The names of its weights that are not stored, with {layer} and {expert}."""
+
+    @property
+    def distance(self) -> int:
+        """The number of weights that a declaration which extends this one has to add, replace or remove."""
+        return len(self.others) + len(self.missing)
+
+
+def nearest(weights: Sequence[StoredWeight], config: Mapping[str, Any], architectures: Iterable[Architecture]) -> Relative | None:
+    """The relative at the smallest distance, the first of several; None if none shares more weights than it differs in."""
+    relatives = [relative for architecture in architectures if (relative := _relative(weights, Model(architecture, config)))]
+    return min((relative for relative in relatives if relative.distance < len(relative.shared)), key=lambda r: r.distance, default=None)
+
+
+def _relative(weights: Sequence[StoredWeight], model: Model) -> Relative | None:
+    """A model beside a checkpoint; None if the config does not give the numbers of such a model."""
+    try:
+        declared = [weight for weight in model.weights.values() if not weight.scale]
+    except RequestError:
+        return None
+    expected: dict[str, dict[str, Shape]] = {}
+    for weight in declared:
+        expected.setdefault(weight.declared.name, {})[weight.name] = weight.shape
+    optional = {weight.name for weight in declared if weight.optional}
+
+    def is_shared(weight: StoredWeight) -> bool:
+        shapes = expected.get(weight.name, {})
+        return weight.tensors.items() <= shapes.items() and shapes.keys() <= weight.tensors.keys() | optional
+
+    needed = [weight for weight in weights if not all(_is_redundant(name, model) for name in weight.tensors)]
+    stored = {weight.name for weight in weights}
+    return Relative(
+        model,
+        tuple(weight for weight in needed if is_shared(weight)),
+        tuple(weight for weight in needed if not is_shared(weight)),
+        tuple(name for name, shapes in expected.items() if name not in stored and not shapes.keys() <= optional),
+    )
+
+
+def _is_redundant(name: str, model: Model) -> bool:
+    """Whether a model does without a tensor: it drops the tensor, or the tensor is a head that it ties to the embedding."""
+    return model.reason_to_drop(name) is not None or (model.is_tied and name == model.architecture.tied[0])
