@@ -18,7 +18,10 @@ LLAMA = HF / "llama"
 def install(site, *modules, points, name):
     """Install modules as pip does, with their entry points, in the directory `site`. Nothing is built, so no network is needed."""
     for module in modules:
-        shutil.copy(module, site)
+        if module.is_dir():
+            shutil.copytree(module, site / module.name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(module, site)
     information = site / f"{name.replace('-', '_')}-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -32,7 +35,7 @@ def run(tmp_path):
     site = tmp_path / "site"
     site.mkdir()
     project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
-    install(site, PACKAGE / "reshard_raw.py", points=project["entry-points"]["reshard.formats"], name=project["name"])
+    install(site, PACKAGE / "reshard_raw", points=project["entry-points"]["reshard.formats"], name=project["name"])
 
     def run(*arguments):
         environment = {**os.environ, "PYTHONPATH": str(site), "COLUMNS": "140"}
@@ -85,6 +88,14 @@ def test_every_command_takes_what_it_wrote(run, tmp_path):
     }
 
 
+def test_help_loads_neither_its_reader_nor_its_writer(run):
+    script = (
+        "import importlib, sys; importlib.import_module('reshard.cli.main').run(['convert', '--help']);"
+        "sys.exit('reshard_raw' not in sys.modules or 'reshard_raw.read' in sys.modules)"
+    )
+    subprocess.run([command()[0], "-c", script], env={**os.environ, "PYTHONPATH": str(run.site)}, check=True, capture_output=True)
+
+
 def test_a_cut_file_is_named(run, tmp_path):
     assert run("convert", LLAMA, tmp_path / "raw", "--to", "raw").returncode == 0
     os.truncate(tmp_path / "raw" / "weights.raw", 1000)
@@ -121,11 +132,29 @@ def test_a_package_whose_entry_point_is_not_a_format_is_named(run, tmp_path, mod
         assert words in result.stderr, result.stderr
 
 
-def test_two_packages_that_mean_different_things_by_one_option_are_named(run, tmp_path):
-    text = (PACKAGE / "reshard_raw.py").read_text()
-    other = text.replace('name = "raw"', 'name = "other"').replace("a multiple of N bytes", "a multiple of N elements")
-    (tmp_path / "reshard_other.py").write_text(other)
+OTHER = """
+from reshard.adapter.option import Option
+from reshard_raw import Raw
+
+class Other(Raw):
+    name = "other"
+    options = (Option("alignment", "number", "Start each tensor at a multiple of N {unit}."),)
+
+    def detect(self, files):
+        return None
+
+FORMAT = Other()
+"""
+
+
+def install_other(run, tmp_path, unit):
+    """A second package, with an option of the same name."""
+    (tmp_path / "reshard_other.py").write_text(OTHER.format(unit=unit))
     install(run.site, tmp_path / "reshard_other.py", points={"other": "reshard_other:FORMAT"}, name="reshard-other")
+
+
+def test_two_packages_that_mean_different_things_by_one_option_are_named(run, tmp_path):
+    install_other(run, tmp_path, "elements")
     result = run("convert", LLAMA, tmp_path / "out", "--to", "hf")
     assert result.returncode == 2 and "Traceback" not in result.stderr
     for words in ("--alignment", "different meanings", "other", "raw"):
@@ -133,6 +162,5 @@ def test_two_packages_that_mean_different_things_by_one_option_are_named(run, tm
 
 
 def test_two_packages_that_mean_the_same_by_one_option_share_it(run, tmp_path):
-    (tmp_path / "reshard_other.py").write_text((PACKAGE / "reshard_raw.py").read_text().replace('name = "raw"', 'name = "other"'))
-    install(run.site, tmp_path / "reshard_other.py", points={"other": "reshard_other:FORMAT"}, name="reshard-other")
+    install_other(run, tmp_path, "bytes")
     assert "Only for other, raw:" in run("convert", "--help").stdout
