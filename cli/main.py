@@ -8,6 +8,8 @@ from importlib import import_module
 
 import click
 
+from reshard.storage.system_calls import check_platform
+
 # name -> (module, what `--help` says). Static, so that help and start-up load nothing else.
 COMMANDS = {
     "inspect": (".commands.inspect", "Show what a checkpoint holds, and where each part lies."),
@@ -56,6 +58,7 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """The exit code of a command line. Errors become one paragraph on stderr; with --debug, a traceback."""
     try:
+        check_platform()
         code = cli.main(arguments, prog_name="reshard", standalone_mode=False)
         sys.stdout.flush()
         return int(code or 0)
@@ -80,12 +83,15 @@ def run(arguments: list[str]) -> int:
 
 
 def _report(error: Exception, debug: bool) -> int:
-    from reshard.errors import ReshardError
+    from reshard.errors import RequestError, ReshardError
 
-    if debug or not isinstance(error, ReshardError):
+    without_torch = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+    if debug or not (without_torch or isinstance(error, ReshardError)):
         import traceback
 
         traceback.print_exception(error)
+    if without_torch:
+        error = RequestError("this conversion needs torch, which is not installed", do="Install it with `pip install torch`")
     if isinstance(error, ReshardError):
         print(f"reshard: {error}", file=sys.stderr)
         return error.exit_code

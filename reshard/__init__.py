@@ -48,6 +48,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'reshard' has no attribute {name!r}")
     from importlib import import_module
 
+    from reshard.storage.system_calls import check_platform
+
+    check_platform()
     module = "errors" if name.endswith(("Error", "Found")) else f"verbs.{name}"
     if name in ("Checkpoint", "open"):
         module = "verbs.checkpoint"

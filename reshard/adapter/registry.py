@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format
@@ -22,21 +22,33 @@ GROUP = "reshard.formats"
 def formats() -> dict[str, Format]:
     """Every installed format by name, sorted. A third party's package adds its own by the same group.
 
-    Raises: RequestError if there are none, or an entry point is not a Format.
+    Raises: RequestError if there are none, or if an entry point cannot be loaded or is not a Format.
     """
     found: dict[str, Format] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        loaded = point.load()
+        try:
+            loaded = point.load()
+        except Exception as error:
+            raise RequestError(
+                f"the entry point {point.name} of the group {GROUP} cannot be loaded: {error}",
+                where=point.value,
+                do=f"Update or remove the package that brings it{_name_of_package(point)}",
+            ) from error
         if not isinstance(loaded, Format):
             raise RequestError(
-                f"the entry point {point.name} of the group {GROUP} is a {type(loaded).__name__}, not a Format",
+                f"the entry point {point.name} of the group {GROUP} is not a Format but an object of the class {type(loaded).__name__}",
                 where=point.value,
-                do="Remove the package that brings it, or let it subclass reshard.adapter.format.Format",
+                why="A format is an object of a subclass of reshard.adapter.format.Format",
+                do=f"Update or remove the package that brings it{_name_of_package(point)}",
             )
         found[point.name] = loaded
     if not found:
         raise RequestError("no format is installed", why=f"The entry-point group {GROUP} is empty", do="Install reshard with pip")
     return found
+
+
+def _name_of_package(point: EntryPoint) -> str:
+    return f", {point.dist.name}" if point.dist else ""
 
 
 def named(name: str) -> Format:

@@ -85,6 +85,11 @@ class Journal:
         os.fsync(self._file.fileno())
 
 
+def names_a_plan(path: Path) -> bool:
+    """Whether there is a journal with its first line. A run that was stopped before it wrote that line has noted no work."""
+    return path.exists() and "\n" in path.read_text()
+
+
 def read_journal(path: Path, identity: str) -> dict[BlockKey, bytes]:
     """The digests of the blocks that an earlier run of the same plan has finished.
 
@@ -95,7 +100,7 @@ def read_journal(path: Path, identity: str) -> dict[BlockKey, bytes]:
     records = [_record(line) for line in lines]
     if not records or records[0].get("identity") != identity:
         raise RequestError(
-            "the interrupted conversion in this directory had other options, or its source has changed since",
+            "the interrupted conversion in this directory had other options or another version of reshard, or its source has changed since",
             where=str(path.parent.parent),
             why="Resuming would mix two conversions",
             do="Repeat the options of that run, or start again with --overwrite",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.engine.journal import BlockKey, Journal, read_journal
+from reshard.engine.journal import BlockKey, Journal, names_a_plan, read_journal
 from reshard.engine.pool import run_jobs, workers_within
 from reshard.engine.transfer import Pieces, Worker, bytes_of
 from reshard.engine.values import Values
@@ -101,7 +101,7 @@ class Conversion:
             self.fingerprint = recorded_fingerprint(self._staging.root)
             self.resumed_bytes = self.total
             return
-        resume = self._resume and self._staging.journal.exists()
+        resume = self._resume and names_a_plan(self._staging.journal)
         if self._resume and not resume:
             self._check_nothing_else_is_there()
         finished = read_journal(self._staging.journal, self._identity) if resume else {}

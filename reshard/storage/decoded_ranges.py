@@ -6,7 +6,6 @@ most _MAX_DECODED such files exist at a time, so memory stays constant and the u
 
 from __future__ import annotations
 
-import os
 import tempfile
 import threading
 from collections import OrderedDict
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from reshard.errors import CheckpointError
+from reshard.storage.system_calls import read_at
 
 Read = Callable[[str, int, memoryview], None]
 
@@ -109,7 +109,7 @@ class DecodedRanges:
                 )
             done = 0
             while done < len(buffer):
-                done += os.preadv(encoded.file.fileno(), [buffer[done:]], byte_offset + done)
+                done += read_at(encoded.file.fileno(), buffer[done:], byte_offset + done)
 
         self._with_file(path, fill)
 

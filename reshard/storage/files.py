@@ -18,6 +18,7 @@ from typing import Protocol
 
 from reshard.errors import CheckpointError, RequestError
 from reshard.storage.decoded_ranges import DecodedRanges
+from reshard.storage.system_calls import open_files_at_once, read_at
 
 
 class Files(Protocol):
@@ -105,10 +106,10 @@ def missing(files: Files, path: str) -> CheckpointError:
 
 
 class Descriptors:
-    """The open files of one folder, at most `most` at a time. Threads may share them."""
+    """The open files of one folder, at most `open_files_at_once()` at a time. Threads may share them."""
 
-    def __init__(self, folder: Path, flags: int, *, most: int = 200) -> None:
-        self._folder, self._flags, self._most = folder, flags | getattr(os, "O_CLOEXEC", 0), most
+    def __init__(self, folder: Path, flags: int) -> None:
+        self._folder, self._flags, self._most = folder, flags | os.O_CLOEXEC, open_files_at_once()
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _OpenFile] = OrderedDict()
 
@@ -218,7 +219,7 @@ class LocalFiles:
     def _fill(descriptor: int, path: str, byte_offset: int, buffer: memoryview) -> None:
         done = 0
         while done < len(buffer):
-            count = os.preadv(descriptor, [buffer[done:]], byte_offset + done)
+            count = read_at(descriptor, buffer[done:], byte_offset + done)
             if not count:
                 raise CheckpointError(
                     f"bytes {byte_offset:,}..{byte_offset + len(buffer):,} are needed, the file ends at {os.fstat(descriptor).st_size:,}",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from reshard.errors import RequestError
 from reshard.storage.files import Descriptors
+from reshard.storage.system_calls import sync_content
 
 WORK_FOLDER = ".reshard"
 
@@ -90,7 +91,7 @@ class Staging:
             if (self.work / path).exists():
                 try:
                     with self._descriptors.borrow(path) as descriptor:
-                        os.fdatasync(descriptor)
+                        sync_content(descriptor)
                 except OSError as error:
                     raise self._refusal(error) from error
 

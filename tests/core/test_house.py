@@ -1,13 +1,14 @@
 """The house: which room may import which, what keeps it small, that packages are the tree, that nothing heavy is loaded early."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-import tomllib_compat
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -182,6 +183,29 @@ def test_nothing_below_imports_a_plugin_or_what_it_plugs_into(path):
         assert not any("plugins" in name.split(".") or name.split(".")[0] == "vllm" for name in named)
 
 
+@pytest.mark.parametrize("path", [*CORE, *FORMATS, *CLI], ids=label)
+def test_nothing_can_open_a_network_connection(path):
+    """SECURITY.md promises it."""
+    network = {
+        "aiohttp",
+        "asyncio",
+        "fsspec",
+        "ftplib",
+        "http",
+        "httpx",
+        "huggingface_hub",
+        "requests",
+        "smtplib",
+        "socket",
+        "ssl",
+        "urllib",
+    }
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        assert not network & {name.split(".")[0] for name in names}
+
+
 @pytest.mark.parametrize("path", FORMATS, ids=label)
 def test_no_format_imports_another(path):
     """A format that is a folder imports its own files relatively."""
@@ -221,7 +245,7 @@ def test_the_core_names_no_format(path):
 
 
 def project():
-    return tomllib_compat.load(ROOT / "pyproject.toml")
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_the_packages_installed_are_the_tree():
@@ -232,6 +256,26 @@ def test_the_packages_installed_are_the_tree():
         parts = folder.relative_to(ROOT).parts
         name = ".".join(parts if parts[0] == "reshard" else ("reshard", *parts))
         assert (folder / "__init__.py").exists() and find_spec(name) is not None, name
+
+
+def test_the_container_installs_every_dependency_except_torch():
+    (line,) = re.findall(r"^RUN pip install .*--constraint constraints.txt (.+)$", (ROOT / "Containerfile").read_text(), re.MULTILINE)
+    dependencies = {re.split(r"[<>=!~]", requirement)[0] for requirement in project()["project"]["dependencies"]}
+    assert set(line.split()) == dependencies - {"torch"}
+
+
+def test_the_parts_of_the_ci_are_listed():
+    """`.ci/run --list` finds every part with a line that says what it checks."""
+    listed = subprocess.run(["bash", ROOT / ".ci" / "run", "--list"], capture_output=True, text=True, check=True).stdout.splitlines()
+    parts = re.search(r"^PARTS=\((.+)\)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE).group(1).split()
+    assert [line.split()[0] for line in listed] == parts and all(len(line.split()) > 1 for line in listed)
+
+
+def test_the_changelog_has_this_version():
+    import reshard
+
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert f"## [{reshard.__version__}]" in changelog and "## [Unreleased]" in changelog
 
 
 def test_the_entry_points_are_the_files():

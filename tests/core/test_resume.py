@@ -161,6 +161,15 @@ def test_resuming_what_is_finished_does_nothing(plan, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
 
 
+@pytest.mark.parametrize("first_line", ["", '{"identity":"98e4'])
+def test_stopped_before_the_first_line_of_the_journal_was_whole_it_begins_anew(plan, tmp_path, first_line):
+    (tmp_path / "out" / ".reshard").mkdir(parents=True)
+    (tmp_path / "out" / ".reshard" / "journal.jsonl").write_text(first_line)
+    reshard.convert(plan, tmp_path / "out", resume=True)
+    reshard.convert(plan, tmp_path / "expected")
+    assert tree(tmp_path / "out") == tree(tmp_path / "expected")
+
+
 def test_resuming_where_nothing_is_begins(plan, tmp_path):
     reshard.convert(plan, tmp_path / "out", resume=True)
     assert reshard.verify(HF / "llama", tmp_path / "out").equal

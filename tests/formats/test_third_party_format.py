@@ -1,0 +1,166 @@
+"""A package of somebody else (tests/third_party) brings a format with an option of its own; nothing in reshard names either."""
+
+import json
+import os
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from command import command, tree
+from places import HF
+
+PACKAGE = Path(__file__).resolve().parent.parent / "third_party"
+LLAMA = HF / "llama"
+
+
+def install(site, *modules, points, name):
+    """Install modules as pip does, with their entry points, in the directory `site`. Nothing is built, so no network is needed."""
+    for module in modules:
+        if module.is_dir():
+            shutil.copytree(module, site / module.name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(module, site)
+    information = site / f"{name.replace('-', '_')}-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    lines = [f"{key} = {value}" for key, value in points.items()]
+    (information / "entry_points.txt").write_text("\n".join(["[reshard.formats]", *lines, ""]))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The command `reshard` where the package is installed; `run.site` is where."""
+    site = tmp_path / "site"
+    site.mkdir()
+    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
+    install(site, PACKAGE / "reshard_raw", points=project["entry-points"]["reshard.formats"], name=project["name"])
+
+    def run(*arguments):
+        environment = {**os.environ, "PYTHONPATH": str(site), "COLUMNS": "140"}
+        return subprocess.run(command(*arguments), env=environment, capture_output=True, text=True)
+
+    run.site = site
+    return run
+
+
+def test_it_is_listed(run):
+    listed = json.loads(run("formats", "--json").stdout)
+    assert {"name": "raw", "reads": True, "writes": True, "summary": "one file of elements and a JSON table"} in listed
+
+
+@pytest.mark.parametrize("name", ["convert", "plan"])
+def test_help_shows_its_option_under_its_name(run, name):
+    sections = run(name, "--help").stdout.split("\n\n")
+    (section,) = [text for text in sections if "--alignment" in text]
+    assert section.startswith("Only for raw:") and "Start each tensor at a multiple of N bytes." in section
+
+
+def test_the_option_reaches_the_layout(run, tmp_path):
+    result = run("convert", LLAMA, tmp_path / "out", "--to", "raw", "--alignment", 4096)
+    assert result.returncode == 0, result.stderr
+    table = json.loads((tmp_path / "out" / "weights.json").read_text())
+    offsets = sorted(entry["byte_offset"] for entry in table.values())
+    assert len(offsets) > 10 and not any(offset % 4096 for offset in offsets)
+    assert offsets[1] == 16_384, "the first tensor has 16,000 bytes"
+
+
+def test_python_takes_the_option_as_a_keyword(run, tmp_path):
+    script = "import reshard, sys; reshard.convert(reshard.plan(sys.argv[1], to='raw', alignment=4096), sys.argv[2])"
+    arguments = [command()[0], "-c", script, LLAMA, tmp_path / "python"]
+    subprocess.run(arguments, env={**os.environ, "PYTHONPATH": str(run.site)}, check=True)
+    assert run("convert", LLAMA, tmp_path / "command", "--to", "raw", "--alignment", 4096).returncode == 0
+    assert (tmp_path / "python" / "weights.raw").read_bytes() == (tmp_path / "command" / "weights.raw").read_bytes()
+
+
+def test_every_command_takes_what_it_wrote(run, tmp_path):
+    """It is detected, verified, and converts to what the source converts to, byte by byte."""
+    assert run("convert", LLAMA, tmp_path / "raw", "--to", "raw").returncode == 0
+    assert json.loads(run("inspect", tmp_path / "raw", "--json").stdout)["format"] == "raw"
+    assert run("verify", LLAMA, tmp_path / "raw").returncode == 0
+    assert run("roundtrip", LLAMA, "--to", "raw").returncode == 0
+    for source in (LLAMA, tmp_path / "raw"):
+        assert run("convert", source, tmp_path / f"vllm-{source.name}", "--to", "vllm", "--tp", 2).returncode == 0
+    expected, made = tree(tmp_path / "vllm-llama"), tree(tmp_path / "vllm-raw")
+    assert {path: data for path, data in made.items() if path != "reshard.json"} == {
+        path: data for path, data in expected.items() if path != "reshard.json"
+    }
+
+
+def test_help_loads_neither_its_reader_nor_its_writer(run):
+    script = (
+        "import importlib, sys; importlib.import_module('reshard.cli.main').run(['convert', '--help']);"
+        "sys.exit('reshard_raw' not in sys.modules or 'reshard_raw.read' in sys.modules)"
+    )
+    subprocess.run([command()[0], "-c", script], env={**os.environ, "PYTHONPATH": str(run.site)}, check=True, capture_output=True)
+
+
+def test_a_cut_file_is_named(run, tmp_path):
+    assert run("convert", LLAMA, tmp_path / "raw", "--to", "raw").returncode == 0
+    os.truncate(tmp_path / "raw" / "weights.raw", 1000)
+    result = run("inspect", tmp_path / "raw")
+    assert result.returncode == 2 and "weights.raw has 1,000" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_the_option_is_refused_for_another_format(run, tmp_path):
+    result = run("convert", LLAMA, tmp_path / "out", "--to", "hf", "--alignment", 4096)
+    assert result.returncode == 2 and not (tmp_path / "out").exists()
+    assert "--alignment does not apply to hf" in result.stderr and "option of raw" in result.stderr
+
+
+def test_a_wrong_value_names_the_option(run, tmp_path):
+    result = run("convert", LLAMA, tmp_path / "out", "--to", "raw", "--alignment", "wide")
+    assert result.returncode == 2 and "--alignment wide" in result.stderr and "number" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "module, expected",
+    [
+        ("FORMAT = object()\n", ("is not a Format but an object of the class object", "reshard.adapter.format.Format")),
+        ("import a_module_that_is_not_installed\n", ("cannot be loaded", "a_module_that_is_not_installed")),
+        ("", ("cannot be loaded", "FORMAT")),
+    ],
+    ids=["another class", "import error", "no such name"],
+)
+def test_a_package_whose_entry_point_is_not_a_format_is_named(run, tmp_path, module, expected):
+    (tmp_path / "broken.py").write_text(module)
+    install(run.site, tmp_path / "broken.py", points={"broken": "broken:FORMAT"}, name="reshard-broken")
+    result = run("inspect", LLAMA)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    for words in (*expected, "broken:FORMAT", "reshard-broken"):
+        assert words in result.stderr, result.stderr
+
+
+OTHER = """
+from reshard.adapter.option import Option
+from reshard_raw import Raw
+
+class Other(Raw):
+    name = "other"
+    options = (Option("alignment", "number", "Start each tensor at a multiple of N {unit}."),)
+
+    def detect(self, files):
+        return None
+
+FORMAT = Other()
+"""
+
+
+def install_other(run, tmp_path, unit):
+    """A second package, with an option of the same name."""
+    (tmp_path / "reshard_other.py").write_text(OTHER.format(unit=unit))
+    install(run.site, tmp_path / "reshard_other.py", points={"other": "reshard_other:FORMAT"}, name="reshard-other")
+
+
+def test_two_packages_that_mean_different_things_by_one_option_are_named(run, tmp_path):
+    install_other(run, tmp_path, "elements")
+    result = run("convert", LLAMA, tmp_path / "out", "--to", "hf")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    for words in ("--alignment", "different meanings", "other", "raw"):
+        assert words in result.stderr, result.stderr
+
+
+def test_two_packages_that_mean_the_same_by_one_option_share_it(run, tmp_path):
+    install_other(run, tmp_path, "bytes")
+    assert "Only for other, raw:" in run("convert", "--help").stdout
