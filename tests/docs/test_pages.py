@@ -44,11 +44,7 @@ def test_the_readme_is_short_and_in_order():
     assert headings(README) == SECTIONS
 
 
-# docs/architectures.md is rewritten in another part of issue 13; until then its cells are longer.
-_LATER = pytest.mark.xfail(strict=False, reason="being rewritten")
-
-
-@pytest.mark.parametrize("page", [pytest.param(p, marks=[_LATER] * (p.name == "architectures.md")) for p in PAGES], ids=label)
+@pytest.mark.parametrize("page", PAGES, ids=label)
 def test_tables_have_short_cells(page):
     for line in prose(page).split("\n"):
         if line.startswith("|"):
