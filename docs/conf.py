@@ -17,6 +17,8 @@ html_title = "reshard"
 html_show_sphinx = False
 # Anchors as on the hosting site, so that links such as page.md#a-heading work in both.
 myst_heading_anchors = 3
+# The output of a command is no code: an apostrophe in it is not an open quotation.
+suppress_warnings = ["misc.highlighting_failure"]
 # Blocks without a language are drawings.
 highlight_language = "text"
 
