@@ -127,7 +127,7 @@ def _show_checkpoint(opened: Checkpoint) -> None:
     index, facts = opened.index, opened.index.facts
     show(opened.path)
     producer = " ".join(word for word in (facts.producer, facts.version) if word)
-    show(f"  format    {index.format}" + (f" ({producer})" if producer else "") + f", recognised by {opened.detected}")
+    show(f"  format    {index.format}" + (f" ({producer})" if producer else "") + f", recognized by {opened.detected}")
     show(f"  model     {_model_text(opened)}")
     if facts.step is not None:
         show(f"  step      {facts.step}")

@@ -1,4 +1,4 @@
-"""Dequantisation: each quantised weight gets its scales attached, and the scales are no longer tensors of the content."""
+"""Dequantization: each quantized weight gets its scales attached, and the scales are no longer tensors of the content."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ SETTING = "quantization_config"
 
 
 def dequantized(content: Content, config: Mapping[str, Any] | None) -> Content:
-    """The content with the scales of quantised weights attached to them, and the model without quantisation.
+    """The content with the scales of quantized weights attached to them, and the model without quantization.
 
-    Raises: RequestError if the config does not say how the weights are quantised, CheckpointError if a quantised weight has no scales or
+    Raises: RequestError if the config does not say how the weights are quantized, CheckpointError if a quantized weight has no scales or
     scales of another shape.
     """
     quantization = quantization_of(config or {})
     if quantization is None:
         method = unknown_quantization(config or {})
         raise RequestError(
-            f"--dequantize: the quantisation method {method} is unknown" if method else "--dequantize: nothing here is quantised",
+            f"--dequantize: the quantization method {method} is unknown" if method else "--dequantize: nothing here is quantized",
             why="" if method else f"The config has no {SETTING}",
             do="Leave it out" if method else "Leave it out, or give the model's own config with --model DIR",
         )
@@ -39,19 +39,19 @@ def dequantized(content: Content, config: Mapping[str, Any] | None) -> Content:
             if scales is None:
                 raise CheckpointError("it is missing, although other scales of this weight are there", where=scale_name)
             if scale.of_input:
-                drops.append(Drop(scale_name, scales.kind, scales.nbytes, "the activation scale of a layer that is no longer quantised"))
+                drops.append(Drop(scale_name, scales.kind, scales.nbytes, "the activation scale of a layer that is no longer quantized"))
             else:
                 tensors[name] = replace(tensor, scaling=_scaling(tensor, scales, scale.block_shape, scale.shape(tensor.shape)))
     for name in [name for name in tensors if name.rpartition(".")[2] in {scale.kind for scale in quantization.cache_scales}]:
         scales = tensors.pop(name)
-        drops.append(Drop(name, scales.kind, scales.nbytes, "a scale of the KV cache, which is no longer quantised"))
+        drops.append(Drop(name, scales.kind, scales.nbytes, "a scale of the KV cache, which is no longer quantized"))
     _check_all_are_scaled(tensors, quantization)
     model = Model(content.model.architecture, without_quantization(content.model.config)) if content.model else None
     return replace(content, tensors=tensors, drops=tuple(drops), model=model)
 
 
 def quantized_names(content: Content, config: Mapping[str, Any] | None) -> frozenset[str]:
-    """The names of the quantised weights and of their scales, whose dtypes must not be cast: the values would change."""
+    """The names of the quantized weights and of their scales, whose dtypes must not be cast: the values would change."""
     quantization = quantization_of(config or {})
     kinds = [scale.kind for scale in quantization.scales] if quantization else []
     weights = {name: name.removesuffix(kind) + "weight" for name in content.tensors for kind in kinds if name.endswith("." + kind)}
@@ -59,7 +59,7 @@ def quantized_names(content: Content, config: Mapping[str, Any] | None) -> froze
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the same model, not quantised."""
+    """The config of the same model, not quantized."""
     return {key: value for key, value in config.items() if key != SETTING}
 
 

@@ -35,7 +35,7 @@ def cast(block: Block, source: DType, target: DType) -> Block:
 
 
 def scaled(block: Block, source: DType, factors: npt.NDArray[np.float32], target: DType) -> Block:
-    """The values of quantised elements: multiplied by `factors` in float32 and cast once.
+    """The values of quantized elements: multiplied by `factors` in float32 and cast once.
 
     factors: an array that numpy broadcasts to the block. Source: DeepSeek's fp8_cast_bf16.py and transformers do the same.
     """

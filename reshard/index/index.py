@@ -46,7 +46,7 @@ class Tensor:
     distribution: Distribution | None = None
     """How it was distributed on the run's mesh; None if the files do not say."""
     scaling: Scaling | None = None
-    """The scales that turn its quantised elements into values; None if it is not quantised, or is copied without dequantisation."""
+    """The scales that turn its quantized elements into values; None if it is not quantized, or is copied without dequantization."""
 
     @property
     def dtypes(self) -> tuple[DType, ...]:
@@ -73,7 +73,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scaling:
-    """The scales of a quantised tensor: an element times its scale is its value."""
+    """The scales of a quantized tensor: an element times its scale is its value."""
 
     scales: Tensor
     """The tensor of scales."""

@@ -34,7 +34,7 @@ _BUILT_IN = Path(__file__).resolve().parent.parent / "architectures"
 def find_model(config: Mapping[str, Any] | None, architecture: Architecture | None = None) -> Model | None:
     """The model that a Hugging Face config describes.
 
-    None if there is no config, if its architecture is not declared, or if its weights are quantised in a way that is not known.
+    None if there is no config, if its architecture is not declared, or if its weights are quantized in a way that is not known.
     architecture: takes the place of the one that the config names by its `model_type`.
     """
     if config is None or unknown_quantization(config):

@@ -1,7 +1,7 @@
 """Model: an architecture with the numbers of one config put in. Its weights by name, and its parts by role.
 
     Architecture + config -> dimensions {"hidden": 4096, ...}
-                          -> weights    one ModelWeight per tensor of the model, quantisation scales included
+                          -> weights    one ModelWeight per tensor of the model, quantization scales included
                           -> parts()    one Part per role of each weight: a fused qkv is three parts
 
 Engines and training frameworks work on parts: what a part does decides how ranks share it, whatever the model calls it.
@@ -123,7 +123,7 @@ class Model:
 
     @cached_property
     def quantization(self) -> Quantization | None:
-        """How the weights are quantised; None if they are not."""
+        """How the weights are quantized; None if they are not."""
         return quantization_of(self.config)
 
     @property

@@ -1,4 +1,4 @@
-"""Quantised weights: the scales that are stored beside a weight, their names, and the block of the weight that each scale belongs to.
+"""Quantized weights: the scales that are stored beside a weight, their names, and the block of the weight that each scale belongs to.
 
 Sources: transformers, quantizers (finegrained_fp8, compressed_tensors); vLLM 0.32, layers/quantization/{fp8,compressed_tensors}; published
 configs of DeepSeek-V3, Qwen3-FP8 and llm-compressor's models.
@@ -42,14 +42,14 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How the linear layers of a model are quantised."""
+    """How the linear layers of a model are quantized."""
 
     method: str
     """The config's quant_method: "fp8", "compressed-tensors"."""
     scales: tuple[Scale, ...]
-    """The scales beside each quantised weight."""
+    """The scales beside each quantized weight."""
     excluded: tuple[str, ...] = ()
-    """Modules that are not quantised, as names, or as regular expressions after "re:"."""
+    """Modules that are not quantized, as names, or as regular expressions after "re:"."""
     cache_scales: tuple[Scale, ...] = ()
     """The scales of cached keys and values, one of each in every layer's attention."""
 
@@ -66,7 +66,7 @@ def _matches(entry: str, module: str) -> bool:
 
 
 def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
-    """How a config says that the weights are quantised; None if they are not, or in a way that is not known (`unknown_quantization`)."""
+    """How a config says that the weights are quantized; None if they are not, or in a way that is not known (`unknown_quantization`)."""
     settings = config.get("quantization_config")
     if not isinstance(settings, Mapping):
         return None
@@ -84,7 +84,7 @@ def _cache_scale(kind: str) -> Scale:
 
 
 def unknown_quantization(config: Mapping[str, Any]) -> str | None:
-    """The method that a config names, if weights quantised by it cannot be read; None if they can, or are not quantised."""
+    """The method that a config names, if weights quantized by it cannot be read; None if they can, or are not quantized."""
     settings = config.get("quantization_config")
     if not settings or quantization_of(config) is not None:
         return None

@@ -84,7 +84,7 @@ class Role:
     saved: SavedForBackward = SavedForBackward()
     """What the backward pass needs from a layer of this role."""
     quantized: bool = False
-    """Whether quantisation changes this weight: True for linear layers, False for embeddings, heads, norms and routers."""
+    """Whether quantization changes this weight: True for linear layers, False for embeddings, heads, norms and routers."""
     in_layer: bool = True
     """Whether each layer has such a weight. False: the model has one, before or after its layers."""
     fuses: tuple[str, ...] = ()
@@ -171,5 +171,5 @@ _ROWS = (
 )
 
 ROLES: Mapping[str, Role] = {role.name: role for role in _ROWS}
-# The roles that a declaration may give to a weight. The others are fused, or follow from how the model is quantised.
+# The roles that a declaration may give to a weight. The others are fused, or follow from how the model is quantized.
 DECLARED_ROLES = tuple(role.name for role in _ROWS if role.shape)

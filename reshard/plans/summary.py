@@ -86,7 +86,7 @@ def kinds(index: Index) -> tuple[KindSummary, ...]:
 
 
 def parameter_count(content: Content) -> int:
-    """The number of the model's elements. A tied table counts once, and scales of quantised weights do not count."""
+    """The number of the model's elements. A tied table counts once, and scales of quantized weights do not count."""
     scales = {name for name, weight in content.model.weights.items() if weight.scale} if content.model else set()
     return sum(tensor.elements for name, tensor in content.weights.items() if name not in scales)
 

@@ -26,7 +26,7 @@ class Target:
     keep_dtype: tuple[str, ...] = ()
     """Globs of tensors that `dtype` does not cast."""
     dtype_kept_for: frozenset[str] = frozenset()
-    """Names of tensors that `dtype` never casts: quantised weights and their scales."""
+    """Names of tensors that `dtype` never casts: quantized weights and their scales."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The format's own options, parsed."""
     only_rank: Mapping[str, int] = field(default_factory=dict)

@@ -44,7 +44,7 @@ class DegreeOptions(ModelOptions, total=False):
     weights: Weights | None
     """The model's copy, or the optimizer's full-precision one."""
     dequantize: bool
-    """Turn quantised weights into values."""
+    """Turn quantized weights into values."""
     engine_version: str | None
     """The serving engine's version (default: the newest known)."""
 
@@ -133,7 +133,7 @@ def _stored_model(source: Checkpoint, target: Target, weights: Weights | None, d
 
 
 def _declared_model(model: Model, target: Target, dequantize: bool) -> tuple[Model, dict[str, DType]]:
-    """The same for a model without weights: its config, or --dtype, says their element type, and which of them are quantised."""
+    """The same for a model without weights: its config, or --dtype, says their element type, and which of them are quantized."""
     named = model.config.get("dtype") or model.config.get("torch_dtype")
     dtype = target.dtype or from_user(str(named))
     if dtype is None:

@@ -101,7 +101,7 @@ def _batch(options: EstimateOptions, tp: int) -> Batch | None:
 
 
 def _trained(source: PathLike | Model, architecture: Architecture | PathLike | None) -> Model:
-    """The model as it is trained: not quantised."""
+    """The model as it is trained: not quantized."""
     model = source if isinstance(source, Model) else model_at(source, architecture)
     return Model(model.architecture, without_quantization(model.config))
 

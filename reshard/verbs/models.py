@@ -27,7 +27,7 @@ def model_of(config: Mapping[str, Any] | None, architecture: Architecture | Path
     found = find_model(config, None if architecture is None else named_architecture(architecture))
     if found is None:
         raise RequestError(
-            f"the architecture {config.get('model_type')!r} is not declared, or its weights are quantised in a way that is not known",
+            f"the architecture {config.get('model_type')!r} is not declared, or its weights are quantized in a way that is not known",
             why="What its weights are is not guessed",
             do=f"Known are {', '.join(known_model_types())}; another one can be declared in a file for --architecture",
         )

@@ -75,7 +75,7 @@ class TargetOptions(TypedDict, total=False):
     keep_dtype: str | tuple[str, ...]
     """Globs of tensors that `dtype` does not cast."""
     dequantize: bool
-    """Turn quantised weights into values, in `dtype` or bf16."""
+    """Turn quantized weights into values, in `dtype` or bf16."""
     max_shard_size: int | str | None
     """Start a new file when one would grow beyond this many bytes."""
     engine_version: str | None
@@ -127,7 +127,7 @@ class ConversionRequest:
     keep_dtype: tuple[str, ...]
     """Globs of tensors that `dtype` does not cast."""
     dequantize: bool
-    """Whether quantised weights become values."""
+    """Whether quantized weights become values."""
     selection: Selection
     """Which tensors are meant."""
     only_rank: Mapping[str, int]

@@ -171,7 +171,7 @@ def test_layers_that_differ_are_left_open(tmp_path):
     assert "net.model.layers.*.mlp.experts.*.gate_proj.weight: {role: expert.gate" in text
 
 
-def test_quantised_weights_are_declared_without_their_scales(tmp_path):
+def test_quantized_weights_are_declared_without_their_scales(tmp_path):
     source = shutil.copytree(FIXTURES / "hf_fp8" / "llama-fp8-block", tmp_path / "m")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "model_type": "mymodel"}))

@@ -241,7 +241,7 @@ def test_every_role_can_be_declared_unless_it_is_fused_or_a_scale():
 
 @pytest.mark.parametrize("role", ROLES.values(), ids=lambda role: role.name)
 def test_a_role_is_consistent(role):
-    """The law of the role table: a split needs its axis, quantised weights are matrices, and no two roles have the same usual name."""
+    """The law of the role table: a split needs its axis, quantized weights are matrices, and no two roles have the same usual name."""
     assert len(role.shape) <= 2 and ROLES[role.name] is role
     if isinstance(role.split, Row):
         assert len(role.shape) == 2

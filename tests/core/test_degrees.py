@@ -144,9 +144,9 @@ def test_a_bare_config_without_an_element_type_is_asked_for_one(tmp_path):
     assert reshard.degrees(tmp_path, to="vllm", dtype="bf16") == reshard.degrees(HF / "llama", to="vllm")
 
 
-def test_a_quantised_config_counts_a_byte_per_weight_and_its_scales(tmp_path):
-    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    for name, own in (("bf16", {}), ("fp8", {"quantization_config": quantised})):
+def test_a_quantized_config_counts_a_byte_per_weight_and_its_scales(tmp_path):
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    for name, own in (("bf16", {}), ("fp8", {"quantization_config": quantized})):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({**DEEPSEEK_V3, "torch_dtype": "bfloat16", **own}))
     began = time.process_time()
@@ -166,11 +166,11 @@ def test_a_quantised_config_counts_a_byte_per_weight_and_its_scales(tmp_path):
 
 
 @pytest.fixture
-def quantised(tmp_path):
+def quantized(tmp_path):
     """A llama whose linears are FP8 with scales per block, of zeros."""
     own = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
-    quantisation = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    config = {**LLAMA_70B, **own, "vocab_size": 130, "torch_dtype": "bfloat16", "quantization_config": quantisation}
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    config = {**LLAMA_70B, **own, "vocab_size": 130, "torch_dtype": "bfloat16", "quantization_config": quantization}
     (tmp_path / "config.json").write_text(json.dumps(config))
     types = {name: torch.float8_e4m3fn if w.scales else torch.float32 if w.scale else torch.bfloat16 for name, w in weights_of(config)}
     tensors = {name: torch.zeros(w.shape, dtype=types[name]) for name, w in weights_of(config)}
@@ -183,16 +183,16 @@ def weights_of(config):
 
 
 @pytest.mark.parametrize("asked", [{}, {"dtype": "fp16"}, {"dequantize": True}, {"dequantize": True, "dtype": "fp32"}], ids=str)
-def test_quantised_weights_are_counted_as_a_conversion_stores_them(asked, quantised):
-    found = reshard.degrees(quantised, to="vllm", tp=(1, 2, 4), pp=(1, 2), **asked)
+def test_quantized_weights_are_counted_as_a_conversion_stores_them(asked, quantized):
+    found = reshard.degrees(quantized, to="vllm", tp=(1, 2, 4), pp=(1, 2), **asked)
     for row in found.rows:
         sizes = {"tp": row.parallel.tp, "pp": row.parallel.pp, **asked}
-        assert (row.problem is None) == is_legal(quantised, **sizes)
+        assert (row.problem is None) == is_legal(quantized, **sizes)
         if row.problem is None:
-            assert row.fullest.weights == max(laid_out(quantised, **sizes)[0].values())
+            assert row.fullest.weights == max(laid_out(quantized, **sizes)[0].values())
     assert [row.parallel.tp for row in found.rows if row.problem] == ([] if "dequantize" in asked else [4, 4])
-    (quantised / "model.safetensors").unlink()
-    assert reshard.degrees(quantised, to="vllm", tp=(1, 2, 4), pp=(1, 2), **asked) == found
+    (quantized / "model.safetensors").unlink()
+    assert reshard.degrees(quantized, to="vllm", tp=(1, 2, 4), pp=(1, 2), **asked) == found
 
 
 def test_a_reason_names_the_numbers():

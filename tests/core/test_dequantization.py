@@ -1,4 +1,4 @@
-"""Quantised weights as values: against torch on whole arrays, for blocks, rows and whole tensors, at odd sizes."""
+"""Quantized weights as values: against torch on whole arrays, for blocks, rows and whole tensors, at odd sizes."""
 
 import json
 
@@ -26,7 +26,7 @@ def scale_shape(config, rows, columns):
 
 
 def folder(path, config, scale_dtype=torch.float32):
-    """A folder of quantised weights, and what they are worth."""
+    """A folder of quantized weights, and what they are worth."""
     torch.manual_seed(0)
     tensors, truth = {"norm.weight": torch.randn(16).bfloat16()}, {}
     kind = "weight_scale_inv" if config is BLOCK else "weight_scale"
@@ -84,7 +84,7 @@ def test_without_it_elements_and_scales_stay_whatever_dtype_says(tmp_path):
         assert torch.equal(found[name].view(torch.uint8), before[name].view(torch.uint8))
 
 
-def test_what_is_not_quantised_or_lacks_its_scales_is_said(tmp_path):
+def test_what_is_not_quantized_or_lacks_its_scales_is_said(tmp_path):
     folder(tmp_path / "fp8", BLOCK)
     file = tmp_path / "fp8" / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
@@ -92,5 +92,5 @@ def test_what_is_not_quantised_or_lacks_its_scales_is_said(tmp_path):
     with pytest.raises(CheckpointError, match=r"b\.weight.*F8_E4M3.*no weight_scale_inv"):
         reshard.plan(tmp_path / "fp8", to="hf", dequantize=True)
     (tmp_path / "fp8" / "config.json").write_text(json.dumps({"model_type": "somebodys_own"}))
-    with pytest.raises(RequestError, match="nothing here is quantised"):
+    with pytest.raises(RequestError, match="nothing here is quantized"):
         reshard.plan(tmp_path / "fp8", to="hf", dequantize=True)

@@ -103,10 +103,10 @@ def test_stages_add_up_to_the_model(config, pp):
     assert sum(stage.weights.total for stage in stages_of_model(model, Parallel(pp=pp))) == parameters(model)
 
 
-def test_a_model_whose_release_is_quantised_is_trained_as_values():
+def test_a_model_whose_release_is_quantized_is_trained_as_values():
     """FP8 with scales per block cuts nothing smaller, and scales are no parameters: DeepSeek-V3 with TP 32, 576 rows of an MLP per rank."""
-    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    released = find_model({**DEEPSEEK_V3, "quantization_config": quantised})
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    released = find_model({**DEEPSEEK_V3, "quantization_config": quantized})
     found = reshard.estimate(released, tp=32, gpus=64, ep=2, zero=1)
     assert found == reshard.estimate(find_model(DEEPSEEK_V3), tp=32, gpus=64, ep=2, zero=1)
     assert found.parameters == 671_026_419_200

@@ -413,7 +413,7 @@ def test_sub_groups_are_cut_as_the_run_cuts_them(tmp_path):
     assert groups(tmp_path / "out") == groups(source) and len(groups(source)) == 4
 
 
-def test_quantised_frozen_weights_without_scales_are_refused(tmp_path):
+def test_quantized_frozen_weights_without_scales_are_refused(tmp_path):
     """zero_quantized_nontrainable_weights does not run on a CPU; the file is put together from a real one."""
     import torch
 
@@ -422,7 +422,7 @@ def test_quantised_frozen_weights_without_scales_are_refused(tmp_path):
         states = torch.load(path, weights_only=True)
         states["frozen_param_fragments"] = {name: part.to(torch.int8) for name, part in states["frozen_param_fragments"].items()}
         torch.save(states, path)
-    refused(folder, "quantised", "scales", "frozen|embed_tokens|k_proj|gain")
+    refused(folder, "quantized", "scales", "frozen|embed_tokens|k_proj|gain")
 
 
 def test_masters_that_were_swapped_away_are_refused(tmp_path):

@@ -348,10 +348,10 @@ def test_a_run_goes_on_under_its_own_names_with_its_optimizer(tmp_path):
     assert reshard.verify(opened, result).equal
 
 
-def quantised(case, folder):
+def quantized(case, folder):
     """Linear layers in 8 bits, a scale for each block of 4 x 4 (weight_scale_inv), those of fused experts as transformers names them."""
 
-    def quantise(tensors):
+    def quantize(tensors):
         scales = {}
         for name, each in tensors.items():
             if "experts" in name or "self_attn" in name:
@@ -362,7 +362,7 @@ def quantised(case, folder):
                 )
         return {n: each.to(torch.float8_e4m3fn) if "experts" in n or "self_attn" in n else each for n, each in tensors.items()} | scales
 
-    edited(case, folder, quantise)
+    edited(case, folder, quantize)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [4, 4]}
     (folder / "config.json").write_text(json.dumps(config))
@@ -370,7 +370,7 @@ def quantised(case, folder):
 
 
 def test_block_scales_are_fused_with_their_experts(tmp_path):
-    fused = quantised("mixtral-fused", tmp_path / "fused")
+    fused = quantized("mixtral-fused", tmp_path / "fused")
     tensors = safetensors.torch.load_file(fused / "model.safetensors")
     apart = convert(fused, tmp_path / "apart")
     found = safetensors.torch.load_file(apart / "model.safetensors")

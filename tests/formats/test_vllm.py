@@ -76,7 +76,7 @@ def test_what_was_written_reads_back(model, tp, pp, ep, tmp_path):
 
 
 @pytest.mark.parametrize("model, tp, ep", QUANTIZED)
-def test_quantised_weights_read_back_with_their_scales(model, tp, ep, tmp_path):
+def test_quantized_weights_read_back_with_their_scales(model, tp, ep, tmp_path):
     """Scales are 32 bits wide in the engine, whatever the source has."""
     plan = reshard.plan(served(model), to="vllm", tp=tp, ep=ep)
     assert all("cast" in loss for loss in reshard.roundtrip(plan).losses)

@@ -6,7 +6,7 @@ ZeRO-1, 2   Parameters lie end to end, in the order of param_shapes. The row is 
                 | rank 0               | rank 1                | rank 2         |
 
 ZeRO-3      Each parameter is split into parts of ceil(n / ranks) elements. A rank's row is its parts, end to end. All parts have the
-            same size: where the last ranks have fewer elements, uninitialised memory fills the rest.
+            same size: where the last ranks have fewer elements, uninitialized memory fills the rest.
 
                 rank 0 | q_proj 0..k  | k_proj 0..m  | ...
                 rank 1 | q_proj k..2k | k_proj m..2m | ...

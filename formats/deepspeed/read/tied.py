@@ -12,7 +12,7 @@ from .parts import Contents
 def with_tied_layer_names(contents: Contents, layers: Iterable[int]) -> Contents:
     """The contents with the weights of tied layers under the names that the optimizer has for them: tied_modules.<key>.<name>.
 
-    PipelineModule writes a tied module under the number of the first layer that uses it. Such a layer is recognised by its parameters: the
+    PipelineModule writes a tied module under the number of the first layer that uses it. Such a layer is recognized by its parameters: the
     optimizer has none under the layer's number, and exactly one tied key has parameters of the same names and shapes.
     """
     keys = _shapes_by_key(contents)

@@ -105,7 +105,7 @@ def _frozen_part(name: str, shape: Shape, fragments: Mapping[int, AnyTensor], ra
     buffer = FlatBuffer.of(fragments, locations)
     if buffer.dtype.name in ("I8", "U8"):
         raise CheckpointError(
-            f"it is stored quantised ({buffer.dtype}), and its scales are in no file",
+            f"it is stored quantized ({buffer.dtype}), and its scales are in no file",
             where=f"{name} in {buffer.rows[0].path}",
             why="zero_quantized_nontrainable_weights keeps the scales in an attribute that is not saved: the values are lost",
             do="Take this frozen weight from the model that the run started from, and save with exclude_frozen_parameters",

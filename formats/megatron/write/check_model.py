@@ -29,8 +29,8 @@ def megatron_compatible_model(content: Content) -> Model:
     _check_biases(model)
     if model.quantization:
         raise RequestError(
-            f"the weights are quantised ({model.quantization.method}), Megatron's are not",
-            why="Its layers would take the quantised elements for values",
+            f"the weights are quantized ({model.quantization.method}), Megatron's are not",
+            why="Its layers would take the quantized elements for values",
             do="Convert them to values with --dequantize",
         )
     if foreign := [part for part in model.parts() if part.role not in ROLES]:

@@ -114,7 +114,7 @@ def _word(value: object) -> str:
 
 
 def _scale_kinds(config: Mapping[str, Any]) -> set[str]:
-    """The last words of the names of quantisation scales."""
+    """The last words of the names of quantization scales."""
     quantization = quantization_of(config)
     return {scale.kind for scale in (*quantization.scales, *quantization.cache_scales)} if quantization else set()
 
@@ -139,7 +139,7 @@ def _comments(relative: Relative | None, has_questions: bool, has_scales: bool) 
         yield f"# {_ASK} marks an open question: replace it with the answer. A role is written if the name is usual for it and the shape is"
         yield "# that of the role. Only the model's code tells whether the model uses the weight in the usual way."
     if has_scales:
-        yield "# Scales of quantised weights follow from the config's quantization_config and are not declared."
+        yield "# Scales of quantized weights follow from the config's quantization_config and are not declared."
 
 
 def _extends_lines(facts: _Facts, relative: Relative) -> list[str]:
