@@ -98,7 +98,7 @@ def file_content(files: Files, path: str, *, headers_only: bool = False) -> tupl
 
 
 def _safetensors_content(files: Files, path: str, headers_only: bool) -> list[Tensor]:
-    header = safetensors.read_header(files, path, alone=headers_only)
+    header = safetensors.read_header(files, path, header_only=headers_only)
     if "DCP_SHARDING_INFO" in header.metadata and len(files.list()) > 1 and re.match(r"shard-", path):
         raise CheckpointError("it is one rank's part of a distributed save, not a Hugging Face checkpoint", where=path)
     return [_tensor(entry.name, path, entry.byte_offset, entry.dtype, entry.shape, row_major(entry.shape)) for entry in header.entries]

@@ -49,7 +49,7 @@ class DcpFolder:
         self.files = tuple(_checked_files(files, prefix, self.metadata, self.paths))
         """The data files with their sizes."""
         # Neighbouring blocks need the same entry.
-        self._locate = lru_cache(maxsize=4096)(lambda path, start, nbytes: torch_zip.entry_extent(files, path, start, nbytes))
+        self._locate = lru_cache(maxsize=4096)(lambda path, start, nbytes: torch_zip.entry_tensor(files, path, start, nbytes))
 
     def shards(self, item: TensorItem) -> Shards:
         """The stored boxes of a tensor. Raises CheckpointError if its entries went through an unknown transform."""

@@ -8,7 +8,7 @@ from typing import Any
 from reshard.canonical.optimizer_state import ROOTS
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import LocalTensor, class_of
-from reshard.containers.torch_zip import is_stored
+from reshard.containers.torch_zip import is_plain_tensor
 from reshard.errors import CheckpointError
 from reshard.storage.files import Files
 
@@ -48,7 +48,7 @@ def _model_of_file(files: Files, path: str) -> Mapping[Any, Any]:
 
 def is_tensor(value: Any) -> bool:
     """Whether a value of a pickle is a tensor, plain or distributed."""
-    return is_stored(value) or class_of(value) in _DISTRIBUTED
+    return is_plain_tensor(value) or class_of(value) in _DISTRIBUTED
 
 
 def flat(module: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:

@@ -67,7 +67,7 @@ class Content:
     """The chosen tensors of a checkpoint under canonical names."""
 
     tensors: Mapping[str, Tensor]
-    """The chosen tensors. Weights have their canonical name as key, optimizer state and masters the key of `optimizer_state.state_key`."""
+    """The chosen tensors. The key of a weight is its canonical name; optimizer state and masters have the keys of optimizer_state.py."""
     drops: tuple[Drop, ...]
     """The tensors that were left out."""
     model: Model | None
@@ -79,7 +79,7 @@ class Content:
     facts: RunFacts = field(default_factory=RunFacts)
     """What is known about the run that wrote the checkpoint."""
     duplicate_masters: tuple[str, ...] = ()
-    """Keys of masters that are the chosen weight itself, so that its tensor occurs twice in `tensors`."""
+    """Keys of masters that are the chosen weight itself: `tensors` then has that tensor under two keys."""
     read_scalar: Callable[[str], float] = _unreadable
     """Reads the value of the tensor of one element with that key."""
     selection: Selection = field(default_factory=Selection)
@@ -92,12 +92,12 @@ class Content:
 
     @cached_property
     def states(self) -> dict[str, Tensor]:
-        """The tensors of the optimizer by the key of `optimizer_state.state_key`."""
+        """The optimizer state and the masters, by key (`optimizer_state.state_key`, `optimizer_state.master_key`)."""
         return {name: tensor for name, tensor in self.tensors.items() if is_state_key(name)}
 
     @cached_property
     def step_counts(self) -> Mapping[str, int]:
-        """The step counts of parameters that have none of their own. Some optimizers store one count in the settings of the param group."""
+        """By parameter, the step counts that come from the settings of a param group: for parameters with moments, but no step tensor."""
         stored = {parameter_and_kind(key) for key in self.states}
         counts: dict[str, int] = {}
         for group in self.param_groups() if self.states else ():
@@ -124,7 +124,7 @@ def content_of(index: Index, model: Model | None, selection: Selection) -> Conte
     """
     chosen, others = _of_kind(index, selection)
     drops: list[Drop] = []
-    chosen = _renamed(chosen, selection.strip_prefix)
+    chosen = _without_prefix(chosen, selection.strip_prefix)
     for name in [name for name in chosen if not _is_selected(name, selection)]:
         drops.append(_drop(chosen.pop(name), "left out by --include or --exclude"))
     tied: tuple[str, ...] = ()
@@ -175,7 +175,7 @@ def _groups(index: Index, chosen: Mapping[str, Tensor], selection: Selection) ->
 def check_against_model(content: Content, *, partial: bool, strict: bool, optional: Collection[str] = ()) -> None:
     """Check that the content is the whole model of its config, if the model is known.
 
-    partial: weights may be missing. optional: names of weights that may be missing. strict: no other tensors may be there.
+    partial: any weight may be missing. optional: names of weights that may be missing. strict: no weight may be unknown to the model.
 
     Raises: CheckpointError if a weight is missing, has another shape than the config says, or with `strict` is not a weight of the model.
     """
@@ -271,7 +271,7 @@ def _state_key(tensor: Tensor, weights: Mapping[str, Tensor]) -> str | None:
 
 
 def _of_kind(index: Index, selection: Selection) -> tuple[dict[str, Tensor], list[tuple[Tensor, str]]]:
-    """The weights of the chosen kind by name, and the other tensors, each with the reason why it is left out."""
+    """One tensor for each weight, its model copy or its master, by name; and all other tensors, each with the reason to leave it out."""
     stored, masters = index.by_kind("weight"), index.by_kind("master")
     if selection.weights == "master" and not masters:
         raise RequestError(
@@ -300,7 +300,7 @@ def _of_kind(index: Index, selection: Selection) -> tuple[dict[str, Tensor], lis
     return chosen, [(tensor, reasons[tensor.kind]) for tensor in index.tensors if id(tensor) not in used]
 
 
-def _renamed(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     if not prefix:
         return tensors
     if not any(name.startswith(prefix) for name in tensors):
@@ -331,9 +331,10 @@ def _is_selected(name: str, selection: Selection) -> bool:
 
 
 def _tie(tensors: dict[str, Tensor], head: str, embedding: str) -> tuple[str, ...]:
-    """Make a stored tied head a replica of the embedding. Replicas are compared whenever they are read.
+    """Make a stored tied head a replica of the embedding; the head becomes the embedding if that is not stored. Replicas are compared
+    whenever they are read.
 
-    Returns the name of the head if it became a replica. Raises CheckpointError if the two differ in dtype or shape.
+    Returns the name of the head if it became a replica, otherwise (). Raises CheckpointError if the two differ in dtype or shape.
     """
     if head not in tensors:
         return ()

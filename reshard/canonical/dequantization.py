@@ -1,4 +1,6 @@
-"""Dequantization: each quantized weight gets its scales attached, and the scales are no longer tensors of the content."""
+"""Dequantization, described but not computed: each quantized weight gets its scales attached, and the scales are no longer tensors of the
+content. The values are computed when the weight is read.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from reshard.models.quantization import Quantization, quantization_of, unknown_q
 SETTING = "quantization_config"
 
 
-def dequantized(content: Content, config: Mapping[str, Any] | None) -> Content:
+def with_scales_attached(content: Content, config: Mapping[str, Any] | None) -> Content:
     """The content with the scales of quantized weights attached to them, and the model without quantization.
 
     Raises: RequestError if the config does not say how the weights are quantized, CheckpointError if a quantized weight has no scales or
@@ -64,7 +66,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(tensor: Tensor, scales: Tensor, block_shape: tuple[int | None, ...], shape: tuple[int, ...]) -> Scaling:
-    """The scaling of a weight by `scales`, which must have this shape or one element."""
+    """The scaling of a weight by `scales`, which must have the shape `shape` or one element."""
     if scales.shape != shape and scales.elements > 1:
         raise CheckpointError(
             f"its shape is {list(scales.shape)}, expected {list(shape)} for {tensor.name} {list(tensor.shape)}",
@@ -75,7 +77,7 @@ def _scaling(tensor: Tensor, scales: Tensor, block_shape: tuple[int | None, ...]
 
 
 def _check_all_are_scaled(tensors: Mapping[str, Tensor], quantization: Quantization) -> None:
-    """Raises CheckpointError for a weight that is stored in 8 bits without scales."""
+    """Raises CheckpointError for a weight that is stored in FP8 without scales."""
     for name, tensor in tensors.items():
         if tensor.dtype.name.startswith("F8") and tensor.scaling is None:
             kinds = " or ".join(scale.kind for scale in quantization.scales if not scale.of_input)

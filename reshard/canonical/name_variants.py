@@ -59,13 +59,13 @@ NAME_VARIANTS = (
     NameVariant("mlp.up_proj.{kind}", ("mlp.up",)),
 )
 _BY_NAME = {variant.name: variant for variant in NAME_VARIANTS}
-# (prefix of the stored name, prefix of the canonical name). {base} is the model's own first part, such as "model." or "transformer.".
+# (prefix of the stored name, prefix of the canonical name). {base} is the first part of the model's names: "model.", "transformer.", ...
 PREFIXES = (("", "{base}"), ("language_model.", ""), ("model.language_model.", "{base}"))
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
 class Names:
-    """The meaning of stored names for one model."""
+    """What stored names mean for one model: the canonical tensors that the array under a name holds."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -83,7 +83,7 @@ class Names:
         return name in self._shapes or self._model.reason_to_drop(name) is not None
 
     def array(self, name: str) -> Mosaic | None:
-        """The array of a stored tensor with that name; None if the name means nothing to this model."""
+        """The canonical tensors that a stored tensor with that name holds; None if the name means nothing to this model."""
         for candidate in self._with_base(name):
             if candidate in self._shapes:
                 return Mosaic.of(candidate, Box.whole(self._shapes[candidate]))
@@ -92,7 +92,7 @@ class Names:
         return None
 
     def unneeded(self, name: str) -> str | None:
-        """The canonical name of a tensor that the architecture leaves out on purpose; None if `name` is not one of its names."""
+        """If `name` is a tensor that the architecture leaves out on purpose, its canonical name; otherwise None."""
         return next((candidate for candidate in self._with_base(name) if self._model.reason_to_drop(candidate)), None)
 
     def _with_base(self, name: str) -> Iterator[str]:
@@ -145,7 +145,7 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
     """The index under the model's canonical names, in which fused and stacked tensors are pieces of canonical ones.
 
     Optimizer state and param groups are renamed, too. If every name is canonical already, the result is `index` itself.
-    prefix: precedes every name of the model.
+    prefix: precedes the stored names of the model. A name that is canonical without the prefix keeps it; a renamed tensor loses it.
 
     Raises: CheckpointError if a tensor has another shape than its name says, or two tensors disagree about a weight.
     """
@@ -179,11 +179,11 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
         return (name,) if mosaic is None else mosaic.names
 
     def groups() -> tuple[ParamGroup, ...]:
-        return tuple(replace(group, names=_all(map(new_names, group.names))) for group in index.param_groups())
+        return tuple(replace(group, names=_chained(map(new_names, group.names))) for group in index.param_groups())
 
     stored, canonical = next(iter(renamed.items()))
     note = f"{len(renamed)} tensors are stored under other names than the published ones; for example, {stored} holds {canonical}"
-    buffers = None if index.facts.buffers is None else _all(map(new_names, index.facts.buffers))
+    buffers = None if index.facts.buffers is None else _chained(map(new_names, index.facts.buffers))
     tied = {new_names(alias)[0]: new_names(name)[0] for alias, name in index.facts.tied.items()}
     facts = replace(index.facts, notes=(*index.facts.notes, note), buffers=buffers, tied=tied)
     return replace(index, tensors=tensors, facts=facts, param_groups=groups)
@@ -195,7 +195,7 @@ def _model_names(index: Index, prefix: str) -> Iterator[str]:
 
 
 def _declared(model: Model) -> re.Pattern[str]:
-    """A pattern for the declared names of an architecture, with any number of layers and experts."""
+    """A pattern for the names in the modules that an architecture declares, with any layer, expert and parameter."""
     names = [*(weight.name for weight in model.architecture.weights), *model.architecture.tied]
     modules = {re.escape(name.rpartition(".")[0]) for name in names}
     numbered = (re.sub(r"\\{(layer|expert)\\}", r"\\d+", module) for module in sorted(modules))
@@ -269,5 +269,5 @@ def _combined(name: str, shares: Sequence[_Share]) -> Tensor:
     return Tensor(name, first.dtype, shares[0].shape, first.kind, concatenated([share.shards for share in shares]))
 
 
-def _all(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+def _chained(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(name for group in names for name in group)

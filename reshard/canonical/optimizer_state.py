@@ -35,10 +35,11 @@ _PREFIX, _MASTER = "optim.state.", "master_param"
 
 
 def state_kind(name: str | None, parameter: Any, torch_name: str) -> tuple[Kind, str]:
-    """The kind and the name of a tensor in an Index that an optimizer stores for a parameter.
+    """The kind and the name that a tensor of optimizer state has in an Index.
 
     The name is that of the parameter; for tensors that are neither moment, step nor master it is "<name>.<torch_name>".
-    name: the parameter's name; None if only `parameter`, its number, is known: then the tensor is other state of the run.
+    name: the parameter's name. None if it is not known: the kind is then "state", and the name contains `parameter`, its number.
+    torch_name: what the optimizer calls the tensor, such as "exp_avg".
     """
     kind = STATE_KINDS.get(torch_name)
     if name is None:
@@ -94,7 +95,7 @@ def is_state_key(key: str) -> bool:
 
 
 def parameter_and_kind(key: str) -> tuple[str, str]:
-    """The parameter and torch's name of the kind in a key such as `state_key` makes. Torch's names contain no dot."""
+    """The parameter and the last part of a key such as `state_key` makes: the name in torch, such as "exp_avg". It contains no dot."""
     name, _, kind = key.removeprefix(_PREFIX).rpartition(".")
     return name, kind
 

@@ -3,7 +3,7 @@
 _fsdp_wrapped_module.        FSDP1
 _orig_mod.                   torch.compile
 _checkpoint_wrapped_module.  activation checkpointing
-module.                      DistributedDataParallel, DeepSpeed; removed only if all names start with it: a model may have such a part
+module.                      DistributedDataParallel, DeepSpeed; removed only if all weights start with it: a model may have such a part
 """
 
 from __future__ import annotations

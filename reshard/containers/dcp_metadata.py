@@ -8,9 +8,9 @@ says what each entry holds:
       storage_data:        {MetadataIndex{fqn, offset}: _StorageInfo{relative_path, offset, length[, transform_descriptors]}}
       planner_data:        {flat fqn: (key, key or list index, ...)}; some writers leave it out or store None
 
-A chunk and its entry have the same (fqn, offsets). `parse` checks that every chunk has an entry and every entry a chunk, and so finds a
-missing box. It does not check whether the chunks of a tensor cover it. Measured on torch 2.13; sources of 2.2..2.9 were read: storage_meta,
-version, planner_data and transform_descriptors may be missing.
+A chunk and its entry have the same (fqn, offsets). `parse` checks that every chunk has an entry and every entry a chunk. It does not check
+whether the chunks of a tensor cover it. Measured on torch 2.13; sources of 2.2..2.9 were read: storage_meta, version, planner_data and
+transform_descriptors may be missing.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ _Entries = dict[str, dict[tuple[int, ...] | None, _Entry]]
 
 
 def _entries(storage_data: dict[Any, Any], where: str) -> tuple[_Entries, list[str]]:
-    """The entries by fqn and offsets, and the files by number."""
+    """The entries by fqn and offsets, and the files by number. Empties `storage_data`."""
     entries: _Entries = {}
     paths: dict[str, int] = {}
     transforms: dict[tuple[str, ...], tuple[str, ...]] = {(): ()}
@@ -195,10 +195,10 @@ def _entries(storage_data: dict[Any, Any], where: str) -> tuple[_Entries, list[s
         if names and not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
             _refuse(f"the entry at offsets {offsets} has the transforms {shown(names)}, which are not names", f"{where}: {fqn}")
         descriptors = tuple(names)
-        of_tensor = entries.setdefault(fqn, {})
-        if offsets in of_tensor:
+        by_offsets = entries.setdefault(fqn, {})
+        if offsets in by_offsets:
             _refuse(f"two entries hold the offsets {offsets}", f"{where}: {fqn}")
-        of_tensor[offsets] = (number, start, nbytes, transforms.setdefault(descriptors, descriptors))
+        by_offsets[offsets] = (number, start, nbytes, transforms.setdefault(descriptors, descriptors))
     return entries, list(paths)
 
 
@@ -211,10 +211,10 @@ def _tensor(fqn: str, item: Inert, entries: _Entries, where: str) -> TensorItem:
     if not isinstance(listed, list):
         _refuse(f"its chunks are {shown(listed)}, not a list", where)
     boxes = _boxes(listed, where)
-    of_tensor = entries.get(fqn, {})
+    by_offsets = entries.get(fqn, {})
     rows = []
     for offsets in boxes:
-        if (entry := of_tensor.pop(offsets, None)) is None:
+        if (entry := by_offsets.pop(offsets, None)) is None:
             _refuse(
                 f"the chunk at offsets {offsets}, sizes {boxes[offsets]}, is in no file",
                 where,
@@ -289,7 +289,7 @@ def _object(fqn: str, entries: _Entries, paths: list[str], where: str) -> BytesI
 
 
 def _dtype(item: Inert, where: str) -> DType:
-    """The element type: the first of the five properties, or the one called dtype."""
+    """The element type: the first value if the properties are a tuple, or the value called dtype."""
     properties = item.get("properties")
     state = properties.state if isinstance(properties, Inert) else None
     dtype = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from reshard.containers.inert_pickle import Inert, shown
-from reshard.containers.torch_zip import AnyTensor, is_stored, memory_of
+from reshard.containers.torch_zip import AnyTensor, is_plain_tensor, memory_of
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, from_torch
@@ -35,11 +35,11 @@ class LocalTensor:
     distribution: Distribution | None = None
     """How the tensor is distributed on the mesh; None if the file does not say."""
     rank: int | None = None
-    """The global rank of the file; None if the file does not say."""
+    """The global rank that wrote the file; None if the file does not say."""
 
     @property
     def memory(self) -> tuple[object, ...] | None:
-        """A key that is equal for two tied parameters; None if the file holds no element of this tensor."""
+        """A key for the memory of the first shard, equal for two tied parameters of one file; None if the file holds no shard."""
         return memory_of(self.shards[0][1]) if self.shards else None
 
     def __repr__(self) -> str:
@@ -65,14 +65,14 @@ class Decoder:
 
         Raises: CheckpointError for a tensor that contradicts itself, or is of an unknown class.
         """
-        if is_stored(value):
+        if is_plain_tensor(value):
             return LocalTensor(value.dtype, value.shape, ((Box.whole(value.shape), value),))
         kind = class_of(value)
         if kind == "DTensor":
             return self._dtensor(name, value)
         if kind == "ShardedTensor":
             return self._sharded(name, value)
-        if isinstance(value, Inert) and len(value.args) == 1 and is_stored(value.args[0]):
+        if isinstance(value, Inert) and len(value.args) == 1 and is_plain_tensor(value.args[0]):
             raise CheckpointError(
                 f"it is a tensor of the unknown class {value.class_name}",
                 where=f"{name} in {self._where}",
@@ -84,7 +84,7 @@ class Decoder:
     def _dtensor(self, name: str, value: Inert) -> LocalTensor:
         where = f"{name} in {self._where}"
         shape, local, spec = value.args[2] if len(value.args) > 2 else None, value.get("_local_tensor"), value.get("_spec")
-        if not _are_counts(shape) or not is_stored(local) or not isinstance(spec, Inert):
+        if not _are_counts(shape) or not is_plain_tensor(local) or not isinstance(spec, Inert):
             raise CheckpointError(
                 f"the DTensor has the size {shown(shape)}, the local tensor {shown(local)}, the spec {shown(spec)}", where=where
             )
@@ -122,7 +122,7 @@ class Decoder:
         return decoded
 
     def _sharded(self, name: str, value: Inert) -> LocalTensor:
-        """Its state is (local shards, metadata of all shards, process group, sharding spec, remote references)."""
+        """The state of a ShardedTensor is (local shards, metadata of all shards, process group, sharding spec, remote references)."""
         where = f"{name} in {self._where}"
         state = value.state
         if not isinstance(state, tuple) or len(state) < 3 or not isinstance(state[0], list) or not isinstance(state[1], Inert):
@@ -134,7 +134,7 @@ class Decoder:
         for shard in state[0]:
             local, metadata = _attribute(shard, "tensor"), _attribute(shard, "metadata")
             offsets, sizes = _attribute(metadata, "shard_offsets"), _attribute(metadata, "shard_sizes")
-            if not is_stored(local) or not _are_counts(offsets) or not _are_counts(sizes):
+            if not is_plain_tensor(local) or not _are_counts(offsets) or not _are_counts(sizes):
                 raise CheckpointError(
                     f"one of its shards is {shown(local)} with the offsets {shown(offsets)}, the sizes {shown(sizes)}", where=where
                 )
@@ -164,7 +164,7 @@ def _mesh_facts(value: Any, where: str) -> _MeshFacts:
         raise CheckpointError(f"its mesh is {shown(value)}, expected a DeviceMesh", where=where)
     coordinates = _attribute(value, "_coordinate_on_dim")
     layout, grid = _attribute(value, "_layout"), _attribute(value, "mesh", "_mesh")
-    sizes = _layout_sizes(layout) if layout is not None else grid.shape if is_stored(grid) else None
+    sizes = _layout_sizes(layout) if layout is not None else grid.shape if is_plain_tensor(grid) else None
     if not _are_counts(sizes) or not _are_counts(coordinates) or len(coordinates) != len(sizes):
         raise CheckpointError(
             f"its mesh has the sizes {shown(sizes)}, the rank's coordinates are {shown(coordinates)}",
@@ -240,14 +240,14 @@ def _shard_order(value: Any) -> tuple[int, ...] | None:
         return None
     order: list[int] = []
     for entry in value:
-        dims = entry[1] if isinstance(entry, tuple) and len(entry) == 2 else _second(entry)
+        dims = entry[1] if isinstance(entry, tuple) and len(entry) == 2 else _mesh_dims_of(entry)
         if not _are_counts(dims):
             return None
         order.extend(dims)
     return tuple(order)
 
 
-def _second(entry: Any) -> Any:
+def _mesh_dims_of(entry: Any) -> Any:
     """The mesh_dims of a ShardOrderEntry, which is a named tuple."""
     if not isinstance(entry, Inert):
         return None

@@ -105,7 +105,8 @@ class Inert:
 
 
 class Dict(dict[Any, Any]):
-    """An OrderedDict or defaultdict. Its attributes, such as the _metadata of a model's state dict, are dropped: nothing needs them."""
+    """A dict, OrderedDict or defaultdict that the pickle makes by a call. Its attributes, such as the _metadata of a
+    model's state dict, are dropped: nothing needs them."""
 
     __slots__ = ()
 
@@ -132,7 +133,7 @@ class StorageClass(str):
 
 
 class Function:
-    """A function of this module, under the name by which a pickle calls it."""
+    """A function that a pickle may call: one of this module, or of the `rebuild` argument of `load`."""
 
     __slots__ = ("_function", "class_name")
 
@@ -165,17 +166,17 @@ def sealed(cls: T) -> T:
 
 
 def load(data: bytes, *, where: str, storage: Callable[[tuple[Any, ...]], object] | None = None, rebuild: Rebuild | None = None) -> Any:
-    """The content of a pickle, as plain values and Inerts.
+    """The root object of a pickle, as plain values and Inerts.
 
-    storage: returns the value of a persistent id, which in torch refers to tensor data. rebuild: further functions that the pickle may
-    call, by name.
+    storage: returns the value for a persistent id, which in torch refers to tensor data. rebuild: further functions that the pickle may
+    call, by full name such as "torch._utils._rebuild_tensor".
 
     Raises: CheckpointError, naming `where`, if the unpickler fails, or for a persistent id if `storage` is None.
     """
     try:
-        if (stop := end_of(data)) != len(data):
+        if (stop := end_of_pickle(data)) != len(data):
             raise pickle.UnpicklingError(f"it ends at byte {stop:,}, but {len(data) - stop:,} more bytes follow")
-        with uncollected():
+        with gc_paused():
             unpickler = _Unpickler(data, storage, rebuild or {})
             try:
                 return unpickler.load()
@@ -193,8 +194,8 @@ def load(data: bytes, *, where: str, storage: Callable[[tuple[Any, ...]], object
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """A context without the garbage collector, which would scan all new objects again and again without finding garbage."""
+def gc_paused() -> Iterator[None]:
+    """A context in which the garbage collector is off: it would scan all new objects again and again without finding garbage."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -204,8 +205,8 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def end_of(data: bytes, start: int = 0) -> int:
-    """The byte after the pickle that starts at `start`.
+def end_of_pickle(data: bytes, start: int = 0) -> int:
+    """The byte offset at which the pickle that starts at `start` ends, exclusive.
 
     Raises: EOFError if the data ends first; pickle.UnpicklingError for bytes that are not a pickle, for memo numbers that are larger than
     a pickle of that length can need, and for extension codes.
@@ -393,7 +394,7 @@ def _attribute(owner: Any, name: str) -> type[Inert]:
 
 
 def _new(cls: Any, *args: Any) -> Inert:
-    """An instance of a class, made as by the functions of copyreg."""
+    """An instance of a class, as the functions of copyreg make it."""
     if not (isinstance(cls, type) and issubclass(cls, Inert)):
         raise TypeError("an instance is made of something that is not a class")
     return cls(*args)

@@ -72,11 +72,13 @@ class Frame:
         return f"Frame({plural(len(self.entries), 'tensor')}, {plural(self.nbytes, 'byte')})"
 
 
-def read_header(files: Files, path: str, *, alone: bool = False) -> Header:
-    """The tensors and the metadata of a file, in two small reads.
+def read_header(files: Files, path: str, *, header_only: bool = False) -> Header:
+    """The tensors and the metadata of a file. Takes two reads: the length of the header, and the header.
 
     The result is checked: every entry lies in the file and is as long as its dtype and shape say, entries neither overlap nor leave a
-    hole, and the last entry ends where the file ends. alone: only the header is needed, and the file may end anywhere after it.
+    hole, and the last entry ends where the file ends.
+
+    header_only: the header is enough. The file may end anywhere after the header, so entries may lie beyond its end.
 
     Raises: CheckpointError with the numbers found and expected.
     """
@@ -88,7 +90,7 @@ def read_header(files: Files, path: str, *, alone: bool = False) -> Header:
     metadata = _metadata(claims.pop("__metadata__", None), path)
     entries = [_entry(name, claim, 8 + length, path) for name, claim in claims.items()]
     entries.sort(key=lambda entry: (entry.byte_offset, entry.nbytes))
-    _check_tiling(entries, 8 + length, None if alone else size, path)
+    _check_tiling(entries, 8 + length, None if header_only else size, path)
     return Header(tuple(entries), metadata, size)
 
 
@@ -177,9 +179,9 @@ def _entry(name: str, claim: object, data: int, path: str) -> TensorEntry:
     if not isinstance(claim, dict) or not {"dtype", "shape", "data_offsets"} <= claim.keys():
         _refuse(where, f"the entry is {_short(claim)}, not an object with dtype, shape and data_offsets")
     shape, offsets = claim["shape"], claim["data_offsets"]
-    if not _counts(shape):
+    if not _are_counts(shape):
         _refuse(where, f"the shape is {_short(shape)}, not a list of non-negative integers")
-    if not _counts(offsets) or len(offsets) != 2:
+    if not _are_counts(offsets) or len(offsets) != 2:
         _refuse(where, f"data_offsets is {_short(offsets)}, not two non-negative integers")
     dtype = from_safetensors(claim["dtype"], where=where)
     start, stop = offsets
@@ -226,7 +228,7 @@ def _check_tiling(entries: list[TensorEntry], data: int, size: int | None, path:
     )
 
 
-def _counts(claim: object) -> bool:
+def _are_counts(claim: object) -> bool:
     """Whether a claim is a list of at most 64 non-negative integers below 2**63. JSON's true and false are not integers."""
     return isinstance(claim, list) and len(claim) <= 64 and all(type(number) is int and 0 <= number < 1 << 63 for number in claim)
 

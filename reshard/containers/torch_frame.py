@@ -2,9 +2,9 @@
 
     <root>/data.pkl  <root>/.format_version  <root>/.storage_alignment  <root>/byteorder  <root>/data/0 ...  <root>/version  directory
 
-The members are those of torch 2.13, in the same order, with payloads at multiples of 64 bytes. The checksums of storages are 0, as with
-torch.serialization.set_crc32_options(False): they would be needed before the bytes are known, and torch does not check them
-(caffe2/serialize builds its reader without checksums).
+The members are those of torch 2.13, in the same order. Their payloads start at multiples of 64 bytes, counted from the start of the zip.
+The checksums of storages are 0, as with torch.serialization.set_crc32_options(False): they would be needed before
+the bytes are known, and torch does not check them (caffe2/serialize builds its reader without checksums).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TorchFrame:
     storages: tuple[int, ...]
     """The byte offset of each storage."""
     nbytes: int
-    """The byte offset at which the zip ends."""
+    """The byte offset at which the zip ends. This is the length of the file only if the zip starts at byte 0."""
 
     def __repr__(self) -> str:
         return f"TorchFrame({plural(len(self.storages), 'storage')}, ends at byte {self.nbytes:,})"
@@ -40,7 +40,7 @@ class TorchFrame:
 def frame(root: str, pickle: bytes, storages: Sequence[Plain | bytes], *, start: int = 0) -> TorchFrame:
     """The layout of a torch.save file, as a zip that starts at byte `start` of its file.
 
-    root: the folder inside the zip. storages: by key, the tensor that fills each storage, or its bytes if they are known.
+    root: the folder inside the zip. storages: element i is the content of storage <root>/data/i: the tensor that fills it, or its bytes.
     """
     return _Zip(root, start).whole(pickle, [content.nbytes if isinstance(content, Plain) else content for content in storages])
 

@@ -46,7 +46,7 @@ class Distributed:
     shape: tuple[int, ...]
     """The global shape."""
     spec: Any
-    """The torch DTensorSpec, which tells the part that the rank holds."""
+    """The torch DTensorSpec: the mesh and the placements, from which the rank's part follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class _Storage:
     key: str
     """Its name in the file."""
     count: int
-    """Its elements; its bytes if the class has no element type."""
+    """The number of its elements; of its bytes if the class has no element type."""
 
 
 class _Pickler(pickle.Pickler):
@@ -67,7 +67,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
         self.storages: list[Plain | bytes] = []
-        """By key: the tensor that fills the storage, or the bytes of the storage."""
+        """Element i is the content of the storage with the key i: the tensor that fills it, or its bytes."""
 
     def persistent_id(self, value: object) -> Any:
         if isinstance(value, _Storage):
@@ -116,7 +116,7 @@ class Tensors:
 
     def __init__(self) -> None:
         self.storages: list[Plain | bytes] = []
-        """By key: the tensor that fills the storage."""
+        """Element i is the tensor that fills the storage with the key i."""
 
     def add(self, tensor: Plain) -> Call:
         """The call that makes the tensor when it is unpickled. The tensor gets the next storage."""
@@ -137,9 +137,10 @@ def tensor_pickle(tensor: Plain) -> tuple[bytes, list[Plain | bytes]]:
 
 
 def state_dict_pickle(root: object) -> tuple[bytes, list[Plain | bytes]]:
-    """The pickle of a state dict, and its storages by key: the Plain object whose elements fill the storage, or the bytes of the storage.
+    """The pickle of a state dict, and its storages. Element i of the list is the content of the storage with the key i: the Plain object
+    that fills it, or its bytes.
 
-    Each Plain object gets a storage of its own, so `root` must contain it only once.
+    Each Plain object gets a storage of its own. One that occurs twice in `root` becomes one tensor with two names.
     """
     file = io.BytesIO()
     pickler = _Pickler(file)

@@ -22,7 +22,7 @@ from pickle import UnpicklingError
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from reshard.containers import magic_bytes
-from reshard.containers.inert_pickle import DTypeName, Function, Inert, Rebuild, StorageClass, end_of, load, sealed, shown
+from reshard.containers.inert_pickle import DTypeName, Function, Inert, Rebuild, StorageClass, end_of_pickle, load, sealed, shown
 from reshard.containers.zip_directory import Directory, Member, Range, payload, payload_start, read_directory
 from reshard.geometry.dtypes import DType, from_storage, from_torch
 from reshard.storage.files import Files
@@ -60,7 +60,7 @@ class UnlocatedTensor:
     member: int
     """The byte offset in the file of the member's local header."""
     skipped: int
-    """The bytes of the payload before the first element."""
+    """The number of bytes between the start of the payload and the first element."""
     dtype: DType
     """The element type."""
     shape: tuple[int, ...]
@@ -74,8 +74,8 @@ class UnlocatedTensor:
 AnyTensor = LocatedTensor | UnlocatedTensor
 
 
-def is_stored(value: Any) -> TypeGuard[AnyTensor]:
-    """Whether a value of a file is a plain tensor."""
+def is_plain_tensor(value: Any) -> TypeGuard[AnyTensor]:
+    """Whether a value that `read` returned is a plain tensor: a LocatedTensor or an UnlocatedTensor."""
     return isinstance(value, LocatedTensor | UnlocatedTensor)
 
 
@@ -93,12 +93,12 @@ def read(
 ) -> Any:
     """The root object of a torch.save file, or of the bytes [start, start + nbytes) of a file that are a torch.save file.
 
-    Tensors and Parameters are LocatedTensors. An instance of a subclass is an Inert with the `state` of the subclass. If the subclass wraps
-    other tensors (ShardedTensor, DTensor), the `args` of the Inert are those of _rebuild_wrapper_subclass; otherwise its LocatedTensor is
-    its only argument. Other objects are plain values and Inerts.
+    Tensors and Parameters are LocatedTensors. A tensor of another class is an Inert with the `state` of that tensor. If the class wraps
+    other tensors (ShardedTensor, DTensor), the `args` of the Inert are those of _rebuild_wrapper_subclass; otherwise its only argument is a
+    LocatedTensor. Other objects are plain values and Inerts.
 
     locate: find the start of each storage, with a small read for each. If False, the tensors of a zip are UnlocatedTensors.
-    attributes: is filled with the attributes of plain tensors.
+    attributes: a dict to which the attributes of plain tensors are added.
 
     Raises: CheckpointError. If the file is not a torch.save file, the message says what it looks like.
     """
@@ -131,7 +131,7 @@ class Locations:
         return self._starts[path, member]
 
 
-def entry_extent(files: Files, path: str, start: int, nbytes: int) -> LocatedTensor:
+def entry_tensor(files: Files, path: str, start: int, nbytes: int) -> LocatedTensor:
     """The one tensor of a DCP entry, which is a zip at bytes [start, start + nbytes) of a .distcp file. Takes two or three small reads.
 
     Raises: CheckpointError if the entry does not hold exactly one tensor.
@@ -245,7 +245,7 @@ def _rebuild_functions(source: Range, attributes: Attributes | None) -> Rebuild:
 
     def from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
         value = _from_type(function, kind, args, state)
-        if attributes is not None and is_stored(value):
+        if attributes is not None and is_plain_tensor(value):
             attributes[value.storage] = state
         return value
 
@@ -278,7 +278,7 @@ def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
 
 def _view(source: Range, storage: _Storage, offset: Any, size: Any, stride: Any, dtype: DType) -> AnyTensor:
     """The tensor, after a check that its first and its last element lie in the storage."""
-    sizes, strides = _counts(size), _counts(stride)
+    sizes, strides = _as_counts(size), _as_counts(stride)
     if sizes is None or strides is None or len(sizes) != len(strides) or len(sizes) > 64 or not _is_count(offset):
         source.refuse(f"a tensor of storage {storage.key!r} claims offset {shown(offset)}, size {shown(size)}, strides {shown(stride)}")
     if math.prod(sizes) * dtype.itemsize >= 1 << 63:
@@ -301,7 +301,7 @@ def _placed(source: Range, storage: _Storage, skipped: int, dtype: DType, sizes:
     return LocatedTensor(source.path, storage.byte_offset + skipped, dtype, sizes, strides, storage.key)
 
 
-def _counts(value: Any) -> tuple[int, ...] | None:
+def _as_counts(value: Any) -> tuple[int, ...] | None:
     return tuple(value) if isinstance(value, tuple | list) and all(map(_is_count, value)) else None
 
 
@@ -378,7 +378,7 @@ def _split(data: bytes, count: int) -> tuple[list[bytes], int]:
     """The first `count` pickles of the data and the byte after them."""
     pickles, stop = [], 0
     for _ in range(count):
-        start, stop = stop, end_of(data, stop)
+        start, stop = stop, end_of_pickle(data, stop)
         pickles.append(data[start:stop])
     return pickles, stop
 
@@ -408,7 +408,7 @@ def _refuse_unnamed(source: Range, key: str) -> NoReturn:
 
 
 def _old_view(storage: _Storage, dtype: DType | None, pid: tuple[Any, ...], source: Range) -> _Storage:
-    """The part of a storage that the sixth element of a reference selects, as (key of the view, offset, count). torch < 0.4 wrote views."""
+    """The part of a storage that element 5 of a persistent id selects: (key of the view, offset, count). torch < 0.4 wrote views."""
     if len(pid) < 6 or pid[5] is None:
         return storage
     view = pid[5]

@@ -97,9 +97,9 @@ class Directory:
 
 
 def read_directory(source: Range) -> Directory:
-    """The directory of the zip that fills `source`, in one read if the zip is small or its directory is short.
+    """The directory of the zip that fills `source`. Takes one read if the directory lies in the last 4096 bytes.
 
-    Every member is stored without compression or encryption and lies between the start of the zip and its directory.
+    Every member has been checked: it is not compressed or encrypted, and it lies between the start of the zip and its directory.
 
     Raises: CheckpointError. If the bytes are not a zip, the message says what they look like.
     """
@@ -129,7 +129,7 @@ def read_directory(source: Range) -> Directory:
 def payload(source: Range, directory: Directory, member: Member) -> int:
     """The byte offset of a member's payload, counted from the start of the zip.
 
-    Raises: CheckpointError if its local header is not where the directory says, or its payload reaches beyond the payloads' end.
+    Raises: CheckpointError if its local header is not where the directory says, or its payload reaches into the directory.
     """
     name = member.name.encode()
     header = source.read(member.header_offset, min(30 + len(name), directory.byte_offset - member.header_offset))
@@ -146,9 +146,10 @@ def payload(source: Range, directory: Directory, member: Member) -> int:
 
 
 def payload_start(source: Range, header_offset: int, holding: str) -> int:
-    """The byte offset in `source` of the payload after the local header at `header_offset`.
+    """The byte offset in `source` of the payload after the local header at `header_offset`, without a directory.
 
-    Only for members that a directory has listed, because the local header does not tell the length of the payload.
+    Only for members that a directory has listed: the local header does not give the length of the payload, so the length is not checked.
+    holding: a part of the member's name.
 
     Raises: CheckpointError if no local header lies there, or the member's name does not contain `holding`.
     """

@@ -81,7 +81,7 @@ class _Job:
     name: str
     """The tensor."""
     number: int
-    """The number of the block in the tensor."""
+    """The index of the block in the tensor."""
     box: Box
     """The block."""
     sides: tuple[Pieces, ...]
@@ -164,7 +164,7 @@ def compare(
 
 
 def _comparable(left: Side, right: Side, result: Comparison, *, with_cast: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """The pairs of tensors whose values can be compared. The differences of all other tensors are added to the result."""
+    """The pairs of tensors whose values can be compared. The other tensors are added to the result as differences."""
     a, b = left.content.tensors, right.content.tensors
     for name in sorted(a.keys() - b.keys()):
         result.differences.append(Difference(name, "missing", f"it is in {left.files.root}, but not in {right.files.root}"))

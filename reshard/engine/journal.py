@@ -23,7 +23,7 @@ from reshard.storage.staging import Staging
 SECONDS_BETWEEN_SYNCS = 0.25
 
 BlockKey = tuple[int, int]
-"""(number of the route in the plan, number of the block in the tensor)."""
+"""(index of the route in the plan, index of the block in the tensor)."""
 
 
 class Journal:
@@ -86,7 +86,7 @@ class Journal:
 
 
 def names_a_plan(path: Path) -> bool:
-    """Whether there is a journal with its first line. A run that was stopped before it wrote that line has noted no work."""
+    """Whether a journal exists and its first line, which names the plan, is complete. Without that line, no block is recorded."""
     return path.exists() and "\n" in path.read_text()
 
 

@@ -1,4 +1,4 @@
-"""Jobs on threads. Each worker has its own buffers, results are returned as they are finished, and an interruption stops all threads."""
+"""Jobs on threads. Each worker has its own buffers, results come in the order of completion, and an interruption stops all threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def workers_within(memory: int | None, workers: int | None, itemsize: int, *, bu
     Raises: RequestError if the buffers of one worker do not fit.
     """
     per_worker = buffers * BLOCK_ELEMENTS * itemsize
-    most = (memory or DEFAULT_MEMORY) // per_worker
+    most = (DEFAULT_MEMORY if memory is None else memory) // per_worker
     if most < 1 and memory is not None:
         raise RequestError(
             f"--memory of {memory:,} bytes is too little: one worker needs {per_worker:,}", do=f"Use --memory {per_worker >> 20}MiB or more"

@@ -29,7 +29,7 @@ class Done:
     name: str
     """Its canonical tensor."""
     nbytes: int
-    """Its bytes, in the target's element type and without replicas."""
+    """Its size in bytes, in the target's element type and without replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class _Job:
     """One block to convert."""
 
     key: BlockKey
-    """Its name in the journal."""
+    """Its key in the journal."""
     route: Route
     """The route of its tensor."""
     source: Values
@@ -127,7 +127,7 @@ class Conversion:
         self._finish(journal.replaces)
 
     def _check_nothing_else_is_there(self) -> None:
-        """Raises RequestError if the target holds files. Without a journal, to resume is to start, and that must not touch such files."""
+        """Raises RequestError if the target holds files. Without a journal, resuming means starting, which must not touch such files."""
         root = self._staging.root
         others = [entry.name for entry in root.iterdir() if entry.name != WORK_FOLDER] if root.exists() else []
         if others:
@@ -172,7 +172,7 @@ class Conversion:
                 yield _Job((i, j), route, source, target, box)
 
     def _write_framing(self) -> None:
-        """Write the bytes that the plan knows already: headers, and constants that are not zero. A new file is filled with zeros."""
+        """Write the bytes that the plan knows: headers, and constants that are not zero. New files are already filled with zeros."""
         for file in self.plan.layout.files:
             for offset, data in file.literals:
                 self._staging.write(file.path, offset, memoryview(data))
@@ -208,7 +208,7 @@ class Conversion:
         staging.commit(names, replaces=[path for path in replaces if path not in names])
 
     def _manifest(self) -> bytes:
-        """The facts that the files do not tell: the engine and the parallel sizes that they are for, and their fingerprint."""
+        """The content of the manifest: what the other files do not say, such as engine version, parallel sizes and fingerprint."""
         assert self.fingerprint is not None
         document = {
             "format": self.plan.layout.format,
@@ -228,7 +228,7 @@ class Conversion:
 def is_finished(root: Path, identity: str) -> bool:
     """Whether a directory holds the complete result of the plan with that identity.
 
-    A run that is stopped between its last rename and its end leaves a complete result and a work folder.
+    There may still be a work folder, if the run was stopped after its last rename and before it removed the folder.
     """
     manifest = read_manifest(root)
     if manifest is None or manifest.get("plan") != identity:

@@ -28,7 +28,7 @@ _LONG = 512
 
 
 class Pieces:
-    """The pieces of a tensor, with what is needed to find those that share elements with a block."""
+    """The pieces of a tensor, prepared for finding those that share elements with a box."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -122,7 +122,7 @@ class Worker:
                 )
 
     def _staged(self, piece: Piece, shared: Box) -> Iterator[tuple[Box, Block]]:
-        """The shared box in parts: each is read into the scratch buffer and returned as a strided view of it.
+        """The shared box in parts, as (box, its elements). Each part is read into the scratch buffer, and the elements are a view of it.
 
         Long runs are read one by one. Short runs that lie close together are read in one range with the bytes between them.
         """

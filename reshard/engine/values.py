@@ -1,4 +1,4 @@
-"""Values: the elements of a tensor in a given element type, box by box: gathered, multiplied by their scales if they have any, and cast."""
+"""Values: the elements of a tensor in a given element type. Each box is gathered, multiplied by its scales if it has any, and cast."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def _factors(scales: Block, scaling: Scaling, scales_box: Box, box: Box) -> Bloc
         return scales.reshape((1,) * len(box.sizes))
     for axis, step in enumerate(scaling.block_shape):
         if step is not None and step > 1:
-            numbers = np.arange(box.offsets[axis], box.stops[axis]) // step - scales_box.offsets[axis]
-            scales = np.take(scales, numbers, axis=axis)
+            indices = np.arange(box.offsets[axis], box.stops[axis]) // step - scales_box.offsets[axis]
+            scales = np.take(scales, indices, axis=axis)
     return scales

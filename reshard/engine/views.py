@@ -20,7 +20,7 @@ from reshard.storage.files import Files
 
 _NUMPY = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1", "U64": "u8", "U32": "u4", "U16": "u2",
           "U8": "u1", "BOOL": "?", "C64": "c8", "C128": "c16"}  # fmt: skip
-# Values may be cast between these types. Narrower floats need scales.
+# `read_into` casts between these types only. Narrower floats need scales.
 _CAST = {"F64", "F32", "F16", "BF16"}
 
 
@@ -114,8 +114,8 @@ class LazyTensor:
         return f"LazyTensor({self.name!r}, {self.dtype}, {list(self.shape)})"
 
     def _blocks(self, dtype: DType) -> Iterator[tuple[int, tuple[int, ...], Block]]:
-        """The elements that are read, block by block: (the element of this tensor at which the block starts, its strides in this tensor,
-        its words). The next block overwrites the words."""
+        """The elements that are read from files, block by block, as (start, strides, words): the element of this tensor at which the block
+        starts, the block's strides in this tensor, and its elements. The next block overwrites the words."""
         workers: dict[int, Worker] = {}
         for section in self._stored.sections:
             source = self._sources[section.name]

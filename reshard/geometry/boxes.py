@@ -47,7 +47,7 @@ class Box:
 
     @property
     def index(self) -> tuple[slice | EllipsisType, ...]:
-        """The index that takes a view of this box from an array. The trailing `...` makes it a view for scalars too."""
+        """A numpy index: `array[box.index]` is a view of this box. The trailing `...` makes it a view for a scalar too."""
         ranges = [slice(start, stop) for start, stop in zip(self.offsets, self.stops, strict=True)]
         return (*ranges, ...)
 
@@ -109,7 +109,7 @@ def row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """The boxes of the elements start..stop of a row-major tensor, in order: a part of a row, whole rows, a part of a row.
 
-    The result has at most 2 * ndim - 1 boxes. They are disjoint and hold exactly stop - start elements.
+    The result has at most 2 * ndim - 1 boxes, and one for a scalar. They are disjoint and hold exactly stop - start elements.
 
     Raises: ValueError if the range leaves the tensor.
     """
@@ -146,10 +146,11 @@ BLOCK_ELEMENTS = 1 << 21
 
 
 def blocks(shape: tuple[int, ...]) -> Iterator[Box]:
-    """The canonical blocks of a tensor, in row-major order: runs of whole rows of at most BLOCK_ELEMENTS elements.
+    """The canonical blocks of a tensor, in row-major order: consecutive whole rows, together at most BLOCK_ELEMENTS elements.
 
-    The rows are those of the first axis whose rows fit into a block; axes before it are walked one index at a time. A block is
-    always contiguous in the row-major tensor. Blocks depend on the shape alone, not on how a checkpoint is sharded.
+    A row is the part of the tensor at one index of an axis. The axis is the first one whose rows fit into a block; a block lies at a single
+    index of every axis before it. So a block is contiguous in the row-major tensor. Blocks depend on the shape alone, not on how a
+    checkpoint is sharded. An empty tensor has no blocks.
     """
     if 0 in shape:
         return

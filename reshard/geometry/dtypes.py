@@ -24,9 +24,9 @@ class DType:
     torch: str
     """Its attribute in the torch module, such as "bfloat16"."""
     storage: str
-    """The storage class by which torch's pickles name it, such as "BFloat16Storage"."""
+    """The storage class by which torch's pickles name it, such as "BFloat16Storage"; not used by torch without `has_storage_class`."""
     floating: bool
-    """Whether it is a real floating-point type."""
+    """Whether it is a floating-point type. Complex types are not."""
 
     @property
     def word(self) -> np.dtype[np.generic]:
@@ -40,7 +40,10 @@ class DType:
         return not self.torch.startswith(("float8", "uint16", "uint32", "uint64"))
 
     def encoded(self, value: float) -> bytes:
-        """The bytes of one floating-point element of 16 to 64 bits, rounded to nearest, ties to even. Raises KeyError for other types."""
+        """The bytes of `value` as one element of F64, F32, F16 or BF16, rounded to nearest, ties to even (BF16: by way of F32).
+
+        Raises: KeyError for another type, OverflowError for a value that is too large.
+        """
         if self.name != "BF16":
             return struct.pack({"F64": "<d", "F32": "<f", "F16": "<e"}[self.name], value)
         (word,) = struct.unpack("<I", struct.pack("<f", value))
@@ -136,7 +139,7 @@ def from_user(name: str) -> DType | None:
 
 
 def known_names() -> tuple[str, ...]:
-    """The names that `--dtype` accepts, one per dtype."""
+    """For each dtype, the torch name, which is one of the names that `--dtype` accepts."""
     return tuple(dtype.torch for dtype in _TABLE)
 
 

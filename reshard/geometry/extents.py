@@ -59,7 +59,7 @@ class Span:
     nbytes: int
     """The length of the range."""
     strides: tuple[int, ...]
-    """The distance between neighbours of the box along each axis, in elements of the range."""
+    """The distance between neighbours of the box along each axis, in elements."""
 
 
 def span_elements(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
@@ -70,8 +70,8 @@ def span_elements(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
 def spans(piece: Piece, box: Box, limit: int, *, dense: bool) -> Iterator[Span]:
     """The file ranges that hold `box` of a piece, each at most `limit` bytes long.
 
-    With `dense`, every byte of a range belongs to the box, as a write needs it. Otherwise up to half of a range may be bytes that do not
-    belong to the box and that a read skips: one long read is faster than many short ones.
+    dense: every byte of a range belongs to the box; a write needs this. Otherwise up to half of a range may be bytes outside the box,
+    which a read discards: one long read is faster than many short ones.
     """
     itemsize, strides = piece.extent.dtype.itemsize, piece.extent.strides
     length = span_elements(box.sizes, strides)
@@ -90,9 +90,9 @@ class Runs:
     """The contiguous runs of a strided box, all of one length."""
 
     order: tuple[int, ...]
-    """The axes of the box as they are ordered in the file, outermost first."""
+    """The axes of the box in the order of the file, outermost first."""
     elements: int
-    """The elements of each run."""
+    """The number of elements in each run."""
     byte_offsets: npt.NDArray[np.int64]
     """[n]: where each run starts in the file."""
 
@@ -120,7 +120,7 @@ def is_row_major(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def runs(piece: Piece) -> Iterator[tuple[int, int]]:
-    """The contiguous byte ranges (start, stop) of a piece, in the order of the outer axes of its box."""
+    """The contiguous byte ranges (start, stop) of a piece, in file order."""
     itemsize = piece.extent.dtype.itemsize
     for span in spans(piece, piece.box, limit=1 << 62, dense=True):
         yield span.byte_offset, span.byte_offset + math.prod(span.box.sizes) * itemsize

@@ -1,6 +1,6 @@
 """Meshes: how a training run arranges its ranks along named dimensions, and what each dimension does to a tensor.
 
-The rules are those of DTensor: a mesh dimension of size k cuts an axis of n elements into runs of ceil(n / k), so the last ranks may
+The rules are those of DTensor: a mesh dimension of size k cuts an axis of n elements into chunks of ceil(n / k), so the last ranks may
 hold fewer elements or none. Source: torch/distributed/tensor/placement_types.py; measured on 1- to 3-D meshes, even and uneven.
 """
 
@@ -21,7 +21,7 @@ class Mesh:
     names: tuple[str, ...]
     """The name of each dimension: "dp", "tp", ...; "dim0", "dim1", ... if the run gave none."""
     sizes: tuple[int, ...]
-    """The ranks along each dimension."""
+    """The number of ranks along each dimension."""
 
     @property
     def ranks(self) -> int:
@@ -47,7 +47,7 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """The ranks along the mesh dimension hold consecutive runs of one axis of the tensor."""
+    """The ranks along the mesh dimension hold consecutive chunks of one axis of the tensor."""
 
     axis: int
     """The axis of the tensor."""
@@ -63,15 +63,15 @@ class Sharded:
 
 @dataclass(frozen=True, slots=True)
 class StridedSharded:
-    """Like Sharded, but the mesh dimensions to the right have cut the axis before.
+    """Like Sharded, but the mesh dimensions to the right cut the axis first.
 
-    FSDP2 over tensor parallelism: the tp ranks get runs of rows first, then the dp ranks share each run.
+    Example: FSDP2 over tensor parallelism on the mesh (dp, tp). The rows are cut over the tp ranks, then each chunk over the dp ranks.
     """
 
     axis: int
     """The axis of the tensor."""
     split_factor: int
-    """The number of runs into which the mesh dimensions to the right have cut the axis."""
+    """The number of chunks into which the mesh dimensions to the right cut the axis."""
 
     def __str__(self) -> str:
         return f"_StridedShard({self.axis}, split_factor={self.split_factor})"
@@ -107,10 +107,10 @@ class Distribution:
 def distribution(mesh: Mesh, placements: tuple[Placement, ...], cuts: tuple[int, ...] | None = None, *, where: str = "") -> Distribution:
     """The distribution of those placements: Sharded dimensions cut from left to right, then StridedSharded ones from right to left.
 
-    cuts: the Sharded dimensions in another order.
+    cuts: the Sharded dimensions in another order; ignored if it does not list exactly these.
 
-    Raises: CheckpointError if a split_factor differs from the number of runs into which the dimensions before it have cut its axis. The
-    elements of one rank would then be several runs, which no trainer saves.
+    Raises: CheckpointError if the mesh has another number of dimensions, or if a split_factor differs from the number of chunks into which
+    the dimensions to the right cut the axis. The elements of one rank would then not be one box; no trainer saves such a tensor.
     """
     if len(placements) != len(mesh.sizes):
         raise CheckpointError(f"{len(placements)} placements on a mesh of {len(mesh.sizes)} dimensions ({mesh})", where=where)
@@ -147,8 +147,10 @@ def _box(distribution: Distribution, shape: tuple[int, ...], coordinates: tuple[
 
 
 def chunk(length: int, parts: int, number: int) -> tuple[int, int]:
-    """Start and length of run `number` when `length` elements are cut into `parts` runs of ceil(length / parts); the last runs are
-    shorter or empty (torch.chunk)."""
+    """Start and length of chunk `number` when `length` elements are cut into `parts` chunks of ceil(length / parts).
+
+    The last chunks may be shorter or empty, as in DTensor (torch.chunk leaves out empty ones).
+    """
     most = -(-length // parts)
     start = min(length, most * number)
     return start, min(length, start + most) - start

@@ -34,7 +34,7 @@ class Tile:
         return start, start + (self.box.sizes[self.axes.index(axis)] if axis in self.axes else 1)
 
     def cut(self, axis: int, start: int, stop: int) -> Tile | None:
-        """The part of the tile inside start..stop of an axis, in the coordinates of that slice; None if there is none."""
+        """The part of the tile inside the slice start..stop of an array axis, in the coordinates of the slice; None if they do not meet."""
         begin, end = self.span(axis)
         first, last = max(begin, start), min(end, stop)
         if first >= last:
@@ -103,12 +103,12 @@ class Mosaic:
         return Mosaic(self.shape[::-1], tuple(tile.renumbered(lambda axis: last - axis, tile.at[::-1]) for tile in self.tiles))
 
     def flattened(self) -> Mosaic:
-        """An array of one element, with any number of axes, as an array of shape [1]."""
+        """This array, which must have exactly one element, as an array of shape [1]."""
         assert math.prod(self.shape) == 1
         return Mosaic((1,), tuple(Tile(tile.name, tile.box, (0,), (None,) * len(tile.axes)) for tile in self.tiles))
 
     def split(self, axis: int, inner: int) -> Mosaic:
-        """The array with one axis reshaped into two, [size / inner, inner]."""
+        """The array with one axis reshaped into two, [size / inner, inner]. The caller has checked that `inner` divides the size."""
 
         def number(old: int) -> int:
             return old + (old >= axis)
@@ -124,7 +124,7 @@ class Mosaic:
         return Mosaic(shape, tuple(tiles))
 
     def merged(self, axis: int) -> Mosaic:
-        """The array with an axis and the next one reshaped into one, [outer * inner]."""
+        """The array with an axis and the next one, [outer, inner], reshaped into one, [outer * inner]."""
         inner = self.shape[axis + 1]
         tiles: list[Tile] = []
         for tile in self.tiles:
@@ -138,7 +138,7 @@ class Mosaic:
         return Mosaic((*self.shape[:axis], self.shape[axis] * inner, *self.shape[axis + 2 :]), tuple(tiles))
 
     def sections(self, strides: tuple[int, ...] | None = None) -> Iterator[Section]:
-        """Every tile as a section of an array with these strides, in elements; by default the array is row-major."""
+        """Every tile as a section of the array, stored with these strides, in elements; None: row-major."""
         steps = row_major(self.shape) if strides is None else strides
         for tile in self.tiles:
             start = sum(at * step for at, step in zip(tile.at, steps, strict=True))

@@ -18,7 +18,7 @@ class Parallel:
     ep: int = 1
     """Expert-parallel size."""
     dp: int = 1
-    """Data-parallel ranks that share every tensor (FSDP, ZeRO-3)."""
+    """Data-parallel size: the number of ranks over which every tensor is sharded (FSDP, ZeRO-3)."""
 
     def __post_init__(self) -> None:
         for name in _NAMES:
@@ -29,7 +29,7 @@ class Parallel:
         return " ".join(f"{name.upper()} {size}" for name in _NAMES if (size := getattr(self, name)) > 1) or "one rank"
 
     def allow(self, *names: str, what: str) -> None:
-        """Raises RequestError if a size that is not in `names` is above 1. `what` is the target that has no such size."""
+        """Raises RequestError if a size that is not in `names` is above 1. what: the target, for the message."""
         for name in _NAMES:
             if name not in names and getattr(self, name) > 1:
                 raise RequestError(f"--{name} {getattr(self, name)} does not apply to {what}", do=f"Leave out --{name}")

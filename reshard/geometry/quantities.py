@@ -17,7 +17,7 @@ def plural(number: int, one: str, several: str | None = None) -> str:
 
 
 def parse_size(value: str | int, option: str) -> int:
-    """The number of bytes that a text such as 512MiB, 5GB or 1000000 means.
+    """The number of bytes that a text such as 512MiB, 5GB or 1000000 means. An integer is returned unchanged.
 
     Raises: RequestError, naming the option, for any other text.
     """
@@ -30,9 +30,9 @@ def parse_size(value: str | int, option: str) -> int:
 
 
 def parse_count(value: str | int, option: str) -> int:
-    """The count that a text such as 7B, 1.5M or 7000000000 means.
+    """The count that a text such as 7B, 1.5M or 7000000000 means. An integer is returned unchanged.
 
-    Raises: RequestError, naming the option, for any other text, and for 0.
+    Raises: RequestError, naming the option, for any other text, and for a text that means 0.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value

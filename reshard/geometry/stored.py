@@ -20,7 +20,7 @@ class Section:
     box: Box
     """The box, in the coordinates of the canonical tensor."""
     start: int
-    """The stored element at which the box starts."""
+    """Where the box starts, in elements from the start of the stored tensor."""
     strides: tuple[int, ...]
     """The distance between neighbours of the box along each canonical axis, in stored elements."""
 
@@ -60,7 +60,10 @@ def whole(name: str, dtype: DType, shape: tuple[int, ...]) -> StoredTensor:
 
 
 def part(name: str, canonical: str, dtype: DType, shape: tuple[int, ...], box: Box) -> StoredTensor:
-    """A box of the tensor `canonical`, which has that shape, stored as a row-major tensor called `name`; the box may be empty."""
+    """A box of a canonical tensor, stored as a row-major tensor called `name`.
+
+    canonical, shape: the name and the global shape of the canonical tensor. An empty box has a section only if the whole tensor is empty.
+    """
     sections = (Section(canonical, box, 0, row_major(box.sizes)),) if box.volume or 0 in shape else ()
     return StoredTensor(name, dtype, box.sizes, sections)
 

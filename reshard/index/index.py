@@ -18,7 +18,7 @@ from reshard.geometry.quantities import plural
 from reshard.index.shards import Columns, Shards, primary_rows
 
 Kind = Literal["weight", "master", "moment1", "moment2", "step", "state"]
-"""What a tensor is to the run. (A *role* is what a weight does in the model, such as attention.q.)"""
+"""What a tensor is for in the training run. (A *role* is what a weight does in the model, such as attention.q.)"""
 KINDS: dict[Kind, str] = {
     "weight": "model weights and buffers",
     "master": "full-precision copies kept by the optimizer",
@@ -40,7 +40,7 @@ class Tensor:
     shape: tuple[int, ...]
     """The global shape."""
     kind: Kind
-    """What it is to the run: a weight, a master, optimizer state, ..."""
+    """What it is for in the run: a weight, a master, optimizer state, ..."""
     shards: Shards
     """Its pieces."""
     distribution: Distribution | None = None
@@ -64,7 +64,7 @@ class Tensor:
         return self.elements * self.dtype.itemsize
 
     def pieces(self) -> Iterator[Piece]:
-        """Its pieces, made one at a time. Raises CheckpointError if the framing around a piece cannot be read."""
+        """Its pieces, made one at a time. Raises CheckpointError if a header that tells where a piece lies cannot be read."""
         return (self.shards.piece(i) for i in range(len(self.shards)))
 
     def __repr__(self) -> str:
@@ -81,7 +81,7 @@ class Scaling:
     """Elements per scale along each axis; None: one scale for the whole axis."""
 
     def box_of(self, box: Box) -> Box:
-        """The box of the scales that belong to a box of elements."""
+        """The box of the scales that belong to a box of elements; all scales if they have another number of axes."""
         shape = self.scales.shape
         if len(shape) != len(box.sizes):
             return Box.whole(shape)
@@ -139,7 +139,7 @@ class RunFacts:
     state: Mapping[str, Any] = field(default_factory=dict)
     """Plain values that the run needs to continue: counters, the state of its schedule."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """Second name -> first name of a weight that has two."""
+    """Alias -> the name under which the weight is stored, for every weight that has two names."""
     buffers: tuple[str, ...] | None = None
     """Tensors of the model that no optimizer updates; None if the files do not say."""
     unanswered: tuple[str, ...] = ()
@@ -188,8 +188,8 @@ class Index:
         return {tensor.name: tensor for tensor in self.tensors if tensor.kind == kind}
 
     def check(self) -> None:
-        """Raises CheckpointError for the first tensor whose name occurs twice, that has a hole, or whose pieces overlap without being
-        equal."""
+        """Raises CheckpointError for the first tensor whose name occurs twice in its kind, or that its primary boxes do not cover exactly
+        once (`check_coverage`)."""
         names: set[tuple[str, str]] = set()
         # Tensors that are cut in the same way may share their columns. Shared columns are checked once.
         covered: set[tuple[object, ...]] = set()
@@ -258,7 +258,7 @@ def _is_cut_once(starts: Columns, stops: Columns, shape: Columns) -> bool:
 def _first_fault(starts: Columns, stops: Columns, rows: Columns, region: Box, axis: int) -> tuple[Box, Columns] | None:
     """The first box inside `region` that no row covers or several rows cover, with those rows; None if every element has one row.
 
-    starts, stops: [n, ndim]. rows: [n]. axis: the axes before it are already narrowed to `region`.
+    starts, stops: [n, ndim], the boxes of the rows. rows: [n], their numbers. axis: every row covers `region` along the axes before it.
     """
     if axis == len(region.sizes):
         return None if len(rows) == 1 else (region, rows)
@@ -287,7 +287,10 @@ def _some(names: list[str], most: int = 4) -> str:
 
 
 def sharding_text(tensor: Tensor) -> str:
-    """How a tensor is cut: "whole", "4 along axis 0", "2 x 4 along axes 0, 1" or "7 boxes, cut between elements", and its replicas."""
+    """How a tensor is cut, for messages: "whole", "4 along axis 0", "2 x 4 along axes 0, 1" or "7 boxes, cut between elements".
+
+    The number of replicas follows, if there are any: "whole, 7 replicas". A tensor without elements is "empty".
+    """
     shards = tensor.shards
     rows = np.flatnonzero(primary_rows(shards) & (shards.sizes > 0).all(axis=1))
     if not len(rows):
@@ -300,4 +303,4 @@ def sharding_text(tensor: Tensor) -> str:
         if math.prod(parts) != len(rows):  # a flat buffer is cut between any two elements: a part of a row, rows, a part of a row
             text = f"{len(rows)} boxes, cut between elements"
     stored = int((shards.sizes > 0).all(axis=1).sum())
-    return text if stored == len(rows) else f"{text}, {stored} copies of {len(rows)} boxes"
+    return text if stored == len(rows) else f"{text}, {plural(stored - len(rows), 'replica')}"

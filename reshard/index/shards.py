@@ -35,9 +35,9 @@ class Shards:
     files: npt.NDArray[np.integer[Any]]
     """[n]: the file of each row, as an index into `paths`."""
     positions: Columns
-    """[n]: a byte offset near the data of each row, by which files can be read in order."""
+    """[n]: a byte offset near the data of each row, known without a read. Reads of a file are ordered by it."""
     extent: Callable[[int], Extent]
-    """extent(i) is where row i lies exactly. The call may read a few bytes of framing."""
+    """extent(i) is where exactly row i lies. The call may read a small header."""
     primary: npt.NDArray[np.bool_] | None = None
     """[n]: whether each row counts for coverage. The other rows are replicas and are compared with the primary ones. None: the first row of
     each box is primary."""
@@ -75,7 +75,7 @@ class Shards:
         return self.paths[int(self.files[i])]
 
     def piece(self, i: int) -> Piece:
-        """The piece of row i. May read a few bytes of framing."""
+        """The piece of row i. May read a small header."""
         return Piece(self.box(i), self.extent(i))
 
     def with_copies(self, others: Sequence[Shards]) -> Shards:
@@ -86,7 +86,7 @@ class Shards:
         return concatenated([replace(self, primary=primary_rows(self)), *copies])
 
     def moved(self, inner: Box, offsets: tuple[int, ...]) -> Shards:
-        """The parts of these pieces inside the box `inner`, as pieces of a tensor in which that box starts at `offsets`."""
+        """These pieces clipped to the box `inner`, as pieces of another tensor in which that box starts at `offsets`."""
         start, by = np.array(inner.offsets, np.int64), np.array(offsets, np.int64) - np.array(inner.offsets, np.int64)
         first = np.maximum(self.offsets, start)
         sizes = np.minimum(self.offsets + self.sizes, start + np.array(inner.sizes, np.int64)) - first
@@ -94,9 +94,9 @@ class Shards:
         steps = (first - self.offsets)[rows]
 
         def extent(i: int) -> Extent:
-            whole = self.extent(int(rows[i]))
-            elements = sum(step * stride for step, stride in zip(steps[i].tolist(), whole.strides, strict=True))
-            return replace(whole, byte_offset=whole.byte_offset + elements * whole.dtype.itemsize)
+            outer = self.extent(int(rows[i]))
+            elements = sum(step * stride for step, stride in zip(steps[i].tolist(), outer.strides, strict=True))
+            return replace(outer, byte_offset=outer.byte_offset + elements * outer.dtype.itemsize)
 
         return replace(
             self,

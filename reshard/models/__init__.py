@@ -1,1 +1,1 @@
-"""A model as a declaration, with the numbers of one config put in."""
+"""Models: the declarations of architectures, and the weights that follow from a declaration and one config."""

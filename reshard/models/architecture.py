@@ -1,7 +1,7 @@
-"""Architecture: one kind of model as a declaration. Names, roles and shapes of its weights in terms of its config; data, never code.
+"""Architecture: the declaration of one model type. It gives names, roles and shapes of the weights in terms of the config, as data.
 
 The declarations of the built-in models are reshard/architectures/<model_type>.yaml, in the language that users write (declared/reader.py).
-`Model` (model.py) is an architecture with the numbers of one config put in.
+`Model` (model.py) is an architecture together with one config.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, Literal
 from reshard.errors import RequestError
 from reshard.models.roles import Split
 
-# A dense layer has one MLP, a sparse layer has experts. Layers for multi-token prediction ("mtp") follow the last layer of the model.
+# A dense layer has one MLP, a sparse layer has experts. Layers for multi-token prediction ("mtp") follow the last layer of the
+# model; each of them is also dense or sparse.
 LayerKind = Literal["dense", "sparse", "mtp"]
 
 
@@ -22,19 +23,20 @@ class Weight:
     """The declaration of one weight, or of one weight per layer and per expert."""
 
     name: str
-    """The canonical name. {layer} stands for the number of the layer, {expert} for that of the expert."""
+    """The canonical name. {layer} stands for the index of the layer, {expert} for the index of the expert."""
     role: str
-    """What the weight does, such as "attention.q". The names of a fused weight's roles are in `fuses`."""
+    """What the weight does, such as "attention.q". For a fused weight: "attention.qkv", or its roles joined by "+"."""
     shape: tuple[str, ...]
     """Each axis as an expression of dimensions, such as "heads * head_dim"."""
     when: str | None = None
-    """A key of the config: the weight exists if it is set. "not KEY": the weight exists if it is not set. None: it always exists."""
+    """A key of the config: the weight exists unless the value is missing, false, 0 or null. "not KEY": the weight exists if it is
+    one of these. None: the weight always exists."""
     layers: LayerKind | None = None
     """The kind of layers that have the weight; None: all layers. `SparseLayers` says which layers are sparse."""
     fuses: Mapping[str, str] = field(default_factory=dict)
-    """The roles of a fused weight, in the order of their rows, with their output features as expressions."""
+    """Role -> number of output features, as an expression, in the order of the rows. Empty: the weight is not fused."""
     interleaved_by: str | None = None
-    """A dimension, such as "heads": the roles in `fuses` alternate once per head. None: each role is one run of rows."""
+    """A dimension, such as "heads": the rows are q, k, v of head 0, then q, k, v of head 1, ... None: each role is one run of rows."""
     transposed: bool = False
     """Whether the weight is stored as [in, out], as by a Conv1D."""
     split: Split | None = None
@@ -43,14 +45,14 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """Where a number of the model comes from."""
+    """A number of the model, such as the hidden size: where the config gives it, and its default."""
 
     keys: tuple[str, ...]
     """Keys of the config. The first one that the config sets is used."""
     default: str | None = None
     """An expression of other dimensions, used if the config sets none of the keys."""
     optional: bool = False
-    """Whether a model may be without it: if the config gives none, or 0, all weights whose shape depends on it are absent."""
+    """Whether a model may lack it. If the config gives no number, or 0, the weights whose shape depends on the dimension do not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +60,16 @@ class SparseLayers:
     """Which layers are sparse: layer i, if i >= first, (i + offset) % step == 0, and `dense` does not list i."""
 
     first: str | None = None
-    """The config's key for the number of the first sparse layer; None: 0."""
+    """The config's key for the index of the first sparse layer; None: 0."""
     step: str | None = None
     """The config's key for the step; None: 1."""
     offset: int = 0
-    """Added to the number of the layer before it is divided by the step."""
+    """Added to the index of the layer before it is divided by the step."""
     dense: str | None = None
     """The config's key for a list of dense layers; None: there is no list."""
 
     def among(self, config: Mapping[str, Any], layers: int) -> frozenset[int]:
-        """The numbers of the sparse layers of a model with `layers` layers. Raises RequestError if the config has no such numbers."""
+        """The indices of the sparse layers of a model with `layers` layers. Raises RequestError if a value has the wrong type."""
         first = whole_number(config, self.first) or 0
         step = whole_number(config, self.step) or 1
         dense = (config.get(self.dense) if self.dense else None) or ()
@@ -77,7 +79,7 @@ class SparseLayers:
 
 
 def whole_number(config: Mapping[str, Any], key: str | None) -> int | None:
-    """The number of layers under a key of a config; None if there is none. Raises RequestError if it is not a whole number from 0 on."""
+    """The whole number that the config gives for a key; None if it gives none. Raises RequestError if the value is not one, or below 0."""
     value = config.get(key) if key else None
     if value is not None and (not isinstance(value, int) or value < 0):
         raise RequestError(f"config.json gives {value!r} for {key}; a whole number is expected", why="It says which layers there are")
@@ -95,19 +97,19 @@ class Architecture:
     weights: tuple[Weight, ...]
     """The weights, in the order of the model's parameters."""
     tied: tuple[str, str] = ("lm_head.weight", "model.embed_tokens.weight")
-    """The names of the head and of the embedding. They are one tensor if the config sets tie_word_embeddings."""
+    """The names of the head and of the embedding. They are one tensor if tie_word_embeddings is true."""
     dropped: Mapping[str, str] = field(default_factory=dict)
     """Tensors that a checkpoint may contain and that are not converted: regular expression of the name -> reason."""
     sparse_layers: SparseLayers | None = None
     """Which layers have experts; None: no layer."""
     mtp_layers: str | None = None
-    """The config's key for the number of layers for multi-token prediction. A checkpoint may be without their weights."""
+    """The config's key for the number of layers for multi-token prediction. A checkpoint may lack their weights."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of a config that does not set them itself."""
+    """Values of config keys that a config does not set."""
     vocabulary_multiple: int | None = None
-    """The multiple to which engines pad the vocabulary of this model; None: the engine's own multiple."""
+    """Engines pad the vocabulary of this model to a multiple of this; None: to the engine's own multiple."""
     like: str | None = None
-    """The known model that engines and frameworks take this one for; None: it is known under its own model_type."""
+    """The model_type that engines and frameworks treat this model as; None: its own."""
     declared_in: str | None = None
     """The file that declares it; None for a built-in model."""
 
@@ -126,9 +128,9 @@ class Architecture:
     ) -> Architecture:
         """This architecture under another model_type, with more weights and dimensions, without some weights, and with other `fields`.
 
-        A weight takes the place of the one with the same name. A weight with a new name comes last in its module, where a subclass
-        registers it, so that the order remains that of the model's parameters. without: names of weights. `like` is not taken over:
-        engines may know this model and not the new one.
+        A weight replaces the one with the same name. A weight with a new name comes after the last weight of the module that contains its
+        own module: a subclass registers a new module there, so the order remains that of the model's parameters. without: names of
+        weights. `like` is not inherited: engines may know this model and not the new one.
         """
         declared = [weight for weight in self.weights if weight.name not in without]
         for weight in weights:
@@ -142,7 +144,7 @@ class Architecture:
 
 
 def _last_of_module(name: str, names: list[str]) -> int:
-    """The index of the last of `names` in the same module as `name`, or in the innermost module around it that contains any of them."""
+    """The index of the last of `names` in the module around the module of `name`, or in the next outer module that has any of them."""
     module = name.rpartition(".")[0]
     while module:
         module = module.rpartition(".")[0]

@@ -1,10 +1,10 @@
-"""Which model a config, a name or a file stands for.
+"""Finds the architecture that a config, a model type or a file names. Declarations come from three places:
 
     reshard/architectures/<model_type>.yaml            built in; only the files of the model at hand are read
     the entry-point group reshard.architectures        other packages: an `Architecture`, or the path of a YAML file
     --architecture my.yaml                             the user's file
 
-These are the places that declarations come from. Under one model type, the built-in declaration takes precedence over a package's.
+If a package declares a model type that is built in, the built-in declaration is used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def find_model(config: Mapping[str, Any] | None, architecture: Architecture | No
     """The model that a Hugging Face config describes.
 
     None if there is no config, if its architecture is not declared, or if its weights are quantized in a way that is not known.
-    architecture: takes the place of the one that the config names by its `model_type`.
+    architecture: is used instead of the one that the config names by its `model_type`.
     """
     if config is None or unknown_quantization(config):
         return None
@@ -50,6 +50,8 @@ def find_architecture(model_type: str) -> Architecture | None:
 
 def named_architecture(named: Architecture | str | os.PathLike[str]) -> Architecture:
     """The architecture that a user names: by its model type, or by the path of a file, which contains a dot or a slash.
+
+    An Architecture is returned unchanged.
 
     Raises: RequestError if there is no such declaration, or if the file is not a declaration.
     """
@@ -76,7 +78,7 @@ def read_architecture(path: str | os.PathLike[str]) -> Architecture:
 
 
 def declaration_text(model_type: str) -> str:
-    """The file that declares a model type. Raises RequestError if the model is not declared, or not in a file."""
+    """The text of the file that declares a model type. Raises RequestError if the model is not declared, or not in a file."""
     architecture = find_architecture(model_type)
     if architecture is None:
         raise RequestError(f"no model is declared as {model_type!r}", do=f"Declared are {', '.join(known_model_types())}")
@@ -119,7 +121,7 @@ def _built_in_file(name: str) -> Path:
 
 
 def _loaded(point: EntryPoint, find: Find) -> Architecture:
-    """What an entry point declares."""
+    """The architecture that an entry point declares."""
     declared = point.load()
     if isinstance(declared, Architecture):
         return declared

@@ -1,4 +1,4 @@
-"""Model: an architecture with the numbers of one config put in. Its weights by name, and its parts by role.
+"""Model: an architecture together with one config. It lists the weights by name, and the parts of weights by role.
 
     Architecture + config -> dimensions {"hidden": 4096, ...}
                           -> weights    one ModelWeight per tensor of the model, quantization scales included
@@ -35,44 +35,44 @@ class ModelWeight:
     shape: tuple[int, ...]
     """The shape, as stored."""
     layer: int | None
-    """The number of its layer; None outside of the layers."""
+    """The index of its layer; None outside of the layers."""
     declared: Weight
     """The declaration that it follows from."""
     expert: int | None = None
-    """The number of its expert; None outside of the experts."""
+    """The index of its expert; None outside of the experts."""
     optional: bool = False
-    """Whether a checkpoint may be without it."""
+    """Whether a checkpoint may lack it."""
     scales: tuple[Scale, ...] = ()
     """The scales that are stored beside it."""
     scale: Scale | None = None
-    """What it is if it is a scale itself."""
+    """If this tensor is itself a scale: which scale. None: it is not a scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one role is in a layer or an expert: a view of a canonical tensor as [out features, in features], or as [out features]."""
+    """The part of a canonical tensor that has one role, viewed as an array [out features, in features] or [out features]."""
 
     role: str
     """What it does, such as "attention.q"."""
     parameter: str
     """The last word of the canonical name: usually "weight" or "bias"."""
     layer: int | None
-    """The number of its layer; None outside of the layers."""
+    """The index of its layer; None outside of the layers."""
     expert: int | None
-    """The number of its expert; None outside of the experts."""
+    """The index of its expert; None outside of the experts."""
     tensor: str
-    """The canonical tensor that it is a view of."""
+    """The canonical tensor that it is a part of."""
     array: Mosaic
-    """The boxes of that tensor, in the order of the part's rows."""
+    """The array, as boxes of that tensor in the order of the part's rows."""
     split: Split
     """How tensor-parallel ranks share it."""
     block_shape: BlockShape
-    """Elements of the weight that one element of the array belongs to, along each axis: 1 of a weight itself, more of a block scale.
-    None: all of them, and the array is not cut along the axis."""
+    """Weight elements per element of the array, along each axis: 1 for a weight, more for a block scale. None: one element of the array
+    belongs to the whole axis of the weight, and the array is not cut along that axis."""
     blocks: BlockShape | None = None
-    """The block shape of the block scales beside this weight; None: it has none."""
+    """If block scales are stored beside this weight: weight elements per scale, along each axis. None: there are no block scales."""
     scale: Scale | None = None
-    """What it is if it is a scale itself."""
+    """If the part is itself a scale: which scale. None: it is not a scale."""
 
 
 class Dimensions(dict[str, int]):
@@ -92,7 +92,7 @@ class Dimensions(dict[str, int]):
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """An architecture and one config's numbers."""
+    """An architecture together with one config."""
 
     architecture: Architecture
     """The declaration."""
@@ -144,13 +144,13 @@ class Model:
 
     @cached_property
     def sparse_layers(self) -> frozenset[int]:
-        """The numbers of the layers with experts, layers for multi-token prediction included."""
+        """The indices of the layers with experts, layers for multi-token prediction included."""
         sparse, layers = self.architecture.sparse_layers, self.dimensions["layers"] + self.mtp_layers
         return sparse.among({**self.architecture.defaults, **self.config}, layers) if sparse else frozenset()
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """The numbers of the layers without experts, layers for multi-token prediction excluded."""
+        """The indices of the layers without experts, layers for multi-token prediction excluded."""
         return tuple(layer for layer in range(self.dimensions["layers"]) if layer not in self.sparse_layers)
 
     @cached_property
@@ -160,7 +160,7 @@ class Model:
         return {weight.name: weight for weight in self._all_weights() if weight.name not in absent}
 
     def parts(self, *, keep_fused: frozenset[str] = frozenset()) -> tuple[Part, ...]:
-        """The parts of all weights. keep_fused: roles of fused weights, such as "attention.qkv", that are one part each."""
+        """The parts of all weights. keep_fused: roles of fused weights, such as "attention.qkv", that stay one part."""
         return tuple(self._parts(keep_fused)) if keep_fused else self._separate_parts
 
     def reason_to_drop(self, name: str) -> str | None:
@@ -208,7 +208,7 @@ class Model:
         return shape
 
     def _numbered(self, weights: list[tuple[Weight, tuple[int, ...]]], layer: int | None) -> Iterator[ModelWeight]:
-        """The weights of one layer, each followed by its scales; those of experts one expert after the other."""
+        """The tensors of one layer (None: outside of the layers), each weight followed by its scales, the experts one after the other."""
         optional = layer is not None and layer >= self.dimensions["layers"]
         for is_expert, run in groupby(weights, key=lambda item: "{expert}" in item[0].name):
             declared = list(run)

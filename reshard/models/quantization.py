@@ -17,7 +17,7 @@ BlockShape = tuple[int | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A tensor stored beside a weight [out, in], which its elements multiply."""
+    """A tensor stored beside a weight [out, in]. Stored elements times the scale are the values of the weight, or of the layer's input."""
 
     kind: str
     """The last word of its name, in place of "weight": "weight_scale_inv", "input_scale"."""
@@ -66,7 +66,7 @@ def _matches(entry: str, module: str) -> bool:
 
 
 def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
-    """How a config says that the weights are quantized; None if they are not, or in a way that is not known (`unknown_quantization`)."""
+    """The quantization that a config describes; None if there is none, or its method is not known (`unknown_quantization`)."""
     settings = config.get("quantization_config")
     if not isinstance(settings, Mapping):
         return None

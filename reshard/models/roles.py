@@ -52,21 +52,22 @@ Split = Replicate | Column | Row | Vocabulary | Heads
 
 @dataclass(frozen=True, slots=True)
 class SavedForBackward:
-    """How many times a layer's input and output are saved for the backward pass.
+    """How many copies of a module's input and output are saved for the backward pass.
 
-    "Whole" counts are the same on every tensor-parallel rank; sequence parallelism divides them. Ranks always divide "divided" counts.
+    Each tensor-parallel rank saves all of a "whole" copy; only sequence parallelism splits it. A "divided" copy is always split over the
+    tensor-parallel ranks.
     """
 
     whole_in: int = 0
-    """Copies of the input features that every rank saves."""
+    """Copies of the input that every rank saves whole."""
     divided_in: int = 0
-    """Copies of the input features that the ranks divide."""
+    """Copies of the input that are split over the ranks."""
     whole_out: int = 0
-    """Copies of the output features that every rank saves."""
+    """Copies of the output that every rank saves whole."""
     divided_out: int = 0
-    """Copies of the output features that the ranks divide."""
+    """Copies of the output that are split over the ranks."""
     per: str = ""
-    """The dimension that counts how often the layer is applied to one token, such as "heads" of a norm per head. Empty: once."""
+    """The dimension that counts how often the module is applied to one token: "heads" for a norm per head. Empty: once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +81,13 @@ class Role:
     shape: tuple[str, ...] = ()
     """The usual shape, [out, in] or [out], each axis an expression of dimensions. Empty: declarations do not name this role."""
     names: str = ""
-    """The last words of the names that modules of this role usually have, separated by spaces."""
+    """The usual endings of the names of modules with this role, separated by spaces."""
     saved: SavedForBackward = SavedForBackward()
-    """What the backward pass needs from a layer of this role."""
+    """What the backward pass needs from a module of this role."""
     quantized: bool = False
-    """Whether quantization changes this weight: True for linear layers, False for embeddings, heads, norms and routers."""
+    """Whether quantized models quantize this weight: True for linear layers, False for embeddings, heads, norms and routers."""
     in_layer: bool = True
-    """Whether each layer has such a weight. False: the model has one, before or after its layers."""
+    """Whether the weight belongs to a layer. False: the model has one such weight, before or after its layers."""
     fuses: tuple[str, ...] = ()
     """The roles that a fused weight of this role contains. An engine that keeps the weight fused splits it as this row says."""
 
@@ -97,10 +98,10 @@ _DIVIDED_INPUT = SavedForBackward(divided_in=1)
 _DIVIDED_OUTPUT = SavedForBackward(divided_out=1)
 _INPUT_AND_OUTPUT = SavedForBackward(whole_in=1, divided_out=1)
 
-# In `saved`, an input that several layers share is counted once: that of q, k and v with q, that of gate and up with up. The product of
+# In `saved`, an input that several modules share is counted once: that of q, k and v with q, that of gate and up with up. The product of
 # gate and up is the input of down. The activation between them is computed again from its own input, as fused kernels do.
 _ROWS = (
-    # The model's ends.
+    # Before and after the layers.
     Role("embedding", Vocabulary(), ("vocab", "hidden"), in_layer=False, names="embed_tokens wte embed_in word_embeddings tok_embeddings"),
     Role("position_embedding", Replicate(), ("positions", "hidden"), in_layer=False, names="wpe embed_positions position_embeddings"),
     Role("final_norm", Replicate(), ("hidden",), in_layer=False, names="norm ln_f final_layernorm final_layer_norm norm_f"),
@@ -139,7 +140,7 @@ _ROWS = (
     ),
     Role("mlp.gate", Column(), ("intermediate", "hidden"), names="gate_proj", saved=_DIVIDED_OUTPUT, quantized=True),
     Role("mlp.up", Column(), ("intermediate", "hidden"), names="up_proj c_fc dense_h_to_4h fc1", saved=_INPUT_AND_OUTPUT, quantized=True),
-    # Split only where gate and up alternate; every engine of today takes the two apart.
+    # This split is correct only if the rows of gate and up alternate. No engine keeps the two fused today, so it is not used.
     Role("mlp.gate_up", Column(), quantized=True, fuses=("mlp.gate", "mlp.up")),
     Role(
         "mlp.down", Row(), ("hidden", "intermediate"), names="down_proj dense_4h_to_h fc2 mlp.c_proj", saved=_DIVIDED_INPUT, quantized=True
@@ -171,5 +172,5 @@ _ROWS = (
 )
 
 ROLES: Mapping[str, Role] = {role.name: role for role in _ROWS}
-# The roles that a declaration may give to a weight. The others are fused, or follow from how the model is quantized.
+# The roles of the table that a declaration may give to a weight. The others are fused, or follow from how the model is quantized.
 DECLARED_ROLES = tuple(role.name for role in _ROWS if role.shape)

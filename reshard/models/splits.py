@@ -12,15 +12,15 @@ from reshard.models.roles import Column, Heads, Replicate, Row, Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class SplitRules:
-    """What a split depends on besides the tensor."""
+    """What the split of a part depends on, besides the part and the number of ranks."""
 
     dimensions: Mapping[str, int]
-    """The model's dimensions: they count the heads."""
+    """The model's dimensions. They give the number of heads."""
     vocabulary_multiple: int = 1
     """The engine pads the vocabulary to a multiple of this."""
 
     def padded_vocabulary(self, rows: int) -> int:
-        """The number of rows of a vocabulary with `rows` rows after padding."""
+        """`rows` rounded up to a multiple of `vocabulary_multiple`."""
         return -(-rows // self.vocabulary_multiple) * self.vocabulary_multiple
 
 
@@ -39,8 +39,8 @@ class Cut:
 def cut_of(part: Part, tp: int, rules: SplitRules) -> Cut | None:
     """How `tp` ranks share a part; None if each rank holds the whole part.
 
-    With fewer KV heads than ranks, rank r holds head r // (tp / heads); vLLM 0.32 (QKVParallelLinear) and TensorRT-LLM do the same. A part
-    is not cut along an axis that it does not have (the bias of a row-parallel layer), nor along one that a single element covers (a scale).
+    With fewer KV heads than ranks, `tp_rank` holds head tp_rank // (tp / heads), as in vLLM 0.32 (QKVParallelLinear) and TensorRT-LLM. A
+    part is not cut along an axis that it does not have (the bias of a row-parallel layer), nor along an axis with one scale for all of it.
     """
     match part.split:
         case Replicate():

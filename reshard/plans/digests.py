@@ -6,8 +6,8 @@
 
 Name, dtype (by its safetensors name, such as BF16) and shape (decimal numbers with "," between them) are UTF-8. The bytes of a block are
 its elements in row-major order, little-endian, as stored. Blocks depend on the shape alone, so they can be hashed in any order, by any
-number of workers, while a conversion copies them. The tensors are those of a Content: the model's weights, a tied head once, as the
-embedding, and optimizer state only if it was chosen.
+number of workers, while a conversion copies them. The tensors are those of a Content: the model's weights, and optimizer state only if it
+was chosen. A tied head counts once, under the name of the embedding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layout: a checkpoint that does not exist yet, as its files and the tensors in them. Its Index follows from these.
+"""Layout: the files of a checkpoint that does not exist yet, and the tensors in them. The checkpoint's Index follows from the layout.
 
 A format makes a layout from a Content and a Target. Nothing here reads or writes.
 """
@@ -24,20 +24,21 @@ class PlacedTensor:
     """A stored tensor in a file."""
 
     tensor: StoredTensor
+    """The tensor."""
     byte_offset: int
     """Where it starts in the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetFile:
-    """A file to be written: known bytes, and tensors between them."""
+    """A file to be written: framing, such as a header, and tensors."""
 
     path: str
     """Its path, relative to the target."""
     nbytes: int
     """Its length in bytes."""
     literals: tuple[tuple[int, bytes], ...]
-    """The framing, whose bytes are known already, as (byte offset, bytes)."""
+    """The framing, as (byte offset, bytes)."""
     tensors: tuple[PlacedTensor, ...]
     """The tensors that it holds."""
     ranks: Mapping[str, int] = field(default_factory=dict)
@@ -53,7 +54,9 @@ class Sidecar:
     """A small file whose whole content is known: config, tokenizer, index."""
 
     path: str
+    """Its path, relative to the target."""
     content: bytes
+    """Its bytes."""
 
     def __repr__(self) -> str:
         return f"Sidecar({self.path!r}, {plural(len(self.content), 'byte')})"
@@ -76,7 +79,7 @@ class Layout:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Canonical tensors that are stored once under another name: alias -> stored name. All are compared when they are read."""
     inlined_scalars: tuple[str, ...] = ()
-    """Canonical tensors of one element whose value is a part of the framing."""
+    """Canonical tensors of one element whose value is stored in the framing."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Canonical tensors that the target does not store, with the reason."""
 
@@ -127,7 +130,7 @@ def index_of(
 
 
 def _constants(path: str, item: PlacedTensor) -> Iterator[Constant]:
-    """The ranges of a stored tensor that hold its fill: they lie between and after the sections, each of which is a run of whole rows."""
+    """The ranges of a stored tensor that hold its fill: the bytes before, between and after the sections, which are contiguous."""
     stored, itemsize = item.tensor, item.tensor.dtype.itemsize
     if not stored.filled:
         return

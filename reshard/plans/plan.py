@@ -28,12 +28,12 @@ from reshard.storage.files import Files
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """One canonical tensor in a plan."""
+    """One canonical tensor in a plan: where it is read, and where it is written."""
 
     source: Tensor
-    """The pieces that are read."""
+    """The tensor with the pieces that are read."""
     target: Tensor
-    """The pieces that are written."""
+    """The tensor with the pieces that are written."""
 
     @property
     def name(self) -> str:
@@ -57,7 +57,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A box whose bytes go from one source file to one target file."""
+    """A box of a canonical tensor that goes from one source file to one target file."""
 
     name: str
     """The canonical tensor."""
@@ -270,7 +270,7 @@ class Plan:
 def make_plan(source: Index, source_files: Files, content: Content, target: Target, layout: Layout) -> Plan:
     """The plan that fills `layout` with `content`. Its routes are in the order in which the source's files hold the tensors.
 
-    Raises: CheckpointError if an alias differs in dtype or shape from the tensor that is stored for it.
+    Raises: CheckpointError if an alias differs in dtype or shape from the tensor that is stored in its place.
     """
     target_index = layout.index(content.shapes)
     aliases: dict[str, list[Tensor]] = {}
@@ -297,7 +297,7 @@ def _with_aliases(tensor: Tensor, aliases: list[Tensor]) -> Tensor:
 
 
 def _first_position(tensor: Tensor) -> tuple[str, int]:
-    """The file of a tensor's first piece and its position there, to sort by."""
+    """The file and the position of a tensor's first piece, as a sort key."""
     shards = tensor.shards
     if not len(shards):
         return "", 0

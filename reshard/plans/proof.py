@@ -1,7 +1,7 @@
 """Proof: what is certain about a plan before a byte is read.
 
-Every target byte has exactly one origin. Every source weight is used, or named as dropped. And a round trip is the identity: this is shown
-by composing the plan with the index that the target's own reader makes from the planned headers.
+Every target byte has exactly one origin. Every source weight is used, or named as dropped. `compose` also proves that a round trip is the
+identity: it composes the plan with the index that the target's own reader makes from the planned headers.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class RoundTrip:
 def compose(plan: Plan, read_back: Index) -> RoundTrip:
     """The round trip of a plan. read_back: the index that a reader of the target's format makes from the planned headers.
 
-    The round trip is the identity if, for every box of every tensor, the reader takes the bytes that the plan writes: at the same byte
-    offset, with the same strides and element type. And every box must be read.
+    The round trip is the identity if the reader reads every box of every tensor from the bytes to which the plan writes it: at the same
+    byte offset, with the same strides and element type.
 
     Raises: CheckpointError if the tensors that are read back have a hole.
     """
@@ -154,7 +154,7 @@ _EXACT = {
 
 
 def _compared(written: Tensor, returned: Tensor) -> Iterator[tuple[Box, bool]]:
-    """The box of each returned piece, and whether the written pieces have exactly its bytes."""
+    """The box of each returned piece, and whether the plan writes the box to exactly the bytes from which the piece is read."""
     offsets, stops = written.shards.offsets, written.shards.offsets + written.shards.sizes
     for piece in returned.pieces():
         if not piece.box.volume:

@@ -63,7 +63,7 @@ class RankSummary:
     nbytes: int
     """The bytes of its files."""
     layers: tuple[int, int] | None
-    """Its layers, from the first to the last."""
+    """Its layers."""
     query_heads: tuple[int, int] | None
     """Its query heads."""
     kv_heads: tuple[int, int] | None
@@ -71,7 +71,7 @@ class RankSummary:
     vocabulary: tuple[int, int] | None
     """Its rows of the vocabulary."""
     padding_rows: int
-    """The largest number of padding rows in one of its tensors."""
+    """The most padding rows in one of its tensors."""
 
 
 def kinds(index: Index) -> tuple[KindSummary, ...]:
@@ -86,7 +86,7 @@ def kinds(index: Index) -> tuple[KindSummary, ...]:
 
 
 def parameter_count(content: Content) -> int:
-    """The number of the model's elements. A tied table counts once, and scales of quantized weights do not count."""
+    """The number of the model's parameters. A tied embedding counts once, and scales of quantized weights do not count."""
     scales = {name for name, weight in content.model.weights.items() if weight.scale} if content.model else set()
     return sum(tensor.elements for name, tensor in content.weights.items() if name not in scales)
 
@@ -115,7 +115,7 @@ def _group(same: list[Tensor], state: str) -> TensorGroup:
 
 
 def _with_state(same_name: list[Tensor]) -> Iterator[tuple[Tensor, str]]:
-    """The weight among the tensors of one name, with the kinds that have its shape and cut; then the other tensors one by one."""
+    """The weight of one name, with the kinds of optimizer state that have its shape and cut, as text; then the other tensors one by one."""
     first = next((tensor for tensor in same_name if tensor.kind == "weight"), same_name[0])
     form = first.shape, sharding_text(first)
     states = [t for t in same_name if t is not first and t.kind != "step" and (t.shape, sharding_text(t)) == form]
@@ -146,7 +146,7 @@ def _range_text(numbers: list[int]) -> str:
 
 
 def ranks(plan: Plan) -> tuple[RankSummary, ...]:
-    """The content of each rank of a target. A target that is not split has one entry for all its files."""
+    """The content of each rank of a target. Files that belong to no rank are one entry."""
     by_rank: dict[tuple[tuple[str, int], ...], list[TargetFile]] = {}
     for file in plan.layout.files:
         by_rank.setdefault(tuple(file.ranks.items()), []).append(file)

@@ -43,8 +43,8 @@ class Target:
         return self.options.get("max_shard_size")
 
     def wants(self, ranks: Mapping[str, int]) -> bool:
-        """Whether the files of a rank are requested. An axis that `ranks` does not name counts as rank 0; an axis that `only_rank` does not
-        name does not matter."""
+        """Whether the files of a rank, such as {"tp": 3, "pp": 0}, are requested. An axis that `ranks` does not name counts as rank 0; an
+        axis that `only_rank` does not name does not matter."""
         return all(ranks.get(axis, 0) == rank for axis, rank in self.only_rank.items())
 
     def dtype_of(self, tensor: Tensor) -> DType:

@@ -1,11 +1,12 @@
 """The parallel sizes at which an engine serves a model, what each rank holds at each of them, and how many tokens fit beside the weights.
 
-Weights are counted in what the engine's rules lay out for a rank, byte by byte. Layers with equal weights are laid out once:
+The bytes of weights are the exact sizes of the tensors that the engine's rules lay out for a rank. Layers with equal weights are of one
+kind, and each kind is laid out once. The ends are the weights outside of the layers: embeddings, final norm and head.
 
     bytes of a stage's rank = bytes of the ends on that stage + for each of its layers, the bytes of a layer of that kind
 
-The first rank of a stage holds most: all ranks have equal parts, except that the first ranks have one more expert where ep does not divide
-the experts.
+The first rank of a stage holds most: all ranks hold equal amounts, except that the first ranks hold one more expert if ep does not divide
+the number of experts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ RulesFor = Callable[[Parallel], EngineRules]
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class GpuMemory:
     """The memory of one GPU."""
 
     nbytes: int
@@ -124,7 +125,7 @@ class DegreeReport:
     cache_dtype: DType
     """Element type of the KV cache."""
 
-    memory: Memory | None
+    memory: GpuMemory | None
     """The GPU's memory, if it is given."""
 
     rows: tuple[DegreeRow, ...]
@@ -141,7 +142,7 @@ def degree_report(
     parallels: Sequence[Parallel],
     *,
     cache_dtype: DType | None = None,
-    memory: Memory | None = None,
+    memory: GpuMemory | None = None,
 ) -> DegreeReport:
     """What ranks hold at each of the parallel sizes. dtypes: canonical name -> the element type that a conversion would store.
 
@@ -216,19 +217,19 @@ class _Measure:
         kind = self.kinds[layer]
         if kind not in self.measured:
             count = self.model.dimensions["layers"]
-            between = self._bytes((layer, 1, count - layer - 1), 1)
-            self.measured[kind] = between - self._ends(first=False, last=False)
+            middle_stage = self._bytes((layer, 1, count - layer - 1), 1)
+            self.measured[kind] = middle_stage - self._ends(first=False, last=False)
         return self.measured[kind]
 
     def _ends(self, first: bool, last: bool) -> _Bytes:
-        """What a stage without layers holds: its tables and norms, where a neighbouring stage has all layers."""
+        """What a stage holds besides its layers. first, last: whether it is the first or the last stage."""
         if (first, last) not in self.measured:
-            before, behind = () if first else (0,), () if last else (0,)
-            self.measured[first, last] = self._bytes((*before, 0, *behind), len(before))
+            before, after = () if first else (0,), () if last else (0,)
+            self.measured[first, last] = self._bytes((*before, 0, *after), len(before))
         return self.measured[first, last]
 
     def _bytes(self, counts: tuple[int, ...], pp_rank: int) -> _Bytes:
-        """What the first rank of a stage holds, if stage i had counts[i] layers."""
+        """What the first rank of stage `pp_rank` would hold if stage i had counts[i] layers."""
         rules = replace(self.rules, layers_per_stage=lambda layers, pp: counts)
         sizes = replace(self.parallel, pp=len(counts))
         ranks = (EngineRank(self.model, rules, sizes, tp_rank, pp_rank) for tp_rank in range(min(2, sizes.tp)))
@@ -251,7 +252,7 @@ def _origins(tensor: StoredTensor) -> Iterator[tuple[object, int]]:
 
 
 def _kinds_of_layers(model: Model, dtypes: Mapping[str, DType]) -> list[int]:
-    """The kind of each layer, as a number. Layers of one kind have the same weights, of the same shapes and element types."""
+    """The kind of each layer, as an index. Layers of one kind have the same weights, of the same shapes and element types."""
     rows: list[list[object]] = [[] for _ in range(model.dimensions["layers"])]
     for weight in model.weights.values():
         if weight.layer is not None and weight.layer < len(rows):
@@ -261,7 +262,7 @@ def _kinds_of_layers(model: Model, dtypes: Mapping[str, DType]) -> list[int]:
 
 
 def _stages(
-    model: Model, rules: EngineRules, parallel: Parallel, measure: _Measure, cache_dtype: DType, memory: Memory | None
+    model: Model, rules: EngineRules, parallel: Parallel, measure: _Measure, cache_dtype: DType, memory: GpuMemory | None
 ) -> Iterator[Stage]:
     counts = rules.layers_per_stage(model.dimensions["layers"], parallel.pp)
     windows = kv_cache.windows(model)
@@ -280,7 +281,7 @@ def _stages(
         )
 
 
-def _capacity(stages: Sequence[Stage], memory: Memory) -> CacheCapacity:
+def _capacity(stages: Sequence[Stage], memory: GpuMemory) -> CacheCapacity:
     """What fits on the stage where the fewest tokens fit. A stage without layers caches nothing and sets no limit."""
     capacities = []
     for stage in stages:
@@ -297,7 +298,7 @@ def _capacity(stages: Sequence[Stage], memory: Memory) -> CacheCapacity:
     return min(capacities, key=lambda capacity: capacity.tokens)
 
 
-def _assumptions(model: Model, cache_dtype: DType, memory: Memory | None, rules: EngineRules | None) -> tuple[str, ...]:
+def _assumptions(model: Model, cache_dtype: DType, memory: GpuMemory | None, rules: EngineRules | None) -> tuple[str, ...]:
     sentences = [f"the KV cache is {cache_dtype.torch}: per layer 2 x head size x KV heads of the rank; with MLA one latent vector"]
     if window := kv_cache.unassigned_window(model):
         sentences.append(f"the config has a sliding window of {window} and no layer_types: all layers are counted in full")

@@ -1,6 +1,6 @@
 """Elements of the KV cache per token, layer and rank.
 
-    attention             2 x head_dim x KV heads of the rank, max(1, kv_heads / tp): beyond tp = kv_heads more ranks do not shrink it
+    attention             2 x head_dim x KV heads of the rank, max(1, kv_heads / tp): with tp > kv_heads it shrinks no further
     latent (MLA)          kv_rank + rope_dim: one vector for all heads, the same on every rank
 
 A layer with a sliding window caches at most the window's tokens of a sequence.
@@ -22,7 +22,7 @@ def layer_elements(model: Model, tp: int) -> int:
 
 
 def windows(model: Model) -> tuple[int | None, ...]:
-    """Per layer, the most tokens of a sequence that it caches; None: all. The config's `layer_types` says which layers have a window."""
+    """Per layer, the most tokens of a sequence that are cached; None: all. The config's `layer_types` says which layers have a window."""
     layers, window = model.dimensions["layers"], model.setting("sliding_window")
     types = model.setting("layer_types") or ()
     if not window or len(types) < layers:
@@ -31,7 +31,7 @@ def windows(model: Model) -> tuple[int | None, ...]:
 
 
 def unassigned_window(model: Model) -> int | None:
-    """A sliding window in the config without `layer_types`, which would say which layers have it; None if there is none."""
+    """The config's sliding window if there is no `layer_types` to say which layers have it; otherwise None."""
     window = model.setting("sliding_window")
     is_used = model.setting("use_sliding_window") is not False
     return int(window) if window and is_used and not model.setting("layer_types") else None

@@ -65,7 +65,7 @@ def degree_problem(model: Model, rules: EngineRules, tp: int, ep: int = 1) -> tu
 
 
 def _unaligned(model: Model, rules: EngineRules) -> tuple[str, str] | None:
-    """A quantized weight that ends inside a block of its scales although another weight follows it in the same tensor, and why."""
+    """A block-quantized weight that does not end at the end of a block, while another weight follows it in the fused tensor; and why."""
     followed_roles = {role for fusion in rules.fusions for role in fusion.roles[:-1]}
     for part in distinct_parts(model, rules):
         block = part.blocks[0] if part.blocks else None

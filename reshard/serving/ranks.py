@@ -27,7 +27,7 @@ class RankTensor:
     """The engine's name."""
 
     array: Mosaic
-    """Which boxes of which canonical tensors it holds, and where."""
+    """The boxes of canonical tensors that it holds, and their places in it."""
 
     parts: tuple[Part, ...]
     """The parts that it is made of."""
@@ -59,7 +59,7 @@ class EngineRank:
 
     @property
     def experts(self) -> range:
-        """The experts of each layer that it holds: all, or with expert parallelism a run of them.
+        """The experts of each layer that the rank holds: all, or one run of them with expert parallelism.
 
         Where ep does not divide the experts, the runs of the first ranks are longer by one.
         """
@@ -137,14 +137,14 @@ class EngineRank:
             stored_parts = parts[-1:] if first.parameter in self.rules.scales_kept_once else parts
             shards.append(joined([self._shard(part) for part in stored_parts]))
         array = stacked(shards)
-        is_one_scale_each = len(array.shape) == 2 and array.shape[1] == 1 and first.scale is not None
+        has_one_scale_per_expert = len(array.shape) == 2 and array.shape[1] == 1 and first.scale is not None
         module = first.tensor.rpartition(f".{first.expert}.")[0]
         name = self._engine_name(f"{module}.{fusion.component}_{first.parameter}", in_order[0])
         parts_here = tuple(part for parts in by_expert.values() for part in parts)
-        return RankTensor(name, array.merged(0) if is_one_scale_each else array, parts_here)
+        return RankTensor(name, array.merged(0) if has_one_scale_per_expert else array, parts_here)
 
     def _end(self, part: Part) -> Iterator[RankTensor]:
-        """Embedding, final norm or head, if this stage holds it; a tied table under the name or names that the engine stores."""
+        """A weight outside of the layers, if this stage holds it; a tied embedding under the name or names that the engine stores."""
         head, embedding = self.model.architecture.tied
         if not (self.model.is_tied and part.tensor == embedding):
             if self._is_on_stage(part.role):
@@ -163,6 +163,7 @@ class EngineRank:
         return self.pp_rank == stage or role in self.rules.quirks.every_stage
 
     def _extra_tensors(self, tensor: RankTensor, compute_dtype: DType) -> Iterator[StoredTensor]:
+        """The constants that the engine expects beside a tensor."""
         first = tensor.parts[0] if tensor.parts else None
         if first is None or first.parameter != "weight":
             return
@@ -180,8 +181,8 @@ def rank_tensors(
     return tuple(EngineRank(model, rules, parallel, tp_rank, pp_rank).tensors(dtypes))
 
 
-def any_dtype(model: Model) -> dict[str, DType]:
-    """A stand-in for the element types of all weights, where only the names and shapes of a rank's tensors matter."""
+def placeholder_dtypes(model: Model) -> dict[str, DType]:
+    """Canonical name -> F32, for callers that need only the names and shapes of a rank's tensors."""
     return dict.fromkeys(model.weights, F32)
 
 

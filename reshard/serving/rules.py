@@ -1,5 +1,5 @@
-"""EngineRules: how a serving engine stores one model, as data over the model's roles. ModelQuirks: what its class of the model does
-differently from its other classes.
+"""EngineRules: how a serving engine stores one model, as data per role. ModelQuirks: what the engine's class of the model does differently
+from the engine's other classes.
 
     served_model.py    whether the engine serves the model as its config describes it
     legality.py        the parallel sizes at which the engine serves the model
@@ -27,14 +27,15 @@ LATENT_BIASES = frozenset({("mla.q_a", "bias"), ("mla.kv_a", "bias"), ("attentio
 class Fusion:
     """Several roles that an engine stores as one tensor, joined along the output features.
 
-    The experts that a rank holds are stacked: one tensor, even for a single role, named `component`_weight in the module of the experts.
+    For roles of experts, the experts that a rank holds are also stacked, even for a single role. The tensor is then named
+    `component`_weight in the module of the experts.
     """
 
     roles: tuple[str, ...]
     """The roles, in the order in which they follow each other."""
 
     component: str
-    """The name that replaces the last component of the first module's name: qkv_proj in place of q_proj."""
+    """The name that replaces the last component of the first role's module: qkv_proj in place of q_proj."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +68,11 @@ class ModelQuirks:
     """What an engine's class of one model does differently from the engine's other classes."""
 
     tied_table_stored_as: str = "head"
-    """The name of a tied table on a stage that holds both ends: "head", "embedding" or "both". With "embedding", a stage that holds only
-    the head uses the embedding's name, too."""
+    """The name under which a stage with embedding and head stores the tied tensor: "head", "embedding" or "both" (two copies). With
+    "embedding", a stage that holds only the head uses the embedding's name, too."""
 
     every_stage: frozenset[str] = frozenset()
-    """Roles outside of the layers that every pipeline stage holds; otherwise embeddings are on the first stage, the rest on the last."""
+    """Roles outside of the layers that every pipeline stage holds. Other embeddings are on the first stage, the rest on the last."""
 
     module_names: Mapping[str, str] = field(default_factory=dict)
     """Module names by role, which take precedence over EngineRules.module_names."""
@@ -86,7 +87,7 @@ class ModelQuirks:
     """Whether the class refuses a pipeline stage without a layer that has experts."""
 
     stores_normalizer: bool = False
-    """Whether the factor of the embeddings is a tensor of the state dict."""
+    """Whether the factor of the embeddings (`normalizer`) is a tensor of the state dict."""
 
     quantizes_router: bool = False
     """Whether the class of a quantized model quantizes the router, too, unless the config excludes it."""
@@ -149,10 +150,11 @@ class EngineRules:
     """Splits by role, where ranks share a weight in another way than usual."""
 
     dtypes: Mapping[str, DType | None] = field(default_factory=dict)
-    """Element types by role ("scale" for every scale) that the engine has whatever the source has; None for the model's."""
+    """Element types that the engine prescribes, by role ("scale" for every scale), whatever the source has. A value of None prescribes the
+    element type that the model computes in."""
 
     scales_kept_once: frozenset[str] = frozenset()
-    """Kinds of scales that are stored once for all weights fused in an expert; the scales of these weights must be equal."""
+    """Kinds of scales that are stored once for the fused weights of an expert. The scales of these weights must be equal."""
 
     equal_experts: bool = False
     """Whether every expert-parallel rank must have the same number of experts."""

@@ -11,8 +11,8 @@ from reshard.models.quantization import unknown_quantization
 from reshard.serving.rules import EngineRules
 
 
-def served_model(model: Model | None, config: Mapping[str, object] | None, engine: str) -> Model:
-    """The model itself. Raises RequestError if it is None, with the reason that the config gives."""
+def require_model(model: Model | None, config: Mapping[str, object] | None, engine: str) -> Model:
+    """The model, which must not be None. Raises RequestError if it is, with the reason, which follows from the config."""
     if model is not None:
         return model
     if config is None:

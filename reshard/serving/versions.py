@@ -21,7 +21,7 @@ def version_numbers(version: str, newest: str) -> Numbers:
 
 
 def about_version(engine: str, version: str, newest: str, model: Model, *, is_known: bool) -> tuple[str, ...]:
-    """Notes about what was not measured: a version after `newest`, or the engine's class of the model (`is_known` says that it was)."""
+    """Notes about what was not measured: a version after `newest`, or the engine's class of the model. is_known: the class was measured."""
     notes = []
     if version_numbers(version, newest) > version_numbers(newest, newest):
         notes.append(f"{engine} {version} is newer than the newest version that was measured, {newest}")

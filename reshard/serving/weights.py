@@ -1,4 +1,4 @@
-"""The weights of a model that a serving engine holds: which have a slot in its class, which share one, and in which element type."""
+"""The weights of a model that a serving engine holds: which have a slot in the engine's class, and in which element type."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def parts_by_layer(model: Model, rules: EngineRules) -> dict[int | None, tuple[P
 
 
 def distinct_parts(model: Model, rules: EngineRules) -> tuple[Part, ...]:
-    """One part for each role, parameter and shape: all that the legality of a parallel size depends on.
+    """One part for each role, parameter and shape. These decide whether a parallel size is legal.
 
     Attention heads come first, since people understand a size that does not divide the heads best.
     """
@@ -51,14 +51,14 @@ def weights_without_slot(model: Model, rules: EngineRules) -> tuple[str, ...]:
 
 
 def layers_not_served(model: Model) -> dict[str, str]:
-    """Weight -> why engines leave it out: the weights of the layers that predict further tokens."""
+    """Weight -> why engines leave it out, for the weights of the layers for multi-token prediction."""
     layers = model.dimensions["layers"]
     why = "predicts further tokens; the served model has no such layer"
     return {weight.name: why for weight in model.weights.values() if weight.layer is not None and weight.layer >= layers}
 
 
 def scale_aliases(model: Model, rules: EngineRules) -> dict[str, str]:
-    """Scale -> the scale that an engine stores in its place: one for all weights that are fused in an expert. The two must be equal."""
+    """Scale -> the equal scale that an engine stores in its place, where it stores one scale for the fused weights of an expert."""
     last_role = {role: fusion.roles[-1] for fusion in rules.fusions for role in fusion.roles}
     not_served = layers_not_served(model)
     expert_parts = (part for part in model.parts(keep_fused=rules.keep_fused) if part.expert is not None and part.tensor not in not_served)

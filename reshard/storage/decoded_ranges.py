@@ -1,7 +1,8 @@
 """Decoded ranges: byte ranges of files that are compressed or otherwise encoded, readable at any offset of the decoded bytes.
 
-An encoded range can only be decoded from its start. It is decoded once into an unnamed temporary file (in TMPDIR) and read from there. At
-most _MAX_DECODED such files exist at a time, so memory stays constant and the use of the disk is bounded.
+An encoded range can only be decoded from its start. It is decoded as a whole into an unnamed temporary file (in TMPDIR) and read from
+there, so memory stays constant. Only the _MAX_DECODED most recently used files are kept, to bound the use of the disk; a range whose file
+was closed is decoded again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from reshard.errors import CheckpointError
 from reshard.storage.system_calls import read_at
 
 Read = Callable[[str, int, memoryview], None]
+"""A function with the signature of `Files.read_into`: path, byte offset, buffer to fill."""
 
 _CHUNK = 1 << 20
 _MAX_DECODED = 16
@@ -105,7 +107,7 @@ class DecodedRanges:
         def fill(encoded: _Range) -> None:
             if byte_offset + len(buffer) > encoded.size:
                 raise CheckpointError(
-                    f"it decodes to {encoded.size:,} bytes, {byte_offset + len(buffer):,} are needed", where=_readable(path)
+                    f"it decodes to {encoded.size:,} bytes, {byte_offset + len(buffer):,} are needed", where=_shown_path(path)
                 )
             done = 0
             while done < len(buffer):
@@ -117,7 +119,7 @@ class DecodedRanges:
         encoded = self._ranges[path]
         with encoded.lock:
             if encoded.file is None:
-                self._decode(encoded, path)
+                self._decode_to_file(encoded, path)
             result = use(encoded)
         self._note_use(path, encoded)
         return result
@@ -134,16 +136,16 @@ class DecodedRanges:
                     old.file.close()
                 old.file = None
 
-    def _decode(self, encoded: _Range, path: str) -> None:
+    def _decode_to_file(self, encoded: _Range, path: str) -> None:
         file = tempfile.TemporaryFile(prefix="reshard-")  # noqa: SIM115  # `_note_use` closes it
         size = 0
         try:
-            for data in self._decoded(encoded, path):
+            for data in self._decoded_bytes(encoded, path):
                 size += len(data)
                 if size > encoded.limit:
                     raise CheckpointError(
                         f"it decodes to more than {encoded.limit:,} bytes, the most that it should have",
-                        where=_readable(path),
+                        where=_shown_path(path),
                         why="The file does not belong to its metadata, or was made to fill the disk",
                     )
                 file.write(data)
@@ -153,13 +155,13 @@ class DecodedRanges:
             raise
         encoded.file, encoded.size = file, size
 
-    def _decoded(self, encoded: _Range, path: str) -> Iterator[bytes]:
-        data: Iterator[bytes] = self._raw(encoded)
+    def _decoded_bytes(self, encoded: _Range, path: str) -> Iterator[bytes]:
+        data: Iterator[bytes] = self._encoded_bytes(encoded)
         for name in reversed(encoded.codecs):
-            data = _decompressed(data, _CODECS[name](), _readable(path))
+            data = _decompressed(data, _CODECS[name](), _shown_path(path))
         return data
 
-    def _raw(self, encoded: _Range) -> Iterator[bytes]:
+    def _encoded_bytes(self, encoded: _Range) -> Iterator[bytes]:
         for at in range(0, encoded.nbytes, _CHUNK):
             buffer = bytearray(min(_CHUNK, encoded.nbytes - at))
             self._read(encoded.path, encoded.start + at, memoryview(buffer))
@@ -182,5 +184,5 @@ def _decompressed(data: Iterator[bytes], decoder: _Decoder, where: str) -> Itera
         raise CheckpointError("its compressed bytes end too early", where=where, why="The file was cut short", do="Copy it again")
 
 
-def _readable(path: str) -> str:
+def _shown_path(path: str) -> str:
     return path.replace("\0", " bytes ")

@@ -65,8 +65,8 @@ def read_each_run(files: Files, path: str, byte_offsets: Sequence[int], buffer: 
 def inside(path: str, *, where: str) -> str:
     """`path` unchanged, after a check that it stays inside the checkpoint.
 
-    A path in a checkpoint's metadata must not contain `..` or start at the root. Symbolic links are followed: the cache of the Hugging
-    Face hub consists of them.
+    A path in a checkpoint's metadata must not contain `..`, a backslash or NUL, or start with / or a drive letter. Symbolic links are
+    followed: the cache of the Hugging Face hub consists of them.
 
     Raises: CheckpointError for a path that leaves the checkpoint.
     """
@@ -106,7 +106,7 @@ def missing(files: Files, path: str) -> CheckpointError:
 
 
 class Descriptors:
-    """The open files of one folder, at most `open_files_at_once()` at a time. Threads may share them."""
+    """The open files of one folder. Files that are not borrowed are closed when `open_files_at_once()` are open. Threads may share it."""
 
     def __init__(self, folder: Path, flags: int) -> None:
         self._folder, self._flags, self._most = folder, flags | os.O_CLOEXEC, open_files_at_once()

@@ -1,7 +1,7 @@
 """Staging: writing files under temporary names, and renaming them when they are complete.
 
-Until `commit`, everything lies in the work folder `.reshard` inside the target: the preallocated files and the journal. A file with its
-final name is always complete, whatever stops the process.
+Until `commit`, everything lies in the work folder `.reshard` inside the target: the files, at their full length, and the journal. A file
+with its final name is always complete, whatever stops the process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Staging:
         return self.work / "journal.jsonl"
 
     def prepare(self, sizes: dict[str, int], *, resume: bool) -> None:
-        """Create every file at its full length, filled with zeros. With `resume`, keep the files that an earlier run has written.
+        """Create every file at its full length, sparse, so that it reads as zeros. With `resume`, keep the files of an earlier run.
 
         sizes: the length in bytes of each file.
 
@@ -106,7 +106,10 @@ class Staging:
             raise self._refusal(error) from error
 
     def commit(self, paths: Iterable[str], *, replaces: Iterable[str] = ()) -> None:
-        """Remove the files in `replaces`, give the files in `paths` their final names, in that order, and remove the work folder."""
+        """Remove the files in `replaces`, give the files in `paths` their final names, in that order, and remove the work folder.
+
+        The caller has called `sync`.
+        """
         assert self._descriptors is not None
         self._descriptors.close()
         for path in replaces:
@@ -124,7 +127,7 @@ class Staging:
         _sync(self.root)
 
     def abandon(self) -> None:
-        """Remove every trace of an unfinished conversion."""
+        """Close and remove the staged files and the work folder, and the target directory if it is then empty."""
         if self._descriptors:
             self._descriptors.close()
         shutil.rmtree(self.work, ignore_errors=True)

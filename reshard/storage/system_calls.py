@@ -50,7 +50,7 @@ def sync_content(descriptor: int) -> None:
 
 
 def open_files_at_once() -> int:
-    """The number of files that one folder may keep open: at most 200, and a quarter of what the process may open."""
+    """The number of files that one folder may keep open: a quarter of what the process may open, but at least 8 and at most 200."""
     import resource
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

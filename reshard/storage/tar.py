@@ -18,6 +18,8 @@ _GZIP = b"\x1f\x8b"
 def open_tree(path: str | os.PathLike[str]) -> Files:
     """The files of a directory, or of a tar archive if `path` is one or is a directory that holds one tar and nothing else.
 
+    A tar archive is recognised by its suffix, .tar or .nemo.
+
     Raises: RequestError if the path does not exist, CheckpointError if the archive cannot be read.
     """
     files = LocalFiles(path)
@@ -33,15 +35,15 @@ class TarFiles:
     def __init__(self, files: Files, path: str) -> None:
         self._files, self._path = files, path
         self.root = files.root if files.root.endswith(path) else f"{files.root.rstrip('/')}/{path}"
-        start = _Window(files, path)
-        if start.read(2) == _GZIP:
+        stream = _FileStream(files, path)
+        if stream.read(2) == _GZIP:
             raise CheckpointError(
                 "the archive is compressed, so its files cannot be read in place",
                 where=path,
                 do=f"Unpack it and use the folder: mkdir unpacked && tar xf {path} -C unpacked",
             )
-        start.seek(0)
-        self._members = dict(_members(start, path))
+        stream.seek(0)
+        self._members = dict(_members(stream, path))
 
     def list(self, folder: str = "") -> tuple[str, ...]:
         prefix = folder.rstrip("/") + "/" if folder else ""
@@ -65,6 +67,8 @@ class TarFiles:
         read_each_run(self, path, byte_offsets, buffer)
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        if path not in self._members:
+            raise CheckpointError("the archive has no such file", where=f"{path} in {self._path}", do="Copy the archive again")
         offset, size = self._members[path]
         if byte_offset < 0 or byte_offset + len(buffer) > size:
             raise CheckpointError(
@@ -76,14 +80,14 @@ class TarFiles:
         self._files.read_into(self._path, offset + byte_offset, buffer)
 
 
-def _members(start: _Window, path: str) -> Iterator[tuple[str, tuple[int, int]]]:
-    """(name, (byte offset of the content, length)) of each regular file. Members whose names leave the archive's folder are skipped."""
+def _members(stream: _FileStream, path: str) -> Iterator[tuple[str, tuple[int, int]]]:
+    """(name, (byte offset of the content, length)) of each regular file. Sparse members and names outside of the archive are skipped."""
     try:
-        with tarfile.open(fileobj=start, mode="r:") as archive:
+        with tarfile.open(fileobj=stream, mode="r:") as archive:
             for member in archive:
                 name = posixpath.normpath(member.name)
-                if member.isfile() and not member.issparse() and not name.startswith(("/", "..")):
-                    if member.offset_data + member.size > start.size:
+                if member.isfile() and not member.issparse() and not (name.startswith("/") or name.split("/", 1)[0] == ".."):
+                    if member.offset_data + member.size > stream.size:
                         raise CheckpointError(
                             f"the archive ends within {name}", where=path, why="The file was cut short", do="Copy the archive again"
                         )
@@ -92,7 +96,7 @@ def _members(start: _Window, path: str) -> Iterator[tuple[str, tuple[int, int]]]
         raise CheckpointError(f"the file is not a tar archive: {error}", where=path, do="Get the file again") from None
 
 
-class _Window(io.RawIOBase):
+class _FileStream(io.RawIOBase):
     """A file of a tree as a raw stream, which Python's tarfile reads."""
 
     def __init__(self, files: Files, path: str) -> None:

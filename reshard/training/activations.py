@@ -1,4 +1,4 @@
-"""Activations that a layer saves for its backward pass: bytes of one microbatch on one rank, 16-bit activations and 1-byte dropout masks.
+"""Activations that a layer saves for its backward pass, in bytes of one microbatch on one rank: 2 per activation, 1 per dropout mask.
 
 With s tokens per sequence, b sequences, hidden size h, a heads and t tensor-parallel ranks, one layer saves
 
@@ -30,7 +30,7 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One microbatch, and which of its activations are saved."""
+    """One microbatch, and what decides which of its activations a rank saves."""
 
     seq_len: int
     """Tokens per sequence."""
@@ -75,13 +75,13 @@ class SavedActivations:
     """Activations inside the parallel regions; tensor-parallel ranks split them."""
 
     scores: int
-    """Attention scores, per token and token that it attends to; tensor-parallel ranks split them."""
+    """Attention scores, in bytes per pair of query and key token; tensor-parallel ranks split them."""
 
     layer_input: int
     """The layer's input, all that full recomputation saves."""
 
     def nbytes(self, batch: Batch, recompute: Recompute | None = None) -> int:
-        """Bytes of one microbatch on one rank, rounded up."""
+        """Bytes of one microbatch on one rank, rounded up. recompute: used instead of the batch's own."""
         recompute = recompute or batch.recompute
         if recompute == "full":
             return math.ceil(Fraction(batch.tokens * self.layer_input, batch.sequence_ranks))
@@ -98,7 +98,8 @@ def published(model: Model) -> SavedActivations:
 def itemised(model: Model, layer: Iterable[Part]) -> SavedActivations:
     """The paper's count with the widths of one layer's own weights.
 
-    A token is counted once for each expert that it is sent to, spread evenly over the ranks. Dropout is counted if the config has any.
+    layer: the parts of the layer, with those of one expert only (`layer_parts`). They are multiplied by the number of experts that a token
+    is sent to; tokens are assumed to be spread evenly over the ranks. Dropout is counted if the config has any.
     """
     dimensions, dropout = model.dimensions, has_dropout(model)
     routed = int(model.setting("num_experts_per_tok") or 1)

@@ -23,5 +23,5 @@ def reduce_scatter_bytes(nbytes: int, ranks: int) -> int:
 
 
 def seconds(nbytes: int, link: int) -> float:
-    """Seconds that a rank sends over a link of `link` bytes per second."""
+    """The time to send `nbytes` over a link of `link` bytes per second, in seconds."""
     return nbytes / link

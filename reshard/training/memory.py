@@ -1,7 +1,7 @@
 """Memory of a training run: bytes of weights, gradients, optimizer state and activations per rank, and the traffic of an optimizer step.
 
 Mixed-precision training with Adam needs 16 bytes per parameter: 2 of weight, 2 of gradient, and 4 each of master, first and second moment.
-Each ZeRO stage splits one more of them over the data-parallel ranks (N):
+Each ZeRO stage splits one more of the three kinds below over the N data-parallel ranks (2, 2 and 12 are bytes per parameter):
 
     stage                  weights   gradients   optimizer state     7 B parameters on 8 ranks
     0  nothing is split    2         2           12                  112 GB
@@ -10,7 +10,7 @@ Each ZeRO stage splits one more of them over the data-parallel ranks (N):
     3  + weights (FSDP)    2 / N     2 / N       12 / N              14 GB
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv 1910.02054), figure 1 and
-section 7 for the traffic. All numbers here are integers; a part of something is rounded up.
+section 7 for the traffic. All byte counts in the code are integers, rounded up.
 """
 
 from __future__ import annotations
@@ -213,27 +213,27 @@ def estimate(source: Model | int, training: TrainingRun, zero_stages: Sequence[i
             raise RequestError("a number of parameters does not say how large activations are", do="Give a model's config, or no --seq-len")
         if training.schedule.chunks > 1 or training.stage_layers:
             raise RequestError("a number of parameters does not say which layers there are", do="Give a model's config")
-        counts, count = stages_of_number(source, training.parallel), source
+        stage_counts, number = stages_of_number(source, training.parallel), source
         saved: list[SavedActivations] = []
     else:
-        counts = stages_of_model(source, training.parallel, training.stage_layers, training.vocabulary_multiple)
-        _check_chunks(training, counts)
-        count = parameters(source)
+        stage_counts = stages_of_model(source, training.parallel, training.stage_layers, training.vocabulary_multiple)
+        _check_chunks(training, stage_counts)
+        number = parameters(source)
         saved = _saved_activations(source, training)
-    activations = [_activations(source, saved, stage, training) for stage in counts]
-    most_weights = max((stage.weights for stage in counts), key=lambda weights: weights.total)
+    activations = [_activations(source, saved, stage, training) for stage in stage_counts]
+    most_weights = max((stage.weights for stage in stage_counts), key=lambda weights: weights.total)
     strategies = []
     for zero in zero_stages:
-        ranks = tuple(_rank(stage, nbytes, saved, training, zero) for stage, nbytes in zip(counts, activations, strict=True))
+        ranks = tuple(_rank(stage, nbytes, saved, training, zero) for stage, nbytes in zip(stage_counts, activations, strict=True))
         strategies.append(Strategy(zero, ranks, traffic(most_weights, training, zero)))
-    layer = max((layer.nbytes(training.batch) for layer in saved), default=None) if training.batch else None
-    return Estimate(count, training, tuple(strategies), layer, _assumptions(source, training, zero_stages))
+    layer_bytes = max((layer.nbytes(training.batch) for layer in saved), default=None) if training.batch else None
+    return Estimate(number, training, tuple(strategies), layer_bytes, _assumptions(source, training, zero_stages))
 
 
 def traffic(weights_of_rank: WeightCount, training: TrainingRun, zero: int) -> Traffic:
     """What a rank with that number of parameters sends per optimizer step.
 
-    ZeRO stages 0 and 1 reduce gradients once per step. Stages 2 and 3 have no memory to add up whole gradients, so they reduce them after
+    ZeRO stages 0 and 1 reduce gradients once per step. Stages 2 and 3 keep no whole gradients to add to, so they reduce them after
     every microbatch. Stage 0 uses an all-reduce. The others use a reduce-scatter and gather the updated weights: stages 1 and 2 once, stage
     3 before the forward and before the backward pass of every microbatch.
     """
@@ -272,7 +272,7 @@ def _rank(stage: StageCount, activations: int | None, saved: Sequence[SavedActiv
 
 
 def _saved_activations(model: Model, training: TrainingRun) -> list[SavedActivations]:
-    """Per layer the activations that it saves; empty if activations are not counted."""
+    """The activations that each layer saves; empty if activations are not counted."""
     if training.batch is None:
         return []
     if training.formula == "published":
@@ -281,10 +281,10 @@ def _saved_activations(model: Model, training: TrainingRun) -> list[SavedActivat
 
 
 def _activations(source: Model | int, saved: Sequence[SavedActivations], stage: StageCount, training: TrainingRun) -> int | None:
-    """Bytes of activations on a stage, for all microbatches in flight; None if they are not counted.
+    """Bytes of activations on a rank of a stage, for all microbatches in flight; None if they are not counted.
 
-    With the interleaved schedule, a stage has layers from all over the model. They are counted as if the stage's layers were contiguous,
-    which is the same if all layers are equal.
+    With the interleaved schedule, the layers of a stage are not contiguous. They are counted as if they were, which gives the same number
+    if all layers are equal.
     """
     batch = training.batch
     if batch is None or isinstance(source, int) or stage.layers is None:

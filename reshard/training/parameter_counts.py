@@ -25,16 +25,17 @@ class WeightCount:
     """Parameters on one rank."""
 
     dense: int = 0
-    """Parameters outside of the experts, which are the same on all data-parallel ranks."""
+    """Parameters outside of the experts. All data-parallel ranks have the same ones."""
 
     experts: int = 0
-    """Parameters of experts, which are the same on fewer data-parallel ranks."""
+    """Parameters of experts. Only `expert_ranks` data-parallel ranks have the same ones."""
 
     def __add__(self, other: WeightCount) -> WeightCount:
         return WeightCount(self.dense + other.dense, self.experts + other.experts)
 
     @property
     def total(self) -> int:
+        """All parameters."""
         return self.dense + self.experts
 
 
@@ -56,7 +57,7 @@ class StageCount:
 
 
 def parameters(model: Model) -> int:
-    """The number of a model's parameters, without the layers that predict further tokens, which a checkpoint may leave out."""
+    """The number of a model's parameters, without the layers for multi-token prediction, which a checkpoint may lack."""
     return sum(math.prod(part.array.shape) for part in _trained(model))
 
 
@@ -107,7 +108,7 @@ def stages_of_model(
 
 
 def stages_of_number(number: int, parallel: Parallel) -> list[StageCount]:
-    """The same for a model whose number of parameters is all that is known: equal parts for all ranks."""
+    """Parameters of a rank of each pipeline stage, if only the model's number of parameters is known: equal parts for all ranks."""
     if parallel.ep > 1:
         raise RequestError(
             f"--ep {parallel.ep}: a number of parameters does not say how many of the {number:,} belong to experts",
@@ -125,7 +126,7 @@ _Kind = tuple[str, str, tuple[int, ...]]
 
 
 def _trained(model: Model) -> Iterator[Part]:
-    """The parts that are trained: no scales of quantized weights, no layers that a checkpoint may leave out."""
+    """The parts that are counted as trained: no scales of quantized weights, no layers for multi-token prediction."""
     layers = model.dimensions["layers"]
     return (part for part in model.parts() if part.scale is None and (part.layer is None or part.layer < layers))
 
@@ -140,7 +141,7 @@ def _elements(part: Part, tp: int, rules: SplitRules) -> int:
 
 
 def _share(elements: int, number: int, part: Part, parallel: Parallel) -> WeightCount:
-    """The parameters of `number` equal parts on one rank. Every expert-parallel rank has the same number of a layer's experts."""
+    """The parameters of `number` parts of one kind on one rank, each with `elements` elements there. ep divides the experts evenly."""
     return WeightCount(experts=elements * -(-number // parallel.ep)) if part.expert is not None else WeightCount(dense=elements * number)
 
 

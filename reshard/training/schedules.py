@@ -63,7 +63,7 @@ class Schedule:
         return Fraction(self.stages - 1, self.chunks * self.microbatches + self.stages - 1)
 
     def in_flight(self, stage: int) -> Fraction:
-        """The most microbatches whose activations a stage holds at once. A fraction: of some microbatches only a few chunks."""
+        """The most microbatches whose activations a stage holds at once. Chunks of a microbatch count as fractions of it."""
         if self.name == "gpipe":
             return Fraction(self.microbatches)
         if self.chunks == 1:

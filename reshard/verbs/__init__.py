@@ -1,1 +1,1 @@
-"""What one does with checkpoints: one verb per file, as in the command line."""
+"""The public functions, one verb per file, and what they share."""

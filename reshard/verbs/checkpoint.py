@@ -15,7 +15,7 @@ from reshard.adapter.rank_files import check_steps
 from reshard.canonical.content import Content, Selection, content_of
 from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.wrappers import without_wrappers
-from reshard.containers.inert_pickle import uncollected
+from reshard.containers.inert_pickle import gc_paused
 from reshard.engine.views import View
 from reshard.errors import RequestError
 from reshard.geometry.stored import whole
@@ -101,20 +101,20 @@ def open(path: PathLike, **options: Unpack[OpenOptions]) -> Checkpoint:
 
     Raises: CheckpointError if it is incomplete or contradicts itself, RequestError if its format is unknown.
     """
-    opened = _open(path, options)
-    _check_architecture_is_used([opened])
-    return opened
+    checkpoint = _open(path, options)
+    _check_architecture_is_used([checkpoint])
+    return checkpoint
 
 
 def opened(source: Checkpoint | PathLike, **options: Unpack[ModelOptions]) -> Checkpoint:
-    """The checkpoint itself, or the one at a path."""
+    """The given checkpoint, or the checkpoint at a path, opened with these options."""
     return source if isinstance(source, Checkpoint) else open(source, **options)
 
 
 def open_both(left: PathLike, right: PathLike, **options: Unpack[ModelOptions]) -> tuple[Checkpoint, Checkpoint]:
     """Open two checkpoints that are to be compared.
 
-    `model` applies to those without a config of their own. Where only one of them says how large the vocabulary is, it speaks for both.
+    `model` is used for a checkpoint without a config of its own. If only one checkpoint gives the vocabulary size, it is used for both.
     """
     found = []
     for path in (left, right):
@@ -136,7 +136,7 @@ def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
     model_files = find_model_files(LocalFiles(model) if model is not None else files)
     if model is not None and model_files.config is None:
         raise RequestError(f"there is no {CONFIG} in {os.fspath(model)!r}", do="Give --model the directory that holds the model's config")
-    with uncollected():
+    with gc_paused():
         index = without_wrappers(format.read(files, Hints(model_files.config, options.get("vocab_size"), declared)))
     if index.facts.config is not None and index.facts.config != model_files.config:
         model_files = replace(model_files, config=index.facts.config, derived=True)
@@ -145,12 +145,13 @@ def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
     return Checkpoint(os.fspath(path), files, format.check_values(files, index), model_files, reason, declared)
 
 
-def _check_architecture_is_used(opened: list[Checkpoint]) -> None:
-    """Raises RequestError if an architecture was named, and no config gives it numbers."""
-    if opened[0].architecture is not None and all(each.model_files.config is None for each in opened):
+def _check_architecture_is_used(checkpoints: list[Checkpoint]) -> None:
+    """Raises RequestError if the caller named an architecture, and no checkpoint has a config with its numbers."""
+    first = checkpoints[0]
+    if first.architecture is not None and all(each.model_files.config is None for each in checkpoints):
         raise RequestError(
-            f"--architecture names {opened[0].architecture.model_type}, and no {CONFIG} says how large this model is",
-            where=opened[0].path,
+            f"--architecture names {first.architecture.model_type}, and no {CONFIG} says how large this model is",
+            where=first.path,
             why="A declaration takes its numbers from the model's config",
             do="Give the directory of the model's config with --model DIR",
         )

@@ -36,7 +36,7 @@ def convert(
 
 
 def conversion(plan: Plan, target: PathLike, *, resume: bool = False, overwrite: bool = False, effort: Effort = _NO_LIMITS) -> Conversion:
-    """A conversion that has not begun, for callers that show its progress; `convert` is the short way."""
+    """A conversion that has not begun, for callers that run it block by block. `convert` runs it to the end."""
     if plan.target.only_rank:
         raise RequestError(f"this is a plan of {dict(plan.target.only_rank)} alone", do="Plan without `only` what is to be written")
     root = Path(target)
@@ -45,7 +45,7 @@ def conversion(plan: Plan, target: PathLike, *, resume: bool = False, overwrite:
 
 
 def _replaceable(root: Path, plan: Plan, *, resume: bool, overwrite: bool) -> tuple[str, ...]:
-    """The files in the target that a conversion may replace. Raises RequestError if it may not go there."""
+    """The files in the target directory that a conversion may replace. Raises RequestError if it may not write there."""
     if root.exists() and not root.is_dir():
         raise RequestError("the target is a file; a directory is written", where=str(root))
     entries = sorted(entry.name for entry in root.iterdir()) if root.exists() else []
@@ -65,7 +65,7 @@ def _replaceable(root: Path, plan: Plan, *, resume: bool, overwrite: bool) -> tu
             do="Finish it with --resume, or start anew with --overwrite" if interrupted else "Choose another directory, or say --overwrite",
         )
     globs = [glob for found in registry.formats().values() for glob in found.owns]
-    # Of folders only those are looked into that this target has, too.
+    # Search only those folders that the new checkpoint has, too.
     folders = {file.path.partition("/")[0] for file in plan.layout.files if "/" in file.path}
     inner = sorted(str(path.relative_to(root)) for folder in folders for path in (root / folder).rglob("*") if path.is_file())
     weights = [name for name in (*entries, *inner) if any(fnmatchcase(name, glob) for glob in globs)]

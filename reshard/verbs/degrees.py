@@ -10,17 +10,17 @@ from reshard.adapter import registry
 from reshard.adapter.model_files import find_model_files
 from reshard.adapter.serving_format import ServingFormat
 from reshard.canonical.content import Selection, check_against_model
-from reshard.canonical.dequantization import dequantized, quantized_names, without_quantization
+from reshard.canonical.dequantization import quantized_names, with_scales_attached, without_quantization
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import BF16, F8, F32, DType, from_user
 from reshard.geometry.parallel import Parallel
 from reshard.models.model import Model
 from reshard.plans.target import Target
-from reshard.serving.capacity import DegreeReport, Memory, degree_report
+from reshard.serving.capacity import DegreeReport, GpuMemory, degree_report
 from reshard.storage.tar import open_tree
 from reshard.verbs.checkpoint import Checkpoint, opened
 from reshard.verbs.models import model_at, model_of
-from reshard.verbs.planning import check_answers
+from reshard.verbs.planning import check_nothing_unanswered
 from reshard.verbs.request import ModelOptions, PathLike, Weights, dtype_named, globs
 
 
@@ -89,7 +89,7 @@ def degrees(
 
 
 def _engine(to: str) -> ServingFormat:
-    """The serving engine's format of that name. Raises RequestError, listing those that there are, if it is another kind of format."""
+    """The serving engine's format of that name. Raises RequestError, listing the serving engines, if it is another kind of format."""
     engine = registry.target(to)
     if not isinstance(engine, ServingFormat):
         raise RequestError(
@@ -98,7 +98,7 @@ def _engine(to: str) -> ServingFormat:
     return engine
 
 
-def _memory(options: DegreeOptions) -> Memory | None:
+def _memory(options: DegreeOptions) -> GpuMemory | None:
     """A GPU's memory, if the caller gave it."""
     nbytes, longest, reserve = options.get("gpu_memory"), options.get("max_model_len"), options.get("reserve", 0)
     if nbytes is None:
@@ -107,7 +107,7 @@ def _memory(options: DegreeOptions) -> Memory | None:
                 "how much fits depends on the memory of a GPU, which is not said", do="Say it with --gpu-memory, such as 80GiB"
             )
         return None
-    return Memory(nbytes, options.get("gpu_memory_utilization", 0.9), reserve, longest)
+    return GpuMemory(nbytes, options.get("gpu_memory_utilization", 0.9), reserve, longest)
 
 
 def _is_bare(source: Checkpoint | PathLike) -> TypeGuard[PathLike]:
@@ -120,20 +120,20 @@ def _is_bare(source: Checkpoint | PathLike) -> TypeGuard[PathLike]:
 
 def _stored_model(source: Checkpoint, target: Target, weights: Weights | None, dequantize: bool) -> tuple[Model, dict[str, DType]]:
     """A checkpoint's model, and the element type of each of its weights as a conversion would store it."""
-    check_answers(source)
+    check_nothing_unanswered(source)
     config, content = source.model_files.config, source.content(Selection(weights))
     model_of(config, source.architecture)
     check_against_model(content, partial=False, strict=True)
     kept_for = quantized_names(content, config)
     if dequantize:
-        content, kept_for = dequantized(content, config), frozenset()
+        content, kept_for = with_scales_attached(content, config), frozenset()
     assert content.model is not None
     target = replace(target, dtype_kept_for=kept_for)
     return content.model, {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}
 
 
 def _declared_model(model: Model, target: Target, dequantize: bool) -> tuple[Model, dict[str, DType]]:
-    """The same for a model without weights: its config, or --dtype, says their element type, and which of them are quantized."""
+    """A model without stored weights, and the element type of each weight, which follows from --dtype or the config."""
     named = model.config.get("dtype") or model.config.get("torch_dtype")
     dtype = target.dtype or from_user(str(named))
     if dtype is None:
@@ -141,5 +141,5 @@ def _declared_model(model: Model, target: Target, dequantize: bool) -> tuple[Mod
     stored = {w.name: F8 if w.scales else F32 if w.scale else dtype for w in model.weights.values()}
     if not dequantize:
         return model, stored
-    values = Model(model.architecture, without_quantization(model.config))
-    return values, {name: (target.dtype or BF16) if stored[name] == F8 else stored[name] for name in values.weights}
+    plain = Model(model.architecture, without_quantization(model.config))
+    return plain, {name: (target.dtype or BF16) if stored[name] == F8 else stored[name] for name in plain.weights}

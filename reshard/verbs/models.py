@@ -1,4 +1,4 @@
-"""Which model a path or a config describes, for verbs that need no weights."""
+"""The model that a path or a config describes, for verbs that need no weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reshard.verbs.request import PathLike
 
 
 def model_at(path: PathLike, architecture: Architecture | PathLike | None = None) -> Model:
-    """The model whose config.json lies in a folder, with or without weights; or the one that a checkpoint's own settings describe."""
+    """The model of a folder with a config.json, with or without weights; or of a checkpoint whose own settings describe the model."""
     return model_of(find_model_files(open_tree(path)).config or open(path).model_files.config, architecture)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.canonical.content import check_against_model, content_of
-from reshard.canonical.dequantization import dequantized, quantized_names, without_quantization
+from reshard.canonical.dequantization import quantized_names, with_scales_attached, without_quantization
 from reshard.engine.views import LazyTensor
 from reshard.errors import RequestError
 from reshard.geometry.stored import whole
@@ -27,11 +27,11 @@ _NAMES_ARE_KEPT = (
 
 
 def plan_conversion(source: Checkpoint, request: ConversionRequest) -> Plan:
-    """The proven plan that makes of a checkpoint what the request asks for.
+    """The proven plan of the conversion of a checkpoint that the request asks for.
 
     Raises: RequestError if the model or the parallel sizes do not allow it, CheckpointError if the source does not hold the whole model.
     """
-    check_answers(source)
+    check_nothing_unanswered(source)
     format, selection = request.to, request.selection
     if format.keeps_optimizer:
         weights = selection.weights or ("master" if source.index.by_kind("master") else None)
@@ -47,7 +47,7 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest) -> Plan:
     content = replace(content, read_scalar=lambda key: _scalar(content.tensors[key], source.files))
     companions, kept_for = source.model_files, quantized_names(content, source.model_files.config)
     if request.dequantize:
-        content, kept_for = dequantized(content, companions.config), frozenset()
+        content, kept_for = with_scales_attached(content, companions.config), frozenset()
         companions = replace(companions, config=without_quantization(companions.config or {}), derived=True)
     target = Target(format.name, request.parallel, request.dtype, request.keep_dtype, kept_for, request.options, request.only_rank)
     layout = format.lay_out(content, target, companions)
@@ -56,8 +56,8 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest) -> Plan:
     return plan
 
 
-def check_answers(source: Checkpoint) -> None:
-    """Raises RequestError if a checkpoint leaves something open that only its owner knows."""
+def check_nothing_unanswered(source: Checkpoint) -> None:
+    """Raises RequestError if the user has not given a fact that is in no file of the checkpoint, such as the vocabulary size."""
     if source.index.facts.unanswered:
         raise RequestError(
             f"{source.path} does not say {'; nor '.join(source.index.facts.unanswered)}",

@@ -1,7 +1,7 @@
-"""What a caller asks for, as values: one declaration of every keyword that the verbs take.
+"""What a caller asks for, as values. The keywords that several verbs take are declared here once.
 
-The TypedDicts type the keywords of the public functions, so that editors complete them and type checkers check them. A verb turns them
-into one frozen request at once, and passes that on.
+The TypedDicts type the keywords of the public functions, so that editors complete them and type checkers check them. A verb turns its
+keywords into frozen values first, and passes these on.
 """
 
 from __future__ import annotations
@@ -109,21 +109,21 @@ class Effort:
     progress: Progress | None = None
 
     def report(self, nbytes: int) -> None:
-        """Tell the caller that so many more bytes are done."""
+        """Tell the caller that `nbytes` more bytes are done."""
         if self.progress:
             self.progress(nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionRequest:
-    """What a conversion is asked to make, whatever the source."""
+    """The target that a conversion is asked to write, independent of the source."""
 
     to: Format
     """The target format."""
     parallel: Parallel
     """The target's parallel sizes."""
     dtype: DType | None
-    """Cast floating-point weights to it; None keeps each weight's own."""
+    """Cast floating-point weights to this type; None: each weight keeps its own type."""
     keep_dtype: tuple[str, ...]
     """Globs of tensors that `dtype` does not cast."""
     dequantize: bool
@@ -137,7 +137,7 @@ class ConversionRequest:
 
     @staticmethod
     def of(to: str, given: Mapping[str, Any]) -> ConversionRequest:
-        """The request that the keywords of `plan` mean; those that are not common are options of the format `to`.
+        """The request from the keywords of `plan`. A keyword that is not declared here is an option of the format `to`.
 
         Raises: RequestError for a format that is not written, an option that it does not know, or a value of the wrong type.
         """
@@ -157,7 +157,7 @@ class ConversionRequest:
 
 
 def selection_of(given: dict[str, Any]) -> Selection:
-    """The Selection that the keywords of SelectionOptions mean; takes them out of `given`."""
+    """The Selection from the keywords of SelectionOptions, which are removed from `given`."""
     return Selection(
         weights=given.pop("weights", None),
         include=globs(given.pop("include", ())),
@@ -173,7 +173,7 @@ def globs(given: str | tuple[str, ...] | list[str]) -> tuple[str, ...]:
 
 
 def dtype_named(name: str | None, option: str = "--dtype") -> DType | None:
-    """The floating-point type that a person means; None for None. Raises RequestError, naming those that are known."""
+    """The floating-point type of that name; None for None. Raises RequestError, listing the known names, if there is none."""
     if name is None:
         return None
     found = dtypes.from_user(name)
@@ -183,7 +183,7 @@ def dtype_named(name: str | None, option: str = "--dtype") -> DType | None:
 
 
 def _options_of(target: Format, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The target's own options, parsed; those that are None were not given."""
+    """The target's own options, parsed. An option whose value is None counts as not given."""
     known = {option.name: option for option in target.options}
     found: dict[str, Any] = {}
     for name, value in given.items():

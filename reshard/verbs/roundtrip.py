@@ -1,4 +1,4 @@
-"""The verb `roundtrip`: a conversion and its way back lose nothing, proven from the plans or done for real."""
+"""The verb `roundtrip`: proof that a conversion and its way back lose nothing, from the plan alone or with files on disk."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def roundtrip(plan: Plan) -> RoundTrip:
 
 
 def materialize(plan: Plan, source: Checkpoint, *, work: PathLike | None = None, **options: Unpack[EffortOptions]) -> list[str]:
-    """Convert there and back for real, below `work`, and compare every bit with the source; returns what was lost, as sentences.
+    """Convert there and back in a temporary folder below `work`, and compare every bit with the source; returns a sentence for each loss.
 
-    The way back ends in the source's own format if that can be written, otherwise in whole tensors: in hf, or, with optimizer state, which
-    hf does not hold, in the target's own format on one rank.
+    The way back writes the source's own format, if reshard can write it. Otherwise it writes whole tensors: in hf, or, because hf holds no
+    optimizer state, in the target's own format on one rank.
     """
     effort = Effort(**options)
     whole_format = plan.layout.format if plan.content.states else _WHOLE
@@ -65,7 +65,7 @@ def materialize(plan: Plan, source: Checkpoint, *, work: PathLike | None = None,
         sizes = _own_sizes(source) if back_format == source.format else {}
         convert(plan_of(there_opened, to=back_format, optimizer=selection.optimizer, **sizes), back, **options)
         left = Side(source.files, source.index, content)
-        # What was made wider holds the same values; any other cast is a loss, and is found as one.
+        # A cast that widens keeps every value. Any other cast is a loss, and the comparison reports it.
         casts = [route for route in plan.routes if route.is_cast]
         wider = bool(casts) and all(widens(route) for route in casts)
         losses: list[str] = []

@@ -98,15 +98,15 @@ def test_plain_values_are_themselves(value: object, protocol: int) -> None:
 @given(plain_values, plain_values, st.sampled_from(PROTOCOLS))
 def test_a_pickle_ends_where_the_next_begins(first: object, second: object, protocol: int) -> None:
     one, two = pickle.dumps(first, protocol), pickle.dumps(second, protocol)
-    assert inert_pickle.end_of(one + two) == len(one)
-    assert inert_pickle.end_of(one + two, len(one)) == len(one + two)
+    assert inert_pickle.end_of_pickle(one + two) == len(one)
+    assert inert_pickle.end_of_pickle(one + two, len(one)) == len(one + two)
 
 
 @given(plain_values, st.data())
 def test_a_cut_pickle_goes_on(value: object, data: st.DataObject) -> None:
     whole = pickle.dumps(value, 2)
     with pytest.raises(EOFError):
-        inert_pickle.end_of(whole[: data.draw(st.integers(0, len(whole) - 1))])
+        inert_pickle.end_of_pickle(whole[: data.draw(st.integers(0, len(whole) - 1))])
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

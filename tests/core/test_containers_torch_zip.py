@@ -231,7 +231,7 @@ def entries(metadata: dcp_metadata.DcpMetadata, read: Callable[[str, int, int], 
 
 def test_an_entry_of_a_dcp_file_is_the_tensor(odd: tuple[Path, dcp_metadata.DcpMetadata]) -> None:
     folder, metadata = odd
-    found = entries(metadata, lambda *place: torch_zip.entry_extent(LocalFiles(folder), *place))
+    found = entries(metadata, lambda *place: torch_zip.entry_tensor(LocalFiles(folder), *place))
     assert len(found) == len(TENSORS)
     for name, stored in found.items():
         truth = TENSORS.get(name, torch.arange(100_000))
@@ -243,7 +243,7 @@ def test_an_entry_takes_two_small_reads_at_most(odd: tuple[Path, dcp_metadata.Dc
     folder, metadata = odd
     for fqn in metadata.tensors:
         files = Counting(LocalFiles(folder))
-        entries(_only(metadata, fqn), lambda *place, files=files: torch_zip.entry_extent(files, *place))  # type: ignore[misc]
+        entries(_only(metadata, fqn), lambda *place, files=files: torch_zip.entry_tensor(files, *place))  # type: ignore[misc]
         assert len(files.reads) <= 2 and sum(nbytes for *_, nbytes in files.reads) < 9000
 
 

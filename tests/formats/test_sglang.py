@@ -11,7 +11,7 @@ from reshard.geometry.dtypes import BF16, F32, from_torch
 from reshard.geometry.parallel import Parallel
 from reshard.models.lookup import find_model
 from reshard.serving.legality import check_degrees
-from reshard.serving.ranks import any_dtype, rank_tensors
+from reshard.serving.ranks import placeholder_dtypes, rank_tensors
 
 REFERENCES = sorted((FIXTURES / "sglang").glob("*/*.json"))
 WITH_EXPERTS = ("mixtral-narrow", "qwen2_moe", "qwen3_moe-sparse", "deepseek_v2", "deepseek_v3")
@@ -90,14 +90,19 @@ def test_tables_are_padded_until_the_ranks_divide_them(tp, rows):
     """vLLM would refuse 3 and 6 ranks for these 128 rows."""
     model = find_model(config_of("llama", vocab_size=97, num_attention_heads=6, num_key_value_heads=6, intermediate_size=36))
     check_degrees(model, rules_of("sglang", model), Parallel(tp))
-    held = {tensor.name: tensor.shape for tensor in rank_tensors(model, any_dtype(model), rules_of("sglang", model), Parallel(tp), 0, 0)}
+    held = {
+        tensor.name: tensor.shape
+        for tensor in rank_tensors(model, placeholder_dtypes(model), rules_of("sglang", model), Parallel(tp), 0, 0)
+    }
     assert held["model.embed_tokens.weight"] == held["lm_head.weight"] == (rows, 32)
 
 
 @pytest.mark.parametrize("model", ["mixtral-narrow", "qwen2_moe", "qwen3_moe-sparse"])
 def test_classes_that_do_not_tie_have_both_tables(model):
     tied = find_model(config_of(model, tie_word_embeddings=True))
-    held = {tensor.name: tensor.sections for tensor in rank_tensors(tied, any_dtype(tied), rules_of("sglang", tied), Parallel(2), 1, 0)}
+    held = {
+        tensor.name: tensor.sections for tensor in rank_tensors(tied, placeholder_dtypes(tied), rules_of("sglang", tied), Parallel(2), 1, 0)
+    }
     assert held["lm_head.weight"] == held["model.embed_tokens.weight"] != ()
 
 

@@ -30,7 +30,7 @@ from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.parallel import Parallel
 from reshard.models.lookup import find_model
 from reshard.serving.legality import check_degrees, legal_tensor_parallel_sizes
-from reshard.serving.ranks import any_dtype, rank_tensors
+from reshard.serving.ranks import placeholder_dtypes, rank_tensors
 from reshard.serving.weights import scale_aliases
 
 SERVED = (*MODELS, "llama-biased", "gemma2", "gpt2", "gpt_neox", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
@@ -190,7 +190,10 @@ def test_a_router_that_the_config_does_not_exclude_from_quantization_is_refused(
 def test_latent_attention_does_not_tie_its_tables():
     """What its class does not share has to be in the files twice."""
     model = find_model(config_of("deepseek_v2", tie_word_embeddings=True))
-    held = {tensor.name: tensor.sections for tensor in rank_tensors(model, any_dtype(model), rules_of("vllm", model), Parallel(2), 1, 0)}
+    held = {
+        tensor.name: tensor.sections
+        for tensor in rank_tensors(model, placeholder_dtypes(model), rules_of("vllm", model), Parallel(2), 1, 0)
+    }
     assert held["lm_head.weight"] == held["model.embed_tokens.weight"] != ()
 
 

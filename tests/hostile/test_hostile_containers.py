@@ -321,7 +321,7 @@ def test_a_lying_entry_cannot_reach_out_of_its_range(tmp_path: Path, lie: str) -
     """The same lies inside of a DCP file, between two honest entries."""
     data, _ = TORCH[lie]
     around = lies.torch_file()
-    read = reading(tmp_path, around + data + around, torch_zip.entry_extent, start=len(around), nbytes=len(data))
+    read = reading(tmp_path, around + data + around, torch_zip.entry_tensor, start=len(around), nbytes=len(data))
     refused(read, "lie.bin")
 
 
@@ -365,12 +365,12 @@ def test_old_files_that_lie_are_refused_with_numbers(tmp_path: Path, lie: str) -
 
 def test_an_entry_of_something_else_than_one_tensor_is_refused(tmp_path: Path) -> None:
     data = lies.torch_file(lies.value({"a": 1}))
-    refused(reading(tmp_path, data, torch_zip.entry_extent, start=0, nbytes=len(data)), "one tensor", "a dict")
+    refused(reading(tmp_path, data, torch_zip.entry_tensor, start=0, nbytes=len(data)), "one tensor", "a dict")
 
 
 def test_an_entry_beyond_the_file_names_both_ends(tmp_path: Path) -> None:
     data = lies.torch_file()
-    read = reading(tmp_path, data, torch_zip.entry_extent, start=100, nbytes=len(data))
+    read = reading(tmp_path, data, torch_zip.entry_tensor, start=100, nbytes=len(data))
     refused(read, "lie.bin", f"{100 + len(data):,}", f"{len(data):,}", "cut short")
 
 

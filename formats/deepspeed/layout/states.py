@@ -13,7 +13,7 @@ from typing import Any
 from reshard.adapter.state_dicts import flat
 from reshard.canonical.optimizer_state import is_plain, plain_settings
 from reshard.containers.inert_pickle import DTypeName, Inert, shown
-from reshard.containers.torch_zip import AnyTensor, is_stored
+from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
 from reshard.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -102,7 +102,7 @@ def model_states(root: Any, path: str) -> ModelStates:
         buffers=frozenset(map(str, buffers)) if isinstance(buffers, list | tuple) else None,
         groups=tuple(_parameters(group, path) for group in groups) if isinstance(groups, list | tuple) else None,
         frozen_shapes=_parameters(root.get("frozen_param_shapes"), path),
-        frozen_fragments={str(name): part for name, part in _mapping(root.get("frozen_param_fragments")).items() if is_stored(part)},
+        frozen_fragments={str(name): part for name, part in _mapping(root.get("frozen_param_fragments")).items() if is_plain_tensor(part)},
         aliases={str(alias): str(name) for alias, name in _mapping(root.get("shared_params")).items()},
         optimizer=root.get("optimizer"),
         step=_count(root.get("global_steps")),
@@ -201,7 +201,7 @@ def _base_states(states: Mapping[str, Any], groups: int) -> Iterator[Any]:
         return
     for group in range(groups):
         state = base[group] if group < len(base) else None
-        yield {"step": step, **state} if is_stored(step) and isinstance(state, Mapping) else state
+        yield {"step": step, **state} if is_plain_tensor(step) and isinstance(state, Mapping) else state
 
 
 def _zero3_states(states: Mapping[str, Any], version: str | None, path: str) -> OptimizerStates:
@@ -241,7 +241,7 @@ def _rows(value: Any, key: str, path: str) -> tuple[AnyTensor, ...]:
     """The flat groups of a rank: one row of elements each."""
     rows = tuple(_listed(value))
     for i, row in enumerate(rows):
-        if not is_stored(row) or len(row.shape) != 1 or (row.shape[0] > 1 and row.strides != (1,)):
+        if not is_plain_tensor(row) or len(row.shape) != 1 or (row.shape[0] > 1 and row.strides != (1,)):
             raise CheckpointError(f"{key}[{i}] should be one row of elements, it is {shown(row)}", where=path, do="Copy the file again")
     return rows
 

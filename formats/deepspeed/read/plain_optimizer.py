@@ -12,7 +12,7 @@ from typing import Any
 from reshard.adapter.state_dicts import group_numbers, optimizer_part
 from reshard.adapter.state_dicts import states as states_of
 from reshard.canonical.optimizer_state import names_for, plain_groups
-from reshard.containers.torch_zip import AnyTensor, Locations, is_stored, memory_of
+from reshard.containers.torch_zip import AnyTensor, Locations, is_plain_tensor, memory_of
 from reshard.index.index import Tensor
 
 from ..layout.degrees import ModelRank
@@ -60,7 +60,7 @@ def optimizer_contents(
     optimizer = optimizer_part(inner if isinstance(inner, Mapping) else wrapper)
     if optimizer is None:
         return Contents()
-    tensors = [(number, state, value) for number, state, value in states_of(optimizer) if is_stored(value)]
+    tensors = [(number, state, value) for number, state, value in states_of(optimizer) if is_plain_tensor(value)]
     shapes = {number: value.shape for number, state, value in tensors if state != "step"}
     names, notes = _names_of_numbers(optimizer, shapes, dense, experts)
     tensors += [(number, MASTER, master) for number, master in _masters(wrapper, group_numbers(optimizer))]
@@ -88,7 +88,7 @@ def _masters(wrapper: Mapping[str, Any], numbers: Sequence[Sequence[Any]]) -> li
         return []
     masters = [master for group in groups for master in group]
     order = [number for group in numbers for number in group]
-    if len(masters) != len(order) or not all(map(is_stored, masters)):
+    if len(masters) != len(order) or not all(map(is_plain_tensor, masters)):
         return []
     return list(zip(order, masters, strict=True))
 
@@ -119,7 +119,7 @@ def parameters_in_order(model: ModelStates) -> Parameters:
     """The module's parameters in its order, tied ones once. Buffers are left out by name; without recorded names, by element type."""
     parameters, memories = [], set()
     for name, value in (model.module or {}).items():
-        if not is_stored(value) or name in (model.buffers or ()) or not value.dtype.floating:
+        if not is_plain_tensor(value) or name in (model.buffers or ()) or not value.dtype.floating:
             continue
         if (memory := memory_of(value)) not in memories or 0 in value.shape:
             memories.add(memory)

@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.adapter.processes import in_processes
 from reshard.containers import torch_zip
-from reshard.containers.torch_zip import AnyTensor, LocatedTensor, is_stored
+from reshard.containers.torch_zip import AnyTensor, LocatedTensor, is_plain_tensor
 from reshard.errors import CheckpointError
 from reshard.storage.files import Files
 
@@ -174,7 +174,7 @@ def _with_swap_files(files: Files, states: OptimizerStates, attributes: Mapping[
         if isinstance(ds_id, str) and re.fullmatch(r"[\w-]{1,100}", ds_id):
             masters[group] = swapped(master, ds_id)
             for kind, row in kinds[group].items():
-                if is_stored(row) and len(row.shape) == 1:
+                if is_plain_tensor(row) and len(row.shape) == 1:
                     kinds[group][kind] = swapped(row, f"{kind}-{ds_id}")
     return replace(states, masters=tuple(masters), states=tuple(kinds))
 
@@ -182,7 +182,7 @@ def _with_swap_files(files: Files, states: OptimizerStates, attributes: Mapping[
 def _read_tensors(files: Files, path: str) -> Tensors:
     """The tensors of a file that holds a flat state dict; {} if it holds something else."""
     root = torch_zip.read(files, path, locate=False)
-    return {str(name): value for name, value in root.items() if is_stored(value)} if isinstance(root, Mapping) else {}
+    return {str(name): value for name, value in root.items() if is_plain_tensor(value)} if isinstance(root, Mapping) else {}
 
 
 def _read_expert_optimizers(files: Files, tag: Tag) -> dict[tuple[int, ...], Mapping[str, Any]]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from reshard.containers.torch_zip import AnyTensor, Locations, is_stored, memory_of
+from reshard.containers.torch_zip import AnyTensor, Locations, is_plain_tensor, memory_of
 from reshard.errors import CheckpointError
 
 from ..layout.degrees import ModelRank, RunDegrees
@@ -45,9 +45,9 @@ def weights_of_rank(states: RunStates, rank: ModelRank, locations: Locations) ->
 def zero3_module_weights(model: ModelStates, aliases: Mapping[str, str], rank: ModelRank, locations: Locations) -> Contents:
     """The tensors of a module that ZeRO-3 does not partition: its buffers. aliases: tied parameters, by their second names."""
     partitioned = {name for name, _ in model.frozen_shapes} | model.trained_names | aliases.keys()
-    module = {name: value for name, value in (model.module or {}).items() if name not in partitioned or not is_stored(value)}
+    module = {name: value for name, value in (model.module or {}).items() if name not in partitioned or not is_plain_tensor(value)}
     buffers = module.keys() if model.buffers is None else model.buffers
-    without_values = [name for name, value in module.items() if is_stored(value) and 0 in value.shape and name not in buffers]
+    without_values = [name for name, value in module.items() if is_plain_tensor(value) and 0 in value.shape and name not in buffers]
     for name in without_values:
         del module[name]
     contents = module_weights(module, set(), rank, locations)
@@ -62,8 +62,8 @@ def zero3_module_weights(model: ModelStates, aliases: Mapping[str, str], rank: M
 
 def module_weights(module: Mapping[str, object], trained: set[str], rank: ModelRank, locations: Locations) -> Contents:
     """The tensors of a module, and the aliases among them: names that share memory with a trained parameter. trained: their names."""
-    by_memory = {_memory(value): name for name, value in module.items() if name in trained and is_stored(value)}
-    tensors = {name: value for name, value in module.items() if is_stored(value)}
+    by_memory = {_memory(value): name for name, value in module.items() if name in trained and is_plain_tensor(value)}
+    tensors = {name: value for name, value in module.items() if is_plain_tensor(value)}
     return Contents(
         parts=tuple(whole_part("weight", name, tensor, rank, locations) for name, tensor in tensors.items()),
         empty_shapes={(name, rank.tp_rank): tensor.shape for name, tensor in tensors.items() if 0 in tensor.shape},
@@ -72,7 +72,7 @@ def module_weights(module: Mapping[str, object], trained: set[str], rank: ModelR
             for name, tensor in tensors.items()
             if name not in trained and 0 not in tensor.shape and _memory(tensor) in by_memory
         },
-        objects=tuple(name for name, value in module.items() if value is not None and not is_stored(value)),
+        objects=tuple(name for name, value in module.items() if value is not None and not is_plain_tensor(value)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from reshard.containers.torch_zip import AnyTensor, Locations, is_stored
+from reshard.containers.torch_zip import AnyTensor, Locations, is_plain_tensor
 from reshard.errors import CheckpointError
 from reshard.index.index import ParamGroup
 
@@ -83,7 +83,7 @@ def groups_without_shapes(
 
 
 def _module_shapes(model: ModelStates) -> dict[str, Shape]:
-    return {name: value.shape for name, value in (model.module or {}).items() if is_stored(value)}
+    return {name: value.shape for name, value in (model.module or {}).items() if is_plain_tensor(value)}
 
 
 def _check_groups(states: RunStates, model: ModelStates, first: OptimizerStates, groups: Sequence[Parameters]) -> None:
@@ -136,7 +136,7 @@ def _buffers(
     buffers = {MASTER: FlatBuffer.of({dp: states.masters[number] for dp, states in sharing.items()}, locations)}
     counts: dict[str, dict[int, AnyTensor]] = {}
     for state in dict.fromkeys(state for states in sharing.values() for state in states.states[number]):
-        tensors = {dp: tensor for dp, states in sharing.items() if is_stored(tensor := states.states[number].get(state))}
+        tensors = {dp: tensor for dp, states in sharing.items() if is_plain_tensor(tensor := states.states[number].get(state))}
         if not tensors:
             continue
         if missing := [states.path for dp, states in sharing.items() if dp not in tensors]:

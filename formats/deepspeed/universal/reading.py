@@ -20,7 +20,7 @@ from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.canonical.optimizer_state import plain_settings
 from reshard.containers import torch_zip
-from reshard.containers.torch_zip import Locations, is_stored
+from reshard.containers.torch_zip import Locations, is_plain_tensor
 from reshard.errors import CheckpointError
 from reshard.index.index import Index, ParamGroup
 from reshard.storage.files import Files
@@ -128,7 +128,7 @@ def parameter_contents(files: Files, parameters: Iterable[ParameterFile], shapes
     for parameter in parameters:
         root = torch_zip.read(files, parameter.path, locate=False)
         tensor = root.get("param") if isinstance(root, Mapping) else root
-        if not is_stored(tensor):
+        if not is_plain_tensor(tensor):
             objects.append(f"{parameter.name}.{parameter.state}")
             continue
         kind, name = kind_and_name(parameter.name, parameter.state, master=FP32)

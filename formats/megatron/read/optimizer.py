@@ -16,7 +16,7 @@ from typing import Any
 from reshard.canonical.optimizer_state import plain_settings, state_kind
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import LocalTensor
-from reshard.containers.torch_zip import AnyTensor, is_stored
+from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import row_major
 from reshard.index.index import Kind, ParamGroup
@@ -171,13 +171,13 @@ def _master_states(masters: Any, position: int, members: Sequence[ChunkTensor]) 
     stored = masters[position] if isinstance(masters, list) and position < len(masters) else []
     narrow = [member for member in members if member.stored.dtype.itemsize < 4] if stored else []
     for member, master in zip(narrow, stored, strict=False):
-        if is_stored(master):
+        if is_plain_tensor(master):
             yield ParameterState(member, "master_param", master)
 
 
 def _parameter_states(parameter: ChunkTensor, states: Any) -> Iterator[ParameterState]:
     if isinstance(states, Mapping):
-        yield from (ParameterState(parameter, kind, stored) for kind, stored in states.items() if is_stored(stored))
+        yield from (ParameterState(parameter, kind, stored) for kind, stored in states.items() if is_plain_tensor(stored))
 
 
 def _distributed_optimizer(
@@ -237,7 +237,7 @@ def _parameter_offsets(
 def _buffer_states(parameters: Sequence[ChunkTensor], arrays: Mapping[str, Any], offsets: Sequence[int]) -> Iterator[ParameterState]:
     for parameter, offset in zip(parameters, offsets, strict=True):
         for name, kind in BUFFER_KINDS.items():
-            if is_stored(array := arrays.get(name)):
+            if is_plain_tensor(array := arrays.get(name)):
                 yield ParameterState(parameter, kind, elements_of(array, offset, parameter.shape, row_major(parameter.shape)))
 
 

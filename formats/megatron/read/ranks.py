@@ -9,7 +9,7 @@ from typing import Any
 from reshard.adapter.state_dicts import flat
 from reshard.containers import torch_zip
 from reshard.containers.inert_pickle import shown
-from reshard.containers.torch_zip import AnyTensor, is_stored
+from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
 from reshard.errors import CheckpointError
 from reshard.storage.files import Files
 
@@ -199,7 +199,7 @@ def _parse_chunk(state_dict: Any) -> tuple[dict[str, AnyTensor], list[str]]:
     tensors: dict[str, AnyTensor] = {}
     objects: list[str] = []
     for name, value in flat(state_dict) if isinstance(state_dict, Mapping) else ():
-        if is_stored(value) and is_weight_name(name):
+        if is_plain_tensor(value) and is_weight_name(name):
             tensors[name] = value
         elif value is not None:
             objects.append(name)

@@ -17,9 +17,9 @@ from reshard.models.lookup import find_model
 from reshard.models.model import Model
 from reshard.plans.layout import PlacedTensor, TargetFile, index_of
 from reshard.serving.legality import check_degrees
-from reshard.serving.ranks import any_dtype, rank_tensors
+from reshard.serving.ranks import placeholder_dtypes, rank_tensors
 from reshard.serving.rules import EngineRules
-from reshard.serving.served_model import served_model
+from reshard.serving.served_model import require_model
 from reshard.serving.weights import scale_aliases
 from reshard.storage.files import Files
 
@@ -41,7 +41,7 @@ def read(serving_format: ServingFormat, files: Files, hints: Hints) -> Index:
     engine does not serve it at the stored sizes.
     """
     config = serving_format.stored_config(files, hints)
-    model = served_model(find_model(config, hints.architecture), config, serving_format.engine)
+    model = require_model(find_model(config, hints.architecture), config, serving_format.engine)
     stated = serving_format.stored_sizes(files)
     paths = _paths_by_rank(serving_format, files, stated)
     parallel = stated or Parallel(tp=1 + max(tp for _, tp in paths), pp=1 + max(pp for pp, _ in paths))
@@ -129,7 +129,7 @@ def _with_stored_experts(parallel: Parallel, model: Model, headers: RankHeaders)
 def _index(format_name: str, model: Model, rules: EngineRules, parallel: Parallel, headers: RankHeaders, facts: RunFacts) -> Index:
     """The index of the files of all ranks. Raises CheckpointError if a rank does not hold exactly what the rules expect."""
     aliases = {stored: name for name, stored in scale_aliases(model, rules).items()}
-    dtypes = any_dtype(model)
+    dtypes = placeholder_dtypes(model)
     placed: list[tuple[TargetFile, PlacedTensor]] = []
     for (pp_rank, tp_rank), rank_headers in headers.items():
         expected = rank_tensors(model, dtypes, rules, parallel, tp_rank, pp_rank)

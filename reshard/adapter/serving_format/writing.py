@@ -20,7 +20,7 @@ from reshard.plans.target import Target
 from reshard.serving.legality import check_degrees
 from reshard.serving.ranks import rank_tensors
 from reshard.serving.rules import EngineRules
-from reshard.serving.served_model import served_model
+from reshard.serving.served_model import require_model
 from reshard.serving.weights import layers_not_served, scale_aliases, stored_dtypes, weights_without_slot
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def lay_out(serving_format: ServingFormat, content: Content, target: Target, com
 
     Raises: RequestError or CheckpointError if the engine does not serve the content at the target's sizes.
     """
-    model = served_model(content.model, companions.config, serving_format.engine)
+    model = require_model(content.model, companions.config, serving_format.engine)
     rules = serving_format.engine_rules(model, target)
     _check_content(content, model, rules)
     check_degrees(model, rules, target.parallel)

@@ -40,7 +40,7 @@ _DIMENSIONS: dict[str, Dimension] = {
     "shared_intermediate": Dimension(("shared_expert_intermediate_size",)),
 }
 _ALWAYS = {"vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate"}
-# Names of modules that are usually fused, and what to write of them.
+# Names of modules that are usually fused, and what to write for them.
 _FUSED = {
     "qkv_proj query_key_value c_attn Wqkv wqkv qkv": "`fuses: [attention.q, attention.k, attention.v]`, and `interleaved_by: heads` or "
     "`interleaved_by: kv_heads` if they alternate",
@@ -89,12 +89,12 @@ class _Facts:
     config: Mapping[str, Any]
     """The content of config.json."""
     numbers: Mapping[str, int]
-    """The values of the dimensions that the config gives."""
+    """The values of the dimensions, as far as the config gives them."""
     relative: Relative | None
     """The declared model that the draft extends."""
 
     def layer_kind(self, layers: list[int]) -> str | None:
-        """The kind of layers with these numbers; "" of all layers, None if the relative does not say."""
+        """The kind of the layers with these indices; "" if these are all layers, or their number is not known; None: not known."""
         if layers == list(range(self.numbers.get("layers", 0))) or "layers" not in self.numbers:
             return ""
         model = self.relative.model if self.relative else None
@@ -152,7 +152,7 @@ def _extends_lines(facts: _Facts, relative: Relative) -> list[str]:
 
 
 def _used_dimensions(weights: Sequence[StoredWeight]) -> set[str]:
-    """The dimensions in the shapes of the usual roles."""
+    """The names of the dimensions in the usual shapes of these weights."""
     roles = [role for weight in weights if (role := _usual_role(weight))]
     words = {word for role in roles for axis in ROLES[role].shape for word in re.findall(r"[a-z_]+", axis)}
     return words | ({"experts"} if any("{expert}" in weight.name for weight in weights) else set())
@@ -219,7 +219,7 @@ def _weight_line(weight: StoredWeight, facts: _Facts) -> str:
 
 
 def _keys_of(weight: StoredWeight, facts: _Facts) -> tuple[dict[str, str], str]:
-    """The keys to write of a weight, and a remark."""
+    """The keys to write for a weight, and a remark."""
     several = len(weight.layers_of_shape) > 1
     stored_as = "stored as " + " or ".join(
         f"{list(shape)}" + (f" in layers {_ranges(layers)}" if several else "") for shape, layers in weight.layers_of_shape.items()
@@ -277,7 +277,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _layer_lines(listed: Sequence[StoredWeight], facts: _Facts) -> list[str]:
-    """The declarations of the sparse layers and of those for multi-token prediction, if weights depend on them."""
+    """The keys `sparse_layers` and `mtp_layers`, if weights depend on them and the relative does not declare them."""
     declared = facts.relative.model.architecture if facts.relative else None
     in_layers = [weight for weight in listed if "{layer}" in weight.name]
     in_some = [weight for weight in in_layers if facts.layer_kind(weight.layers) != ""]
@@ -293,7 +293,7 @@ def _layer_lines(listed: Sequence[StoredWeight], facts: _Facts) -> list[str]:
 
 
 def _is_open_head(name: str, facts: _Facts) -> bool:
-    """Whether a weight of the relative is a head that is not stored, while the config does not say whether it is tied."""
+    """Whether a missing weight of the relative is the head, and the config does not say whether the head is tied."""
     is_head = facts.relative is not None and name == facts.relative.model.architecture.tied[0]
     return is_head and "tie_word_embeddings" not in facts.config
 

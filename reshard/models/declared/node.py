@@ -18,7 +18,7 @@ _EXPRESSION = re.compile(rf"\s*{_TERM}(?:\s*[*/+]\s*{_TERM})*\s*")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value of a declaration, and its place."""
+    """A value of a declaration, and its place. The methods that read the value raise RequestError if it is not what they expect."""
 
     value: Any
     """Plain data, as in `Document`."""
@@ -105,7 +105,7 @@ def _list_of_keys(keys: Sequence[str]) -> str | None:
 
 
 def expression(node: Node, dimensions: Mapping[str, Dimension], *, why: str | None = None, optional: bool = False) -> str:
-    """The value of a node, an expression of dimensions. optional: whether it may use dimensions that not every model has.
+    """The text of an expression of dimensions. optional: whether it may use dimensions that not every model has.
 
     Raises: RequestError, with `why`, if it uses a dimension that is not declared.
     """

@@ -127,7 +127,7 @@ def _extended(keys: Mapping[str, Node], find: Find) -> Architecture | None:
 
 
 def _without(keys: Mapping[str, Node], base: Architecture) -> frozenset[str]:
-    """The names of the weights that are not taken over."""
+    """The names of the weights of `base` that are removed."""
     names: set[str] = set()
     for node in keys["without"].items() if "without" in keys else ():
         matched = {weight.name for weight in base.weights if fnmatchcase(weight.name, node.word())}
@@ -179,7 +179,7 @@ def _config_keys(node: Node) -> tuple[str, ...]:
 
 
 def _fields(keys: Mapping[str, Node], base: Architecture | None, find: Find) -> dict[str, Any]:
-    """The other fields of the architecture, as far as the declaration sets them."""
+    """The fields of the architecture that the declaration sets, except dimensions, weights and `tied`."""
     fields: dict[str, Any] = {}
     if "like" in keys:
         fields["like"] = _declared(keys["like"], find).family
@@ -225,7 +225,7 @@ def _sparse_layers(node: Node) -> SparseLayers:
 
 
 def _tied(keys: Mapping[str, Node], made: Architecture, base: Architecture | None) -> tuple[str, str]:
-    """The head and the embedding that a config ties: as written, or else the only weights with these roles."""
+    """The head and the embedding that a config can tie: those written under `tied`, or those of `base`, or the only such weights."""
     names = [weight.name for weight in made.weights]
     if "tied" in keys:
         tied = keys["tied"].mapping(("head", "embedding"))
@@ -253,7 +253,7 @@ def _tied(keys: Mapping[str, Node], made: Architecture, base: Architecture | Non
 
 
 def _check_layers(weight: Weight, made: Architecture, node: Node) -> None:
-    """Raises RequestError if a weight belongs to layers or experts whose number the declaration does not give."""
+    """Raises RequestError if a weight belongs to layers or experts that its name has no index for, or that are not declared."""
     if weight.layers and "{layer}" not in weight.name:
         raise node.error(f"`layers: {weight.layers}` needs the number of the layer in the name, and the name has none")
     if weight.layers == "mtp" and made.mtp_layers is None:

@@ -14,7 +14,7 @@ from reshard.models.model import Model
 
 @dataclass(frozen=True, slots=True)
 class Relative:
-    """A declared model beside a checkpoint."""
+    """A declared model compared with a checkpoint."""
 
     model: Model
     """The declared model with the checkpoint's config."""
@@ -27,18 +27,18 @@ class Relative:
 
     @property
     def distance(self) -> int:
-        """The number of weights that a declaration which extends this one has to add, replace or remove."""
+        """The number of weights to add, replace or remove in a declaration that extends this model."""
         return len(self.others) + len(self.missing)
 
 
 def nearest(weights: Sequence[StoredWeight], config: Mapping[str, Any], architectures: Iterable[Architecture]) -> Relative | None:
-    """The relative at the smallest distance, the first of several; None if none shares more weights than it differs in."""
+    """The relative at the smallest distance, the first if several have it; None if none shares more weights than it differs in."""
     relatives = [relative for architecture in architectures if (relative := _relative(weights, Model(architecture, config)))]
     return min((relative for relative in relatives if relative.distance < len(relative.shared)), key=lambda r: r.distance, default=None)
 
 
 def _relative(weights: Sequence[StoredWeight], model: Model) -> Relative | None:
-    """A model beside a checkpoint; None if the config does not give the numbers of such a model."""
+    """A model compared with a checkpoint; None if the config lacks a number that the model needs."""
     try:
         declared = [weight for weight in model.weights.values() if not weight.scale]
     except RequestError:
@@ -63,5 +63,5 @@ def _relative(weights: Sequence[StoredWeight], model: Model) -> Relative | None:
 
 
 def _is_redundant(name: str, model: Model) -> bool:
-    """Whether a model does without a tensor: it drops the tensor, or the tensor is a head that it ties to the embedding."""
+    """Whether a model does not need a stored tensor: it drops the tensor, or the tensor is a head that it ties to the embedding."""
     return model.reason_to_drop(name) is not None or (model.is_tied and name == model.architecture.tied[0])

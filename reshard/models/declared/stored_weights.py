@@ -4,7 +4,7 @@
     model.layers.0.mlp.experts.1.up_proj.weight [8, 4]      ->      model.layers.{layer}.mlp.experts.{expert}.up_proj.weight
     model.layers.1.mlp.experts.0.up_proj.weight [8, 4]
 
-Tensors whose names differ only in the numbers of layer and expert are one weight.
+Tensors whose names differ only in the index of the layer or of the expert are one weight.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class StoredWeight:
     tensors: dict[str, Shape] = field(default_factory=dict)
     """The shape of each tensor by its stored name."""
     layers_of_shape: dict[Shape, list[int]] = field(default_factory=dict)
-    """The layers with a tensor of this shape, by shape. Empty lists outside of the layers."""
+    """Shape -> the layers with a tensor of that shape; an empty list for a weight outside of the layers."""
 
     @property
     def layers(self) -> list[int]:
-        """The numbers of the layers that have it."""
+        """The indices of the layers that have it."""
         return sorted({layer for layers in self.layers_of_shape.values() for layer in layers})
 
     @property
@@ -60,7 +60,7 @@ def stored_weights(shapes: Mapping[str, Shape]) -> list[StoredWeight]:
 
 
 def _layer_prefix(shapes: Mapping[str, Shape]) -> str | None:
-    """The words before the number of the layer: those before the number that most tensors have."""
+    """The part of the names before the index of the layer: the text before the first number that most tensors share."""
     counts: dict[str, int] = {}
     for name in shapes:
         if match := re.match(r"(.*?\.)\d+\.", name):

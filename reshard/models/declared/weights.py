@@ -85,7 +85,7 @@ class WeightReader:
         return expression(node, self.dimensions)
 
     def _split(self, node: Node, keys: Mapping[str, Node], roles: Sequence[str]) -> Split | None:
-        """The split of a weight with new roles; None of one whose roles are known. Raises RequestError if `split` is missing, or extra."""
+        """The split of a weight with new roles; None if its roles are known. Raises RequestError if `split` is missing, or not allowed."""
         for role in roles:
             split = ROLES[role].split if role in ROLES else None
             if isinstance(split, Heads) and split.count not in self.dimensions:
@@ -120,7 +120,7 @@ class WeightReader:
         return Heads(count, keys["copies"].flag() if "copies" in keys else False)
 
     def _shape(self, node: Node, keys: Mapping[str, Node], name: str, rows: Mapping[str, str], *, transposed: bool) -> tuple[str, ...]:
-        """The shape that is written, or the usual one of the roles: that of a bias has the output features alone."""
+        """The shape that is written, or the usual shape of the roles; a bias has only the output features."""
         if "shape" in keys:
             axes = keys["shape"].items()
             if not 1 <= len(axes) <= 4:
@@ -142,7 +142,7 @@ class WeightReader:
 
 
 def pattern_of(written: str, node: Node) -> str:
-    """The name with {layer} and {expert}. The first * is the number of the layer, the second that of the expert, each between two dots."""
+    """The name with {layer} and {expert}. The first * is the index of the layer, the second that of the expert, each between two dots."""
     words = written.split(".")
     stars, braces = words.count("*"), re.findall(r"\{[^{}]*\}", written)
     if strange := next((brace for brace in braces if brace not in ("{layer}", "{expert}") or braces.count(brace) > 1), None):
@@ -163,7 +163,7 @@ def pattern_of(written: str, node: Node) -> str:
 
 
 def overlap(one: str, other: str) -> bool:
-    """Whether a name exists that matches both patterns."""
+    """Whether one tensor name can match both patterns."""
     left, right = (re.split(f"({NUMBER})", name) for name in (one, other))
     return len(left) == len(right) and all(
         a == b or (i % 2 == 1 and "{" in a + b) for i, (a, b) in enumerate(zip(left, right, strict=True))

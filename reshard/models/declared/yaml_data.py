@@ -1,7 +1,7 @@
 """YAML as data only: mappings with words as keys, lists, words, numbers, true, false and null, with the line of each value.
 
 JSON is YAML, too. The document is built from the parser's events, without recursion. Everything in YAML that is more than data is refused:
-anchors, aliases, tags, several documents. A key that occurs twice is refused, too: YAML would use the last one without a word.
+anchors, aliases, tags, several documents. A key that occurs twice is refused, too: YAML would use the last one without a message.
 
 The parser is libyaml, which PyYAML's wheels contain, or else PyYAML's own, which is slower.
 """
