@@ -1,7 +1,7 @@
 """Errors as one paragraph: what is wrong, where, why it matters, what to do.
 
-CheckpointError is about the input, RequestError about what the user asked for, DifferenceFound about two checkpoints that should be
-equal. Any other exception that reaches the user is a defect of reshard.
+CheckpointError is about the input, RequestError and its subclasses are about what the user asked for, DifferenceFound is about two
+checkpoints that should be equal. Any other exception that reaches the user is a defect of reshard.
 """
 
 from __future__ import annotations
@@ -33,6 +33,18 @@ class CheckpointError(ReshardError):
 
 class RequestError(ReshardError):
     """The request cannot be fulfilled with this model, these parallel sizes or these options."""
+
+
+class UnsupportedError(RequestError):
+    """The request is valid, but reshard does not support it for this model, format or platform."""
+
+
+class TargetError(RequestError):
+    """The target exists already, or another run is writing it."""
+
+
+class SystemRefusal(RequestError):
+    """The operating system refuses: no space, no permission, a read-only file system, too many open files."""
 
 
 class DifferenceFound(ReshardError):
