@@ -91,7 +91,7 @@ def _report(error: Exception, debug: bool) -> int:
 
         traceback.print_exception(error)
     if without_torch:
-        error = RequestError("this conversion needs torch, which is not installed", do="Install it with `pip install torch`")
+        error = RequestError("this needs torch, which is not installed", do="Install it with `pip install 'reshard[torch]'`")
     if isinstance(error, ReshardError):
         print(f"reshard: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,7 +1,45 @@
-"""Settings of all tests."""
+"""Settings of all tests, and what is left out where torch is not installed (`.ci/run notorch`)."""
 
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Machines are slow at times, and no test is timed.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+ROOT = Path(__file__).resolve().parent.parent
+WITHOUT_TORCH = find_spec("torch") is None
+# What of reshard imports torch: `.torch()` of a view, and the files of FSDP ranks, which hold objects of the installed torch.
+NEEDS_TORCH = {"reshard/engine/views.py", "reshard/containers/torch_pickle.py", "formats/fsdp/write.py"}
+REASON = "Skipped: without torch. The test compares with torch itself, reads a view as a torch tensor, or writes the files of FSDP ranks"
+
+
+def is_expected(files):
+    """Whether an import of torch in the innermost of these files is expected: in a test, in another package, or in NEEDS_TORCH."""
+    inside = [Path(file).relative_to(ROOT).as_posix() for file in files if Path(file).is_relative_to(ROOT) and ".venv" not in str(file)]
+    return bool(inside) and (inside[-1].startswith("tests/") or inside[-1] in NEEDS_TORCH)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """Without torch, leave out files that import it at their top, directly or through another file of the tests."""
+    report = yield
+    if WITHOUT_TORCH and report.failed and "No module named 'torch" in str(report.longrepr):
+        files = [line.split(":")[0] for line in str(report.longrepr).split("\n") if ": in <module>" in line]
+        if is_expected([ROOT / file for file in files]):
+            report.outcome, report.longrepr = "skipped", (str(collector.path), 0, REASON)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Without torch, leave out tests that need it. Where anything else imports it, the test fails."""
+    report = yield
+    error = call.excinfo.value if call.excinfo else None
+    is_missing = WITHOUT_TORCH and isinstance(error, ModuleNotFoundError) and error.name.split(".")[0] == "torch"
+    if is_missing and is_expected([entry.path for entry in call.excinfo.traceback]):
+        report.outcome, report.longrepr = "skipped", (str(item.path), item.location[1] or 0, REASON)
+    return report

@@ -1,37 +1,48 @@
-"""Casts: values in another element type, with the bits that torch produces.
+"""Casts: values in another element type, with the bits that torch 2.13 produces for every value that is not a NaN.
 
-The most common cast, from float32 masters to bfloat16, is computed here on words: importing torch costs a second and 200 MB, more than the
-conversion of a small model. torch does all other casts, and also blocks that contain a NaN, because the bits of a NaN in bfloat16 depend on
-the processor.
+numpy and ml_dtypes compute them, strip by strip, so that a strip stays in the processor's cache. Elements of at most 16 bits are looked up
+in a table of all their values. A NaN becomes the quiet NaN of the target type, with a positive sign. (torch's NaNs depend on the processor:
+its code for AVX2 and its scalar code give bfloat16 NaNs with different bits.)
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from reshard.geometry.dtypes import DType
+from reshard.geometry.dtypes import F32, DType
 
 Block = npt.NDArray[Any]
 
 # The number of elements that stay in a processor's cache during all steps of a cast.
 _STRIP = 1 << 15
+# The largest values of types to which torch 2.13 casts with saturation.
+_SATURATING = {"F8_E4M3": 448.0}
 
 
 def cast(block: Block, source: DType, target: DType) -> Block:
-    """The values of a block in another element type, rounded to nearest, ties to even. Returns `block` itself if the types are equal."""
+    """The values of a block in another element type, rounded to nearest, ties to even. Returns `block` itself if the types are equal.
+
+    block: words of `source`. Values that are too large become 448 in F8_E4M3, infinite in a type that has infinity, and otherwise NaN.
+    """
     if source == target:
         return block
-    if (source.name, target.name) == ("F32", "BF16") and (rounded := _to_bfloat16(block)) is not None:
-        return rounded
-    import torch
-
-    words = block.reshape(-1).view(np.uint8).data
-    tensor = torch.frombuffer(words, dtype=getattr(torch, source.torch)).to(getattr(torch, target.torch))
-    result: Block = tensor.view(torch.uint8).numpy().view(target.word).reshape(block.shape)
-    return result
+    words = block.reshape(-1)
+    result = np.empty(len(words), target.word)
+    on_words = _ON_WORDS.get((source.name, target.name))
+    table = _table(source, target) if source.itemsize <= 2 else None
+    for start in range(0, len(words), _STRIP):
+        strip, out = words[start : start + _STRIP], result[start : start + _STRIP]
+        if on_words is not None and on_words(strip, out):
+            continue
+        if table is not None:
+            np.take(table, strip, out=out, mode="clip")  # every word is in the table; "clip" saves the check
+        else:
+            out[...] = _converted(strip, source, target)
+    return result.reshape(block.shape)
 
 
 def scaled(block: Block, source: DType, factors: npt.NDArray[np.float32], target: DType) -> Block:
@@ -39,30 +50,64 @@ def scaled(block: Block, source: DType, factors: npt.NDArray[np.float32], target
 
     factors: an array that numpy broadcasts to the block. Source: DeepSeek's fp8_cast_bf16.py and transformers do the same.
     """
-    import torch
+    with np.errstate(all="ignore"):
+        values = cast(block, source, F32).view("<f4") * factors
+    if target == F32:
+        values[np.isnan(values)] = np.nan
+    return cast(values.view(F32.word), F32, target)
 
-    values = torch.frombuffer(block.reshape(-1).view(np.uint8).data, dtype=getattr(torch, source.torch)).reshape(block.shape).float()
-    values *= torch.from_numpy(np.ascontiguousarray(factors))
-    result: Block = values.to(getattr(torch, target.torch)).view(torch.uint8).numpy().view(target.word).reshape(block.shape)
-    return result
+
+def _float32_to_bfloat16(strip: Block, out: Block) -> bool:
+    """Write the upper halves of the words, rounded by the lower halves. Returns False, and writes nothing, if there is a NaN."""
+    work = np.bitwise_and(strip, 0x7FFFFFFF)
+    if work.max() > 0x7F800000:
+        return False
+    # Add half a unit, or one less if the last remaining bit is 0, so that a tie goes to the even neighbour.
+    np.right_shift(strip, 16, out=work)
+    np.bitwise_and(work, 1, out=work)
+    np.add(work, 0x7FFF, out=work)
+    np.add(work, strip, out=work)
+    np.right_shift(work, 16, out=work)
+    out[...] = work
+    return True
 
 
-def _to_bfloat16(block: Block) -> Block | None:
-    """The upper halves of float32 words, rounded by their lower halves; None if the block contains a NaN."""
-    words = block.reshape(-1)
-    result = np.empty(len(words), np.uint16)
-    scratch = np.empty(min(_STRIP, len(words)), np.uint32)
-    for start in range(0, len(words), _STRIP):
-        strip = words[start : start + _STRIP]
-        work = scratch[: len(strip)]
-        np.bitwise_and(strip, 0x7FFFFFFF, out=work)
-        if work.max() > 0x7F800000:
-            return None
-        # Add half a unit, or one less if the last remaining bit is 0, so that a tie goes to the even neighbour.
-        np.right_shift(strip, 16, out=work)
-        np.bitwise_and(work, 1, out=work)
-        np.add(work, 0x7FFF, out=work)
-        np.add(work, strip, out=work)
-        np.right_shift(work, 16, out=work)
-        result[start : start + len(strip)] = work
-    return result.reshape(block.shape)
+def _bfloat16_to_float32(strip: Block, out: Block) -> bool:
+    """Write the words as the upper halves of longer ones. Returns False, and writes nothing, if there is a NaN."""
+    if np.bitwise_and(strip, 0x7FFF).max() > 0x7F80:
+        return False
+    np.left_shift(strip, 16, out=out, dtype=out.dtype)
+    return True
+
+
+# The casts of most conversions, in a few operations on words.
+_ON_WORDS = {("F32", "BF16"): _float32_to_bfloat16, ("BF16", "F32"): _bfloat16_to_float32}
+
+
+@lru_cache(maxsize=8)
+def _table(source: DType, target: DType) -> Block:
+    """The cast of every element of a type of at most 16 bits, by its word."""
+    return _converted(np.arange(1 << 8 * source.itemsize, dtype=np.uint64).astype(source.word), source, target)
+
+
+def _converted(words: Block, source: DType, target: DType) -> Block:
+    """The words of the cast values."""
+    values = words.view(_numpy_type(source))
+    with np.errstate(all="ignore"):
+        if target.itemsize < 4:  # by way of float32, as in torch: exact for narrow types, and rounded twice for float64
+            values = values.astype(np.float32)
+        if target.name in _SATURATING:
+            values = np.clip(values, -_SATURATING[target.name], _SATURATING[target.name])
+        result = values.astype(_numpy_type(target))
+        result[np.isnan(values)] = np.nan
+    return result.view(target.word)
+
+
+def _numpy_type(dtype: DType) -> np.dtype[Any]:
+    """The numpy type of a floating-point type; ml_dtypes has those that numpy lacks."""
+    if dtype.name in ("F64", "F32", "F16"):
+        return np.dtype(f"<f{dtype.itemsize}")
+    import ml_dtypes
+
+    narrow: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.torch))
+    return narrow

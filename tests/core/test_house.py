@@ -258,12 +258,6 @@ def test_the_packages_installed_are_the_tree():
         assert (folder / "__init__.py").exists() and find_spec(name) is not None, name
 
 
-def test_the_container_installs_every_dependency_except_torch():
-    (line,) = re.findall(r"^RUN pip install .*--constraint constraints.txt (.+)$", (ROOT / "Containerfile").read_text(), re.MULTILINE)
-    dependencies = {re.split(r"[<>=!~]", requirement)[0] for requirement in project()["project"]["dependencies"]}
-    assert set(line.split()) == dependencies - {"torch"}
-
-
 def test_the_parts_of_the_ci_are_listed():
     """`.ci/run --list` finds every part with a line that says what it checks."""
     listed = subprocess.run(["bash", ROOT / ".ci" / "run", "--list"], capture_output=True, text=True, check=True).stdout.splitlines()

@@ -90,10 +90,15 @@ def test_windows_gets_the_same_sentence_in_python(monkeypatch):
         library.open(HF / "llama")
 
 
-def test_without_torch_a_cast_that_needs_it_says_so(tmp_path, monkeypatch):
+def test_casts_do_not_need_torch(tmp_path, monkeypatch):
     """In the container, torch is not installed."""
     monkeypatch.setitem(sys.modules, "torch", None)
-    result = reshard("convert", HF / "llama", tmp_path / "out", "--to", "hf", "--dtype", "fp16")
-    assert result.code == 2 and "needs torch" in result.err and "pip install torch" in result.err
-    assert "Traceback" not in result.err
-    assert all(path.startswith(".reshard/") for path in tree(tmp_path / "out"))
+    for dtype in ("fp16", "fp8", "fp64"):
+        assert reshard("convert", HF / "llama", tmp_path / dtype, "--to", "hf", "--dtype", dtype).code == 0
+
+
+def test_what_needs_torch_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = reshard("convert", DCP / "fsdp2" / "checkpoint", tmp_path / "out", "--to", "fsdp", "--dp", 2)
+    assert result.code == 2 and "needs torch" in result.err and "pip install 'reshard[torch]'" in result.err
+    assert "Traceback" not in result.err and not tree(tmp_path / "out")

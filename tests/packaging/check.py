@@ -133,7 +133,9 @@ def works_without_torch(python: Path, wheel: Path, work: Path) -> Iterator[Check
     yield run("reshard --version && reshard formats")
     source, model = FIXTURE / "checkpoint", FIXTURE / "model"
     yield run(f"reshard inspect {source} --model {model}")
-    for number, target in enumerate(("hf --dtype bf16", "vllm --tp 2", "dcp")):
+    for number, target in enumerate(
+        ("hf --dtype bf16", "hf --dtype fp16", "vllm --tp 2", "dcp", "megatron --tp 2 --optimizer", "deepspeed --dp 2")
+    ):
         yield run(f"reshard convert {source} out-{number} --to {target} --model {model}")
         yield run(f"reshard verify {source} out-{number}")
     yield run(f"reshard roundtrip {source} --to vllm --tp 2 --model {model} && reshard fingerprint out-0")
