@@ -1,1 +1,4 @@
-"""One file per checkpoint format, each ending in its one public object, FORMAT. None imports another."""
+"""The checkpoint formats: one folder per format or family of formats. No folder imports another.
+
+A format is the object FORMAT at the end of a module. Entry points name these objects.
+"""

@@ -9,7 +9,7 @@ two ways, and the log says in which:
 - by rank: what a conversion would write for this worker's rank is read straight into the parameters. Names, shapes and element types of the
   parameters must be exactly those of the conversion.
 - whole: where vLLM's layout of the model or of this version is not known, whole tensors go to the model's own load_weights, which splits
-  them. The parameters are filled with a certain NaN first; a parameter that still holds this NaN afterwards was not loaded.
+  them. The parameters are filled with a marker NaN first; a parameter that still holds this NaN afterwards was not loaded completely.
 
 Run with vLLM 0.32.0; for older versions the source was read. The decorator that registers load formats exists in 0.10.2, not in 0.10.0.
 """
@@ -160,7 +160,7 @@ class WorkerRank:
 
 
 def unusual_experts(parallel: Any) -> str | None:
-    """Why vLLM does not distribute experts over the tensor-parallel ranks in runs, as a conversion does; None if it does.
+    """Why vLLM does not give each tensor-parallel rank consecutive experts, as a conversion does; None if it does.
 
     Source: vLLM 0.32, FusedMoEParallelConfig.make, expert_map_manager.py.
     """
@@ -242,11 +242,12 @@ def fill(parameters: Mapping[str, Any], view: Mapping[str, Any], threads: int, t
 
 
 def match(parameters: Mapping[str, Any], view: Mapping[str, Any], tied: tuple[str, str] | None = None) -> dict[str, str]:
-    """Parameter -> the name in the view that fills it: the parameter's own name, or the name of the table that it is tied to.
+    """Parameter -> name of the tensor in the view that fills it: the same name, or that of the tied weight.
 
-    tied: the two names of a tied table. vLLM unties them where a checkpoint's files hold both, and ties them again once both are loaded.
+    tied: the names of the tied head and embedding. vLLM unties them if a checkpoint's files hold both, and ties them again once
+    both are loaded.
 
-    Raises: RequestError if a parameter is not in the view, the view has a tensor more, or a shape or element type differs.
+    Raises: RequestError if a parameter is not in the view, the view has another tensor, or a shape or element type differs.
     """
     from reshard.geometry.dtypes import from_torch
 
@@ -271,10 +272,10 @@ def match(parameters: Mapping[str, Any], view: Mapping[str, Any], tied: tuple[st
 def load_whole(model: Any, view: Mapping[str, Any], untied: tuple[str, str] | None, *, is_quantized: bool) -> None:
     """Pass whole tensors, one at a time, to the model's own load_weights; tensors of other stages are left out.
 
-    untied: the two names of one table, if this vLLM wants it under both.
+    untied: the names of the tied head and embedding, if this vLLM wants both.
 
-    Raises: CheckpointError if a parameter was not loaded completely. For a quantized model, some of whose parameters may stay as they are,
-    the parameters that were not loaded are logged instead.
+    Raises: CheckpointError if a parameter was not loaded completely. In a quantized model some parameters may stay as they are, so those
+    that were not loaded are only logged.
     """
     from vllm.model_executor.models.utils import is_pp_missing_parameter
 
@@ -323,7 +324,7 @@ def _is_poisoned(parameter: Any) -> bool:
 
 
 def _words(parameter: Any) -> tuple[Any, int]:
-    """A parameter's bits as integers that share its memory, and the NaN for them; no integers for one without floats or memory."""
+    """A parameter's bits as integers that share its memory, and the NaN for them; no integers without a floating-point type or memory."""
     import torch
 
     size = parameter.element_size()
@@ -355,7 +356,7 @@ class _CountingFiles:
 
 
 def _parameters(model: Any) -> dict[str, Any]:
-    """The parameters and buffers that vLLM's own sharded_state would store: of several names for one memory, the first."""
+    """The parameters and buffers that vLLM's own sharded_state would store: if several names share memory, only the first."""
     from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
     parameters: dict[str, Any] = ShardedStateLoader._filter_subtensors(model.state_dict())
@@ -363,7 +364,7 @@ def _parameters(model: Any) -> dict[str, Any]:
 
 
 def _config_folder(model_config: Any) -> str:
-    """The directory of the model's config.json. For a model that is named as on the hub, that is in the cache of the hub's client."""
+    """The directory of the model's config.json. For a model name on the Hugging Face Hub, it is in the Hub's local cache."""
     named = getattr(model_config, "hf_config_path", None) or model_config.model
     if Path(named).is_dir():
         return str(named)

@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint: what FSDP1, FSDP2, accelerate and torchtitan write.
 
-    .metadata                which box of which tensor is which byte range of which file (a pickle; written last)
-    __{rank}_{i}.distcp      the ranges, each a torch.save zip of one tensor, packed without padding
+    .metadata                for each box of each tensor, the file and the byte range that hold it (a pickle; written last)
+    __{rank}_{i}.distcp      the byte ranges, each a torch.save zip of one tensor, packed without padding
     pytorch_model_fsdp_0/, optimizer_0/     accelerate's save_state: two such directories in one
     step-{n}/                torchtitan: one such directory per step
 
@@ -11,8 +11,8 @@ optimizer.py    the optimizer's parameter names and param groups
 read.py         the index
 write.py        the layout of a new checkpoint
 
-A file's number is the rank that wrote it. That need not be the rank that trained with it: torch gives each replicated entry to the rank
-that has least to write. Names are flattened; the planner's data in .metadata holds their parts. An entry's own zip directory tells where
+A file's number is the rank that wrote it. Other ranks may hold the same tensor: torch lets the rank with the least to write store each
+replicated entry. Names are flattened; the planner's data in .metadata holds their parts. An entry's own zip directory tells where
 its bytes lie, and is read when that piece is needed.
 Measured on torch 2.13 (fixtures/dcp); earlier versions from their sources.
 """

@@ -25,7 +25,7 @@ def first_dcp_path(files: Files) -> str | None:
 def dcp_folders(files: Files) -> list[str]:
     """The DCP directories that make up this checkpoint: "" is the directory itself, others have a slash at their end.
 
-    Raises: CheckpointError if the save was not finished, or there is none; RequestError for several checkpoints.
+    Raises: CheckpointError if the save was not finished, or there is no save; RequestError for several saves.
     """
     listing = files.list()
     if any(_ANY_METADATA.fullmatch(path) for path in listing):

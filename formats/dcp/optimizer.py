@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 def number_names(folder: DcpFolder, parameters: Mapping[str, Shape]) -> tuple[NumberNames, list[str]]:
-    """The names of the numbered parameters, as far as they are certain, and notes on how they are known or why not.
+    """The names of the numbered parameters that are known for certain, and notes on how they are known or why they are not.
 
     parameters: name -> shape of the model's parameters, in the model's order.
     """
@@ -56,7 +56,7 @@ def _shapes_by_number(folder: DcpFolder) -> dict[str, dict[int, Shape]]:
 
 
 def _settings_by_group(folder: DcpFolder, root: str, wanted: set[str] | None) -> dict[Any, dict[str, Any]]:
-    """The settings of an optimizer by its group's number; in a flattened state dict, by the parameter's name.
+    """The settings of an optimizer by number of the param group; in a flattened state dict, by name of the parameter.
 
     wanted: the settings to read; None for all.
     """

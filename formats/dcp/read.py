@@ -48,7 +48,7 @@ def read(files: Files, prefixes: Sequence[str], hints: Hints) -> Index:
 def parameters_of(folder: DcpFolder, hints: Hints) -> dict[str, Shape]:
     """The shapes of the model's floating-point tensors, in the order in which they were saved, without a tied head.
 
-    An optimizer's numbers count these.
+    An optimizer's numbers refer to positions in this order.
     """
     metadata = folder.metadata
     order = [fqn for fqn in metadata.planner or () if fqn in metadata.tensors] or list(metadata.tensors)

@@ -73,7 +73,7 @@ def _tensor_path(key: str, has_optimizer: bool) -> KeyPath:
 
 
 def _step_counts(content: Content) -> Iterator[tuple[KeyPath, int]]:
-    """The steps that torch's optimizers need for every parameter, where the source counts them once for all."""
+    """The step count of every parameter, which torch's optimizers need, if the source keeps one count for all parameters."""
     yield from ((("optim", "state", name, "step"), steps) for name, steps in content.step_counts.items())
 
 

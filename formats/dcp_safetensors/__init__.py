@@ -6,9 +6,9 @@
 files.py    which files count, and the numbers in their names
 read.py     the index
 
-The header of every file says in its __metadata__ (DCP_SHARDING_INFO) at which offsets of the whole tensor its boxes start. No file says how
-large the whole tensor is: it reaches as far as any box. So without its last box a tensor merely looks smaller, and only the model's
-config tells the difference. If a config is known, shapes are compared with it on opening.
+The header of every file says in its __metadata__ (DCP_SHARDING_INFO) at which offsets of the whole tensor its boxes start. No file states
+the shape of the whole tensor: it is taken from the ends of the boxes. If the last box is missing, the tensor only looks smaller, and only
+the model's config shows the difference. If a config is known, shapes are compared with it on opening.
 Whole files (save_distributed=False, or consolidated) are Hugging Face's own form and are read as that.
 Measured on torch 2.13 (fixtures/dcp_safetensors); source: torch/distributed/checkpoint/hf_storage.py.
 """

@@ -20,7 +20,7 @@ class ShardFile:
     path: str
     """Where it is."""
     rank: int
-    """The rank that wrote it. The name counts from 1."""
+    """The rank that wrote it, from 0. The file name counts from 1."""
     part: int
     """Which of the model's parts it belongs to, from 1 on."""
     parts: int
@@ -28,15 +28,18 @@ class ShardFile:
 
 
 def shard_files(files: Files) -> list[ShardFile]:
-    """The ranks' files of the folder, or of sharded/ below it. None if whole files, which hold the same values, lie in the folder."""
+    """The ranks' files of the folder, or else of sharded/ below it.
+
+    sharded/ is ignored if whole files lie in the folder, because they hold the same values.
+    """
     listing = files.list()
-    shards = _named_so(listing)
+    shards = _shard_files_in(listing)
     has_whole_files = sum(path.endswith(".safetensors") for path in listing) > len(shards)
     if shards or has_whole_files or _SHARDED not in listing:
         return shards
-    return _named_so(files.list(_SHARDED))
+    return _shard_files_in(files.list(_SHARDED))
 
 
-def _named_so(listing: tuple[str, ...]) -> list[ShardFile]:
+def _shard_files_in(listing: tuple[str, ...]) -> list[ShardFile]:
     matches = ((path, match) for path in listing if (match := _NAME.fullmatch(path)))
     return [ShardFile(path, int(match[1]) - 1, int(match[2]), int(match[3])) for path, match in matches]

@@ -111,7 +111,7 @@ def _tensor(name: str, ranks_and_pieces: Sequence[tuple[int, Piece]]) -> Tensor:
 
 
 def _check_files(files: Files, shards: Sequence[ShardFile], tensors: Sequence[Tensor]) -> None:
-    """Raises CheckpointError if the names of the files tell that one is missing: that of a part, or of a rank whose boxes are lost."""
+    """Raises CheckpointError if, by the file names, a part or a rank is missing, and for a rank also a box of a tensor."""
     divisions = sorted({file.parts for file in shards})
     if len(divisions) > 1:
         raise CheckpointError(

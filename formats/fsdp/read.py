@@ -49,7 +49,7 @@ class OptimizerFile:
 def read(files: Files, hints: Hints) -> Index:
     """The index of the ranks' files in a folder.
 
-    Raises: CheckpointError if a rank's file is missing and a part of a tensor with it, or if the files are from different saves.
+    Raises: CheckpointError if a part of a tensor is missing with a rank's file, or if the files are from different saves.
     """
     run = run_files(files)
     check_progress(files, run.others)
@@ -93,7 +93,7 @@ def read_model_file(files: Files, rank: int, path: str) -> ModelFile:
         if local is None:
             objects.append(str(name))
         else:
-            tensors.append((str(name), _of_rank(local, rank, path)))
+            tensors.append((str(name), _with_checked_rank(local, rank, path)))
     return ModelFile(tensors, objects, optimizer_part(root) is not None)
 
 
@@ -104,7 +104,8 @@ def read_optimizer_file(files: Files, rank: int, path: str) -> OptimizerFile:
         raise CheckpointError("it holds no optimizer state (state and param_groups)", where=path)
     decoder = Decoder(path)
     decoded = ((parameter, kind, decoder.decode(f"{parameter}.{kind}", value)) for parameter, kind, value in states(state_dict))
-    return OptimizerFile(state_dict, [(parameter, kind, _of_rank(local, rank, path)) for parameter, kind, local in decoded if local])
+    tensors = [(parameter, kind, _with_checked_rank(local, rank, path)) for parameter, kind, local in decoded if local]
+    return OptimizerFile(state_dict, tensors)
 
 
 def weights_of_ranks(files: Files, ranks: Sequence[tuple[int, str]]) -> IndexBuilder:
@@ -180,8 +181,8 @@ def states_of_ranks(
     return builder
 
 
-def _of_rank(local: LocalTensor, rank: int, path: str) -> LocalTensor:
-    """The tensor unchanged. Raises CheckpointError if it says that it is from another rank than the file's name."""
+def _with_checked_rank(local: LocalTensor, rank: int, path: str) -> LocalTensor:
+    """The tensor, unchanged. Raises CheckpointError if the rank that it records is not the rank in the file's name."""
     if local.rank is not None and local.rank != rank:
         raise CheckpointError(
             f"the file says it is rank {local.rank}'s, its name says rank {rank}",

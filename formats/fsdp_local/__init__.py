@@ -1,4 +1,5 @@
-"""FSDP1's LOCAL_STATE_DICT: each rank's run of the flat parameters. One holds the parameters of a wrapped unit end to end.
+"""FSDP1's LOCAL_STATE_DICT: each rank's run (consecutive elements) of the flat parameters. A flat parameter holds the parameters of a
+wrapped unit end to end.
 
     pytorch_model_fsdp_rank{r}.bin   {"[unit.]_flat_param": ShardedTensor of one axis}; buffers as plain tensors
     optimizer_rank{r}.bin            that rank's optimizer.state_dict(): numbers, runs of the same elements, padded at the end
@@ -8,8 +9,8 @@ optimizer.py          the optimizer's state of each parameter
 read.py               the index
 
 The files do not tell which parameters lie in a flat parameter, in which shapes and order: the model's config does (--model).
-With use_orig_params=True the files also hold each parameter's own run under its name. Then only shapes come from the config, and a rank's
-optimizer has state only for parameters of which the rank holds elements.
+With use_orig_params=True the files also hold each parameter's own run under its name. Then only shapes come from the config, and the
+optimizer of a rank has state only for the parameters with elements on that rank.
 Measured on torch 2.13 (fixtures/fsdp/fsdp1-local, fsdp1-local-orig, fsdp1-local-tied).
 """
 

@@ -1,4 +1,4 @@
-"""Flat parameters: the parameters of a wrapped unit laid end to end in one row of elements, of which every rank holds a run.
+"""Flat parameters: the parameters of a wrapped unit laid end to end in one row of elements. Each rank holds a run of that row.
 
     | parameter a      | pad | parameter b                | pad | c | pad to a multiple of the ranks |
     | rank 0                | rank 1                | rank 2                | rank 3               |
@@ -34,7 +34,7 @@ class Slot:
     shape: Shape
     """The parameter's shape."""
     start: int
-    """The element of the flat parameter that it starts at."""
+    """The element of the flat parameter at which it starts."""
 
     @property
     def stop(self) -> int:
@@ -63,14 +63,14 @@ class FlatParameter:
     """A row of elements that the ranks share. A parameter that is kept under its own name is a row with one slot."""
 
     elements: int
-    """Its length, without padding at the end for the ranks."""
+    """The length that the files state; for a parameter that is kept under its own name, its number of elements."""
     slots: tuple[Slot, ...]
     """The parameters in it, by start."""
     runs: tuple[FlatRun, ...]
     """The runs of the ranks."""
 
     def parts(self, runs: Iterable[FlatRun]) -> Iterator[tuple[str, FlatRun, LocalTensor]]:
-        """(parameter, run, its boxes) for each parameter of which a run holds elements."""
+        """(parameter, run, boxes) for each parameter with elements in a run."""
         for run in runs:
             for slot in self.slots:
                 start, stop = max(slot.start, run.start), min(slot.stop, run.start + run.count)
@@ -90,7 +90,7 @@ class FlatParameter:
 def find_slots(parameters: Sequence[tuple[str, Shape]], elements: int, ranks: int, *, where: str) -> tuple[Slot, ...]:
     """The slots of these parameters, in order, in a flat parameter of `elements` elements that `ranks` ranks share.
 
-    Raises: CheckpointError if the parameters do not fill it, neither end to end nor aligned, or if two alignments fit.
+    Raises: CheckpointError if the parameters fill it neither end to end nor aligned, or if several alignments fit.
     """
     packed, end = _aligned(parameters, 1)
     if end == elements:

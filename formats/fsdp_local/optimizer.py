@@ -39,7 +39,7 @@ def add_optimizer(builder: IndexBuilder, rank_files: RankFiles, flats: Mapping[s
     """Add the optimizer's state of all ranks, and its param groups.
 
     The optimizer numbers the flat parameters, in their order.
-    has_names: it numbers parameters instead. The counts of elements that the ranks hold then tell which number is which parameter.
+    has_names: it numbers single parameters instead. The number of elements on each rank then tells which number is which parameter.
     """
     optimizer, rank_states = read_optimizer_files(builder.files, rank_files)
     ranks = list(rank_files.paths)
@@ -63,7 +63,7 @@ def add_optimizer(builder: IndexBuilder, rank_files: RankFiles, flats: Mapping[s
 
 
 def read_optimizer_files(files: Files, rank_files: RankFiles) -> tuple[Mapping[str, Any], list[RankState]]:
-    """The optimizer's state dict of the last rank, whose param groups are those of all ranks; and the states that all ranks hold."""
+    """The optimizer's state dict of the last rank (the param groups are equal on all ranks), and the states of all ranks."""
     rank_states: list[RankState] = []
     optimizer: Mapping[str, Any] | None = None
     for rank, path in rank_files.paths.items():
@@ -88,7 +88,7 @@ def _counts_by_parameter(rank_states: Sequence[RankState], ranks: Sequence[int])
 
 
 def _state_runs(flat: FlatParameter, state: RankState) -> Iterator[FlatRun]:
-    """A rank's run of optimizer state: the elements of its run of parameters, and at its end padding, which is left out."""
+    """The runs of a rank's optimizer state: the same elements as its runs of the flat parameter, without padding at the end."""
     stored, count = state.local.shards[0][1], math.prod(state.local.shape)
     for run in flat.runs:
         if run.rank == state.rank:

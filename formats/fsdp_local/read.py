@@ -143,12 +143,12 @@ def named_parameters(named: Mapping[str, Sequence[NamedPart]], shapes: Mapping[s
                 why="Only the config tells its shape, so the config is of another model",
                 do="Give the config that the model was trained with by --model DIR",
             )
-        if shape is not None and not _is_whole(parts, shape):
+        if shape is not None and not _is_whole_on_every_rank(parts, shape):
             flats[name] = _in_order_of_ranks(name, shape, parts)
     return flats
 
 
-def _is_whole(parts: Sequence[NamedPart], shape: Shape) -> bool:
+def _is_whole_on_every_rank(parts: Sequence[NamedPart], shape: Shape) -> bool:
     """Whether several ranks hold a tensor, and each holds all of it."""
     return all(part.stored.shape == shape for part in parts) and math.prod(shape) > 0 and len(parts) > 1
 

@@ -1,4 +1,4 @@
-"""Hugging Face: one safetensors file, or several with an index; or the torch pickles that came before.
+"""Hugging Face: one safetensors file, or several with an index; or pickles of torch.save, the older form.
 
     config.json                        what the model is (generation_config.json, tokenizer files beside it)
     model.safetensors                  one file, or
@@ -11,7 +11,7 @@ read.py     the tensors in them
 write.py    the layout of new files, and their index
 like.py     the names, fusions, shapes and element types of another folder
 
-Names and shapes are those under which models are published. canonical/name_variants.py knows what transformers has renamed or fused later.
+Names and shapes are those under which models are published. canonical/name_variants.py lists what transformers renamed or fused later.
 Measured on transformers 5.23 and safetensors 0.8; index rules: transformers, modeling_utils.py.
 """
 

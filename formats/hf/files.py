@@ -1,4 +1,4 @@
-"""Which files of a folder hold its weights: those that its index names, or those whose names fit.
+"""Which files of a folder hold its weights: those that the index names; without an index, those with the usual names.
 
 If safetensors and pickles lie in one folder, the safetensors are read, as transformers does. If there is an index, only the files that it
 names are read: a stale model.safetensors beside them is common.

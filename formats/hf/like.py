@@ -44,7 +44,7 @@ class TargetFolder:
     files: Mapping[str, list[StoredTensor]] | None
     """Path -> the tensors of that file; None: to be divided by size."""
     notes: tuple[str, ...]
-    """Sentences on what is stored in another way than it is published."""
+    """Sentences on tensors of the reference that are left out, and on tensors that are renamed or fused."""
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ def _reason_to_leave_out(name: str, content: Content, names: Names | None) -> st
 
 
 def _stored_as(wanted: Tensor, content: Content, names: Names | None, mismatch: _Mismatch) -> StoredTensor | None:
-    """The tensor as the reference has it. If that is impossible, None, and the reason is added to `mismatch`."""
+    """The tensor as the reference stores it. If the source cannot give it: None, and the reason is added to `mismatch`."""
     if weight := content.weights.get(wanted.name):
         return _checked(wanted, whole(wanted.name, wanted.dtype, weight.shape), content, mismatch)
     array: Mosaic | None = names.array(wanted.name) if names else None

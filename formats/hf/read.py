@@ -53,7 +53,7 @@ def read(files: Files, hints: Hints) -> Index:
 def stored_weights(files: Files, *, headers_only: bool = False) -> StoredWeights:
     """What a folder holds.
 
-    headers_only: a safetensors file may end anywhere after its header.
+    headers_only: the data of a safetensors file is not needed, so the file may end anywhere after its header.
     Raises: CheckpointError if the files and their index contradict each other.
     """
     to_read = files_to_read(files)

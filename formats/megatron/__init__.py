@@ -1,6 +1,6 @@
 """Megatron-LM's legacy checkpoints (--ckpt-format torch): one torch.save file per model-parallel rank.
 
-    layout/            names, fusions and cuts of Megatron's tensors, its settings, its folders: pure
+    layout/            names, fusions and splits of Megatron's tensors, its settings, its folders
     read/              from the files of both Megatron formats to an Index
     write/             from a model and parallel sizes to the files of both formats
     megatron_dist.py   the other format: distributed checkpoints

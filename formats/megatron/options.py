@@ -1,4 +1,4 @@
-"""The options of both Megatron formats: what a run's files depend on besides its parallel sizes."""
+"""The options of both Megatron formats: choices that change the files, besides --tp, --pp and --ep."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Sglang(ServingFormat):
 
 
 def _json(files: Files, path: str) -> Mapping[str, object]:
-    """A JSON file's object; empty if there is none or it cannot be read. Then the files have to be enough."""
+    """A JSON file's object; empty if there is no such file, or it cannot be read."""
     from reshard.adapter.model_files import read_json
     from reshard.errors import CheckpointError
 

@@ -65,7 +65,7 @@ def read(files: Files, numbered: Mapping[str, ItemFiles], hints: Hints) -> Index
 def add_item(builder: IndexBuilder, name: str, item: DescribedItem, ranks: int, parameters: Mapping[str, Shape]) -> Mapping[str, Shape]:
     """Add the tensors of an item on all ranks. Returns the shapes of the item's parameters if it is a model, else nothing.
 
-    parameters: those of the models so far, which an optimizer's numbers count.
+    parameters: those of the models so far, in order. An optimizer's numbers refer to positions in this order.
     """
     shapes: Mapping[str, Shape] = {}
     names: Mapping[Any, str] = {}

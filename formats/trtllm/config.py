@@ -1,4 +1,4 @@
-"""config.json of a TensorRT-LLM checkpoint, from and to Hugging Face's: the model's numbers, the parallel sizes, keys of each model class.
+"""config.json of a TensorRT-LLM checkpoint, from and to Hugging Face's: dimensions, parallel sizes, keys of each model class.
 
 Sources, in tensorrt_llm: models/modeling_utils.py (PretrainedConfig), models/llama, qwen and gpt/config.py, layers/moe.py (MoeConfig),
 mapping.py.
@@ -85,7 +85,7 @@ _SHARED_KEYS = {
 
 
 def config_of(model: Model, parallel: Parallel, dtypes: Mapping[str, DType]) -> dict[str, Any]:
-    """TensorRT-LLM's config of a model at those sizes: the keys of PretrainedConfig and those of the model's class.
+    """TensorRT-LLM's config of a model at these parallel sizes: the keys of PretrainedConfig and those of the model's class.
 
     Raises: RequestError if the weights do not have one element type that the config can name.
     """

@@ -87,7 +87,7 @@ def remainder_to_first_stages(layers: int, pp: int) -> tuple[int, ...]:
 
 
 def notes(model: Model) -> tuple[str, ...]:
-    """How to go on, and what the checkpoint does not contain."""
+    """Notes on how to use the checkpoint, and on what it does not contain."""
     build = "build engines of it with trtllm-build; releases that do not build engines load hf instead"
     window = model.config.get("sliding_window")
     if not window or not model.config.get("use_sliding_window", True):

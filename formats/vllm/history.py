@@ -25,7 +25,7 @@ class Release:
     """Whether q_a_proj and kv_a_proj of latent attention are one tensor."""
 
     wide_correction: bool = True
-    """Whether the router's correction bias has 32 bits, whatever the model has."""
+    """Whether the router's correction bias is stored in float32, whatever its element type in the model."""
 
     attention_scales: bool = True
     """Whether the scales of attention are tensors of the state dict."""
@@ -34,7 +34,7 @@ class Release:
     """Whether a rank with some of the experts stores a map that names them. Such files are not written."""
 
     experts: str = ""
-    """What stands between the module of the experts and their tensors."""
+    """Module between `experts.` and the tensors in a key, with a dot at its end: "routed_experts."; "" if there is none."""
 
     has_stages: bool = False
     """Whether the names of the files contain the pipeline stage."""
@@ -76,7 +76,7 @@ class ModelHistory:
     """(first version, role) of fused weights that stay as the model stores them."""
 
     normalizer_until: Numbers = ()
-    """The first version that does not store the factor of the embeddings; () if none stores it."""
+    """The first version that no longer stores the normalizer, the factor of the embeddings; () if no version stores it."""
 
     @property
     def changes(self) -> set[Numbers]:
@@ -171,7 +171,7 @@ def first_with_stages() -> str:
 
 
 def first_without_expert_map() -> str:
-    """The version from which on no rank stores a map of its experts."""
+    """The first version that no longer needs a map of experts in each rank's file."""
     return as_text(next(later.since for release, later in pairwise(RELEASES) if release.needs_expert_map and not later.needs_expert_map))
 
 

@@ -106,7 +106,7 @@ def notes(model: Model, target: Target) -> tuple[str, ...]:
 
 
 def all_rules(model: Model) -> tuple[VersionRules, ...]:
-    """The rules for the model of all versions that changed something, oldest first."""
+    """The rules for the model, one for each version that changed something, oldest first."""
     history = HISTORY.get(model.architecture.family, ModelHistory())
     first = QUANTIZED_SINCE if model.quantization else RELEASES[0].since
     since = sorted({first, *history.changes, *(release.since for release in RELEASES)})

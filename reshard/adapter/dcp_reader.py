@@ -1,6 +1,6 @@
 """A folder of torch.distributed.checkpoint, read: its metadata, its files, and where exactly the bytes of an entry lie.
 
-    .metadata                which box of which tensor is which entry: a byte range of a file
+    .metadata                for each box of each tensor, the entry (a byte range of a file) that holds it
     __{rank}.metadata        the same for one rank, if the checkpoint was saved without collectives
     __{rank}_{i}.distcp      entries end to end, each a torch.save zip of one tensor or object
 
@@ -67,7 +67,7 @@ class DcpFolder:
         return torch_zip.read(self._tree, path, start=start, nbytes=nbytes)
 
     def _extent(self, item: TensorItem) -> Callable[[int], Extent]:
-        """A function from a row to where its bytes lie. It checks the entry against the metadata."""
+        """A function from the row of a box to where its bytes lie. It checks the entry against the metadata."""
 
         def extent(i: int) -> Extent:
             chunks = item.chunks

@@ -42,7 +42,7 @@ class DcpEntry:
 
 @dataclass(slots=True)
 class DcpFile:
-    """A file of entries, as far as it is laid out."""
+    """A file of entries that is being laid out."""
 
     path: str
     """The file, relative to the folder of the .metadata."""
@@ -81,7 +81,7 @@ class DcpFile:
 def written_metadata(files: Sequence[DcpFile], planner: Mapping[str, tuple[str | int, ...]] | None = None) -> bytes:
     """The content of the .metadata for these files.
 
-    planner: flat name -> keys on the way to the value. Loaders that rebuild a nested state dict need it.
+    planner: flat name -> keys on the way to the value. Loaders that rebuild a nested state dict need it. None: no such data is written.
     """
     state_dict_metadata: dict[str, Any] = {}
     chunks_by_fqn: dict[str, list[Instance]] = {}

@@ -59,19 +59,19 @@ class Format(ABC):
     """Globs of the file names that hold its weights and indexes; --overwrite removes such files and no others."""
 
     refines: ClassVar[tuple[str, ...]] = ()
-    """Names of formats that its checkpoints consist of: where both claim a folder, it belongs to this format."""
+    """Names of more general formats. Where one of them and this format claim the same folder, the folder belongs to this format."""
 
     options: ClassVar[tuple[Option, ...]] = ()
     """The options that it understands as a target."""
 
     keeps_names: ClassVar[bool] = False
-    """Whether a conversion writes the source's names, so that its run can go on, instead of the canonical ones."""
+    """Whether a conversion to it keeps the source's tensor names, so that the run can resume, even if canonical names are asked for."""
 
     keeps_optimizer: ClassVar[bool] = False
-    """Whether its checkpoints always hold masters and optimizer state."""
+    """Whether it always needs optimizer state: a conversion to it then takes optimizer state and masters without being asked."""
 
     keeps_masters: ClassVar[bool] = False
-    """Whether its checkpoints with optimizer state hold both the weights and their full-precision copies."""
+    """Whether its checkpoints with optimizer state hold the weights and, beside them, their full-precision copies (masters)."""
 
     @abstractmethod
     def detect(self, files: Files) -> str | None:

@@ -30,7 +30,7 @@ T = TypeVar("T")
 class IndexBuilder:
     """The tensors, objects, notes, param groups, mesh and files of a checkpoint, as far as they have been read.
 
-    A builder that another process has filled can be pickled; the copy has no `files`, and is there to be joined.
+    A builder can be pickled, so that another process can fill it. The copy has no `files`; pass it to `join`.
     """
 
     def __init__(self, format_name: str, files: Files) -> None:
@@ -41,7 +41,7 @@ class IndexBuilder:
         self.param_groups: tuple[ParamGroup, ...] = ()
         """The optimizer's param groups."""
         self.mesh: Mesh | None = None
-        """The run's device mesh. If files name several meshes, the one with most dimensions."""
+        """The run's device mesh. If files name several meshes, the one with the most dimensions."""
         self._columns: dict[tuple[Kind, str], _Columns] = {}
         self._path_numbers: dict[str, int] = {}
         self._whole_tensors: list[Tensor] = []
@@ -72,7 +72,7 @@ class IndexBuilder:
             self.add_mesh(local.distribution.mesh)
 
     def add_tensor(self, tensor: Tensor) -> None:
-        """Add a tensor that is complete."""
+        """Add a tensor whose shards are all known."""
         self._whole_tensors.append(tensor)
 
     def add_objects(self, names: Iterable[str]) -> None:
@@ -178,13 +178,13 @@ class _Columns:
     strides: list[tuple[int, ...]] = field(default_factory=list)
     """[n] Distances in elements between neighbours in the file, per axis."""
     files: array[int] = field(default_factory=lambda: array("q"))
-    """[n] Number of the file."""
+    """[n] Number of the file, as the builder numbers paths."""
     ranks: array[int] = field(default_factory=lambda: array("q"))
     """[n] The rank whose file it is."""
     members: array[int] = field(default_factory=lambda: array("q"))
     """[n] Byte offset of the zip member's local header; -1 if the byte offset of the data is known."""
     offsets: array[int] = field(default_factory=lambda: array("q"))
-    """[n] Byte offset of the first element in the member's payload; in the file if `members` is -1."""
+    """[n] Byte offset of the first element, counted from the member's payload; from the start of the file if `members` is -1."""
 
     def shards(self, files: Files, paths: tuple[str, ...]) -> Shards:
         ndim, count = len(self.shape), len(self.boxes)
@@ -210,7 +210,7 @@ def _extent(
     strides: list[tuple[int, ...]],
     dtype: DType,
 ) -> Callable[[int], Extent]:
-    """A function from a row to where its bytes lie. It looks up the start of a zip member's payload once, on first use."""
+    """A function from the row of a box to where its bytes lie. It looks up the start of a zip member's payload once, on first use."""
     locations = Locations(files)
 
     def extent(i: int) -> Extent:

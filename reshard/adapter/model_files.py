@@ -1,4 +1,4 @@
-"""The files beside a model's weights, its Hugging Face config and tokenizer, and their copies for a target.
+"""The files beside a model's weights (Hugging Face config, tokenizer) and their copies for a target.
 
 Light: a format's `detect` may use it.
 """
@@ -40,7 +40,7 @@ class ModelFiles:
     config: Mapping[str, Any] | None
     """The content of config.json; None if there is none."""
     derived: bool = False
-    """Whether the config was derived from the checkpoint's own settings, because no file holds one."""
+    """Whether `config` is in no file: it was derived from the checkpoint's own settings, or a stored config was changed."""
 
     @property
     def path(self) -> str | None:
@@ -50,8 +50,8 @@ class ModelFiles:
     def sidecars(self, dtypes: Iterable[DType], main: DType | None = None) -> tuple[Sidecar, ...]:
         """The files to put beside weights of these element types. config.json comes last, so it completes the directory.
 
-        The config keeps its bytes if the element type that it names is right. Otherwise it names the floating-point weights' new type.
-        main: the type to name if the weights have several.
+        config.json is copied byte for byte if the element type in it is right. Otherwise it is written with the weights' new type.
+        main: the floating-point type to name if the weights have several.
         """
         from reshard.plans.layout import Sidecar
 

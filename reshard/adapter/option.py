@@ -22,7 +22,8 @@ class Option:
     """Keyword in Python. The flag on the command line is the same word with dashes: `stage_layers` is --stage-layers."""
 
     type: Literal["number", "numbers", "size", "path", "text", "choice", "switch"]
-    """What a value is: a positive number, a list of numbers such as 7,8,8,7, bytes such as 5GB, a directory, a word, yes or no."""
+    """number: a positive integer; numbers: a list such as 7,8,8,7; size: bytes such as 5GB; path: a path; text: any text;
+    choice: one of `choices`; switch: yes or no."""
 
     help: str
     """One imperative sentence for --help."""
@@ -31,7 +32,7 @@ class Option:
     """The words that a `choice` takes."""
 
     opposite: str | None = None
-    """Of a switch: the name of the flag that says no, such as `plain_optimizer` beside `distributed_optimizer`."""
+    """For a switch: the name of the flag that means no, such as `plain_optimizer` beside `distributed_optimizer`."""
 
     @property
     def flag(self) -> str:

@@ -39,7 +39,7 @@ class RankFiles:
 
     @property
     def is_model(self) -> bool:
-        """Whether the kind leaves room for a model: it names neither an optimizer nor another state of the run."""
+        """Whether the files may hold a model: the kind names neither an optimizer nor other state of the run."""
         return not self.is_optimizer and not re.search(r"extra|rng|random|sched|data|sampler|train_state", self.kind)
 
     @property
@@ -83,7 +83,7 @@ class RunFiles:
     def rank_count(self, on_mesh: int) -> int:
         """The number of ranks of the run.
 
-        The file names tell it, or else it is the larger of `on_mesh` and what the highest rank with a file implies.
+        The file names state it, or it is the larger of `on_mesh`, the ranks of the device mesh, and 1 + the highest rank with a file.
         """
         sets = (*self.with_tensors, *self.others)
         named = next((rank_files.world for rank_files in sets if rank_files.world is not None), None)
@@ -104,7 +104,7 @@ def rank_file_sets(listing: Sequence[str]) -> list[RankFiles]:
 
 
 def first_rank_file(files: Files) -> str | None:
-    """A rank's file with a model, else with an optimizer, in this folder; else with a model in a folder below it. None if there is none."""
+    """The lowest rank's file of a model in this folder; else of an optimizer; else of a model in a folder below; else None."""
     here = rank_file_sets(files.list())
     below = [rank_files for folder in _folders(files) for rank_files in rank_file_sets(files.list(folder)) if rank_files.is_model]
     models = [rank_files for rank_files in here if rank_files.is_model]
@@ -115,7 +115,7 @@ def first_rank_file(files: Files) -> str | None:
 def run_files(files: Files) -> RunFiles:
     """The rank files of the folder itself.
 
-    Raises: RequestError if they lie in folders below it; CheckpointError for the files of two runs or two models.
+    Raises: RequestError if the folder has none, or they lie in folders below it; CheckpointError for the files of two runs or two models.
     """
     sets = rank_file_sets(files.list())
     models = [rank_files for rank_files in sets if rank_files.is_model]
@@ -158,7 +158,7 @@ def _refuse_without_rank_files(files: Files) -> NoReturn:
 
 
 def notes_on_missing_ranks(run: RunFiles, ranks: int) -> list[str]:
-    """A note for each set of files in which ranks are missing. `check_missing_ranks` makes sure that nothing is lost with them."""
+    """A note for each set of files in which ranks are missing. `check_missing_ranks` checks what the notes claim: that no data is lost."""
     return [
         f"{_missing_text(missing, ranks)} no file beside {rank_files.first}; the files of other ranks hold copies of all their data"
         for rank_files in run.with_tensors
@@ -167,7 +167,7 @@ def notes_on_missing_ranks(run: RunFiles, ranks: int) -> list[str]:
 
 
 def check_missing_ranks(run: RunFiles, ranks: int, tensors: Sequence[Tensor]) -> None:
-    """Raises CheckpointError if a part of a tensor is lost with the file of a rank that has none."""
+    """Raises CheckpointError if a rank has no file, and a part of a tensor is in no other rank's file."""
     from reshard.index.index import check_coverage
 
     for rank_files in run.with_tensors:

@@ -1,4 +1,4 @@
-"""The formats of this installation, found through the entry-point group `reshard.formats`; and which one a checkpoint is."""
+"""The formats of this installation, found through the entry-point group `reshard.formats`; and the format of a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUP = "reshard.formats"
 
 @cache
 def formats() -> dict[str, Format]:
-    """Every installed format by name, sorted. A third party's package adds its own by the same group.
+    """Every installed format by name, sorted. Other packages can add formats through the same entry-point group.
 
     Raises: RequestError if there are none, or if an entry point cannot be loaded or is not a Format.
     """
@@ -52,7 +52,7 @@ def _name_of_package(point: EntryPoint) -> str:
 
 
 def named(name: str) -> Format:
-    """The format of that name. Raises RequestError, listing those that are installed."""
+    """The format of that name. Raises RequestError, listing the installed formats, if there is none."""
     try:
         return formats()[name]
     except KeyError:
@@ -60,7 +60,7 @@ def named(name: str) -> Format:
 
 
 def target(name: str) -> Format:
-    """The format of that name. Raises RequestError, listing the formats that can be written, if it cannot."""
+    """The format of that name, which can be a target. Raises RequestError if there is none, or if it is only read."""
     found = named(name)
     if not found.can_write:
         writable = (name for name, each in formats().items() if each.can_write)
@@ -99,7 +99,7 @@ def _declared_options() -> Iterator[tuple[str, Option]]:
 
 
 def detect(files: Files) -> tuple[Format, str]:
-    """The one format that claims these files, and its reason.
+    """The one format that claims these files, and what `Format.detect` says about them.
 
     Raises: RequestError if none does, or several do.
     """

@@ -14,7 +14,7 @@ _METADATA = {"format": "pt"}
 
 def framed(path: str, stored: Iterable[StoredTensor], ranks: Mapping[str, int] | None = None) -> TargetFile:
     """A file that holds these tensors. ranks: the rank that loads the file, if only one does; see TargetFile."""
-    # The widest element types first: so every tensor is aligned to its element size. The safetensors library does the same.
+    # The widest element types come first, so that every tensor is aligned to its element size. The safetensors library does the same.
     ordered = sorted(stored, key=lambda tensor: -tensor.dtype.itemsize)
     frame = safetensors.frame(((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered), _METADATA)
     placed = tuple(PlacedTensor(tensor, entry.byte_offset) for tensor, entry in zip(ordered, frame.entries, strict=True))

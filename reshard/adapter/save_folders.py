@@ -60,7 +60,7 @@ def _tracked_save(files: Files, folders: Sequence[str], tracker: str, folder_nam
 
 
 def step_of(root: str) -> int | None:
-    """The step that one of the last two folder names of a path tells: global_step_20, step-20/actor, checkpoint-20; None without one."""
+    """The step in one of the last two folder names of a path: global_step_20, step-20/actor, checkpoint-20. None if neither has one."""
     for name in list(filter(None, root.split("/")))[:-3:-1]:
         if match := _STEP.fullmatch(name):
             return int(match[1])

@@ -64,9 +64,9 @@ def flat(module: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterato
 
 
 def model_part(root: Any) -> tuple[Mapping[Any, Any] | None, list[str]]:
-    """The dict of the model's tensors (None if there is none), and the keys of everything else on the way to it.
+    """The dict of the model's tensors (None if there is none), and the keys beside it that hold something else.
 
-    The dict is the value of a key in MODEL_ROOTS, or the root itself. Such a key counts before the tensors of the root:
+    The dict is the value of a key in MODEL_ROOTS, or the root itself. If the root has such a key, its own tensors are not weights:
     {"model": {...}, "step": a tensor} is not a model with one weight called "step".
     """
     other_keys: list[str] = []
@@ -82,7 +82,7 @@ def model_part(root: Any) -> tuple[Mapping[Any, Any] | None, list[str]]:
 
 
 def parameter_shapes(tensors: Iterable[tuple[str, LocalTensor]]) -> dict[str, tuple[int, ...]]:
-    """The global shapes of a model's parameters, in the order of its state dict: its floating-point tensors, tied ones once.
+    """The global shapes of a model's parameters, in the order of its state dict: its floating-point tensors; tied tensors are listed once.
 
     Buffers of floating-point numbers are among them, because a state dict does not tell them apart.
     """
@@ -106,7 +106,7 @@ def optimizer_part(root: Any, depth: int = 0) -> Mapping[str, Any] | None:
 
 
 def states(optimizer: Mapping[str, Any]) -> Iterator[tuple[Any, str, Any]]:
-    """(the parameter's name or number, kind of state, value) of all state that an optimizer's state dict holds of its parameters."""
+    """(the parameter's name or number, kind of state, value) of each entry of an optimizer's state."""
     for parameter, kinds in optimizer["state"].items():
         if isinstance(kinds, Mapping):
             yield from ((parameter, str(kind), value) for kind, value in kinds.items())

@@ -14,7 +14,7 @@ from reshard.plans.layout import PlacedTensor, TargetFile
 
 
 class TorchFile:
-    """A torch.save file, as far as it is described. Its root refers to the tensors by what `tensor` and `whole` return."""
+    """A torch.save file that is being described. Its root refers to the tensors by what `tensor` and `whole` return."""
 
     def __init__(self, path: str, ranks: Mapping[str, int] | None = None) -> None:
         self._path, self._ranks = path, ranks or {}

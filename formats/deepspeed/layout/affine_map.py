@@ -25,7 +25,7 @@ Move = tuple[Box, tuple[int, ...]]
 
 
 def attributes(value: Any) -> Mapping[Any, Any]:
-    """A dict, or the attributes of an object such as SubparamShape."""
+    """The entries of a dict, or the attributes of an object such as SubparamShape; empty for anything else."""
     if isinstance(value, Inert):
         return value.state if isinstance(value.state, Mapping) else {}
     return value if isinstance(value, Mapping) else {}

@@ -33,7 +33,7 @@ class RunDegrees:
 
     @property
     def model_ranks(self) -> int:
-        """How many model-parallel ranks there are."""
+        """The number of model-parallel ranks."""
         return self.pp * self.tp
 
     def model_rank(self, number: int) -> ModelRank:

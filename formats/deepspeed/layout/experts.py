@@ -42,7 +42,7 @@ class ExpertSlice:
     """Their global numbers, in the order in which the part holds them."""
 
     def in_fused_tensor(self, shards: Shards, shape: Shape) -> Shards:
-        """The pieces of the part, which has that shape, in the coordinates of the fused tensor."""
+        """The pieces of the part in the coordinates of the fused tensor. shards, shape: of the part, in its own coordinates."""
         other_axes = (0,) * (len(shape) - 1)
         return concatenated(
             [
@@ -54,14 +54,14 @@ class ExpertSlice:
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroup:
-    """The data-parallel ranks that share one flat group, and what the group's parameters are in the whole model."""
+    """The data-parallel ranks that share one flat group, and the group's parameters under their names in the whole model."""
 
     ranks: tuple[int, ...]
     """The data-parallel ranks, in the order of their partitions."""
     parameters: Parameters
     """The group's parameters, experts under their global numbers."""
     expert_slices: Mapping[str, ExpertSlice]
-    """The experts of AutoEP's fused parameters that these ranks hold, by parameter."""
+    """AutoEP's fused parameter -> the experts of it that these ranks hold."""
 
 
 def process_groups(
@@ -152,7 +152,7 @@ def with_global_numbers(parameters: Parameters, ep_rank: int) -> Iterator[tuple[
 
 
 def parameters_of_experts(parameters: Parameters, ep_rank: int, ep: int) -> Parameters:
-    """The parameters of the experts that one of `ep` expert-parallel ranks holds. parameters: those of all experts, global numbers."""
+    """The parameters of the experts that one of `ep` expert-parallel ranks holds. parameters: those of all experts, with global numbers."""
     experts = _experts_per_module(parameters)
 
     def is_on_rank(name: str) -> bool:

@@ -1,6 +1,6 @@
 """Where the elements of a parameter lie in the flat buffers that data-parallel ranks share.
 
-ZeRO-1, 2   Parameters lie end to end, in the order of param_shapes. The row is padded and split into equal partitions, one per rank:
+ZeRO-1, 2   Parameters lie end to end, in the order of param_shapes. The buffer is padded and split into equal rows, one per rank:
 
                 | q_proj          | k_proj | norm | up_proj ......... | padding |
                 | rank 0               | rank 1                | rank 2         |
@@ -44,7 +44,7 @@ class FlatSlice:
 
 
 def zero2_slices(parameters: Parameters, alignments: Sequence[int], partition: int, ranks: int, *, where: str) -> Iterator[FlatSlice]:
-    """A group's parameters in a row of `ranks` partitions with `partition` elements each (ZeRO-1, 2).
+    """A group's parameters in a buffer of `ranks` rows with `partition` elements each (ZeRO-1, 2).
 
     alignments: elements of padding after each parameter.
     Raises: CheckpointError if the parameters do not fit.

@@ -23,7 +23,7 @@ Parameters = tuple[tuple[str, Shape], ...]
 # PipelineModule calls the parameters that several layers share tied_modules.<key>.<name>.
 TIED_PREFIX = "tied_modules."
 
-# Keys that a run needs to resume, besides weights and optimizer states.
+# Keys that a run needs in order to resume, besides weights and optimizer states.
 _PROGRESS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler", "ds_config", "universal_checkpoint_info")
 _KNOWN = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
@@ -79,7 +79,7 @@ class ModelStates:
         return {name for group in self.groups or () for name, _ in group}
 
     def without_module(self) -> ModelStates:
-        """What differs between data-parallel ranks: their modules are equal, so the first rank's is enough."""
+        """The states without what is equal on all data-parallel ranks, such as the module, which is kept for the first rank only."""
         return replace(self, module=None, optimizer=None, universal_info={}, client_keys=())
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
 """How the parts of a parameter on tensor-parallel ranks make the whole parameter.
 
 The model file describes it by patterns over names (`universal_checkpoint_info`, written by AutoTP and Megatron-DeepSpeed) or by an affine
-map. Without them, the model's config gives the whole shapes and so the split axis, or the names are Megatron's. Any other parameter is
+map. Without them, the split axis follows from the whole shapes in the model's config, or from Megatron's names. Any other parameter is
 refused: a weight that is joined along the wrong axis still looks like a weight.
 
 Source: deepspeed/checkpoint/ds_to_universal.py, merge_tp_slices (0.19.8); for Megatron's names without patterns
@@ -220,7 +220,7 @@ _REPEATED_GROUP = re.compile(r"\)[*+{]")
 
 
 def _matches(pattern: Any, name: str) -> bool:
-    """Whether a pattern of DeepSpeed's, a regular expression, matches from the name's start."""
+    """Whether one of DeepSpeed's regular expressions matches at the start of the name."""
     if not isinstance(pattern, str) or len(pattern) > 1000 or _REPEATED_GROUP.search(pattern):
         raise CheckpointError(
             f"universal_checkpoint_info has the pattern {str(pattern)[:100]!r}, which DeepSpeed does not write", where=name

@@ -63,7 +63,7 @@ def check_one_step(states: RunStates) -> None:
 
 
 def check_weights_of_masters(contents: Contents) -> None:
-    """Raises CheckpointError if a parameter has a master, and no weight in the model's files. Only ZeRO-3 may lack weights."""
+    """Raises CheckpointError if a parameter has a master but no weight in the model's files. Not for ZeRO-3, which stores masters only."""
     weights = contents.names("weight") | {*contents.shapeless}
     masters = dict.fromkeys(part.name for part in contents.parts if part.kind == "master")
     if missing := [name for name in masters if name not in weights and not name.startswith(TIED_PREFIX)]:
@@ -80,8 +80,8 @@ def check_weights_of_masters(contents: Contents) -> None:
 def check_same_moment(files: Files, index: Index) -> Index:
     """The index, with a note if the optimizer counted another number of steps than the run.
 
-    Such a run may have started with a new optimizer. Then masters still round to the weights; if the files are of different steps, they
-    do not. Some elements are compared.
+    The counts differ if the run started with a new optimizer, or if the files are of different steps. In the first case, masters round to
+    the weights; in the second, they do not. A few elements of each master are compared.
     Raises: CheckpointError if a master does not round to its weight.
     """
     counted, run_step, skipped = _steps_of_optimizer(files, index), index.facts.step, index.facts.state.get("skipped_steps", 0)

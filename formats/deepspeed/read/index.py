@@ -64,7 +64,7 @@ def config_shapes(hints: Hints) -> dict[str, Shape]:
 
 
 def contents_of_run(states: RunStates, degrees: RunDegrees, shapes: dict[str, Shape], locations: Locations) -> Contents:
-    """What all files hold of all parameters. shapes: whole shapes by name, from the model's config.
+    """The parts of all parameters in all files. shapes: whole shapes by name, from the model's config.
 
     Raises: CheckpointError if the model's files and the optimizer's do not fit.
     """
@@ -77,7 +77,7 @@ def contents_of_run(states: RunStates, degrees: RunDegrees, shapes: dict[str, Sh
 
 
 def with_tied_parameters(states: RunStates, contents: Contents) -> Contents:
-    """The contents with tied parameters under all their names, and of one value under each.
+    """The contents with tied parameters under all their names, with the same values under each name.
 
     Raises: CheckpointError if a weight is in no file.
     """

@@ -1,4 +1,4 @@
-"""Contents: what a step found in the files, parts of parameters and facts beside them. `merged` joins the contents of several steps."""
+"""Contents: the parts of parameters, and facts about them, that one step found. `merged` joins the contents of several steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .flat_buffers import pieces_of_whole
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ParameterPart:
-    """What the files of one model-parallel rank hold of a parameter, its master or its optimizer state."""
+    """The part of a parameter, of its master or of its optimizer state in the files of one model-parallel rank."""
 
     kind: Kind
     """Weight, master, moment, ..."""

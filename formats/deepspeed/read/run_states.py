@@ -153,7 +153,7 @@ def _read_optimizer(files: Files, path: str, swap_folder: str | None) -> Optimiz
 
 
 def _with_swap_files(files: Files, states: OptimizerStates, attributes: Mapping[str, Any], folder: str) -> OptimizerStates:
-    """The states with rows of the swap files in place of the empty rows that the file has for them.
+    """The states with the rows of the swap files in place of the empty rows in the optimizer file.
 
     An empty master has the name of its swap file as the attribute ds_id; the states of that master are in <kind>-<ds_id>. A swap file
     holds raw elements, padded to a multiple of 1 KiB. Source: deepspeed/runtime/swap_tensor/optimizer_utils.py; measured on 0.19.8.

@@ -78,8 +78,8 @@ def with_aliases(contents: Contents) -> Contents:
 def without_drifting_copies(contents: Contents) -> Contents:
     """The contents without the copies of tied vectors and step counts on later pipeline stages.
 
-    PipelineModule keeps only the tables of tied modules equal on all stages. Later stages do not use the other tensors of a tied module,
-    such as a norm, and the values of these copies drift.
+    PipelineModule keeps only the matrices of tied modules, such as the embedding, equal on all stages. Later stages do not use the other
+    tensors of a tied module, such as a norm, and the values of these copies drift.
     """
     drifting: set[tuple[str, str]] = set()
     first_stage: dict[tuple[str, str], int] = {}

@@ -17,7 +17,7 @@ from .flat_buffers import FlatBuffer, pieces_of_copies
 from .parts import MASTER, Contents, ParameterPart, kind_and_name
 from .run_states import RunStates
 
-# A row ends with 2 elements of alignment per rank, or with what BF16_Optimizer was given as nccl_start_alignment_factor.
+# A flat group is padded to a multiple of 2 elements per rank; with BF16_Optimizer, of its nccl_start_alignment_factor per rank.
 _MOST_PADDING_PER_RANK = 256
 
 

@@ -1,4 +1,4 @@
-"""Writing: ZeRO-3 shards for any number of ranks, and what every checkpoint consists of that DeepSpeed resumes from.
+"""Writing: ZeRO-3 shards for any number of ranks, and the training state from which DeepSpeed resumes.
 
 training_state.py   groups of parameters with masters and states, the other tensors, the run's counters
 zero3.py            the files of every data-parallel rank

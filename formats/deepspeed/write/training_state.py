@@ -88,7 +88,7 @@ class TrainingState:
         return {"loss_scaler": instance, "dynamic_loss_scale": bool(scaler.get("dynamic")), "overflow": False}
 
     def settings(self, group: ParamGroup, numbers: Sequence[int]) -> dict[str, Any]:
-        """A param group as a dict. numbers: of its flat groups."""
+        """A param group as a dict. numbers: the numbers of its flat groups, for "params"."""
         return {**{key: value for key, value in group.settings.items() if key != "step"}, "params": list(numbers)}
 
     def notes(self) -> tuple[str, ...]:
@@ -136,7 +136,7 @@ def training_state(content: Content, target: Target, what: str) -> TrainingState
 
 
 def stored_dtype(tensor: Tensor) -> DType:
-    """The element type of a master or state: full precision. Masters in a smaller type, of an optimizer on bf16 weights, are widened."""
+    """The element type of a master or state: full precision. Narrower masters, as of an optimizer on bf16 weights, are widened."""
     return F32 if tensor.dtype.floating and tensor.dtype.itemsize < 4 else tensor.dtype
 
 

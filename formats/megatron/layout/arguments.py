@@ -42,7 +42,7 @@ def plain_args(value: Any) -> dict[str, Any]:
 
 
 def parallel_size(args: Args, *keys: str, default: int = 1) -> int:
-    """The first of these settings that is a positive number."""
+    """The first of these settings that is a positive integer; `default` if none is."""
     return next((value for key in keys if type(value := args.get(key)) is int and value > 0), default)
 
 
@@ -67,7 +67,7 @@ def model_type(args: Args) -> str:
 
 
 def check_supported(args: Args, where: str) -> None:
-    """Raises NotUnderstoodError for settings with which the stored weights differ from the model's weights, or have an unknown order."""
+    """Raises NotUnderstoodError for settings that change the values or the order of the stored weights in a way that is not read."""
     reasons = {
         "layernorm_zero_centered_gamma": "norms are stored minus one",
         "apply_layernorm_1p": "norms are stored minus one",
@@ -97,7 +97,7 @@ def mlp_width(args: Args) -> int:
 
 
 def config_from_args(args: Args, vocabulary: int) -> dict[str, Any]:
-    """The Hugging Face config of the model that `args` describe; `vocabulary` is its size without padding.
+    """The Hugging Face config of the model that `args` describe. vocabulary: vocabulary size without padding.
 
     Raises: KeyError if a setting is missing; CheckpointError for layers that no config can describe.
     """

@@ -50,11 +50,11 @@ class ChunkEntry:
     name: str
     """Its key."""
     array: Mosaic | None = None
-    """What it holds; None for the unused state of an FP8 recipe, which is stored as None."""
+    """The array that it holds; None for the unused state of an FP8 recipe, which is stored as None."""
     is_expert: bool = False
     """Whether it belongs to routed experts."""
     is_shared: bool = False
-    """Whether other stages hold the same table."""
+    """Whether it is an embedding or head that other stages hold, too."""
     stored_shape: tuple[int, ...] | None = None
     """The shape under which the array's memory is stored, if it is not the array's own."""
 
@@ -95,11 +95,11 @@ class _RankView:
 
     @property
     def _shares_tables(self) -> bool:
-        """Whether several stages hold the embedding, as it is also the head or the input of multi-token prediction."""
+        """Whether several stages hold the embedding, because the head or multi-token prediction uses it, too."""
         return self.sizes.pp > 1 and (self.model.model.is_tied or self.model.mtp_layers > 0)
 
     def _embeddings(self, chunk: Chunk) -> Iterator[ChunkEntry]:
-        """All embeddings in the first chunk; the word embeddings also in the last one if it predicts further tokens."""
+        """All embeddings in the first chunk; the word embeddings also in the last one if the model has multi-token prediction."""
         if not chunk.is_first and not (chunk.is_last and self.model.mtp_layers):
             return
         is_shared = self._shares_tables and not (chunk.is_first and chunk.is_last)
@@ -213,7 +213,7 @@ def _shard(name: str, tensor: MegatronTensor, tp: int, tp_rank: int) -> Mosaic:
 
 
 def cannot_split(name: str, tp: int, error: ValueError) -> RequestError:
-    """The refusal of a tensor-parallel size that does not divide a tensor."""
+    """The error for a tensor-parallel size that does not divide a tensor."""
     return RequestError(
         f"{tp} tensor-parallel ranks cannot share it: {error}",
         where=name,

@@ -4,8 +4,8 @@
     bucket:   [ last parameter | fill | ... | first parameter ]
 
 A buffer holds the parameters of one chunk of the model (of one element type; experts have their own buffers) in reverse order. Each
-parameter starts at a multiple of 64 elements, counted from the start of its bucket. A table that several stages share has a bucket to
-itself. The saved buffer has no padding at the end of a bucket: a bucket starts where the last parameter of the previous one ends.
+parameter starts at a multiple of 64 elements, counted from the start of its bucket. A shared embedding has a bucket of its
+own. The saved buffer has no padding at the end of a bucket: a bucket starts where the last parameter of the previous one ends.
 
 Source: megatron/core/distributed/param_and_grad_buffer.py and optimizer/distrib_optimizer.py (get_parameter_state_dp_zero) of 0.16.1.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 _ALIGNMENT = 64
 BUFFER_KINDS = {"param": "master_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-"""The arrays of a buffer, and torch's name for that kind of state."""
+"""Array of a buffer -> torch's name for that kind of state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,9 @@ class BufferedParameter:
     """A parameter in a buffer."""
 
     elements: int
+    """The number of its elements."""
     is_shared: bool = False
-    """Whether other stages hold it, too."""
+    """Whether it is an embedding that other stages hold, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def lay_out_buffer(parameters: Sequence[BufferedParameter], bucket_size: int | N
 def positions_in_buckets(parameters: Sequence[int], buckets: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
     """(bucket, offset in the bucket) of each parameter, in the order of the model; None if the parameters do not fill the buckets.
 
-    Both arguments are numbers of elements.
+    parameters: the number of elements of each, in the order of the model. buckets: the length of each in elements.
     """
     positions: list[tuple[int, int]] = []
     bucket = end = 0

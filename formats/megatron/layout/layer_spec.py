@@ -1,4 +1,7 @@
-"""Which classes a run builds its layers of, and what that changes in the names and splits of a layer's tensors.
+"""Which classes a run builds its layers from, and what that changes in the names and splits of a layer's tensors.
+
+The local spec consists of Megatron's own classes, in which each norm is a separate module. `MegatronModel` uses the names of the local
+spec.
 
 Source: megatron/core/models/gpt/gpt_layer_specs.py, transformer/multi_latent_attention.py and transformer/moe/experts.py of 0.16.1.
 """
@@ -13,7 +16,10 @@ from typing import Any, Literal
 from .tensors import Tensors
 
 ExpertLayout = Literal["sequential", "grouped", "te-grouped"]
-"""How the experts of a rank are stored: each as an MLP of its own, all in two tensors, or in two layers with one weight per expert."""
+"""How the experts of a rank are stored.
+
+sequential: one MLP per expert. grouped: two tensors for all experts (GroupedMLP). te-grouped: two layers with one weight per expert.
+"""
 
 _DOWN_PROJECTION = re.compile(r"self_attention\.linear_(q|kv)_down_proj\.")
 
@@ -23,8 +29,9 @@ class LayerSpec:
     """The layer classes of a run."""
 
     te: bool = False
-    """Whether they are Transformer Engine's, which fuse a norm into the linear layer after it."""
+    """Whether the classes are Transformer Engine's, which fuse a norm into the linear layer after it."""
     experts: ExpertLayout = "sequential"
+    """How the experts are stored."""
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any], transformer_impl: str, experts: ExpertLayout | None = None) -> LayerSpec:
@@ -39,7 +46,8 @@ class LayerSpec:
     def tensors(self, layer: Tensors) -> Tensors:
         """The tensors of a layer, under their names in the local spec.
 
-        Transformer Engine replicates the down projections of latent attention (parallel_mode "duplicated", multi_latent_attention.py).
+        Only one split changes: Transformer Engine replicates the down projections of latent attention (parallel_mode "duplicated",
+        multi_latent_attention.py).
         """
         if not self.te:
             return layer

@@ -48,7 +48,7 @@ class ParsedKey:
     expert: int | None = None
     """The expert, if the key has its number."""
     half: int | None = None
-    """Of linear_fc1: 0 for gate, 1 for up, where the two are stored separately; None for both."""
+    """For linear_fc1, if gate and up are stored separately: 0 for gate, 1 for up. Otherwise None."""
 
     @property
     def stacked_axes(self) -> int:
@@ -60,7 +60,7 @@ class ParsedKey:
         return self.stacks_experts or self.expert is not None
 
 
-# Tensors that are no weights: state of FP8 recipes, and buffers that the model computes again.
+# Tensors that are not weights: state of FP8 recipes, and buffers that the model computes again.
 _NO_WEIGHT = re.compile(r"(.*\.)?_extra_state|.*rotary_pos_emb\.inv_freq|.*\.local_tokens_per_expert|.*\.core_attention\..*scale.*")
 # Wrappers around the model, outermost first.
 _WRAPPERS = re.compile(r"(?:module\.|model\.)+")
@@ -123,16 +123,16 @@ def parse_key(key: str) -> ParsedKey:
     if match := _HALF_KEY.fullmatch(key):
         key, half = match[1], "wv".index(match[2])
     if match := _STACKED_KEY.fullmatch(key):
-        return _parse_in_stack(match[1], ParsedKey("", stacks_layers=True, half=half))
+        return _with_name(ParsedKey("", stacks_layers=True, half=half), match[1])
     if match := _NUMBERED_KEY.fullmatch(key):
         number = int(match[2])
         layer, mtp_layer = (number, None) if match[1] == "decoder" else (None, number)
-        return _parse_in_stack(match[3], ParsedKey("", layer=layer, mtp_layer=mtp_layer, half=half))
+        return _with_name(ParsedKey("", layer=layer, mtp_layer=mtp_layer, half=half), match[3])
     return ParsedKey(parse_name(key).name, half=half)
 
 
-def _parse_in_stack(name: str, layer: ParsedKey) -> ParsedKey:
-    """`layer` with the parts of a name that is relative to it."""
+def _with_name(layer: ParsedKey, name: str) -> ParsedKey:
+    """`layer` completed by the name of a tensor in that layer."""
     if match := _EXPERT_KEY.fullmatch(name):
         expert = int(match["expert"]) if match["expert"] else None
         return replace(layer, name=match["name"], stacks_experts=expert is None, expert=expert)

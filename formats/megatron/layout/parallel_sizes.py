@@ -27,7 +27,7 @@ class ParallelSizes:
 
     @property
     def ranks_per_stage(self) -> int:
-        """The smallest number of ranks that a stage can have."""
+        """The smallest number of ranks that a stage can have: a multiple of tp and of etp * ep."""
         return math.lcm(self.tp, self.etp * self.ep)
 
     def stage_ranks(self) -> Iterator[StageRank]:
@@ -53,7 +53,7 @@ class StageRank:
     etp_rank: int
     """Tensor-parallel rank among the ranks that share an expert."""
     number: int = 0
-    """The rank's number in its stage."""
+    """The rank's number in its stage, from 0."""
     is_first_dense: bool = True
     """Whether it is the first rank of the stage with its shard of the dense weights."""
     is_first_experts: bool = True

@@ -36,7 +36,7 @@ _RANK = re.compile(
 _UNREAD_OPTIMIZER = re.compile(r"optim\.pt|layer_wise_optimizer_\d+\.pt")
 # Folders of NeMo that hold the weights: NeMo 2, and NeMo 1 inside a .nemo file.
 _NEMO_FOLDERS = ("weights/", "model_weights/")
-# A word that the .metadata of a Megatron save has, and that of no other torch.distributed.checkpoint folder.
+# A word in the .metadata of every Megatron save, and in no other .metadata of torch.distributed.checkpoint.
 _MEGATRON_WORD, _LARGEST_METADATA = b"checkpoint_version", 1 << 30
 
 
@@ -45,7 +45,9 @@ class MegatronRankFolder:
     """The folder of one rank of a legacy save."""
 
     path: str
+    """The folder, as a prefix of its paths."""
     tp_rank: int
+    """Tensor-parallel rank."""
     numbers: tuple[int, ...]
     """The other numbers in the folder's name: a stage, an expert-parallel rank, or both."""
     weights: str
@@ -76,7 +78,7 @@ def _save_name(text: str) -> str:
 
 
 def find_legacy(files: Files) -> str | None:
-    """The first file of a legacy save that holds weights; None if this is no legacy save. Raises what `find_save` raises."""
+    """The first file of a legacy save that holds weights; None if this is not a legacy save. Raises what `find_save` raises."""
     folder = find_save(files)
     if folder is None or folder + METADATA_JSON in files.list(folder):
         return None
@@ -87,7 +89,7 @@ def find_legacy(files: Files) -> str | None:
 
 
 def find_distributed(files: Files) -> str | None:
-    """The file that shows that this is a distributed save; None if it is none. Raises what `find_save` raises."""
+    """The file that shows that this is a distributed save; None if it is not one. Raises what `find_save` raises."""
     folder = find_save(files)
     if folder is None:
         return None

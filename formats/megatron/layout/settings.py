@@ -39,7 +39,7 @@ _DEFAULTS: dict[str, Any] = {
 def model_settings(model: Model) -> dict[str, Any]:
     """The settings that describe the model.
 
-    Raises: RequestError if Megatron does not compute its rotary positions.
+    Raises: RequestError if Megatron cannot compute the model's rotary positions.
     """
     config, dimensions = model.config, model.dimensions
     kind = model.architecture.family

@@ -1,7 +1,7 @@
 """How many layers each chunk of a pipeline holds.
 
-Three sources: the files, where there is a file of every chunk; the run's settings, where there is none; the user, for a target. Whatever
-the source, the layers follow each other in the order of the model: chunk 0 of every stage, then chunk 1 of every stage (virtual pipeline).
+There are three sources: the files, if every chunk has a file; the run's settings, if chunks have no files; the user, for a target. In all
+three, the layers follow each other in the order of the model: chunk 0 of every stage, then chunk 1 of every stage (virtual pipeline).
 
 Source: megatron/core/transformer/transformer_layer.py, get_transformer_layer_offset; measured with even and uneven stages, virtual stages
 and pipeline_model_parallel_layout.
@@ -20,7 +20,7 @@ from .parallel_sizes import ParallelSizes
 
 
 def first_layers(layer_counts: Mapping[tuple[int, int], int], layers: int, where: str) -> dict[tuple[int, int], int]:
-    """(stage, chunk) -> the model's number of the chunk's first layer. `layer_counts` are the numbers of layers that the files hold.
+    """(stage, chunk) -> the model's number of the chunk's first layer. layer_counts: (stage, chunk) -> number of layers in the files.
 
     Raises: CheckpointError if they do not add up to `layers`.
     """

@@ -1,8 +1,8 @@
-"""A model's weights as Megatron stores them: names, fusions, and the split over tensor-parallel ranks. Written once, for all architectures.
+"""A model's weights as Megatron stores them: names, fusions, and the split over tensor-parallel ranks. The same for all architectures.
 
-Every tensor is described as the whole that the ranks of one stage share, and as the shard of one rank:
+Every tensor is described whole, as the ranks of one stage share it, and as the shard of one rank:
 
-    linear_qkv    rows by query group: its q heads, its k, its v; split evenly, also if there are more ranks than groups
+    linear_qkv    rows by query group: its q heads, its k, its v; split evenly, even if there are more ranks than groups
     linear_fc1    gate and up; each is split, and a rank holds its shard of gate above its shard of up
     experts       one MLP per expert; `MegatronModel.grouped_experts` gives the form of GroupedMLP
     vocabulary    padded at the end, then split
@@ -37,6 +37,7 @@ class MegatronTensor:
     """A tensor of a Megatron model: arrays that follow each other along axis 0. Each array is split over the ranks separately."""
 
     blocks: tuple[Mosaic, ...]
+    """The arrays, such as gate and up."""
     axis: int | None
     """The axis that the ranks split; None: every rank holds all of it."""
 
@@ -48,7 +49,7 @@ class MegatronTensor:
 
     @property
     def whole(self) -> Mosaic:
-        """The array of all ranks."""
+        """The array that the shards of all ranks make."""
         return joined(self.blocks)
 
     def shard(self, tp: int, tp_rank: int) -> Mosaic:
@@ -69,7 +70,7 @@ Tensors = Mapping[str, MegatronTensor]
 
 @dataclass(frozen=True, slots=True)
 class _TensorRule:
-    """How Megatron stores one or several roles."""
+    """How Megatron stores one role, or several roles as one tensor."""
 
     name: str
     """Megatron's name, with {parameter} for weight or bias."""
@@ -84,7 +85,7 @@ BUFFERS = {"mlp.router.expert_bias"}
 BUFFER_ROLES = {"router.correction"}
 """The roles of BUFFERS."""
 MASTER_KINDS = {"param": "master_param", "fp32_param": "master_param"}
-"""The names under which the distributed and the plain optimizer keep a master, and torch's name for that kind of state."""
+"""Megatron's name for a master (param: distributed optimizer, fp32_param: plain optimizer) -> canonical name of that kind."""
 
 _OUTSIDE_LAYERS = (
     _TensorRule("embedding.word_embeddings.{parameter}", "column", ("embedding",)),
@@ -126,7 +127,7 @@ _MTP_MODULE = (
     _TensorRule("final_layernorm.{parameter}", "replicated", ("mtp.final_norm",)),
 )
 MTP_COPIES = {"mtp.embedding": "embedding", "mtp.head": "head"}
-"""Roles of an MTP layer that Megatron does not store, as they repeat another role of the model."""
+"""Role of an MTP layer that Megatron does not store -> the role of the model that has the same values."""
 ROLES = {role for rules in (_OUTSIDE_LAYERS, _LAYER, _EXPERT, _MTP_MODULE) for rule in rules for role in rule.roles} | MTP_COPIES.keys()
 """The roles that Megatron's layers have."""
 
@@ -175,7 +176,7 @@ class MegatronModel:
 
     @cached_property
     def outside_layers(self) -> Tensors:
-        """The embeddings, the final norm and the head. A tied head is the embedding once more."""
+        """The embeddings, the final norm and the head. A tied head is the same tensor as the embedding."""
         tensors = dict(self._tensors(_OUTSIDE_LAYERS, None, None))
         for name in (EMBEDDING, HEAD):
             if name in tensors:
@@ -190,7 +191,7 @@ class MegatronModel:
         return self._tensors(_LAYER, layer, None)
 
     def mtp_module(self, mtp_layer: int) -> Tensors:
-        """The tensors of a multi-token prediction layer outside of its transformer layer. Counted from the first MTP layer."""
+        """The tensors of a multi-token prediction layer outside of its transformer layer. mtp_layer: counted from the first MTP layer."""
         return self._tensors(_MTP_MODULE, self.layers + mtp_layer, None)
 
     def expert(self, layer: int, expert: int) -> Tensors:
@@ -198,7 +199,7 @@ class MegatronModel:
         return self._tensors(_EXPERT, layer, expert)
 
     def grouped_experts(self, layer: int, experts: range, which: str, etp: int, etp_rank: int) -> Mosaic:
-        """The memory of a rank's GroupedMLP weight ("weight1" or "weight2"), as an array [experts, in, out]."""
+        """A rank's GroupedMLP weight ("weight1" or "weight2") as an array [experts, in, out]."""
         name = {"weight1": "linear_fc1.weight", "weight2": "linear_fc2.weight"}[which]
         return stacked(self.expert(layer, expert)[name].shard(etp, etp_rank).transposed() for expert in experts)
 

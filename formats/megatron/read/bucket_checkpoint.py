@@ -2,9 +2,9 @@
 
     [chained_C.]optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_(P, D).bucket_idx_K.{param,exp_avg,exp_avg_sq}
 
-C is the optimizer in the chain: 0 for dense weights, 1 for experts. G counts the ranks with different parts of the model: for dense weights
-tensor-parallel rank + size * stage; for experts their tensor-parallel rank first, then the expert-parallel rank, then the stage. B counts
-the buffers of such a rank, one for every element type of every chunk. K counts the buckets of a buffer.
+C is the optimizer in the chain: 0 for dense weights, 1 for experts. G is the number of a data-parallel group, whose ranks hold the same
+part of the model: tp_rank + tp * stage for dense weights, etp_rank + etp * (ep_rank + ep * stage) for experts. B is the number of a buffer
+of that group; there is one for every element type of every chunk. K is the number of a bucket in the buffer.
 
 Source: megatron/core/optimizer/distrib_optimizer.py, sharded_param_state_dp_reshardable, and optimizer/__init__.py of 0.16.1.
 """
@@ -47,9 +47,9 @@ class _Buffer:
     link: int | None
     """The optimizer in the chain; None if there is only one."""
     group: int
-    """The number of the ranks that have this part of the model."""
+    """The number of the data-parallel group that holds it (dp_group_idx)."""
     number: int
-    """The number of the buffer on these ranks."""
+    """The number of the buffer in that group (gbuf_idx)."""
     dtype: str
     """The element type of its parameters."""
     arrays: Mapping[str, Sequence[TensorItem]]
@@ -63,14 +63,14 @@ class _RankParameters:
     is_expert: bool
     """Whether the optimizer is that of the experts."""
     group: int
-    """The number of the ranks in the keys of that optimizer."""
+    """The number of the rank's data-parallel group in the keys of that optimizer (dp_group_idx)."""
     chunks: Sequence[Sequence[ChunkEntry]]
     """The parameters of each chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StatePieces:
-    """What some boxes of a bucket hold of one canonical tensor."""
+    """The part of one canonical tensor's state that lies in some boxes of a bucket."""
 
     name: str
     """The canonical tensor."""
@@ -81,7 +81,7 @@ class _StatePieces:
 
 
 def bucket_tensors(stored: StoredFolder, model: RunModel, args: Args) -> Iterator[Tensor]:
-    """The masters and moments of every parameter; nothing if the save has no buckets.
+    """The masters and moments of every parameter; empty if the save has no buckets.
 
     Raises: CheckpointError if the parameters that the settings describe do not fill the buckets.
     """
@@ -103,7 +103,7 @@ def bucket_tensors(stored: StoredFolder, model: RunModel, args: Args) -> Iterato
 
 
 def _buffers(stored: StoredFolder) -> list[_Buffer]:
-    """The buffers of all ranks, sorted by rank group and number."""
+    """The buffers of all ranks, sorted by data-parallel group and number."""
     by_buffer: dict[tuple[int | None, int, int, str], dict[str, dict[int, TensorItem]]] = {}
     for key, item in stored.metadata.tensors.items():
         if match := _KEY.fullmatch(key):
@@ -181,7 +181,7 @@ def _state_pieces(
 
 
 def _array_pieces(array_name: str, array: Mosaic, bucket: Shards, offset: int) -> Iterator[_StatePieces]:
-    """What the stored boxes of a bucket hold of an array that starts at element `offset` of the bucket."""
+    """The pieces of an array in the stored boxes of a bucket. The array starts at element `offset` of the bucket."""
     end = offset + math.prod(array.shape)
     rows: dict[str, list[tuple[int, Section]]] = {}
     for row in range(len(bucket)):

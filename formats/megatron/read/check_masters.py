@@ -1,6 +1,6 @@
 """Checks that masters belong to their weights: rounds a few elements of each master and compares them with the weight.
 
-The position of a parameter in an optimizer's buffer follows from settings and order alone, so no name shows a mistake.
+The position of a parameter in an optimizer's buffer follows from settings and order alone. No name would reveal a mistake.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from reshard.geometry.dtypes import DType
 from reshard.index.index import Index
 from reshard.storage.files import Files
 
+# At least this many tensors are sampled, if there are as many, and this many elements at each end of a tensor.
 _TENSORS, _ELEMENTS = 2000, 16
 
 
@@ -55,7 +56,7 @@ class _WrongMaster:
 
 
 def _wrong_master(files: Files, index: Index) -> _WrongMaster | None:
-    """The first master that does not round to its weight; samples up to `_TENSORS` tensors, and some elements of each.
+    """The first master that does not round to its weight; samples tensors at regular distances, and some elements of each.
 
     A difference of one step between neighbouring values is accepted: optimizers that keep masters as remainders truncate instead.
     """

@@ -1,4 +1,4 @@
-"""Which array of the model each stored tensor of a rank is."""
+"""For each stored tensor of a rank, the array of the model that it holds."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class ChunkTensor:
     chunk: int
     """The number of its chunk in the stage."""
     array: Mosaic
-    """The array of the model that it is."""
+    """The array of the model that it holds."""
     stored: AnyTensor
     """Where its elements lie."""
     is_shared: bool
-    """Whether other stages hold the same table."""
+    """Whether it is an embedding or head that other stages hold, too."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ def layer_offsets(save: LegacySave, model: MegatronModel) -> dict[tuple[int, int
 def locate_tensors(
     rank: MegatronRank, model: MegatronModel, sizes: ParallelSizes, offsets: Mapping[tuple[int, int], int]
 ) -> list[ChunkTensor]:
-    """The tensors of a rank with the arrays that they are; `offsets` are those of `layer_offsets`.
+    """The tensors of a rank with the arrays that they hold. offsets: the result of `layer_offsets`.
 
     Raises: CheckpointError if the model does not have a stored tensor, or has it with another shape.
     """
@@ -140,9 +140,9 @@ class _Locator:
             )
 
     def _is_shared(self, parsed: ParsedName, outside_layers: Collection[str]) -> bool:
-        """Whether other stages hold the same table (language_module.py, setup_embeddings_and_output_layer)."""
-        has_shared_tables = self.sizes.pp > 1 and (self.model.model.is_tied or self.model.mtp_layers > 0)
-        if parsed.layer is not None or not has_shared_tables:
+        """Whether it is an embedding or head that other stages hold, too (language_module.py, setup_embeddings_and_output_layer)."""
+        has_shared_embedding = self.sizes.pp > 1 and (self.model.model.is_tied or self.model.mtp_layers > 0)
+        if parsed.layer is not None or not has_shared_embedding:
             return False
         if self.rank.pp_rank == 0:
             return parsed.name == EMBEDDING and HEAD not in outside_layers

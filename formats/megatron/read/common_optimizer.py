@@ -30,8 +30,9 @@ class CommonOptimizer:
     """The param groups and step counts that all ranks share."""
 
     param_groups: tuple[ParamGroup, ...]
+    """The param groups, with canonical names."""
     steps: tuple[Tensor, ...]
-    """The one step count of each optimizer, as the step count of each of its parameters."""
+    """One step count per parameter. All parameters of an optimizer share its one stored step count."""
 
     def __repr__(self) -> str:
         return f"<optimizer with {len(self.param_groups)} param groups, {len(self.steps)} step counts>"
@@ -40,7 +41,7 @@ class CommonOptimizer:
 def read_common_optimizer(
     stored: StoredFolder, common: Mapping[str, Any], model: Model, stored_weights: Collection[str]
 ) -> CommonOptimizer:
-    """The param groups and step counts in `common`; if there are none, in the entries of the ranks."""
+    """The param groups and step counts, from `common` or, if it has none, from the entries of the ranks."""
     optimizer = common.get("optimizer")
     if not isinstance(optimizer, list | Mapping) or ("param_state_sharding_type" in optimizer and "optimizer" not in optimizer):
         optimizer = _settings_of_ranks(stored)

@@ -37,7 +37,7 @@ _STATE_KEY = re.compile(
 _RUN_KEYS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine", "opt_param_scheduler")
 
 TileRows = Mapping[str, Sequence[tuple[int, Tile]]]
-"""By canonical name: (number of a stored box, a tile of that tensor in the box)."""
+"""Canonical name -> (number of a stored box, tile of the canonical tensor in that box)."""
 
 
 def is_run_key(key: str) -> bool:
@@ -46,7 +46,7 @@ def is_run_key(key: str) -> bool:
 
 
 def keyed_tensors(stored: StoredFolder, model: RunModel) -> Iterator[Tensor]:
-    """The canonical tensors that lie in the stored ones.
+    """The canonical tensors that the stored tensors hold.
 
     Raises: CheckpointError if the model does not have the tensor that a key names, or has it with another shape.
     """
@@ -59,7 +59,7 @@ def keyed_tensors(stored: StoredFolder, model: RunModel) -> Iterator[Tensor]:
 
 
 def canonical_tensors(stored: StoredFolder, item: TensorItem, rows: TileRows, model: RunModel, kind: str | None = None) -> Iterator[Tensor]:
-    """The canonical tensors in a stored one: weights, or with `kind`, torch's name of a kind of state, the weights' optimizer state."""
+    """The canonical tensors in a stored tensor: weights, or optimizer state if `kind`, torch's name for a kind of state, is given."""
     shards = stored.shards(item)
     for name, tiles in rows.items():
         tensor_kind, known_as = state_kind(name, name, kind) if kind else ("weight", name)
@@ -67,7 +67,7 @@ def canonical_tensors(stored: StoredFolder, item: TensorItem, rows: TileRows, mo
 
 
 def array_rows(array: Mosaic, item: TensorItem) -> TileRows:
-    """The tiles of each stored box of a tensor that is this array."""
+    """The tiles in each stored box of a tensor that holds this array."""
     rows: dict[str, list[tuple[int, Tile]]] = {}
     for i in range(len(item.chunks)):
         for tile in _cut(array, item.chunks.offsets[i].tolist(), item.chunks.sizes[i].tolist()).tiles:
@@ -129,7 +129,7 @@ def _blocked_state(
 
 
 def _tile_rows(model: MegatronModel, parsed: ParsedKey, item: TensorItem, where: str) -> TileRows:
-    """The tiles of each stored box of a tensor with this key. A box can span several layers and experts.
+    """The tiles in each stored box of a tensor with this key. A box can span several layers and experts.
 
     Raises: CheckpointError if the model does not have the tensor, or has it with another shape.
     """

@@ -56,7 +56,7 @@ def _stored_vocab(save: LegacySave) -> int | None:
 
 
 def _qkv_order(save: LegacySave) -> QkvOrder:
-    """The order of q, k and v: GPT models before Megatron-Core, which have other names, changed it."""
+    """The order of q, k and v. It depends on the version only for GPT models before Megatron-Core, which are recognized by their names."""
     is_old = any("query_key_value" in name for chunk in save.first.chunks for name in chunk)
     return _OLD_QKV_ORDERS.get(save.first.version, "by_group") if is_old else "by_group"
 

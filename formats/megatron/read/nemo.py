@@ -22,7 +22,7 @@ from ..layout.save_folders import NEMO_CONFIG
 
 _NEMO2 = "context/model.yaml"
 _LIMIT = 1 << 22
-# Settings that NeMo calls otherwise than Megatron.
+# NeMo's name for a setting -> Megatron's name.
 _NAMES = {
     "num_moe_experts": "num_experts",
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
@@ -51,7 +51,7 @@ def nemo_args(files: Files, folder: str) -> Args:
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that reads values with a tag of any program as None, so that no class is looked up."""
+    """A loader that reads a value with any custom tag as None, so that no class is looked up."""
 
 
 _Loader.add_multi_constructor("", lambda *_: None)

@@ -1,7 +1,7 @@
 """The optimizer state of a rank of a legacy save: which state belongs to which parameter.
 
-Nothing is stored under a parameter's name. The order is that of the parameters in the model, which is the order of the tensors in the
-file without buffers. The plain optimizer numbers the parameters through its param groups. The distributed optimizer has them in flat
+No state is stored under a parameter's name. The state follows the order of the parameters in the model. That is the order of the file's
+tensors without buffers. The plain optimizer numbers the parameters through its param groups. The distributed optimizer has them in flat
 buffers (flat_buckets.py). Optimizers of dense weights and of experts are chained: then the file has a list of two.
 
 Source: megatron/core/optimizer/{__init__,optimizer,distrib_optimizer}.py of 0.16.1.
@@ -37,6 +37,7 @@ class ParameterState:
     """A tensor that the optimizer keeps of one parameter."""
 
     parameter: ChunkTensor
+    """The parameter."""
     kind: str
     """torch's name of the kind of state, such as "exp_avg"."""
     stored: AnyTensor
@@ -75,9 +76,9 @@ class RankOptimizer:
 
 
 def read_optimizer(files: Files, rank: MegatronRank, args: Args, tensors: Iterable[ChunkTensor]) -> RankOptimizer:
-    """The optimizer state of a rank: of the distributed optimizer if the rank has a file of it, or else of the plain one.
+    """The optimizer state of a rank: of the distributed optimizer if the rank has its file, otherwise of the plain optimizer.
 
-    Raises: CheckpointError if the buffers of the distributed optimizer are not those of the parameters.
+    Raises: CheckpointError if the buffers of the distributed optimizer do not fit the parameters.
     """
     parameters = [tensor for tensor in tensors if tensor.is_parameter]
     links = _chain_links(rank.optimizer)
@@ -100,9 +101,9 @@ def merged_param_groups(rank_groups: Iterable[RankParamGroup]) -> tuple[ParamGro
 
 
 def canonical_state(state: ParameterState, shapes: Mapping[str, Shape]) -> Iterator[tuple[Kind, str, LocalTensor]]:
-    """(kind, name, boxes) of the canonical tensors that a state tensor holds; `shapes` are the weights' global shapes.
+    """(kind, name, boxes) of the canonical tensors that a state tensor holds. shapes: the weights' global shapes.
 
-    A state of another shape than its parameter, such as a step count, belongs to each tensor that is fused in the parameter.
+    A state of another shape than its parameter, such as a step count, belongs to each canonical tensor that is fused in the parameter.
     """
     array, stored = state.parameter.array, state.stored
     if stored.shape == state.parameter.shape:

@@ -90,7 +90,7 @@ def read_numbered_optimizer(stored: StoredFolder, model: MegatronModel, args: Ar
 def numbered_tensors(stored: StoredFolder, optimizer: NumberedOptimizer, model: RunModel) -> Iterator[Tensor]:
     """The canonical tensors of the optimizer state.
 
-    A state of another shape than its parameter, such as a step count, belongs to each tensor that is fused in the parameter.
+    A state of another shape than its parameter, such as a step count, belongs to each canonical tensor that is fused in the parameter.
     """
     for kind, entry, item in _states(stored, optimizer):
         if entry.array is None:

@@ -207,7 +207,7 @@ def _parse_chunk(state_dict: Any) -> tuple[dict[str, AnyTensor], list[str]]:
 
 
 def _check_writers(ranks: Iterable[MegatronRank], sizes: ParallelSizes) -> None:
-    """Raises CheckpointError if a file is a copy of another one, or lies in the folder of another rank.
+    """Raises CheckpointError if a file is a copy of another file, or lies in the folder of another rank.
 
     A file tells which rank of the run wrote it. Ranks are numbered along the tensor-parallel axis first.
     """

@@ -43,7 +43,7 @@ class RunModel:
 def describe_model(args: Args, hints: Hints, stored_vocab: int | None, where: str, *, qkv_order: QkvOrder = "by_group") -> RunModel:
     """The model, from the config that the user gives, or else from the run's settings.
 
-    `stored_vocab` is the number of rows of the stored embedding, with padding; None if there is no embedding.
+    stored_vocab: rows of the stored embedding, with padding; None if there is no embedding.
     Raises: NotUnderstoodError if its layout is not known; CheckpointError if the config contradicts the settings or the embedding.
     """
     check_supported(args, where)
@@ -113,7 +113,7 @@ def layout_question(error: NotUnderstoodError) -> tuple[str, ...]:
 def check_complete(model: RunModel, tensors: Iterable[Tensor], where: str, *, with_optimizer: bool) -> None:
     """Raises CheckpointError if a weight of the model is in no file.
 
-    with_optimizer: also if a weight has no optimizer state although others have some.
+    with_optimizer: also if a weight has no optimizer state although other weights have.
     """
     names: dict[str, set[str]] = {"weight": set(), "moment1": set()}
     for tensor in tensors:

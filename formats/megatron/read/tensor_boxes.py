@@ -1,4 +1,4 @@
-"""Where canonical tensors lie in a stored tensor, from the array that the stored tensor is."""
+"""Where canonical tensors lie in a stored tensor, given the array of the model that the stored tensor holds."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def named_tensor(tensors: Tensors, name: str, where: str) -> MegatronTensor:
 
 
 def stored_shard(tensor: MegatronTensor, stored_shape: Shape, tp: int, tp_rank: int, where: str) -> Mosaic:
-    """The array that a rank's stored tensor of this shape is.
+    """The array of the model that a rank's stored tensor of this shape holds.
 
     Some Megatron versions split a tensor that others replicate (the down projections of latent attention): the shape tells which.
-    Raises: CheckpointError if the shape is that of neither.
+    Raises: CheckpointError if the shape is neither the whole tensor's nor the shard's.
     """
     if tensor.axis is not None and tp > 1 and stored_shape == tensor.shape:
         return tensor.whole
@@ -47,14 +47,14 @@ def stored_shard(tensor: MegatronTensor, stored_shape: Shape, tp: int, tp_rank: 
 
 
 def check_shape(array: Mosaic, stored_shape: Shape, where: str) -> None:
-    """Raises CheckpointError unless a tensor of this shape can hold the array: with the array's shape, or with fewer axes."""
+    """Raises CheckpointError unless the stored shape is the array's, or has fewer axes and the same number of elements."""
     has_fewer_axes = len(stored_shape) < len(array.shape) and math.prod(stored_shape) == math.prod(array.shape)
     if stored_shape != array.shape and not has_fewer_axes:
         raise wrong_shape(array, stored_shape, where)
 
 
 def wrong_shape(array: Mosaic, stored_shape: Shape, where: str) -> CheckpointError:
-    """The refusal of a stored tensor that has another shape than the model's."""
+    """The error for a stored tensor that has another shape than the model's."""
     return CheckpointError(
         f"its stored shape is {list(stored_shape)}, the model's shape is {list(array.shape)}",
         where=where,
@@ -64,9 +64,9 @@ def wrong_shape(array: Mosaic, stored_shape: Shape, where: str) -> CheckpointErr
 
 
 def local_tensors(array: Mosaic, stored: AnyTensor, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, LocalTensor]]:
-    """(name, its boxes) of every canonical tensor in a stored tensor that is this array. `shapes` are the canonical tensors' global shapes.
+    """(name, its boxes) of every canonical tensor in a stored tensor that holds this array. shapes: the canonical tensors' global shapes.
 
-    Raises: CheckpointError if the array has another shape than the stored tensor, and that is not contiguous.
+    Raises: CheckpointError if the two have different shapes and the stored tensor is not contiguous.
     """
     boxes: dict[str, list[tuple[Box, AnyTensor]]] = {}
     for section in array.sections(_strides(array, stored)):
@@ -84,7 +84,7 @@ def _strides(array: Mosaic, stored: AnyTensor) -> Shape:
 
 
 def whole_tensor(stored: AnyTensor) -> LocalTensor:
-    """A stored tensor as a tensor of its own."""
+    """A stored tensor as a whole tensor, in one box."""
     return LocalTensor(stored.dtype, stored.shape, ((Box.whole(stored.shape), stored),))
 
 
@@ -97,7 +97,7 @@ def elements_of(stored: AnyTensor, start: int, sizes: Shape, strides: Shape) -> 
 
 
 def flat_sections(array: Mosaic, start: int, stop: int, position: int) -> Iterator[Section]:
-    """The elements start..stop of an array's row-major memory, as sections of a flat run that holds them from its element `position` on."""
+    """Elements start..stop of an array's row-major memory, as sections of a flat tensor. Element `start` is element `position` there."""
     for box in flat_boxes(array.shape, start, stop):
         part = array
         for axis, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):

@@ -39,7 +39,7 @@ _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "comm
 _FULLY_RESHARDABLE = "fully_reshardable"
 
 _Lead = tuple[tuple[int, int], ...]
-"""(number, count) of the layer and the expert along the axes on which a tensor is stacked."""
+"""(number, count) per stacked axis: the layer's number among all layers, then the expert's among all experts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +63,7 @@ class _KeyedTensor:
         return (*(count for _, count in self.lead), *self.tensor.shape)
 
     def shards(self, tp: int, tp_rank: int) -> Iterator[tuple[Mosaic, tuple[int, ...]]]:
-        """(array, its offsets in the stored tensor) of each block of a rank's shard. A replicated tensor is the first rank's.
+        """(array, its offsets in the stored tensor) of each block of a rank's shard. Only the first rank stores a replicated tensor.
 
         Raises: RequestError if a block does not divide by the ranks.
         """
@@ -116,7 +116,7 @@ def lay_out_distributed(content: Content, target: Target, companions: ModelFiles
 
 
 def _rank_file(save: MegatronSave, path: str, stage: int, rank: StageRank) -> DcpFile:
-    """The entries of a rank that no rank of its stage before it has."""
+    """The file of one rank: the entries that no earlier rank of its stage stores."""
     file, sizes = DcpFile(path), save.sizes
     for chunk in (chunk for chunk in save.chunks if chunk.stage == stage):
         tensors = list(_keyed_tensors(save, chunk, rank.ep_rank))
@@ -186,7 +186,7 @@ def _key(save: MegatronSave, name: str, layer: int) -> str:
 
 
 def _fp8_state_keys(tensors: Sequence[_KeyedTensor], rank: StageRank) -> list[str]:
-    """The keys of the unused FP8 states of linear layers, for which loaders ask."""
+    """The keys of the unused FP8 states of linear layers, which loaders require."""
     keys: dict[str, None] = {}
     for tensor in tensors:
         is_own = rank.is_first_experts and not rank.etp_rank if tensor.is_expert else rank.is_first_dense and not rank.tp_rank
@@ -256,7 +256,7 @@ def _optimizer(save: MegatronSave, file: TorchFile) -> Any:
 
 
 def _optimizer_aliases(save: MegatronSave) -> dict[str, str]:
-    """The masters and step counts that the plain optimizer does not store, as another tensor stands for them."""
+    """Masters and step counts that the plain optimizer does not store, because another stored tensor has the same values."""
     if save.is_distributed_optimizer:
         return {}
     aliases = {} if save.has_masters else save.optimizer.master_aliases(tuple(save.optimizer.keys))

@@ -59,14 +59,14 @@ class _Parameter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SavedRank:
-    """What one rank of a stage writes."""
+    """What one rank of a stage saves."""
 
     save: MegatronSave
     """The save that it is a part of."""
     stage: int
     """Its stage."""
-    rank: StageRank
-    """Its ranks in the stage."""
+    stage_rank: StageRank
+    """Its tensor-parallel and expert-parallel rank in the stage."""
     chunks: tuple[tuple[Chunk, list[ChunkEntry]], ...]
     """The chunks of the stage with the rank's entries."""
     parameters: tuple[_Parameter, ...]
@@ -76,16 +76,16 @@ class _SavedRank:
     def folder(self) -> str:
         sizes = self.save.sizes
         stage = f"_{self.stage:03d}" if sizes.pp > 1 else ""
-        ep_rank = f"_{self.rank.ep_rank:03d}" if sizes.ep > 1 else ""
-        return f"{self.save.name}/mp_rank_{self.rank.tp_rank:02d}{stage}{ep_rank}/"
+        ep_rank = f"_{self.stage_rank.ep_rank:03d}" if sizes.ep > 1 else ""
+        return f"{self.save.name}/mp_rank_{self.stage_rank.tp_rank:02d}{stage}{ep_rank}/"
 
     @property
     def target_ranks(self) -> dict[str, int]:
-        return {"tp": self.rank.tp_rank, "pp": self.stage, "ep": self.rank.ep_rank}
+        return {"tp": self.stage_rank.tp_rank, "pp": self.stage, "ep": self.stage_rank.ep_rank}
 
     @property
-    def links(self) -> list[list[_Parameter]]:
-        """The parameters of each of the chained optimizers: with expert parallelism the experts have an optimizer to themselves."""
+    def parameters_by_optimizer(self) -> list[list[_Parameter]]:
+        """The parameters of each of the chained optimizers: with expert parallelism, experts have an optimizer of their own."""
         if self.save.sizes.ep == 1:
             return [list(self.parameters)]
         return [[parameter for parameter in self.parameters if parameter.entry.is_expert is is_expert] for is_expert in (False, True)]
@@ -111,15 +111,15 @@ def lay_out_legacy(content: Content, target: Target, companions: ModelFiles) -> 
     return Layout("megatron", tuple(files), sidecars, target.parallel, save.notes(), aliases, save.inlined_scalars)
 
 
-def _saved_rank(save: MegatronSave, stage: int, rank: StageRank) -> _SavedRank:
-    chunks = tuple((chunk, save.entries(chunk, rank)) for chunk in save.chunks if chunk.stage == stage)
+def _saved_rank(save: MegatronSave, stage: int, stage_rank: StageRank) -> _SavedRank:
+    chunks = tuple((chunk, save.entries(chunk, stage_rank)) for chunk in save.chunks if chunk.stage == stage)
     parameters = tuple(
         _Parameter(entry, entry.array, chunk.number, save.dtype_of(entry.array))
         for chunk, entries in chunks
         for entry in entries
         if entry.array is not None and entry.is_parameter
     )
-    return _SavedRank(save, stage, rank, chunks, parameters)
+    return _SavedRank(save, stage, stage_rank, chunks, parameters)
 
 
 def _weights_file(rank: _SavedRank) -> TargetFile:
@@ -127,7 +127,7 @@ def _weights_file(rank: _SavedRank) -> TargetFile:
     save = rank.save
     file = TorchFile(rank.folder + LEGACY_WEIGHTS, rank.target_ranks)
     root: dict[str, Any] = {
-        "args": save.args(rank=rank.stage * save.sizes.ranks_per_stage + rank.rank.number),
+        "args": save.args(rank=rank.stage * save.sizes.ranks_per_stage + rank.stage_rank.number),
         "checkpoint_version": _VERSION,
         "iteration": save.step,
         "num_floating_point_operations_so_far": 0,
@@ -151,7 +151,7 @@ def _entry(save: MegatronSave, file: TorchFile, entry: ChunkEntry) -> Any:
 def _optimizer(rank: _SavedRank, file: TorchFile) -> Any:
     """The optimizer in a rank's file; with the distributed one only its param groups."""
     chain = []
-    for number, members in enumerate(rank.links):
+    for number, members in enumerate(rank.parameters_by_optimizer):
         groups = _param_groups(rank.save, members, is_expert=bool(number))
         if rank.save.is_distributed_optimizer:
             chain.append({"optimizer": {"param_groups": [settings for settings, _ in groups]}})
@@ -164,7 +164,7 @@ _ParamGroup = tuple[dict[str, Any], list[_Parameter]]
 
 
 def _param_groups(save: MegatronSave, parameters: Sequence[_Parameter], *, is_expert: bool) -> list[_ParamGroup]:
-    """(settings, parameters) of the group with weight decay and of the one without. Dense weights have both, even if one is empty."""
+    """(settings, parameters) of the groups with and without weight decay. Dense weights have both groups, even if one is empty."""
     groups: list[_ParamGroup] = []
     for is_decayed_group in (True, False):
         members = [parameter for parameter in parameters if parameter.is_decayed is is_decayed_group]
@@ -175,7 +175,7 @@ def _param_groups(save: MegatronSave, parameters: Sequence[_Parameter], *, is_ex
 
 
 def _plain_optimizer(save: MegatronSave, file: TorchFile, groups: Sequence[_ParamGroup]) -> dict[str, Any]:
-    """torch's state dict, which numbers the parameters through the groups; the masters, group by group, beside it."""
+    """torch's state dict, which numbers the parameters across the groups; and beside it the masters, group by group."""
     state: dict[int, dict[str, Any]] = {}
     numbered_groups: list[dict[str, Any]] = []
     masters: list[list[Any]] = []
@@ -204,7 +204,7 @@ def _state_tensor(save: MegatronSave, parameter: _Parameter, kind: str) -> Store
 
 
 def _plain_optimizer_aliases(rank: _SavedRank) -> dict[str, str]:
-    """The masters and step counts that the plain optimizer of a rank does not store, as another tensor stands for them."""
+    """Masters and step counts that the plain optimizer of a rank does not store, because another stored tensor has the same values."""
     optimizer, aliases = rank.save.optimizer, dict[str, str]()
     for parameter in rank.parameters:
         if parameter.is_own_master:
@@ -217,9 +217,9 @@ def _plain_optimizer_aliases(rank: _SavedRank) -> dict[str, str]:
 def _distributed_optimizer_file(rank: _SavedRank) -> TargetFile:
     """The buffers of the distributed optimizer. Those that several ranks would write are in the file of the first one."""
     file = TorchFile(rank.folder + DISTRIBUTED_OPTIMIZER, rank.target_ranks)
-    links = rank.links
-    is_first = (rank.rank.is_first_dense, rank.rank.is_first_experts) if len(links) > 1 else (True,)
-    chain = [_buffers(rank, file, members) if is_own else None for is_own, members in zip(is_first, links, strict=True)]
+    by_optimizer = rank.parameters_by_optimizer
+    is_first = (rank.stage_rank.is_first_dense, rank.stage_rank.is_first_experts) if len(by_optimizer) > 1 else (True,)
+    chain = [_buffers(rank, file, members) if is_own else None for is_own, members in zip(is_first, by_optimizer, strict=True)]
     return file.close(chain if len(chain) > 1 else chain[0])
 
 

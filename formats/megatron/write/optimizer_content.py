@@ -29,10 +29,11 @@ class OptimizerContent:
     """The optimizer's part of the source's content."""
 
     content: Content
+    """The source's content."""
 
     @cached_property
     def keys(self) -> Mapping[str, Mapping[str, str]]:
-        """Weight -> kind of state, by torch's name -> the name of that state in the content."""
+        """Weight -> {torch's name for a kind of state: key of that state among the content's tensors}."""
         keys: dict[str, dict[str, str]] = {}
         for key in self.content.states:
             weight, kind = parameter_and_kind(key)
@@ -41,7 +42,7 @@ class OptimizerContent:
 
     @property
     def step_keys(self) -> tuple[str, ...]:
-        """The names of the step counts that the source keeps for single weights."""
+        """The keys of the step counts that the source keeps per weight; empty if it keeps one step count for all weights."""
         return tuple(kinds[_STEP] for kinds in self.keys.values() if _STEP in kinds)
 
     @property
@@ -67,7 +68,7 @@ class OptimizerContent:
         return counts.pop() if counts else self.content.facts.step or 0
 
     def kinds(self, array: Mosaic) -> tuple[str, ...]:
-        """The kinds of state, masters aside, that have an element for each element of a parameter with this array.
+        """The kinds of elementwise state, without masters, of a parameter with this array.
 
         Raises: RequestError if a weight in the array has no state, or other state than the weights that are fused with it.
         """
@@ -91,7 +92,7 @@ class OptimizerContent:
                 yield kind
 
     def state_array(self, array: Mosaic, kind: str) -> Mosaic:
-        """The array of the weights' state of that kind, in place of the array of the weights."""
+        """The array with each weight replaced by its state of that kind."""
         return array.renamed(lambda name: self.keys[name][kind])
 
     def master_aliases(self, names: Sequence[str]) -> dict[str, str]:
@@ -99,14 +100,14 @@ class OptimizerContent:
         return {self.keys[name]["master_param"]: name for name in names if name in self.keys}
 
     def step_tensor(self, file: TorchFile, names: Sequence[str]) -> Call:
-        """The one step count of these weights, as a tensor of the file: that of the first weight which has one."""
+        """Add the step count of these weights to the file: that of the first weight with a step count, or else `step`."""
         keys = self._step_keys_of(names)
         if not keys:
             return file.tensor(step_count(_STEP, self.step))
         return file.whole(keys[0], self.content.tensors[keys[0]])
 
     def step_aliases(self, names: Sequence[str]) -> dict[str, str]:
-        """The step counts of these weights that `step_tensor` stands for: step count -> the stored step count."""
+        """The step counts of these weights that are not stored -> the step count that `step_tensor` stores for all of them."""
         keys = self._step_keys_of(names)
         return dict.fromkeys(keys[1:], keys[0]) if keys else {}
 
@@ -114,7 +115,7 @@ class OptimizerContent:
         return [self.keys[name][_STEP] for name in dict.fromkeys(names) if _STEP in self.keys.get(name, {})]
 
     def group_settings(self, names: Sequence[str], *, is_decayed: bool, is_expert: bool) -> dict[str, Any]:
-        """The settings of a param group of these weights: those of the source's group with the first of them."""
+        """The settings of a param group of these weights: those of the source's group of the first weight that is in one."""
         groups = self.content.param_groups()
         group = next((group for name in names for group in groups if name in group.names), groups[0] if groups else None)
         flags = {"wd_mult": 1.0 if is_decayed else 0.0, "lr_mult": 1.0, "is_expert_parallel": is_expert, "is_decoupled_lr": False}

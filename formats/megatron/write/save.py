@@ -108,8 +108,8 @@ class MegatronSave:
     def has_step_tensors(self) -> bool:
         """Whether the state of every parameter has a step count, as torch's Adam wants it.
 
-        Transformer Engine's FusedAdam has its step count in the param groups only, and refuses to load others
-        (transformer_engine/pytorch/optimizers/fused_adam.py). So the counts are left out for runs that use it.
+        Transformer Engine's FusedAdam keeps its step count in the param groups only, and refuses to load step counts of parameters
+        (transformer_engine/pytorch/optimizers/fused_adam.py). So they are left out for runs that use it.
         """
         uses_torch_adam = bool(self.optimizer.step_keys) or not self.optimizer.is_fused_adam
         return not self.is_distributed_optimizer and not self.spec.te and uses_torch_adam
@@ -123,7 +123,7 @@ class MegatronSave:
 
     @cached_property
     def model_settings(self) -> dict[str, Any]:
-        """The settings that describe the model. moe_layer_freq has the source's form if that means the same layers."""
+        """The settings that describe the model. moe_layer_freq is the source's value if it selects the same layers."""
         settings, source = model_settings(self.model.model), self.source_args
         if "moe_layer_freq" not in settings or not {"moe_layer_freq", "num_layers"} <= source.keys():
             return settings
@@ -138,7 +138,7 @@ class MegatronSave:
         return type(frequency) is int and frequency == 1
 
     def args(self, **format_settings: Any) -> Instance:
-        """The settings of the run, as Megatron stores them."""
+        """The settings of the run, as Megatron stores them. format_settings: settings of one format, which override all others."""
         mtp_layers = self.model_settings.get("mtp_num_layers") or 0
         return namespace(
             {
@@ -158,7 +158,7 @@ class MegatronSave:
         )
 
     def scheduler(self) -> dict[str, Any]:
-        """The state of the learning-rate schedule: the source's, or one that has run for the same number of steps."""
+        """The state of the learning-rate schedule: the source's, or a new one after the same number of steps."""
         state = self.content.facts.state.get("opt_param_scheduler")
         return dict(state) if isinstance(state, Mapping) else {**_SCHEDULER, "num_steps": self.step}
 
@@ -182,7 +182,7 @@ class MegatronSave:
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """The canonical tensors of MTP layers that repeat another tensor of the model, which is stored for both."""
+        """Tensor of an MTP layer -> the tensor of the model with the same values, which is stored once for both."""
         model = self.model.model
         tensors = {part.role: part.tensor for part in model.parts() if part.layer is None}
         if model.is_tied:

@@ -56,10 +56,10 @@ class ServingFormat(Format):
         Raises: RequestError for sizes, versions or models that the engine's files cannot have.
         """
 
-    # Writing: what differs from the usual.
+    # Writing: what a subclass may override.
 
     def notes(self, model: Model, target: Target) -> tuple[str, ...]:
-        """Sentences about the result for the user, beside those in the rules."""
+        """Sentences about the result for the user, in addition to those in the rules."""
         return ()
 
     def engine_config(self, model: Model, parallel: Parallel, dtypes: Mapping[str, DType]) -> dict[str, Any] | None:
@@ -69,10 +69,10 @@ class ServingFormat(Format):
         """
         return None
 
-    # Reading: what differs from the usual.
+    # Reading: what a subclass may override.
 
     def stored_config(self, files: Files, hints: Hints) -> Mapping[str, Any] | None:
-        """The Hugging Face config of a checkpoint; None if there is none. Raises CheckpointError if its own config cannot be read."""
+        """The Hugging Face config of a checkpoint; None if there is none. Raises CheckpointError for an unreadable engine config."""
         return hints.config
 
     def stored_sizes(self, files: Files) -> Parallel | None:

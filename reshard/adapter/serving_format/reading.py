@@ -62,9 +62,9 @@ def _ranks(parallel: Parallel) -> Iterator[StageRank]:
 
 
 def _paths_by_rank(serving_format: ServingFormat, files: Files, stated: Parallel | None) -> dict[StageRank, list[str]]:
-    """Rank -> its files. `stated` are the sizes that a file states, if one does.
+    """Rank -> its files. stated: the parallel sizes that a file of the checkpoint states; None if no file does.
 
-    Raises: CheckpointError if there are no files of ranks, or files of two runs.
+    Raises: CheckpointError if there are no files of ranks, or files with and without a pipeline stage in their names.
     """
     paths: dict[StageRank, list[str]] = {}
     numberings = set()
@@ -119,7 +119,7 @@ def _headers(files: Files, paths: list[str]) -> Headers:
 
 
 def _with_stored_experts(parallel: Parallel, model: Model, headers: RankHeaders) -> Parallel:
-    """The sizes with the expert-parallel size, which the first axis of the stacked experts, [experts, ...], tells."""
+    """The sizes with the expert-parallel size, which follows from the first axis of a rank's stacked experts, [experts, ...]."""
     entries = (entry for rank in headers.values() for name, (_, entry) in rank.items() if name.endswith("w2_weight") and entry.shape)
     first = next(entries, None)
     is_distributed = first is not None and first.shape[0] < model.dimensions.get("experts", 0)
@@ -143,7 +143,7 @@ def _index(format_name: str, model: Model, rules: EngineRules, parallel: Paralle
 
 
 def _matched(expected: tuple[StoredTensor, ...], headers: Headers, rank: str) -> Iterator[tuple[TargetFile, PlacedTensor]]:
-    """Each expected tensor where the file has it. Raises CheckpointError for one that is missing, of another shape, or not expected."""
+    """Each expected tensor where the file has it. Raises CheckpointError for a missing tensor, another shape or a surplus tensor."""
     surplus = dict(headers)
     for tensor in expected:
         if tensor.name not in surplus:
@@ -173,7 +173,7 @@ def _matched(expected: tuple[StoredTensor, ...], headers: Headers, rank: str) ->
 
 
 def _aliases_of(item: PlacedTensor, aliases: Mapping[str, str]) -> Iterator[PlacedTensor]:
-    """The tensor once more, under the names of the canonical tensors that it is stored in place of."""
+    """The tensor again, under the names of its aliases: canonical tensors with the same values that are not stored."""
     sections = tuple(replace(section, name=aliases[section.name]) for section in item.tensor.sections if section.name in aliases)
     if sections:
         yield replace(item, tensor=replace(item.tensor, sections=sections))

@@ -108,18 +108,18 @@ def _files(
             ranks = {axis: rank for axis, rank in (("pp", pp_rank), ("tp", tp_rank)) if axis in serving_format.sizes}
             if target.wants(ranks):
                 tensors = rank_tensors(model, dtypes, rules, parallel, tp_rank, pp_rank)
-                for part, run in enumerate(_parts(tensors, target.max_shard_size)):
-                    yield framed(serving_format.file_name(parallel, pp_rank, tp_rank, part), run, ranks)
+                for number, part in enumerate(_parts(tensors, target.max_shard_size)):
+                    yield framed(serving_format.file_name(parallel, pp_rank, tp_rank, number), part, ranks)
 
 
 def _parts(tensors: tuple[StoredTensor, ...], max_nbytes: int | None) -> Iterator[list[StoredTensor]]:
-    """The tensors in runs of at most `max_nbytes` (a larger tensor is a run of its own), as the engines' own writers cut them."""
-    run: list[StoredTensor] = []
+    """The tensors in parts of at most `max_nbytes` (a larger tensor is a part of its own), as the engines' own writers divide them."""
+    part: list[StoredTensor] = []
     nbytes = 0
     for tensor in tensors:
-        if max_nbytes is not None and run and nbytes + tensor.nbytes > max_nbytes:
-            yield run
-            run, nbytes = [], 0
-        run.append(tensor)
+        if max_nbytes is not None and part and nbytes + tensor.nbytes > max_nbytes:
+            yield part
+            part, nbytes = [], 0
+        part.append(tensor)
         nbytes += tensor.nbytes
-    yield run
+    yield part
