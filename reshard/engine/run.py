@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.engine.journal import BlockKey, JournalHeader, Journal, Unfinished, progress, read_journal
+from reshard.engine.journal import BlockKey, Journal, JournalHeader, Unfinished, progress, read_journal
 from reshard.engine.pool import run_jobs, workers_within
 from reshard.engine.transfer import Pieces, Worker, bytes_of
 from reshard.engine.values import Values

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from reshard.errors import CheckpointError, ReshardError, RequestError, SystemRefusal
+from reshard.errors import CheckpointError, RequestError, ReshardError, SystemRefusal
 from reshard.storage.decoded_ranges import DecodedRanges
 from reshard.storage.system_calls import open_files_at_once, read_at, system_errors, system_refusal
 

@@ -18,6 +18,7 @@ _ADVICE = {
     errno.EACCES: "Check the permissions of the file and of its directory",
     errno.EPERM: "Check the permissions of the file and of its directory",
     errno.EROFS: "Choose a directory on a file system that is mounted for writing",
+    errno.EEXIST: "Choose another path, or remove the file or the broken link that has this name",
     errno.ENOTDIR: "Choose another path: a part of this one is a file",
     errno.ENAMETOOLONG: "Choose a shorter path",
     errno.ELOOP: "Choose another path: symbolic links in this one lead in a circle",

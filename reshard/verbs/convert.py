@@ -62,9 +62,7 @@ def conversion(
     # Asked now, before anything is created, and again when no other run can write there. Whoever writes there now is named by `run`.
     if not is_locked(root / WORK_FOLDER / LOCK):
         replaces()
-    return Conversion(
-        plan, root, resume=resume, replaces=replaces, workers=effort.workers, memory=effort.memory, arguments=arguments
-    )
+    return Conversion(plan, root, resume=resume, replaces=replaces, workers=effort.workers, memory=effort.memory, arguments=arguments)
 
 
 def _replaceable(root: Path, plan: Plan, *, resume: bool, overwrite: bool) -> tuple[str, ...]:
