@@ -29,7 +29,7 @@ COMMANDS = {
     "completion": (".commands.completion", "Print the completion script for bash, zsh or fish."),
 }
 
-EPILOG = "Exit codes: 0 success; 1 the check found differences; 2 bad input or usage; 70 defect of reshard; 130 interrupted."
+EPILOG = "Exit codes: 0 success; 1 the check found differences; 2 bad input or usage; 70 defect of reshard; 130, 143 interrupted."
 
 
 class LazyGroup(click.Group):
@@ -54,8 +54,8 @@ def cli(debug: bool) -> None:
     """Convert training checkpoints into the layout serving engines load: bit-exact, in constant memory, without any framework."""
 
 
-class _Terminated(BaseException):
-    """A signal that asks the process to end, such as Slurm's before it preempts a job. It stops work as Ctrl-C does."""
+class _Stopped(BaseException):
+    """A signal that asks the process to end: Ctrl-C, or Slurm's before it preempts a job. click does not know it and lets it pass."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -69,15 +69,15 @@ def main() -> None:
 
 
 def _stop_cleanly_on_signals() -> None:
-    """From now on, SIGTERM and SIGHUP raise _Terminated. A second one is ignored, so that the first can finish its work."""
-    process, numbers = os.getpid(), (signal.SIGTERM, signal.SIGHUP)
+    """From now on, SIGINT, SIGTERM and SIGHUP raise _Stopped. A second SIGINT ends the process at once; the others are ignored then."""
+    process, numbers = os.getpid(), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def stop(number: int, frame: FrameType | None) -> None:
         if os.getpid() != process:  # a process that was forked to read a part of the files
             os._exit(128 + number)
         for each in numbers:
-            signal.signal(each, signal.SIG_IGN)
-        raise _Terminated(number)
+            signal.signal(each, signal.SIG_DFL if each == signal.SIGINT else signal.SIG_IGN)
+        raise _Stopped(number)
 
     for each in numbers:
         if signal.getsignal(each) != signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -102,8 +102,8 @@ def run(arguments: list[str]) -> int:
         return 2
     except (KeyboardInterrupt, click.Abort):
         return _interrupted(130)
-    except _Terminated as signalled:
-        return _interrupted(signalled.exit_code)
+    except _Stopped as stopped:
+        return _interrupted(stopped.exit_code)
     except SystemExit:
         # How click ends when the reader of --help has gone, as with `| head`.
         discard_output()

@@ -18,6 +18,7 @@ from reshard.plans.digests import Fingerprint, block_digest, checkpoint_fingerpr
 from reshard.plans.layout import Sidecar
 from reshard.plans.plan import Plan, Route
 from reshard.storage.staging import WORK_FOLDER, Staging
+from reshard.storage.system_calls import system_errors
 
 MANIFEST = "reshard.json"
 
@@ -103,7 +104,7 @@ class Conversion:
         if self._resume and not staging.work.exists() and is_finished(staging.root, self._identity):
             self._take_finished()
             return
-        with staging.locked(self._identity, lambda: progress(staging.root)):
+        with staging.locked(self._identity, lambda: progress(staging.root)), system_errors("written", staging.root):
             yield from self._run()
 
     def _run(self) -> Iterator[Done]:

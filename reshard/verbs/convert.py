@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Unpack
@@ -54,6 +55,8 @@ def conversion(
     if plan.target.only_rank:
         raise RequestError(f"this is a plan of {dict(plan.target.only_rank)} alone", do="Plan without `only` what is to be written")
     root = Path(target)
+    if "\0" in str(root):
+        raise RequestError(f"the name of the target, {str(root)!r}, contains NUL", do="Choose another name")
 
     def replaces() -> tuple[str, ...]:
         with system_errors("read", root):
@@ -100,11 +103,10 @@ def _replaceable(root: Path, plan: Plan, *, resume: bool, overwrite: bool) -> tu
 
 def _check_place(root: Path, source: Path) -> None:
     """Raises RequestError if the target cannot be a directory, TargetError if it and the source contain each other."""
-    if "\0" in str(root):
-        raise RequestError(f"the name of the target, {str(root)!r}, contains NUL", do="Choose another name")
     if root.exists() and not root.is_dir():
         raise RequestError("the target is a file; a directory is written", where=str(root))
-    target, folder = root.resolve(), (source if source.is_dir() else source.parent).resolve()
+    # realpath, because Path.resolve raises RuntimeError for links in a circle.
+    target, folder = (Path(os.path.realpath(path)) for path in (root, source if source.is_dir() else source.parent))
     if target == folder:
         raise TargetError("source and target are the same directory", where=str(root), do="Choose another target")
     if source.is_dir() and folder in target.parents:

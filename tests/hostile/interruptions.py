@@ -41,8 +41,8 @@ DONE, REFUSED, SYSTEM, DEFECT = 0, 10, 11, 12
 def plans(kind):
     """Two plans into one format that write files of the same names: of other bytes, and of another number."""
     options = {"to": "hf", "max_shard_size": "60kB"} if kind == "hf" else {"to": "vllm", "tp": 2}
-    other = {"to": "hf", "max_shard_size": "40kB"} if kind == "hf" else {"to": "vllm", "tp": 4}
-    return reshard.plan(HF / "llama", **options), reshard.plan(HF / "mistral", **other)
+    other = {"to": "hf", "max_shard_size": "50kB"} if kind == "hf" else {"to": "vllm", "tp": 4}
+    return reshard.plan(HF / "llama", **options), reshard.plan(HF / "qwen2", **other)
 
 
 class Case:
@@ -161,7 +161,7 @@ def slow(randomness, most):
 
 def calls_of_an_overwrite(case, work):
     """The number of file operations of an overwrite that nothing disturbs."""
-    target, counted = work / "counted", work / "count"
+    target, counted = work / f"counted-{case.kind}", work / "count"
     case.old(target)
 
     def overwrite():
