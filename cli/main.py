@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from importlib import import_module
+from types import FrameType
 
 import click
 
 from reshard.storage.system_calls import check_platform
+
+from .tables import discard_output, standard_output
 
 # name -> (module, what `--help` says). Static, so that help and start-up load nothing else.
 COMMANDS = {
@@ -25,7 +29,7 @@ COMMANDS = {
     "completion": (".commands.completion", "Print the completion script for bash, zsh or fish."),
 }
 
-EPILOG = "Exit codes: 0 success; 1 the check found differences; 2 bad input or usage; 70 defect of reshard; 130 interrupted."
+EPILOG = "Exit codes: 0 success; 1 the check found differences; 2 bad input or usage; 70 defect of reshard; 130, 143 interrupted."
 
 
 class LazyGroup(click.Group):
@@ -50,17 +54,43 @@ def cli(debug: bool) -> None:
     """Convert training checkpoints into the layout serving engines load: bit-exact, in constant memory, without any framework."""
 
 
+class _Stopped(BaseException):
+    """A signal that asks the process to end: Ctrl-C, or Slurm's before it preempts a job. click does not know it and lets it pass."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.exit_code = 128 + number
+
+
 def main() -> None:
     """Run the command line; exits with its code."""
+    _stop_cleanly_on_signals()
     sys.exit(run(sys.argv[1:]))
+
+
+def _stop_cleanly_on_signals() -> None:
+    """From now on, SIGINT, SIGTERM and SIGHUP raise _Stopped. A second SIGINT ends the process at once; the others are ignored then."""
+    process, numbers = os.getpid(), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != process:  # a process that was forked to read a part of the files
+            os._exit(128 + number)
+        for each in numbers:
+            signal.signal(each, signal.SIG_DFL if each == signal.SIGINT else signal.SIG_IGN)
+        raise _Stopped(number)
+
+    for each in numbers:
+        if signal.getsignal(each) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(each, stop)
 
 
 def run(arguments: list[str]) -> int:
     """The exit code of a command line. Errors become one paragraph on stderr; with --debug, a traceback."""
     try:
         check_platform()
-        code = cli.main(arguments, prog_name="reshard", standalone_mode=False)
-        sys.stdout.flush()
+        code = cli.main(arguments, prog_name="reshard", standalone_mode=False, obj=arguments)
+        with standard_output():
+            sys.stdout.flush()
         return int(code or 0)
     except click.exceptions.Exit as exit_:
         return int(exit_.exit_code)
@@ -71,21 +101,31 @@ def run(arguments: list[str]) -> int:
         print(f"reshard: {message}. `{name} --help` shows how to use it.", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, click.Abort):
-        print("reshard: interrupted; finished work is kept, and --resume continues from there", file=sys.stderr)
-        return 130
-    except (BrokenPipeError, SystemExit):
-        # The reader of our output has gone, as with `| head` (click turns that into an exit of its own). This is not an error; keep
-        # Python from complaining when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _interrupted(130)
+    except _Stopped as stopped:
+        return _interrupted(stopped.exit_code)
+    except SystemExit:
+        # How click ends when the reader of --help has gone, as with `| head`.
+        discard_output()
         return 0
     except Exception as error:
         return _report(error, "--debug" in arguments)
 
 
+def _interrupted(code: int) -> int:
+    print("reshard: interrupted; finished work is kept, and --resume continues from there", file=sys.stderr)
+    return code
+
+
 def _report(error: Exception, debug: bool) -> int:
     from reshard.errors import RequestError, ReshardError
+    from reshard.storage.system_calls import system_refusal
 
     without_torch = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+    if isinstance(error, OSError) and error.errno and not debug:
+        # The system refuses, which is not a defect. Without a name it is the output of --help.
+        discard_output()
+        error = system_refusal(error, "read or written", "standard output")
     if debug or not (without_torch or isinstance(error, ReshardError)):
         import traceback
 

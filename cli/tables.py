@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import click
 
 from reshard.errors import printable
+from reshard.storage.system_calls import system_refusal
 
 
 def nbytes_text(nbytes: int, digits: int = 3) -> str:
@@ -48,11 +53,33 @@ def shape_text(shape: Sequence[int]) -> str:
 
 def show(text: str = "") -> None:
     """Print lines; what comes from a file cannot act on the terminal."""
-    click.echo("\n".join(printable(line) for line in text.split("\n")))
+    with standard_output():
+        click.echo("\n".join(printable(line) for line in text.split("\n")))
 
 
 def show_json(document: Any) -> None:
-    click.echo(json.dumps(document, indent=2))
+    with standard_output():
+        click.echo(json.dumps(document, indent=2))
+
+
+@contextmanager
+def standard_output() -> Iterator[None]:
+    """Inside this context, something is printed.
+
+    When the reader of the output has gone, as with `| head`, the rest is discarded, and the command goes on to its exit code. Raises
+    SystemRefusal if the output cannot be written, for example to a full disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        discard_output()
+        if error.errno != errno.EPIPE:
+            raise system_refusal(error, "written", "standard output") from error
+
+
+def discard_output() -> None:
+    """From now on, write what is printed nowhere. Python flushes standard output at its end, and would complain about an error."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _text(cell: object) -> str:

@@ -6,6 +6,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from .. import options
+from ..tables import standard_output
 
 _INSTALL = {
     "bash": "reshard completion bash > ~/.local/share/bash-completion/completions/reshard",
@@ -21,4 +22,5 @@ def command(shell: str) -> None:
     found = get_completion_class(shell)
     assert found is not None
     root = click.get_current_context().find_root().command
-    click.echo(found(root, {}, "reshard", "_RESHARD_COMPLETE").source())
+    with standard_output():
+        click.echo(found(root, {}, "reshard", "_RESHARD_COMPLETE").source())

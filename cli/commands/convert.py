@@ -59,7 +59,9 @@ def command(
         show_json(plan_document(plan)) if as_json else show_plan(plan)
         return
     began = time.monotonic()
-    running = conversion(plan, target, resume=resume, overwrite=overwrite, effort=effort)
+    arguments = click.get_current_context().find_root().obj
+    arguments = tuple(arguments[arguments.index("convert") :])
+    running = conversion(plan, target, resume=resume, overwrite=overwrite, effort=effort, arguments=arguments)
     with bar(running.total, "convert", show_progress) as advance:
         for done in running.run():
             advance(done.nbytes)

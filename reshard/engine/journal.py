@@ -1,22 +1,31 @@
 """The journal: the blocks of a conversion that are on the disk, with their digests, so that an interrupted conversion can be resumed.
 
-    {"identity": digest of the plan, "replaces": [files of an older checkpoint that the result replaces], "version": 1}
-    {"blocks": [[route, block, digest], ...]}
+    {"identity": digest of the plan, "replaces": [files of an older checkpoint that the result replaces], "version": 1,
+     "to": format, "nbytes": bytes of all blocks, "arguments": [the command line]}
+    {"blocks": [[route, block, digest], ...], "nbytes": bytes of all blocks that are finished}
     ...
+    {"commit": "begun"}
 
-A line is written only after the bytes of its blocks have been synced. An incomplete last line is ignored.
+A line is written only after the bytes of its blocks have been synced. An incomplete last line is ignored. From the last line on, the target
+holds no complete checkpoint until the journal is removed.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import threading
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import RequestError
-from reshard.storage.staging import Staging
+from reshard.errors import CheckpointError, TargetError
+from reshard.storage.files import inside
+from reshard.storage.lock import is_locked
+from reshard.storage.staging import JOURNAL, LOCK, WORK_FOLDER, Staging
+from reshard.storage.system_calls import sync_folder, system_errors
 
 # Short, so that the disk writes while blocks are still being copied: with 5 s, the last sync alone took a third of the time of a 2 GB
 # conversion. A sync that takes longer delays the next one.
@@ -26,42 +35,101 @@ BlockKey = tuple[int, int]
 """(index of the route in the plan, index of the block in the tensor)."""
 
 
-class Journal:
-    """Appends finished blocks to the journal file, several times a second, in a thread of its own."""
+@dataclass(frozen=True, slots=True)
+class JournalHeader:
+    """The first line of a journal: which conversion it is."""
 
-    def __init__(self, staging: Staging, identity: str, replaces: tuple[str, ...], *, resumed: bool) -> None:
-        self._staging = staging
-        self.replaces = replaced_files(staging.journal) if resumed else replaces
+    identity: str = ""
+    """The identity of the plan."""
+    replaces: tuple[str, ...] = ()
+    """The files of an older checkpoint that are removed when the new one is complete."""
+    to: str = "another format"
+    """The format that is written."""
+    nbytes: int = 0
+    """The bytes of all blocks; 0 if the journal, of version 0.1.0, does not say it."""
+    arguments: tuple[str, ...] = ()
+    """The arguments of the `reshard` command that began it; empty if Python code did."""
+
+    def record(self) -> dict[str, object]:
+        """The JSON object of the line."""
+        return {**asdict(self), "version": 1}
+
+    @staticmethod
+    def of(record: dict[str, Any]) -> JournalHeader:
+        """The header from the JSON object of the line."""
+        return JournalHeader(
+            identity=str(record.get("identity")),
+            replaces=tuple(inside(str(path), where=JOURNAL) for path in record.get("replaces", ())),
+            to=str(record.get("to", "another format")),
+            nbytes=int(record.get("nbytes", 0)),
+            arguments=tuple(map(str, record.get("arguments", ()))),
+        )
+
+    def command(self) -> str:
+        """What finishes the conversion."""
+        # The arguments come from a file. The name of the command does not, and the shell gets each argument quoted.
+        if self.arguments[:1] != ("convert",):
+            return "Repeat the conversion with --resume (in Python: resume=True)"
+        options = [argument for argument in self.arguments if argument not in ("--resume", "--overwrite")]
+        return f"Finish it with `reshard {shlex.join([*options, '--resume'])}`"
+
+
+class Journal:
+    """Appends finished blocks to the journal file, several times a second, in a thread of its own.
+
+    header: for a new journal; None continues the journal of an earlier run, which has finished `finished` bytes.
+
+    Raises: SystemRefusal if the journal cannot be written.
+    """
+
+    def __init__(self, staging: Staging, header: JournalHeader | None, *, finished: int = 0) -> None:
+        self._staging, self._finished = staging, finished
         self._pending: list[tuple[int, int, str]] = []
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._error: BaseException | None = None
-        self._file = open(staging.journal, "a" if resumed else "w")  # noqa: SIM115  (closed by `close`)
-        if not resumed:
-            self._append({"identity": identity, "replaces": list(replaces), "version": 1})
+        with system_errors("written", staging.journal):
+            if not header:
+                _remove_incomplete_line(staging.journal)
+            self._file = open(staging.journal, "w" if header else "a")  # noqa: SIM115  (closed by `_end`)
+            if header:
+                self._append(header.record())
+                sync_folder(staging.work)
         self._thread = threading.Thread(target=self._tick, name="reshard-journal", daemon=True)
         self._thread.start()
 
-    def add(self, key: BlockKey, digest: bytes) -> None:
+    def add(self, key: BlockKey, digest: bytes, nbytes: int) -> None:
         """Add a block whose bytes have been written. Raises the error of the last sync, if it failed."""
         if self._error:
             raise self._error
         with self._lock:
             self._pending.append((*key, digest.hex()))
+            self._finished += nbytes
 
-    def abandon(self) -> None:
-        """Stop without writing the pending blocks."""
+    def stop(self) -> None:
+        """Stop after an error or an interruption. Pending blocks are written if that is possible. May be called twice."""
+        with suppress(Exception):
+            self._end()
+
+    def begin_commit(self) -> None:
+        """Write the pending blocks and the line that says that the commit begins, and stop.
+
+        Raises: SystemRefusal if they, or any blocks before them, could not be written.
+        """
+        self._end({"commit": "begun"})
+
+    def _end(self, *records: dict[str, object]) -> None:
         self._stop.set()
         self._thread.join()
-        self._file.close()
-
-    def close(self) -> None:
-        """Write the pending blocks and stop. May be called twice. Raises RequestError if the disk is full."""
-        self._stop.set()
-        self._thread.join()
-        if not self._file.closed:
-            try:
-                self._flush()
-            finally:
+        try:
+            # After a sync that failed, the system takes the lost bytes for written: a second sync would succeed and prove nothing.
+            if self._error:
+                raise self._error
+            self._flush()
+            with system_errors("written", self._staging.journal):
+                for record in records:
+                    self._append(record)
+        finally:
+            with suppress(OSError):  # Every line that counts was synced.
                 self._file.close()
 
     def _tick(self) -> None:
@@ -74,10 +142,11 @@ class Journal:
 
     def _flush(self) -> None:
         with self._lock:
-            pending, self._pending = self._pending, []
+            pending, self._pending, finished = self._pending, [], self._finished
         if pending:
             self._staging.sync()
-            self._append({"blocks": pending})
+            with system_errors("written", self._staging.journal):
+                self._append({"blocks": pending, "nbytes": finished})
 
     def _append(self, record: dict[str, object]) -> None:
         self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
@@ -85,41 +154,75 @@ class Journal:
         os.fsync(self._file.fileno())
 
 
-def names_a_plan(path: Path) -> bool:
-    """Whether a journal exists and its first line, which names the plan, is complete. Without that line, no block is recorded."""
-    return path.exists() and "\n" in path.read_text()
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A conversion that was interrupted, or that is running, as its journal describes it."""
 
+    root: Path
+    """The target directory."""
+    header: JournalHeader
+    """The first line of the journal."""
+    blocks: dict[BlockKey, bytes]
+    """The digests of the finished blocks."""
+    nbytes: int
+    """The bytes of the finished blocks."""
+    committing: bool
+    """Whether the commit has begun, so that the target holds no complete checkpoint."""
 
-def read_journal(path: Path, identity: str) -> dict[BlockKey, bytes]:
-    """The digests of the blocks that an earlier run of the same plan has finished.
+    @property
+    def progress(self) -> str:
+        """How far it is: ", 63 % done"; empty if the journal does not tell."""
+        return f", {100 * self.nbytes // self.header.nbytes} % done" if self.header.nbytes else ""
 
-    Raises: RequestError if the journal belongs to another plan.
-    """
-    finished: dict[BlockKey, bytes] = {}
-    lines = path.read_text().split("\n")[:-1]
-    records = [_record(line) for line in lines]
-    if not records or records[0].get("identity") != identity:
-        raise RequestError(
-            "the interrupted conversion in this directory had other options or another version of reshard, or its source has changed since",
-            where=str(path.parent.parent),
-            why="Resuming would mix two conversions",
-            do="Repeat the options of that run, or start again with --overwrite",
+    def refusal(self) -> CheckpointError:
+        """The error for somebody who wants to read the target as a checkpoint, with the command that finishes it."""
+        running = is_locked(self.root / WORK_FOLDER / LOCK)
+        return CheckpointError(
+            f"{'a conversion is running here' if running else 'an interrupted conversion'} to {self.header.to}{self.progress}",
+            where=str(self.root),
+            why="The checkpoint is not complete yet" if running else "The checkpoint is not complete",
+            do="Wait until it has ended" if running else self.header.command(),
         )
-    for record in records:
-        for route, block, digest in record.get("blocks", ()):
-            finished[int(route), int(block)] = bytes.fromhex(digest)
-    return finished
 
 
-def replaced_files(path: Path) -> tuple[str, ...]:
-    """The files that the interrupted conversion was allowed to replace."""
-    return tuple(str(name) for name in _record(path.read_text().split("\n")[0]).get("replaces", ()))
+def read_journal(root: Path) -> Unfinished | None:
+    """The conversion in the work folder of a target; None if there is none, or none that has noted which plan it follows.
+
+    Raises: SystemRefusal if the journal cannot be read.
+    """
+    path = root / WORK_FOLDER / JOURNAL
+    with system_errors("read", path):
+        if not path.is_file():
+            return None
+        lines = path.read_text(errors="replace").split("\n")[:-1]
+    records = [_record(line) for line in lines]
+    if not records or "identity" not in records[0]:
+        return None
+    try:
+        blocks = {(int(i), int(j)): bytes.fromhex(digest) for record in records for i, j, digest in record.get("blocks", ())}
+        nbytes = max((int(record.get("nbytes", 0)) for record in records[1:]), default=0)
+        return Unfinished(root, JournalHeader.of(records[0]), blocks, nbytes, any("commit" in record for record in records))
+    except (ValueError, TypeError):
+        raise TargetError(
+            "the journal was not written by reshard", where=str(path), do=f"Remove {path.parent}, or start again with --overwrite"
+        ) from None
+
+
+def progress(root: Path) -> str:
+    """How far the conversion in the work folder of a target is: ", 63 % done"; empty if there is none or it does not tell."""
+    unfinished = read_journal(root)
+    return unfinished.progress if unfinished else ""
+
+
+def _remove_incomplete_line(path: Path) -> None:
+    """Remove what follows the last complete line of a journal, so that the next line is one of its own."""
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def _record(line: str) -> dict[str, Any]:
     """The JSON object of a line; empty if the line is incomplete."""
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

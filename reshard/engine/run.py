@@ -7,17 +7,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.engine.journal import BlockKey, Journal, names_a_plan, read_journal
+from reshard.engine.journal import BlockKey, Journal, JournalHeader, Unfinished, progress, read_journal
 from reshard.engine.pool import run_jobs, workers_within
 from reshard.engine.transfer import Pieces, Worker, bytes_of
 from reshard.engine.values import Values
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError, RequestError, TargetError
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.quantities import plural
 from reshard.plans.digests import Fingerprint, block_digest, checkpoint_fingerprint, tensor_digest
 from reshard.plans.layout import Sidecar
 from reshard.plans.plan import Plan, Route
 from reshard.storage.staging import WORK_FOLDER, Staging
+from reshard.storage.system_calls import system_errors
 
 MANIFEST = "reshard.json"
 
@@ -55,8 +56,9 @@ class _Job:
 class Conversion:
     """One run of a plan into the directory `root`. Iterate `run()` to its end.
 
-    resume: finish an interrupted run. replaces: files of an older checkpoint in `root` that are removed when the new one is complete.
-    workers: threads. memory: the most bytes of buffers.
+    resume: finish an interrupted run. replaces: returns the files of an older checkpoint in `root`, which are removed when the new one is
+    complete; called when no other run can write there any more. workers: threads. memory: the most bytes of buffers. arguments: those of
+    the command line, for the message that says how to finish the run.
     """
 
     def __init__(
@@ -65,9 +67,10 @@ class Conversion:
         root: str | Path,
         *,
         resume: bool = False,
-        replaces: tuple[str, ...] = (),
+        replaces: Callable[[], tuple[str, ...]] = tuple,
         workers: int | None = None,
         memory: int | None = None,
+        arguments: tuple[str, ...] = (),
     ) -> None:
         self.plan = plan
         self.fingerprint: Fingerprint | None = None
@@ -75,7 +78,7 @@ class Conversion:
         self.resumed_bytes = 0
         """The bytes that an earlier run has written."""
         self._staging = Staging(root)
-        self._resume, self._replaces = resume, replaces
+        self._resume, self._replaces, self._arguments = resume, replaces, arguments
         self._identity = plan.identity()
         self._itemsize = max((dtype.itemsize for route in plan.routes for dtype in route.dtypes), default=1)
         self._workers = workers_within(memory, workers, self._itemsize, buffers=3 if any(r.is_cast for r in plan.routes) else 2)
@@ -93,38 +96,95 @@ class Conversion:
 
         Whatever stops the run, no file has its final name unless all files are complete, and finished blocks are in the journal.
 
-        Raises: CheckpointError if a source file cannot be read or replicas differ; then nothing is left in the target. RequestError if the
-        disk is full, or there is no interrupted run to resume.
+        Raises: CheckpointError if a source file is incomplete or has changed, or replicas differ; then nothing is left in the target.
+        TargetError if another run is writing there, or there is no interrupted run to resume. SystemRefusal if the system cannot read or
+        write, for example because the disk is full.
         """
-        if self._resume and is_finished(self._staging.root, self._identity):
-            self._staging.clean()
-            self.fingerprint = recorded_fingerprint(self._staging.root)
-            self.resumed_bytes = self.total
+        staging = self._staging
+        if self._resume and not staging.work.exists() and is_finished(staging.root, self._identity):
+            self._take_finished()
             return
-        resume = self._resume and names_a_plan(self._staging.journal)
-        if self._resume and not resume:
+        with staging.locked(self._identity, lambda: progress(staging.root)), system_errors("written", staging.root):
+            yield from self._run()
+
+    def _run(self) -> Iterator[Done]:
+        staging = self._staging
+        replaces = self._replaces()
+        earlier = read_journal(staging.root)
+        if self._resume and self._is_finished(earlier):
+            staging.clean()
+            self._take_finished()
+            return
+        if self._resume and earlier is None:
             self._check_nothing_else_is_there()
-        finished = read_journal(self._staging.journal, self._identity) if resume else {}
-        sizes = {file.path: file.nbytes for file in self.plan.layout.files}
-        try:
-            self._staging.prepare(sizes, resume=resume)
-        except RequestError:
-            if not resume:
-                self._staging.abandon()
-            raise
-        journal = Journal(self._staging, self._identity, self._replaces, resumed=resume)
-        digests = dict(finished)
+        resumed = earlier if self._resume else None
+        if resumed:
+            self._check_identity(resumed)
+        if earlier and earlier.committing and not resumed:
+            # No complete checkpoint is left to preserve, and without the journal nothing would say so.
+            staging.remove((*earlier.header.replaces, *replaces))
+        self._prepare(resumed)
+        digests = dict(resumed.blocks) if resumed else {}
+        header = resumed.header if resumed else self._header(replaces)
+        journal = Journal(staging, None if resumed else header, finished=resumed.nbytes if resumed else 0)
         try:
             yield from self._blocks(digests, journal)
+            self._check_source_is_unchanged()
+            self.fingerprint = self._fingerprint(digests)
+            self._finish(journal, header.replaces, again=resumed is not None and resumed.committing)
         except CheckpointError:
             # The input is wrong, so this run can never be resumed.
-            journal.abandon()
-            self._staging.abandon()
+            journal.stop()
+            staging.abandon()
             raise
-        finally:
-            journal.close()
-        self.fingerprint = self._fingerprint(digests)
-        self._finish(journal.replaces)
+        except BaseException:
+            journal.stop()
+            raise
+
+    def _is_finished(self, earlier: Unfinished | None) -> bool:
+        """Whether an earlier run has finished this conversion. Until its last rename, the target holds what it is about to replace."""
+        committed = earlier is None or (earlier.committing and not (self._staging.work / MANIFEST).exists())
+        return committed and is_finished(self._staging.root, self._identity)
+
+    def _take_finished(self) -> None:
+        """An earlier run has finished this conversion."""
+        self.fingerprint = recorded_fingerprint(self._staging.root)
+        self.resumed_bytes = self.total
+
+    def _header(self, replaces: tuple[str, ...]) -> JournalHeader:
+        return JournalHeader(self._identity, replaces, self.plan.layout.format, self.total, self._arguments)
+
+    def _prepare(self, resumed: Unfinished | None) -> None:
+        """Prepare the files. A run that cannot begin leaves nothing behind; one that cannot continue keeps the work of the earlier run."""
+        sizes = {file.path: file.nbytes for file in self.plan.layout.files}
+        try:
+            self._staging.prepare(sizes, resume=resumed is not None, committing=resumed is not None and resumed.committing)
+        except RequestError:
+            if not resumed:
+                self._staging.abandon()
+            raise
+
+    def _check_identity(self, earlier: Unfinished) -> None:
+        """Raises TargetError if the interrupted run followed another plan."""
+        if earlier.header.identity != self._identity:
+            raise TargetError(
+                "the interrupted conversion in this directory had other options or another version of reshard, or its source has changed "
+                "since",
+                where=str(self._staging.root),
+                why="Resuming would mix two conversions",
+                do="Repeat the options of that run, or start again with --overwrite",
+            )
+
+    def _check_source_is_unchanged(self) -> None:
+        """Raises CheckpointError if a source file was written after its metadata was read."""
+        for file in self.plan.source.files:
+            if self.plan.source_files.changed(file.path):
+                raise CheckpointError(
+                    "the file was written while it was converted",
+                    where=file.path,
+                    why="A part of the result would be from before and a part from after, so nothing was kept",
+                    do="Wait until the checkpoint has been saved, then convert it again",
+                )
 
     def _check_nothing_else_is_there(self) -> None:
         """Raises RequestError if the target holds files. Without a journal, resuming means starting, which must not touch such files."""
@@ -132,7 +192,7 @@ class Conversion:
         others = [entry.name for entry in root.iterdir() if entry.name != WORK_FOLDER] if root.exists() else []
         if others:
             more = f" and {plural(len(others) - 1, 'other entry', 'other entries')}" if len(others) > 1 else ""
-            raise RequestError(
+            raise TargetError(
                 f"there is no interrupted run of this conversion here, but {others[0]}{more}",
                 where=str(root),
                 why="This is the result of another conversion, or of none; resuming would mix the two",
@@ -162,7 +222,7 @@ class Conversion:
 
         for job, digest in run_jobs((job for job in self._jobs() if job.key not in finished), make_worker, self._workers):
             digests[job.key] = digest
-            journal.add(job.key, digest)
+            journal.add(job.key, digest, job.nbytes)
             yield Done(job.route.name, job.nbytes)
 
     def _jobs(self) -> Iterator[_Job]:
@@ -196,7 +256,7 @@ class Conversion:
                 by_tensor[name] = tensor_digest(name, route.target.dtype, route.target.shape, block_digests)
         return checkpoint_fingerprint(by_tensor)
 
-    def _finish(self, replaces: tuple[str, ...]) -> None:
+    def _finish(self, journal: Journal, replaces: tuple[str, ...], *, again: bool) -> None:
         """Write the sidecars and the manifest, and give all files their final names."""
         staging, layout = self._staging, self.plan.layout
         staging.sync()
@@ -205,7 +265,8 @@ class Conversion:
         for sidecar in sidecars:
             staging.add(sidecar.path, sidecar.content)
         names = [file.path for file in layout.files] + [sidecar.path for sidecar in sidecars]
-        staging.commit(names, replaces=[path for path in replaces if path not in names])
+        journal.begin_commit()
+        staging.commit(names, replaces=replaces, again=again)
 
     def _manifest(self) -> bytes:
         """The content of the manifest: what the other files do not say, such as engine version, parallel sizes and fingerprint."""

@@ -1,8 +1,8 @@
 """Decoded ranges: byte ranges of files that are compressed or otherwise encoded, readable at any offset of the decoded bytes.
 
 An encoded range can only be decoded from its start. It is decoded as a whole into an unnamed temporary file (in TMPDIR) and read from
-there, so memory stays constant. Only the _MAX_DECODED most recently used files are kept, to bound the use of the disk; a range whose file
-was closed is decoded again.
+there, so memory stays constant. Only a few of the most recently used files are kept, to bound the use of the disk and of descriptors; a
+range whose file was closed is decoded again.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from reshard.errors import CheckpointError
-from reshard.storage.system_calls import read_at
+from reshard.storage.system_calls import open_files_at_once, read_at, system_errors
 
 Read = Callable[[str, int, memoryview], None]
 """A function with the signature of `Files.read_into`: path, byte offset, buffer to fill."""
 
 _CHUNK = 1 << 20
 _MAX_DECODED = 16
+"""The most temporary files that are kept; fewer if the process may open few files."""
 
 
 class _Decoder(Protocol):
@@ -80,7 +81,7 @@ class DecodedRanges:
         self._read = read
         self._ranges: dict[str, _Range] = {}
         self._recent: OrderedDict[str, _Range] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock, self._most = threading.Lock(), min(_MAX_DECODED, open_files_at_once() // 4)
 
     def __contains__(self, path: str) -> bool:
         return path in self._ranges
@@ -119,7 +120,8 @@ class DecodedRanges:
         encoded = self._ranges[path]
         with encoded.lock:
             if encoded.file is None:
-                self._decode_to_file(encoded, path)
+                with system_errors("written", tempfile.gettempdir()):
+                    self._decode_to_file(encoded, path)
             result = use(encoded)
         self._note_use(path, encoded)
         return result
@@ -129,7 +131,7 @@ class DecodedRanges:
         with self._lock:
             self._recent[path] = encoded
             self._recent.move_to_end(path)
-            old = self._recent.popitem(last=False)[1] if len(self._recent) > _MAX_DECODED else None
+            old = self._recent.popitem(last=False)[1] if len(self._recent) > self._most else None
         if old is not None:
             with old.lock:
                 if old.file is not None:

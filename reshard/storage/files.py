@@ -6,6 +6,7 @@ checkpoint, with forward slashes. A path in a checkpoint's metadata is a claim u
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -16,9 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError, RequestError, ReshardError, SystemRefusal
 from reshard.storage.decoded_ranges import DecodedRanges
-from reshard.storage.system_calls import open_files_at_once, read_at
+from reshard.storage.system_calls import open_files_at_once, read_at, system_errors, system_refusal
+
+# Errors that say what a path is. Any other error says that the system cannot look now.
+_NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 class Files(Protocol):
@@ -34,18 +38,21 @@ class Files(Protocol):
         """The file's length in bytes; None if the file does not exist."""
 
     def stamp(self, path: str) -> str:
-        """A text that changes whenever the file is written."""
+        """A text that changes whenever the file is written. Later calls return the same text: `changed` looks again."""
+
+    def changed(self, path: str) -> bool:
+        """Whether the file was written, or removed, since its size or stamp was first asked for."""
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill the buffer with the file's bytes from `byte_offset` on.
 
-        Raises: CheckpointError if the file is missing, ends before the buffer is full, or cannot be read.
+        Raises: CheckpointError if the file is missing or ends before the buffer is full, SystemRefusal if the system cannot read it now.
         """
 
     def read_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
         """Fill the buffer with runs of equal length, one after the other. Each run starts at one of the byte offsets.
 
-        Raises: CheckpointError as `read_into` does.
+        Raises: as `read_into` does.
         """
 
     def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
@@ -156,13 +163,16 @@ class LocalFiles:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         path = Path(root)
-        if not path.exists():
-            raise RequestError(f"there is no file or directory {str(root)!r}")
+        with system_errors("read", path):
+            if not path.exists():
+                raise RequestError(f"there is no file or directory {str(root)!r}")
+            is_folder = path.is_dir()
         self.root = str(root)
-        self.folder = path if path.is_dir() else path.parent
-        self._only_file = None if path.is_dir() else path.name
+        self.folder = path if is_folder else path.parent
+        self._only_file = None if is_folder else path.name
         self._descriptors = Descriptors(self.folder, os.O_RDONLY)
         self._decoded = DecodedRanges(self.read_into)
+        self._stamps: dict[str, tuple[int, int]] = {}
 
     def list(self, folder: str = "") -> tuple[str, ...]:
         if self._only_file is not None:
@@ -170,9 +180,11 @@ class LocalFiles:
         prefix = folder.rstrip("/") + "/" if folder else ""
         try:
             with os.scandir(self.folder / folder) as entries:
-                return tuple(sorted(prefix + entry.name + ("/" if entry.is_dir() else "") for entry in entries))
-        except (FileNotFoundError, NotADirectoryError):
-            return ()
+                return tuple(sorted(prefix + entry.name + ("/" if _is_folder(entry) else "") for entry in entries))
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                return ()
+            raise system_refusal(error, "listed", self.folder / folder) from error
 
     def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
         return self._decoded.add(path, start, nbytes, codecs, limit=limit)
@@ -180,14 +192,23 @@ class LocalFiles:
     def size(self, path: str) -> int | None:
         if path in self._decoded:
             return self._decoded.size(path)
-        try:
-            status = os.stat(self.folder / path)
-        except (FileNotFoundError, NotADirectoryError):
+        status = self._status(path)
+        if status is None or stat.S_ISDIR(status.st_mode):
             return None
-        return None if stat.S_ISDIR(status.st_mode) else status.st_size
+        self._stamps.setdefault(path, _stamp(status))
+        return status.st_size
 
     def stamp(self, path: str) -> str:
-        return str(os.stat(self.folder / path).st_mtime_ns)
+        self.size(path)
+        if path not in self._stamps:
+            raise missing(self, path)
+        return str(self._stamps[path][0])
+
+    def changed(self, path: str) -> bool:
+        if path not in self._stamps:
+            return False
+        status = self._status(path)
+        return status is None or _stamp(status) != self._stamps[path]
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         if path in self._decoded:
@@ -196,10 +217,8 @@ class LocalFiles:
         try:
             with self._descriptors.borrow(path) as descriptor:
                 self._fill(descriptor, path, byte_offset, buffer)
-        except FileNotFoundError:
-            raise missing(self, path) from None
         except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror}", where=path) from error
+            raise self._unreadable(error, path) from error
 
     def read_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
         if path in self._decoded:
@@ -210,10 +229,26 @@ class LocalFiles:
             with self._descriptors.borrow(path) as descriptor:
                 for i, byte_offset in enumerate(byte_offsets):
                     self._fill(descriptor, path, byte_offset, buffer[i * length : (i + 1) * length])
-        except FileNotFoundError:
-            raise missing(self, path) from None
         except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror}", where=path) from error
+            raise self._unreadable(error, path) from error
+
+    def _status(self, path: str) -> os.stat_result | None:
+        """The status of a file; None if there is no such file."""
+        try:
+            return os.stat(self.folder / path)
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                return None
+            raise system_refusal(error, "read", self.folder / path) from error
+
+    def _unreadable(self, error: OSError, path: str) -> ReshardError:
+        """The error for the user when a file cannot be read. A disk or network that does not answer says nothing about the checkpoint."""
+        if error.errno in _NO_FILE:
+            return missing(self, path)
+        if error.errno == errno.EISDIR:
+            return CheckpointError("a file was expected, this is a directory", where=path)
+        refusal = system_refusal(error, "read", path)
+        return SystemRefusal(refusal.what, where=path, do=f"{refusal.do}; an interrupted conversion continues with --resume")
 
     @staticmethod
     def _fill(descriptor: int, path: str, byte_offset: int, buffer: memoryview) -> None:
@@ -228,6 +263,18 @@ class LocalFiles:
                     do="Copy the file again",
                 )
             done += count
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a directory, or a link to one. A link that leads in a circle, or to what nobody may see, is not."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int]:
+    return status.st_mtime_ns, status.st_size
 
 
 class VirtualFiles:
@@ -253,6 +300,9 @@ class VirtualFiles:
 
     def stamp(self, path: str) -> str:
         return "planned"
+
+    def changed(self, path: str) -> bool:
+        return False
 
     def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
         raise CheckpointError(f"the planned file is read with {', '.join(codecs)}, but planned files are not encoded", where=path)

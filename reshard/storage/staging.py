@@ -1,7 +1,8 @@
 """Staging: writing files under temporary names, and renaming them when they are complete.
 
-Until `commit`, everything lies in the work folder `.reshard` inside the target: the files, at their full length, and the journal. A file
-with its final name is always complete, whatever stops the process.
+Until `commit`, everything lies in the work folder `.reshard` inside the target: the files, at their full length, the journal and the lock
+file. A file with its final name is always complete, whatever stops the process. The journal is removed before anything that it describes,
+and the lock file last.
 """
 
 from __future__ import annotations
@@ -9,59 +10,81 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from reshard.errors import RequestError
+from reshard.errors import SystemRefusal, TargetError
 from reshard.storage.files import Descriptors
-from reshard.storage.system_calls import sync_content
+from reshard.storage.lock import Lock
+from reshard.storage.system_calls import sync_content, sync_folder, system_errors, system_refusal
 
 WORK_FOLDER = ".reshard"
+JOURNAL = "journal.jsonl"
+LOCK = "lock"
+
+_WEIGHTS = (".safetensors", ".pt", ".bin", ".distcp")
 
 
 class Staging:
-    """The files of one target directory while they are being written."""
+    """The files of one target directory while they are being written. Every OSError becomes a SystemRefusal."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
         self.work = self.root / WORK_FOLDER
         self._descriptors: Descriptors | None = None
+        self._lock: Lock | None = None
         self._sizes: dict[str, int] = {}
 
     @property
     def journal(self) -> Path:
         """The path of the journal."""
-        return self.work / "journal.jsonl"
+        return self.work / JOURNAL
 
-    def prepare(self, sizes: dict[str, int], *, resume: bool) -> None:
+    @contextmanager
+    def locked(self, plan: str, progress: Callable[[], str]) -> Iterator[None]:
+        """Inside this context, no other run writes the target. Afterwards, an empty work folder and an empty target are removed.
+
+        plan: the identity of the plan. progress: how far the run is that has the lock, for the message to others.
+
+        Raises: TargetError if another run has the lock.
+        """
+        self._lock = Lock(self.work / LOCK, plan, progress)
+        try:
+            self._lock.acquire()
+            yield
+        finally:
+            if self._descriptors:
+                self._descriptors.close()
+            self._lock.release()
+            with suppress(OSError):  # Neither is empty after an interruption, and after a conversion only the work folder is.
+                self.work.rmdir()
+                self.root.rmdir()
+
+    def prepare(self, sizes: dict[str, int], *, resume: bool, committing: bool = False) -> None:
         """Create every file at its full length, sparse, so that it reads as zeros. With `resume`, keep the files of an earlier run.
 
-        sizes: the length in bytes of each file.
+        sizes: the length in bytes of each file. committing: the earlier run may have given files their final names already.
 
-        Raises: RequestError if the disk has too little free space, before anything is written.
+        Raises: TargetError if a file of the earlier run is missing. SystemRefusal if the disk has too little free space, before any file is
+        created.
         """
         self._sizes = dict(sizes)
-        if not resume and self.work.exists():
-            shutil.rmtree(self.work)
-        present = {path: self._present(path) for path in sizes}
-        needed = sum(size - _allocated(present[path], size) for path, size in sizes.items())
-        existing = next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())
-        free = shutil.disk_usage(existing).free
-        if needed > free:
-            raise RequestError(
-                f"{needed:,} bytes are needed, {free:,} are free",
-                where=str(self.root),
-                why="The disk would be full before the conversion ends; nothing was written",
-                do="Free some space, or choose another disk",
-            )
-        self.work.mkdir(parents=True, exist_ok=True)
-        self._descriptors = Descriptors(self.work, os.O_RDWR)
-        for path, size in sizes.items():
-            if present[path] is None:
+        with system_errors("prepared", self.work):
+            if resume:
+                self._check_all_are_present(committing)
+            else:
+                self._empty_work_folder()
+            if not committing:
+                self._check_free_space()
+            for path, size in () if resume else sizes.items():
+                (self.work / path).parent.mkdir(parents=True, exist_ok=True)
                 self._create(path, size)
+            self._sync_folders_of(self.work, sizes)
+        self._descriptors = Descriptors(self.work, os.O_RDWR)
 
     def write(self, path: str, byte_offset: int, buffer: memoryview) -> None:
-        """Write bytes into a staged file. Raises RequestError if the disk is full or the file cannot be written."""
+        """Write bytes into a staged file. Raises SystemRefusal if the disk is full or the file cannot be written."""
         assert self._descriptors is not None
         try:
             with self._descriptors.borrow(path) as descriptor:
@@ -69,7 +92,7 @@ class Staging:
                 while done < len(buffer):
                     done += os.pwrite(descriptor, buffer[done:], byte_offset + done)
         except OSError as error:
-            raise self._refusal(error) from error
+            raise self._refusal(error, path) from error
 
     def write_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
         """Write runs of equal length, which follow each other in the buffer, at these byte offsets of a file. Raises as `write` does."""
@@ -82,7 +105,7 @@ class Staging:
                     while done < length:
                         done += os.pwrite(descriptor, run[done:] if done else run, byte_offset + done)
         except OSError as error:
-            raise self._refusal(error) from error
+            raise self._refusal(error, path) from error
 
     def sync(self) -> None:
         """Return when everything that was written before is on the disk. Raises as `write` does."""
@@ -93,83 +116,142 @@ class Staging:
                     with self._descriptors.borrow(path) as descriptor:
                         sync_content(descriptor)
                 except OSError as error:
-                    raise self._refusal(error) from error
+                    raise self._refusal(error, path) from error
 
     def add(self, path: str, content: bytes) -> None:
         """Stage a small file with this content. It is on the disk when this returns. Raises as `write` does."""
         staged = self.work / path
-        staged.parent.mkdir(parents=True, exist_ok=True)
         try:
-            staged.write_bytes(content)
-            _sync(staged)
+            staged.parent.mkdir(parents=True, exist_ok=True)
+            with open(staged, "wb") as file:
+                file.write(content)
+                file.flush()
+                sync_content(file.fileno())
         except OSError as error:
-            raise self._refusal(error) from error
+            raise self._refusal(error, path) from error
 
-    def commit(self, paths: Iterable[str], *, replaces: Iterable[str] = ()) -> None:
-        """Remove the files in `replaces`, give the files in `paths` their final names, in that order, and remove the work folder.
+    def commit(self, paths: Sequence[str], *, replaces: Iterable[str] = (), again: bool = False) -> None:
+        """Replace the old checkpoint: remove its files, give the staged files in `paths` their final names, and empty the work folder.
 
-        The caller has called `sync`.
+        The caller has called `sync` and has noted in the journal that the commit begins. Index, config and manifest are the first to go and
+        the last to come, and nothing new appears before everything old is gone. So no reader takes a part of either, or a mixture, for a
+        checkpoint.
+
+        replaces: the files of the old checkpoint. again: an earlier run has begun this commit and was stopped.
         """
-        assert self._descriptors is not None
+        assert self._descriptors is not None and self._lock is not None
         self._descriptors.close()
-        for path in replaces:
-            (self.root / path).unlink(missing_ok=True)
-        for path in paths:
-            if (self.work / path).exists():
+        with system_errors("completed", self.root):
+            self._lock.check()
+            staged = dict.fromkeys(path for path in paths if (self.work / path).exists())
+            committed = {path for path in paths if path not in staged}
+            for path in committed:
+                if not (again and (self.root / path).exists()):
+                    raise _lost(self.work / path)
+            self.remove(path for path in {**dict.fromkeys(replaces), **staged} if path not in committed)
+            new = sorted(staged, key=lambda path: not _holds_weights(path))
+            for path in new:
                 (self.root / path).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(self.work / path, self.root / path)
-        _sync(self.root)
-        self.clean()
+            self._sync_folders_of(self.root, new)
+            self._empty_work_folder()
+
+    def remove(self, paths: Iterable[str]) -> None:
+        """Remove those of these files that exist in the target: index, config and manifest first, then weights."""
+        existing = [path for path in dict.fromkeys(paths) if os.path.lexists(self.root / path)]
+        with system_errors("removed", self.root):
+            for path in sorted(existing, key=_holds_weights):
+                (self.root / path).unlink()
+            self._sync_folders_of(self.root, existing)
 
     def clean(self) -> None:
-        """Remove the work folder."""
-        shutil.rmtree(self.work, ignore_errors=True)
-        _sync(self.root)
+        """Remove the content of the work folder."""
+        with system_errors("removed", self.work):
+            self._empty_work_folder()
 
     def abandon(self) -> None:
-        """Close and remove the staged files and the work folder, and the target directory if it is then empty."""
+        """Close and remove the staged files. If this fails, they stay behind, and the error that led here is the one to report."""
         if self._descriptors:
             self._descriptors.close()
-        shutil.rmtree(self.work, ignore_errors=True)
-        if self.root.exists() and not any(self.root.iterdir()):
-            self.root.rmdir()
+        with suppress(OSError):
+            self._empty_work_folder()
 
-    def _present(self, path: str) -> Path | None:
-        """The file that an earlier run left, staged or committed; None if there is none. Without a journal there was no earlier run."""
-        candidates = (self.work / path, self.root / path)
-        full_length = (file for file in candidates if file.exists() and file.stat().st_size == self._sizes[path])
-        return next(full_length, None) if self.journal.exists() else None
+    def _empty_work_folder(self) -> None:
+        """Remove everything but the lock file. Without the journal nothing can be resumed, so it must go first."""
+        if self.journal.exists():
+            self.journal.unlink()
+            sync_folder(self.work)
+        for entry in list(os.scandir(self.work)):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            elif entry.name != LOCK:
+                os.unlink(entry.path)
+
+    def _check_all_are_present(self, committing: bool) -> None:
+        """Raises TargetError if a file of the earlier run is missing: the journal would claim blocks that are nowhere."""
+        for path, size in self._sizes.items():
+            places = (self.work / path, self.root / path) if committing else (self.work / path,)
+            if not any(place.exists() and place.stat().st_size == size for place in places):
+                raise _lost(self.work / path)
+
+    def _check_free_space(self) -> None:
+        """Raises SystemRefusal if the disk has too little space. Staged files have their full length, but are sparse at first."""
+        staged = (self.work / path for path in self._sizes)
+        allocated = sum(min(file.stat().st_size, file.stat().st_blocks * 512) for file in staged if file.exists())
+        needed, free = sum(self._sizes.values()) - allocated, shutil.disk_usage(self.work).free
+        if needed > free:
+            raise SystemRefusal(
+                f"{needed:,} bytes are needed, {free:,} are free",
+                where=str(self.root),
+                why="The disk would be full before the conversion ends; nothing was written",
+                do="Free some space, or choose another disk",
+            )
 
     def _create(self, path: str, size: int) -> None:
-        staged = self.work / path
-        staged.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(staged, "wb") as file:
+            with open(self.work / path, "wb") as file:
                 os.truncate(file.fileno(), size)
         except OSError as error:
-            raise self._refusal(error) from error
+            raise self._refusal(error, path) from error
 
-    def _refusal(self, error: OSError) -> RequestError:
-        """The error for the user when the system could not write."""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    @staticmethod
+    def _sync_folders_of(root: Path, paths: Iterable[str]) -> None:
+        """Return when the names of these files are on the disk."""
+        folders = {folder for path in paths for folder in (root / path).relative_to(root).parents} | {Path()}
+        for folder in sorted(folders):
+            if (root / folder).is_dir():
+                sync_folder(root / folder)
+
+    def _refusal(self, error: OSError, path: str) -> SystemRefusal:
+        """The error for the user when the system could not write a staged file. Finished blocks are kept."""
+        kept = "Finished blocks are on the disk and in the journal"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             needed, free = sum(self._sizes.values()), shutil.disk_usage(self.root).free
-            return RequestError(
+            return SystemRefusal(
                 f"the disk is full: {needed:,} bytes are needed in all, {free:,} are free now",
                 where=str(self.root),
-                why="Finished blocks are on the disk and in the journal",
+                why=kept,
                 do="Free some space and run the same command with --resume",
             )
-        return RequestError(f"cannot be written: {error.strerror}", where=str(error.filename or self.root))
+        if error.errno == errno.EFBIG:
+            return SystemRefusal(
+                f"a file of {self._sizes.get(path, 0):,} bytes is larger than the file system, or the limit of `ulimit -f`, allows",
+                where=str(self.work / path),
+                do="Raise the limit, choose another disk, or write smaller files with --max-shard-size",
+            )
+        refusal = system_refusal(error, "written", self.work / path)
+        return SystemRefusal(refusal.what, where=refusal.where, why=kept, do=f"{refusal.do}; --resume continues")
 
 
-def _allocated(file: Path | None, size: int) -> int:
-    """The bytes of a file for which the disk has allocated space: staged files have their full length, but are sparse at first."""
-    return min(size, file.stat().st_blocks * 512) if file else 0
+def _holds_weights(path: str) -> bool:
+    """Whether a file holds weights; index, config, manifest and the like do not, and without them no reader finds the weights."""
+    return path.endswith(_WEIGHTS)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _lost(staged: Path) -> TargetError:
+    return TargetError(
+        "the file is missing or has another length than the interrupted run gave it",
+        where=str(staged),
+        why="The journal lists finished blocks that it should hold, so the conversion cannot continue",
+        do="Start again with --overwrite",
+    )

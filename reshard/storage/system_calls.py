@@ -1,14 +1,32 @@
-"""Calls of the operating system that differ between platforms. reshard runs on Linux and macOS; every difference is here.
+"""Calls of the operating system: what differs between platforms, and what an error of the system means to the user.
 
-macOS has no fdatasync, no preadv before macOS 11, and allows a process 256 open files by default.
+reshard runs on Linux and macOS. macOS has no fdatasync, no preadv before macOS 11, and allows a process 256 open files by default.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-from reshard.errors import RequestError
+from reshard.errors import RequestError, SystemRefusal
+
+_ADVICE = {
+    errno.EACCES: "Check the permissions of the file and of its directory",
+    errno.EPERM: "Check the permissions of the file and of its directory",
+    errno.EROFS: "Choose a directory on a file system that is mounted for writing",
+    errno.EEXIST: "Choose another path, or remove the file or the broken link that has this name",
+    errno.ENOTDIR: "Choose another path: a part of this one is a file",
+    errno.ENAMETOOLONG: "Choose a shorter path",
+    errno.ELOOP: "Choose another path: symbolic links in this one lead in a circle",
+    errno.ENOSPC: "Free some space or inodes, or choose another disk",
+    errno.EDQUOT: "Free some space, or ask for a larger quota",
+    errno.EMFILE: "Allow this process more open files, for example with `ulimit -n 1024`",
+    errno.ENFILE: "Wait until other programs have closed files",
+}
 
 # The fallback for preadv copies the bytes once; the copy stays small.
 _COPY_BYTES = 8 << 20
@@ -18,6 +36,37 @@ def check_platform() -> None:
     """Raises RequestError on Windows, which has neither pread nor pwrite nor fsync of a directory."""
     if sys.platform == "win32":
         raise RequestError("Windows is not supported: reshard runs on Linux and macOS, and on Windows in WSL")
+
+
+@contextmanager
+def system_errors(action: str, where: str | os.PathLike[str]) -> Iterator[None]:
+    """Inside this context, an OSError becomes a SystemRefusal: `where` cannot be {action}, and why."""
+    try:
+        yield
+    except OSError as error:
+        raise system_refusal(error, action, where) from error
+
+
+def system_refusal(error: OSError, action: str, where: str | os.PathLike[str]) -> SystemRefusal:
+    """The error for the user when the system refuses a call. action: what cannot be done, as a participle."""
+    path = os.fspath(error.filename if isinstance(error.filename, str | os.PathLike) else where)
+    return SystemRefusal(
+        f"cannot be {action}: {error.strerror or error}",
+        where=str(path),
+        do=_ADVICE.get(error.errno or 0, "Check the disk or the network mount, then try again"),
+    )
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names of the files in a folder are on the disk. File systems that cannot sync a folder are trusted."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def read_at(descriptor: int, buffer: memoryview, byte_offset: int) -> int:

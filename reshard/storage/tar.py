@@ -56,6 +56,9 @@ class TarFiles:
     def stamp(self, path: str) -> str:
         return self._files.stamp(self._path)
 
+    def changed(self, path: str) -> bool:
+        return self._files.changed(self._path)
+
     def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
         raise CheckpointError(
             f"its bytes are encoded with {', '.join(codecs)}, which cannot be decoded inside an archive",

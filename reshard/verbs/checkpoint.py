@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from reshard.adapter import registry
@@ -16,6 +17,7 @@ from reshard.canonical.content import Content, Selection, content_of
 from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.wrappers import without_wrappers
 from reshard.containers.inert_pickle import gc_paused
+from reshard.engine.journal import read_journal
 from reshard.engine.views import View
 from reshard.errors import RequestError
 from reshard.geometry.stored import whole
@@ -24,6 +26,7 @@ from reshard.models.architecture import Architecture
 from reshard.models.lookup import find_model, named_architecture
 from reshard.models.model import Model
 from reshard.storage.files import Files, LocalFiles
+from reshard.storage.staging import WORK_FOLDER
 from reshard.storage.tar import open_tree
 from reshard.verbs.planning import plan_conversion
 from reshard.verbs.request import ConversionRequest, ModelOptions, OpenOptions, PathLike
@@ -132,7 +135,15 @@ def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
     name, model, architecture = options.get("format"), options.get("model"), options.get("architecture")
     declared = named_architecture(architecture) if architecture is not None else None
     files = open_tree(path)
-    format, reason = (registry.named(name), "named by --format") if name else registry.detect(files)
+    unfinished = read_journal(Path(path))
+    if unfinished and (unfinished.committing or files.list() == (f"{WORK_FOLDER}/",)):
+        raise unfinished.refusal()
+    try:
+        format, reason = (registry.named(name), "named by --format") if name else registry.detect(files)
+    except RequestError:
+        if unfinished:
+            raise unfinished.refusal() from None
+        raise
     model_files = find_model_files(LocalFiles(model) if model is not None else files)
     if model is not None and model_files.config is None:
         raise RequestError(f"there is no {CONFIG} in {os.fspath(model)!r}", do="Give --model the directory that holds the model's config")

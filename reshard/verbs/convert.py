@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Unpack
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import CARRIED, CONFIG
+from reshard.engine.journal import read_journal
 from reshard.engine.run import MANIFEST, Conversion
-from reshard.errors import RequestError
+from reshard.errors import RequestError, TargetError
 from reshard.plans.digests import Fingerprint
 from reshard.plans.plan import Plan
-from reshard.storage.staging import WORK_FOLDER
+from reshard.storage.lock import is_locked
+from reshard.storage.staging import LOCK, WORK_FOLDER
+from reshard.storage.system_calls import system_errors
 from reshard.verbs.request import Effort, EffortOptions, PathLike
 
 _NO_LIMITS = Effort()
@@ -35,34 +39,51 @@ def convert(
     return running.fingerprint
 
 
-def conversion(plan: Plan, target: PathLike, *, resume: bool = False, overwrite: bool = False, effort: Effort = _NO_LIMITS) -> Conversion:
-    """A conversion that has not begun, for callers that run it block by block. `convert` runs it to the end."""
+def conversion(
+    plan: Plan,
+    target: PathLike,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    effort: Effort = _NO_LIMITS,
+    arguments: tuple[str, ...] = (),
+) -> Conversion:
+    """A conversion that has not begun, for callers that run it block by block. `convert` runs it to the end.
+
+    arguments: those of the command line, for the message that says how to finish an interrupted conversion.
+    """
     if plan.target.only_rank:
         raise RequestError(f"this is a plan of {dict(plan.target.only_rank)} alone", do="Plan without `only` what is to be written")
     root = Path(target)
-    replaces = _replaceable(root, plan, resume=resume, overwrite=overwrite)
-    return Conversion(plan, root, resume=resume, replaces=replaces, workers=effort.workers, memory=effort.memory)
+    if "\0" in str(root):
+        raise RequestError(f"the name of the target, {str(root)!r}, contains NUL", do="Choose another name")
+
+    def replaces() -> tuple[str, ...]:
+        with system_errors("read", root):
+            return _replaceable(root, plan, resume=resume, overwrite=overwrite)
+
+    # Asked now, before anything is created, and again when no other run can write there. Whoever writes there now is named by `run`.
+    if not is_locked(root / WORK_FOLDER / LOCK):
+        replaces()
+    return Conversion(plan, root, resume=resume, replaces=replaces, workers=effort.workers, memory=effort.memory, arguments=arguments)
 
 
 def _replaceable(root: Path, plan: Plan, *, resume: bool, overwrite: bool) -> tuple[str, ...]:
     """The files in the target directory that a conversion may replace. Raises RequestError if it may not write there."""
-    if root.exists() and not root.is_dir():
-        raise RequestError("the target is a file; a directory is written", where=str(root))
-    entries = sorted(entry.name for entry in root.iterdir()) if root.exists() else []
-    if not entries:
+    _check_place(root, Path(plan.source_files.root))
+    entries = sorted(entry.name for entry in root.iterdir() if entry.name != WORK_FOLDER) if root.exists() else []
+    interrupted = read_journal(root)
+    if not entries and not interrupted:
         return ()
-    source = Path(plan.source_files.root)
-    if root.resolve() == (source if source.is_dir() else source.parent).resolve():
-        raise RequestError("source and target are the same directory", where=str(root), do="Choose another target")
-    interrupted = WORK_FOLDER in entries
     if resume and (interrupted or MANIFEST in entries):
         return ()
     if not overwrite:
-        raise RequestError(
-            "an interrupted conversion lies here" if interrupted else f"the target exists and holds {len(entries)} entries",
+        found = f"an interrupted conversion to {interrupted.header.to}{interrupted.progress}" if interrupted else None
+        raise TargetError(
+            f"{found} lies here" if found else f"the target exists and holds {len(entries)} entries",
             where=str(root),
             why="Nothing was written",
-            do="Finish it with --resume, or start anew with --overwrite" if interrupted else "Choose another directory, or say --overwrite",
+            do="Finish it with --resume, or start anew with --overwrite" if found else "Choose another directory, or say --overwrite",
         )
     globs = [glob for found in registry.formats().values() for glob in found.owns]
     # Search only those folders that the new checkpoint has, too.
@@ -77,4 +98,28 @@ def _replaceable(root: Path, plan: Plan, *, resume: bool, overwrite: bool) -> tu
             do="Choose another directory, or remove its content yourself",
         )
     carried = [name for name in entries if any(fnmatchcase(name, glob) for glob in (*CARRIED, CONFIG, MANIFEST))]
-    return tuple(weights + carried)
+    return tuple(name for name in weights + carried if not (root / name).is_dir())
+
+
+def _check_place(root: Path, source: Path) -> None:
+    """Raises RequestError if the target cannot be a directory, TargetError if it and the source contain each other."""
+    if root.exists() and not root.is_dir():
+        raise RequestError("the target is a file; a directory is written", where=str(root))
+    # realpath, because Path.resolve raises RuntimeError for links in a circle.
+    target, folder = (Path(os.path.realpath(path)) for path in (root, source if source.is_dir() else source.parent))
+    if target == folder:
+        raise TargetError("source and target are the same directory", where=str(root), do="Choose another target")
+    if source.is_dir() and folder in target.parents:
+        raise TargetError(
+            f"the target is inside of the source {source}",
+            where=str(root),
+            why="The next reader of the source would find two checkpoints in it",
+            do="Choose a target outside of the source",
+        )
+    if target in folder.parents:
+        raise TargetError(
+            f"the source {source} is inside of the target",
+            where=str(root),
+            why="A target is replaced as a whole, and the source would be a part of it",
+            do="Choose another target",
+        )

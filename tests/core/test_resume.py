@@ -66,22 +66,6 @@ def test_killed_at_any_moment_it_resumes_bit_exactly(large, expected, tmp_path, 
     assert tree(target) == expected
 
 
-def test_an_interruption_is_exit_code_130_and_resumes(large, expected, tmp_path):
-    target = tmp_path / "out"
-    process = subprocess.Popen(command("convert", large, target, *OPTIONS), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and not (target / ".reshard" / "journal.jsonl").exists():
-        time.sleep(0.002)
-    process.send_signal(signal.SIGINT)
-    _, messages = process.communicate(timeout=60)
-    if process.returncode == 0:
-        pytest.skip("the conversion was faster than the interruption")
-    assert process.returncode == 130 and "--resume" in messages and "Traceback" not in messages
-    assert final_names(target) == []
-    assert subprocess.run(command("convert", large, target, *OPTIONS), capture_output=True, check=False).returncode == 2
-    assert subprocess.run(command("convert", large, target, *OPTIONS, "--resume"), capture_output=True, check=False).returncode == 0
-    assert tree(target) == expected
-
-
 def stopped(plan, target, after):
     """Run a conversion and leave it after some blocks, as an interruption does."""
     running = conversion(plan, target, effort=Effort(workers=1)).run()

@@ -1,0 +1,188 @@
+"""The lock of a target: at most one run writes a directory.
+
+The lock file lies in the work folder and names the process that holds it:
+
+    {"pid": 4711, "host": "node7", "started": "2026-11-22 14:02:11 UTC", "plan": identity of its plan}
+
+The lock is flock on that file: the system releases it when the process ends, however it ends. Where a file system has no locks (some
+network mounts), the owner creates the file exclusively and touches it every few seconds. A file that was not touched for
+SECONDS_UNTIL_STALE belongs to a run that has died.
+
+The work folder disappears when a run ends, so flock may succeed on a file that is no longer in the folder. Who takes the lock therefore
+compares the file with the path, and who removes the folder removes the lock file last.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from reshard.errors import TargetError
+from reshard.storage.system_calls import system_errors
+
+SECONDS_BETWEEN_BEATS = 10.0
+SECONDS_UNTIL_STALE = 180.0
+# A run that ends removes its folder, and a reader that asks for the owner holds the lock for a moment. Both are over soon.
+_SECONDS_OF_PATIENCE = 0.5
+_HAS_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+
+
+class Lock:
+    """The right to write one target. plan: the identity of the plan. progress: how far the owner is, for messages to other runs."""
+
+    def __init__(self, path: Path, plan: str, progress: Callable[[], str]) -> None:
+        self._path, self._progress = path, progress
+        started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        self._record = {"pid": os.getpid(), "host": platform.node(), "started": started, "plan": plan}
+        self._descriptor = -1
+        self._ended, self._heartbeat = threading.Event(), threading.Thread(target=self._beat, name="reshard-lock", daemon=True)
+
+    def acquire(self) -> None:
+        """Take the lock; creates the work folder. Raises TargetError, naming the owner, if another run has it."""
+        patience_ends = time.monotonic() + _SECONDS_OF_PATIENCE
+        with system_errors("created", self._path.parent):
+            while not self._try(final := time.monotonic() > patience_ends):
+                if final:
+                    raise TargetError(
+                        f"another reshard is writing here{_described(self._path)}{self._progress()}",
+                        where=str(self._path.parent.parent),
+                        why="Two runs at once would mix their files; nothing was changed",
+                        do="Wait until it has ended, or choose another directory",
+                    )
+                time.sleep(0.02)
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps(self._record).encode(), 0)
+
+    def check(self) -> None:
+        """Raises TargetError if the lock file was removed or replaced: then another run may have begun."""
+        if not _is_at(self._descriptor, self._path):
+            raise TargetError(
+                "the lock file was removed or replaced while this run was writing",
+                where=str(self._path),
+                why="Another run may have begun to write here, so no file got its final name",
+                do="Make sure that no other run writes here, then start again with --overwrite",
+            )
+
+    def release(self) -> None:
+        """Remove the lock file and give up the lock."""
+        if self._descriptor < 0:
+            return
+        self._ended.set()
+        if self._heartbeat.is_alive():
+            self._heartbeat.join()
+        with suppress(OSError):  # A lock file without an owner does no harm.
+            if _is_at(self._descriptor, self._path):
+                os.unlink(self._path)
+        with suppress(OSError):  # A process that was forked from this one may have the file open.
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _try(self, final: bool) -> bool:
+        """Whether the lock was obtained. final: raise errors that another run may have caused by removing the folder just now."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, created = _open(self._path)
+        except (FileNotFoundError, FileExistsError):
+            if final:
+                raise
+            return False
+        obtained = False
+        try:
+            obtained = self._obtain(descriptor, created)
+        finally:
+            if obtained:
+                self._descriptor = descriptor
+            else:
+                os.close(descriptor)
+        return obtained
+
+    def _obtain(self, descriptor: int, created: bool) -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _HAS_NO_LOCKS:
+                raise
+            if created:
+                self._heartbeat.start()
+            elif _is_stale(descriptor, self._path.parent):
+                _remove(descriptor, self._path)  # The next attempt creates it.
+            return created
+        return _is_at(descriptor, self._path)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(SECONDS_BETWEEN_BEATS):
+            with suppress(OSError):  # `check` tells if the file has gone.
+                os.utime(self._descriptor)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a run holds the lock with this lock file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return time.time() - os.fstat(descriptor).st_mtime < SECONDS_UNTIL_STALE
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _described(path: Path) -> str:
+    """The owner, as a part of a sentence; empty if its record cannot be read."""
+    try:
+        record = json.loads(path.read_text())
+        return f": process {record['pid']} on {record['host']}, started {record['started']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    """A descriptor of the lock file, and whether this call created it."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_EXCL, 0o666), True
+    except FileExistsError:
+        return os.open(path, flags & ~os.O_CREAT), False
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the open file is the one at that path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _is_stale(descriptor: int, folder: Path) -> bool:
+    """Whether the owner has not touched the file for long, by the clock of the file server, which dates a new file."""
+    with tempfile.TemporaryFile(dir=folder) as new:
+        return os.fstat(new.fileno()).st_mtime - os.fstat(descriptor).st_mtime > SECONDS_UNTIL_STALE
+
+
+def _remove(descriptor: int, path: Path) -> None:
+    """Remove a stale lock file. Several runs may try at once: one succeeds, and a lock file that is new by now is put back."""
+    aside = path.with_name(f"{path.name}-{uuid.uuid4().hex}")
+    with suppress(FileNotFoundError):
+        os.rename(path, aside)
+        if not _is_at(descriptor, aside):
+            with suppress(FileExistsError):
+                os.link(aside, path)
+        os.unlink(aside)
