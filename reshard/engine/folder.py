@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from reshard.adapter import registry
 from reshard.engine.compare import BlockDigests, Comparison, Difference, Side, wrong_constants
 from reshard.engine.pool import run_jobs, workers_within
-from reshard.engine.recorded import changed_files
+from reshard.engine.recorded import changed_files, files_of
 from reshard.engine.transfer import Pieces, Worker, bytes_of
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, blocks
@@ -83,7 +83,7 @@ def check_tensors(
         result.tensors += 1
         if source not in named and _tensor_digest(CURRENT, name, chosen[source], found.get(source, {})) != digests.tensors[name]:
             result.differences.append(
-                Difference(name, "values", f"the values are not those that reshard wrote; it lies in {_paths(chosen[source])}")
+                Difference(name, "values", f"the values are not those that reshard wrote; it lies in {files_of(chosen[source])}")
             )
 
 
@@ -158,8 +158,3 @@ def _other_files(files: Files, known: set[str]) -> list[str]:
         folders |= {"/".join(names[: i + 1]) for i in range(len(names))}
     found = (path for folder in sorted(folders) for path in files.list(folder))
     return [path for path in found if not path.endswith("/") and path not in known]
-
-
-def _paths(tensor: Tensor) -> str:
-    paths = list(dict.fromkeys(tensor.shards.paths))
-    return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 from reshard.engine.record import samples
 from reshard.errors import CheckpointError, ReshardError
 from reshard.geometry.quantities import plural
@@ -74,8 +76,13 @@ def _changes(files: Files, different: Sequence[Tensor]) -> list[str]:
     changes = changed_files(files, read_digests(files, manifest).files) if manifest else {}
     if changes:
         return _some([f"{path} {change}" for path, change in changes.items()])
-    paths = dict.fromkeys(path for tensor in different[:1] for path in tensor.shards.paths)
-    return [f"bytes have changed in {' or '.join(_some(list(paths)))}"]
+    return [f"bytes have changed in {files_of(different[0])}"]
+
+
+def files_of(tensor: Tensor) -> str:
+    """The files that hold a tensor, for messages."""
+    shards = tensor.shards
+    return ", ".join(_some([shards.paths[i] for i in np.unique(shards.files).tolist()]))
 
 
 def changed_files(files: Files, records: Mapping[str, FileRecord]) -> dict[str, str]:

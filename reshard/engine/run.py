@@ -21,7 +21,6 @@ from reshard.plans.plan import Plan, Route
 from reshard.storage.files import LocalFiles
 from reshard.storage.staging import WORK_FOLDER, Staging
 
-
 _NO_PROVENANCE = Provenance()
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, ReshardError, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.plans.digests import CURRENT, VERSIONS, DigestVersion, Hash, content_digest, is_digest
 from reshard.plans.fixed_bytes import Ranges
@@ -139,7 +139,7 @@ def _self_digest(document: Mapping[str, Any]) -> str:
 def read_manifest(files: Files) -> Manifest | None:
     """The manifest of a checkpoint that reshard wrote; None if it has none.
 
-    Raises: CheckpointError if reshard.json is damaged, or was written by a later version of reshard.
+    Raises: CheckpointError if reshard.json is damaged, UnsupportedError if a later version of reshard wrote it.
     """
     # Of a folder that was opened by the path of one file, only that file is meant.
     if MANIFEST not in files.list():
@@ -152,7 +152,11 @@ def read_manifest(files: Files) -> Manifest | None:
         raise _damaged(MANIFEST, "it does not hold a JSON object")
     number = document.get("schema_version", 1)
     if not isinstance(number, int) or number not in VERSIONS:
-        raise _damaged(MANIFEST, f"its schema_version is {number!r}; this version of reshard reads {', '.join(map(str, VERSIONS))}")
+        raise UnsupportedError(
+            f"its schema_version is {number!r}, and this version of reshard reads {', '.join(map(str, VERSIONS))}",
+            where=MANIFEST,
+            do="Use the version of reshard that wrote it, or a later one",
+        )
     version, sizes = VERSIONS[number], document.get("files")
     if not (sizes is None and number > 1) and not (isinstance(sizes, dict) and all(_is_size(size) for size in sizes.values())):
         raise _damaged(MANIFEST, "it does not list the files and their sizes")
@@ -169,7 +173,7 @@ def usable_manifest(files: Files) -> Manifest | None:
     """The manifest of a checkpoint; None if it has none, or a damaged one. `read_manifest` tells what is damaged."""
     try:
         return read_manifest(files)
-    except CheckpointError:
+    except ReshardError:
         return None
 
 

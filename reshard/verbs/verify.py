@@ -10,10 +10,11 @@ from reshard.adapter import registry
 from reshard.canonical.content import Content, Selection, content_of, tensors_by_key
 from reshard.engine.compare import BlockDigests, Comparison, Difference, Side, compare
 from reshard.engine.folder import check_fixed_bytes, check_listing, check_small_files, check_tensors, hash_blocks, root_of
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.index.index import Index, Tensor
 from reshard.plans.digests import VERSION_1
-from reshard.plans.manifest import DIGESTS, MANIFEST, Digests, Manifest, read_digests, read_manifest
+from reshard.plans.manifest import MANIFEST, Digests, Manifest, read_digests, read_manifest
+from reshard.storage.files import Files
 from reshard.storage.tar import open_tree
 from reshard.verbs.checkpoint import Checkpoint, open, open_both, opened
 from reshard.verbs.request import Effort, EffortOptions, OpenOptions, PathLike
@@ -65,20 +66,24 @@ def verify_written(source: Checkpoint | PathLike, effort: Effort, **options: Unp
     """Whether a folder holds what reshard wrote: every bit of weights, optimizer state, replicas, padding, headers and small files; and no
     file is missing or was added.
 
-    Raises: RequestError if no reshard.json is there. CheckpointError if that or reshard.digests is damaged.
+    Raises: RequestError if there is no reshard.json.
     """
+    result = Comparison()
     files = source.files if isinstance(source, Checkpoint) else open_tree(source)
-    manifest = read_manifest(files)
+    try:
+        manifest = read_manifest(files)
+        digests = read_digests(files, manifest) if manifest and manifest.digests else Digests()
+    except CheckpointError as error:
+        result.differences.append(_as_difference(error, files))
+        return result
     if manifest is None:
         raise RequestError(
             f"there is no {MANIFEST}, so nothing tells what the folder should hold",
             where=files.root,
             do="Give a second checkpoint to compare with: reshard verify A B",
         )
-    result = Comparison()
     if not manifest.is_unchanged:
         result.differences.append(Difference(MANIFEST, "values", "the file has changed since reshard wrote it"))
-    digests = read_digests(files, manifest) if manifest.digests else Digests()
     check_listing(files, manifest, result, digests.small_files)
     check_small_files(files, digests.small_files, result)
     check_fixed_bytes(files, digests.files, result)
@@ -87,11 +92,17 @@ def verify_written(source: Checkpoint | PathLike, effort: Effort, **options: Unp
         for nbytes in _compare_tensors(checkpoint, manifest, digests, result, effort):
             effort.report(nbytes)
     except (CheckpointError, RequestError) as error:
-        # What was found so far is the reason, such as a missing file.
-        if result.equal:
+        if isinstance(error, RequestError) and result.equal:
             raise
+        # The checkpoint was whole when reshard wrote it.
+        if result.equal:
+            result.differences.append(_as_difference(error, files))
         result.notes.append(f"the tensors were not compared: {error}")
     return result
+
+
+def _as_difference(error: ReshardError, files: Files) -> Difference:
+    return Difference(error.where or files.root, "values", error.what)
 
 
 def _compare_tensors(checkpoint: Checkpoint, manifest: Manifest, digests: Digests, result: Comparison, effort: Effort) -> Iterator[int]:
