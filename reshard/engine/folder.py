@@ -1,4 +1,4 @@
-"""Checking a folder that reshard wrote against its manifest: every byte of every file, and no file too few or too many."""
+"""Checking a folder that reshard wrote against its manifest: every byte of every file, and that no file is missing or was added."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from reshard.plans.manifest import MANIFEST, RECORDS, Digests, FileRecord, Manif
 from reshard.storage.files import Files, read_range
 
 
-def check_listing(files: Files, manifest: Manifest, result: Comparison, small_files: Mapping[str, str]) -> None:
-    """Compare the names and sizes of the files with the manifest."""
-    listed = listed_files(files, manifest)
-    for path, size in listed.items():
+def check_sizes(files: Files, manifest: Manifest, result: Comparison) -> None:
+    """Compare the lengths of the files that hold tensors with the manifest."""
+    for path, size in listed_files(files, manifest).items():
         found = files.size(path)
         if found is None:
             result.differences.append(Difference(path, "missing", f"the file is missing ({MANIFEST} lists {manifest.summary})"))
         elif found != size:
             result.differences.append(Difference(path, "size", f"the file has {found:,} bytes, {size:,} were written"))
+
+
+def check_nothing_was_added(files: Files, manifest: Manifest, digests: Digests, result: Comparison) -> None:
+    """Find the files that reshard did not write. Files of weights are differences, because an engine would read them."""
     globs = [glob for each in registry.formats().values() for glob in each.owns]
-    others = _other_files(files, {*listed, *small_files, *RECORDS})
-    for path in others:
-        # An engine would read a file of weights. Any other file is the user's.
+    for path in _other_files(files, {*digests.files, *digests.small_files, *RECORDS}):
         if any(fnmatchcase(path, glob) for glob in globs):
-            result.differences.append(
-                Difference(path, "extra", f"the file is not one that reshard wrote ({MANIFEST} lists {manifest.summary})")
-            )
-        elif small_files:
+            detail = f"the file is not one that reshard wrote ({MANIFEST} lists {manifest.summary})"
+            result.differences.append(Difference(path, "extra", detail))
+        else:
             result.notes.append(f"{path} is not listed in {MANIFEST} and was not checked")
 
 

@@ -9,7 +9,15 @@ from typing import Unpack
 from reshard.adapter import registry
 from reshard.canonical.content import Content, Selection, content_of, tensors_by_key
 from reshard.engine.compare import BlockDigests, Comparison, Difference, Side, compare
-from reshard.engine.folder import check_fixed_bytes, check_listing, check_small_files, check_tensors, hash_blocks, root_of
+from reshard.engine.folder import (
+    check_fixed_bytes,
+    check_nothing_was_added,
+    check_sizes,
+    check_small_files,
+    check_tensors,
+    hash_blocks,
+    root_of,
+)
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.index.index import Index, Tensor
 from reshard.plans.digests import VERSION_1
@@ -84,9 +92,11 @@ def verify_written(source: Checkpoint | PathLike, effort: Effort, **options: Unp
         )
     if not manifest.is_unchanged:
         result.differences.append(Difference(MANIFEST, "values", "the file has changed since reshard wrote it"))
-    check_listing(files, manifest, result, digests.small_files)
-    check_small_files(files, digests.small_files, result)
-    check_fixed_bytes(files, digests.files, result)
+    check_sizes(files, manifest, result)
+    if manifest.digests:
+        check_nothing_was_added(files, manifest, digests, result)
+        check_small_files(files, digests.small_files, result)
+        check_fixed_bytes(files, digests.files, result)
     try:
         checkpoint = source if isinstance(source, Checkpoint) else open(source, **{"format": manifest.format, **options})
         for nbytes in _compare_tensors(checkpoint, manifest, digests, result, effort):

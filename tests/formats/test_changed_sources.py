@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from command import reshard, result_tree
-from places import FIXTURES, HF, patch_stored
+from places import FIXTURES, HF, patch_stored, stored
 
 import reshard as library
 from reshard.plans.manifest import DIGESTS, MANIFEST
@@ -49,20 +49,15 @@ def copied(folder, other):
 
 
 def from_another(folder, other):
-    second = files_of(folder)[1]
-    shutil.copy(files_of(other)[1], second)
-    return [f"{second.name} holds something else"]
+    first = files_of(folder)[0]
+    shutil.copy(files_of(other)[0], first)
+    return [f"{first.name} holds something else"]
 
 
 def flipped(folder, other):
-    patch_stored(files_of(folder)[1], next(name for name in stored_names(files_of(folder)[1]) if "down_proj" in name or "mlp.proj" in name))
-    return [files_of(folder)[1].name]
-
-
-def stored_names(path):
-    from places import stored
-
-    return list(stored(path))
+    second = files_of(folder)[1]
+    patch_stored(second, next(name for name in stored(second) if "down_proj" in name or "mlp.proj" in name))
+    return [second.name]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -129,10 +124,12 @@ def test_a_folder_that_another_program_wrote_since_is_read_without_the_manifest(
 def test_the_optimizer_state_is_compared_or_a_note_says_that_it_is_not(tmp_path):
     model = ("--model", FSDP2 / "model")
     assert reshard("convert", FSDP2 / "checkpoint", tmp_path / "out", "--to", "universal", *model).code == 0
-    moments = [path for path in (tmp_path / "out").rglob("exp_avg.pt")]
-    for path in moments:
-        content = path.read_bytes()
-        path.write_bytes(content[:512] + bytes(len(content) - 2048) + content[len(content) - 1536 :])
+    for tensor in library.open(tmp_path / "out", model=FSDP2 / "model").index.by_kind("moment1").values():
+        extent = next(tensor.pieces()).extent
+        path = tmp_path / "out" / extent.path
+        content = bytearray(path.read_bytes())
+        content[extent.byte_offset : extent.byte_offset + tensor.nbytes] = bytes(tensor.nbytes)
+        path.write_bytes(content)
     result = reshard("verify", FSDP2 / "checkpoint", tmp_path / "out", *model)
     for name in (FSDP2 / "checkpoint", tmp_path / "out"):
         assert f"not compared in {name}: 21 " in result.out and "--optimizer" in result.out, result.out + result.err
