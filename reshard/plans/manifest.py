@@ -243,7 +243,12 @@ def _records(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
 
 def _file_record(record: Mapping[str, Any]) -> FileRecord:
     size, fixed = record.get("bytes"), record.get("fixed")
-    if not _is_size(size) or not isinstance(fixed, str) or not re.fullmatch(r"(\d{1,18}-\d{1,18}(,|$))*", fixed):
+    if (
+        not isinstance(size, int)
+        or not _is_size(size)
+        or not isinstance(fixed, str)
+        or not re.fullmatch(r"(\d{1,18}-\d{1,18}(,|$))*", fixed)
+    ):
         raise _damaged(DIGESTS, f"the record of {str(record['file'])[:200]!r} is incomplete")
     ranges = tuple((int(start), int(stop)) for start, _, stop in (each.partition("-") for each in fixed.split(",") if each))
     end = 0

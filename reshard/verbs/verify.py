@@ -98,7 +98,7 @@ def verify_written(source: Checkpoint | PathLike, effort: Effort, **options: Unp
         check_small_files(files, digests.small_files, result)
         check_fixed_bytes(files, digests.files, result)
     try:
-        checkpoint = source if isinstance(source, Checkpoint) else open(source, **{"format": manifest.format, **options})
+        checkpoint = source if isinstance(source, Checkpoint) else open(source, **{**options, "format": manifest.format})
         for nbytes in _compare_tensors(checkpoint, manifest, digests, result, effort):
             effort.report(nbytes)
     except (CheckpointError, RequestError) as error:
