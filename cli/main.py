@@ -19,7 +19,7 @@ COMMANDS = {
     "inspect": (".commands.inspect", "Show what a checkpoint holds, and where each part lies."),
     "convert": (".commands.convert", "Convert a checkpoint for another engine, framework or parallel layout."),
     "plan": (".commands.plan", "Show the proven plan of one conversion; write nothing."),
-    "verify": (".commands.verify", "Check that two checkpoints hold the same weights, whatever their layouts."),
+    "verify": (".commands.verify", "Check that two checkpoints hold the same weights, or one folder what reshard wrote."),
     "fingerprint": (".commands.fingerprint", "Digest a checkpoint's weights, whatever their layout."),
     "roundtrip": (".commands.roundtrip", "Prove that a conversion and its way back lose nothing."),
     "degrees": (".commands.degrees", "List the valid TP/PP sizes and the memory each GPU needs."),
@@ -88,6 +88,7 @@ def run(arguments: list[str]) -> int:
     """The exit code of a command line. Errors become one paragraph on stderr; with --debug, a traceback."""
     try:
         check_platform()
+        # The object of the context is the command line, which `convert` records.
         code = cli.main(arguments, prog_name="reshard", standalone_mode=False, obj=arguments)
         with standard_output():
             sys.stdout.flush()

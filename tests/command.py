@@ -43,3 +43,8 @@ def tree(folder: Path) -> dict[str, bytes]:
         if folder.exists()
         else {}
     )
+
+
+def result_tree(folder: Path) -> dict[str, bytes]:
+    """All files of a conversion's result except reshard.json, which holds the time and the command."""
+    return {path: content for path, content in tree(folder).items() if path != "reshard.json"}

@@ -36,20 +36,23 @@ if TYPE_CHECKING:
 @options.option("--dry-run", section=options.OUTPUT, is_flag=True, help="Show the proven plan; write nothing.")
 @options.option("--resume", section=options.OUTPUT, is_flag=True, help="Resume an interrupted conversion.")
 @options.option("--overwrite", section=options.OUTPUT, is_flag=True, help="Replace the checkpoint in TARGET once the new one is complete.")
+@options.option(
+    "--checksums", section=options.OUTPUT, is_flag=True, help="Also write SHA256SUMS for `sha256sum -c`; reads the result once more."
+)
 @options.effort
 @options.as_json
-def command(
-    source: str, target: str, to: str, dry_run: bool, resume: bool, overwrite: bool, as_json: bool, show_progress: bool | None, **given: Any
-) -> None:
+def command(source: str, target: str, to: str, dry_run: bool, as_json: bool, show_progress: bool | None, **given: Any) -> None:
     """Convert SOURCE to another format and write it to the directory TARGET.
 
     TARGET is written atomically: its files appear under their names only when all are complete.
     """
     import reshard
+    from reshard.engine.record import Provenance
     from reshard.errors import RequestError
     from reshard.verbs.convert import conversion
     from reshard.verbs.request import Effort, EffortOptions, OpenOptions
 
+    resume, overwrite, checksums = (given.pop(name) for name in ("resume", "overwrite", "checksums"))
     if resume and overwrite:
         raise RequestError("--resume and --overwrite contradict each other", do="Give one of them")
     checkpoint = reshard.open(source, **options.take(given, OpenOptions))
@@ -60,8 +63,8 @@ def command(
         return
     began = time.monotonic()
     arguments = click.get_current_context().find_root().obj
-    arguments = tuple(arguments[arguments.index("convert") :])
-    running = conversion(plan, target, resume=resume, overwrite=overwrite, effort=effort, arguments=arguments)
+    provenance = Provenance(tuple(arguments[arguments.index("convert") :]), checksums)
+    running = conversion(plan, target, resume=resume, overwrite=overwrite, effort=effort, provenance=provenance)
     with bar(running.total, "convert", show_progress) as advance:
         for done in running.run():
             advance(done.nbytes)
@@ -84,7 +87,7 @@ def _show_result(running: Conversion, target: str, seconds: float) -> None:
     )
     show(table([(file.path, nbytes_text(file.nbytes), len(file.tensors)) for file in plan.layout.files], ("file", "bytes", "tensors")))
     show_drops(plan)
-    for note in plan.layout.notes:
+    for note in (*plan.layout.notes, *running.notes):
         show(f"  note      {note}")
     assert running.fingerprint is not None
     show(f"  fingerprint {running.fingerprint.root}")

@@ -17,12 +17,15 @@ from ..tables import show, show_json
 @options.format_name
 @options.model
 @options.effort
+@click.option("--digest-version", type=click.IntRange(1, 2), help="2: BLAKE3 (default). 1: SHA-256, as reshard 0.1 printed it.")
 @options.as_json
-def command(checkpoint: str, as_json: bool, show_progress: bool | None, **given: Any) -> None:
+def command(checkpoint: str, digest_version: int | None, as_json: bool, show_progress: bool | None, **given: Any) -> None:
     """Digest the weights of CHECKPOINT. The same weights have the same digest in any format, at any parallel sizes.
 
     The digest covers names, shapes, element types and every bit of the model's weights, and no optimizer state. A tied head counts once;
     to know that it is tied takes the config (--model).
+
+    If reshard wrote CHECKPOINT, its weights are compared with reshard.json. The exit code is 1 if they differ.
     """
     import reshard
     from reshard.verbs.request import EffortOptions, OpenOptions, selection_of
@@ -31,7 +34,7 @@ def command(checkpoint: str, as_json: bool, show_progress: bool | None, **given:
     effort = options.take(given, EffortOptions)
     selection = selection_of(given)
     with bar(sum(t.nbytes for t in opened.content(selection).tensors.values()), "fingerprint", show_progress) as advance:
-        found = reshard.fingerprint(opened, selection=selection, **{**effort, "progress": advance})
+        found = reshard.fingerprint(opened, selection=selection, digest_version=digest_version, **{**effort, "progress": advance})
     if as_json:
         show_json({"fingerprint": found.root, "tensors": dict(found.tensors)})
     else:

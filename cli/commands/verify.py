@@ -1,8 +1,9 @@
-"""reshard verify: do two checkpoints hold the same weights?"""
+"""reshard verify: do two checkpoints hold the same weights? Does a folder hold what reshard wrote?"""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,30 +13,49 @@ from .. import options
 from ..progress import bar
 from ..tables import nbytes_text, show, show_json, table
 
+if TYPE_CHECKING:
+    from reshard.engine.compare import Comparison
 
-@click.command("verify", cls=options.Command, examples=["reshard verify step-1000 out", "reshard verify step-1000 out --cast"])
+
+@click.command(
+    "verify",
+    cls=options.Command,
+    examples=["reshard verify step-1000 out", "reshard verify step-1000 out --cast", "reshard verify out"],
+)
 @click.argument("left")
-@click.argument("right")
+@click.argument("right", required=False)
 @click.option("--cast", is_flag=True, help="Where element types differ, cast LEFT's values to RIGHT's before comparing.")
 @options.selection
 @options.model
 @options.effort
 @options.as_json
-def command(left: str, right: str, cast: bool, as_json: bool, show_progress: bool | None, **given: Any) -> None:
+def command(left: str, right: str | None, cast: bool, as_json: bool, show_progress: bool | None, **given: Any) -> None:
     """Check that LEFT and RIGHT hold the same weights, bit by bit, whatever their layouts.
 
     Names, shapes, element types and values are compared, including replicas and padding. The exit code is 1 if they differ. If only one
     of them has a config.json, it applies to both.
+
+    Without RIGHT, check that the folder LEFT holds what reshard wrote: every bit of weights, optimizer state, replicas, padding, headers
+    and small files is compared with reshard.json and reshard.digests, and missing and added files are named.
     """
     import reshard
+    from reshard.errors import RequestError
     from reshard.verbs.checkpoint import open_both
-    from reshard.verbs.request import EffortOptions, ModelOptions, selection_of
+    from reshard.verbs.request import Effort, EffortOptions, ModelOptions, selection_of
+    from reshard.verbs.verify import verify_written
 
-    a, b = open_both(left, right, **options.take(given, ModelOptions))
-    effort = options.take(given, EffortOptions)
-    total = sum(tensor.nbytes for tensor in b.index.tensors if tensor.kind == "weight")
-    with bar(total, "verify", show_progress) as advance:
-        result = reshard.verify(a, b, cast=cast, selection=selection_of(given), **{**effort, "progress": advance})
+    about_model, effort = options.take(given, ModelOptions), options.take(given, EffortOptions)
+    if right is None:
+        if cast or any(given.values()):
+            raise RequestError("a cast or a selection needs a second checkpoint", do="Give RIGHT, or leave these options out")
+        total = sum(path.stat().st_size for path in Path(left).rglob("*") if path.is_file())
+        with bar(total, "verify", show_progress) as advance:
+            result = verify_written(left, Effort(**{**effort, "progress": advance}), **about_model)
+    else:
+        a, b = open_both(left, right, **about_model)
+        total = sum(tensor.nbytes for tensor in b.index.tensors if tensor.kind == "weight")
+        with bar(total, "verify", show_progress) as advance:
+            result = reshard.verify(a, b, cast=cast, selection=selection_of(given), **{**effort, "progress": advance})
     if as_json:
         show_json(
             {
@@ -43,11 +63,23 @@ def command(left: str, right: str, cast: bool, as_json: bool, show_progress: boo
                 "tensors": result.tensors,
                 "bytes": result.nbytes,
                 "differences": [{"name": d.name, "kind": d.kind, "detail": d.detail} for d in result.differences],
+                "notes": result.notes,
             }
         )
-    elif result.equal:
-        show(f"equal: {plural(result.tensors, 'tensor')}, {nbytes_text(result.nbytes)}, every bit")
     else:
-        show(f"different: {plural(len(result.differences), 'difference')} in {plural(result.tensors, 'common tensor')}")
-        show(table([(d.name, d.kind, d.detail) for d in result.differences], ("tensor", "what", "how")))
+        _show(result, with_manifest=right is None)
     click.get_current_context().exit(0 if result.equal else 1)
+
+
+def _show(result: Comparison, *, with_manifest: bool) -> None:
+    """The result, the differences, and what was not compared."""
+    compared = f"{plural(result.tensors, 'tensor')}, {nbytes_text(result.nbytes)}, every bit"
+    if result.equal:
+        show(f"as written: {compared}, and the other files" if with_manifest else f"equal: {compared}")
+    else:
+        of_what = "from reshard.json" if with_manifest else f"in {plural(result.tensors, 'common tensor')}"
+        show(f"different: {plural(len(result.differences), 'difference')} {of_what}")
+        first = "tensor or file" if with_manifest else "tensor"
+        show(table([(d.name, d.kind, d.detail) for d in result.differences], (first, "what", "how")))
+    for note in result.notes:
+        show(f"  note      {note}")

@@ -49,7 +49,7 @@ class Sglang(ServingFormat):
     def detect(self, files: Files) -> str | None:
         if super().detect(files) is None:
             return None
-        from reshard.engine.run import MANIFEST
+        from reshard.plans.manifest import MANIFEST
 
         return f"{MANIFEST} says so" if _json(files, MANIFEST).get("format") == self.name else None
 

@@ -84,6 +84,8 @@ class Content:
     """Reads the value of the tensor of one element with that key."""
     selection: Selection = field(default_factory=Selection)
     """The selection that chose the tensors."""
+    recorded: Callable[[], Mapping[str, str]] = dict
+    """Reads the digests that reshard recorded when it wrote these tensors, by key; a tensor that has none is not compared."""
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,12 +10,14 @@ import numpy as np
 from reshard.canonical.content import Content
 from reshard.engine.casts import cast
 from reshard.engine.pool import run_jobs, workers_within
+from reshard.engine.recorded import mismatch
 from reshard.engine.transfer import Block, Pieces, Worker, bytes_of
 from reshard.errors import DifferenceFound
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.quantities import plural
 from reshard.index.index import Index, Tensor
-from reshard.plans.digests import Fingerprint, block_digest, checkpoint_fingerprint, tensor_digest
+from reshard.plans.digests import CURRENT, DigestVersion, Fingerprint
+from reshard.plans.manifest import MANIFEST
 from reshard.storage.files import Files, read_range
 
 
@@ -39,16 +41,16 @@ class Difference:
     """A tensor that differs."""
 
     name: str
-    """The tensor."""
+    """The tensor, or the file."""
     kind: str
-    """How it differs: "missing", "extra", "shape", "dtype" or "values"."""
+    """How it differs: "missing", "extra", "shape", "dtype", "values", "size", or "recorded": it is not what reshard wrote."""
     detail: str
     """A sentence for the user."""
 
 
 @dataclass(slots=True)
 class Comparison:
-    """The result of comparing two checkpoints."""
+    """The result of comparing two checkpoints, or one with the manifest that reshard wrote beside it."""
 
     tensors: int = 0
     """The number of tensors that both have."""
@@ -56,6 +58,8 @@ class Comparison:
     """The bytes that were compared."""
     differences: list[Difference] = field(default_factory=list)
     """The differences; empty if both hold the same weights."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences about what was not compared."""
 
     @property
     def equal(self) -> bool:
@@ -88,7 +92,9 @@ class _Job:
     """The tensor's pieces, of one checkpoint or of both."""
 
 
-def fingerprint_blocks(side: Side, *, workers: int | None = None, memory: int | None = None) -> Iterator[tuple[str, int, int, bytes]]:
+def fingerprint_blocks(
+    side: Side, *, version: DigestVersion = CURRENT, workers: int | None = None, memory: int | None = None
+) -> Iterator[tuple[str, int, int, bytes]]:
     """The digest of every block of every tensor: (tensor, block number, bytes, digest), in the order in which they are finished.
 
     workers: threads. memory: the most bytes of buffers.
@@ -109,21 +115,44 @@ def fingerprint_blocks(side: Side, *, workers: int | None = None, memory: int | 
 
         def perform(job: _Job) -> tuple[str, int, int, bytes]:
             data = bytes_of(worker.gather(job.sides[0], job.box))
-            return job.name, job.number, len(data), block_digest(data)
+            return job.name, job.number, len(data), version.block(data)
 
         return perform
 
     yield from run_jobs(jobs(), make_worker, workers_within(memory, workers, itemsize, buffers=2))
 
 
-def fingerprint_of(side: Side, digests: dict[str, dict[int, bytes]]) -> Fingerprint:
-    """The fingerprint of a checkpoint. digests: by tensor and block number, as `fingerprint_blocks` yields them."""
-    return checkpoint_fingerprint(
-        {
-            name: tensor_digest(name, tensor.dtype, tensor.shape, (digest for _, digest in sorted(digests.get(name, {}).items())))
-            for name, tensor in side.content.tensors.items()
-        }
-    )
+BlockDigests = dict[str, dict[int, bytes]]
+"""Tensor -> number of the block -> digest."""
+
+
+def fingerprint_of(side: Side, digests: BlockDigests, version: DigestVersion = CURRENT) -> Fingerprint:
+    """The fingerprint of a checkpoint. digests: as `fingerprint_blocks` yields them."""
+    return version.checkpoint({name: _tensor_digest(tensor, name, digests, version) for name, tensor in side.content.tensors.items()})
+
+
+def check_recorded(side: Side, digests: BlockDigests) -> None:
+    """Compare digests with those that reshard recorded when it wrote the checkpoint. digests: by CURRENT.
+
+    Raises: DifferenceFound, naming the files that have changed, if a tensor differs. A tensor without a recorded digest is not compared.
+    """
+    recorded = side.content.recorded()
+    if different := _not_as_recorded(side, recorded, digests):
+        raise mismatch(DifferenceFound, side.files, different, len(recorded))
+
+
+def _not_as_recorded(side: Side, recorded: Mapping[str, str], digests: BlockDigests) -> list[Tensor]:
+    """The tensors whose digests are not the recorded ones."""
+    tensors = side.content.tensors
+    return [
+        tensors[name]
+        for name, expected in recorded.items()
+        if name in digests and CURRENT.text(_tensor_digest(tensors[name], name, digests, CURRENT)) != expected
+    ]
+
+
+def _tensor_digest(tensor: Tensor, name: str, digests: BlockDigests, version: DigestVersion) -> bytes:
+    return version.tensor(name, tensor.dtype, tensor.shape, (digest for _, digest in sorted(digests.get(name, {}).items())))
 
 
 def compare(
@@ -136,8 +165,10 @@ def compare(
     Raises: CheckpointError if a file cannot be read or replicas of one side differ, RequestError if `memory` is too small.
     """
     pairs = list(_comparable(left, right, result, with_cast=with_cast))
-    result.differences.extend(difference for side in (left, right) for difference in _wrong_constants(side))
+    result.differences.extend(difference for side in (left, right) for difference in wrong_constants(side))
     itemsize = _widest([tensor for pair in pairs for tensor in pair])
+    recorded = left.content.recorded(), right.content.recorded()
+    digests: tuple[BlockDigests, BlockDigests] = {}, {}
     different: dict[str, tuple[int, str]] = {}
 
     def jobs() -> Iterator[_Job]:
@@ -145,22 +176,39 @@ def compare(
             sides = Pieces(a), Pieces(b)
             yield from (_Job(a.name, number, box, sides) for number, box in enumerate(blocks(a.shape)))
 
-    def make_worker() -> Callable[[_Job], tuple[_Job, int, Box | None]]:
+    def make_worker() -> Callable[[_Job], tuple[_Job, int, Box | None, tuple[bytes | None, bytes | None]]]:
         workers_pair = Worker(left.files, itemsize), Worker(right.files, itemsize)
 
-        def perform(job: _Job) -> tuple[_Job, int, Box | None]:
-            a, b = (worker.gather(pieces, job.box) for worker, pieces in zip(workers_pair, job.sides, strict=True))
-            a = cast(a, job.sides[0].tensor.dtype, job.sides[1].tensor.dtype)
-            return job, b.nbytes, None if np.array_equal(a, b) else _first_difference(a, b, job.box)
+        def perform(job: _Job) -> tuple[_Job, int, Box | None, tuple[bytes | None, bytes | None]]:
+            stored, b = (worker.gather(pieces, job.box) for worker, pieces in zip(workers_pair, job.sides, strict=True))
+            a = cast(stored, job.sides[0].tensor.dtype, job.sides[1].tensor.dtype)
+            element = None if np.array_equal(a, b) else _first_difference(a, b, job.box)
+            of_left = CURRENT.block(bytes_of(stored)) if job.name in recorded[0] else None
+            # Equal bytes have equal digests.
+            of_right = of_left if a is stored and element is None else None
+            if of_right is None and job.name in recorded[1]:
+                of_right = CURRENT.block(bytes_of(b))
+            return job, b.nbytes, element, (of_left, of_right)
 
         return perform
 
-    for job, nbytes, element in run_jobs(jobs(), make_worker, workers_within(memory, workers, itemsize, buffers=5 if with_cast else 4)):
+    buffers = 5 if with_cast else 4
+    for job, nbytes, element, hashed in run_jobs(jobs(), make_worker, workers_within(memory, workers, itemsize, buffers=buffers)):
         result.nbytes += nbytes
         if element is not None and (job.name not in different or job.number < different[job.name][0]):
             different[job.name] = job.number, f"the values differ, first at element {list(element.offsets)}"
+        for of_side, digest in zip(digests, hashed, strict=True):
+            if digest is not None:
+                of_side.setdefault(job.name, {})[job.number] = digest
         yield nbytes
     result.differences.extend(Difference(name, "values", detail) for name, (_, detail) in sorted(different.items()))
+    for side, of_side, expected in zip((left, right), digests, recorded, strict=True):
+        if changed := _not_as_recorded(side, expected, of_side):
+            error = mismatch(DifferenceFound, side.files, changed, len(expected.keys() & of_side.keys()))
+            result.differences += [
+                Difference(tensor.name, "recorded", f"{side.files.root} does not match {MANIFEST}") for tensor in changed
+            ]
+            result.notes.append(str(error))
 
 
 def _comparable(left: Side, right: Side, result: Comparison, *, with_cast: bool) -> Iterator[tuple[Tensor, Tensor]]:
@@ -182,7 +230,7 @@ def _comparable(left: Side, right: Side, result: Comparison, *, with_cast: bool)
             yield x, y
 
 
-def _wrong_constants(side: Side) -> Iterator[Difference]:
+def wrong_constants(side: Side) -> Iterator[Difference]:
     """A difference for each constant (padding rows, scales that must be 1) whose bytes are not those that the format prescribes."""
     step = 1 << 20
     for constant in side.index.constants:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.engine.journal import BlockKey, Journal, JournalHeader, Unfinished, progress, read_journal
 from reshard.engine.pool import run_jobs, workers_within
+from reshard.engine.record import Provenance, records
+from reshard.engine.recorded import SourceCheck
 from reshard.engine.transfer import Pieces, Worker, bytes_of
 from reshard.engine.values import Values
 from reshard.errors import CheckpointError, RequestError, TargetError
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.quantities import plural
-from reshard.plans.digests import Fingerprint, block_digest, checkpoint_fingerprint, tensor_digest
-from reshard.plans.layout import Sidecar
+from reshard.plans.digests import CURRENT, Fingerprint
+from reshard.plans.manifest import CHECKSUMS, MANIFEST, listed_files, usable_manifest
 from reshard.plans.plan import Plan, Route
+from reshard.storage.files import LocalFiles
 from reshard.storage.staging import WORK_FOLDER, Staging
 from reshard.storage.system_calls import system_errors
 
-MANIFEST = "reshard.json"
+_NO_PROVENANCE = Provenance()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,8 @@ class Conversion:
     """One run of a plan into the directory `root`. Iterate `run()` to its end.
 
     resume: finish an interrupted run. replaces: returns the files of an older checkpoint in `root`, which are removed when the new one is
-    complete; called when no other run can write there any more. workers: threads. memory: the most bytes of buffers. arguments: those of
-    the command line, for the message that says how to finish the run.
+    complete; called when no other run can write there any more. workers: threads. memory: the most bytes of buffers. provenance: what the
+    caller wants to be recorded beside the result.
     """
 
     def __init__(
@@ -70,15 +72,18 @@ class Conversion:
         replaces: Callable[[], tuple[str, ...]] = tuple,
         workers: int | None = None,
         memory: int | None = None,
-        arguments: tuple[str, ...] = (),
+        provenance: Provenance = _NO_PROVENANCE,
     ) -> None:
         self.plan = plan
         self.fingerprint: Fingerprint | None = None
         """The fingerprint of the result; None until `run` has ended."""
         self.resumed_bytes = 0
         """The bytes that an earlier run has written."""
+        self.notes: tuple[str, ...] = ()
+        """Sentences about the run for the user; complete when `run` has ended."""
+        self._provenance = provenance
         self._staging = Staging(root)
-        self._resume, self._replaces, self._arguments = resume, replaces, arguments
+        self._resume, self._replaces = resume, replaces
         self._identity = plan.identity()
         self._itemsize = max((dtype.itemsize for route in plan.routes for dtype in route.dtypes), default=1)
         self._workers = workers_within(memory, workers, self._itemsize, buffers=3 if any(r.is_cast for r in plan.routes) else 2)
@@ -130,6 +135,7 @@ class Conversion:
         try:
             yield from self._blocks(digests, journal)
             self._check_source_is_unchanged()
+            self._check_source(digests)
             self.fingerprint = self._fingerprint(digests)
             self._finish(journal, header.replaces, again=resumed is not None and resumed.committing)
         except CheckpointError:
@@ -148,11 +154,12 @@ class Conversion:
 
     def _take_finished(self) -> None:
         """An earlier run has finished this conversion."""
+        self._check_checksums_are_there()
         self.fingerprint = recorded_fingerprint(self._staging.root)
         self.resumed_bytes = self.total
 
     def _header(self, replaces: tuple[str, ...]) -> JournalHeader:
-        return JournalHeader(self._identity, replaces, self.plan.layout.format, self.total, self._arguments)
+        return JournalHeader(self._identity, replaces, self.plan.layout.format, self.total, self._provenance.arguments)
 
     def _prepare(self, resumed: Unfinished | None) -> None:
         """Prepare the files. A run that cannot begin leaves nothing behind; one that cannot continue keeps the work of the earlier run."""
@@ -214,7 +221,7 @@ class Conversion:
 
             def perform(job: _Job) -> tuple[_Job, bytes]:
                 block = job.source.read(worker, job.box)
-                digest = block_digest(bytes_of(block))
+                digest = CURRENT.block(bytes_of(block))
                 worker.scatter(block, job.target, job.box)
                 return job, digest
 
@@ -241,49 +248,54 @@ class Conversion:
                 data = constant.expected * (constant.nbytes // len(constant.expected))
                 self._staging.write(constant.path, constant.byte_offset, memoryview(data))
 
-    def _fingerprint(self, digests: dict[BlockKey, bytes]) -> Fingerprint:
-        """The fingerprint of the result, from the digests of all blocks."""
+    def _check_source(self, digests: dict[BlockKey, bytes]) -> None:
+        """Compare what was read with the digests that reshard recorded when it wrote the source. Raises CheckpointError if they differ."""
+        check = SourceCheck(self.plan)
+        for i, block_digests in self._by_route(digests):
+            check.add(self.plan.routes[i], block_digests)
+        self.notes += check.notes()
+
+    def _by_route(self, digests: dict[BlockKey, bytes]) -> Iterator[tuple[int, list[bytes]]]:
+        """The digests of each route's blocks in canonical order."""
         by_route: dict[int, list[tuple[int, bytes]]] = {}
         for (i, j), digest in digests.items():
             by_route.setdefault(i, []).append((j, digest))
+        return ((i, [digest for _, digest in sorted(by_route.get(i, []))]) for i in range(len(self.plan.routes)))
+
+    def _fingerprint(self, digests: dict[BlockKey, bytes]) -> Fingerprint:
+        """The fingerprint of the result, from the digests of all blocks."""
         aliases: dict[str, list[str]] = {}
         for alias, stored in self.plan.layout.aliases.items():
             aliases.setdefault(stored, []).append(alias)
         by_tensor: dict[str, bytes] = {}
-        for i, route in enumerate(self.plan.routes):
-            block_digests = [digest for _, digest in sorted(by_route.get(i, []))]
+        for i, block_digests in self._by_route(digests):
+            route = self.plan.routes[i]
             for name in (route.name, *aliases.get(route.name, ())):
-                by_tensor[name] = tensor_digest(name, route.target.dtype, route.target.shape, block_digests)
-        return checkpoint_fingerprint(by_tensor)
+                by_tensor[name] = CURRENT.tensor(name, route.target.dtype, route.target.shape, block_digests)
+        return CURRENT.checkpoint(by_tensor)
 
     def _finish(self, journal: Journal, replaces: tuple[str, ...], *, again: bool) -> None:
-        """Write the sidecars and the manifest, and give all files their final names."""
+        """Write the sidecars and the records, and give all files their final names."""
         staging, layout = self._staging, self.plan.layout
+        assert self.fingerprint is not None
         staging.sync()
         # The manifest comes last: a directory with a manifest is complete.
-        sidecars = (*layout.sidecars, Sidecar(MANIFEST, self._manifest()))
+        made = records(self.plan, self._identity, self.fingerprint, staging.read, self._provenance, self._workers)
+        sidecars = (*layout.sidecars, *made)
         for sidecar in sidecars:
             staging.add(sidecar.path, sidecar.content)
         names = [file.path for file in layout.files] + [sidecar.path for sidecar in sidecars]
         journal.begin_commit()
         staging.commit(names, replaces=replaces, again=again)
 
-    def _manifest(self) -> bytes:
-        """The content of the manifest: what the other files do not say, such as engine version, parallel sizes and fingerprint."""
-        assert self.fingerprint is not None
-        document = {
-            "format": self.plan.layout.format,
-            "tp": self.plan.layout.parallel.tp,
-            "pp": self.plan.layout.parallel.pp,
-            "ep": self.plan.layout.parallel.ep,
-            "dp": self.plan.layout.parallel.dp,
-            "engine_version": self.plan.target.engine_version,
-            "fingerprint": self.fingerprint.root,
-            "plan": self._identity,
-            "source_format": self.plan.source.format,
-            "files": {file.path: file.nbytes for file in self.plan.layout.files},
-        }
-        return (json.dumps(document, indent=2) + "\n").encode()
+    def _check_checksums_are_there(self) -> None:
+        """Raises RequestError if checksums are wanted, and the finished conversion has none."""
+        if self._provenance.checksums and not (self._staging.root / CHECKSUMS).exists():
+            raise RequestError(
+                f"the conversion is finished, and was made without {CHECKSUMS}",
+                where=str(self._staging.root),
+                do="Leave out --checksums, or convert again with --overwrite --checksums",
+            )
 
 
 def is_finished(root: Path, identity: str) -> bool:
@@ -291,22 +303,15 @@ def is_finished(root: Path, identity: str) -> bool:
 
     There may still be a work folder, if the run was stopped after its last rename and before it removed the folder.
     """
-    manifest = read_manifest(root)
-    if manifest is None or manifest.get("plan") != identity:
+    files = LocalFiles(root) if root.is_dir() else None
+    manifest = usable_manifest(files) if files else None
+    if files is None or manifest is None or manifest.plan != identity:
         return False
-    files = manifest.get("files")
-    return isinstance(files, dict) and all((root / path).is_file() and (root / path).stat().st_size == size for path, size in files.items())
+    return all(files.size(path) == size for path, size in listed_files(files, manifest).items())
 
 
 def recorded_fingerprint(root: Path) -> Fingerprint:
     """The fingerprint in the manifest of a finished conversion, without the digests of its tensors."""
-    return Fingerprint(str((read_manifest(root) or {}).get("fingerprint")), {})
-
-
-def read_manifest(root: Path) -> dict[str, object] | None:
-    """The manifest of a directory that a conversion wrote; None if it has none."""
-    try:
-        value = json.loads((root / MANIFEST).read_text())
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
+    manifest = usable_manifest(LocalFiles(root))
+    assert manifest is not None
+    return Fingerprint(manifest.fingerprint, {})

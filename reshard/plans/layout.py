@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
-from reshard.geometry.extents import Extent, Piece
+from reshard.geometry.extents import Extent, Piece, span_elements
 from reshard.geometry.meshes import chunk
 from reshard.geometry.parallel import ONE_RANK, Parallel
 from reshard.geometry.quantities import plural
@@ -130,14 +130,16 @@ def index_of(
 
 
 def _constants(path: str, item: PlacedTensor) -> Iterator[Constant]:
-    """The ranges of a stored tensor that hold its fill: the bytes before, between and after the sections, which are contiguous."""
+    """The ranges of a stored tensor that hold its fill: the bytes before, between and after the spans of its sections. Sections that are
+    interleaved, such as gate and up of transposed experts, fill their common span."""
     stored, itemsize = item.tensor, item.tensor.dtype.itemsize
     if not stored.filled:
         return
     fill = stored.fill * itemsize if len(stored.fill) == 1 else stored.fill
     end = 0
-    ranges = sorted((section.start, section.start + section.box.volume) for section in stored.sections)
+    spans = ((section.start, span_elements(section.box.sizes, section.strides)) for section in stored.sections if section.box.volume)
+    ranges = sorted((start, start + length) for start, length in spans)
     for start, stop in [*ranges, (stored.nbytes // itemsize,) * 2]:
         if start > end:
             yield Constant(stored.name, path, item.byte_offset + end * itemsize, (start - end) * itemsize, fill)
-        end = stop
+        end = max(end, stop)

@@ -21,6 +21,7 @@ from reshard.geometry.quantities import plural
 from reshard.index.index import Index, Tensor
 from reshard.index.join import meetings
 from reshard.index.shards import primary_rows
+from reshard.plans.digests import CURRENT
 from reshard.plans.layout import Layout, PlacedTensor
 from reshard.plans.target import Target
 from reshard.storage.files import Files
@@ -261,7 +262,8 @@ class Plan:
 
         A conversion may only be resumed by a plan with the same identity.
         """
-        digest = hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode())
+        # The journal and the manifest hold digests of this version.
+        digest = hashlib.sha256(f"digests {CURRENT.number}\0{json.dumps(self.to_json(), sort_keys=True)}".encode())
         for file in self.source.files:
             digest.update(f"{file.path}\0{file.nbytes}\0{self.source_files.stamp(file.path)}\0".encode())
         return digest.hexdigest()

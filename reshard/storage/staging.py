@@ -107,6 +107,15 @@ class Staging:
         except OSError as error:
             raise self._refusal(error, path) from error
 
+    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
+        """Bytes [byte_offset, byte_offset + nbytes) of a staged file, or of the file that an interrupted commit has already renamed."""
+        staged = self.work / path
+        try:
+            with open(staged if staged.exists() else self.root / path, "rb", buffering=0) as file:
+                return os.pread(file.fileno(), nbytes, byte_offset)
+        except OSError as error:
+            raise self._refusal(error) from error
+
     def sync(self) -> None:
         """Return when everything that was written before is on the disk. Raises as `write` does."""
         assert self._descriptors is not None

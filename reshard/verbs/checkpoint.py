@@ -15,16 +15,18 @@ from reshard.adapter.model_files import CONFIG, ModelFiles, find_model_files
 from reshard.adapter.rank_files import check_steps
 from reshard.canonical.content import Content, Selection, content_of
 from reshard.canonical.name_variants import with_canonical_names
+from reshard.canonical.optimizer_state import is_state_key, master_key
 from reshard.canonical.wrappers import without_wrappers
 from reshard.containers.inert_pickle import gc_paused
 from reshard.engine.journal import read_journal
 from reshard.engine.views import View
-from reshard.errors import RequestError
+from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.stored import whole
 from reshard.index.index import Index
 from reshard.models.architecture import Architecture
 from reshard.models.lookup import find_model, named_architecture
 from reshard.models.model import Model
+from reshard.plans.manifest import DIGESTS, MANIFEST, listed_files, read_digests, usable_manifest
 from reshard.storage.files import Files, LocalFiles
 from reshard.storage.staging import WORK_FOLDER
 from reshard.storage.tar import open_tree
@@ -71,7 +73,28 @@ class Checkpoint:
 
     def content(self, selection: Selection | None = None, *, model: Model | None = None) -> Content:
         """The weights under the model's canonical names."""
-        return content_of(self.named(selection, model=model), model or self.model, selection or Selection())
+        index = self.named(selection, model=model)
+        content = content_of(index, model or self.model, selection or Selection())
+        return replace(content, recorded=lambda: self.recorded_digests(index, content))
+
+    def recorded_digests(self, index: Index, content: Content) -> Mapping[str, str]:
+        """The digests that reshard recorded when it wrote this checkpoint, by key of `content`. Empty if another program wrote it, if
+        reshard.digests is not there, or if `index` has other names than the conversion wrote.
+
+        Raises: CheckpointError if reshard.digests is damaged.
+        """
+        manifest = usable_manifest(self.files)
+        if manifest is None or manifest.digests is None or manifest.format != self.format or self.files.size(DIGESTS) is None:
+            return {}
+        if content.selection.strip_prefix or (registry.named(self.format).keeps_names and index is not self.index):
+            return {}
+        recorded = read_digests(self.files, manifest).tensors
+        return {
+            name: recorded[name]
+            for name, tensor in content.tensors.items()
+            # Where a weight and its master were written, the weight's own name is recorded for the weight.
+            if name in recorded and not (tensor.kind == "master" and not is_state_key(name) and master_key(name) in recorded)
+        }
 
     def tensors(self, selection: Selection | None = None) -> View:
         """Every weight under its canonical name, read when asked for."""
@@ -138,6 +161,7 @@ def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
     unfinished = read_journal(Path(path))
     if unfinished and (unfinished.committing or files.list() == (f"{WORK_FOLDER}/",)):
         raise unfinished.refusal()
+    _check_recorded_files(files)
     try:
         format, reason = (registry.named(name), "named by --format") if name else registry.detect(files)
     except RequestError:
@@ -154,6 +178,20 @@ def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
     index.check()
     check_steps(files, index.tensors)
     return Checkpoint(os.fspath(path), files, format.check_values(files, index), model_files, reason, declared)
+
+
+def _check_recorded_files(files: Files) -> None:
+    """Raises CheckpointError, naming the file, if reshard wrote the checkpoint and one of its files is missing or has another length."""
+    manifest = usable_manifest(files)
+    for path, size in listed_files(files, manifest).items() if manifest else ():
+        found = files.size(path)
+        if found != size:
+            raise CheckpointError(
+                "the file is missing" if found is None else f"the file has {found:,} bytes, {size:,} were written",
+                where=path,
+                why=f"{MANIFEST} lists {manifest.summary if manifest else ''}",
+                do=f"Copy the file again from where it was written, or remove {MANIFEST} if another program has written here since",
+            )
 
 
 def _check_architecture_is_used(checkpoints: list[Checkpoint]) -> None:

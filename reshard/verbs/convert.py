@@ -10,9 +10,11 @@ from typing import Unpack
 from reshard.adapter import registry
 from reshard.adapter.model_files import CARRIED, CONFIG
 from reshard.engine.journal import read_journal
-from reshard.engine.run import MANIFEST, Conversion
+from reshard.engine.record import Provenance
+from reshard.engine.run import Conversion
 from reshard.errors import RequestError, TargetError
 from reshard.plans.digests import Fingerprint
+from reshard.plans.manifest import MANIFEST, RECORDS
 from reshard.plans.plan import Plan
 from reshard.storage.lock import is_locked
 from reshard.storage.staging import LOCK, WORK_FOLDER
@@ -20,19 +22,28 @@ from reshard.storage.system_calls import system_errors
 from reshard.verbs.request import Effort, EffortOptions, PathLike
 
 _NO_LIMITS = Effort()
+_NO_PROVENANCE = Provenance()
 
 
 def convert(
-    plan: Plan, target: PathLike, *, resume: bool = False, overwrite: bool = False, **options: Unpack[EffortOptions]
+    plan: Plan,
+    target: PathLike,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    checksums: bool = False,
+    **options: Unpack[EffortOptions],
 ) -> Fingerprint:
     """Run a plan into the directory `target`; returns the fingerprint of what was written.
 
-    resume: finish an interrupted conversion. overwrite: replace the checkpoint in `target` once the new one is complete.
+    resume: finish an interrupted conversion. overwrite: replace the checkpoint in `target` once the new one is complete. checksums: also
+    write SHA256SUMS for `sha256sum -c`, which reads the result once more.
 
-    Raises: RequestError if the target exists and neither was said, or the disk has no room.
+    Raises: RequestError if the target exists and neither was said, or the disk has no room. CheckpointError if reshard wrote the source,
+    and its weights are not those that it wrote.
     """
     effort = Effort(**options)
-    running = conversion(plan, target, resume=resume, overwrite=overwrite, effort=effort)
+    running = conversion(plan, target, resume=resume, overwrite=overwrite, effort=effort, provenance=Provenance(checksums=checksums))
     for done in running.run():
         effort.report(done.nbytes)
     assert running.fingerprint is not None
@@ -46,12 +57,9 @@ def conversion(
     resume: bool = False,
     overwrite: bool = False,
     effort: Effort = _NO_LIMITS,
-    arguments: tuple[str, ...] = (),
+    provenance: Provenance = _NO_PROVENANCE,
 ) -> Conversion:
-    """A conversion that has not begun, for callers that run it block by block. `convert` runs it to the end.
-
-    arguments: those of the command line, for the message that says how to finish an interrupted conversion.
-    """
+    """A conversion that has not begun, for callers that run it block by block. `convert` runs it to the end."""
     if plan.target.only_rank:
         raise RequestError(f"this is a plan of {dict(plan.target.only_rank)} alone", do="Plan without `only` what is to be written")
     root = Path(target)
@@ -65,7 +73,7 @@ def conversion(
     # Asked now, before anything is created, and again when no other run can write there. Whoever writes there now is named by `run`.
     if not is_locked(root / WORK_FOLDER / LOCK):
         replaces()
-    return Conversion(plan, root, resume=resume, replaces=replaces, workers=effort.workers, memory=effort.memory, arguments=arguments)
+    return Conversion(plan, root, resume=resume, replaces=replaces, workers=effort.workers, memory=effort.memory, provenance=provenance)
 
 
 def _replaceable(root: Path, plan: Plan, *, resume: bool, overwrite: bool) -> tuple[str, ...]:
@@ -97,7 +105,7 @@ def _replaceable(root: Path, plan: Plan, *, resume: bool, overwrite: bool) -> tu
             why="Only checkpoints are replaced",
             do="Choose another directory, or remove its content yourself",
         )
-    carried = [name for name in entries if any(fnmatchcase(name, glob) for glob in (*CARRIED, CONFIG, MANIFEST))]
+    carried = [name for name in entries if any(fnmatchcase(name, glob) for glob in (*CARRIED, CONFIG, *RECORDS))]
     return tuple(name for name in weights + carried if not (root / name).is_dir())
 
 

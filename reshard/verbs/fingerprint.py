@@ -5,18 +5,35 @@ from __future__ import annotations
 from typing import Unpack
 
 from reshard.canonical.content import Selection
-from reshard.engine.compare import Side, fingerprint_blocks, fingerprint_of
-from reshard.plans.digests import Fingerprint
+from reshard.engine.compare import BlockDigests, Side, check_recorded, fingerprint_blocks, fingerprint_of
+from reshard.errors import RequestError
+from reshard.plans.digests import CURRENT, VERSIONS, Fingerprint
 from reshard.verbs.checkpoint import Checkpoint, opened
 from reshard.verbs.request import Effort, EffortOptions, PathLike
 
 
-def fingerprint(source: Checkpoint | PathLike, *, selection: Selection | None = None, **options: Unpack[EffortOptions]) -> Fingerprint:
-    """The layout-independent digest of a checkpoint's weights; plans/digests.py says what it hashes."""
+def fingerprint(
+    source: Checkpoint | PathLike,
+    *,
+    selection: Selection | None = None,
+    digest_version: int | None = None,
+    **options: Unpack[EffortOptions],
+) -> Fingerprint:
+    """The layout-independent digest of a checkpoint's weights; plans/digests.py says what it hashes.
+
+    digest_version: 2 for BLAKE3 (the default), 1 for the SHA-256 of reshard 0.1.
+
+    Raises: DifferenceFound if reshard wrote the checkpoint, and the weights are not those that it wrote (`reshard.json`).
+    """
+    if digest_version is not None and digest_version not in VERSIONS:
+        raise RequestError(f"--digest-version {digest_version}: unknown version", do=f"Use one of {', '.join(map(str, VERSIONS))}")
+    version = CURRENT if digest_version is None else VERSIONS[digest_version]
     effort, checkpoint = Effort(**options), opened(source)
     side = Side(checkpoint.files, checkpoint.index, checkpoint.content(selection))
-    digests: dict[str, dict[int, bytes]] = {}
-    for name, number, nbytes, digest in fingerprint_blocks(side, workers=effort.workers, memory=effort.memory):
+    digests: BlockDigests = {}
+    for name, number, nbytes, digest in fingerprint_blocks(side, version=version, workers=effort.workers, memory=effort.memory):
         digests.setdefault(name, {})[number] = digest
         effort.report(nbytes)
-    return fingerprint_of(side, digests)
+    if version is CURRENT:
+        check_recorded(side, digests)
+    return fingerprint_of(side, digests, version)

@@ -44,7 +44,11 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest) -> Plan:
     if format.keeps_names and index is not source.index:
         index, notes = source.index, (_NAMES_ARE_KEPT,)
         content = content_of(index, source.model, selection)
-    content = replace(content, read_scalar=lambda key: _scalar(content.tensors[key], source.files))
+    content = replace(
+        content,
+        read_scalar=lambda key: _scalar(content.tensors[key], source.files),
+        recorded=lambda: source.recorded_digests(index, content),
+    )
     companions, kept_for = source.model_files, quantized_names(content, source.model_files.config)
     if request.dequantize:
         content, kept_for = with_scales_attached(content, companions.config), frozenset()

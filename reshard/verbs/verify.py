@@ -1,18 +1,36 @@
-"""The verb `verify`: do two checkpoints hold the same weights?"""
+"""The verb `verify`: do two checkpoints hold the same weights? Does a folder hold what reshard wrote?"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Unpack
 
-from reshard.canonical.content import Selection
-from reshard.engine.compare import Comparison, Side, compare
-from reshard.verbs.checkpoint import Checkpoint, open_both, opened
-from reshard.verbs.request import Effort, EffortOptions, PathLike
+from reshard.adapter import registry
+from reshard.canonical.content import Content, Selection, content_of, tensors_by_key
+from reshard.engine.compare import BlockDigests, Comparison, Difference, Side, compare
+from reshard.engine.folder import (
+    check_fixed_bytes,
+    check_nothing_was_added,
+    check_sizes,
+    check_small_files,
+    check_tensors,
+    hash_blocks,
+    root_of,
+)
+from reshard.errors import CheckpointError, RequestError, ReshardError
+from reshard.index.index import Index, Tensor
+from reshard.plans.digests import VERSION_1
+from reshard.plans.manifest import MANIFEST, Digests, Manifest, read_digests, read_manifest
+from reshard.storage.files import Files
+from reshard.storage.tar import open_tree
+from reshard.verbs.checkpoint import Checkpoint, open, open_both, opened
+from reshard.verbs.request import Effort, EffortOptions, OpenOptions, PathLike
 
 
 def verify(
     left: Checkpoint | PathLike,
-    right: Checkpoint | PathLike,
+    right: Checkpoint | PathLike | None = None,
     *,
     cast: bool = False,
     selection: Selection | None = None,
@@ -20,9 +38,14 @@ def verify(
 ) -> Comparison:
     """Whether two checkpoints hold the same weights, whatever their layouts: names, shapes, element types, every bit.
 
-    Where only one of them has a config, it speaks for both. cast: where element types differ, compare after casting the left's.
+    Where only one of them has a config, it speaks for both. cast: where element types differ, compare after casting the left's. Without
+    `right`, a folder that reshard wrote is compared with its own record, reshard.json (`verify_written`).
     """
     effort = Effort(**options)
+    if right is None:
+        if cast or selection is not None:
+            raise RequestError("a cast or a selection needs a second checkpoint", why=f"The whole folder is compared with its {MANIFEST}")
+        return verify_written(left, effort)
     if isinstance(left, Checkpoint) or isinstance(right, Checkpoint):
         a, b = opened(left), opened(right)
     else:
@@ -32,4 +55,87 @@ def verify(
     result = Comparison()
     for nbytes in compare(left_side, right_side, result, with_cast=cast, workers=effort.workers, memory=effort.memory):
         effort.report(nbytes)
+    for side in (left_side, right_side):
+        result.notes.extend(_not_compared(side.files.root, side.content))
     return result
+
+
+def _not_compared(root: str, content: Content) -> Iterator[str]:
+    """Sentences about the tensors of a checkpoint that were left out of a comparison."""
+    weights = [drop for drop in content.drops if drop.kind == "weight"]
+    for reason, count in Counter(drop.reason for drop in weights).items():
+        yield f"not compared in {root}: {count} weight ({reason})"
+    if kinds := Counter(drop.kind for drop in content.drops if drop.kind != "weight"):
+        hint = "" if content.selection.optimizer else " (--optimizer compares optimizer state)"
+        yield f"not compared in {root}: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}{hint}"
+
+
+def verify_written(source: Checkpoint | PathLike, effort: Effort, **options: Unpack[OpenOptions]) -> Comparison:
+    """Whether a folder holds what reshard wrote: every bit of weights, optimizer state, replicas, padding, headers and small files; and no
+    file is missing or was added.
+
+    Raises: RequestError if there is no reshard.json.
+    """
+    result = Comparison()
+    files = source.files if isinstance(source, Checkpoint) else open_tree(source)
+    try:
+        manifest = read_manifest(files)
+        digests = read_digests(files, manifest) if manifest and manifest.digests else Digests()
+    except CheckpointError as error:
+        result.differences.append(_as_difference(error, files))
+        return result
+    if manifest is None:
+        raise RequestError(
+            f"there is no {MANIFEST}, so nothing tells what the folder should hold",
+            where=files.root,
+            do="Give a second checkpoint to compare with: reshard verify A B",
+        )
+    if not manifest.is_unchanged:
+        result.differences.append(Difference(MANIFEST, "values", "the file has changed since reshard wrote it"))
+    check_sizes(files, manifest, result)
+    if manifest.digests:
+        check_nothing_was_added(files, manifest, digests, result)
+        check_small_files(files, digests.small_files, result)
+        check_fixed_bytes(files, digests.files, result)
+    try:
+        checkpoint = source if isinstance(source, Checkpoint) else open(source, **{**options, "format": manifest.format})
+        for nbytes in _compare_tensors(checkpoint, manifest, digests, result, effort):
+            effort.report(nbytes)
+    except (CheckpointError, RequestError) as error:
+        if isinstance(error, RequestError) and result.equal:
+            raise
+        # The checkpoint was whole when reshard wrote it.
+        if result.equal:
+            result.differences.append(_as_difference(error, files))
+        result.notes.append(f"the tensors were not compared: {error}")
+    return result
+
+
+def _as_difference(error: ReshardError, files: Files) -> Difference:
+    return Difference(error.where or files.root, "values", error.what)
+
+
+def _compare_tensors(checkpoint: Checkpoint, manifest: Manifest, digests: Digests, result: Comparison, effort: Effort) -> Iterator[int]:
+    index = checkpoint.index if registry.named(checkpoint.format).keeps_names else checkpoint.named()
+    tensors = tensors_by_key(index)
+    if manifest.digests:
+        side = Side(checkpoint.files, index, Content(tensors, (), checkpoint.model))
+        yield from check_tensors(side, tensors, digests, result, workers=effort.workers, memory=effort.memory)
+        return
+    # Version 1 recorded the digest of all tensors together, but not which tensors these are.
+    found: BlockDigests = {}
+    yield from hash_blocks(checkpoint.files, tensors, found, result, version=VERSION_1, workers=effort.workers, memory=effort.memory)
+    result.tensors = len(tensors)
+    if manifest.fingerprint not in {root_of(VERSION_1, chosen, found) for chosen in _choices(checkpoint, index)}:
+        result.differences.append(Difference("fingerprint", "values", f"the weights are not those of the fingerprint in {MANIFEST}"))
+    result.notes.append(f"{MANIFEST} is of version 0.1, which recorded no digests of single tensors and of small files")
+
+
+def _choices(checkpoint: Checkpoint, index: Index) -> Iterator[Mapping[str, Tensor]]:
+    """The sets of tensors that a conversion by version 0.1 can have written: the weights alone, or with optimizer state."""
+    yield tensors_by_key(index)
+    for selection in (Selection(), Selection(optimizer=True), Selection(optimizer=True, masters=True)):
+        try:
+            yield content_of(index, checkpoint.model, selection).tensors
+        except RequestError:
+            continue

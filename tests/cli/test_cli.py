@@ -175,7 +175,7 @@ def test_verify_tells_equal_from_different(tmp_path):
     different = reshard("verify", HF / "llama", HF / "qwen3")
     assert different.code == 1 and "q_norm" in different.out
     document = reshard("verify", HF / "llama", HF / "qwen3", "--json").document
-    assert list(document) == ["equal", "tensors", "bytes", "differences"] and not document["equal"]
+    assert list(document) == ["equal", "tensors", "bytes", "differences", "notes"] and not document["equal"]
     assert list(document["differences"][0]) == ["name", "kind", "detail"]
 
 

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from command import command, tree
+from command import command, result_tree, tree
 from places import HF
 
 import reshard
@@ -43,7 +43,7 @@ def expected(large, tmp_path_factory):
     """What an undisturbed run writes."""
     target = tmp_path_factory.mktemp("expected") / "out"
     subprocess.run(command("convert", large, target, *OPTIONS), check=True, capture_output=True)
-    return tree(target)
+    return result_tree(target)
 
 
 def final_names(target):
@@ -63,7 +63,7 @@ def test_killed_at_any_moment_it_resumes_bit_exactly(large, expected, tmp_path, 
             assert path.read_bytes() == expected[path.name], "a file under its final name is whole"
     found = subprocess.run(command("convert", large, target, *OPTIONS, "--resume"), capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
-    assert tree(target) == expected
+    assert result_tree(target) == expected
 
 
 def stopped(plan, target, after):
@@ -99,7 +99,7 @@ def test_what_is_finished_is_not_done_again(plan, tmp_path, after, monkeypatch):
     printed = reshard.convert(plan, target, resume=True)
     total = sum(route.source.nbytes for route in plan.routes)
     assert sum(read) == total - sum(plan.routes[i].source.nbytes for i, _ in noted)
-    assert tree(target) == tree(whole) and printed.root == reshard.fingerprint(HF / "llama").root
+    assert result_tree(target) == result_tree(whole) and printed.root == reshard.fingerprint(HF / "llama").root
 
 
 def test_a_block_is_noted_only_after_its_bytes_are_on_the_disk(plan, tmp_path, monkeypatch):
@@ -151,7 +151,7 @@ def test_stopped_before_the_first_line_of_the_journal_was_whole_it_begins_anew(p
     (tmp_path / "out" / ".reshard" / "journal.jsonl").write_text(first_line)
     reshard.convert(plan, tmp_path / "out", resume=True)
     reshard.convert(plan, tmp_path / "expected")
-    assert tree(tmp_path / "out") == tree(tmp_path / "expected")
+    assert result_tree(tmp_path / "out") == result_tree(tmp_path / "expected")
 
 
 def test_resuming_where_nothing_is_begins(plan, tmp_path):
@@ -178,7 +178,7 @@ def test_stopped_while_files_get_their_names_it_resumes(plan, tmp_path, stop_aft
     monkeypatch.setattr(os, "replace", real)
     reshard.convert(plan, target, resume=True)
     reshard.convert(plan, tmp_path / "whole")
-    assert tree(target) == tree(tmp_path / "whole")
+    assert result_tree(target) == result_tree(tmp_path / "whole")
 
 
 @pytest.fixture

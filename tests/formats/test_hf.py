@@ -118,7 +118,13 @@ def test_the_files_of_the_model_directory_go_along(tmp_path):
     for name in ("README.md", "training_args.bin", "pytorch_model.bin"):
         (model / name).write_text("not for an engine")
     reshard.convert(reshard.plan(DCP / "fsdp2" / "checkpoint", to="hf", model=model), tmp_path / "out")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {*along, "config.json", "model.safetensors", "reshard.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *along,
+        "config.json",
+        "model.safetensors",
+        "reshard.json",
+        "reshard.digests",
+    }
     assert all((tmp_path / "out" / name).read_bytes() == (model / name).read_bytes() for name in along)
 
 

@@ -99,6 +99,7 @@ def test_help_loads_neither_its_reader_nor_its_writer(run):
 def test_a_cut_file_is_named(run, tmp_path):
     assert run("convert", LLAMA, tmp_path / "raw", "--to", "raw").returncode == 0
     os.truncate(tmp_path / "raw" / "weights.raw", 1000)
+    (tmp_path / "raw" / "reshard.json").unlink()
     result = run("inspect", tmp_path / "raw")
     assert result.returncode == 2 and "weights.raw has 1,000" in result.stderr and "Traceback" not in result.stderr
 

@@ -33,7 +33,24 @@ def test_a_finished_conversion_is_read_bit_by_bit(target):
 def test_a_finished_conversion_has_the_fingerprint_of_its_manifest(target):
     manifest = json.loads((WRITTEN / target / "reshard.json").read_text())
     assert reshard("verify", SOURCE / "checkpoint", WRITTEN / target).code == 0
-    assert library.fingerprint(WRITTEN / target).root == manifest["fingerprint"]
+    assert library.fingerprint(WRITTEN / target, digest_version=1).root == manifest["fingerprint"]
+    assert library.fingerprint(WRITTEN / target).root != manifest["fingerprint"], "digests of version 2 are printed"
+
+
+@pytest.mark.parametrize("target", ["hf", "vllm-tp2", "dcp"])
+def test_a_finished_conversion_is_verified_with_its_own_digests(target, tmp_path):
+    copy = shutil.copytree(WRITTEN / target, tmp_path / "out")
+    result = reshard("verify", copy)
+    assert result.code == 0 and "recorded no digests of single tensors" in result.out, result.out + result.err
+    extent = next(library.open(copy).index.tensors[0].pieces()).extent
+    path = copy / extent.path
+    content = bytearray(path.read_bytes())
+    content[extent.byte_offset] ^= 1
+    path.write_bytes(content)
+    assert reshard("verify", copy).code == 1
+    path.unlink()
+    result = reshard("verify", copy)
+    assert result.code == 1 and path.name in result.out and "missing" in result.out
 
 
 @pytest.mark.parametrize("target", ["hf", "vllm-tp2", "dcp"])

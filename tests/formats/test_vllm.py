@@ -267,6 +267,9 @@ def test_a_drifted_replica_is_found_and_both_files_are_named(name, tmp_path):
 def test_a_missing_rank_is_named(tmp_path):
     reshard.convert(reshard.plan(HF / "llama", to="vllm", tp=4), tmp_path / "out")
     (tmp_path / "out" / "model-rank-2-part-0.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"rank-2-part-0\.safetensors: the file is missing\. .* lists 4 files, tp 4"):
+        reshard.open(tmp_path / "out")
+    (tmp_path / "out" / "reshard.json").unlink()
     with pytest.raises(CheckpointError, match="rank 2 is not there"):
         reshard.open(tmp_path / "out")
 
@@ -274,6 +277,7 @@ def test_a_missing_rank_is_named(tmp_path):
 def test_the_last_rank_missing_shows_in_the_shapes_of_the_others(tmp_path):
     reshard.convert(reshard.plan(HF / "llama", to="vllm", tp=4), tmp_path / "out")
     (tmp_path / "out" / "model-rank-3-part-0.safetensors").unlink()
+    (tmp_path / "out" / "reshard.json").unlink()
     with pytest.raises((CheckpointError, RequestError)):
         reshard.open(tmp_path / "out")
     (tmp_path / "out" / "model-rank-2-part-0.safetensors").unlink()
@@ -285,6 +289,7 @@ def test_a_tensor_too_many_or_too_few_is_refused(tmp_path):
     reshard.convert(reshard.plan(HF / "llama", to="vllm", max_shard_size=20_000), tmp_path / "out")
     parts = sorted((tmp_path / "out").glob("*part*"))
     lost = shutil.move(parts[-1], tmp_path / "kept")
+    (tmp_path / "out" / "reshard.json").unlink()
     with pytest.raises(CheckpointError, match="does not hold it"):
         reshard.open(tmp_path / "out")
     shutil.move(lost, parts[-1])

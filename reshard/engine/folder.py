@@ -1,0 +1,160 @@
+"""Checking a folder that reshard wrote against its manifest: every byte of every file, and that no file is missing or was added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
+
+from reshard.adapter import registry
+from reshard.engine.compare import BlockDigests, Comparison, Difference, Side, wrong_constants
+from reshard.engine.pool import run_jobs, workers_within
+from reshard.engine.recorded import changed_files, files_of
+from reshard.engine.transfer import Pieces, Worker, bytes_of
+from reshard.errors import CheckpointError
+from reshard.geometry.boxes import Box, blocks
+from reshard.index.index import Tensor
+from reshard.plans.digests import CURRENT, DigestVersion
+from reshard.plans.fixed_bytes import parts
+from reshard.plans.manifest import MANIFEST, RECORDS, Digests, FileRecord, Manifest, listed_files
+from reshard.storage.files import Files, read_range
+
+
+def check_sizes(files: Files, manifest: Manifest, result: Comparison) -> None:
+    """Compare the lengths of the files that hold tensors with the manifest."""
+    for path, size in listed_files(files, manifest).items():
+        found = files.size(path)
+        if found is None:
+            result.differences.append(Difference(path, "missing", f"the file is missing ({MANIFEST} lists {manifest.summary})"))
+        elif found != size:
+            result.differences.append(Difference(path, "size", f"the file has {found:,} bytes, {size:,} were written"))
+
+
+def check_nothing_was_added(files: Files, manifest: Manifest, digests: Digests, result: Comparison) -> None:
+    """Find the files that reshard did not write. Files of weights are differences, because an engine would read them."""
+    globs = [glob for each in registry.formats().values() for glob in each.owns]
+    for path in _other_files(files, {*digests.files, *digests.small_files, *RECORDS}):
+        if any(fnmatchcase(path, glob) for glob in globs):
+            detail = f"the file is not one that reshard wrote ({MANIFEST} lists {manifest.summary})"
+            result.differences.append(Difference(path, "extra", detail))
+        else:
+            result.notes.append(f"{path} is not listed in {MANIFEST} and was not checked")
+
+
+def check_small_files(files: Files, small_files: Mapping[str, str], result: Comparison) -> None:
+    """Compare the content of the small files, such as config.json, with their digests."""
+    for path, expected in small_files.items():
+        size = files.size(path)
+        if size is None:
+            result.differences.append(Difference(path, "missing", "the file is missing"))
+        elif _digest_of(files, path, ((0, size),)) != expected:
+            result.differences.append(Difference(path, "values", "the file has changed since reshard wrote it"))
+
+
+def check_fixed_bytes(files: Files, records: Mapping[str, FileRecord], result: Comparison) -> None:
+    """Compare what lies around the tensors, such as headers and padding, with its digests; and name the files that were exchanged."""
+    for path, change in changed_files(files, records).items():
+        if files.size(path) == records[path].nbytes:
+            result.differences.append(Difference(path, "values", f"the file {change}"))
+    named = {difference.name for difference in result.differences}
+    for path, record in records.items():
+        if path not in named and _digest_of(files, path, record.fixed) != record.fixed_digest:
+            detail = "bytes around the tensors (header, padding or constants) have changed since reshard wrote the file"
+            result.differences.append(Difference(path, "values", detail))
+
+
+def check_tensors(
+    side: Side, tensors: Mapping[str, Tensor], digests: Digests, result: Comparison, *, workers: int | None, memory: int | None
+) -> Iterator[int]:
+    """Compare every tensor, its replicas and the constants around it. Yields the bytes of each finished block.
+
+    tensors: by the keys under which the digests were recorded.
+    """
+    result.differences.extend(wrong_constants(side))
+    # An alias may be readable under the stored name only.
+    stored = {name: name if name in tensors else digests.aliases.get(name, name) for name in digests.tensors}
+    for name in [name for name, found in stored.items() if found not in tensors]:
+        result.differences.append(Difference(name, "missing", "no file holds it any more"))
+        del stored[name]
+    chosen = {found: tensors[found] for found in dict.fromkeys(stored.values())}
+    found: BlockDigests = {}
+    yield from hash_blocks(side.files, chosen, found, result, version=CURRENT, workers=workers, memory=memory)
+    named = {difference.name for difference in result.differences}
+    for name, source in stored.items():
+        result.tensors += 1
+        if source not in named and _tensor_digest(CURRENT, name, chosen[source], found.get(source, {})) != digests.tensors[name]:
+            result.differences.append(
+                Difference(name, "values", f"the values are not those that reshard wrote; it lies in {files_of(chosen[source])}")
+            )
+
+
+def hash_blocks(
+    files: Files,
+    tensors: Mapping[str, Tensor],
+    found: BlockDigests,
+    result: Comparison,
+    *,
+    version: DigestVersion,
+    workers: int | None,
+    memory: int | None,
+) -> Iterator[int]:
+    """Fill `found` with the digests of all blocks, and yield the bytes of each. A tensor whose copies differ is added to `result`."""
+    itemsize = max((tensor.dtype.itemsize for tensor in tensors.values()), default=1)
+
+    def jobs() -> Iterator[tuple[str, int, Pieces, Box]]:
+        for name, tensor in tensors.items():
+            pieces = Pieces(tensor)
+            yield from ((name, number, pieces, box) for number, box in enumerate(blocks(tensor.shape)))
+
+    def make_worker() -> Callable[[tuple[str, int, Pieces, Box]], tuple[str, int, int, bytes | CheckpointError]]:
+        worker = Worker(files, itemsize)
+
+        def perform(job: tuple[str, int, Pieces, Box]) -> tuple[str, int, int, bytes | CheckpointError]:
+            name, number, pieces, box = job
+            nbytes = box.volume * pieces.tensor.dtype.itemsize
+            try:
+                return name, number, nbytes, version.block(bytes_of(worker.gather(pieces, box)))
+            except CheckpointError as error:
+                return name, number, nbytes, error
+
+        return perform
+
+    unreadable: set[str] = set()
+    for name, number, nbytes, digest in run_jobs(jobs(), make_worker, workers_within(memory, workers, itemsize, buffers=2)):
+        result.nbytes += nbytes
+        if isinstance(digest, bytes):
+            found.setdefault(name, {})[number] = digest
+        elif name not in unreadable:
+            unreadable.add(name)
+            result.differences.append(Difference(name, "values", digest.what))
+        yield nbytes
+
+
+def root_of(version: DigestVersion, tensors: Mapping[str, Tensor], found: BlockDigests) -> str:
+    """The fingerprint of these tensors. found: the digests of their blocks."""
+    by_name = {
+        name: version.tensor(name, tensor.dtype, tensor.shape, (digest for _, digest in sorted(found.get(name, {}).items())))
+        for name, tensor in tensors.items()
+    }
+    return version.checkpoint(by_name).root
+
+
+def _tensor_digest(version: DigestVersion, name: str, tensor: Tensor, found: Mapping[int, bytes]) -> str:
+    return version.text(version.tensor(name, tensor.dtype, tensor.shape, (digest for _, digest in sorted(found.items()))))
+
+
+def _digest_of(files: Files, path: str, ranges: tuple[tuple[int, int], ...]) -> str:
+    """The digest of the bytes of a file in these ranges."""
+    running = CURRENT.new()
+    for start, stop in parts(ranges):
+        running.update(read_range(files, path, start, stop - start))
+    return CURRENT.text(running.digest())
+
+
+def _other_files(files: Files, known: set[str]) -> list[str]:
+    """The files that are not known, in the root and in the folders of the known files. Hidden folders are left out."""
+    folders = {""}
+    for path in known:
+        names = path.split("/")[:-1]
+        folders |= {"/".join(names[: i + 1]) for i in range(len(names))}
+    found = (path for folder in sorted(folders) for path in files.list(folder))
+    return [path for path in found if not path.endswith("/") and path not in known]

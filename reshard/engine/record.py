@@ -1,0 +1,157 @@
+"""Recording a conversion: the files reshard.json, reshard.digests and SHA256SUMS of a plan that has been run (plans/manifest.py)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+import reshard
+from reshard.canonical.content import Drop
+from reshard.engine.pool import run_jobs
+from reshard.index.index import Constant
+from reshard.plans.digests import CURRENT, Fingerprint, content_digest
+from reshard.plans.fixed_bytes import fixed_ranges, parts, planned_bytes
+from reshard.plans.layout import Sidecar, TargetFile
+from reshard.plans.manifest import (
+    CHECKSUMS,
+    DIGESTS,
+    MANIFEST,
+    SCHEMA_VERSION,
+    Digests,
+    FileRecord,
+    digests_bytes,
+    manifest_bytes,
+    sample_ranges,
+    usable_manifest,
+)
+from reshard.plans.plan import Plan
+
+Read = Callable[[str, int, int], bytes]
+"""Reads (path, byte offset, bytes) of a file of the result."""
+# reshard.json names at most this many reasons for drops. Paths and the command line are cut at the length of the longest path.
+_MOST_REASONS, _LONGEST_REASON, _LONGEST_TEXT = 32, 200, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """What the caller of a conversion wants to be recorded."""
+
+    arguments: tuple[str, ...] = ()
+    """The arguments of the `reshard` command; empty if Python code started the conversion."""
+    checksums: bool = False
+    """Whether SHA256SUMS is written."""
+
+
+def records(plan: Plan, identity: str, fingerprint: Fingerprint, read: Read, provenance: Provenance, workers: int) -> Iterator[Sidecar]:
+    """The files that record a conversion. reshard.json comes last and completes the result.
+
+    identity: of the plan. read: reads the written files, of which a few parts are sampled, and all if checksums are wanted.
+    """
+    layout = plan.layout
+    small_files = list(layout.sidecars)
+    if provenance.checksums:
+        small_files.append(Sidecar(CHECKSUMS, _checksums(layout.files, layout.sidecars, read, workers)))
+        yield small_files[-1]
+    digests = Digests(
+        files=_file_records(plan, read),
+        small_files={sidecar.path: content_digest(sidecar.content) for sidecar in small_files},
+        tensors=dict(fingerprint.tensors),
+        aliases={alias: name for alias, name in layout.aliases.items() if alias in fingerprint.tensors},
+    )
+    content = digests_bytes(digests, ({"dropped": drop.name, "kind": drop.kind, "reason": drop.reason} for drop in plan.drops))
+    yield Sidecar(DIGESTS, content)
+    document = {**_document(plan, identity, provenance), "fingerprint": fingerprint.root, "digests": content_digest(content)}
+    yield Sidecar(MANIFEST, manifest_bytes(document, {file.path: file.nbytes for file in layout.files}))
+
+
+def samples(path: str, nbytes: int, read: Read) -> str:
+    """The digest of the sampled parts of a file of that length."""
+    running = CURRENT.new()
+    for start, stop in sample_ranges(nbytes):
+        running.update(read(path, start, stop - start))
+    return CURRENT.text(running.digest())
+
+
+def _file_records(plan: Plan, read: Read) -> dict[str, FileRecord]:
+    constants: dict[str, list[Constant]] = {}
+    for constant in plan.target_index.constants:
+        constants.setdefault(constant.path, []).append(constant)
+    found = {}
+    for file in plan.layout.files:
+        of_file = constants.get(file.path, ())
+        ranges, running = fixed_ranges(file, of_file), CURRENT.new()
+        for part in planned_bytes(file, of_file, ranges):
+            running.update(part)
+        found[file.path] = FileRecord(file.nbytes, ranges, CURRENT.text(running.digest()), samples(file.path, file.nbytes, read))
+    return found
+
+
+def _checksums(files: Sequence[TargetFile], sidecars: Sequence[Sidecar], read: Read, workers: int) -> bytes:
+    """The content of SHA256SUMS, in the form that `sha256sum -c` reads. The files are read once more, by several threads."""
+
+    def perform(file: TargetFile) -> tuple[str, str]:
+        running = hashlib.sha256()
+        for start, stop in parts(((0, file.nbytes),)):
+            running.update(read(file.path, start, stop - start))
+        return file.path, running.hexdigest()
+
+    sums = dict(run_jobs(files, lambda: perform, workers))
+    sums |= {sidecar.path: hashlib.sha256(sidecar.content).hexdigest() for sidecar in sidecars}
+    return "".join(_checksum_line(path, sums[path]) for path in sorted(sums)).encode()
+
+
+def _checksum_line(path: str, digest: str) -> str:
+    """A line of SHA256SUMS. As GNU does it, a line starts with a backslash if the name has characters that are escaped."""
+    escaped = path.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+    return f"{'' if escaped == path else chr(92)}{digest}  {escaped}\n"
+
+
+def _document(plan: Plan, identity: str, provenance: Provenance) -> dict[str, Any]:
+    """What reshard.json says about the conversion, without digests and files."""
+    layout, source_manifest = plan.layout, usable_manifest(plan.source_files)
+    command = shlex.join(("reshard", *provenance.arguments)) if provenance.arguments else None
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "format": layout.format,
+        **{axis: getattr(layout.parallel, axis) for axis in ("tp", "pp", "ep", "dp")},
+        "engine_version": plan.target.engine_version,
+        "source": {
+            "path": os.path.abspath(plan.source_files.root)[:_LONGEST_TEXT],
+            "format": plan.source.format,
+            "step": plan.source.facts.step,
+            "fingerprint": source_manifest.fingerprint if source_manifest else None,
+        },
+        "command": command if command is None or len(command) <= _LONGEST_TEXT else command[:_LONGEST_TEXT] + " ...",
+        "versions": {"reshard": reshard.__version__, "python": platform.python_version(), "numpy": np.__version__},
+        "time": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        "plan": identity,
+        "file_count": len(layout.files),
+        "bytes": sum(file.nbytes for file in layout.files),
+        "tensors": len(plan.routes),
+        "dropped": _drops_by_reason(plan.drops),
+    }
+
+
+def _drops_by_reason(drops: Sequence[Drop]) -> list[dict[str, Any]]:
+    """The drops by kind and reason. reshard.digests lists every one."""
+    grouped: dict[tuple[str, str], list[Drop]] = {}
+    for drop in drops:
+        grouped.setdefault((drop.kind, drop.reason), []).append(drop)
+    return [
+        {
+            "kind": kind,
+            "reason": reason[:_LONGEST_REASON],
+            "tensors": len(group),
+            "bytes": sum(drop.nbytes for drop in group),
+            "example": group[0].name[:_LONGEST_REASON],
+        }
+        for (kind, reason), group in list(grouped.items())[:_MOST_REASONS]
+    ]

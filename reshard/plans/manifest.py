@@ -1,0 +1,284 @@
+"""The manifest: what a conversion wrote, from what and how, in two files beside the result.
+
+    reshard.json      one JSON object of less than 64 kB: format, fingerprint, source, command, versions, files, drops
+    reshard.digests   a line of JSON for each file, each tensor and each dropped tensor, with its digest
+
+reshard.json holds the digest of reshard.digests, and a digest of its own other keys. Both are hostile input: their size is limited, and
+every value that is used is checked. Version 1 of the manifest (reshard 0.1) is reshard.json alone, without digests of single tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from reshard.errors import CheckpointError, ReshardError, UnsupportedError
+from reshard.geometry.quantities import plural
+from reshard.plans.digests import CURRENT, VERSIONS, DigestVersion, Hash, content_digest, is_digest
+from reshard.plans.fixed_bytes import Ranges
+from reshard.storage.files import Files, inside, read_range, read_whole
+
+MANIFEST = "reshard.json"
+DIGESTS = "reshard.digests"
+CHECKSUMS = "SHA256SUMS"
+RECORDS = (DIGESTS, CHECKSUMS, MANIFEST)
+"""The files that record a conversion."""
+SCHEMA_VERSION = 2
+MOST_BYTES = 1 << 16
+"""reshard.json is written with fewer bytes than this."""
+# Version 1 listed all files in reshard.json.
+_MOST_READ = 1 << 24
+_MOST_DIGESTS, _LONGEST_LINE, _PART = 1 << 28, 1 << 24, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What reshard.json says."""
+
+    version: DigestVersion
+    """The version of its digests."""
+    fingerprint: str
+    """The fingerprint of everything that was written."""
+    plan: str
+    """The identity of the plan (`Plan.identity`)."""
+    format: str
+    """The format that was written."""
+    files: Mapping[str, int] | None
+    """The length of each file that holds tensors; None if they are too many, then reshard.digests has the list."""
+    digests: str | None
+    """The digest of reshard.digests; None in version 1."""
+    document: Mapping[str, Any]
+    """The whole JSON object."""
+
+    @property
+    def summary(self) -> str:
+        """The number of files and the parallel sizes, for messages."""
+        sizes = {axis: self.document.get(axis) for axis in ("tp", "pp", "ep", "dp")}
+        text = "".join(f", {axis} {size}" for axis, size in sizes.items() if isinstance(size, int) and size > 1)
+        return plural(len(self.files), "file") + text if self.files is not None else text.removeprefix(", ") or self.format
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether reshard.json holds what reshard wrote. Version 1 has no digest that could tell."""
+        return self.digests is None or self.document.get("digest") == _self_digest(self.document)
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file that holds tensors."""
+
+    nbytes: int
+    """Its length."""
+    fixed: Ranges
+    """The ranges of its fixed bytes (fixed_bytes.py)."""
+    fixed_digest: str
+    """The digest of its fixed bytes."""
+    samples: str
+    """The digest of some parts of it (`sample_ranges`), which tells files apart quickly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """What reshard.digests says."""
+
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    """The files that hold tensors."""
+    small_files: dict[str, str] = field(default_factory=dict)
+    """The digest of each other file, such as config.json."""
+    tensors: dict[str, str] = field(default_factory=dict)
+    """The digest of each tensor by key, optimizer state included."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Tensors that are stored once under another name: alias -> stored name. `tensors` has the digests of both."""
+
+
+def sample_ranges(nbytes: int) -> Ranges:
+    """The ranges of a file that its samples consist of: 16 parts of 4 KiB, spread evenly; a short file is taken whole."""
+    count, length = 16, 4096
+    if nbytes <= count * length:
+        return ((0, nbytes),)
+    return tuple((start, start + length) for start in ((nbytes - length) * i // (count - 1) for i in range(count)))
+
+
+# ---- writing ----
+
+
+def manifest_bytes(document: Mapping[str, Any], files: Mapping[str, int]) -> bytes:
+    """The content of reshard.json. Lists that would make it too large are null: reshard.digests has them."""
+    listed = {**document, "files": dict(files)}
+    for chosen in (listed, {**listed, "files": None}, {**listed, "files": None, "dropped": None}):
+        content = json.dumps({**chosen, "digest": _self_digest(chosen)}, indent=2).encode() + b"\n"
+        if len(content) < MOST_BYTES:
+            break
+    return content
+
+
+def digests_bytes(digests: Digests, dropped: Iterable[Mapping[str, Any]]) -> bytes:
+    """The content of reshard.digests. Files come first, so that their list can be read alone."""
+    lines: list[Mapping[str, Any]] = [{"schema_version": SCHEMA_VERSION}]
+    for path, file in digests.files.items():
+        fixed = ",".join(f"{start}-{stop}" for start, stop in file.fixed)
+        lines.append({"file": path, "bytes": file.nbytes, "fixed": fixed, "fixed_digest": file.fixed_digest, "samples": file.samples})
+    lines += [{"small_file": path, "digest": digest} for path, digest in digests.small_files.items()]
+    lines += [{"tensor": name, "digest": digest} for name, digest in digests.tensors.items()]
+    lines += [{"alias": alias, "of": name} for alias, name in digests.aliases.items()]
+    return "".join(json.dumps(line) + "\n" for line in (*lines, *dropped)).encode()
+
+
+def _self_digest(document: Mapping[str, Any]) -> str:
+    """The digest of a manifest without its own digest."""
+    text = json.dumps({key: value for key, value in document.items() if key != "digest"}, sort_keys=True, separators=(",", ":"))
+    return content_digest(text.encode())
+
+
+# ---- reading ----
+
+
+def read_manifest(files: Files) -> Manifest | None:
+    """The manifest of a checkpoint that reshard wrote; None if it has none.
+
+    Raises: CheckpointError if reshard.json is damaged, UnsupportedError if a later version of reshard wrote it.
+    """
+    # Of a folder that was opened by the path of one file, only that file is meant.
+    if MANIFEST not in files.list():
+        return None
+    try:
+        document = json.loads(read_whole(files, MANIFEST, limit=_MOST_READ))
+    except (ValueError, RecursionError) as error:
+        raise _damaged(MANIFEST, f"it is not valid JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise _damaged(MANIFEST, "it does not hold a JSON object")
+    number = document.get("schema_version", 1)
+    if not isinstance(number, int) or number not in VERSIONS:
+        raise UnsupportedError(
+            f"its schema_version is {number!r}, and this version of reshard reads {', '.join(map(str, VERSIONS))}",
+            where=MANIFEST,
+            do="Use the version of reshard that wrote it, or a later one",
+        )
+    version, sizes = VERSIONS[number], document.get("files")
+    if not (sizes is None and number > 1) and not (isinstance(sizes, dict) and all(_is_size(size) for size in sizes.values())):
+        raise _damaged(MANIFEST, "it does not list the files and their sizes")
+    if not is_digest(document.get("fingerprint"), version) or (number > 1 and not is_digest(document.get("digests"))):
+        raise _damaged(MANIFEST, "it holds no fingerprint")
+    if not isinstance(document.get("format"), str) or not isinstance(document.get("plan"), str):
+        raise _damaged(MANIFEST, "it does not name the format and the plan")
+    listed = None if sizes is None else {inside(path, where=MANIFEST): size for path, size in sizes.items()}
+    digests = document["digests"] if number > 1 else None
+    return Manifest(version, document["fingerprint"], document["plan"], document["format"], listed, digests, document)
+
+
+def usable_manifest(files: Files) -> Manifest | None:
+    """The manifest of a checkpoint; None if it has none, or a damaged one. `read_manifest` tells what is damaged."""
+    try:
+        return read_manifest(files)
+    except ReshardError:
+        return None
+
+
+def listed_files(files: Files, manifest: Manifest) -> Mapping[str, int]:
+    """The length of each file that holds tensors, from reshard.json or, if they are too many, from reshard.digests."""
+    if manifest.files is not None:
+        return manifest.files
+    if files.size(DIGESTS) is None:
+        raise _damaged(DIGESTS, "the file is missing")
+    found: dict[str, int] = {}
+    for record in _records(_lines(files, CURRENT.new())):
+        if "file" in record:
+            found[inside(str(record["file"]), where=DIGESTS)] = _file_record(record).nbytes
+        elif found:
+            break
+    return found
+
+
+def read_digests(files: Files, manifest: Manifest) -> Digests:
+    """The digests that belong to a manifest of version 2.
+
+    Raises: CheckpointError if reshard.digests is missing, damaged, or belongs to another conversion.
+    """
+    if files.size(DIGESTS) is None:
+        raise _damaged(DIGESTS, "the file is missing")
+    found, running = Digests(), CURRENT.new()
+    for record in _records(_lines(files, running)):
+        if "file" in record:
+            _add(found.files, inside(str(record["file"]), where=DIGESTS), _file_record(record))
+        elif "small_file" in record:
+            _add(found.small_files, inside(str(record["small_file"]), where=DIGESTS), _digest(record, "digest"))
+        elif "tensor" in record:
+            _add(found.tensors, str(record["tensor"]), _digest(record, "digest"))
+        elif "alias" in record:
+            _add(found.aliases, str(record["alias"]), str(record.get("of")))
+    if CURRENT.text(running.digest()) != manifest.digests:
+        raise _damaged(DIGESTS, f"it is not the file that {MANIFEST} names")
+    return found
+
+
+def _lines(files: Files, running: Hash) -> Iterator[bytes]:
+    """The lines of reshard.digests. `running` gets all bytes."""
+    size, rest = files.size(DIGESTS) or 0, b""
+    if size > _MOST_DIGESTS:
+        raise _damaged(DIGESTS, f"it has {size:,} bytes, more than the limit of {_MOST_DIGESTS:,}")
+    for start in range(0, size, _PART):
+        part = read_range(files, DIGESTS, start, min(_PART, size - start))
+        running.update(part)
+        *lines, rest = (rest + part).split(b"\n")
+        yield from lines
+        if len(rest) > _LONGEST_LINE:
+            raise _damaged(DIGESTS, f"a line has more than {_LONGEST_LINE:,} bytes")
+    if rest:
+        raise _damaged(DIGESTS, "its last line is incomplete")
+
+
+def _records(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if not isinstance(record, dict):
+            raise _damaged(DIGESTS, f"line {number} is not a JSON object")
+        yield record
+
+
+def _file_record(record: Mapping[str, Any]) -> FileRecord:
+    size, fixed = record.get("bytes"), record.get("fixed")
+    if (
+        not isinstance(size, int)
+        or not _is_size(size)
+        or not isinstance(fixed, str)
+        or not re.fullmatch(r"(\d{1,18}-\d{1,18}(,|$))*", fixed)
+    ):
+        raise _damaged(DIGESTS, f"the record of {str(record['file'])[:200]!r} is incomplete")
+    ranges = tuple((int(start), int(stop)) for start, _, stop in (each.partition("-") for each in fixed.split(",") if each))
+    end = 0
+    for start, stop in ranges:
+        if not end <= start <= stop <= size:
+            raise _damaged(DIGESTS, f"the ranges of {str(record['file'])[:200]!r} do not lie in the file in order")
+        end = stop
+    return FileRecord(size, ranges, _digest(record, "fixed_digest"), _digest(record, "samples"))
+
+
+def _digest(record: Mapping[str, Any], key: str) -> str:
+    if not is_digest(record.get(key)):
+        raise _damaged(DIGESTS, f"a record has no digest under {key!r}")
+    return str(record[key])
+
+
+def _add(records: dict[str, Any], name: str, value: Any) -> None:
+    if name in records:
+        raise _damaged(DIGESTS, f"{name[:200]!r} is recorded twice")
+    records[name] = value
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def _damaged(path: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        what,
+        where=path,
+        why="So the files cannot be compared with what reshard wrote",
+        do=f"Copy {MANIFEST} and {DIGESTS} again from where the checkpoint was written, or remove both",
+    )
