@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format
-from reshard.errors import RequestError
+from reshard.errors import RequestError, choices
 
 if TYPE_CHECKING:
     from reshard.adapter.option import Option
@@ -56,16 +56,21 @@ def named(name: str) -> Format:
     try:
         return formats()[name]
     except KeyError:
-        raise RequestError(f"no format is called {name!r}", do=f"Installed are {', '.join(formats())}") from None
+        raise _unknown(name, formats()) from None
 
 
 def target(name: str) -> Format:
     """The format of that name. Raises RequestError, listing the formats that can be written, if it cannot."""
-    found = named(name)
-    if not found.can_write:
-        writable = (name for name, each in formats().items() if each.can_write)
-        raise RequestError(f"the format {name} is read, not written", do=f"Formats that are written: {', '.join(writable)}")
-    return found
+    writable = {each: found for each, found in formats().items() if found.can_write}
+    if name in writable:
+        return writable[name]
+    if name in formats():
+        raise RequestError(f"--to {name}: this format is read, not written", do=f"Formats that are written: {', '.join(writable)}")
+    raise _unknown(name, writable)
+
+
+def _unknown(name: str, known: Collection[str]) -> RequestError:
+    return RequestError(f"unknown format {name!r}", do=choices(name, known))
 
 
 def serving_formats() -> dict[str, ServingFormat]:

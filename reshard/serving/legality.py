@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from reshard.errors import RequestError
 from reshard.geometry.parallel import Parallel, stage_layers
+from reshard.geometry.quantities import plural
 from reshard.models.model import Model
 from reshard.models.splits import problem
 from reshard.serving.rules import EngineRules
@@ -28,6 +29,12 @@ def check_degrees(model: Model, rules: EngineRules, parallel: Parallel) -> None:
             where=name,
             why=f"{rules.engine} would refuse it, or give ranks parts of a head",
             do=f"Legal tensor-parallel sizes are {', '.join(map(str, legal)) or 'none: the engine cannot serve this model'}",
+        )
+    if parallel.pp > (layers := model.dimensions["layers"]):
+        raise RequestError(
+            f"--pp {parallel.pp} does not fit this model: {plural(layers, 'layer')} on {parallel.pp} stages",
+            why="Some stages would hold no layer",
+            do=f"Use at most {plural(layers, 'stage')}",
         )
     if unfit := stage_problem(model, rules, parallel.pp):
         raise RequestError(

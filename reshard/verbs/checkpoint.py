@@ -12,7 +12,7 @@ from reshard.adapter import registry
 from reshard.adapter.format import Hints
 from reshard.adapter.model_files import CONFIG, ModelFiles, find_model_files
 from reshard.adapter.rank_files import check_steps
-from reshard.canonical.content import Content, Selection, content_of
+from reshard.canonical.content import Content, Selection, check_selected, content_of
 from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.wrappers import without_wrappers
 from reshard.containers.inert_pickle import gc_paused
@@ -73,6 +73,7 @@ class Checkpoint:
     def tensors(self, selection: Selection | None = None) -> View:
         """Every weight under its canonical name, read when asked for."""
         content = self.content(selection)
+        check_selected(content)
         stored = {name: whole(name, tensor.dtype, tensor.shape) for name, tensor in content.tensors.items()}
         return View(stored, content.tensors, self.files)
 

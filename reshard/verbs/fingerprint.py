@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from reshard.canonical.content import Selection
+from reshard.canonical.content import Selection, check_selected
 from reshard.engine.compare import Side, fingerprint_blocks, fingerprint_of
 from reshard.plans.digests import Fingerprint
 from reshard.verbs.checkpoint import Checkpoint, opened
@@ -15,6 +15,7 @@ def fingerprint(source: Checkpoint | PathLike, *, selection: Selection | None = 
     """The layout-independent digest of a checkpoint's weights; plans/digests.py says what it hashes."""
     effort, checkpoint = Effort(**options), opened(source)
     side = Side(checkpoint.files, checkpoint.index, checkpoint.content(selection))
+    check_selected(side.content)
     digests: dict[str, dict[int, bytes]] = {}
     for name, number, nbytes, digest in fingerprint_blocks(side, workers=effort.workers, memory=effort.memory):
         digests.setdefault(name, {})[number] = digest

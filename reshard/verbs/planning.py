@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reshard.canonical.content import check_against_model, content_of
+from reshard.canonical.content import check_against_model, check_selected, content_of
 from reshard.canonical.dequantization import quantized_names, with_scales_attached, without_quantization
+from reshard.canonical.globs import check_globs
 from reshard.engine.views import LazyTensor
 from reshard.errors import RequestError
 from reshard.geometry.stored import whole
@@ -44,6 +45,8 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest) -> Plan:
     if format.keeps_names and index is not source.index:
         index, notes = source.index, (_NAMES_ARE_KEPT,)
         content = content_of(index, source.model, selection)
+    check_selected(content)
+    check_globs("--keep-dtype", request.keep_dtype, content.weights)
     content = replace(content, read_scalar=lambda key: _scalar(content.tensors[key], source.files))
     companions, kept_for = source.model_files, quantized_names(content, source.model_files.config)
     if request.dequantize:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from reshard.canonical.content import Selection
+from reshard.canonical.content import Selection, check_selected
 from reshard.engine.compare import Comparison, Side, compare
 from reshard.verbs.checkpoint import Checkpoint, open_both, opened
 from reshard.verbs.request import Effort, EffortOptions, PathLike
@@ -29,6 +29,7 @@ def verify(
         a, b = open_both(left, right)
     model = a.model or b.model
     left_side, right_side = (Side(each.files, each.index, each.content(selection, model=model)) for each in (a, b))
+    check_selected(left_side.content, right_side.content)
     result = Comparison()
     for nbytes in compare(left_side, right_side, result, with_cast=cast, workers=effort.workers, memory=effort.memory):
         effort.report(nbytes)
