@@ -16,7 +16,7 @@ from ..tables import nbytes_text, show, show_json
 @click.command("roundtrip", cls=options.Command, examples=["reshard roundtrip step-1000 --to vllm --tp 8"])
 @click.argument("source")
 @options.target()
-@options.selection
+@options.selection("Convert")
 @options.format_name
 @options.model
 @options.option("--materialize", section=options.OUTPUT, is_flag=True, help="Convert there and back for real, and compare every bit.")

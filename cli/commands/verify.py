@@ -17,7 +17,7 @@ from ..tables import nbytes_text, show, show_json, table
 @click.argument("left")
 @click.argument("right")
 @click.option("--cast", is_flag=True, help="Where element types differ, cast LEFT's values to RIGHT's before comparing.")
-@options.selection
+@options.selection("Compare")
 @options.model
 @options.effort
 @options.as_json

@@ -8,7 +8,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format
-from reshard.errors import RequestError, choices
+from reshard.errors import RequestError, ReshardError, choices
+from reshard.storage.files import LocalFiles
 
 if TYPE_CHECKING:
     from reshard.adapter.option import Option
@@ -108,22 +109,49 @@ def detect(files: Files) -> tuple[Format, str]:
 
     Raises: RequestError if none does, or several do.
     """
-    claims = [(found, reason) for found in formats().values() if (reason := found.detect(files))]
-    refined = {name for found, _ in claims for name in found.refines}
-    claims = [(found, reason) for found, reason in claims if found.name not in refined]
+    claims = _claims(files)
     if len(claims) == 1:
         return claims[0]
     if claims:
         raise RequestError(
-            "this could be " + " or ".join(f"{found.name} ({reason})" for found, reason in claims),
+            "checkpoints of several formats lie here: " + ", ".join(f"{found.name} ({reason})" for found, reason in claims),
             where=files.root,
-            do="Say which with --format, or give the directory of one of them",
+            do="Choose one: " + " or ".join(f"`reshard inspect {files.root} --format {found.name}`" for found, _ in claims),
         )
+    if isinstance(files, LocalFiles) and files.is_file:
+        raise _not_a_checkpoint(files)
     listing = files.list()
     raise RequestError(
-        f"no known format lies here; the {len(listing)} entries start with {', '.join(listing[:5])}"
-        if listing
-        else "the directory is empty",
+        f"no known format lies here; {_some(listing)}" if listing else "the directory is empty",
         where=files.root,
         do="`reshard formats` tells what is looked for. Give the directory that holds the checkpoint's files",
     )
+
+
+def _claims(files: Files) -> list[tuple[Format, str]]:
+    """The formats that claim these files, each with its reason. A format yields to one that consists of its checkpoints."""
+    is_file = isinstance(files, LocalFiles) and files.is_file
+    asked = [found for found in formats().values() if found.one_file_suffices or not is_file]
+    claims = [(found, reason) for found in asked if (reason := found.detect(files))]
+    refined = {name for found, _ in claims for name in found.refines}
+    return [(found, reason) for found, reason in claims if found.name not in refined]
+
+
+def _not_a_checkpoint(file: LocalFiles) -> RequestError:
+    """The error for one file that no format claims. It names the directory if that holds a checkpoint."""
+    folder = file.parent()
+    try:
+        claims = _claims(folder) if folder else []
+    except ReshardError:
+        claims = []
+    if folder and claims:
+        what = f"one file of a checkpoint ({claims[0][0].name}) was given"
+        return RequestError(what, where=file.root, do=f"Give the directory {folder.root}")
+    return RequestError("no known format", where=file.root, do="Give the directory that holds the checkpoint's files")
+
+
+def _some(listing: tuple[str, ...]) -> str:
+    """The entries of a folder in a few words."""
+    if len(listing) == 1:
+        return f"its only entry is {listing[0]}"
+    return f"its {len(listing)} entries start with {', '.join(listing[:5])}" if len(listing) > 5 else f"it holds {', '.join(listing)}"

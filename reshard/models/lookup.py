@@ -17,7 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import RequestError, choices
+from reshard.errors import RequestError, UnsupportedError, choices
 from reshard.models.architecture import Architecture
 from reshard.models.declared.reader import Find, parse_declaration
 from reshard.models.model import Model
@@ -39,8 +39,37 @@ def find_model(config: Mapping[str, Any] | None, architecture: Architecture | No
     """
     if config is None or unknown_quantization(config):
         return None
-    declared = architecture or find_architecture(str(config.get("model_type", "")))
+    declared = architecture or find_architecture(model_type_of(config) or "")
     return Model(declared, config) if declared else None
+
+
+def model_type_of(config: Mapping[str, Any]) -> str | None:
+    """The model_type of a config. Without one, the declared model whose class is among the config's `architectures`; None if there is none."""
+    if config.get("model_type"):
+        return str(config["model_type"])
+    classes = config.get("architectures")
+    for model_type in known_model_types() if isinstance(classes, list) and classes else ():
+        architecture = find_architecture(model_type)
+        if architecture and architecture.class_name in classes:
+            return model_type
+    return None
+
+
+def unknown_architecture(config: Mapping[str, Any]) -> UnsupportedError:
+    """The error for a config whose architecture is not declared."""
+    known = known_model_types()
+    if (model_type := model_type_of(config)) is None:
+        return UnsupportedError(
+            "config.json has no model_type, and its architectures are " + (str(config.get("architectures")) if config.get("architectures") else "missing, too"),
+            why="What the weights are is not guessed",
+            do=f"Add --model DIR with the model's own config, or --architecture NAME: {', '.join(known)}",
+        )
+    return UnsupportedError(
+        f"the architecture {model_type!r} is not declared",
+        why="How its weights split over ranks is not known, and is not guessed",
+        do=f"{choices(model_type, known)}. Declare another one: `reshard architectures --start CKPT > my.yaml`, then --architecture my.yaml. "
+        "A conversion to hf needs no declaration",
+    )
 
 
 def find_architecture(model_type: str) -> Architecture | None:

@@ -30,15 +30,20 @@ def check_degrees(model: Model, rules: EngineRules, parallel: Parallel) -> None:
             why=f"{rules.engine} would refuse it, or give ranks parts of a head",
             do=f"Legal tensor-parallel sizes are {', '.join(map(str, legal)) or 'none: the engine cannot serve this model'}",
         )
-    if parallel.pp > (layers := model.dimensions["layers"]):
-        raise RequestError(
-            f"--pp {parallel.pp} does not fit this model: {plural(layers, 'layer')} on {parallel.pp} stages",
-            why="Some stages would hold no layer",
-            do=f"Use at most {plural(layers, 'stage')}",
-        )
     if unfit := stage_problem(model, rules, parallel.pp):
         raise RequestError(
             f"--pp {parallel.pp} does not fit this model: {unfit}", why=f"{rules.engine} would refuse it", do="Use fewer stages"
+        )
+
+
+def check_stages(model: Model, pp: int) -> None:
+    """Raises RequestError if there are more stages than layers. Engines start such a stage; it is a mistake, so it is not written."""
+    layers = model.dimensions["layers"]
+    if pp > layers:
+        raise RequestError(
+            f"--pp {pp} does not fit this model: {plural(layers, 'layer')} on {pp} stages",
+            why="Some stages would hold no layer",
+            do=f"Use at most {plural(layers, 'stage')}",
         )
 
 

@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError
 from reshard.storage.decoded_ranges import DecodedRanges
+from reshard.storage.local_path import existing_path
 from reshard.storage.system_calls import open_files_at_once, read_at
 
 
@@ -155,14 +156,23 @@ class LocalFiles:
     """`Files` of a local directory, or of one local file. Raises RequestError if the path does not exist."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        path = Path(root)
-        if not path.exists():
-            raise RequestError(f"there is no file or directory {str(root)!r}")
+        path = existing_path(root)
         self.root = str(root)
         self.folder = path if path.is_dir() else path.parent
         self._only_file = None if path.is_dir() else path.name
         self._descriptors = Descriptors(self.folder, os.O_RDONLY)
         self._decoded = DecodedRanges(self.read_into)
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the root is one file."""
+        return self._only_file is not None
+
+    def parent(self) -> LocalFiles | None:
+        """The directory that contains the root, as the user would write it; None for the root of the file system."""
+        root = self.root or "."
+        folder = os.path.normpath(os.path.join(root, ".."))
+        return None if os.path.samefile(folder, root) else LocalFiles(folder)
 
     def list(self, folder: str = "") -> tuple[str, ...]:
         if self._only_file is not None:

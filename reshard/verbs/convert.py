@@ -12,6 +12,7 @@ from reshard.engine.run import MANIFEST, Conversion
 from reshard.errors import RequestError
 from reshard.plans.digests import Fingerprint
 from reshard.plans.plan import Plan
+from reshard.storage.local_path import local_path
 from reshard.storage.staging import WORK_FOLDER
 from reshard.verbs.request import Effort, EffortOptions, PathLike
 
@@ -39,7 +40,7 @@ def conversion(plan: Plan, target: PathLike, *, resume: bool = False, overwrite:
     """A conversion that has not begun, for callers that run it block by block. `convert` runs it to the end."""
     if plan.target.only_rank:
         raise RequestError(f"this is a plan of {dict(plan.target.only_rank)} alone", do="Plan without `only` what is to be written")
-    root = Path(target)
+    root = local_path(target)
     replaces = _replaceable(root, plan, resume=resume, overwrite=overwrite)
     return Conversion(plan, root, resume=resume, replaces=replaces, workers=effort.workers, memory=effort.memory)
 
