@@ -70,11 +70,12 @@ def choices(word: str, known: Collection[str], *, most: int | None = None, neare
 
 
 def nearest(word: str, known: Collection[str]) -> str | None:
-    """The known word that is most like `word`, without regard to case; None if none is like it."""
+    """The known word that begins with `word`, or else is most like it, without regard to case; None if none is like it."""
     from difflib import get_close_matches
 
     by_lower = {each.lower(): each for each in known}
-    close = get_close_matches(word.lower(), by_lower, n=1)
+    continued = [each for each in by_lower if len(word) > 2 and each.startswith(word.lower())]
+    close = sorted(continued, key=len) or get_close_matches(word.lower(), by_lower, n=1)
     return by_lower[close[0]] if close else None
 
 

@@ -63,7 +63,9 @@ class ModelFiles:
         if not config or not added or config.get("model_type", architecture.model_type) != architecture.model_type:
             return self, ()
         settings = ", ".join(f"{key}: {value}" for key, value in added.items())
-        return replace(self, config={**config, **added}, derived=True), (f"added to {CONFIG}, as engines choose the class by it: {settings}",)
+        return replace(self, config={**config, **added}, derived=True), (
+            f"added to {CONFIG}, as engines choose the class by it: {settings}",
+        )
 
     @property
     def path(self) -> str | None:

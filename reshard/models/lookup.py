@@ -44,31 +44,31 @@ def find_model(config: Mapping[str, Any] | None, architecture: Architecture | No
 
 
 def model_type_of(config: Mapping[str, Any]) -> str | None:
-    """The model_type of a config. Without one, the declared model whose class is among the config's `architectures`; None if there is none."""
+    """The model_type of a config. If it has none, that of the declared model whose class is one of its `architectures`. None if the config
+    names no model."""
     if config.get("model_type"):
         return str(config["model_type"])
     classes = config.get("architectures")
-    for model_type in known_model_types() if isinstance(classes, list) and classes else ():
-        architecture = find_architecture(model_type)
-        if architecture and architecture.class_name in classes:
-            return model_type
-    return None
+    if not isinstance(classes, list) or not classes:
+        return None
+    declared = {model_type: find_architecture(model_type) for model_type in known_model_types()}
+    return next((name for name, architecture in declared.items() if architecture and architecture.class_name in classes), None)
 
 
 def unknown_architecture(config: Mapping[str, Any]) -> UnsupportedError:
     """The error for a config whose architecture is not declared."""
-    known = known_model_types()
-    if (model_type := model_type_of(config)) is None:
+    known, model_type = known_model_types(), model_type_of(config)
+    if model_type is None:
         return UnsupportedError(
-            "config.json has no model_type, and its architectures are " + (str(config.get("architectures")) if config.get("architectures") else "missing, too"),
+            f"config.json has no model_type, and its architectures ({config.get('architectures')}) are those of no declared model",
             why="What the weights are is not guessed",
             do=f"Add --model DIR with the model's own config, or --architecture NAME: {', '.join(known)}",
         )
     return UnsupportedError(
         f"the architecture {model_type!r} is not declared",
         why="How its weights split over ranks is not known, and is not guessed",
-        do=f"{choices(model_type, known)}. Declare another one: `reshard architectures --start CKPT > my.yaml`, then --architecture my.yaml. "
-        "A conversion to hf needs no declaration",
+        do=f"{choices(model_type, known)}. To declare another one, draft it with `reshard architectures --start CKPT > my.yaml` and add "
+        "--architecture my.yaml. A conversion to hf needs no declaration",
     )
 
 

@@ -47,5 +47,7 @@ def _instead_of(path: Path) -> str | None:
         near = nearest(path.name, [entry.name for entry in path.parent.iterdir()])
         return f"Did you mean {path.parent / near}?" if near else None
     if _HUB_ID.fullmatch(str(path)):
-        return f"If this is a model of the Hugging Face Hub: `hf download {path} --local-dir {path.name}`, then give the directory {path.name}"
+        return (
+            f"If this is a model of the Hugging Face Hub: `hf download {path} --local-dir {path.name}`, then give the directory {path.name}"
+        )
     return None

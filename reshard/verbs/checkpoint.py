@@ -118,10 +118,8 @@ def open_both(left: PathLike, right: PathLike, **options: Unpack[ModelOptions]) 
     `model` is used for a checkpoint without a config of its own. If only one checkpoint gives the vocabulary size, it is used for both.
     """
     without_config = [path for path in (left, right) if find_model_files(open_tree(path)).config is None]
-    if options.get("model") is not None and not without_config:
-        raise RequestError(
-            f"--model {os.fspath(options['model'])} is not used: both checkpoints have a {CONFIG} of their own", do="Leave it out"
-        )
+    if (model := options.get("model")) is not None and not without_config:
+        raise RequestError(f"--model {os.fspath(model)} is not used: both checkpoints have a {CONFIG} of their own", do="Leave it out")
     found = [_open(path, options if path in without_config else {**options, "model": None}) for path in (left, right)]
     for i, other in ((0, 1), (1, 0)):
         vocabulary = (found[other].model_files.config or {}).get("vocab_size")

@@ -30,7 +30,7 @@ class DegreeOptions(ModelOptions, total=False):
 
     gpu_memory: int | None
     """Bytes of one GPU; then the tokens that fit beside the weights are counted."""
-    gpu_memory_utilization: float
+    gpu_memory_utilization: float | None
     """The fraction of a GPU's memory that the engine uses (default: 0.9)."""
     reserve: int
     """Bytes of that for activations and CUDA graphs (default: 0)."""
@@ -77,10 +77,13 @@ def degrees(
     if _is_bare(source):
         _refuse_for_bare(options)
         model, dtypes = _declared_model(model_at(source, options.get("architecture")), target, dequantize)
+        notes: tuple[str, ...] = ()
     else:
         about_model: Any = {name: options[name] for name in ModelOptions.__annotations__ if name in options}  # type: ignore[literal-required]
-        model, dtypes = _stored_model(opened(source, **about_model), target, options.get("weights"), dequantize)
-    return degree_report(
+        checkpoint = opened(source, **about_model)
+        model, dtypes = _stored_model(checkpoint, target, options.get("weights"), dequantize)
+        notes = (checkpoint.model_files.note,) if checkpoint.model_files.note else ()
+    report = degree_report(
         model,
         dtypes,
         lambda parallel: engine.engine_rules(model, replace(target, parallel=parallel)),
@@ -88,6 +91,7 @@ def degrees(
         cache_dtype=dtype_named(options.get("kv_dtype"), "--kv-dtype"),
         memory=memory,
     )
+    return replace(report, assumptions=(*report.assumptions, *notes))
 
 
 def _engine(to: str) -> ServingFormat:
@@ -103,13 +107,14 @@ def _engine(to: str) -> ServingFormat:
 def _memory(options: DegreeOptions) -> GpuMemory | None:
     """A GPU's memory, if the caller gave it."""
     nbytes, longest, reserve = options.get("gpu_memory"), options.get("max_model_len"), options.get("reserve", 0)
+    utilization = options.get("gpu_memory_utilization")
     if nbytes is None:
-        if longest or reserve:
-            raise RequestError(
-                "how much fits depends on the memory of a GPU, which is not said", do="Say it with --gpu-memory, such as 80GiB"
-            )
+        if longest or reserve or utilization is not None:
+            raise RequestError("how much fits depends on the memory of a GPU, which is not given", do="Add --gpu-memory, such as 80GiB")
         return None
-    return GpuMemory(nbytes, options.get("gpu_memory_utilization", 0.9), reserve, longest)
+    if nbytes < 1:
+        raise RequestError(f"--gpu-memory {nbytes}: a GPU has some memory", do="Give its size, such as 80GiB")
+    return GpuMemory(nbytes, 0.9 if utilization is None else utilization, reserve, longest)
 
 
 def _is_bare(source: Checkpoint | PathLike) -> TypeGuard[PathLike]:

@@ -61,7 +61,7 @@ def _check_dtype(target: Target, model: Model, rules: EngineRules) -> None:
     """Raises RequestError if the weights are cast to a type of 8 bits: engines take such weights with scales only."""
     if target.dtype is not None and target.dtype.itemsize == 1 and not model.quantization:
         raise RequestError(
-            f"--dtype {target.dtype.torch}: a cast does not make scales, and {rules.engine} needs a scale for each FP8 weight",
+            f"--dtype: a cast to {target.dtype} does not make scales, and {rules.engine} needs a scale for each FP8 weight",
             why="Values beyond the range of the type would be lost",
             do="Quantize with the engine's own tool, such as llm-compressor, and convert its result",
         )
