@@ -75,7 +75,7 @@ def nearest(word: str, known: Collection[str]) -> str | None:
 
     by_lower = {each.lower(): each for each in known}
     continued = [each for each in by_lower if len(word) > 2 and each.startswith(word.lower())]
-    close = sorted(continued, key=len) or get_close_matches(word.lower(), by_lower, n=1)
+    close = sorted(continued, key=len) or get_close_matches(word.lower(), by_lower, n=1, cutoff=0.7)
     return by_lower[close[0]] if close else None
 
 
