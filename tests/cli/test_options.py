@@ -182,10 +182,10 @@ def test_only_what_works_is_proposed():
 
 
 def test_python_names_the_nearest_keyword_and_tensor():
-    with pytest.raises(RequestError, match="no option 'max_shard_sise'. Did you mean max_shard_size"):
+    with pytest.raises(RequestError, match=r"no option 'max_shard_sise'. Did you mean max_shard_size"):
         library.plan(LLAMA, to="hf", max_shard_sise=5)
     view = library.open(LLAMA).tensors()
-    with pytest.raises(KeyError, match="Did you mean model.norm.weight"):
+    with pytest.raises(KeyError, match=r"Did you mean model.norm.weight"):
         view["model.norm.wieght"]
     assert "model.norm.wieght" not in view and view.get("model.norm.wieght") is None
 

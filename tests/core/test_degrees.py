@@ -80,7 +80,7 @@ def test_every_engine_serves_a_llama_and_experts_at_some_degree(to):
         assert not all(row.problem for row in reshard.degrees(HF / model, to=to, tp=(1, 2)).rows)
 
 
-@pytest.mark.parametrize("reference", filter(has_a_layer_per_stage, REFERENCES), ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize("reference", list(filter(has_a_layer_per_stage, REFERENCES)), ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_the_fullest_rank_holds_as_much_as_one_of_real_vllm(reference):
     expected = json.loads(reference.read_text())
     ep = expected.get("ep", 1) > 1

@@ -86,7 +86,7 @@ def test_a_declared_model_is_weight_by_weight_the_built_in_one(model, files):
 DECLARED = sorted(path for model in DECLARATIONS for path in VLLM.glob(f"{model}/*.json"))
 
 
-@pytest.mark.parametrize("reference", filter(has_a_layer_per_stage, DECLARED), ids=str)
+@pytest.mark.parametrize("reference", list(filter(has_a_layer_per_stage, DECLARED)), ids=str)
 def test_every_rank_holds_what_real_vllm_holds(reference, files, tmp_path):
     expected = json.loads(reference.read_text())
     source = renamed(HF / expected["model"], tmp_path / "m")

@@ -44,7 +44,7 @@ _FP8 = [json.loads(path.read_text()) for path in REFERENCES if not (HF / path.pa
 QUANTIZED = [(said["model"], said["tp"], said.get("ep", 1)) for said in _FP8]
 
 
-@pytest.mark.parametrize("reference", filter(has_a_layer_per_stage, REFERENCES), ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize("reference", list(filter(has_a_layer_per_stage, REFERENCES)), ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_rank_holds_bit_by_bit_what_real_vllm_holds(reference, tmp_path):
     expected = json.loads(reference.read_text())
     sizes = {"tp": expected["tp"], "pp": expected["pp"], "ep": expected.get("ep", 1)}

@@ -10,9 +10,9 @@ from typing import Any
 from reshard.canonical.content import Content, check_against_model
 from reshard.containers.pickle_writer import Instance
 from reshard.errors import RequestError
-from reshard.models.model import Model
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.mosaics import Mosaic
+from reshard.models.model import Model
 from reshard.plans.layout import Sidecar
 from reshard.plans.target import Target
 
