@@ -36,6 +36,14 @@ class LazyGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            from reshard.errors import nearest
+
+            near = nearest(args[0], COMMANDS)
+            ctx.fail(f"No such command '{args[0]}'." + (f" Did you mean '{near}'?" if near else ""))
+        return super().resolve_command(ctx, args)
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
@@ -95,11 +103,14 @@ def run(arguments: list[str]) -> int:
         return int(code or 0)
     except click.exceptions.Exit as exit_:
         return int(exit_.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        return 2
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         name = context.command_path if context else "reshard"
-        message = error.format_message().replace("\n", " ").strip().rstrip(".")
-        print(f"reshard: {message}. `{name} --help` shows how to use it.", file=sys.stderr)
+        message = " ".join(error.format_message().split()).rstrip(".")
+        print(f"reshard: {message}{'' if message.endswith('?') else '.'} `{name} --help` shows how to use it.", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, click.Abort):
         return _interrupted(130)

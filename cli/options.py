@@ -6,6 +6,7 @@ the registry and stand under the format's name in --help.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -77,17 +78,20 @@ class CountParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]
 
 
 class NumbersParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]
-    """Whole numbers with commas between them: 7,8,8,7."""
+    """Whole numbers and ranges with commas between them: 7,8,8,7 or 1-4,8."""
 
     name = "numbers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
-        words = str(value).split(",")
-        if not all(word.isdecimal() for word in words):
-            self.fail(f"{value!r} is not a list of whole numbers such as 2,4,8", param, ctx)
-        return tuple(map(int, words))
+        numbers: list[int] = []
+        for word in str(value).split(","):
+            first, dash, last = word.partition("-")
+            if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
+                self.fail(f"{value!r} is not a list of whole numbers such as 2,4,8 or 2-8", param, ctx)
+            numbers.extend(range(int(first), int(last or first) + 1))
+        return tuple(numbers)
 
 
 class ParallelSize(click.ParamType):  # type: ignore[type-arg,unused-ignore]
@@ -97,7 +101,7 @@ class ParallelSize(click.ParamType):  # type: ignore[type-arg,unused-ignore]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         text = str(value)
-        if "," in text:
+        if "," in text or re.fullmatch(r"\d+-\d+", text):
             self.fail(f"{text!r}: this command lays out one size. To compare several, use `reshard degrees`", param, ctx)
         if not text.isdecimal() or int(text) < 1:
             self.fail(f"{text!r} is not a positive whole number", param, ctx)
@@ -146,18 +150,22 @@ model = together(
     architecture,
 )
 
-selection = together(
-    option(
-        "--weights",
-        section=SELECTION,
-        type=click.Choice(["model", "master"]),
-        help="Which copy of the weights: the model's, or the optimizer's in full precision.",
-    ),
-    option("--include", section=SELECTION, multiple=True, metavar="GLOB", help="Convert only tensors whose names match."),
-    option("--exclude", section=SELECTION, multiple=True, metavar="GLOB", help="Leave out tensors whose names match."),
-    option("--strip-prefix", section=SELECTION, default="", metavar="P", help="Remove this prefix from tensor names first."),
-    option("--optimizer", section=SELECTION, is_flag=True, help="Also convert the optimizer state."),
-)
+
+def selection(verb: str) -> Decorator[Any]:
+    """Which tensors a command works on. verb: what it does with them, such as "Convert"."""
+    return together(
+        option(
+            "--weights",
+            section=SELECTION,
+            type=click.Choice(["model", "master"]),
+            help="Which copy of the weights: the model's, or the optimizer's in full precision.",
+        ),
+        option("--include", section=SELECTION, multiple=True, metavar="GLOB", help=f"{verb} only tensors whose names match."),
+        option("--exclude", section=SELECTION, multiple=True, metavar="GLOB", help="Leave out tensors whose names match."),
+        option("--strip-prefix", section=SELECTION, default="", metavar="P", help="Remove this prefix from tensor names first."),
+        option("--optimizer", section=SELECTION, is_flag=True, help=f"Also {verb.lower()} the optimizer state."),
+    )
+
 
 sizes = together(
     option("--tp", section=TARGET, default=1, type=ParallelSize(), metavar="N", help="Tensor-parallel size."),

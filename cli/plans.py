@@ -71,7 +71,8 @@ def show_drops(plan: Plan) -> None:
         by_reason.setdefault(drop.reason, []).append(drop)
     for reason, drops in by_reason.items():
         counts = ", ".join(f"{number} {kind}" for kind, number in Counter(drop.kind for drop in drops).items())
-        show(f"  skip      {counts}, {nbytes_text(sum(drop.nbytes for drop in drops))}: {reason}; for example {drops[0].name}")
+        example = drops[0].name if drops[0].kind == "weight" else f"{drops[0].kind} of {drops[0].name}"
+        show(f"  skip      {counts}, {nbytes_text(sum(drop.nbytes for drop in drops))}: {reason}; for example {example}")
 
 
 def _range(pair: tuple[int, int] | None) -> str:

@@ -6,7 +6,7 @@ checkpoints that should be equal. Any other exception that reaches the user is a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
 class ReshardError(Exception):
@@ -56,7 +56,27 @@ class DifferenceFound(ReshardError):
 def check_word(option: str, word: str, known: Sequence[str]) -> None:
     """Raises RequestError, with the list of known words, if `word` is not one of them."""
     if word not in known:
-        raise RequestError(f"{option} {word}: unknown value", do=f"Use one of {', '.join(known)}")
+        raise RequestError(f"{option} {word}: unknown value", do=choices(word, known))
+
+
+def choices(word: str, known: Collection[str], *, most: int | None = None, nearest_of: Collection[str] | None = None) -> str:
+    """What to use instead of an unknown word: the nearest known word, if one is near, and the known words, or `most` of them.
+
+    nearest_of: the words among which the nearest is looked for, if they are more than the listed ones.
+    """
+    near, listed = nearest(word, nearest_of or known), list(known)[:most]
+    more = f" and {len(known) - len(listed):,} more" if len(known) > len(listed) else ""
+    return (f"Did you mean {near}? " if near else "") + f"Known: {', '.join(listed)}{more}"
+
+
+def nearest(word: str, known: Collection[str]) -> str | None:
+    """The known word that begins with `word`, or else is most like it, without regard to case; None if none is like it."""
+    from difflib import get_close_matches
+
+    by_lower = {each.lower(): each for each in known}
+    continued = [each for each in by_lower if len(word) > 2 and each.startswith(word.lower())]
+    close = sorted(continued, key=len) or get_close_matches(word.lower(), by_lower, n=1, cutoff=0.7)
+    return by_lower[close[0]] if close else None
 
 
 def printable(text: str) -> str:

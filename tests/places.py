@@ -44,6 +44,13 @@ def config_of(model: str, **said: object) -> dict[str, Any]:
     return {**json.loads((served(model) / "config.json").read_text()), **said}
 
 
+def has_a_layer_per_stage(reference: Path) -> bool:
+    """Whether each pipeline stage of a reference has a layer. Real vLLM starts stages without one; reshard refuses to write them."""
+    expected = json.loads(reference.read_text())
+    config = config_of(expected["model"])
+    return bool(expected["pp"] <= config.get("num_hidden_layers", config.get("n_layer", 0)))
+
+
 def rules_of(engine: str, model: Model) -> EngineRules:
     return registry.serving_formats()[engine].engine_rules(model, Target(engine))
 

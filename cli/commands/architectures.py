@@ -33,6 +33,8 @@ def command(name: str | None, start: str | None, format: str | None, model: str 
 
     if name is not None and start is not None:
         raise RequestError(f"{name} with --start: one shows a declaration, the other drafts a new one", do="Give one of the two")
+    if start is None and (format or model):
+        raise RequestError("--format and --model are about the checkpoint of --start", do="Add --start CKPT, or leave them out")
     if name is None and start is None:
         names = known_model_types()
         show_json(list(names)) if as_json else show("\n".join(names))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @click.argument("source")
 @click.argument("target")
 @options.target()
-@options.selection
+@options.selection("Convert")
 @options.format_name
 @options.model
 @options.option("--dry-run", section=options.OUTPUT, is_flag=True, help="Show the proven plan; write nothing.")

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 @click.option("--max-model-len", type=click.IntRange(1), metavar="N", help="Tokens of the longest sequence; reports how many fit.")
 @click.option(
     "--gpu-memory-utilization",
-    type=float,
-    default=0.9,
+    type=click.FloatRange(0, 1, min_open=True),
     metavar="FRACTION",
     help="Fraction of GPU memory the engine may use (default: 0.9).",
 )

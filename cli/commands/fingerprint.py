@@ -13,7 +13,7 @@ from ..tables import show, show_json
 
 @click.command("fingerprint", cls=options.Command, examples=["reshard fingerprint step-1000 --model llama-3-8b"])
 @click.argument("checkpoint")
-@options.selection
+@options.selection("Digest")
 @options.format_name
 @options.model
 @options.effort

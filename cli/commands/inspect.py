@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -27,12 +26,11 @@ if TYPE_CHECKING:
 def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, **given: Any) -> None:
     """Show what CHECKPOINT holds, and where each part lies. No weight is read."""
     import reshard
-    from reshard.errors import RequestError
+    from reshard.canonical.globs import check_globs, matches
 
     opened = reshard.open(checkpoint, **given)
-    tensors = [t for t in opened.index.tensors if not globs or any(fnmatchcase(t.name, glob) for glob in globs)]
-    if not tensors and globs:
-        raise RequestError(f"no tensor is called {' or '.join(globs)}", do="`reshard inspect` without --tensor lists the names")
+    check_globs("--tensor", globs, dict.fromkeys(tensor.name for tensor in opened.index.tensors))
+    tensors = [tensor for tensor in opened.index.tensors if not globs or matches(tensor.name, globs)]
     if as_json:
         show_json(document(opened, tensors))
     elif globs:
@@ -45,6 +43,7 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, **given: Any
 def document(opened: Checkpoint, tensors: list[Tensor]) -> dict[str, Any]:
     """Everything about a checkpoint, with stable keys."""
     from reshard.index.index import sharding_text
+    from reshard.models.lookup import model_type_of
     from reshard.plans import summary
 
     index, model = opened.index, opened.model
@@ -56,7 +55,7 @@ def document(opened: Checkpoint, tensors: list[Tensor]) -> dict[str, Any]:
         "version": index.facts.version,
         "step": index.facts.step,
         "parallel": dict(index.facts.parallel),
-        "model_type": (opened.model_files.config or {}).get("model_type"),
+        "model_type": model_type_of(opened.model_files.config or {}),
         "architecture_known": model is not None,
         "parameters": _parameters(opened),
         "bytes": sum(file.nbytes for file in index.files),
@@ -173,18 +172,20 @@ _PLACEMENT_COLUMNS = ("dimension", "ranks", "placement", "meaning")
 
 
 def _model_text(opened: Checkpoint) -> str:
+    from reshard.models.lookup import model_type_of
+
     text = f"{count_text(_parameters(opened))} parameters"
     config = opened.model_files.config
     if config is None:
-        return text + "; no config.json here (--model DIR gives one)"
+        return text + "; no config.json here or in the parent directory (--model DIR gives one)"
     if opened.model is None:
-        return f"{config.get('model_type')} (unsupported architecture: only hf and other whole-tensor formats), {text}"
+        return f"{model_type_of(config)} (unsupported architecture: only hf and other whole-tensor formats), {text}"
     d, architecture = opened.model.dimensions, opened.model.architecture
     tied = ", tied head" if opened.model.is_tied else ""
     sizes = f"{d['layers']} layers, hidden {d['hidden']}, {d['heads']} heads ({d['kv_heads']} KV), vocabulary {d['vocab']}"
     declared = f", declared by {architecture.declared_in}" if architecture.declared_in else ""
     named = "" if declared or opened.architecture is None else f", read as {architecture.model_type}"
-    return f"{config.get('model_type')}{declared}{named}, {text}: {sizes}{tied}"
+    return f"{model_type_of(config)}{declared}{named}, {text}: {sizes}{tied}"
 
 
 def _show_tensor(tensor: Tensor) -> None:

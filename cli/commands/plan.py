@@ -18,7 +18,7 @@ from ..tables import show_json
 )
 @click.argument("source")
 @options.target(required=False)
-@options.selection
+@options.selection("Convert")
 @options.format_name
 @options.model
 @options.as_json

@@ -16,7 +16,7 @@ from ..tables import nbytes_text, show, show_json
 @click.command("roundtrip", cls=options.Command, examples=["reshard roundtrip step-1000 --to vllm --tp 8"])
 @click.argument("source")
 @options.target()
-@options.selection
+@options.selection("Convert")
 @options.format_name
 @options.model
 @options.option("--materialize", section=options.OUTPUT, is_flag=True, help="Convert there and back for real, and compare every bit.")
@@ -30,9 +30,12 @@ def command(source: str, to: str, materialize: bool, work: str | None, as_json: 
     read, except with --materialize. The exit code is 1 if something would be lost.
     """
     import reshard
+    from reshard.errors import RequestError
     from reshard.verbs.request import EffortOptions, OpenOptions
     from reshard.verbs.roundtrip import materialize as there_and_back
 
+    if work is not None and not materialize:
+        raise RequestError("--work without --materialize: nothing is written", do="Add --materialize, or leave it out")
     checkpoint = reshard.open(source, **options.take(given, OpenOptions))
     effort = options.take(given, EffortOptions)
     plan = reshard.plan(checkpoint, to=to, **given)

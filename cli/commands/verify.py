@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.argument("left")
 @click.argument("right", required=False)
 @click.option("--cast", is_flag=True, help="Where element types differ, cast LEFT's values to RIGHT's before comparing.")
-@options.selection
+@options.selection("Compare")
 @options.model
 @options.effort
 @options.as_json

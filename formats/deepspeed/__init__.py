@@ -10,6 +10,7 @@ Measured on DeepSpeed 0.14.5, 0.16.9 and 0.19.8 (fixtures/deepspeed).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format, Hints
@@ -47,7 +48,10 @@ class DeepSpeed(Format):
         folder = find_tag_folder(files)
         if folder is None:
             raise CheckpointError("there is no tag: no *_model_states.pt, and no folder with such a file", where=files.root)
-        return read_index(files, open_tag(files, folder), hints)
+        index = read_index(files, open_tag(files, folder), hints)
+        beside = next((path for path in files.list() if path.endswith("/") and f"{path}zero/" in files.list(path)), None)
+        note = (f"{beside.rstrip('/')} beside it is a universal checkpoint, which --format universal reads",) if beside else ()
+        return replace(index, facts=replace(index.facts, notes=(*index.facts.notes, *note)))
 
     def check_values(self, files: Files, index: Index) -> Index:
         from .read.checks import check_same_moment

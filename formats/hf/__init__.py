@@ -39,6 +39,7 @@ class HuggingFace(Format):
     name = "hf"
     summary = "Hugging Face: safetensors (single or with an index), pytorch_model*.bin"
     owns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+    one_file_suffices = True
     options = (LIKE, MAX_SHARD_SIZE)
 
     def detect(self, files: Files) -> str | None:

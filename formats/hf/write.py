@@ -38,10 +38,12 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     folder = _like(content, target) if target.options.get("like") else _as_published(content, target)
     tensors_by_file = folder.files or divided(folder.tensors, target.max_shard_size)
     files = tuple(framed(path, tensors) for path, tensors in tensors_by_file.items())
+    companions, added = companions.completed(content.model.architecture) if content.model else (companions, ())
     sidecars = companions.sidecars([tensor.dtype for tensor in folder.tensors], main=_main_dtype(folder.tensors))
     if len(files) > 1:
         sidecars = (*sidecars, _index(files))
-    return Layout("hf", files, sidecars, notes=(*folder.notes, *_config_notes(companions)))
+    notes = (*folder.notes, *added, *_config_notes(companions), *_cast_notes(target))
+    return Layout("hf", files, sidecars, notes=notes)
 
 
 def _like(content: Content, target: Target) -> TargetFolder:
@@ -104,9 +106,15 @@ def _main_dtype(tensors: Iterable[StoredTensor]) -> DType | None:
     return max(elements, key=lambda dtype: (dtype.itemsize > 1, elements[dtype]), default=None)
 
 
+def _cast_notes(target: Target) -> tuple[str, ...]:
+    if target.dtype is None or target.dtype.itemsize > 1:
+        return ()
+    return (f"the weights are cast to {target.dtype} without scales: no quantized model, and engines do not load it as one",)
+
+
 def _config_notes(companions: ModelFiles) -> tuple[str, ...]:
     if companions.config is None:
-        return ("no config.json is known: give one with --model DIR, engines need it",)
+        return ("there is no config.json in the checkpoint or in its parent directory: give one with --model DIR, engines need it",)
     if not companions.config.get("architectures"):
         return ("config.json names no architectures, and engines choose the model's class by them",)
     return ()

@@ -34,6 +34,7 @@ class Megatron(Format):
     summary = "Megatron-LM legacy: mp_rank_*/model_optim_rng.pt of tensor-, pipeline- and expert-parallel ranks"
     owns = (LEGACY_WEIGHTS, DISTRIBUTED_OPTIMIZER, TRACKER)
     refines = ("pt",)
+    needs_vocabulary = True
     options = OPTIONS
     keeps_masters = True
 

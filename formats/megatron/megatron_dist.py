@@ -27,6 +27,7 @@ class MegatronDist(Format):
     summary = "Megatron-Core distributed checkpoints (torch_dist): iter_*/metadata.json, common.pt, *.distcp"
     owns = (METADATA_JSON, COMMON, DCP_METADATA, "*.distcp", TRACKER)
     refines = ("dcp",)
+    needs_vocabulary = True
     options = OPTIONS
     keeps_masters = True
 

@@ -24,11 +24,14 @@ from reshard.adapter.option import ENGINE_VERSION, MAX_SHARD_SIZE
 from reshard.adapter.serving_format import ServingFormat
 
 if TYPE_CHECKING:
+    from reshard.adapter.format import Hints
     from reshard.adapter.serving_format.reading import RankHeaders
     from reshard.geometry.parallel import Parallel
+    from reshard.index.index import Index
     from reshard.models.model import Model
     from reshard.plans.target import Target
     from reshard.serving.rules import EngineRules
+    from reshard.storage.files import Files
 
 
 class Vllm(ServingFormat):
@@ -39,6 +42,22 @@ class Vllm(ServingFormat):
     engine = "vLLM"
     producer = "vLLM sharded_state"
     file_pattern = re.compile(r"model-(?:rank-(?P<rank>\d+)|pp-(?P<pp>\d+)-tp-(?P<tp>\d+))-part-[^/]*\.safetensors")
+
+    def read(self, files: Files, hints: Hints) -> Index:
+        from dataclasses import replace
+
+        from reshard.errors import CheckpointError
+        from reshard.plans.manifest import MANIFEST
+
+        if files.size(MANIFEST) is not None:
+            return super().read(files, hints)
+        try:
+            index = super().read(files, hints)
+        except CheckpointError as error:
+            error.do = f"{error.do or 'Copy the files again'}. If SGLang wrote the files, which it names alike, add --format sglang"
+            raise
+        note = "no file says which engine the files are for; they are read as vLLM's. If SGLang wrote them, use --format sglang"
+        return replace(index, facts=replace(index.facts, notes=(*index.facts.notes, note)))
 
     def file_name(self, parallel: Parallel, pp_rank: int, tp_rank: int, part: int) -> str:
         rank = f"pp-{pp_rank}-tp-{tp_rank}" if parallel.pp > 1 else f"rank-{tp_rank}"

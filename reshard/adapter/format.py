@@ -61,6 +61,12 @@ class Format(ABC):
     refines: ClassVar[tuple[str, ...]] = ()
     """Names of more general formats. Where one of them and this format claim the same folder, the folder belongs to this format."""
 
+    needs_vocabulary: ClassVar[bool] = False
+    """Whether its checkpoints may not say the vocabulary size without padding, so that --vocab-size applies to them."""
+
+    one_file_suffices: ClassVar[bool] = False
+    """Whether one file without its directory can be a checkpoint of this format."""
+
     options: ClassVar[tuple[Option, ...]] = ()
     """The options that it understands as a target."""
 

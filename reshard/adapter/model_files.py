@@ -6,16 +6,18 @@ Light: a format's `detect` may use it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import CheckpointError
-from reshard.storage.files import Files, read_whole
+from reshard.errors import CheckpointError, ReshardError
+from reshard.storage.files import Files, LocalFiles, read_whole
 
 if TYPE_CHECKING:
     from reshard.geometry.dtypes import DType
+    from reshard.models.architecture import Architecture
     from reshard.plans.layout import Sidecar
 
 CONFIG = "config.json"
@@ -41,6 +43,29 @@ class ModelFiles:
     """The content of config.json; None if there is none."""
     derived: bool = False
     """Whether `config` is in no file: it was derived from the checkpoint's own settings, or a stored config was changed."""
+    child: Files | None = None
+    """The checkpoint's own files, if it has no config and this folder is the one that contains it."""
+
+    @property
+    def note(self) -> str | None:
+        """A sentence for the user if the files are not the checkpoint's own."""
+        if self.child is None:
+            return None
+        path = f"{self.files.root.rstrip('/')}/{self.folder}{CONFIG}"
+        return f"The checkpoint has no {CONFIG}, so {path} is used; --model DIR names another one"
+
+    def completed(self, architecture: Architecture) -> tuple[ModelFiles, tuple[str, ...]]:
+        """The files with a config that names the model's type and class, by which transformers and engines choose theirs; and a note about
+        what was added."""
+        config = self.config or {}
+        named = {"model_type": architecture.model_type, "architectures": architecture.class_name and [architecture.class_name]}
+        added = {key: value for key, value in named.items() if value and not config.get(key)}
+        if not config or not added or config.get("model_type", architecture.model_type) != architecture.model_type:
+            return self, ()
+        settings = ", ".join(f"{key}: {value}" for key, value in added.items())
+        return replace(self, config={**config, **added}, derived=True), (
+            f"added to {CONFIG}, as engines choose the class by it: {settings}",
+        )
 
     @property
     def path(self) -> str | None:
@@ -55,9 +80,8 @@ class ModelFiles:
         """
         from reshard.plans.layout import Sidecar
 
-        names = [path.removeprefix(self.folder) for path in self.files.list(self.folder)]
-        carried = [name for name in names if not name.endswith("/") and any(fnmatchcase(name, glob) for glob in CARRIED)]
-        sidecars = [Sidecar(name, content=read_whole(self.files, self.folder + name, limit=1 << 28)) for name in carried]
+        carried = _carried(self.files, self.folder) | (_carried(self.child, "") if self.child else {})
+        sidecars = [Sidecar(name, content=read_whole(*place, limit=1 << 28)) for name, place in sorted(carried.items())]
         if self.config is not None:
             sidecars.append(Sidecar(CONFIG, self._config_for(dtypes, main)))
         return tuple(sidecars)
@@ -74,12 +98,46 @@ class ModelFiles:
         return read_whole(self.files, self.folder + CONFIG, limit=1 << 24)
 
 
+def _carried(files: Files, folder: str) -> dict[str, tuple[Files, str]]:
+    """Name -> place of the files in a folder that are copied."""
+    paths = {path.removeprefix(folder): path for path in files.list(folder) if not path.endswith("/")}
+    return {name: (files, path) for name, path in paths.items() if any(fnmatchcase(name, glob) for glob in CARRIED)}
+
+
 def find_model_files(files: Files) -> ModelFiles:
     """The model files of a folder, or of the folder below it where verl puts them."""
     for folder in _FOLDERS:
         if files.size(folder + CONFIG) is not None:
             return ModelFiles(files, folder, read_json(files, folder + CONFIG))
     return ModelFiles(files, "", None)
+
+
+def find_model_files_near(files: Files) -> ModelFiles:
+    """The model files of a checkpoint. Without a config of its own, those of the directory that contains it, if there is one of a model:
+    trainers write it once for all checkpoints of a run."""
+    local = files if isinstance(files, LocalFiles) else None
+    own = ModelFiles(files, "", None) if local and local.is_file else find_model_files(files)
+    parent = local.parent() if local and own.config is None else None
+    if parent is None:
+        return own
+    try:
+        above = find_model_files(parent)
+    except CheckpointError:
+        return own
+    # Other programs have files of this name, too.
+    is_of_a_model = bool(above.config and (above.config.get("model_type") or above.config.get("architectures")))
+    return replace(above, child=files) if is_of_a_model else own
+
+
+@contextmanager
+def blaming_the_parent(model_files: ModelFiles) -> Iterator[None]:
+    """Errors that are raised inside say that the config is not the checkpoint's own, if so."""
+    try:
+        yield
+    except ReshardError as error:
+        if model_files.note:
+            error.why = ". ".join(part.rstrip(".") for part in (error.why, model_files.note) if part)
+        raise
 
 
 def read_json(files: Files, path: str, *, limit: int = 1 << 24) -> dict[str, Any]:

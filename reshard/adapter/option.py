@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from reshard.errors import RequestError
+from reshard.errors import RequestError, choices
 from reshard.geometry.quantities import parse_size
 
 
@@ -63,6 +63,8 @@ class Option:
                 return value
             case "switch" if isinstance(value, bool):
                 return value
+        if self.type == "choice":
+            raise RequestError(f"{self.flag} {value}: unknown value", do=choices(str(value), self.choices))
         raise RequestError(f"{self.flag} {value}: {self._expected()} is expected")
 
     def _expected(self) -> str:
@@ -73,7 +75,7 @@ class Option:
             "text": "a word",
             "switch": "yes or no (True or False)",
         }
-        return words.get(self.type, "one of " + ", ".join(self.choices))
+        return words[self.type]
 
 
 # Options that several formats understand, with one meaning everywhere.

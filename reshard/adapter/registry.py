@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format
-from reshard.errors import RequestError
+from reshard.errors import RequestError, ReshardError, choices
+from reshard.storage.files import LocalFiles
 
 if TYPE_CHECKING:
     from reshard.adapter.option import Option
@@ -56,16 +57,21 @@ def named(name: str) -> Format:
     try:
         return formats()[name]
     except KeyError:
-        raise RequestError(f"no format is called {name!r}", do=f"Installed are {', '.join(formats())}") from None
+        raise _unknown(name, formats()) from None
 
 
 def target(name: str) -> Format:
-    """The format of that name, which can be a target. Raises RequestError if there is none, or if it is only read."""
-    found = named(name)
-    if not found.can_write:
-        writable = (name for name, each in formats().items() if each.can_write)
-        raise RequestError(f"the format {name} is read, not written", do=f"Formats that are written: {', '.join(writable)}")
-    return found
+    """The format of that name. Raises RequestError, listing the formats that can be written, if it cannot."""
+    writable = {each: found for each, found in formats().items() if found.can_write}
+    if name in writable:
+        return writable[name]
+    if name in formats():
+        raise RequestError(f"--to {name}: this format is read, not written", do=f"Formats that are written: {', '.join(writable)}")
+    raise _unknown(name, writable)
+
+
+def _unknown(name: str, known: Collection[str]) -> RequestError:
+    return RequestError(f"unknown format {name!r}", do=choices(name, known))
 
 
 def serving_formats() -> dict[str, ServingFormat]:
@@ -103,22 +109,49 @@ def detect(files: Files) -> tuple[Format, str]:
 
     Raises: RequestError if none does, or several do.
     """
-    claims = [(found, reason) for found in formats().values() if (reason := found.detect(files))]
-    refined = {name for found, _ in claims for name in found.refines}
-    claims = [(found, reason) for found, reason in claims if found.name not in refined]
+    claims = _claims(files)
     if len(claims) == 1:
         return claims[0]
     if claims:
         raise RequestError(
-            "this could be " + " or ".join(f"{found.name} ({reason})" for found, reason in claims),
+            "checkpoints of several formats lie here: " + ", ".join(f"{found.name} ({reason})" for found, reason in claims),
             where=files.root,
-            do="Say which with --format, or give the directory of one of them",
+            do="Choose one: " + " or ".join(f"`reshard inspect {files.root} --format {found.name}`" for found, _ in claims),
         )
+    if isinstance(files, LocalFiles) and files.is_file:
+        raise _not_a_checkpoint(files)
     listing = files.list()
     raise RequestError(
-        f"no known format lies here; the {len(listing)} entries start with {', '.join(listing[:5])}"
-        if listing
-        else "the directory is empty",
+        f"no known format lies here; {_some(listing)}" if listing else "the directory is empty",
         where=files.root,
         do="`reshard formats` tells what is looked for. Give the directory that holds the checkpoint's files",
     )
+
+
+def _claims(files: Files) -> list[tuple[Format, str]]:
+    """The formats that claim these files, each with its reason. A format yields to one that consists of its checkpoints."""
+    is_file = isinstance(files, LocalFiles) and files.is_file
+    asked = [found for found in formats().values() if found.one_file_suffices or not is_file]
+    claims = [(found, reason) for found in asked if (reason := found.detect(files))]
+    refined = {name for found, _ in claims for name in found.refines}
+    return [(found, reason) for found, reason in claims if found.name not in refined]
+
+
+def _not_a_checkpoint(file: LocalFiles) -> RequestError:
+    """The error for one file that no format claims. It names the directory if that holds a checkpoint."""
+    folder = file.parent()
+    try:
+        claims = _claims(folder) if folder else []
+    except ReshardError:
+        claims = []
+    if folder and claims:
+        what = f"one file of a checkpoint ({claims[0][0].name}) was given"
+        return RequestError(what, where=file.root, do=f"Give the directory {folder.root}")
+    return RequestError("no known format", where=file.root, do="Give the directory that holds the checkpoint's files")
+
+
+def _some(listing: tuple[str, ...]) -> str:
+    """The entries of a folder in a few words."""
+    if len(listing) == 1:
+        return f"its only entry is {listing[0]}"
+    return f"its {len(listing)} entries start with {', '.join(listing[:5])}" if len(listing) > 5 else f"it holds {', '.join(listing)}"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Literal
 
+from reshard.canonical.globs import as_globs, check_globs, matches
 from reshard.canonical.optimizer_state import is_state_key, is_unnamed, master_key, parameter_and_kind, state_key
 from reshard.canonical.wrappers import is_wrapper
 from reshard.errors import CheckpointError, RequestError
@@ -37,6 +37,11 @@ class Selection:
     """Also the optimizer state of the chosen weights."""
     masters: bool = False
     """With `optimizer`: also the masters of the chosen weights. A weight without a separate master is its own master."""
+
+    def __post_init__(self) -> None:
+        """One glob may be given as a text."""
+        for name in ("include", "exclude"):
+            object.__setattr__(self, name, as_globs(getattr(self, name)))
 
     @property
     def is_partial(self) -> bool:
@@ -86,6 +91,8 @@ class Content:
     """The selection that chose the tensors."""
     recorded: Callable[[], Mapping[str, str]] = dict
     """Reads the digests that reshard recorded when it wrote these tensors, by key; a tensor that has none is not compared."""
+    names: tuple[str, ...] = ()
+    """The names that the globs of the selection are matched with: those of all stored tensors."""
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
@@ -127,6 +134,7 @@ def content_of(index: Index, model: Model | None, selection: Selection) -> Conte
     chosen, others = _of_kind(index, selection)
     drops: list[Drop] = []
     chosen = _without_prefix(chosen, selection.strip_prefix)
+    names = tuple(dict.fromkeys((*chosen, *(tensor.name.removeprefix(selection.strip_prefix) for tensor, _ in others))))
     for name in [name for name in chosen if not _is_selected(name, selection)]:
         drops.append(_drop(chosen.pop(name), "left out by --include or --exclude"))
     tied: tuple[str, ...] = ()
@@ -136,6 +144,7 @@ def content_of(index: Index, model: Model | None, selection: Selection) -> Conte
         if model.is_tied:
             tied = _tie(chosen, *model.architecture.tied)
     if not chosen:
+        _check_globs(selection, names)
         raise RequestError(
             "no tensor is left to work on",
             why=f"The checkpoint has {len(index.tensors)} tensors: {len(others)} are of another kind, {len(drops)} are left out by name",
@@ -161,7 +170,18 @@ def content_of(index: Index, model: Model | None, selection: Selection) -> Conte
         facts=index.facts,
         duplicate_masters=duplicate_masters,
         selection=selection,
+        names=names,
     )
+
+
+def check_selected(*contents: Content) -> None:
+    """Raises RequestError if a glob of the selection that chose these contents matches no tensor of any of them."""
+    _check_globs(contents[0].selection, {name: None for content in contents for name in content.names})
+
+
+def _check_globs(selection: Selection, names: Collection[str]) -> None:
+    check_globs("--include", selection.include, names)
+    check_globs("--exclude", selection.exclude, names)
 
 
 def _groups(index: Index, chosen: Mapping[str, Tensor], selection: Selection) -> tuple[ParamGroup, ...]:
@@ -327,9 +347,7 @@ def _without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor
 
 def _is_selected(name: str, selection: Selection) -> bool:
     """Whether the globs of a selection choose a name."""
-    if selection.include and not any(fnmatchcase(name, glob) for glob in selection.include):
-        return False
-    return not any(fnmatchcase(name, glob) for glob in selection.exclude)
+    return (not selection.include or matches(name, selection.include)) and not matches(name, selection.exclude)
 
 
 def _tie(tensors: dict[str, Tensor], head: str, embedding: str) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from reshard.engine.transfer import Block, Worker
 from reshard.engine.values import Values
-from reshard.errors import RequestError
+from reshard.errors import RequestError, choices
 from reshard.geometry.boxes import blocks
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.quantities import plural
@@ -126,6 +126,18 @@ class LazyTensor:
                 yield start, section.strides, values.read(worker, box.shifted(section.box.offsets))
 
 
+class NoSuchTensorError(KeyError):
+    """A view has no tensor of that name."""
+
+    def __init__(self, name: object, names: Collection[str]) -> None:
+        super().__init__(name)
+        self._names = names
+
+    def __str__(self) -> str:
+        # Written when it is shown: `get` raises and catches this error, too.
+        return f"no tensor is called {self.args[0]!r}. {choices(str(self.args[0]), self._names, most=3)}."
+
+
 class View(Mapping[str, LazyTensor]):
     """Tensors by name, which are read on demand: those of one rank of a target, or those of a whole model."""
 
@@ -133,6 +145,8 @@ class View(Mapping[str, LazyTensor]):
         self._stored, self._sources, self._files = stored, sources, files
 
     def __getitem__(self, name: str) -> LazyTensor:
+        if name not in self._stored:
+            raise NoSuchTensorError(name, self._stored)
         return LazyTensor(self._stored[name], self._sources, self._files)
 
     def __iter__(self) -> Iterator[str]:

@@ -138,9 +138,10 @@ def from_user(name: str) -> DType | None:
     return _BY_USER.get(name.lower().removeprefix("torch."))
 
 
-def known_names() -> tuple[str, ...]:
-    """For each dtype, the torch name, which is one of the names that `--dtype` accepts."""
-    return tuple(dtype.torch for dtype in _TABLE)
+# The usual words for the floating-point types of weights.
+FLOATING_WORDS = ("bf16", "fp16", "fp32", "fp64", "fp8", "fp8_e4m3", "fp8_e5m2")
+# All words that `from_user` takes for floating-point types: also their names in torch and safetensors.
+FLOATING_SPELLINGS = tuple(word for word, dtype in _BY_USER.items() if dtype.floating)
 
 
 def _look_up(table: dict[str, DType], name: str, where: str) -> DType:

@@ -8,6 +8,8 @@ from fractions import Fraction
 from reshard.errors import RequestError
 
 _BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+# A smaller number of bytes needs a unit. GPU tools print 80000 for 80000 MB.
+_LEAST_WITHOUT_UNIT = 1 << 20
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
@@ -17,22 +19,28 @@ def plural(number: int, one: str, several: str | None = None) -> str:
 
 
 def parse_size(value: str | int, option: str) -> int:
-    """The number of bytes that a text such as 512MiB, 5GB or 1000000 means. An integer is returned unchanged.
+    """The number of bytes that a text such as 512MiB, 5GB or 5000000 means. An integer is returned unchanged.
 
-    Raises: RequestError, naming the option, for any other text.
+    Raises: RequestError, naming the option, for any other text, and for a small number without a unit: nobody means 5 bytes.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", str(value).lower())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(([kmgt]i?)?b?)", str(value).lower())
     if not match:
         raise RequestError(f"{option} {value}: expected a number of bytes such as 512MiB or 5GB")
-    return int(Fraction(match[1]) * _BYTES[match[2] or ""])
+    number = Fraction(match[1])
+    if not match[2] and 0 < number < _LEAST_WITHOUT_UNIT:
+        unit = "GB" if number < 1000 else "MB"
+        raise RequestError(
+            f"{option} {value}: the unit is missing", do=f"Did you mean {match[1]}{unit}? To mean that many bytes, write {match[1]}B"
+        )
+    return int(number * _BYTES[match[3] or ""])
 
 
 def parse_count(value: str | int, option: str) -> int:
     """The count that a text such as 7B, 1.5M or 7000000000 means. An integer is returned unchanged.
 
-    Raises: RequestError, naming the option, for any other text, and for a text that means 0.
+    Raises: RequestError, naming the option, for any other text, for a text that means 0, and for a small number without a unit.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -40,4 +48,6 @@ def parse_count(value: str | int, option: str) -> int:
     number = round(Fraction(match[1]) * _COUNTS[match[2]]) if match else 0
     if not number:
         raise RequestError(f"{option} {value}: expected a number such as 7B or 350M")
+    if match and not match[2] and number < 1000:
+        raise RequestError(f"{option} {value}: the unit is missing", do=f"Did you mean {match[1]}B?")
     return number

@@ -110,6 +110,8 @@ class Architecture:
     """Engines pad the vocabulary of this model to a multiple of this; None: to the engine's own multiple."""
     like: str | None = None
     """The model_type that engines and frameworks treat this model as; None: its own."""
+    class_name: str | None = None
+    """The model's class in transformers, by which engines choose their own class; None if the declaration does not say it."""
     declared_in: str | None = None
     """The file that declares it; None for a built-in model."""
 
@@ -130,7 +132,7 @@ class Architecture:
 
         A weight replaces the one with the same name. A weight with a new name comes after the last weight of the module that contains its
         own module: a subclass registers a new module there, so the order remains that of the model's parameters. without: names of
-        weights. `like` is not inherited: engines may know this model and not the new one.
+        weights. `like` and the class are not inherited: engines may know this model and not the new one.
         """
         declared = [weight for weight in self.weights if weight.name not in without]
         for weight in weights:
@@ -139,7 +141,7 @@ class Architecture:
                 declared[names.index(weight.name)] = weight
             else:
                 declared.insert(1 + _last_of_module(weight.name, names), weight)
-        fields = {"like": None, "declared_in": None, **fields}
+        fields = {"like": None, "class_name": None, "declared_in": None, **fields}
         return replace(self, model_type=model_type, weights=tuple(declared), dimensions={**self.dimensions, **(dimensions or {})}, **fields)
 
 

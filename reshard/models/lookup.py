@@ -17,7 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import RequestError
+from reshard.errors import RequestError, UnsupportedError, choices
 from reshard.models.architecture import Architecture
 from reshard.models.declared.reader import Find, parse_declaration
 from reshard.models.model import Model
@@ -39,8 +39,37 @@ def find_model(config: Mapping[str, Any] | None, architecture: Architecture | No
     """
     if config is None or unknown_quantization(config):
         return None
-    declared = architecture or find_architecture(str(config.get("model_type", "")))
+    declared = architecture or find_architecture(model_type_of(config) or "")
     return Model(declared, config) if declared else None
+
+
+def model_type_of(config: Mapping[str, Any]) -> str | None:
+    """The model_type of a config. If it has none, that of the declared model whose class is one of its `architectures`. None if the config
+    names no model."""
+    if config.get("model_type"):
+        return str(config["model_type"])
+    classes = config.get("architectures")
+    if not isinstance(classes, list) or not classes:
+        return None
+    declared = {model_type: find_architecture(model_type) for model_type in known_model_types()}
+    return next((name for name, architecture in declared.items() if architecture and architecture.class_name in classes), None)
+
+
+def unknown_architecture(config: Mapping[str, Any]) -> UnsupportedError:
+    """The error for a config whose architecture is not declared."""
+    known, model_type = known_model_types(), model_type_of(config)
+    if model_type is None:
+        return UnsupportedError(
+            f"config.json has no model_type, and its architectures ({config.get('architectures')}) are those of no declared model",
+            why="What the weights are is not guessed",
+            do=f"Add --model DIR with the model's own config, or --architecture NAME: {', '.join(known)}",
+        )
+    return UnsupportedError(
+        f"the architecture {model_type!r} is not declared",
+        why="How its weights split over ranks is not known, and is not guessed",
+        do=f"{choices(model_type, known)}. To declare another one, draft it with `reshard architectures --start CKPT > my.yaml` and add "
+        "--architecture my.yaml. A conversion to hf needs no declaration",
+    )
 
 
 def find_architecture(model_type: str) -> Architecture | None:
@@ -63,7 +92,7 @@ def named_architecture(named: Architecture | str | os.PathLike[str]) -> Architec
     if architecture is None:
         raise RequestError(
             f"--architecture {named}: no model is declared by that name",
-            do=f"Declared are {', '.join(known_model_types())}. To name a file, write its ending or folder, such as ./{named}.yaml",
+            do=f"{choices(named, known_model_types())}. To name a file, write its ending or folder, such as ./{named}.yaml",
         )
     return architecture
 
@@ -81,7 +110,7 @@ def declaration_text(model_type: str) -> str:
     """The text of the file that declares a model type. Raises RequestError if the model is not declared, or not in a file."""
     architecture = find_architecture(model_type)
     if architecture is None:
-        raise RequestError(f"no model is declared as {model_type!r}", do=f"Declared are {', '.join(known_model_types())}")
+        raise RequestError(f"no model is declared as {model_type!r}", do=choices(model_type, known_model_types()))
     path = Path(architecture.declared_in or _built_in_file(architecture.model_type))
     if not path.is_file():
         raise RequestError(f"{model_type} is declared by a package as a Python object, and not in a file")

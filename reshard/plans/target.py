@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
+from reshard.canonical.globs import matches
 from reshard.geometry.dtypes import BF16, DType
 from reshard.geometry.parallel import ONE_RANK, Parallel
 from reshard.geometry.quantities import plural
@@ -57,7 +57,7 @@ class Target:
             or not tensor.dtype.floating
             or not is_weight
             or tensor.name in self.dtype_kept_for
-            or any(fnmatchcase(tensor.name, glob) for glob in self.keep_dtype)
+            or matches(tensor.name, self.keep_dtype)
         ):
             return tensor.dtype
         return self.dtype

@@ -20,7 +20,7 @@ from reshard.geometry.parallel import Parallel, stage_layers
 from reshard.geometry.stored import StoredTensor
 from reshard.models.model import Model
 from reshard.serving import kv_cache
-from reshard.serving.legality import check_degrees, degree_problem
+from reshard.serving.legality import check_degrees, check_stages, degree_problem
 from reshard.serving.ranks import EngineRank
 from reshard.serving.rules import EngineRules
 from reshard.serving.weights import model_dtype, stored_dtypes, weights_without_slot
@@ -177,6 +177,7 @@ def _problem(model: Model, rules: EngineRules, parallel: Parallel) -> str | None
     """Why the engine would refuse these sizes, with the numbers; None if it would not."""
     try:
         check_degrees(model, rules, parallel)
+        check_stages(model, parallel.pp)
     except RequestError as error:
         refused = degree_problem(model, rules, parallel.tp, parallel.ep)
         if refused and (parallel.ep == 1 or "experts" in model.dimensions):

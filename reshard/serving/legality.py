@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from reshard.errors import RequestError
 from reshard.geometry.parallel import Parallel, stage_layers
+from reshard.geometry.quantities import plural
 from reshard.models.model import Model
 from reshard.models.splits import problem
 from reshard.serving.rules import EngineRules
@@ -32,6 +33,17 @@ def check_degrees(model: Model, rules: EngineRules, parallel: Parallel) -> None:
     if unfit := stage_problem(model, rules, parallel.pp):
         raise RequestError(
             f"--pp {parallel.pp} does not fit this model: {unfit}", why=f"{rules.engine} would refuse it", do="Use fewer stages"
+        )
+
+
+def check_stages(model: Model, pp: int) -> None:
+    """Raises RequestError if there are more stages than layers. Engines start such a stage; it is a mistake, so it is not written."""
+    layers = model.dimensions["layers"]
+    if pp > layers:
+        raise RequestError(
+            f"--pp {pp} does not fit this model: {plural(layers, 'layer')} on {pp} stages",
+            why="Some stages would hold no layer",
+            do=f"Use at most {plural(layers, 'stage')}",
         )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from reshard.errors import RequestError
+from reshard.errors import RequestError, UnsupportedError
+from reshard.models.lookup import unknown_architecture
 from reshard.models.model import Model
 from reshard.models.quantization import unknown_quantization
 from reshard.serving.rules import EngineRules
@@ -17,22 +18,17 @@ def require_model(model: Model | None, config: Mapping[str, object] | None, engi
         return model
     if config is None:
         raise RequestError(
-            "no config.json says which model this is",
+            "there is no config.json in the checkpoint or in its parent directory, so the model is not known",
             why=f"{engine}'s files hold each rank's slices, and their sizes depend on the numbers of heads in the config",
-            do="Give the directory of the model's config with --model DIR",
+            do="Add --model DIR, the directory with the model's config",
         )
     if method := unknown_quantization(config):
-        raise RequestError(
+        raise UnsupportedError(
             f"the weights are quantized ({method}) with a method that reshard does not know",
             why="How packed weights and their scales split over ranks is not guessed",
             do=f"Convert to hf, which keeps them unchanged and which {engine} loads as well",
         )
-    raise RequestError(
-        f"the architecture {config.get('model_type')!r} is not declared",
-        why="How its weights split over ranks is not known, and is not guessed",
-        do="Write a declaration: `reshard architectures --start CKPT > my.yaml` begins one, and --architecture my.yaml uses it. "
-        "A conversion to hf needs none",
-    )
+    raise unknown_architecture(config)
 
 
 def check_served(model: Model, rules: EngineRules) -> None:

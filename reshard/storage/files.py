@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from reshard.errors import CheckpointError, RequestError, ReshardError, SystemRefusal
+from reshard.errors import CheckpointError, ReshardError, SystemRefusal
 from reshard.storage.decoded_ranges import DecodedRanges
+from reshard.storage.local_path import existing_path
 from reshard.storage.system_calls import open_files_at_once, read_at, system_errors, system_refusal
 
 # Errors that say what a path is. Any other error says that the system cannot look now.
@@ -162,10 +163,8 @@ class LocalFiles:
     """`Files` of a local directory, or of one local file. Raises RequestError if the path does not exist."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        path = Path(root)
-        with system_errors("read", path):
-            if not path.exists():
-                raise RequestError(f"there is no file or directory {str(root)!r}")
+        with system_errors("read", Path(root)):
+            path = existing_path(root)
             is_folder = path.is_dir()
         self.root = str(root)
         self.folder = path if is_folder else path.parent
@@ -173,6 +172,17 @@ class LocalFiles:
         self._descriptors = Descriptors(self.folder, os.O_RDONLY)
         self._decoded = DecodedRanges(self.read_into)
         self._stamps: dict[str, tuple[int, int]] = {}
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the root is one file."""
+        return self._only_file is not None
+
+    def parent(self) -> LocalFiles | None:
+        """The directory that contains the root, as the user would write it; None for the root of the file system."""
+        root = self.root or "."
+        folder = os.path.normpath(os.path.join(root, ".."))
+        return None if os.path.samefile(folder, root) else LocalFiles(folder)
 
     def list(self, folder: str = "") -> tuple[str, ...]:
         if self._only_file is not None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from reshard.adapter import registry
 from reshard.adapter.format import Hints
-from reshard.adapter.model_files import CONFIG, ModelFiles, find_model_files
+from reshard.adapter.model_files import CONFIG, ModelFiles, blaming_the_parent, find_model_files, find_model_files_near
 from reshard.adapter.rank_files import check_steps
-from reshard.canonical.content import Content, Selection, content_of
+from reshard.canonical.content import Content, Selection, check_selected, content_of
 from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.optimizer_state import is_state_key, master_key
 from reshard.canonical.wrappers import without_wrappers
@@ -99,6 +99,7 @@ class Checkpoint:
     def tensors(self, selection: Selection | None = None) -> View:
         """Every weight under its canonical name, read when asked for."""
         content = self.content(selection)
+        check_selected(content)
         stored = {name: whole(name, tensor.dtype, tensor.shape) for name, tensor in content.tensors.items()}
         return View(stored, content.tensors, self.files)
 
@@ -128,7 +129,7 @@ def open(path: PathLike, **options: Unpack[OpenOptions]) -> Checkpoint:
     Raises: CheckpointError if it is incomplete or contradicts itself, RequestError if its format is unknown.
     """
     checkpoint = _open(path, options)
-    _check_architecture_is_used([checkpoint])
+    _check_used([checkpoint], options)
     return checkpoint
 
 
@@ -142,15 +143,15 @@ def open_both(left: PathLike, right: PathLike, **options: Unpack[ModelOptions]) 
 
     `model` is used for a checkpoint without a config of its own. If only one checkpoint gives the vocabulary size, it is used for both.
     """
-    found = []
-    for path in (left, right):
-        has_config = options.get("model") is not None and find_model_files(open_tree(path)).config is not None
-        found.append(_open(path, {**options, "model": None} if has_config else options))
+    without_config = [path for path in (left, right) if find_model_files(open_tree(path)).config is None]
+    if (model := options.get("model")) is not None and not without_config:
+        raise RequestError(f"--model {os.fspath(model)} is not used: both checkpoints have a {CONFIG} of their own", do="Leave it out")
+    found = [_open(path, options if path in without_config else {**options, "model": None}) for path in (left, right)]
     for i, other in ((0, 1), (1, 0)):
         vocabulary = (found[other].model_files.config or {}).get("vocab_size")
         if found[i].index.facts.unanswered and not found[other].index.facts.unanswered and vocabulary:
             found[i] = _open(found[i].path, {"vocab_size": vocabulary, "architecture": options.get("architecture")})
-    _check_architecture_is_used(found)
+    _check_used(found, options)
     return found[0], found[1]
 
 
@@ -163,18 +164,18 @@ def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
         raise unfinished.refusal()
     _check_recorded_files(files)
     try:
-        format, reason = (registry.named(name), "named by --format") if name else registry.detect(files)
+        format, reason = (registry.named(name), "--format") if name else registry.detect(files)
     except RequestError:
         if unfinished:
             raise unfinished.refusal() from None
         raise
-    model_files = find_model_files(LocalFiles(model) if model is not None else files)
-    if model is not None and model_files.config is None:
-        raise RequestError(f"there is no {CONFIG} in {os.fspath(model)!r}", do="Give --model the directory that holds the model's config")
-    with gc_paused():
+    model_files = find_model_files_near(files) if model is None else _model_files_at(model)
+    with gc_paused(), blaming_the_parent(model_files):
         index = without_wrappers(format.read(files, Hints(model_files.config, options.get("vocab_size"), declared)))
     if index.facts.config is not None and index.facts.config != model_files.config:
         model_files = replace(model_files, config=index.facts.config, derived=True)
+    if model_files.note:
+        index = replace(index, facts=replace(index.facts, notes=(*index.facts.notes, model_files.note)))
     index.check()
     check_steps(files, index.tensors)
     return Checkpoint(os.fspath(path), files, format.check_values(files, index), model_files, reason, declared)
@@ -194,13 +195,27 @@ def _check_recorded_files(files: Files) -> None:
             )
 
 
-def _check_architecture_is_used(checkpoints: list[Checkpoint]) -> None:
-    """Raises RequestError if the caller named an architecture, and no checkpoint has a config with its numbers."""
+def _model_files_at(model: PathLike) -> ModelFiles:
+    """The files in the directory that --model names, or beside the config that it names."""
+    found = LocalFiles(model)
+    model_files = find_model_files((found.parent() if found.is_file else None) or found)
+    if model_files.config is None:
+        raise RequestError(f"there is no {CONFIG} in {os.fspath(model)!r}", do="Give --model the directory that holds the model's config")
+    return model_files
+
+
+def _check_used(checkpoints: list[Checkpoint], options: Mapping[str, Any]) -> None:
+    """Raises RequestError if the caller gave a vocabulary size or an architecture, and no checkpoint needs it or has a config for it."""
     first = checkpoints[0]
+    if options.get("vocab_size") is not None and not any(registry.named(each.format).needs_vocabulary for each in checkpoints):
+        users = ", ".join(name for name, found in registry.formats().items() if found.needs_vocabulary)
+        raise RequestError(
+            "--vocab-size does not apply to this checkpoint", where=first.path, why=f"Only {users} need it", do="Leave it out"
+        )
     if first.architecture is not None and all(each.model_files.config is None for each in checkpoints):
         raise RequestError(
-            f"--architecture names {first.architecture.model_type}, and no {CONFIG} says how large this model is",
+            f"--architecture names {first.architecture.model_type}, and there is no {CONFIG}, nor one in the parent directory",
             where=first.path,
-            why="A declaration takes its numbers from the model's config",
-            do="Give the directory of the model's config with --model DIR",
+            why="A declaration takes the sizes of the model from its config",
+            do="Add --model DIR, the directory with the model's config",
         )

@@ -16,6 +16,7 @@ from reshard.errors import RequestError, TargetError
 from reshard.plans.digests import Fingerprint
 from reshard.plans.manifest import MANIFEST, RECORDS
 from reshard.plans.plan import Plan
+from reshard.storage.local_path import local_path
 from reshard.storage.lock import is_locked
 from reshard.storage.staging import LOCK, WORK_FOLDER
 from reshard.storage.system_calls import system_errors
@@ -62,7 +63,7 @@ def conversion(
     """A conversion that has not begun, for callers that run it block by block. `convert` runs it to the end."""
     if plan.target.only_rank:
         raise RequestError(f"this is a plan of {dict(plan.target.only_rank)} alone", do="Plan without `only` what is to be written")
-    root = Path(target)
+    root = local_path(target)
     if "\0" in str(root):
         raise RequestError(f"the name of the target, {str(root)!r}, contains NUL", do="Choose another name")
 

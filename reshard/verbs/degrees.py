@@ -11,6 +11,7 @@ from reshard.adapter.model_files import find_model_files
 from reshard.adapter.serving_format import ServingFormat
 from reshard.canonical.content import Selection, check_against_model
 from reshard.canonical.dequantization import quantized_names, with_scales_attached, without_quantization
+from reshard.canonical.globs import check_globs, matches
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import BF16, F8, F32, DType, from_user
 from reshard.geometry.parallel import Parallel
@@ -21,7 +22,7 @@ from reshard.storage.tar import open_tree
 from reshard.verbs.checkpoint import Checkpoint, opened
 from reshard.verbs.models import model_at, model_of
 from reshard.verbs.planning import check_nothing_unanswered
-from reshard.verbs.request import ModelOptions, PathLike, Weights, dtype_named, globs
+from reshard.verbs.request import ModelOptions, PathLike, Weights, dtype_named, kept_globs
 
 
 class DegreeOptions(ModelOptions, total=False):
@@ -29,7 +30,7 @@ class DegreeOptions(ModelOptions, total=False):
 
     gpu_memory: int | None
     """Bytes of one GPU; then the tokens that fit beside the weights are counted."""
-    gpu_memory_utilization: float
+    gpu_memory_utilization: float | None
     """The fraction of a GPU's memory that the engine uses (default: 0.9)."""
     reserve: int
     """Bytes of that for activations and CUDA graphs (default: 0)."""
@@ -65,20 +66,24 @@ def degrees(
     Raises: RequestError if the format is not a serving engine's, or the engine does not serve the model.
     """
     engine, memory = _engine(to), _memory(options)
-    version = options.get("engine_version")
+    version, dtype = options.get("engine_version"), dtype_named(options.get("dtype"))
     target = Target(
         to,
-        dtype=dtype_named(options.get("dtype")),
-        keep_dtype=globs(options.get("keep_dtype", ())),
+        dtype=dtype,
+        keep_dtype=kept_globs(options.get("keep_dtype", ()), dtype),
         options={"engine_version": version} if version is not None else {},
     )
     dequantize = options.get("dequantize", False)
     if _is_bare(source):
+        _refuse_for_bare(options)
         model, dtypes = _declared_model(model_at(source, options.get("architecture")), target, dequantize)
+        notes: tuple[str, ...] = ()
     else:
         about_model: Any = {name: options[name] for name in ModelOptions.__annotations__ if name in options}  # type: ignore[literal-required]
-        model, dtypes = _stored_model(opened(source, **about_model), target, options.get("weights"), dequantize)
-    return degree_report(
+        checkpoint = opened(source, **about_model)
+        model, dtypes = _stored_model(checkpoint, target, options.get("weights"), dequantize)
+        notes = (checkpoint.model_files.note,) if checkpoint.model_files.note else ()
+    report = degree_report(
         model,
         dtypes,
         lambda parallel: engine.engine_rules(model, replace(target, parallel=parallel)),
@@ -86,6 +91,7 @@ def degrees(
         cache_dtype=dtype_named(options.get("kv_dtype"), "--kv-dtype"),
         memory=memory,
     )
+    return replace(report, assumptions=(*report.assumptions, *notes))
 
 
 def _engine(to: str) -> ServingFormat:
@@ -101,13 +107,14 @@ def _engine(to: str) -> ServingFormat:
 def _memory(options: DegreeOptions) -> GpuMemory | None:
     """A GPU's memory, if the caller gave it."""
     nbytes, longest, reserve = options.get("gpu_memory"), options.get("max_model_len"), options.get("reserve", 0)
+    utilization = options.get("gpu_memory_utilization")
     if nbytes is None:
-        if longest or reserve:
-            raise RequestError(
-                "how much fits depends on the memory of a GPU, which is not said", do="Say it with --gpu-memory, such as 80GiB"
-            )
+        if longest or reserve or utilization is not None:
+            raise RequestError("how much fits depends on the memory of a GPU, which is not given", do="Add --gpu-memory, such as 80GiB")
         return None
-    return GpuMemory(nbytes, options.get("gpu_memory_utilization", 0.9), reserve, longest)
+    if nbytes < 1:
+        raise RequestError(f"--gpu-memory {nbytes}: a GPU has some memory", do="Give its size, such as 80GiB")
+    return GpuMemory(nbytes, 0.9 if utilization is None else utilization, reserve, longest)
 
 
 def _is_bare(source: Checkpoint | PathLike) -> TypeGuard[PathLike]:
@@ -118,12 +125,24 @@ def _is_bare(source: Checkpoint | PathLike) -> TypeGuard[PathLike]:
     return find_model_files(files).config is not None and not any(found.detect(files) for found in registry.formats().values())
 
 
+def _refuse_for_bare(options: DegreeOptions) -> None:
+    """Raises RequestError for an option that is about stored weights."""
+    for name in ("weights", "model", "vocab_size"):
+        if options.get(name) is not None:
+            raise RequestError(
+                f"--{name.replace('_', '-')} does not apply to a directory with nothing but a config.json",
+                why="It is about the weights of a checkpoint",
+                do="Leave it out",
+            )
+
+
 def _stored_model(source: Checkpoint, target: Target, weights: Weights | None, dequantize: bool) -> tuple[Model, dict[str, DType]]:
     """A checkpoint's model, and the element type of each of its weights as a conversion would store it."""
     check_nothing_unanswered(source)
     config, content = source.model_files.config, source.content(Selection(weights))
     model_of(config, source.architecture)
     check_against_model(content, partial=False, strict=True)
+    check_globs("--keep-dtype", target.keep_dtype, content.weights)
     kept_for = quantized_names(content, config)
     if dequantize:
         content, kept_for = with_scales_attached(content, config), frozenset()
@@ -138,7 +157,12 @@ def _declared_model(model: Model, target: Target, dequantize: bool) -> tuple[Mod
     dtype = target.dtype or from_user(str(named))
     if dtype is None:
         raise RequestError(f"the config does not say of which element type the weights are, but {named!r}", do="Say it with --dtype bf16")
-    stored = {w.name: F8 if w.scales else F32 if w.scale else dtype for w in model.weights.values()}
+    check_globs("--keep-dtype", target.keep_dtype, model.weights)
+    uncast = from_user(str(named)) or dtype
+    stored = {
+        w.name: F8 if w.scales else F32 if w.scale else uncast if matches(w.name, target.keep_dtype) else dtype
+        for w in model.weights.values()
+    }
     if not dequantize:
         return model, stored
     plain = Model(model.architecture, without_quantization(model.config))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypedDict, Unpack
 
 from reshard.canonical.dequantization import without_quantization
@@ -70,6 +70,7 @@ def estimate(
 
     Raises: RequestError if the model does not divide by the sizes.
     """
+    _refuse_unused(source, options)
     tp, pp, ep = options.get("tp", 1), options.get("pp", 1), options.get("ep", 1)
     training = TrainingRun(
         parallel=Parallel(tp, pp, ep, _data_parallel(options.get("gpus"), options.get("dp"), tp, pp)),
@@ -83,6 +84,33 @@ def estimate(
     )
     subject = source if isinstance(source, int) else _trained(source, options.get("architecture"))
     return memory.estimate(subject, training, (zero,) if isinstance(zero, int) else tuple(zero))
+
+
+# The options about activations, and the values with which they change nothing.
+_OF_ACTIVATIONS: Mapping[str, object] = {
+    "micro_batch": 1,
+    "recompute": "none",
+    "sequence_parallel": False,
+    "flash_attention": False,
+    "activations": "published",
+}
+
+
+def _refuse_unused(source: object, options: EstimateOptions) -> None:
+    """Raises RequestError for an option that changes no number of the estimate."""
+    given: dict[str, object] = {name: value for name, value in options.items() if value is not None}
+    if options.get("seq_len") is None:
+        for name, usual in _OF_ACTIVATIONS.items():
+            if given.get(name, usual) != usual:
+                raise _unused(name, "activations are counted with --seq-len only", "Add --seq-len N, or leave it out")
+    if isinstance(source, int):
+        for name, usual in (("architecture", None), ("stage_layers", None), ("vocab_multiple", 1)):
+            if given.get(name, usual) != usual:
+                raise _unused(name, "a number of parameters does not say which weights there are", "Give a model instead of --parameters")
+
+
+def _unused(name: str, why: str, do: str) -> RequestError:
+    return RequestError(f"--{name.replace('_', '-')} changes nothing here", why=why, do=do)
 
 
 def _batch(options: EstimateOptions, tp: int) -> Batch | None:
@@ -112,5 +140,8 @@ def _data_parallel(gpus: int | None, dp: int | None, tp: int, pp: int) -> int:
         return dp or 1
     if gpus % (tp * pp) or (dp is not None and dp * tp * pp != gpus):
         product = " x ".join(f"{name} {size}" for name, size in (("DP", dp), ("TP", tp), ("PP", pp)) if size)
-        raise RequestError(f"{gpus} GPUs are not {product}", do="Leave out --dp, or change one of the sizes")
+        raise RequestError(
+            f"{gpus} GPUs are not {product}",
+            do=f"Use {tp * pp * dp} GPUs, or leave out --dp" if dp else f"Use a multiple of {tp * pp} GPUs, or change --tp or --pp",
+        )
     return gpus // (tp * pp)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from reshard.canonical.content import Selection
+from reshard.canonical.content import Selection, check_selected
 from reshard.engine.compare import BlockDigests, Side, check_recorded, fingerprint_blocks, fingerprint_of
 from reshard.errors import RequestError
 from reshard.plans.digests import CURRENT, VERSIONS, Fingerprint
@@ -30,6 +30,7 @@ def fingerprint(
     version = CURRENT if digest_version is None else VERSIONS[digest_version]
     effort, checkpoint = Effort(**options), opened(source)
     side = Side(checkpoint.files, checkpoint.index, checkpoint.content(selection))
+    check_selected(side.content)
     digests: BlockDigests = {}
     for name, number, nbytes, digest in fingerprint_blocks(side, version=version, workers=effort.workers, memory=effort.memory):
         digests.setdefault(name, {})[number] = digest

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.adapter.model_files import CONFIG, find_model_files
-from reshard.errors import RequestError
+from reshard.errors import RequestError, UnsupportedError
 from reshard.models.architecture import Architecture
-from reshard.models.lookup import find_model, known_model_types, named_architecture
+from reshard.models.lookup import find_model, named_architecture, unknown_architecture
 from reshard.models.model import Model
+from reshard.models.quantization import unknown_quantization
 from reshard.storage.tar import open_tree
 from reshard.verbs.checkpoint import open
 from reshard.verbs.request import PathLike
@@ -23,12 +24,13 @@ def model_at(path: PathLike, architecture: Architecture | PathLike | None = None
 def model_of(config: Mapping[str, Any] | None, architecture: Architecture | PathLike | None = None) -> Model:
     """The model that a config describes. Raises RequestError if there is no config, or its architecture is not declared."""
     if config is None:
-        raise RequestError(f"there is no {CONFIG} that says which model this is", do="Give the directory of the model's config")
-    found = find_model(config, None if architecture is None else named_architecture(architecture))
-    if found is None:
         raise RequestError(
-            f"the architecture {config.get('model_type')!r} is not declared, or its weights are quantized in a way that is not known",
-            why="What its weights are is not guessed",
-            do=f"Known are {', '.join(known_model_types())}; another one can be declared in a file for --architecture",
+            f"there is no {CONFIG} in the checkpoint or in its parent directory, so the model is not known",
+            do="Add --model DIR, the directory with the model's config",
         )
-    return found
+    found = find_model(config, None if architecture is None else named_architecture(architecture))
+    if found is not None:
+        return found
+    if method := unknown_quantization(config):
+        raise UnsupportedError(f"the weights are quantized ({method}) with a method that reshard does not know")
+    raise unknown_architecture(config)

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reshard.canonical.content import check_against_model, content_of
+from reshard.adapter import registry
+from reshard.adapter.format import Format
+from reshard.adapter.model_files import blaming_the_parent
+from reshard.canonical.content import check_against_model, check_selected, content_of
 from reshard.canonical.dequantization import quantized_names, with_scales_attached, without_quantization
+from reshard.canonical.globs import check_globs
 from reshard.engine.views import LazyTensor
 from reshard.errors import RequestError
 from reshard.geometry.stored import whole
@@ -34,16 +38,20 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest) -> Plan:
     check_nothing_unanswered(source)
     format, selection = request.to, request.selection
     if format.keeps_optimizer:
+        _check_has_optimizer(source, format)
         weights = selection.weights or ("master" if source.index.by_kind("master") else None)
         selection = replace(selection, weights=weights, optimizer=True)
     selection = replace(selection, masters=format.keeps_masters)
     index = source.named(selection)
     content = content_of(index, source.model, selection)
-    check_against_model(content, partial=selection.is_partial, strict=False)
+    with blaming_the_parent(source.model_files):
+        check_against_model(content, partial=selection.is_partial, strict=False)
     notes = index.facts.notes[len(source.index.facts.notes) :]
     if format.keeps_names and index is not source.index:
         index, notes = source.index, (_NAMES_ARE_KEPT,)
         content = content_of(index, source.model, selection)
+    check_selected(content)
+    check_globs("--keep-dtype", request.keep_dtype, content.weights)
     content = replace(
         content,
         read_scalar=lambda key: _scalar(content.tensors[key], source.files),
@@ -55,9 +63,25 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest) -> Plan:
         companions = replace(companions, config=without_quantization(companions.config or {}), derived=True)
     target = Target(format.name, request.parallel, request.dtype, request.keep_dtype, kept_for, request.options, request.only_rank)
     layout = format.lay_out(content, target, companions)
-    plan = make_plan(index, source.files, content, target, replace(layout, notes=(*notes, *layout.notes)))
+    about_config = (source.model_files.note,) if source.model_files.note else ()
+    plan = make_plan(index, source.files, content, target, replace(layout, notes=(*about_config, *notes, *layout.notes)))
     prove(plan)
     return plan
+
+
+def _check_has_optimizer(source: Checkpoint, format: Format) -> None:
+    """Raises RequestError if the source has no optimizer state, which the format always holds."""
+    if not any(tensor.kind.startswith(("moment", "state")) for tensor in source.index.tensors):
+        others = [
+            name
+            for name, each in registry.formats().items()
+            if each.can_write and not each.keeps_optimizer and name not in registry.serving_formats()
+        ]
+        raise RequestError(
+            f"--to {format.name} always writes optimizer state, and this checkpoint has none",
+            where=source.path,
+            do=f"Give a checkpoint with optimizer state, or write a format that can do without: {', '.join(others)}",
+        )
 
 
 def check_nothing_unanswered(source: Checkpoint) -> None:
@@ -66,7 +90,6 @@ def check_nothing_unanswered(source: Checkpoint) -> None:
         raise RequestError(
             f"{source.path} does not say {'; nor '.join(source.index.facts.unanswered)}",
             why="It is in no file of the checkpoint, and is not guessed",
-            do="Say it with the option named above",
         )
 
 

@@ -7,14 +7,15 @@ keywords into frozen values first, and passes these on.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 from reshard.adapter import registry
 from reshard.adapter.format import Format
 from reshard.canonical.content import Selection
-from reshard.errors import RequestError
+from reshard.canonical.globs import as_globs
+from reshard.errors import RequestError, choices, nearest
 from reshard.geometry import dtypes
 from reshard.geometry.dtypes import DType
 from reshard.geometry.parallel import Parallel
@@ -108,6 +109,10 @@ class Effort:
     memory: int | None = None
     progress: Progress | None = None
 
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 1:
+            raise RequestError(f"--workers {self.workers}: at least one thread is needed", do="Leave it out for one per processor")
+
     def report(self, nbytes: int) -> None:
         """Tell the caller that `nbytes` more bytes are done."""
         if self.progress:
@@ -144,11 +149,12 @@ class ConversionRequest:
         target = registry.target(to)
         rest = dict(given)
         sizes = {axis: rest.pop(axis, 1) for axis in ("tp", "pp", "ep", "dp")}
+        dtype = dtype_named(rest.pop("dtype", None))
         return ConversionRequest(
             to=target,
             parallel=Parallel(**sizes),
-            dtype=dtype_named(rest.pop("dtype", None)),
-            keep_dtype=globs(rest.pop("keep_dtype", ())),
+            dtype=dtype,
+            keep_dtype=kept_globs(rest.pop("keep_dtype", ()), dtype),
             dequantize=rest.pop("dequantize", False),
             selection=selection_of(rest),
             only_rank=rest.pop("only", None) or {},
@@ -160,25 +166,33 @@ def selection_of(given: dict[str, Any]) -> Selection:
     """The Selection from the keywords of SelectionOptions, which are removed from `given`."""
     return Selection(
         weights=given.pop("weights", None),
-        include=globs(given.pop("include", ())),
-        exclude=globs(given.pop("exclude", ())),
+        include=given.pop("include", ()),
+        exclude=given.pop("exclude", ()),
         strip_prefix=given.pop("strip_prefix", ""),
         optimizer=given.pop("optimizer", False),
     )
 
 
-def globs(given: str | tuple[str, ...] | list[str]) -> tuple[str, ...]:
-    """One glob or several as a tuple."""
-    return (given,) if isinstance(given, str) else tuple(given)
+def kept_globs(given: str | Iterable[str], dtype: DType | None) -> tuple[str, ...]:
+    """The globs of --keep-dtype. Raises RequestError if there are some, and no `dtype` to which other tensors are cast."""
+    globs = as_globs(given)
+    if globs and dtype is None:
+        raise RequestError(
+            f"--keep-dtype '{globs[0]}' without --dtype",
+            why="Without --dtype no tensor is cast",
+            do="Leave it out, or name the element type of the other tensors with --dtype",
+        )
+    return globs
 
 
 def dtype_named(name: str | None, option: str = "--dtype") -> DType | None:
-    """The floating-point type of that name; None for None. Raises RequestError, listing the known names, if there is none."""
+    """The floating-point type of that name; None for None. Raises RequestError, listing the usual names, if there is none."""
     if name is None:
         return None
     found = dtypes.from_user(name)
     if found is None or not found.floating:
-        raise RequestError(f"{option} {name}: not a floating-point type that is known", do="Use one of " + ", ".join(dtypes.known_names()))
+        known = choices(name, dtypes.FLOATING_WORDS, nearest_of=dtypes.FLOATING_SPELLINGS)
+        raise RequestError(f"{option} {name}: not a floating-point type", do=known)
     return found
 
 
@@ -196,10 +210,10 @@ def _options_of(target: Format, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unknown_option(target: Format, name: str) -> RequestError:
-    flag = "--" + name.replace("_", "-")
-    users = next((users for option, users in registry.options().items() if option.name == name), ())
-    return RequestError(
-        f"{flag} does not apply to {target.name}" if users else f"{flag}: there is no such option",
-        why=f"It is an option of {', '.join(users)}" if users else None,
-        do="Leave it out",
-    )
+    flag, options = "--" + name.replace("_", "-"), {option.name: users for option, users in registry.options().items()}
+    if name in options:
+        return RequestError(
+            f"{flag} does not apply to {target.name}", why=f"It is an option of {', '.join(options[name])}", do="Leave it out"
+        )
+    near = nearest(name, [*PlanOptions.__annotations__, *options])
+    return RequestError(f"there is no option {name!r}", do=f"Did you mean {near}?" if near else "Leave it out")

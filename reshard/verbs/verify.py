@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Unpack
 
 from reshard.adapter import registry
-from reshard.canonical.content import Content, Selection, content_of, tensors_by_key
+from reshard.canonical.content import Content, Selection, check_selected, content_of, tensors_by_key
 from reshard.engine.compare import BlockDigests, Comparison, Difference, Side, compare
 from reshard.engine.folder import (
     check_fixed_bytes,
@@ -52,6 +52,7 @@ def verify(
         a, b = open_both(left, right)
     model = a.model or b.model
     left_side, right_side = (Side(each.files, each.index, each.content(selection, model=model)) for each in (a, b))
+    check_selected(left_side.content, right_side.content)
     result = Comparison()
     for nbytes in compare(left_side, right_side, result, with_cast=cast, workers=effort.workers, memory=effort.memory):
         effort.report(nbytes)
@@ -98,7 +99,8 @@ def verify_written(source: Checkpoint | PathLike, effort: Effort, **options: Unp
         check_small_files(files, digests.small_files, result)
         check_fixed_bytes(files, digests.files, result)
     try:
-        checkpoint = source if isinstance(source, Checkpoint) else open(source, **{**options, "format": manifest.format})
+        options["format"] = manifest.format
+        checkpoint = source if isinstance(source, Checkpoint) else open(source, **options)
         for nbytes in _compare_tensors(checkpoint, manifest, digests, result, effort):
             effort.report(nbytes)
     except (CheckpointError, RequestError) as error:

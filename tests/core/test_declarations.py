@@ -506,7 +506,7 @@ def test_a_name_or_a_file(tmp_path, monkeypatch):
     assert named_architecture("qwen2") is find_architecture("qwen2")
     assert named_architecture("./qwen2").model_type == "mine" and named_architecture("./qwen2").declared_in == "./qwen2"
     assert named_architecture(Path("qwen2")).model_type == "mine"
-    with pytest.raises(RequestError, match=r"--architecture my: no model is declared by that name\. Declared are .*qwen2.*\./my\.yaml"):
+    with pytest.raises(RequestError, match=r"--architecture my: no model is declared by that name\..*Known: .*qwen2.*\./my\.yaml"):
         named_architecture("my")
     with pytest.raises(RequestError, match=r"here is no file or directory 'my\.yaml'"):
         named_architecture("my.yaml")
@@ -517,5 +517,5 @@ def test_a_name_or_a_file(tmp_path, monkeypatch):
 def test_every_declared_model_has_a_text():
     for model_type in known_model_types():
         assert f"model_type: {model_type}" in declaration_text(model_type)
-    with pytest.raises(RequestError, match=r"No model is declared as 'lama'\. Declared are deepseek_v2.*llama"):
+    with pytest.raises(RequestError, match=r"No model is declared as 'lama'\. Did you mean llama\? Known: deepseek_v2.*llama"):
         declaration_text("lama")

@@ -75,7 +75,7 @@ def test_both_replicas_of_a_part_missing_is_a_loss(copy):
 
 
 def test_a_rank_file_alone_is_not_a_checkpoint():
-    with pytest.raises(CheckpointError, match="have no file beside"):
+    with pytest.raises(RequestError, match=r"Give the directory .*checkpoint"):
         reshard.open(rank_file(FSDP / "verl" / "checkpoint", 0))
 
 

@@ -132,6 +132,8 @@ def test_a_config_without_architectures_is_told(tmp_path):
     model = shutil.copytree(HF / "llama", tmp_path / "m")
     config = config_of(model)
     (model / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != "architectures"}))
+    assert any("architectures: ['LlamaForCausalLM']" in note for note in reshard.plan(model, to="hf").layout.notes)
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "mymodel", "architectures": None}))
     assert any("names no architectures" in note for note in reshard.plan(model, to="hf").layout.notes)
     assert not reshard.plan(HF / "llama", to="hf").layout.notes
 

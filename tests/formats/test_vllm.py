@@ -15,6 +15,7 @@ from places import (
     UNPLACED,
     VLLM,
     config_of,
+    has_a_layer_per_stage,
     open_case,
     patch_stored,
     ranks,
@@ -35,7 +36,7 @@ from reshard.serving.weights import scale_aliases
 
 SERVED = (*MODELS, "llama-biased", "gemma2", "gpt2", "gpt_neox", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-DEGREES = [(model, tp, pp, 1) for model in SERVED for tp, pp in ((1, 1), (8, 1), (2, 2))]
+DEGREES = [(model, tp, pp, 1) for model in SERVED for tp, pp in ((1, 1), (8, 1), (2, 2)) if (model, pp) != ("qwen2", 2)]
 DEGREES += [(model, tp, pp, 1) for model in MODELS for tp, pp in ((2, 1), (4, 1))]
 DEGREES += [(model, tp, pp, tp) for model in WITH_EXPERTS for tp, pp in ((4, 1), (2, 2))]
 DEGREES += [("mixtral-2", 4, 1, 4)]  # two of the ranks have no expert
@@ -43,7 +44,7 @@ _FP8 = [json.loads(path.read_text()) for path in REFERENCES if not (HF / path.pa
 QUANTIZED = [(said["model"], said["tp"], said.get("ep", 1)) for said in _FP8]
 
 
-@pytest.mark.parametrize("reference", REFERENCES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize("reference", list(filter(has_a_layer_per_stage, REFERENCES)), ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_rank_holds_bit_by_bit_what_real_vllm_holds(reference, tmp_path):
     expected = json.loads(reference.read_text())
     sizes = {"tp": expected["tp"], "pp": expected["pp"], "ep": expected.get("ep", 1)}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from reshard.adapter.format import Format, Hints
 from reshard.errors import CheckpointError
 
-from .folder import ZERO, find_universal_folder
+from .folder import ZERO, find_universal_folder, other_tag_is_latest
 
 if TYPE_CHECKING:
     from reshard.adapter.model_files import ModelFiles
@@ -42,7 +42,7 @@ class Universal(Format):
 
     def detect(self, files: Files) -> str | None:
         folder = find_universal_folder(files)
-        return None if folder is None else f"{folder}{ZERO}"
+        return None if folder is None or other_tag_is_latest(files, folder) else f"{folder}{ZERO}"
 
     def read(self, files: Files, hints: Hints) -> Index:
         from .reading import read_universal

@@ -6,6 +6,8 @@ from reshard.errors import CheckpointError
 from reshard.storage.files import Files, inside, read_whole
 
 LATEST = "latest_universal"
+# The file in which DeepSpeed names the newest tag.
+TRACKER = "latest"
 ZERO = "zero/"
 # The state that is a parameter's full-precision copy.
 FP32 = "fp32"
@@ -23,6 +25,14 @@ def find_universal_folder(files: Files) -> str | None:
         return _folder_in_latest(files)
     folders = [path for path in listing if path.endswith("/") and _holds_parameters(files, path)]
     return folders[0] if len(folders) == 1 else None
+
+
+def other_tag_is_latest(files: Files, folder: str) -> bool:
+    """Whether `latest` names a tag beside this folder: the one that the run saved, and from which the universal checkpoint was made."""
+    if files.size(TRACKER) is None:
+        return False
+    tag = read_whole(files, TRACKER, limit=4096).decode("utf-8", "replace").strip() + "/"
+    return tag != folder and tag in files.list()
 
 
 def _folder_in_latest(files: Files) -> str:

@@ -106,11 +106,11 @@ def training_state(content: Content, target: Target, what: str) -> TrainingState
     if target.dtype is not None:
         raise RequestError(f"--dtype does not apply to {what}: masters and moments are full-precision", do="Leave it out")
     groups = content.param_groups()
-    if not content.states or not groups:
+    if not groups:
         raise RequestError(
-            f"{what} is made to resume training, and the source has no {'param groups' if content.states else 'optimizer state'}",
+            f"{what} is made to resume training, and the source has no param groups",
             why="DeepSpeed takes learning rates, weight decay and the order of parameters from them",
-            do="Give a checkpoint with the optimizer's state, or write --to hf",
+            do="Give a checkpoint with the optimizer's param groups, or write a format without them",
         )
     states: dict[str, dict[str, str]] = {}
     for key in content.states:

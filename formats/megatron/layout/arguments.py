@@ -12,23 +12,10 @@ from typing import Any
 
 from reshard.containers.inert_pickle import DTypeName, Inert
 from reshard.errors import CheckpointError
+from reshard.models.lookup import find_architecture
 
 Args = Mapping[str, Any]
 """The settings of a run, by Megatron's names."""
-
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "gpt_neox": "GPTNeoXForCausalLM",
-}
 
 
 class NotUnderstoodError(CheckpointError):
@@ -106,7 +93,7 @@ def config_from_args(args: Args, vocabulary: int) -> dict[str, Any]:
     if kind == "gpt2":
         return _gpt2(args, vocabulary)
     config: dict[str, Any] = {
-        "architectures": [_CLASSES[kind]],
+        "architectures": _architectures(kind),
         "model_type": kind,
         "vocab_size": vocabulary,
         "hidden_size": args["hidden_size"],
@@ -279,9 +266,16 @@ def _latent(args: Args, kind: str) -> dict[str, Any]:
     return config | {"norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "group_limited_greedy" if has_groups else "greedy"}
 
 
+def _architectures(kind: str) -> list[str]:
+    """The value of the config's `architectures` for a built-in model."""
+    architecture = find_architecture(kind)
+    assert architecture is not None and architecture.class_name is not None
+    return [architecture.class_name]
+
+
 def _gpt2(args: Args, vocabulary: int) -> dict[str, Any]:
     return {
-        "architectures": [_CLASSES["gpt2"]],
+        "architectures": _architectures("gpt2"),
         "model_type": "gpt2",
         "vocab_size": vocabulary,
         "n_embd": args["hidden_size"],

@@ -10,7 +10,7 @@ from typing import Any
 from reshard.adapter.format import Hints
 from reshard.errors import CheckpointError
 from reshard.index.index import Tensor
-from reshard.models.lookup import find_model, known_model_types
+from reshard.models.lookup import find_model, known_model_types, model_type_of
 from reshard.models.model import Model
 
 from ..layout.arguments import Args, NotUnderstoodError, check_supported, config_from_args
@@ -96,11 +96,11 @@ def _model(config: Mapping[str, Any], args: Args, hints: Hints) -> Model:
         config = {**config, "num_nextn_predict_layers": args["mtp_num_layers"] or 0}
     model = find_model(config, hints.architecture)
     if model is None:
+        named = model_type_of(config)
         raise NotUnderstoodError(
-            f"the architecture {config.get('model_type')!r} is not declared",
+            f"the architecture {named!r} is not declared" if named else "neither the run's settings nor a config say which model this is",
             why="Megatron's files hold each rank's shard of fused weights, which only the model's head counts explain",
-            do=f"Declared are {', '.join(known_model_types())}; give the config of one of them with --model DIR, or a declaration with "
-            "--architecture FILE",
+            do=f"Add --model DIR with the model's Hugging Face config, or --architecture NAME: {', '.join(known_model_types())}",
         )
     return model
 

@@ -12,6 +12,7 @@ from reshard.containers.pickle_writer import Instance
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.mosaics import Mosaic
+from reshard.models.model import Model
 from reshard.plans.layout import Sidecar
 from reshard.plans.target import Target
 
@@ -220,6 +221,7 @@ def begin_save(content: Content, target: Target) -> MegatronSave:
     model = megatron_compatible_model(content)
     check_against_model(content, partial=False, strict=True)
     options, parallel, args = target.options, target.parallel, _source_args(content)
+    _refuse_unused(options, content, model)
     sizes = ParallelSizes(parallel.tp, parallel.pp, parallel.ep, options.get("vp") or 1, options.get("etp") or parallel.tp)
     check_sizes(model, sizes)
     multiple = _vocabulary_multiple(target, args) * sizes.tp
@@ -248,3 +250,13 @@ def _vocabulary_multiple(target: Target, args: Args) -> int:
     """The multiple per tensor-parallel rank to which the vocabulary is padded (--make-vocab-size-divisible-by)."""
     multiple = target.options.get("vocab_multiple") or args.get("make_vocab_size_divisible_by")
     return multiple if isinstance(multiple, int) and multiple > 0 else _VOCABULARY_MULTIPLE
+
+
+def _refuse_unused(options: Mapping[str, Any], content: Content, model: Model) -> None:
+    """Raises RequestError for an option that changes nothing in the files."""
+    if "distributed_optimizer" in options and not content.states:
+        flag = "--distributed-optimizer" if options["distributed_optimizer"] else "--plain-optimizer"
+        raise RequestError(f"{flag} without --optimizer: no optimizer state is written", do="Add --optimizer, or leave it out")
+    for name in ("experts", "etp"):
+        if name in options and "experts" not in model.dimensions:
+            raise RequestError(f"--{name}: a {model.architecture.model_type} model has no experts", do="Leave it out")

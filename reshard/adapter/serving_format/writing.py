@@ -17,7 +17,7 @@ from reshard.geometry.stored import StoredTensor
 from reshard.models.model import Model
 from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.target import Target
-from reshard.serving.legality import check_degrees
+from reshard.serving.legality import check_degrees, check_stages
 from reshard.serving.ranks import rank_tensors
 from reshard.serving.rules import EngineRules
 from reshard.serving.served_model import require_model
@@ -36,11 +36,14 @@ def lay_out(serving_format: ServingFormat, content: Content, target: Target, com
     """
     model = require_model(content.model, companions.config, serving_format.engine)
     rules = serving_format.engine_rules(model, target)
+    _check_dtype(target, model, rules)
     _check_content(content, model, rules)
     check_degrees(model, rules, target.parallel)
+    check_stages(model, target.parallel.pp)
     dtypes = {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}
     stored = stored_dtypes(model, rules, dtypes)
     engine_config = serving_format.engine_config(model, target.parallel, dtypes)
+    companions, class_notes = companions.completed(model.architecture)
     companions, config_notes = _with_config_defaults(companions, rules)
     left_out = layers_not_served(model)
     return Layout(
@@ -48,10 +51,20 @@ def lay_out(serving_format: ServingFormat, content: Content, target: Target, com
         tuple(_files(serving_format, model, rules, stored, target)),
         _sidecars(companions, stored, engine_config),
         target.parallel,
-        (*serving_format.notes(model, target), *rules.quirks.notes, *config_notes, *_about_left_out(left_out, content)),
+        (*serving_format.notes(model, target), *rules.quirks.notes, *class_notes, *config_notes, *_about_left_out(left_out, content)),
         aliases=scale_aliases(model, rules),
         left_out=left_out,
     )
+
+
+def _check_dtype(target: Target, model: Model, rules: EngineRules) -> None:
+    """Raises RequestError if the weights are cast to a type of 8 bits: engines take such weights with scales only."""
+    if target.dtype is not None and target.dtype.itemsize == 1 and not model.quantization:
+        raise RequestError(
+            f"--dtype: a cast to {target.dtype} does not make scales, and {rules.engine} needs a scale for each FP8 weight",
+            why="Values beyond the range of the type would be lost",
+            do="Quantize with the engine's own tool, such as llm-compressor, and convert its result",
+        )
 
 
 def _check_content(content: Content, model: Model, rules: EngineRules) -> None:

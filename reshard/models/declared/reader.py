@@ -35,8 +35,8 @@ UNKNOWN = "?"
 # The declaration of a model_type; None if there is none.
 Find = Callable[[str], Architecture | None]
 KEYS = (
-    "language", "model_type", "extends", "like", "without", "dimensions", "weights", "tied", "sparse_layers", "mtp_layers", "dropped",
-    "defaults", "vocabulary_multiple",
+    "language", "model_type", "class", "extends", "like", "without", "dimensions", "weights", "tied", "sparse_layers", "mtp_layers",
+    "dropped", "defaults", "vocabulary_multiple",
 )  # fmt: skip
 
 
@@ -181,6 +181,8 @@ def _config_keys(node: Node) -> tuple[str, ...]:
 def _fields(keys: Mapping[str, Node], base: Architecture | None, find: Find) -> dict[str, Any]:
     """The fields of the architecture that the declaration sets, except dimensions, weights and `tied`."""
     fields: dict[str, Any] = {}
+    if "class" in keys:
+        fields["class_name"] = keys["class"].word(r"[A-Za-z_]\w*")
     if "like" in keys:
         fields["like"] = _declared(keys["like"], find).family
     if "dropped" in keys:
