@@ -157,6 +157,8 @@ selection = together(
     option("--exclude", section=SELECTION, multiple=True, metavar="GLOB", help="Leave out tensors whose names match."),
     option("--strip-prefix", section=SELECTION, default="", metavar="P", help="Remove this prefix from tensor names first."),
     option("--optimizer", section=SELECTION, is_flag=True, help="Also convert the optimizer state."),
+    option("--root", section=SELECTION, metavar="NAME", help="Which model, if the checkpoint holds several; `reshard inspect` lists them."),
+    option("--keep-unknown", section=SELECTION, is_flag=True, help="Also convert run state and tensors that the architecture lacks."),
 )
 
 sizes = together(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from reshard.geometry.quantities import plural
@@ -66,12 +67,17 @@ def show_plan(plan: Plan) -> None:
 
 
 def show_drops(plan: Plan) -> None:
+    show_drop_reasons(plan.drops)
+
+
+def show_drop_reasons(drops: Iterable[Drop]) -> None:
+    """One line for each reason to leave out tensors."""
     by_reason: dict[str, list[Drop]] = {}
-    for drop in plan.drops:
+    for drop in drops:
         by_reason.setdefault(drop.reason, []).append(drop)
-    for reason, drops in by_reason.items():
-        counts = ", ".join(f"{number} {kind}" for kind, number in Counter(drop.kind for drop in drops).items())
-        show(f"  skip      {counts}, {nbytes_text(sum(drop.nbytes for drop in drops))}: {reason}; for example {drops[0].name}")
+    for reason, same in by_reason.items():
+        counts = ", ".join(f"{number} {kind}" for kind, number in Counter(drop.kind for drop in same).items())
+        show(f"  skip      {counts}, {nbytes_text(sum(drop.nbytes for drop in same))}: {reason}; for example {same[0].name}")
 
 
 def _range(pair: tuple[int, int] | None) -> str:

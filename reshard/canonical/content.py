@@ -6,17 +6,19 @@ has keys that tell its weight. Every tensor that is left out becomes a Drop, wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Literal
 
+from reshard.canonical.name_variants import Names
 from reshard.canonical.optimizer_state import is_state_key, is_unnamed, master_key, parameter_and_kind, state_key
+from reshard.canonical.tensor_classes import is_of_optimizer, root_of
 from reshard.canonical.wrappers import is_wrapper
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.quantities import plural
-from reshard.index.index import KINDS, Index, ParamGroup, RunFacts, Tensor
+from reshard.index.index import Index, Kind, ParamGroup, RunFacts, Tensor
 from reshard.models.model import Model
 
 
@@ -37,6 +39,10 @@ class Selection:
     """Also the optimizer state of the chosen weights."""
     masters: bool = False
     """With `optimizer`: also the masters of the chosen weights. A weight without a separate master is its own master."""
+    root: str | None = None
+    """Which of several models in the checkpoint: the first part of its tensors' names. None: the main one."""
+    keep_unknown: bool = False
+    """Also the tensors that are withheld otherwise: run state, and what the declared architecture lacks."""
 
     @property
     def is_partial(self) -> bool:
@@ -55,7 +61,7 @@ class Drop:
     name: str
     """Its name."""
     kind: str
-    """Its kind, such as "weight" or "moment1"."""
+    """Its kind, such as "moment1"; "unknown" for a tensor that the declared architecture lacks."""
     nbytes: int
     """Its size in bytes."""
     reason: str
@@ -106,6 +112,16 @@ class Content:
                 counts.update({name: int(count) for name in group.names if (name, "exp_avg") in stored and (name, "step") not in stored})
         return counts
 
+    @cached_property
+    def withheld(self) -> tuple[Drop, ...]:
+        """The tensors that are left out because they are no weights of the model, without optimizer state."""
+        return tuple(drop for drop in self.drops if drop.kind in _WITHHELD and drop.reason != _OPTIMIZER)
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The names of the tensors that are left out because the declared architecture lacks them."""
+        return tuple(drop.name for drop in self.drops if drop.kind == "unknown")
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The global shape of every tensor by its key."""
@@ -124,6 +140,7 @@ def content_of(index: Index, model: Model | None, selection: Selection) -> Conte
     """
     chosen, others = _of_kind(index, selection)
     drops: list[Drop] = []
+    adapters = index.by_kind("adapter")
     chosen = _without_prefix(chosen, selection.strip_prefix)
     for name in [name for name in chosen if not _is_selected(name, selection)]:
         drops.append(_drop(chosen.pop(name), "left out by --include or --exclude"))
@@ -133,6 +150,14 @@ def content_of(index: Index, model: Model | None, selection: Selection) -> Conte
             drops.append(_drop(chosen.pop(name), str(model.reason_to_drop(name))))
         if model.is_tied:
             tied = _tie(chosen, *model.architecture.tied)
+        if not selection.keep_unknown:
+            drops.extend(_take_unknown(chosen, model))
+    if not chosen and adapters:
+        raise UnsupportedError(
+            f"the checkpoint holds a LoRA adapter and no base weights, for example {next(iter(adapters))}",
+            why="Adapters are not merged into a base model",
+            do="Merge it with PEFT (merge_and_unload) and convert the result, or copy it as it is with --keep-unknown",
+        )
     if not chosen:
         raise RequestError(
             "no tensor is left to work on",
@@ -185,7 +210,8 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
     missing = [
         name for name, weight in model.weights.items() if name not in content.tensors and name not in optional and not weight.optional
     ]
-    unknown = [name for name in content.weights if name not in model.weights]
+    carried = [name for name in content.weights if name not in model.weights]
+    unknown = [*carried, *content.unknown]
     for name, weight in model.weights.items():
         tensor = content.tensors.get(name)
         if tensor is not None and tensor.shape != weight.shape:
@@ -205,11 +231,13 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
             why=f"It has, for example, {unknown[0]}, which this model does not have" if unknown else "An engine would serve unset memory",
             do=_prefix_hint(unknown, model) or "Check that all files of the save are there, and that --model is this model's config",
         )
-    if unknown and strict:
+    # What lies in a layer of the model was computed with: without it the engine would give other answers.
+    refused = [*carried, *(name for name in content.unknown if model.is_in_layer(name))]
+    if refused and strict:
         raise CheckpointError(
             f"a {model.architecture.model_type} model has no such weight"
-            + (f", nor {len(unknown) - 1} others" if len(unknown) > 1 else ""),
-            where=unknown[0],
+            + (f", nor {len(refused) - 1} others" if len(refused) > 1 else ""),
+            where=refused[0],
             why="A serving engine refuses weights that it does not know",
             do="Leave it out with --exclude, or name the right model with --model DIR",
         )
@@ -292,12 +320,51 @@ def _of_kind(index: Index, selection: Selection) -> tuple[dict[str, Tensor], lis
     # A weight that is stored once is chosen in both cases: buffers and frozen weights have no master, and the trained weights of ZeRO-3
     # have no model copy.
     chosen = {**stored, **masters} if selection.weights == "master" else {**masters, **stored}
+    for kind in _ALSO_STORED:
+        chosen |= index.by_kind(kind)
+    if selection.keep_unknown:
+        weights = dict(chosen)
+        for kind in _WITHHELD if selection.root is None else ("state",):
+            chosen |= {
+                name: tensor
+                for name, tensor in index.by_kind(kind).items()
+                if name not in weights and not (kind == "state" and is_of_optimizer(tensor, weights))
+            }
     used = {id(tensor) for tensor in chosen.values()}
-    reasons: dict[str, str] = dict.fromkeys(KINDS, "optimizer state, which serving does not need")
-    reasons["state"] = "state of the run, which serving does not need"
-    reasons["weight"] = "the model copy; --weights master chose the masters"
-    reasons["master"] = "the full-precision master; the model copy was chosen (--weights master chooses this one)"
-    return chosen, [(tensor, reasons[tensor.kind]) for tensor in index.tensors if id(tensor) not in used]
+    return chosen, [(tensor, _reason_to_drop(tensor, stored)) for tensor in index.tensors if id(tensor) not in used]
+
+
+# What undeclared models may consist of, besides weights.
+_ALSO_STORED: tuple[Kind, ...] = ("buffer", "adapter")
+_WITHHELD = ("state", "other", "buffer", "adapter", "unknown")
+_OPTIMIZER = "optimizer state, which serving does not need"
+
+
+def _reason_to_drop(tensor: Tensor, stored: Mapping[str, Tensor]) -> str:
+    """Why a tensor is left out that is not the chosen copy of a weight."""
+    if tensor.kind == "weight":
+        return "the model copy; --weights master chose the masters"
+    if tensor.kind == "master":
+        return "the full-precision master; the model copy was chosen (--weights master chooses this one)"
+    if tensor.kind == "other":
+        return f"of another model; --root {root_of(tensor.name)} selects it"
+    if tensor.kind == "state" and not is_of_optimizer(tensor, stored):
+        return "run state, not a weight; --keep-unknown carries it"
+    return _OPTIMIZER
+
+
+def _take_unknown(chosen: dict[str, Tensor], model: Model) -> Iterator[Drop]:
+    """Remove the tensors that the declared architecture lacks, each with the reason."""
+    names, model_type = Names(model), model.architecture.model_type
+    head = model.architecture.tied[0]
+    for name in [name for name in chosen if name not in model.weights and name != head and names.array(name) is None]:
+        tensor = chosen.pop(name)
+        reason = f"unknown: a {model_type} model has no such tensor; --keep-unknown carries it"
+        if tensor.kind == "buffer":
+            reason = f"a buffer that a {model_type} model does not store; --keep-unknown carries it"
+        elif tensor.kind == "adapter":
+            reason = "a LoRA adapter, which is not merged into the base weights; --keep-unknown carries it"
+        yield Drop(name, tensor.kind if tensor.kind in _ALSO_STORED else "unknown", tensor.nbytes, reason)
 
 
 def _without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

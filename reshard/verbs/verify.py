@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Unpack
 
 from reshard.canonical.content import Selection
@@ -27,9 +28,21 @@ def verify(
         a, b = opened(left), opened(right)
     else:
         a, b = open_both(left, right)
-    model = a.model or b.model
-    left_side, right_side = (Side(each.files, each.index, each.content(selection, model=model)) for each in (a, b))
+    selections = _selections((a, b), selection)
+    # Each by its own config: under another model's config its weights would be unknown, and not compared.
+    contents = (each.content(chosen, model=each.model or a.model or b.model) for each, chosen in zip((a, b), selections, strict=True))
+    left_side, right_side = (Side(each.files, each.index, content) for each, content in zip((a, b), contents, strict=True))
     result = Comparison()
     for nbytes in compare(left_side, right_side, result, with_cast=cast, workers=effort.workers, memory=effort.memory):
         effort.report(nbytes)
     return result
+
+
+def _selections(checkpoints: tuple[Checkpoint, Checkpoint], selection: Selection | None) -> tuple[Selection | None, ...]:
+    """The selection for each side. A root counts for the checkpoint that has it: the other may be the model that was converted from it."""
+    if selection is None or selection.root is None:
+        return selection, selection
+    has_root = [any(found.root == selection.root for found in each.models) for each in checkpoints]
+    if not any(has_root):
+        return selection, selection
+    return tuple(selection if has else replace(selection, root=None) for has in has_root)
