@@ -248,7 +248,7 @@ def tensors_by_key(index: Index) -> dict[str, Tensor]:
 
     A weight that is stored only as a master has its own name; a master beside a model copy has the key of `optimizer_state.master_key`.
     """
-    stored, masters = index.by_kind("weight"), index.by_kind("master")
+    stored, masters = _stored(index), index.by_kind("master")
     weights = {**masters, **stored}
     separate = {master_key(name): tensor for name, tensor in masters.items() if name in stored}
     return {**weights, **separate, **{key: tensor for tensor in index.tensors if (key := _state_key(tensor, weights)) is not None}}
@@ -266,7 +266,7 @@ def _states(index: Index, chosen: Mapping[str, Tensor], selection: Selection) ->
             why=why,
             do="Save the optimizer with names (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict), or leave out --optimizer",
         )
-    weights = {**index.by_kind("master"), **index.by_kind("weight")}
+    weights = {**index.by_kind("master"), **_stored(index)}
     states: dict[str, Tensor] = {}
     for tensor in index.tensors:
         key = _state_key(tensor, weights)
@@ -300,7 +300,7 @@ def _state_key(tensor: Tensor, weights: Mapping[str, Tensor]) -> str | None:
 
 def _of_kind(index: Index, selection: Selection) -> tuple[dict[str, Tensor], list[tuple[Tensor, str]]]:
     """One tensor for each weight, its model copy or its master, by name; and all other tensors, each with the reason to leave it out."""
-    stored, masters = index.by_kind("weight"), index.by_kind("master")
+    stored, masters = _stored(index), index.by_kind("master")
     if selection.weights == "master" and not masters:
         raise RequestError(
             "--weights master: this checkpoint stores no full-precision masters",
@@ -320,35 +320,29 @@ def _of_kind(index: Index, selection: Selection) -> tuple[dict[str, Tensor], lis
     # A weight that is stored once is chosen in both cases: buffers and frozen weights have no master, and the trained weights of ZeRO-3
     # have no model copy.
     chosen = {**stored, **masters} if selection.weights == "master" else {**masters, **stored}
-    for kind in _ALSO_STORED:
-        chosen |= index.by_kind(kind)
     if selection.keep_unknown:
-        weights = dict(chosen)
-        for kind in _WITHHELD if selection.root is None else ("state",):
-            chosen |= {
-                name: tensor
-                for name, tensor in index.by_kind(kind).items()
-                if name not in weights and not (kind == "state" and is_of_optimizer(tensor, weights))
-            }
+        carried = ("state", "other") if selection.root is None else ("state",)
+        others = [tensor for tensor in index.tensors if tensor.kind in carried and not _is_of_optimizer(tensor, chosen)]
+        chosen |= {tensor.name: tensor for tensor in others if tensor.name not in chosen}
     used = {id(tensor) for tensor in chosen.values()}
     return chosen, [(tensor, _reason_to_drop(tensor, stored)) for tensor in index.tensors if id(tensor) not in used]
 
 
-# What undeclared models may consist of, besides weights.
-_ALSO_STORED: tuple[Kind, ...] = ("buffer", "adapter")
+# What a model's state dict consists of.
+_STORED: tuple[Kind, ...] = ("buffer", "adapter", "weight")
 _WITHHELD = ("state", "other", "buffer", "adapter", "unknown")
 _OPTIMIZER = "optimizer state, which serving does not need"
 
 
 def _reason_to_drop(tensor: Tensor, stored: Mapping[str, Tensor]) -> str:
     """Why a tensor is left out that is not the chosen copy of a weight."""
-    if tensor.kind == "weight":
+    if tensor.kind in _STORED:
         return "the model copy; --weights master chose the masters"
     if tensor.kind == "master":
         return "the full-precision master; the model copy was chosen (--weights master chooses this one)"
     if tensor.kind == "other":
         return f"of another model; --root {root_of(tensor.name)} selects it"
-    if tensor.kind == "state" and not is_of_optimizer(tensor, stored):
+    if tensor.kind == "state" and not _is_of_optimizer(tensor, stored):
         return "run state, not a weight; --keep-unknown carries it"
     return _OPTIMIZER
 
@@ -364,7 +358,16 @@ def _take_unknown(chosen: dict[str, Tensor], model: Model) -> Iterator[Drop]:
             reason = f"a buffer that a {model_type} model does not store; --keep-unknown carries it"
         elif tensor.kind == "adapter":
             reason = "a LoRA adapter, which is not merged into the base weights; --keep-unknown carries it"
-        yield Drop(name, tensor.kind if tensor.kind in _ALSO_STORED else "unknown", tensor.nbytes, reason)
+        yield Drop(name, tensor.kind if tensor.kind in ("buffer", "adapter") else "unknown", tensor.nbytes, reason)
+
+
+def _stored(index: Index) -> dict[str, Tensor]:
+    """The model's copy of its tensors by name."""
+    return {name: tensor for kind in _STORED for name, tensor in index.by_kind(kind).items()}
+
+
+def _is_of_optimizer(tensor: Tensor, weights: Mapping[str, Tensor]) -> bool:
+    return tensor.kind == "state" and is_of_optimizer(tensor, weights)
 
 
 def _without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

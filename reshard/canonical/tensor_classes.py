@@ -57,6 +57,8 @@ _RUN_TENSOR = re.compile(r"(?:^|\.)(?:_extra_state(?:/.*)?|amax_history\w*)(?:\.
 _RNG = re.compile(r"(?:^|[._])(?:rng|random|generator)(?:$|[._])")
 _BUFFER = re.compile(r"(?:^|\.)(?:running_mean|running_var|num_batches_tracked|inv_freq|position_ids)$")
 _WEIGHT_LIKE = re.compile(r"(?:^|\.)(?:weight|bias)$")
+# Occurs in every name that one of the patterns above finds: most names are told by one search.
+_ANY_MARK = re.compile(r"lora_|_extra_state|amax_history|rng|random|generator|running_|num_batches|inv_freq|position_ids", re.IGNORECASE)
 # Element types into which quantizers pack weights.
 _PACKED = ("U8", "I8", "I32")
 
@@ -135,6 +137,8 @@ def _is_number(tensor: Tensor) -> bool:
 def _kind_of_tensor(tensor: Tensor, trained: frozenset[str]) -> Kind:
     """The class of a tensor under the model's root, from its own name and type."""
     name, dtype = tensor.name, tensor.dtype
+    if dtype.floating and not _ANY_MARK.search(name):
+        return "weight"
     if _ADAPTER.search(name):
         return "adapter"
     if name in trained:

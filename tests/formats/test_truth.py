@@ -8,9 +8,6 @@ from places import FIXTURES, TRUTHS, described, open_case, truth
 import reshard
 from reshard.errors import CheckpointError
 
-# What the fixtures' runs saved beside the model and the optimizer.
-RUN_STATE = {"extra.rng"}
-
 
 def label(folder):
     return str(folder.relative_to(FIXTURES))
@@ -21,15 +18,8 @@ def test_every_tensor_of_every_role_reads_back_bit_exactly(case):
     opened, expected = open_case(case), truth(case)
     # State of the run, and one count of steps that the files keep for all parameters, are no parameter's own.
     aside = {"state"} if any(role == "step" for _, role in expected) else {"state", "step"}
-    states = {(t.name, t.kind) for t in opened.index.tensors if t.kind in aside and t.name not in RUN_STATE}
-    of_the_run = states - expected.keys()
-    # The truth calls everything a weight that is in the state dict and not in the optimizer's.
-    roles = (
-        (t, "weight" if t.kind == "buffer" or t.name in RUN_STATE else t.kind)
-        for t in opened.index.tensors
-        if (t.name, t.kind) not in of_the_run
-    )
-    found = {(t.name, role): described(t, opened.files) for t, role in roles}
+    of_the_run = {(t.name, t.kind) for t in opened.index.tensors if t.kind in aside} - expected.keys()
+    found = {(t.name, t.kind): described(t, opened.files) for t in opened.index.tensors if (t.name, t.kind) not in of_the_run}
     assert found.keys() == expected.keys()
     assert found == expected
 
