@@ -140,7 +140,6 @@ def content_of(index: Index, model: Model | None, selection: Selection) -> Conte
     """
     chosen, others = _of_kind(index, selection)
     drops: list[Drop] = []
-    adapters = index.by_kind("adapter")
     chosen = _without_prefix(chosen, selection.strip_prefix)
     for name in [name for name in chosen if not _is_selected(name, selection)]:
         drops.append(_drop(chosen.pop(name), "left out by --include or --exclude"))
@@ -152,12 +151,6 @@ def content_of(index: Index, model: Model | None, selection: Selection) -> Conte
             tied = _tie(chosen, *model.architecture.tied)
         if not selection.keep_unknown:
             drops.extend(_take_unknown(chosen, model))
-    if not chosen and adapters:
-        raise UnsupportedError(
-            f"the checkpoint holds a LoRA adapter and no base weights, for example {next(iter(adapters))}",
-            why="Adapters are not merged into a base model",
-            do="Merge it with PEFT (merge_and_unload) and convert the result, or copy it as it is with --keep-unknown",
-        )
     if not chosen:
         raise RequestError(
             "no tensor is left to work on",
@@ -348,10 +341,20 @@ def _reason_to_drop(tensor: Tensor, stored: Mapping[str, Tensor]) -> str:
 
 
 def _take_unknown(chosen: dict[str, Tensor], model: Model) -> Iterator[Drop]:
-    """Remove the tensors that the declared architecture lacks, each with the reason."""
+    """Remove the tensors that the declared architecture lacks, each with the reason. If it lacks all, they stay: a prefix may hide them.
+
+    Raises: UnsupportedError if there is nothing but a LoRA adapter.
+    """
     names, model_type = Names(model), model.architecture.model_type
     head = model.architecture.tied[0]
-    for name in [name for name in chosen if name not in model.weights and name != head and names.array(name) is None]:
+    unknown = [name for name in chosen if name not in model.weights and name != head and names.array(name) is None]
+    if unknown and all(chosen[name].kind == "adapter" for name in chosen):
+        raise UnsupportedError(
+            f"the checkpoint holds a LoRA adapter and no base weights, for example {unknown[0]}",
+            why="Adapters are not merged into a base model",
+            do="Merge it with PEFT (merge_and_unload) and convert the result",
+        )
+    for name in unknown if len(unknown) < len(chosen) else ():
         tensor = chosen.pop(name)
         reason = f"unknown: a {model_type} model has no such tensor; --keep-unknown carries it"
         if tensor.kind == "buffer":

@@ -52,13 +52,15 @@ _RUN_ROOTS = frozenset(
      "cuda_rng_state", "cuda_rng_states", "torch_rng_state", "numpy_rng_state", "scaler", "grad_scaler", "loss_scaler", "loss_history",
      "global_step", "global_steps", "step", "epoch", "current_epoch", "iteration", "num_tokens", "consumed_samples"}
 )  # fmt: skip
-_ADAPTER = re.compile(r"(?:^|\.)lora_(?:[aAbB]|embedding_[AB]|magnitude_vector)(?:\.|$)")
-_RUN_TENSOR = re.compile(r"(?:^|\.)(?:_extra_state(?:/.*)?|amax_history\w*)(?:\.|$)")
+# Parts of names: of LoRA (PEFT, torchtune), of FP8 recipes (Transformer Engine), and last parts of buffers.
+_ADAPTERS = frozenset(
+    {"lora_A", "lora_B", "lora_a", "lora_b", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_bias"}
+)
+_RECIPES = frozenset({"_extra_state", "amax_history", "amax_history_fwd", "amax_history_bwd"})
+_BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids"})
+_MARKS = _ADAPTERS | _RECIPES | _BUFFERS
 _RNG = re.compile(r"(?:^|[._])(?:rng|random|generator)(?:$|[._])")
-_BUFFER = re.compile(r"(?:^|\.)(?:running_mean|running_var|num_batches_tracked|inv_freq|position_ids)$")
 _WEIGHT_LIKE = re.compile(r"(?:^|\.)(?:weight|bias)$")
-# Occurs in every name that one of the patterns above finds: most names are told by one search.
-_ANY_MARK = re.compile(r"lora_|_extra_state|amax_history|rng|random|generator|running_|num_batches|inv_freq|position_ids", re.IGNORECASE)
 # Element types into which quantizers pack weights.
 _PACKED = ("U8", "I8", "I32")
 
@@ -137,15 +139,16 @@ def _is_number(tensor: Tensor) -> bool:
 def _kind_of_tensor(tensor: Tensor, trained: frozenset[str]) -> Kind:
     """The class of a tensor under the model's root, from its own name and type."""
     name, dtype = tensor.name, tensor.dtype
-    if dtype.floating and not _ANY_MARK.search(name):
+    parts = name.split(".")
+    if dtype.floating and _MARKS.isdisjoint(parts):
         return "weight"
-    if _ADAPTER.search(name):
+    if not _ADAPTERS.isdisjoint(parts):
         return "adapter"
     if name in trained:
         return "weight"
-    if _RUN_TENSOR.search(name) or (dtype.name == "U8" and len(tensor.shape) == 1 and _RNG.search(name)):
+    if not _RECIPES.isdisjoint(parts) or (dtype.name == "U8" and len(tensor.shape) == 1 and _RNG.search(name)):
         return "state"
-    if _BUFFER.search(name):
+    if parts[-1] in _BUFFERS:
         return "buffer"
     is_packed = dtype.name in _PACKED and len(tensor.shape) > 1
     return "weight" if _is_number(tensor) or is_packed else "buffer"
