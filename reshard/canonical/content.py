@@ -322,7 +322,7 @@ def _of_kind(index: Index, selection: Selection) -> tuple[dict[str, Tensor], lis
 
 
 # What a model's state dict consists of.
-_STORED: tuple[Kind, ...] = ("buffer", "adapter", "weight")
+_STORED: tuple[Kind, ...] = ("weight", "buffer", "adapter")
 _WITHHELD = ("state", "other", "buffer", "adapter", "unknown")
 _OPTIMIZER = "optimizer state, which serving does not need"
 
@@ -365,8 +365,8 @@ def _take_unknown(chosen: dict[str, Tensor], model: Model) -> Iterator[Drop]:
 
 
 def _stored(index: Index) -> dict[str, Tensor]:
-    """The model's copy of its tensors by name."""
-    return {name: tensor for kind in _STORED for name, tensor in index.by_kind(kind).items()}
+    """The model's copy of its tensors by name, in the order of the index."""
+    return {tensor.name: tensor for tensor in index.tensors if tensor.kind in _STORED}
 
 
 def _is_of_optimizer(tensor: Tensor, weights: Mapping[str, Tensor]) -> bool:
