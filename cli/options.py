@@ -164,6 +164,15 @@ def selection(verb: str) -> Decorator[Any]:
         option("--exclude", section=SELECTION, multiple=True, metavar="GLOB", help="Leave out tensors whose names match."),
         option("--strip-prefix", section=SELECTION, default="", metavar="P", help="Remove this prefix from tensor names first."),
         option("--optimizer", section=SELECTION, is_flag=True, help=f"Also {verb.lower()} the optimizer state."),
+        option(
+            "--root", section=SELECTION, metavar="NAME", help="Which model, if the checkpoint holds several; `reshard inspect` lists them."
+        ),
+        option(
+            "--keep-unknown",
+            section=SELECTION,
+            is_flag=True,
+            help=f"Also {verb.lower()} run state and tensors that the architecture lacks.",
+        ),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from reshard.geometry.quantities import plural
@@ -66,16 +67,25 @@ def show_plan(plan: Plan) -> None:
 
 
 def show_drops(plan: Plan) -> None:
+    show_drop_reasons(plan.drops)
+
+
+def show_drop_reasons(drops: Iterable[Drop]) -> None:
+    """One line for each reason to leave out tensors."""
     by_reason: dict[str, list[Drop]] = {}
-    for drop in plan.drops:
+    for drop in drops:
         by_reason.setdefault(drop.reason, []).append(drop)
-    for reason, drops in by_reason.items():
-        counts = ", ".join(f"{number} {kind}" for kind, number in Counter(drop.kind for drop in drops).items())
-        example = drops[0].name if drops[0].kind == "weight" else f"{drops[0].kind} of {drops[0].name}"
-        show(f"  skip      {counts}, {nbytes_text(sum(drop.nbytes for drop in drops))}: {reason}; for example {example}")
+    for reason, same in by_reason.items():
+        counts = ", ".join(f"{number} {kind}" for kind, number in Counter(drop.kind for drop in same).items())
+        example = same[0].name if same[0].kind in _NAMED_ALONE else f"{same[0].kind} of {same[0].name}"
+        show(f"  skip      {counts}, {nbytes_text(sum(drop.nbytes for drop in same))}: {reason}; for example {example}")
 
 
 def _range(pair: tuple[int, int] | None) -> str:
     if pair is None:
         return "-"
     return str(pair[0]) if pair[1] - pair[0] == 1 else f"{pair[0]}..{pair[1] - 1}"
+
+
+# Kinds of tensors whose names are not those of weights that they belong to.
+_NAMED_ALONE = frozenset({"weight", "buffer", "adapter", "other", "state"})

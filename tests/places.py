@@ -63,9 +63,18 @@ def open_case(case: str | Path) -> reshard.Checkpoint:
 
 
 def truth(case: str | Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """(name, role) -> dtype, shape, sha256, gathered inside the training processes."""
+    """(name, role) -> dtype, shape, sha256, gathered inside the training processes.
+
+    The processes called everything a weight that was not in the optimizer's state dict.
+    """
     tensors = json.loads((DCP / case / "truth.json").read_text())["tensors"]
-    return {(name, role): value for name, roles in tensors.items() for role, value in roles.items()}
+    return {(name, _role(name, role, value)): value for name, roles in tensors.items() for role, value in roles.items()}
+
+
+def _role(name: str, role: str, value: dict[str, Any]) -> str:
+    if role != "weight" or value["dtype"].startswith(("F", "BF", "C")):
+        return role
+    return "state" if name == "extra.rng" else "buffer"
 
 
 def described(tensor: Tensor, files: Any) -> dict[str, Any]:

@@ -57,5 +57,5 @@ def _draft(start: str, format: str | None, model: str | None) -> str:
             do="Give --start a release of the model, or a checkpoint by FSDP, DeepSpeed or torch.distributed.checkpoint",
         )
     index = opened.index
-    tensors = {**index.by_kind("master"), **index.by_kind("weight")}
+    tensors = {**index.by_kind("buffer"), **index.by_kind("master"), **index.by_kind("weight")}
     return draft({name: tensor.shape for name, tensor in tensors.items()}, opened.model_files.config, start)

@@ -9,9 +9,11 @@ import click
 from reshard.geometry.quantities import plural
 
 from .. import options
+from ..plans import show_drop_reasons
 from ..tables import count_text, nbytes_text, shape_text, show, show_json, table
 
 if TYPE_CHECKING:
+    from reshard.canonical.content import Content, Drop
     from reshard.geometry.meshes import Distribution, Mesh
     from reshard.index.index import Tensor
     from reshard.verbs.checkpoint import Checkpoint
@@ -77,6 +79,18 @@ def document(opened: Checkpoint, tensors: list[Tensor]) -> dict[str, Any]:
             }
             for tensor in tensors
         ],
+        "models": [
+            {
+                "root": found.root,
+                "main": found.is_main,
+                "tensors": found.tensors,
+                "parameters": found.parameters,
+                "bytes": found.nbytes,
+            }
+            for found in opened.models
+        ],
+        "adapter": _adapter(opened),
+        "withheld": [{"name": drop.name, "kind": drop.kind, "bytes": drop.nbytes, "reason": drop.reason} for drop in _withheld(opened)],
         "objects": list(index.objects),
         "notes": list(index.facts.notes),
         "mesh": _mesh(index.facts.mesh),
@@ -110,14 +124,26 @@ def _placements(tensor: Tensor) -> list[dict[str, Any]] | None:
     ]
 
 
-def _parameters(opened: Checkpoint) -> int:
+def _content(opened: Checkpoint) -> Content | None:
+    """What a conversion would take; None if it would be refused, for example because none of several models is the main one."""
     from reshard.errors import ReshardError
-    from reshard.plans import summary
 
     try:
-        return summary.parameter_count(opened.content())
+        return opened.content()
     except ReshardError:
-        return 0
+        return None
+
+
+def _parameters(opened: Checkpoint) -> int:
+    from reshard.plans import summary
+
+    content = _content(opened)
+    return summary.parameter_count(content) if content else 0
+
+
+def _withheld(opened: Checkpoint) -> tuple[Drop, ...]:
+    content = _content(opened)
+    return content.withheld if content else ()
 
 
 def _show_checkpoint(opened: Checkpoint) -> None:
@@ -134,6 +160,7 @@ def _show_checkpoint(opened: Checkpoint) -> None:
         show(f"  mesh      {facts.mesh}: {facts.mesh.ranks} ranks")
     elif facts.parallel:
         show("  run       " + ", ".join(f"{name} {size}" for name, size in facts.parallel.items()))
+    _show_models(opened)
     show(f"  files     {len(index.files)}, {nbytes_text(sum(file.nbytes for file in index.files))}")
     if index.objects:
         show(f"  other     {plural(len(index.objects), 'object')}, for example {index.objects[0]}")
@@ -149,6 +176,36 @@ def _show_checkpoint(opened: Checkpoint) -> None:
     named = [(g.name, g.count, g.kind, g.dtype, shape_text(g.shape), g.sharding, g.state) for g in groups]
     show(table(named, ("tensor", "count", "kind", "dtype", "shape", "sharding", "with" if any(g.state for g in groups) else "")))
     _show_placements(index.tensors)
+
+
+def _adapter(opened: Checkpoint) -> dict[str, Any] | None:
+    from reshard.plans import summary
+
+    found = summary.adapter(opened.index)
+    if found is None:
+        return None
+    return {
+        "modules": list(found.modules),
+        "ranks": list(found.ranks),
+        "tensors": found.tensors,
+        "parameters": found.parameters,
+        "bytes": found.nbytes,
+    }
+
+
+def _show_models(opened: Checkpoint) -> None:
+    """The models, where there are several; the adapter, if there is one; and what is not a weight."""
+    from reshard.plans import summary
+
+    models = opened.models
+    for found in models if len(models) > 1 else ():
+        size = f"{plural(found.tensors, 'tensor')}, {plural(found.parameters, 'parameter')}, {nbytes_text(found.nbytes)}"
+        show(f"  models    {found.root}: {size}" + (" (the main model)" if found.is_main else f" (--root {found.root})"))
+    if adapter := summary.adapter(opened.index):
+        rank = f" r={', '.join(map(str, adapter.ranks))}" if adapter.ranks else ""
+        size = f"{plural(adapter.tensors, 'tensor')}, {plural(adapter.parameters, 'parameter')}, {nbytes_text(adapter.nbytes)}"
+        show(f"  adapter   LoRA{rank} on {', '.join(adapter.modules)}: {size}; conversions do not merge it")
+    show_drop_reasons(drop for drop in _withheld(opened) if drop.kind not in ("other", "adapter"))
 
 
 def _show_placements(tensors: tuple[Tensor, ...]) -> None:
@@ -174,7 +231,7 @@ _PLACEMENT_COLUMNS = ("dimension", "ranks", "placement", "meaning")
 def _model_text(opened: Checkpoint) -> str:
     from reshard.models.lookup import model_type_of
 
-    text = f"{count_text(_parameters(opened))} parameters"
+    text = _size_text(opened)
     config = opened.model_files.config
     if config is None:
         return text + "; no config.json here or in the parent directory (--model DIR gives one)"
@@ -186,6 +243,13 @@ def _model_text(opened: Checkpoint) -> str:
     declared = f", declared by {architecture.declared_in}" if architecture.declared_in else ""
     named = "" if declared or opened.architecture is None else f", read as {architecture.model_type}"
     return f"{model_type_of(config)}{declared}{named}, {text}: {sizes}{tied}"
+
+
+def _size_text(opened: Checkpoint) -> str:
+    kinds = {tensor.kind for tensor in opened.index.tensors}
+    if "weight" in kinds or "master" in kinds:
+        return f"{count_text(_parameters(opened))} parameters"
+    return "several models" if "other" in kinds else "LoRA adapter without its base model" if "adapter" in kinds else "0 parameters"
 
 
 def _show_tensor(tensor: Tensor) -> None:

@@ -5,7 +5,8 @@
     ("optimizer", "state", "7", "exp_avg")              state of a parameter by number
     ("optimizer", "state.layers.0.weight.exp_avg")      state of a parameter in a flattened state dict
     ("optimizer", 0, "state", ...)                      one of a list of optimizers
-    ("train_state", "step")                             state of the run
+    ("train_state", "step")                             neither; tensor_classes.py decides
+    ("ema", "layers.0.weight")                          beside ("model", ...): another model, whose names keep their root
 
 These are the forms of get_state_dict, of Optimizer.state_dict and of torchtitan (fixtures/dcp).
 """
@@ -15,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from reshard.adapter.state_dicts import MODEL_ROOTS
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import state_kind
+from reshard.canonical.tensor_classes import MODEL_ROOTS
 from reshard.containers.dcp_metadata import DcpMetadata
 from reshard.index.index import Kind
 
@@ -25,8 +26,8 @@ KeyPath = tuple[str | int, ...]
 # (an optimizer's root key, the parameter's number there) -> the parameter's name
 NumberNames = Mapping[tuple[str, int], str]
 
-# Root keys under which trainers keep state that is neither the model's nor the optimizer's.
-_RUN_ROOTS = {"train_state", "lr_scheduler", "scheduler", "lr_schedulers", "dataloader", "rng", "rng_state", "extra_state", "random_states"}
+# Root keys that hold the roots of the whole run, and no tensors of their own.
+_CONTAINERS = ("app",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +43,9 @@ class StateKey:
 
 
 def key_path(metadata: DcpMetadata, fqn: str) -> KeyPath:
-    """The keys on the way to a value in the saved state dict, without the model's roots.
-
-    If the metadata has no planner's data for it, the flat name is the only key.
-    """
-    path = (metadata.planner or {}).get(fqn) or (fqn,)
-    while len(path) > 1 and path[0] in MODEL_ROOTS:
-        path = path[1:]
-    return path
+    """The keys on the way to a value in the saved state dict, without the model's roots."""
+    path = stored_path(metadata, fqn)
+    return path[len(_roots(path)) :]
 
 
 def optimizer_path(path: KeyPath) -> tuple[str, KeyPath]:
@@ -74,14 +70,74 @@ def state_key(path: KeyPath) -> StateKey | None:
     return None
 
 
-def kind_and_name(path: KeyPath, names: NumberNames) -> tuple[Kind, str]:
-    """What a tensor is to the run, and its name in the model."""
+@dataclass(frozen=True, slots=True)
+class ModelRoots:
+    """The keys on the way to the main model's state dict."""
+
+    common: int
+    """The number of roots that the names of all tensors lose."""
+    main: str | None
+    """The next root, which only the main model's tensors have; None if the model is not beside other roots."""
+
+    @staticmethod
+    def of(metadata: DcpMetadata) -> ModelRoots:
+        """The roots of a state dict. Of several that may be a model's, the first of MODEL_ROOTS is the main one."""
+        found = list(dict.fromkeys(_roots(path) for fqn in metadata.tensors if not _is_of_optimizer(path := stored_path(metadata, fqn))))
+        common = 0
+        while found and all(len(roots) > common for roots in found) and len({roots[common] for roots in found}) == 1:
+            common += 1
+        next_roots = {roots[common] if len(roots) > common else None for roots in found}
+        # {"model": {"net": {...}, "head.weight": ...}} is one model, in which "net" is a part.
+        inside_model = None in next_roots and bool(found) and bool(found[0][:common]) and found[0][common - 1] not in _CONTAINERS
+        models = [root for root in MODEL_ROOTS if root in next_roots]
+        return ModelRoots(common, models[0] if len(next_roots) > 1 and models and not inside_model else None)
+
+    def name(self, path: KeyPath) -> tuple[str, str | None]:
+        """The name of a tensor in the model, and the root beside the main model that it is under (None: it is the main model's)."""
+        below = path[self.common :]
+        if self.main is None:
+            return _dotted(below), None
+        if len(below) > 1 and below[0] == self.main:
+            return _dotted(below[len(_roots(below)) :]), None
+        if len(below) > 1:  # {"ema": {"model": {...}}}
+            below = (below[0], *below[1:][len(_roots(below[1:])) :])
+        dotted = _dotted(below)
+        return dotted, dotted.partition(".")[0]
+
+
+def stored_path(metadata: DcpMetadata, fqn: str) -> KeyPath:
+    """The keys on the way to a value in the saved state dict; only the flat name if the metadata has no planner's data for it."""
+    return (metadata.planner or {}).get(fqn) or (fqn,)
+
+
+def _roots(path: KeyPath) -> KeyPath:
+    """The model's roots with which a path begins."""
+    count = 0
+    while count < len(path) - 1 and path[count] in MODEL_ROOTS:
+        count += 1
+    return path[:count]
+
+
+def _is_of_optimizer(path: KeyPath) -> bool:
+    return bool(optimizer_path(path[len(_roots(path)) :])[0])
+
+
+def _dotted(path: KeyPath) -> str:
+    return ".".join(map(str, path))
+
+
+def kind_and_name(path: KeyPath, names: NumberNames, roots: ModelRoots) -> tuple[Kind, str, str | None]:
+    """What a tensor is to the run, its name in the model, and the root beside the main model that it is under, if any.
+
+    path: all keys on the way to it.
+    """
+    whole, path = path, path[len(_roots(path)) :]
     if (state := state_key(path)) is not None:
         name = state.parameter if isinstance(state.parameter, str) else names.get((state.root, state.parameter))
-        return state_kind(name, state.parameter, state.kind)
-    dotted = ".".join(map(str, path))
-    is_of_the_run = optimizer_path(path)[0] or str(path[0]).partition(".")[0] in _RUN_ROOTS
-    return "state" if is_of_the_run else "weight", dotted
+        return *state_kind(name, state.parameter, state.kind), None
+    if optimizer_path(path)[0]:
+        return "state", _dotted(path), None
+    return "weight", *roots.name(whole)
 
 
 def _number_or_name(key: str | int) -> str | int:

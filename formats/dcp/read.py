@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from reshard.adapter.dcp_reader import DcpFolder
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.save_folders import step_of
+from reshard.canonical.tensor_classes import is_run_root, root_of
 from reshard.index.index import Index, ParamGroup, RunFacts, Tensor
 from reshard.storage.files import Files
 
-from .keys import NumberNames, key_path, kind_and_name
+from .keys import ModelRoots, kind_and_name, stored_path
 from .optimizer import number_names, param_groups
 
 Shape = tuple[int, ...]
@@ -23,11 +24,15 @@ def read(files: Files, prefixes: Sequence[str], hints: Hints) -> Index:
     builder = IndexBuilder("dcp", files)
     folders = [DcpFolder(files, prefix) for prefix in prefixes]
     parameters: dict[str, Shape] = {}
+    beside: dict[str, None] = {}
     for folder in folders:
         parameters.update(parameters_of(folder, hints))
         names, notes = number_names(folder, parameters)
-        for tensor in tensors_of(folder, names):
-            builder.add_tensor(tensor)
+        roots = ModelRoots.of(folder.metadata)
+        for fqn, item in folder.metadata.tensors.items():
+            kind, name, root = kind_and_name(stored_path(folder.metadata, fqn), names, roots)
+            builder.add_tensor(Tensor(name, item.dtype, item.shape, kind, folder.shards(item)))
+            beside.update({root: None} if root else {})
         builder.add_notes(notes)
         builder.add_objects(folder.prefix + name for name in folder.metadata.objects)
         builder.add_files(folder.paths)
@@ -37,6 +42,7 @@ def read(files: Files, prefixes: Sequence[str], hints: Hints) -> Index:
         step=step_of(f"{files.root}/{prefixes[0]}"),
         parallel={"writing ranks": len({_writing_rank(path) for folder in folders for path in folder.paths})},
         config=hints.config,
+        roots=tuple(beside),
     )
 
     def read_param_groups() -> tuple[ParamGroup, ...]:
@@ -53,19 +59,14 @@ def parameters_of(folder: DcpFolder, hints: Hints) -> dict[str, Shape]:
     metadata = folder.metadata
     order = [fqn for fqn in metadata.planner or () if fqn in metadata.tensors] or list(metadata.tensors)
     tied_head = hints.model.architecture.tied[0] if hints.model and hints.model.is_tied else None
+    roots = ModelRoots.of(metadata)
     shapes: dict[str, Shape] = {}
     for fqn in order:
-        (kind, name), item = kind_and_name(key_path(metadata, fqn), {}), metadata.tensors[fqn]
-        if kind == "weight" and item.dtype.floating and name != tied_head:
+        (kind, name, root), item = kind_and_name(stored_path(metadata, fqn), {}, roots), metadata.tensors[fqn]
+        is_of_model = kind == "weight" and root is None and not is_run_root(root_of(name))
+        if is_of_model and item.dtype.floating and name != tied_head:
             shapes[name] = item.shape
     return shapes
-
-
-def tensors_of(folder: DcpFolder, names: NumberNames) -> Iterator[Tensor]:
-    """The tensors of a directory, under the names that they have in the model."""
-    for fqn, item in folder.metadata.tensors.items():
-        kind, name = kind_and_name(key_path(folder.metadata, fqn), names)
-        yield Tensor(name, item.dtype, item.shape, kind, folder.shards(item))
 
 
 def _writing_rank(path: str) -> str:

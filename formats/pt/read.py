@@ -8,8 +8,9 @@ from typing import Any
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.save_folders import step_of
-from reshard.adapter.state_dicts import group_numbers, model_part, optimizer_part, parameter_shapes, states
+from reshard.adapter.state_dicts import beside_model, group_numbers, model_part, optimizer_part, parameter_shapes, states
 from reshard.canonical.optimizer_state import names_for, plain_groups, state_kind
+from reshard.canonical.tensor_classes import root_of
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.errors import CheckpointError, RequestError
@@ -30,16 +31,20 @@ def read(files: Files, candidates: Candidates, hints: Hints) -> Index:
     builder = IndexBuilder("pt", files)
     builder.add_files(candidates.paths)
     parameters: dict[str, Shape] = {}
+    beside: dict[str, None] = {}
     for path in candidates.paths:
         root = torch_zip.read(files, path, locate=False)
         optimizer = optimizer_part(root)
         model, other_keys = model_part(root) if root is not optimizer else (None, [])
-        builder.add_objects(other_keys)
         if model is not None:
             parameters |= read_model(builder, model, path)
+            roots = read_beside_model(builder, root, path)
+            beside.update(roots)
+            other_keys = [key for key in other_keys if key not in roots]
+        builder.add_objects(other_keys)
         if optimizer is not None:
             read_optimizer(builder, optimizer, path, parameters)
-    index = builder.build(RunFacts("torch.save", step=step_of(files.root), config=hints.config))
+    index = builder.build(RunFacts("torch.save", step=step_of(files.root), config=hints.config, roots=tuple(beside)))
     if not index.tensors:
         raise CheckpointError(
             "it holds no dict of tensors", where=candidates.paths[0], do="Give the file that holds the model's state dict"
@@ -81,6 +86,17 @@ def read_model(builder: IndexBuilder, model: Mapping[Any, Any], path: str) -> di
         builder.add("weight", name, local, path, local.rank or 0)
         tensors.append((name, local))
     return parameter_shapes(tensors)
+
+
+def read_beside_model(builder: IndexBuilder, root: Any, path: str) -> dict[str, None]:
+    """Add the tensors beside the model, such as an EMA. Returns the keys of the state dict that hold them."""
+    decoder, roots = Decoder(path), dict[str, None]()
+    for name, value in beside_model(root):
+        local = decoder.decode(name, value)
+        if local is not None and local.shards and all(box.sizes == local.shape for box, _ in local.shards):
+            builder.add("weight", name, local, path, local.rank or 0)
+            roots[root_of(name)] = None
+    return roots
 
 
 def read_optimizer(builder: IndexBuilder, optimizer: Mapping[str, Any], path: str, parameters: Mapping[str, Shape]) -> None:

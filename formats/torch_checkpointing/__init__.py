@@ -40,7 +40,8 @@ class TorchCheckpointing(Format):
         first_files = {name: item[0].path for name, item in numbered_items(files).items() if 0 in item}
         if not first_files:
             return None
-        from reshard.adapter.state_dicts import MODEL_ROOTS, holds_sharded_tensors
+        from reshard.adapter.state_dicts import holds_sharded_tensors
+        from reshard.canonical.tensor_classes import MODEL_ROOTS
 
         first = next((path for name, path in first_files.items() if name in MODEL_ROOTS), None)
         return first if first and holds_sharded_tensors(files, first) else None

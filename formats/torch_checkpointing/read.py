@@ -9,9 +9,10 @@ from typing import Any
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.save_folders import step_of
-from reshard.adapter.state_dicts import MODEL_ROOTS, group_numbers, parameter_shapes
+from reshard.adapter.state_dicts import group_numbers, parameter_shapes
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import names_for, plain_groups, state_kind
+from reshard.canonical.tensor_classes import MODEL_ROOTS
 from reshard.containers import safetensors, torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.containers.torch_zip import AnyTensor, LocatedTensor, UnlocatedTensor
@@ -49,8 +50,9 @@ def read(files: Files, numbered: Mapping[str, ItemFiles], hints: Hints) -> Index
     ranks = metadata.ranks if metadata else 1 + max((max(item_files) for item_files in numbered.values()), default=-1)
     builder = IndexBuilder("torch-checkpointing", files)
     parameters: dict[str, Shape] = {}
+    main = next((root for root in MODEL_ROOTS if root in items), None)
     for name in sorted(items, key=lambda name: name in OPTIMIZER_ROOTS):
-        parameters |= add_item(builder, name, items[name], ranks, parameters)
+        parameters |= add_item(builder, name, items[name], ranks, parameters, is_model=name == main)
     builder.add_files(file.path for item in items.values() for file in item.files.values())
     facts = RunFacts(
         producer="torch_checkpointing",
@@ -58,14 +60,17 @@ def read(files: Files, numbered: Mapping[str, ItemFiles], hints: Hints) -> Index
         step=step_of(files.root),
         parallel=builder.parallel(ranks),
         config=hints.config,
+        roots=tuple(name for name in items if name != main and name not in OPTIMIZER_ROOTS),
     )
     return builder.build(facts)
 
 
-def add_item(builder: IndexBuilder, name: str, item: DescribedItem, ranks: int, parameters: Mapping[str, Shape]) -> Mapping[str, Shape]:
-    """Add the tensors of an item on all ranks. Returns the shapes of the item's parameters if it is a model, else nothing.
+def add_item(
+    builder: IndexBuilder, name: str, item: DescribedItem, ranks: int, parameters: Mapping[str, Shape], *, is_model: bool
+) -> Mapping[str, Shape]:
+    """Add the tensors of an item on all ranks. Returns the shapes of the item's parameters if it is the main model, else nothing.
 
-    parameters: those of the models so far, in order. An optimizer's numbers refer to positions in this order.
+    parameters: those of the main model, which an optimizer's numbers count; empty if it has not been added.
     """
     shapes: Mapping[str, Shape] = {}
     names: Mapping[Any, str] = {}
@@ -74,12 +79,12 @@ def add_item(builder: IndexBuilder, name: str, item: DescribedItem, ranks: int, 
             raise missing(builder.files, default_file(name, rank).path)
         file = item.files[rank]
         content = read_rank_item(builder.files, name, file, item.tensors.get(rank, {}))
-        if rank == 0 and name in MODEL_ROOTS:
+        if rank == 0 and is_model:
             shapes = parameter_shapes((_dotted(path), local) for path, local in content.tensors)
         if rank == 0 and name in OPTIMIZER_ROOTS:
             names = add_param_groups(builder, content, parameters)
         for path, local in content.tensors:
-            builder.add(*_kind_and_name(name, path, names), local, file.path, rank)
+            builder.add(*_kind_and_name(name, path, names, is_model=is_model), local, file.path, rank)
         builder.add_objects(content.objects)
     return shapes
 
@@ -151,14 +156,14 @@ def _leaves(value: Any, path: KeyPath = (), visited: set[int] | None = None) -> 
             yield from _leaves(inner, (*path, key if type(key) is int else str(key)), visited)
 
 
-def _kind_and_name(item: str, path: KeyPath, names: Mapping[Any, str]) -> tuple[Kind, str]:
+def _kind_and_name(item: str, path: KeyPath, names: Mapping[Any, str], *, is_model: bool) -> tuple[Kind, str]:
     """What a tensor of an item is to the run, and its name in the model."""
     if item in OPTIMIZER_ROOTS and path[:1] == ("state",) and len(path) > 2:
         name = path[1] if isinstance(path[1], str) else names.get(path[1])
         return state_kind(name, path[1], _dotted(path[2:]))
-    if item in MODEL_ROOTS and path:
+    if is_model and path:
         return "weight", _dotted(path)
-    return "state", _dotted((item, *path))
+    return "state" if item in OPTIMIZER_ROOTS else "weight", _dotted((item, *path))
 
 
 def _agreed(local: LocalTensor, described: RankBoxes, path: KeyPath, file: str) -> LocalTensor:

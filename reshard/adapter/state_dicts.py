@@ -6,14 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from reshard.canonical.optimizer_state import ROOTS
+from reshard.canonical.tensor_classes import MODEL_ROOTS
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import LocalTensor, class_of
 from reshard.containers.torch_zip import is_plain_tensor
 from reshard.errors import CheckpointError
 from reshard.storage.files import Files
 
-# Keys under which trainers keep the model's state dict, the outermost first.
-MODEL_ROOTS = ("model", "module", "state_dict", "model_state_dict", "net", "network", "ema", "app")
 # FSDP1's name for the one flat parameter of a wrapped module in LOCAL_STATE_DICT.
 FLAT = "_flat_param"
 
@@ -79,6 +78,19 @@ def model_part(root: Any) -> tuple[Mapping[Any, Any] | None, list[str]]:
         other_keys.extend(str(key) for key in root if key != model_key)
         root = root[model_key]
     return None, other_keys
+
+
+def beside_model(root: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors beside the model's dict and the optimizer, under names that begin with their keys."""
+    for _ in range(_DEEPEST):
+        if not isinstance(root, Mapping):
+            return
+        model_key = next((key for key in MODEL_ROOTS if isinstance(root.get(key), Mapping) and root[key]), None)
+        if model_key is None:
+            return
+        others = {key: value for key, value in root.items() if key != model_key and key not in ROOTS}
+        yield from ((name, value) for name, value in flat(others) if is_tensor(value))
+        root = root[model_key]
 
 
 def parameter_shapes(tensors: Iterable[tuple[str, LocalTensor]]) -> dict[str, tuple[int, ...]]:

@@ -6,17 +6,19 @@ has keys that tell its weight. Every tensor that is left out becomes a Drop, wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 from reshard.canonical.globs import as_globs, check_globs, matches
+from reshard.canonical.name_variants import Names
 from reshard.canonical.optimizer_state import is_state_key, is_unnamed, master_key, parameter_and_kind, state_key
+from reshard.canonical.tensor_classes import is_of_optimizer, root_of
 from reshard.canonical.wrappers import is_wrapper
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.quantities import plural
-from reshard.index.index import KINDS, Index, ParamGroup, RunFacts, Tensor
+from reshard.index.index import Index, Kind, ParamGroup, RunFacts, Tensor
 from reshard.models.model import Model
 
 
@@ -37,6 +39,10 @@ class Selection:
     """Also the optimizer state of the chosen weights."""
     masters: bool = False
     """With `optimizer`: also the masters of the chosen weights. A weight without a separate master is its own master."""
+    root: str | None = None
+    """Which of several models in the checkpoint: the first part of its tensors' names. None: the main one."""
+    keep_unknown: bool = False
+    """Also the tensors that are withheld otherwise: run state, and what the declared architecture lacks."""
 
     def __post_init__(self) -> None:
         """One glob may be given as a text."""
@@ -60,7 +66,7 @@ class Drop:
     name: str
     """Its name."""
     kind: str
-    """Its kind, such as "weight" or "moment1"."""
+    """Its kind, such as "moment1"; "unknown" for a tensor that the declared architecture lacks."""
     nbytes: int
     """Its size in bytes."""
     reason: str
@@ -115,6 +121,16 @@ class Content:
                 counts.update({name: int(count) for name in group.names if (name, "exp_avg") in stored and (name, "step") not in stored})
         return counts
 
+    @cached_property
+    def withheld(self) -> tuple[Drop, ...]:
+        """The tensors that are left out because they are no weights of the model, without optimizer state."""
+        return tuple(drop for drop in self.drops if drop.kind in _WITHHELD and drop.reason != _OPTIMIZER)
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The names of the tensors that are left out because the declared architecture lacks them."""
+        return tuple(drop.name for drop in self.drops if drop.kind == "unknown")
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The global shape of every tensor by its key."""
@@ -143,6 +159,8 @@ def content_of(index: Index, model: Model | None, selection: Selection) -> Conte
             drops.append(_drop(chosen.pop(name), str(model.reason_to_drop(name))))
         if model.is_tied:
             tied = _tie(chosen, *model.architecture.tied)
+        if not selection.keep_unknown:
+            drops.extend(_take_unknown(chosen, model))
     if not chosen:
         _check_globs(selection, names)
         raise RequestError(
@@ -207,7 +225,8 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
     missing = [
         name for name, weight in model.weights.items() if name not in content.tensors and name not in optional and not weight.optional
     ]
-    unknown = [name for name in content.weights if name not in model.weights]
+    carried = [name for name in content.weights if name not in model.weights]
+    unknown = [*carried, *content.unknown]
     for name, weight in model.weights.items():
         tensor = content.tensors.get(name)
         if tensor is not None and tensor.shape != weight.shape:
@@ -227,11 +246,13 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
             why=f"It has, for example, {unknown[0]}, which this model does not have" if unknown else "An engine would serve unset memory",
             do=_prefix_hint(unknown, model) or "Check that all files of the save are there, and that --model is this model's config",
         )
-    if unknown and strict:
+    # What lies in a layer of the model was computed with: without it the engine would give other answers.
+    refused = [*carried, *(name for name in content.unknown if model.is_in_layer(name))]
+    if refused and strict:
         raise CheckpointError(
             f"a {model.architecture.model_type} model has no such weight"
-            + (f", nor {len(unknown) - 1} others" if len(unknown) > 1 else ""),
-            where=unknown[0],
+            + (f", nor {len(refused) - 1} others" if len(refused) > 1 else ""),
+            where=refused[0],
             why="A serving engine refuses weights that it does not know",
             do="Leave it out with --exclude, or name the right model with --model DIR",
         )
@@ -242,7 +263,7 @@ def tensors_by_key(index: Index) -> dict[str, Tensor]:
 
     A weight that is stored only as a master has its own name; a master beside a model copy has the key of `optimizer_state.master_key`.
     """
-    stored, masters = index.by_kind("weight"), index.by_kind("master")
+    stored, masters = _stored(index), index.by_kind("master")
     weights = {**masters, **stored}
     separate = {master_key(name): tensor for name, tensor in masters.items() if name in stored}
     return {**weights, **separate, **{key: tensor for tensor in index.tensors if (key := _state_key(tensor, weights)) is not None}}
@@ -260,7 +281,7 @@ def _states(index: Index, chosen: Mapping[str, Tensor], selection: Selection) ->
             why=why,
             do="Save the optimizer with names (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict), or leave out --optimizer",
         )
-    weights = {**index.by_kind("master"), **index.by_kind("weight")}
+    weights = {**index.by_kind("master"), **_stored(index)}
     states: dict[str, Tensor] = {}
     for tensor in index.tensors:
         key = _state_key(tensor, weights)
@@ -294,7 +315,7 @@ def _state_key(tensor: Tensor, weights: Mapping[str, Tensor]) -> str | None:
 
 def _of_kind(index: Index, selection: Selection) -> tuple[dict[str, Tensor], list[tuple[Tensor, str]]]:
     """One tensor for each weight, its model copy or its master, by name; and all other tensors, each with the reason to leave it out."""
-    stored, masters = index.by_kind("weight"), index.by_kind("master")
+    stored, masters = _stored(index), index.by_kind("master")
     if selection.weights == "master" and not masters:
         raise RequestError(
             "--weights master: this checkpoint stores no full-precision masters",
@@ -314,12 +335,64 @@ def _of_kind(index: Index, selection: Selection) -> tuple[dict[str, Tensor], lis
     # A weight that is stored once is chosen in both cases: buffers and frozen weights have no master, and the trained weights of ZeRO-3
     # have no model copy.
     chosen = {**stored, **masters} if selection.weights == "master" else {**masters, **stored}
+    if selection.keep_unknown:
+        carried = ("state", "other") if selection.root is None else ("state",)
+        others = [tensor for tensor in index.tensors if tensor.kind in carried and not _is_of_optimizer(tensor, chosen)]
+        chosen |= {tensor.name: tensor for tensor in others if tensor.name not in chosen}
     used = {id(tensor) for tensor in chosen.values()}
-    reasons: dict[str, str] = dict.fromkeys(KINDS, "optimizer state, which serving does not need")
-    reasons["state"] = "state of the run, which serving does not need"
-    reasons["weight"] = "the model copy; --weights master chose the masters"
-    reasons["master"] = "the full-precision master; the model copy was chosen (--weights master chooses this one)"
-    return chosen, [(tensor, reasons[tensor.kind]) for tensor in index.tensors if id(tensor) not in used]
+    return chosen, [(tensor, _reason_to_drop(tensor, stored)) for tensor in index.tensors if id(tensor) not in used]
+
+
+# What a model's state dict consists of.
+_STORED: tuple[Kind, ...] = ("weight", "buffer", "adapter")
+_WITHHELD = ("state", "other", "buffer", "adapter", "unknown")
+_OPTIMIZER = "optimizer state, which serving does not need"
+
+
+def _reason_to_drop(tensor: Tensor, stored: Mapping[str, Tensor]) -> str:
+    """Why a tensor is left out that is not the chosen copy of a weight."""
+    if tensor.kind in _STORED:
+        return "the model copy; --weights master chose the masters"
+    if tensor.kind == "master":
+        return "the full-precision master; the model copy was chosen (--weights master chooses this one)"
+    if tensor.kind == "other":
+        return f"of another model; --root {root_of(tensor.name)} selects it"
+    if tensor.kind == "state" and not _is_of_optimizer(tensor, stored):
+        return "run state, not a weight; --keep-unknown carries it"
+    return _OPTIMIZER
+
+
+def _take_unknown(chosen: dict[str, Tensor], model: Model) -> Iterator[Drop]:
+    """Remove the tensors that the declared architecture lacks, each with the reason. If it lacks all, they stay: a prefix may hide them.
+
+    Raises: UnsupportedError if there is nothing but a LoRA adapter.
+    """
+    names, model_type = Names(model), model.architecture.model_type
+    head = model.architecture.tied[0]
+    unknown = [name for name in chosen if name not in model.weights and name != head and names.array(name) is None]
+    if unknown and all(chosen[name].kind == "adapter" for name in chosen):
+        raise UnsupportedError(
+            f"the checkpoint holds a LoRA adapter and no base weights, for example {unknown[0]}",
+            why="Adapters are not merged into a base model",
+            do="Merge it with PEFT (merge_and_unload) and convert the result",
+        )
+    for name in unknown if len(unknown) < len(chosen) else ():
+        tensor = chosen.pop(name)
+        reason = f"unknown: a {model_type} model has no such tensor; --keep-unknown carries it"
+        if tensor.kind == "buffer":
+            reason = f"a buffer that a {model_type} model does not store; --keep-unknown carries it"
+        elif tensor.kind == "adapter":
+            reason = "a LoRA adapter, which is not merged into the base weights; --keep-unknown carries it"
+        yield Drop(name, tensor.kind if tensor.kind in ("buffer", "adapter") else "unknown", tensor.nbytes, reason)
+
+
+def _stored(index: Index) -> dict[str, Tensor]:
+    """The model's copy of its tensors by name, in the order of the index."""
+    return {tensor.name: tensor for tensor in index.tensors if tensor.kind in _STORED}
+
+
+def _is_of_optimizer(tensor: Tensor, weights: Mapping[str, Tensor]) -> bool:
+    return tensor.kind == "state" and is_of_optimizer(tensor, weights)
 
 
 def _without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@
     mlp.experts.down_proj    [E, H, I]       in folders saved with save_original_format=False. They are published expert by expert.
     self_attn.qkv_proj, mlp.gate_up_proj     fused, as in phi3; other models publish q_proj, gate_proj, ... one by one
     layers.0. ..., h.0. ...                  without "model." or "transformer.": saved from the model without its head
+    base_model.model. ... .base_layer.       the base of a LoRA adapter: saved from a PEFT model
 
 The variants are rows of a table that readers and writers share. The meaning of a name is a Mosaic: the boxes of canonical tensors that lie
 in its array. Source: transformers 5.23, conversion_mapping.py (the WeightConverters and WeightRenamings of mixtral, qwen2_moe and llava),
@@ -61,6 +62,8 @@ NAME_VARIANTS = (
 _BY_NAME = {variant.name: variant for variant in NAME_VARIANTS}
 # (prefix of the stored name, prefix of the canonical name). {base} is the first part of the model's names: "model.", "transformer.", ...
 PREFIXES = (("", "{base}"), ("language_model.", ""), ("model.language_model.", "{base}"))
+# What PEFT adds to the names of a model with adapters (peft 0.17, BaseTuner and BaseTunerLayer).
+_PEFT_PREFIX, _PEFT_BASE = "base_model.model.", ".base_layer."
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
@@ -97,6 +100,7 @@ class Names:
 
     def _with_base(self, name: str) -> Iterator[str]:
         """The name, and the names with the canonical prefix in place of a stored one."""
+        name = name.removeprefix(_PEFT_PREFIX).replace(_PEFT_BASE, ".")
         yield name
         for stored, canonical in PREFIXES:
             if name.startswith(stored):
@@ -210,7 +214,7 @@ def _shares(tensor: Tensor, array: Callable[[str], Mosaic | None], names: Names,
     mosaic = array(parameter) if parameter else None
     if mosaic is None:
         short = tensor.name.removeprefix(prefix)
-        unneeded = None if names.is_canonical(short) or tensor.kind != "weight" else names.unneeded(short)
+        unneeded = None if names.is_canonical(short) or tensor.kind not in ("weight", "buffer") else names.unneeded(short)
         yield unneeded or tensor.name, _Share(tensor, tensor.shape, tensor.shards)
     elif tensor.shape == mosaic.shape:
         for name, rows in _located(tensor.shards, mosaic).items():

@@ -17,10 +17,13 @@ from reshard.geometry.meshes import Distribution, Mesh
 from reshard.geometry.quantities import plural
 from reshard.index.shards import Columns, Shards, primary_rows
 
-Kind = Literal["weight", "master", "moment1", "moment2", "step", "state"]
+Kind = Literal["weight", "buffer", "adapter", "other", "master", "moment1", "moment2", "step", "state"]
 """What a tensor is for in the training run. (A *role* is what a weight does in the model, such as attention.q.)"""
 KINDS: dict[Kind, str] = {
-    "weight": "model weights and buffers",
+    "weight": "weights of the model",
+    "buffer": "tensors of the model that are not trained, such as running_mean",
+    "adapter": "parts of a LoRA adapter",
+    "other": "tensors of another model in the checkpoint, such as an EMA",
     "master": "full-precision copies kept by the optimizer",
     "moment1": "optimizer: first moments",
     "moment2": "optimizer: second moments",
@@ -142,6 +145,8 @@ class RunFacts:
     """Alias -> the name under which the weight is stored, for every weight that has two names."""
     buffers: tuple[str, ...] | None = None
     """Tensors of the model that no optimizer updates; None if the files do not say."""
+    roots: tuple[str, ...] = ()
+    """Keys beside the model in the saved state dict. The names of the tensors under such a key start with it."""
     unanswered: tuple[str, ...] = ()
     """Facts that the user must give before the checkpoint can be converted, each with the option that gives it."""
 

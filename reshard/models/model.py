@@ -167,6 +167,11 @@ class Model:
         """Why a tensor of that name is left out on purpose; None if it is not."""
         return next((reason for pattern, reason in self.architecture.dropped.items() if re.fullmatch(pattern, name)), None)
 
+    def is_in_layer(self, name: str) -> bool:
+        """Whether a name lies in one of the numbered layers that the architecture declares."""
+        fronts = {weight.name.partition("{layer}")[0] for weight in self.architecture.weights if "{layer}" in weight.name}
+        return any(name.startswith(front) and name.removeprefix(front)[:1].isdecimal() for front in fronts)
+
     def _all_weights(self) -> Iterator[ModelWeight]:
         present = [(weight, self._shape(weight)) for weight in self.architecture.weights if self._is_present(weight)]
         in_layers = [(weight, shape) for weight, shape in present if "{layer}" in weight.name]

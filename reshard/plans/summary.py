@@ -31,6 +31,22 @@ class KindSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSummary:
+    """A LoRA adapter in a checkpoint."""
+
+    modules: tuple[str, ...]
+    """The modules that it adapts, such as "q_proj"."""
+    ranks: tuple[int, ...]
+    """The ranks of its matrices; usually one."""
+    tensors: int
+    """The number of its tensors."""
+    parameters: int
+    """The number of its parameters."""
+    nbytes: int
+    """Its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
 class TensorGroup:
     """Tensors whose names differ only in their numbers, such as the same weight in every layer."""
 
@@ -86,9 +102,19 @@ def kinds(index: Index) -> tuple[KindSummary, ...]:
 
 
 def parameter_count(content: Content) -> int:
-    """The number of the model's parameters. A tied embedding counts once, and scales of quantized weights do not count."""
+    """The number of the model's parameters. A tied embedding counts once; scales of quantized weights, buffers and adapters do not."""
     scales = {name for name, weight in content.model.weights.items() if weight.scale} if content.model else set()
-    return sum(tensor.elements for name, tensor in content.weights.items() if name not in scales)
+    return sum(t.elements for name, t in content.weights.items() if t.kind in ("weight", "master") and name not in scales)
+
+
+def adapter(index: Index) -> AdapterSummary | None:
+    """The LoRA adapter in an index; None if there is none."""
+    parts = list(index.by_kind("adapter").values())
+    if not parts:
+        return None
+    modules = dict.fromkeys(tensor.name.lower().partition(".lora_")[0].rpartition(".")[2] for tensor in parts)
+    ranks = {tensor.shape[0] for tensor in parts if re.search(r"lora_a\b", tensor.name.lower()) and tensor.shape}
+    return AdapterSummary(tuple(modules), tuple(sorted(ranks)), len(parts), sum(t.elements for t in parts), sum(t.nbytes for t in parts))
 
 
 def groups(tensors: Iterable[Tensor]) -> tuple[TensorGroup, ...]:

@@ -51,7 +51,7 @@ class Target:
         """The element type in which the target stores a tensor."""
         if tensor.scaling:
             return self.dtype or BF16
-        is_weight = tensor.kind in ("weight", "master")
+        is_weight = tensor.kind in ("weight", "buffer", "adapter", "other", "master")
         if (
             self.dtype is None
             or not tensor.dtype.floating

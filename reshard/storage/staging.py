@@ -114,7 +114,7 @@ class Staging:
             with open(staged if staged.exists() else self.root / path, "rb", buffering=0) as file:
                 return os.pread(file.fileno(), nbytes, byte_offset)
         except OSError as error:
-            raise self._refusal(error) from error
+            raise self._refusal(error, path) from error
 
     def sync(self) -> None:
         """Return when everything that was written before is on the disk. Raises as `write` does."""

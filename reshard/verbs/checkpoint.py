@@ -16,6 +16,7 @@ from reshard.adapter.rank_files import check_steps
 from reshard.canonical.content import Content, Selection, check_selected, content_of
 from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.optimizer_state import is_state_key, master_key
+from reshard.canonical.tensor_classes import StoredModel, classified, one_model, stored_models
 from reshard.canonical.wrappers import without_wrappers
 from reshard.containers.inert_pickle import gc_paused
 from reshard.engine.journal import read_journal
@@ -64,9 +65,22 @@ class Checkpoint:
         """The model, if there is a config and its architecture is declared."""
         return find_model(self.model_files.config, self.architecture)
 
+    @property
+    def models(self) -> tuple[StoredModel, ...]:
+        """The models that it holds, the main one first; `root` of a selection chooses one."""
+        return stored_models(self.index)
+
+    def of_model(self, selection: Selection, *, model: Model | None = None) -> Index:
+        """The index of the chosen model; where the checkpoint holds no other, this is `index`.
+
+        Raises: RequestError if the checkpoint holds several models and none is chosen, or no model of that root.
+        """
+        return one_model(self.index, selection.root, model or self.model, keep_all=selection.keep_unknown)
+
     def named(self, selection: Selection | None = None, *, model: Model | None = None) -> Index:
-        """The index under the model's canonical names, whatever its library calls and fuses."""
-        found = with_canonical_names(self.index, model or self.model, (selection or Selection()).strip_prefix)
+        """The index of the chosen model under canonical names, whatever its library calls and fuses."""
+        selection = selection or Selection()
+        found = with_canonical_names(self.of_model(selection, model=model), model or self.model, selection.strip_prefix)
         if found is not self.index:
             found.check()
         return found
@@ -178,7 +192,8 @@ def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
         index = replace(index, facts=replace(index.facts, notes=(*index.facts.notes, model_files.note)))
     index.check()
     check_steps(files, index.tensors)
-    return Checkpoint(os.fspath(path), files, format.check_values(files, index), model_files, reason, declared)
+    index = classified(format.check_values(files, index), find_model(model_files.config, declared))
+    return Checkpoint(os.fspath(path), files, index, model_files, reason, declared)
 
 
 def _check_recorded_files(files: Files) -> None:

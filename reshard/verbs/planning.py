@@ -28,6 +28,7 @@ _NAMES_ARE_KEPT = (
     "names stay as the source has them, so that its run can go on, and the fingerprint is of these names; "
     "`reshard fingerprint`, where it knows the config, and `verify` go by the published names"
 )
+_ADAPTERS_ARE_COPIED = "LoRA adapters are copied as they are, and not merged into the base weights; PEFT merges them (merge_and_unload)"
 
 
 def plan_conversion(source: Checkpoint, request: ConversionRequest) -> Plan:
@@ -46,12 +47,15 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest) -> Plan:
     content = content_of(index, source.model, selection)
     with blaming_the_parent(source.model_files):
         check_against_model(content, partial=selection.is_partial, strict=False)
-    notes = index.facts.notes[len(source.index.facts.notes) :]
-    if format.keeps_names and index is not source.index:
-        index, notes = source.index, (_NAMES_ARE_KEPT,)
+    stored = source.of_model(selection)
+    notes = index.facts.notes[len(stored.facts.notes) :]
+    if format.keeps_names and notes:
+        index, notes = stored, (_NAMES_ARE_KEPT,)
         content = content_of(index, source.model, selection)
     check_selected(content)
     check_globs("--keep-dtype", request.keep_dtype, content.weights)
+    if any(tensor.kind == "adapter" for tensor in content.tensors.values()):
+        notes = (*notes, _ADAPTERS_ARE_COPIED)
     content = replace(
         content,
         read_scalar=lambda key: _scalar(content.tensors[key], source.files),

@@ -58,6 +58,10 @@ class SelectionOptions(TypedDict, total=False):
     """A prefix to remove from names first."""
     optimizer: bool
     """Also the optimizer state of the chosen weights."""
+    root: str | None
+    """Which of several models in the checkpoint, such as "ema" (default: the main one)."""
+    keep_unknown: bool
+    """Also run state, and tensors that the model's architecture lacks."""
 
 
 class TargetOptions(TypedDict, total=False):
@@ -170,6 +174,8 @@ def selection_of(given: dict[str, Any]) -> Selection:
         exclude=given.pop("exclude", ()),
         strip_prefix=given.pop("strip_prefix", ""),
         optimizer=given.pop("optimizer", False),
+        root=given.pop("root", None),
+        keep_unknown=given.pop("keep_unknown", False),
     )
 
 

@@ -61,9 +61,14 @@ def materialize(plan: Plan, source: Checkpoint, *, work: PathLike | None = None,
         convert(plan, there, **options)
         there_opened = open(there, **about_model)  # type: ignore[arg-type]
         content = source.content(plan.content.selection, model=plan.content.model)
-        selection = Selection(optimizer=bool(content.states), masters=any(is_master_key(key) for key in content.states))
+        selection = Selection(
+            optimizer=bool(content.states),
+            masters=any(is_master_key(key) for key in content.states),
+            keep_unknown=plan.content.selection.keep_unknown,
+        )
         sizes = _own_sizes(source) if back_format == source.format else {}
-        convert(plan_of(there_opened, to=back_format, optimizer=selection.optimizer, **sizes), back, **options)
+        way_back = plan_of(there_opened, to=back_format, optimizer=selection.optimizer, keep_unknown=selection.keep_unknown, **sizes)
+        convert(way_back, back, **options)
         left = Side(source.files, source.index, content)
         # A cast that widens keeps every value. Any other cast is a loss, and the comparison reports it.
         casts = [route for route in plan.routes if route.is_cast]

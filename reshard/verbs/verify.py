@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Unpack
 
 from reshard.adapter import registry
@@ -50,8 +51,10 @@ def verify(
         a, b = opened(left), opened(right)
     else:
         a, b = open_both(left, right)
-    model = a.model or b.model
-    left_side, right_side = (Side(each.files, each.index, each.content(selection, model=model)) for each in (a, b))
+    selections = _selections((a, b), selection)
+    # Each by its own config: under another model's config its weights would be unknown, and not compared.
+    contents = (each.content(chosen, model=each.model or a.model or b.model) for each, chosen in zip((a, b), selections, strict=True))
+    left_side, right_side = (Side(each.files, each.index, content) for each, content in zip((a, b), contents, strict=True))
     check_selected(left_side.content, right_side.content)
     result = Comparison()
     for nbytes in compare(left_side, right_side, result, with_cast=cast, workers=effort.workers, memory=effort.memory):
@@ -141,3 +144,13 @@ def _choices(checkpoint: Checkpoint, index: Index) -> Iterator[Mapping[str, Tens
             yield content_of(index, checkpoint.model, selection).tensors
         except RequestError:
             continue
+
+
+def _selections(checkpoints: tuple[Checkpoint, Checkpoint], selection: Selection | None) -> tuple[Selection | None, ...]:
+    """The selection for each side. A root counts for the checkpoint that has it: the other may be the model that was converted from it."""
+    if selection is None or selection.root is None:
+        return selection, selection
+    has_root = [any(found.root == selection.root for found in each.models) for each in checkpoints]
+    if not any(has_root):
+        return selection, selection
+    return tuple(selection if has else replace(selection, root=None) for has in has_root)

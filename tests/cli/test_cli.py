@@ -64,7 +64,7 @@ def test_inspects_document_has_stable_keys():
     document = reshard("inspect", *FSDP2, "--json").document
     assert list(document) == [
         "path", "format", "detected_by", "producer", "version", "step", "parallel", "model_type", "architecture_known", "parameters",
-        "bytes", "files", "kinds", "tensors", "objects", "notes", "mesh",
+        "bytes", "files", "kinds", "tensors", "models", "adapter", "withheld", "objects", "notes", "mesh",
     ]  # fmt: skip
     assert document["format"] == "dcp" and document["parameters"] == 61728 and len(document["files"]) == 4
     assert list(document["tensors"][0]) == ["name", "kind", "dtype", "shape", "bytes", "sharding", "pieces", "placements"]

@@ -358,7 +358,7 @@ def test_a_tensor_beside_the_model_is_no_weight(tmp_path):
     import torch
 
     torch.save({"model": {"a.weight": torch.ones(2)}, "step": torch.tensor(5)}, tmp_path / "model.pt")
-    assert [(t.name, t.kind) for t in reshard.open(tmp_path).index.tensors] == [("a.weight", "weight")]
+    assert [(t.name, t.kind) for t in reshard.open(tmp_path).index.tensors] == [("a.weight", "weight"), ("step", "state")]
 
 
 def test_one_ranks_part_of_another_format_is_not_taken_for_a_model(tmp_path):
