@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 from reshard.adapter import registry
 from reshard.adapter.format import Hints
 from reshard.adapter.model_files import CONFIG, ModelFiles, find_model_files
-from reshard.adapter.rank_files import check_steps
 from reshard.canonical.content import Content, Selection, content_of
 from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.wrappers import without_wrappers
 from reshard.containers.inert_pickle import gc_paused
+from reshard.engine.one_save import check_copied_files, check_steps
 from reshard.engine.views import View
 from reshard.errors import RequestError
 from reshard.geometry.stored import whole
@@ -141,7 +141,8 @@ def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
     if index.facts.config is not None and index.facts.config != model_files.config:
         model_files = replace(model_files, config=index.facts.config, derived=True)
     index.check()
-    check_steps(files, index.tensors)
+    check_steps(files, index)
+    check_copied_files(files, index)
     return Checkpoint(os.fspath(path), files, format.check_values(files, index), model_files, reason, declared)
 
 

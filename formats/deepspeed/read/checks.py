@@ -7,18 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from reshard.engine.casts import Block, cast
+from reshard.engine.masters import wrong_master
 from reshard.errors import CheckpointError
-from reshard.geometry.boxes import Box
-from reshard.index.index import Index, Tensor
+from reshard.index.index import Index
 from reshard.storage.files import Files, read_range
 
 from ..layout.states import TIED_PREFIX, ModelStates
 from .parts import Contents
 from .run_states import RunStates
-
-# Elements of a tensor that are compared with its master.
-_SAMPLED = 64
 
 
 def check_ranks(paths: Mapping[int, str], ranks: int, what: str, *, why: str) -> None:
@@ -77,30 +73,66 @@ def check_weights_of_masters(contents: Contents) -> None:
         )
 
 
-def check_same_moment(files: Files, index: Index) -> Index:
-    """The index, with a note if the optimizer counted another number of steps than the run.
+def with_note_on_leftover_layers(states: RunStates, contents: Contents) -> Contents:
+    """The contents, with a note if the last layers of a PipelineModule have no trained parameter, and all others have: they are frozen, or
+    left over from a run with more layers.
 
-    Such a run may have started with a new optimizer. Then masters still round to the weights; if the files are of different steps, they
-    do not. Some elements are compared.
-    Raises: CheckpointError if a master does not round to its weight.
+    contents: with tied layers under their tied keys, so only the other layers have numbers.
+    Raises: CheckpointError if such a layer has a buffer that the model files do not list. So it is certainly left over.
+    """
+    models = states.models.values()
+    if not states.layers or any(model.groups is None or model.buffers is None for model in models):
+        return contents
+    trained = {name for model in models for name in model.trained_names}
+    buffers = {name for model in models for name in model.buffers or ()}
+    tied_modules: dict[str, set[str]] = {}
+    for name in trained:
+        if name.startswith(TIED_PREFIX):
+            key, _, inner = name.removeprefix(TIED_PREFIX).partition(".")
+            tied_modules.setdefault(key, set()).add(inner)
+    layers: dict[int, set[str]] = {}
+    for part in contents.parts:
+        number, _, inner = part.name.partition(".")
+        if part.kind == "weight" and number.isdecimal():
+            layers.setdefault(int(number), set()).add(inner)
+    untrained = {
+        number: names
+        for number, names in layers.items()
+        if not any(f"{number}.{name}" in trained for name in names) and not any(of_key <= names for of_key in tied_modules.values())
+    }
+    kinds_of_buffers = {name.partition(".")[2] for name in buffers}
+    for number, names in untrained.items():
+        if unlisted := next((name for name in names & kinds_of_buffers if f"{number}.{name}" not in buffers), None):
+            raise CheckpointError(
+                f"the run has no layer {number}: the model files list the buffers of all its layers, and not {number}.{unlisted}",
+                where=next(path for (layer, _), path in states.tag.layers.items() if layer == number),
+                why="The file is left over from a run with more layers under the same tag",
+                do="Move it away",
+            )
+    if not untrained or min(untrained) < max((number for number in layers if number not in untrained), default=-1):
+        return contents
+    files = ", ".join(path for (layer, _), path in states.tag.layers.items() if layer in untrained)
+    note = f"the run trained no parameter of its last layers ({files}): they are frozen, or left over from a run with more layers"
+    return replace(contents, notes=(*contents.notes, note))
+
+
+def check_masters(files: Files, index: Index) -> Index:
+    """The index, with a note if the optimizer counted another number of steps than the run: it may have started with a new optimizer.
+
+    Raises: CheckpointError if a master does not round to its weight: files of different runs, steps or ranks lie under the same tag.
     """
     counted, run_step, skipped = _steps_of_optimizer(files, index), index.facts.step, index.facts.state.get("skipped_steps", 0)
-    if counted is None or run_step is None or counted == run_step - (skipped if type(skipped) is int else 0):
+    is_same_step = counted is None or run_step is None or counted == run_step - (skipped if type(skipped) is int else 0)
+    if wrong := wrong_master(files, index):
+        steps = "" if is_same_step else f"the optimizer has counted {counted} steps, the model's file is of step {run_step}, and "
+        raise CheckpointError(
+            f"{steps}the master in {wrong.master_path} does not round to the weight",
+            where=f"{wrong.name} in {wrong.weight_path}",
+            why="Model and optimizer are from different runs or steps, or files of ranks changed places, so nothing tells which one is right",
+            do="Keep the files of one save only; or take the weights alone: move the optimizer's files away",
+        )
+    if is_same_step:
         return index
-    weights = index.by_kind("weight")
-    for name, master in index.by_kind("master").items():
-        weight = weights.get(name)
-        if weight is None or not len(master.shards) or len(weight.shards) != 1:
-            continue
-        samples = _samples(files, master, weight)
-        if samples and not np.array_equal(cast(samples[0], master.dtype, weight.dtype), samples[1]):
-            raise CheckpointError(
-                f"the optimizer has counted {counted} steps, the model's file is of step {run_step}, and the master of {name} in "
-                f"{master.shards.path(0)} does not round to the weight",
-                where=weight.shards.path(0),
-                why="Model and optimizer are from different steps of the run: a save under this tag was not finished, or files were mixed",
-                do="Take another tag, or keep the files of one save only",
-            )
     note = f"the optimizer has counted {counted} steps, the run {run_step}"
     return replace(index, facts=replace(index.facts, notes=(*index.facts.notes, note)))
 
@@ -113,19 +145,3 @@ def _steps_of_optimizer(files: Files, index: Index) -> int | None:
             return int(np.frombuffer(read_range(files, extent.path, extent.byte_offset, 4), np.float32)[0])
     steps = (group.settings.get("step") for group in index.param_groups())
     return next((step for step in steps if type(step) is int), None)
-
-
-def _samples(files: Files, master: Tensor, weight: Tensor) -> tuple[Block, Block] | None:
-    """The same few elements of a master and of its weight, as words; None if they do not lie contiguously in both."""
-    first = master.shards.box(0)
-    if not first.sizes:
-        return None
-    box = Box(first.offsets, (*(1 for _ in first.sizes[:-1]), min(first.sizes[-1], _SAMPLED)))
-    samples = []
-    for tensor in (master, weight):
-        piece = tensor.shards.piece(0)
-        if piece.extent.strides[-1] != 1 or not piece.box.contains(box):
-            return None
-        elements = read_range(files, piece.extent.path, piece.byte_offset_of(box), box.volume * tensor.dtype.itemsize)
-        samples.append(np.frombuffer(bytearray(elements), tensor.dtype.word))
-    return samples[0], samples[1]

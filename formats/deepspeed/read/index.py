@@ -23,7 +23,7 @@ from ..layout.degrees import RunDegrees
 from ..layout.states import Shape
 from ..layout.tag import Tag
 from ..layout.tensor_parallel import JoinRules
-from .checks import check_one_step, check_weights_of_masters
+from .checks import check_one_step, check_weights_of_masters, with_note_on_leftover_layers
 from .degrees import degrees_of_run
 from .facts import run_facts
 from .join import joined_tensors
@@ -82,6 +82,7 @@ def with_tied_parameters(states: RunStates, contents: Contents) -> Contents:
     Raises: CheckpointError if a weight is in no file.
     """
     contents = with_tied_layer_names(contents, [layer for layer, _ in states.tag.layers])
+    contents = with_note_on_leftover_layers(states, contents)
     if not states.is_zero3:
         check_weights_of_masters(contents)
     return without_drifting_copies(with_aliases(contents))
