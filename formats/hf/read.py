@@ -99,8 +99,8 @@ def _note_on_copies(tensors: Mapping[str, Tensor], copies: Sequence[Tensor]) -> 
     copy = copies[0]
     indexed = tensors[copy.name].shards.path(0)
     return (
-        f"{plural(len(copies), 'tensor')} in two files, such as {copy.name} in {indexed} and {copy.shards.path(0)}: the index names {indexed}, "
-        "transformers and vLLM keep the copy that they load last; a conversion compares the copies"
+        f"stored in two files: {plural(len(copies), 'tensor')}, such as {copy.name} in {indexed} and {copy.shards.path(0)}. The index has "
+        f"{indexed}; transformers and vLLM keep the copy that they load last. A conversion compares the copies"
     )
 
 

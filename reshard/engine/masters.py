@@ -6,7 +6,7 @@ name shows that a file of another rank, step or run lies among them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +21,8 @@ from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards, primary_rows
 from reshard.storage.files import Files
 
-# About how many samples are compared, and the elements of a sample. Each file has at least one sample.
-_SAMPLES, _ELEMENTS = 2000, 64
+# The elements of a sample, at most.
+_ELEMENTS = 1024
 # The bits of infinity in the element types that masters are rounded to. Those of a NaN are larger.
 _INFINITIES = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
 
@@ -34,86 +34,97 @@ class WrongMaster:
     name: str
     """The weight."""
     weight_path: str
-    """A file that holds the weight."""
+    """The file that holds an element of the weight."""
     master_path: str
-    """The file that holds the compared elements of the master."""
+    """The file that holds the same element of the master."""
 
 
-def wrong_master(files: Files, index: Index, *, tolerance: int = 0) -> WrongMaster | None:
-    """The first master found that does not round to its weight, or None. Samples every partition, up to about `_SAMPLES` in all.
+def wrong_master(files: Files, index: Index, *, per_file: int, tolerance: int = 0) -> WrongMaster | None:
+    """The first master found that does not round to its weight, or None.
 
-    tolerance: how many representable values a weight may lie from its rounded master. Replicas are not compared.
+    per_file: of each file that holds weights or masters, so many tensors are sampled. Replicas are not compared.
+    tolerance: how many representable values a weight may lie from its rounded master.
     """
     weights, masters = index.by_kind("weight"), index.by_kind("master")
     pairs = {name: (weights[name], master) for name, master in masters.items() if name in weights and weights[name].shape == master.shape}
     itemsize = max((tensor.dtype.itemsize for pair in pairs.values() for tensor in pair), default=1)
     workers = Worker(files, itemsize), Worker(files, itemsize)
-    for name, boxes in _samples(pairs).items():
+    for name, paths in sampled_files(pairs, per_file).items():
         weight, master = (_without_replicas(tensor) for tensor in pairs[name])
         pieces = Pieces(weight), Pieces(master)
-        for box in boxes:
+        for box in dict.fromkeys(box for tensor in (weight, master) for box in _first_elements(tensor.shards, paths)):
             stored = workers[0].gather(pieces[0], box)
             rounded = cast(workers[1].gather(pieces[1], box), master.dtype, weight.dtype)
-            if not np.array_equal(rounded, stored) and _farthest(rounded, stored, weight.dtype) > tolerance:
-                return WrongMaster(name, _path_of(weight, box), _path_of(master, box))
+            if np.array_equal(rounded, stored):
+                continue
+            wrong = np.argwhere(_distances(rounded, stored, weight.dtype) > tolerance)
+            if len(wrong):
+                element = Box(tuple((wrong[0] + box.offsets).tolist()), (1,) * len(box.sizes))
+                return WrongMaster(name, _path_of(pieces[0], element), _path_of(pieces[1], element))
     return None
 
 
-def _samples(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, list[Box]]:
-    """The boxes to compare, by weight: of each file some, spread evenly over its tensors."""
-    by_file: dict[str, list[tuple[str, Box]]] = {}
+def sampled_files(pairs: Mapping[str, tuple[Tensor, Tensor]], per_file: int) -> dict[str, set[str]]:
+    """The files in which each weight or its master is sampled: `per_file` tensors of each file, or all that it holds.
+
+    If a file holds more, its larger tensors are taken: in 16 bits, norms often stay equal for many steps.
+    pairs: weight and master by name.
+    """
+    names_by_file: dict[str, list[tuple[int, str]]] = {}
     for name, pair in pairs.items():
-        for tensor in pair:
-            for path, box in _first_elements(tensor.shards):
-                by_file.setdefault(path, []).append((name, box))
-    most = max(1, _SAMPLES // max(1, len(by_file)))
-    boxes: dict[str, dict[Box, None]] = {}
-    for samples in by_file.values():
-        for name, box in samples[:: -(-len(samples) // most)]:
-            boxes.setdefault(name, {})[box] = None
-    return {name: list(of_name) for name, of_name in boxes.items()}
-
-
-def _first_elements(shards: Shards) -> Iterator[tuple[str, Box]]:
-    """For each file, the first elements of the tensor's largest primary piece in it."""
-    if not shards.sizes.shape[1]:
-        return
-    volumes = shards.sizes.prod(axis=1) * primary_rows(shards)
-    rows = [0] if len(shards) == 1 else [int(np.flatnonzero(shards.files == file)[volumes[shards.files == file].argmax()]) for file in np.unique(shards.files)]
-    for row in rows:
-        if volumes[row]:
-            *outer, inner = shards.sizes[row].tolist()
-            yield shards.path(row), Box(tuple(shards.offsets[row].tolist()), (*(1 for _ in outer), min(inner, _ELEMENTS)))
+        elements = pair[0].elements
+        for shards in (tensor.shards for tensor in pair if tensor.shape):
+            for file in {*shards.files.tolist()}:
+                names_by_file.setdefault(shards.paths[file], []).append((elements, name))
+    paths: dict[str, set[str]] = {}
+    for path, names in names_by_file.items():
+        if len(names) > per_file:
+            larger = sorted(names, key=lambda of_name: -of_name[0])[: max(per_file, len(names) // 2)]
+            names = larger[:: -(-len(larger) // per_file)]
+        for _, name in names:
+            paths.setdefault(name, set()).add(path)
+    return paths
 
 
 def _without_replicas(tensor: Tensor) -> Tensor:
     """The tensor with its primary pieces only."""
-    shards, rows = tensor.shards, np.flatnonzero(primary_rows(tensor.shards))
+    shards, primary = tensor.shards, primary_rows(tensor.shards)
+    rows = np.flatnonzero(primary)
     if len(rows) == len(shards):
-        return tensor
-    primary = replace(
+        return replace(tensor, shards=replace(shards, primary=primary))
+    only_primary = replace(
         shards,
         offsets=shards.offsets[rows],
         sizes=shards.sizes[rows],
         files=shards.files[rows],
         positions=shards.positions[rows],
         extent=lambda i: shards.extent(int(rows[i])),
-        primary=np.ones(len(rows), np.bool_),
+        primary=primary[rows],
         ranks=None,
     )
-    return replace(tensor, shards=primary)
+    return replace(tensor, shards=only_primary)
 
 
-def _path_of(tensor: Tensor, box: Box) -> str:
-    """The file that holds the first element of a box."""
-    return next(piece.extent.path for piece, _, _ in Pieces(tensor).meeting(box))
+def _first_elements(shards: Shards, paths: Collection[str]) -> Iterator[Box]:
+    """The first elements of the largest piece in each of these files that holds a piece."""
+    volumes = shards.sizes.prod(axis=1)
+    for file in {*shards.files.tolist()}:
+        if shards.paths[file] in paths:
+            row = int((volumes * (shards.files == file)).argmax())
+            if volumes[row]:
+                *outer, inner = shards.sizes[row].tolist()
+                yield Box(tuple(shards.offsets[row].tolist()), (*(1 for _ in outer), min(inner, _ELEMENTS)))
 
 
-def _farthest(rounded: npt.NDArray[Any], stored: npt.NDArray[Any], dtype: DType) -> int:
-    """How many representable values lie between the two arrays of words, at most. Two NaNs are equal, whatever their bits."""
+def _path_of(pieces: Pieces, element: Box) -> str:
+    return next(piece.extent.path for piece, _, _ in pieces.meeting(element))
+
+
+def _distances(rounded: npt.NDArray[Any], stored: npt.NDArray[Any], dtype: DType) -> npt.NDArray[np.int64]:
+    """How many representable values lie between each two words. Two NaNs are equal, whatever their bits."""
     # Floating-point bits as whole numbers in the order of the values: neighbouring values differ by one.
     sign = 1 << (8 * dtype.itemsize - 1)
     first, second = (np.where(words & sign, sign - words.astype(np.int64), words) for words in (rounded, stored))
     infinity = _INFINITIES.get(dtype.name, sign)
     both_nan = (np.abs(first) > infinity) & (np.abs(second) > infinity)
-    return int(np.where(both_nan, 0, np.abs(first - second)).max(initial=0))
+    return np.where(both_nan, 0, np.abs(first - second))

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from reshard.errors import CheckpointError
-from reshard.geometry.boxes import Box
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Columns
 from reshard.storage.files import Files, read_range
@@ -61,7 +60,8 @@ def _rows_of_counts(index: Index) -> dict[str, list[tuple[Tensor, int]]]:
                 of_file = rows.setdefault(tensor.shards.paths[file], [])
                 if len(of_file) < _MOST_COUNTS:
                     of_file.append((tensor, row))
-    return rows
+    # A single count of a single parameter is never compared, so it is not read. A universal checkpoint has a file for each.
+    return {path: counts for path, counts in rows.items() if len(counts) >= _FEWEST_COUNTS or len(counts[0][0].shards) > 1}
 
 
 def _is_uniform(files: Files, rows: Sequence[tuple[Tensor, int]]) -> bool:
@@ -97,7 +97,7 @@ def check_copied_files(files: Files, index: Index) -> None:
     """
     for first, *others in _files_with_equal_ends(files, index):
         for path in others:
-            if (tensor := _tensor_stored_twice(files, index, first, path)) and _are_copies(files, first, path):
+            if (tensor := _split_tensor(files, index, first, path)) and _are_copies(files, first, path):
                 raise CheckpointError(
                     f"it has the same bytes as {first}, and they should hold different parts of {tensor.name}",
                     where=path,
@@ -109,7 +109,7 @@ def check_copied_files(files: Files, index: Index) -> None:
 def _files_with_equal_ends(files: Files, index: Index) -> list[list[str]]:
     """The files with parts of at least two tensors that lie in several files, grouped by length and last bytes; groups of at least two."""
     # Tensors that are cut in the same way lie in the same files, which are listed once.
-    patterns = Counter((t.shards.paths, tuple(np.unique(t.shards.files).tolist())) for t in index.tensors if len(t.shards) > 1)
+    patterns = Counter((t.shards.paths, frozenset(t.shards.files.tolist())) for t in index.tensors if len(t.shards) > 1)
     tensors_of: Counter[str] = Counter()
     for (paths, numbers), count in patterns.items():
         if len(numbers) > 1:
@@ -126,17 +126,15 @@ def _files_with_equal_ends(files: Files, index: Index) -> list[list[str]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _tensor_stored_twice(files: Files, index: Index, path: str, other: str) -> Tensor | None:
-    """A tensor of which two files should hold different parts, and hold the same elements, which are not all equal; None if there is none."""
+def _split_tensor(files: Files, index: Index, path: str, other: str) -> Tensor | None:
+    """A tensor of which two files hold different parts, and whose elements in `path` are not all equal; None if there is none."""
     for i, (tensor, rows, other_rows) in enumerate(_tensors_in_both(index, path, other)):
         if i == _TENSORS:
             break
         boxes, other_boxes = ({tensor.shards.box(int(row)) for row in of_file} for of_file in (rows, other_rows))
         if boxes == other_boxes:
-            continue
-        elements, other_elements = (_elements(files, tensor, int(of_file[0])) for of_file in (rows, other_rows))
-        if elements != other_elements:
-            return None
+            continue  # a replica
+        elements = _elements(files, tensor, int(rows[0]))
         if elements != elements[: tensor.dtype.itemsize] * (len(elements) // tensor.dtype.itemsize):
             return tensor
     return None

@@ -16,6 +16,9 @@ from ..layout.states import TIED_PREFIX, ModelStates
 from .parts import Contents
 from .run_states import RunStates
 
+# The model's files list the parameters in the order of the masters, so a wrong master is one in a wrong file.
+_PER_FILE = 4
+
 
 def check_ranks(paths: Mapping[int, str], ranks: int, what: str, *, why: str) -> None:
     """Raises CheckpointError unless each of the ranks 0..ranks - 1 has a file, and there is no other. paths: by rank."""
@@ -73,49 +76,6 @@ def check_weights_of_masters(contents: Contents) -> None:
         )
 
 
-def with_note_on_leftover_layers(states: RunStates, contents: Contents) -> Contents:
-    """The contents, with a note if the last layers of a PipelineModule have no trained parameter, and all others have: they are frozen, or
-    left over from a run with more layers.
-
-    contents: with tied layers under their tied keys, so only the other layers have numbers.
-    Raises: CheckpointError if such a layer has a buffer that the model files do not list. So it is certainly left over.
-    """
-    models = states.models.values()
-    if not states.layers or any(model.groups is None or model.buffers is None for model in models):
-        return contents
-    trained = {name for model in models for name in model.trained_names}
-    buffers = {name for model in models for name in model.buffers or ()}
-    tied_modules: dict[str, set[str]] = {}
-    for name in trained:
-        if name.startswith(TIED_PREFIX):
-            key, _, inner = name.removeprefix(TIED_PREFIX).partition(".")
-            tied_modules.setdefault(key, set()).add(inner)
-    layers: dict[int, set[str]] = {}
-    for part in contents.parts:
-        number, _, inner = part.name.partition(".")
-        if part.kind == "weight" and number.isdecimal():
-            layers.setdefault(int(number), set()).add(inner)
-    untrained = {
-        number: names
-        for number, names in layers.items()
-        if not any(f"{number}.{name}" in trained for name in names) and not any(of_key <= names for of_key in tied_modules.values())
-    }
-    kinds_of_buffers = {name.partition(".")[2] for name in buffers}
-    for number, names in untrained.items():
-        if unlisted := next((name for name in names & kinds_of_buffers if f"{number}.{name}" not in buffers), None):
-            raise CheckpointError(
-                f"the run has no layer {number}: the model files list the buffers of all its layers, and not {number}.{unlisted}",
-                where=next(path for (layer, _), path in states.tag.layers.items() if layer == number),
-                why="The file is left over from a run with more layers under the same tag",
-                do="Move it away",
-            )
-    if not untrained or min(untrained) < max((number for number in layers if number not in untrained), default=-1):
-        return contents
-    files = ", ".join(path for (layer, _), path in states.tag.layers.items() if layer in untrained)
-    note = f"the run trained no parameter of its last layers ({files}): they are frozen, or left over from a run with more layers"
-    return replace(contents, notes=(*contents.notes, note))
-
-
 def check_masters(files: Files, index: Index) -> Index:
     """The index, with a note if the optimizer counted another number of steps than the run: it may have started with a new optimizer.
 
@@ -123,12 +83,12 @@ def check_masters(files: Files, index: Index) -> Index:
     """
     counted, run_step, skipped = _steps_of_optimizer(files, index), index.facts.step, index.facts.state.get("skipped_steps", 0)
     is_same_step = counted is None or run_step is None or counted == run_step - (skipped if type(skipped) is int else 0)
-    if wrong := wrong_master(files, index):
+    if wrong := wrong_master(files, index, per_file=_PER_FILE):
         steps = "" if is_same_step else f"the optimizer has counted {counted} steps, the model's file is of step {run_step}, and "
         raise CheckpointError(
             f"{steps}the master in {wrong.master_path} does not round to the weight",
             where=f"{wrong.name} in {wrong.weight_path}",
-            why="Model and optimizer are from different runs or steps, or files of ranks changed places, so nothing tells which one is right",
+            why="Model and optimizer are from different runs or steps, or files of ranks changed places; nothing tells which is right",
             do="Keep the files of one save only; or take the weights alone: move the optimizer's files away",
         )
     if is_same_step:

@@ -23,10 +23,11 @@ from ..layout.degrees import RunDegrees
 from ..layout.states import Shape
 from ..layout.tag import Tag
 from ..layout.tensor_parallel import JoinRules
-from .checks import check_one_step, check_weights_of_masters, with_note_on_leftover_layers
+from .checks import check_one_step, check_weights_of_masters
 from .degrees import degrees_of_run
 from .facts import run_facts
 from .join import joined_tensors
+from .leftover_layers import with_note_on_leftover_layers
 from .parts import Contents, merged
 from .plain_optimizer import plain_optimizer
 from .run_states import RunStates, read_run_states

@@ -244,7 +244,7 @@ def _check_order(ranks: Sequence[MegatronRank], axis: str, group: Callable[[Mega
         before = last.get(group(rank))
         if before is not None and before.writer is not None and before.writer > rank.writer:
             raise CheckpointError(
-                f"it was written by rank {rank.writer} of the run, and {before.path}, the folder of a lower {axis}, by rank {before.writer}",
+                f"it was written by rank {rank.writer} of the run, and {before.path}, of a lower {axis}, by rank {before.writer}",
                 where=rank.path,
                 why="The ranks of a run ascend along each parallel axis, so files have changed places",
                 do="Copy all rank folders again from where the checkpoint was written",
