@@ -16,8 +16,8 @@ from ..layout.states import TIED_PREFIX, ModelStates
 from .parts import Contents
 from .run_states import RunStates
 
-# The model's files list the parameters in the order of the masters, so a wrong master is one in a wrong file.
-_PER_FILE = 4
+# The model's files list the parameters in the order of the masters. So a wrong master is in a wrong file, where few or none round.
+_PER_FILE = 2
 
 
 def check_ranks(paths: Mapping[int, str], ranks: int, what: str, *, why: str) -> None:
