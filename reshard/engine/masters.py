@@ -46,13 +46,15 @@ def wrong_master(files: Files, index: Index, *, per_file: int, tolerance: int = 
     tolerance: how many representable values a weight may lie from its rounded master.
     """
     weights, masters = index.by_kind("weight"), index.by_kind("master")
-    pairs = {name: (weights[name], master) for name, master in masters.items() if name in weights and weights[name].shape == master.shape}
+    # Along axis 0 one of the two may have vocabulary padding.
+    pairs = {name: (weights[name], tensor) for name, tensor in masters.items() if name in weights and _same_rows(weights[name], tensor)}
     itemsize = max((tensor.dtype.itemsize for pair in pairs.values() for tensor in pair), default=1)
     workers = Worker(files, itemsize), Worker(files, itemsize)
     for name, paths in sampled_files(pairs, per_file).items():
         weight, master = (_without_replicas(tensor) for tensor in pairs[name])
         pieces = Pieces(weight), Pieces(master)
-        for box in dict.fromkeys(box for tensor in (weight, master) for box in _first_elements(tensor.shards, paths)):
+        both = Box.whole(tuple(map(min, weight.shape, master.shape)))
+        for box in dict.fromkeys(box for tensor in (weight, master) for box in _first_elements(tensor.shards, paths) if both.contains(box)):
             stored = workers[0].gather(pieces[0], box)
             rounded = cast(workers[1].gather(pieces[1], box), master.dtype, weight.dtype)
             if np.array_equal(rounded, stored):
@@ -62,6 +64,10 @@ def wrong_master(files: Files, index: Index, *, per_file: int, tolerance: int = 
                 element = Box(tuple((wrong[0] + box.offsets).tolist()), (1,) * len(box.sizes))
                 return WrongMaster(name, _path_of(pieces[0], element), _path_of(pieces[1], element))
     return None
+
+
+def _same_rows(weight: Tensor, master: Tensor) -> bool:
+    return 0 < len(weight.shape) == len(master.shape) and weight.shape[1:] == master.shape[1:]
 
 
 def sampled_files(pairs: Mapping[str, tuple[Tensor, Tensor]], per_file: int) -> dict[str, set[str]]:
@@ -74,7 +80,7 @@ def sampled_files(pairs: Mapping[str, tuple[Tensor, Tensor]], per_file: int) -> 
     names_by_file: dict[str, list[tuple[int, str]]] = {}
     for name, pair in pairs.items():
         elements = pair[0].elements
-        for shards in (tensor.shards for tensor in pair if tensor.shape):
+        for shards in (tensor.shards for tensor in pair):
             for file in {*shards.files.tolist()}:
                 names_by_file.setdefault(shards.paths[file], []).append((elements, name))
     paths: dict[str, set[str]] = {}

@@ -149,6 +149,21 @@ def test_universal_masters_of_another_step_are_named(tmp_path):
     refused(folder, "up_proj", "does not round to the weight")
 
 
+@pytest.mark.parametrize("change", [exchange, shutil.copy])
+@pytest.mark.parametrize("first, second", [("up_proj", "gate_proj"), ("q_proj", "o_proj"), ("q_proj", "k_proj")])
+def test_masters_of_other_universal_parameters_are_named(first, second, change, tmp_path):
+    folder = copied("universal/z1-groups", tmp_path)
+    change(*(next(folder.glob(f"*/zero/*layers.0*{name}.weight/fp32.pt")) for name in (first, second)))
+    refused(folder, f"{first}|{second}", "does not round to the weight|has it as|elements")
+
+
+@pytest.mark.parametrize("case", ["moe-ep2-z0", "moe-ep1-z1", "moe-ep2-dp4-z2"])
+def test_an_expert_that_was_copied_over_another_is_named(case, tmp_path):
+    folder = copied(f"deepspeed_parallel/{case}", tmp_path)
+    shutil.copy(next(folder.glob("*/layer_0_expert_0_*")), next(folder.glob("*/layer_0_expert_1_*")))
+    refused(folder, "expert_0_mp_rank_00.*expert_1_mp_rank_00", "the same expert")
+
+
 def test_masters_that_are_nan_as_their_weights_are_are_no_mixture(tmp_path):
     """A run that diverged: the bits of a NaN differ between processors."""
     folder = copied("deepspeed/z2-bf16-3", tmp_path)

@@ -126,6 +126,20 @@ def check_leftover_parameters(parameters: Iterable[ParameterFile], trained: Coll
             )
 
 
+def check_shapes_of_masters(index: Index) -> None:
+    """Raises CheckpointError if a master has other axes than its weight. Axis 0 is not compared: vocabulary padding may be cut off."""
+    masters = index.by_kind("master")
+    for name, weight in index.by_kind("weight").items():
+        master = masters.get(name)
+        if master is not None and (len(master.shape), master.shape[1:]) != (len(weight.shape), weight.shape[1:]):
+            raise CheckpointError(
+                f"{master.shards.path(0)} has it as {list(master.shape)}, {weight.shards.path(0)} as {list(weight.shape)}",
+                where=name,
+                why="The files are of different parameters, or from different models",
+                do="Convert again, or copy the files again from where they were written",
+            )
+
+
 def _notes(cast_copies: Collection[str]) -> Iterator[str]:
     """ds_to_universal writes untrained tensors to zero/, too, cast to full precision. The model file has the originals."""
     if cast_copies:
