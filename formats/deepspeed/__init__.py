@@ -54,9 +54,9 @@ class DeepSpeed(Format):
         return replace(index, facts=replace(index.facts, notes=(*index.facts.notes, *note)))
 
     def check_values(self, files: Files, index: Index) -> Index:
-        from .read.checks import check_same_moment
+        from .read.checks import check_masters
 
-        return check_same_moment(files, index)
+        return check_masters(files, index)
 
     def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
         from .write.zero3 import zero3_layout

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
@@ -13,6 +13,7 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent, Piece
+from reshard.geometry.quantities import plural
 from reshard.index.index import Index, RunFacts, Tensor
 from reshard.index.shards import Shards
 from reshard.storage.files import Files
@@ -58,6 +59,7 @@ def stored_weights(files: Files, *, headers_only: bool = False) -> StoredWeights
     """
     to_read = files_to_read(files)
     tensors: dict[str, Tensor] = {}
+    copies: list[Tensor] = []
     objects: list[str] = []
     not_indexed: list[str] = []
     for path in to_read.paths:
@@ -65,6 +67,7 @@ def stored_weights(files: Files, *, headers_only: bool = False) -> StoredWeights
         objects.extend(objects_of_file)
         for tensor in tensors_of_file:
             if to_read.weight_map.get(tensor.name, path) != path:
+                copies.append(tensor)
                 continue
             if to_read.weight_map and tensor.name not in to_read.weight_map:
                 not_indexed.append(tensor.name)
@@ -87,7 +90,40 @@ def stored_weights(files: Files, *, headers_only: bool = False) -> StoredWeights
     notes = to_read.notes
     if not_indexed:
         notes += (f"{len(not_indexed)} tensors are in the files but not in the index, such as {not_indexed[0]}; they are read",)
-    return StoredWeights(to_read.paths, tuple(tensors.values()), tuple(objects), notes)
+    if copies:
+        notes += (_note_on_copies(tensors, copies),)
+    return StoredWeights(to_read.paths, tuple(_with_copies(tensors, copies)), tuple(objects), notes)
+
+
+def _note_on_copies(tensors: Mapping[str, Tensor], copies: Sequence[Tensor]) -> str:
+    copy = copies[0]
+    indexed = tensors[copy.name].shards.path(0)
+    return (
+        f"stored in two files: {plural(len(copies), 'tensor')}, such as {copy.name} in {indexed} and {copy.shards.path(0)}. The index has "
+        f"{indexed}; transformers and vLLM keep the copy that they load last. A conversion compares the copies"
+    )
+
+
+def _with_copies(tensors: Mapping[str, Tensor], copies: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The tensors, with their copies in files that the index does not name as replicas.
+
+    Raises: CheckpointError if a copy has another element type or shape.
+    """
+    of_name: dict[str, list[Tensor]] = {}
+    for copy in copies:
+        of_name.setdefault(copy.name, []).append(copy)
+    for name, tensor in tensors.items():
+        of_tensor = of_name.get(name, [])
+        for copy in of_tensor:
+            if (copy.dtype, copy.shape) != (tensor.dtype, tensor.shape):
+                raise CheckpointError(
+                    f"{tensor.shards.path(0)} has it as {tensor.dtype} {list(tensor.shape)}, {copy.shards.path(0)} as {copy.dtype} "
+                    f"{list(copy.shape)}",
+                    where=name,
+                    why="The index names the first file, and transformers and vLLM keep the copy that they load last",
+                    do="Remove the file that does not belong to this model",
+                )
+        yield replace(tensor, shards=tensor.shards.with_copies([copy.shards for copy in of_tensor])) if of_tensor else tensor
 
 
 def file_content(files: Files, path: str, *, headers_only: bool = False) -> tuple[list[Tensor], list[str]]:

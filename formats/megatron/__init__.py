@@ -50,7 +50,7 @@ class Megatron(Format):
         return read_legacy(files, folder, hints)
 
     def check_values(self, files: Files, index: Index) -> Index:
-        from .read.check_masters import check_masters
+        from .read.masters import check_masters
 
         return check_masters(files, index)
 

@@ -43,7 +43,7 @@ class MegatronDist(Format):
         return read_distributed(files, folder, hints)
 
     def check_values(self, files: Files, index: Index) -> Index:
-        from .read.check_masters import without_wrong_masters
+        from .read.masters import without_wrong_masters
 
         return without_wrong_masters(files, index)
 

@@ -187,27 +187,6 @@ def check_missing_ranks(run: RunFiles, ranks: int, tensors: Sequence[Tensor]) ->
                     ) from None
 
 
-def check_steps(files: Files, tensors: Sequence[Tensor]) -> None:
-    """Raises CheckpointError if the ranks' optimizers are at different steps. Reads one step count of each file."""
-    from reshard.storage.files import read_range
-
-    for tensor in tensors:
-        if tensor.kind == "step" and not tensor.shape and len(tensor.shards) > 1:
-            rows: dict[bytes, int] = {}
-            for i in range(len(tensor.shards)):
-                extent = tensor.shards.extent(i)
-                rows.setdefault(read_range(files, extent.path, extent.byte_offset, extent.dtype.itemsize), i)
-            if len(rows) > 1:
-                first, second = list(rows.values())[:2]
-                raise CheckpointError(
-                    f"{tensor.shards.path(first)} and {tensor.shards.path(second)} are from different steps of the run",
-                    where=tensor.name,
-                    why="Their optimizers have counted different numbers of steps, so their weights are from different moments",
-                    do="Keep the files of one save only",
-                )
-            return
-
-
 def check_progress(files: Files, others: Sequence[RankFiles]) -> None:
     """Raises CheckpointError if the learning-rate schedules that the ranks save beside their weights are at different steps."""
     from reshard.containers import torch_zip

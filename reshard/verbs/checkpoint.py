@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 from reshard.adapter import registry
 from reshard.adapter.format import Hints
 from reshard.adapter.model_files import CONFIG, ModelFiles, blaming_the_parent, find_model_files, find_model_files_near
-from reshard.adapter.rank_files import check_steps
 from reshard.canonical.content import Content, Selection, check_selected, content_of
 from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.optimizer_state import is_state_key, master_key
@@ -20,6 +19,7 @@ from reshard.canonical.tensor_classes import StoredModel, classified, one_model,
 from reshard.canonical.wrappers import without_wrappers
 from reshard.containers.inert_pickle import gc_paused
 from reshard.engine.journal import read_journal
+from reshard.engine.one_save import check_copied_files, check_steps
 from reshard.engine.views import View
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.stored import whole
@@ -191,7 +191,8 @@ def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
     if model_files.note:
         index = replace(index, facts=replace(index.facts, notes=(*index.facts.notes, model_files.note)))
     index.check()
-    check_steps(files, index.tensors)
+    check_steps(files, index)
+    check_copied_files(files, index)
     index = classified(format.check_values(files, index), find_model(model_files.config, declared))
     return Checkpoint(os.fspath(path), files, index, model_files, reason, declared)
 

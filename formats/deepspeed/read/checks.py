@@ -7,18 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from reshard.engine.casts import Block, cast
+from reshard.engine.masters import wrong_master
 from reshard.errors import CheckpointError
-from reshard.geometry.boxes import Box
-from reshard.index.index import Index, Tensor
+from reshard.index.index import Index
 from reshard.storage.files import Files, read_range
 
 from ..layout.states import TIED_PREFIX, ModelStates
 from .parts import Contents
 from .run_states import RunStates
 
-# Elements of a tensor that are compared with its master.
-_SAMPLED = 64
+# The model's files list the parameters in the order of the masters. So a wrong master is in a wrong file, where few or none round.
+_PER_FILE = 2
 
 
 def check_ranks(paths: Mapping[int, str], ranks: int, what: str, *, why: str) -> None:
@@ -77,30 +76,23 @@ def check_weights_of_masters(contents: Contents) -> None:
         )
 
 
-def check_same_moment(files: Files, index: Index) -> Index:
-    """The index, with a note if the optimizer counted another number of steps than the run.
+def check_masters(files: Files, index: Index) -> Index:
+    """The index, with a note if the optimizer counted another number of steps than the run: it may have started with a new optimizer.
 
-    The counts differ if the run started with a new optimizer, or if the files are of different steps. In the first case, masters round to
-    the weights; in the second, they do not. A few elements of each master are compared.
-    Raises: CheckpointError if a master does not round to its weight.
+    Raises: CheckpointError if a master does not round to its weight: files of different runs, steps or ranks lie under the same tag.
     """
     counted, run_step, skipped = _steps_of_optimizer(files, index), index.facts.step, index.facts.state.get("skipped_steps", 0)
-    if counted is None or run_step is None or counted == run_step - (skipped if type(skipped) is int else 0):
+    is_same_step = counted is None or run_step is None or counted == run_step - (skipped if type(skipped) is int else 0)
+    if wrong := wrong_master(files, index, per_file=_PER_FILE):
+        steps = "" if is_same_step else f"the optimizer has counted {counted} steps, the model's file is of step {run_step}, and "
+        raise CheckpointError(
+            f"{steps}the master in {wrong.master_path} does not round to the weight",
+            where=f"{wrong.name} in {wrong.weight_path}",
+            why="Model and optimizer are from different runs or steps, or files of ranks changed places; nothing tells which is right",
+            do="Keep the files of one save only; or take the weights alone: move the optimizer's files away",
+        )
+    if is_same_step:
         return index
-    weights = index.by_kind("weight")
-    for name, master in index.by_kind("master").items():
-        weight = weights.get(name)
-        if weight is None or not len(master.shards) or len(weight.shards) != 1:
-            continue
-        samples = _samples(files, master, weight)
-        if samples and not np.array_equal(cast(samples[0], master.dtype, weight.dtype), samples[1]):
-            raise CheckpointError(
-                f"the optimizer has counted {counted} steps, the model's file is of step {run_step}, and the master of {name} in "
-                f"{master.shards.path(0)} does not round to the weight",
-                where=weight.shards.path(0),
-                why="Model and optimizer are from different steps of the run: a save under this tag was not finished, or files were mixed",
-                do="Take another tag, or keep the files of one save only",
-            )
     note = f"the optimizer has counted {counted} steps, the run {run_step}"
     return replace(index, facts=replace(index.facts, notes=(*index.facts.notes, note)))
 
@@ -113,19 +105,3 @@ def _steps_of_optimizer(files: Files, index: Index) -> int | None:
             return int(np.frombuffer(read_range(files, extent.path, extent.byte_offset, 4), np.float32)[0])
     steps = (group.settings.get("step") for group in index.param_groups())
     return next((step for step in steps if type(step) is int), None)
-
-
-def _samples(files: Files, master: Tensor, weight: Tensor) -> tuple[Block, Block] | None:
-    """The same few elements of a master and of its weight, as words; None if they do not lie contiguously in both."""
-    first = master.shards.box(0)
-    if not first.sizes:
-        return None
-    box = Box(first.offsets, (*(1 for _ in first.sizes[:-1]), min(first.sizes[-1], _SAMPLED)))
-    samples = []
-    for tensor in (master, weight):
-        piece = tensor.shards.piece(0)
-        if piece.extent.strides[-1] != 1 or not piece.box.contains(box):
-            return None
-        elements = read_range(files, piece.extent.path, piece.byte_offset_of(box), box.volume * tensor.dtype.itemsize)
-        samples.append(np.frombuffer(bytearray(elements), tensor.dtype.word))
-    return samples[0], samples[1]

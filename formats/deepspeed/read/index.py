@@ -27,6 +27,7 @@ from .checks import check_one_step, check_weights_of_masters
 from .degrees import degrees_of_run
 from .facts import run_facts
 from .join import joined_tensors
+from .leftover_layers import with_note_on_leftover_layers
 from .parts import Contents, merged
 from .plain_optimizer import plain_optimizer
 from .run_states import RunStates, read_run_states
@@ -82,6 +83,7 @@ def with_tied_parameters(states: RunStates, contents: Contents) -> Contents:
     Raises: CheckpointError if a weight is in no file.
     """
     contents = with_tied_layer_names(contents, [layer for layer, _ in states.tag.layers])
+    contents = with_note_on_leftover_layers(states, contents)
     if not states.is_zero3:
         check_weights_of_masters(contents)
     return without_drifting_copies(with_aliases(contents))

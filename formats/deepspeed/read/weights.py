@@ -116,12 +116,23 @@ def _frozen_part(name: str, shape: Shape, fragments: Mapping[int, AnyTensor], ra
 
 
 def expert_weights(states: RunStates, degrees: RunDegrees, locations: Locations) -> Contents:
-    """The weights in the experts' own files. Those of AutoEP are parts of fused tensors."""
+    """The weights in the experts' own files. Those of AutoEP are parts of fused tensors.
+
+    Raises: CheckpointError if two files hold the same expert.
+    """
     totals = {layer.get("expert_key_prefix"): layer.get("num_experts") for layer in states.first_model.autoep_layers}
     parts = []
-    for (_, _, mp_rank), tensors in states.experts.items():
-        rank = degrees.model_rank(mp_rank)
+    paths: dict[tuple[str, int], str] = {}
+    for numbers, tensors in states.experts.items():
+        rank, path = degrees.model_rank(numbers[2]), states.tag.experts[numbers]
         for name, tensor in tensors.items():
+            if (other := paths.setdefault((name, rank.number), path)) != path:
+                raise CheckpointError(
+                    f"{other} and {path} hold the same expert",
+                    where=name,
+                    why="A file was copied over that of another expert, whose weights are lost",
+                    do="Copy both files again from where the checkpoint was written",
+                )
             match = _AUTOEP_EXPERT.fullmatch(name)
             total = totals.get(match["prefix"]) if match else None
             if match and type(total) is int:

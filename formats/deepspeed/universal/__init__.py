@@ -52,6 +52,13 @@ class Universal(Format):
             raise CheckpointError("there is no folder zero/ with the states of parameters", where=files.root)
         return read_universal(files, folder, hints)
 
+    def check_values(self, files: Files, index: Index) -> Index:
+        from ..read.checks import check_masters
+        from .reading import check_shapes_of_masters
+
+        check_shapes_of_masters(index)
+        return check_masters(files, index)
+
     def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
         from .writing import universal_layout
 

@@ -61,6 +61,7 @@ def read_universal(files: Files, folder: str, hints: Hints) -> Index:
     listed = list(parameter_files(files, folder, shapes))
     cast_copies = {file.name for file in listed if shapes and file.name not in shapes} & weights.names("weight")
     read = [file for file in listed if file.name not in cast_copies]
+    check_leftover_parameters(read, shapes, weights.names("weight"))
     parameters = merged([tied, parameter_contents(files, read, shapes, locations), Contents(notes=tuple(_notes(cast_copies)))])
     rules = JoinRules(states.first_model.universal_info, config_shapes(hints), states.first_model.path)
 
@@ -111,6 +112,32 @@ def parameter_files(files: Files, folder: str, trained: Collection[str]) -> Iter
             for path in files.list(parameter):
                 if path.endswith(".pt"):
                     yield ParameterFile(parameter.removeprefix(zero).rstrip("/"), path.removeprefix(parameter).removesuffix(".pt"), path)
+
+
+def check_leftover_parameters(parameters: Iterable[ParameterFile], trained: Collection[str], weights: Collection[str]) -> None:
+    """Raises CheckpointError if there are files of a parameter that the model files list neither as trained nor as a weight."""
+    for parameter in parameters:
+        if trained and parameter.name not in trained and parameter.name not in weights:
+            raise CheckpointError(
+                f"{parameter.name} is not in param_shapes of the model files",
+                where=parameter.path,
+                why="All trained parameters are listed there, so the folder is left over from another conversion",
+                do="Move the folder away",
+            )
+
+
+def check_shapes_of_masters(index: Index) -> None:
+    """Raises CheckpointError if a master has other axes than its weight. Axis 0 is not compared: vocabulary padding may be cut off."""
+    masters = index.by_kind("master")
+    for name, weight in index.by_kind("weight").items():
+        master = masters.get(name)
+        if master is not None and (len(master.shape), master.shape[1:]) != (len(weight.shape), weight.shape[1:]):
+            raise CheckpointError(
+                f"{master.shards.path(0)} has it as {list(master.shape)}, {weight.shards.path(0)} as {list(weight.shape)}",
+                where=name,
+                why="The files are of different parameters, or from different models",
+                do="Convert again, or copy the files again from where they were written",
+            )
 
 
 def _notes(cast_copies: Collection[str]) -> Iterator[str]:

@@ -17,6 +17,23 @@ from reshard.models.lookup import find_architecture
 Args = Mapping[str, Any]
 """The settings of a run, by Megatron's names."""
 
+# The settings that describe the model and how it was cut: all ranks of a run have the same.
+MODEL_ARGS = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "padded_vocab_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("params_dtype", "normalization", "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"),
+    *(
+        "position_embedding_type",
+        "rotary_base",
+        "rotary_percent",
+        "multi_latent_attention",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "mtp_num_layers",
+    ),
+    *("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+)
+
 
 class NotUnderstoodError(CheckpointError):
     """The settings do not describe a model with a known layout. The stored tensors can be shown, but not converted."""

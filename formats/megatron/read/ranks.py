@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
 from reshard.errors import CheckpointError
 from reshard.storage.files import Files
 
-from ..layout.arguments import Args, parallel_size, plain_args
+from ..layout.arguments import MODEL_ARGS, Args, parallel_size, plain_args
 from ..layout.names import is_weight_name
 from ..layout.parallel_sizes import ParallelSizes
 from ..layout.save_folders import MegatronRankFolder, rank_folders
@@ -42,12 +42,18 @@ class MegatronRank:
     """The tensors of each chunk by name, in the order of the file."""
     optimizer: Any
     """The optimizer's part of the file, as stored."""
-    writer: int | None
-    """The rank of the run that wrote the file, if the file tells it."""
+    args: Args
+    """The settings of the run that wrote the file; empty if the file has none."""
     run_state: Mapping[str, Any]
     """Counters and the state of the schedule, as stored."""
     objects: tuple[str, ...]
     """Names of everything else in the file."""
+
+    @property
+    def writer(self) -> int | None:
+        """The rank of the run that wrote the file, if the file tells it."""
+        writer = self.args.get("rank")
+        return writer if type(writer) is int else None
 
     @property
     def iteration(self) -> int | None:
@@ -171,14 +177,13 @@ def _parse_rank(folder: MegatronRankFolder, root: Mapping[str, Any], sizes: Para
     keys = _model_keys(root)
     chunks = [_parse_chunk(root[key]) for key in keys] or [_parse_chunk(root)]
     beside_model = [str(key) for key in root if key not in (*keys, "optimizer", *_RUN_STATE)] if keys else []
-    writer = plain_args(root.get("args")).get("rank")
     return MegatronRank(
         folder.weights,
         folder.path,
         *_folder_ranks(folder, sizes),
         tuple(tensors for tensors, _ in chunks),
         root.get("optimizer"),
-        writer if type(writer) is int else None,
+        plain_args(root.get("args")),
         {key: root[key] for key in _RUN_STATE if key in root},
         (*beside_model, *(name for _, objects in chunks for name in objects)),
     )
@@ -206,7 +211,7 @@ def _parse_chunk(state_dict: Any) -> tuple[dict[str, AnyTensor], list[str]]:
     return tensors, objects
 
 
-def _check_writers(ranks: Iterable[MegatronRank], sizes: ParallelSizes) -> None:
+def _check_writers(ranks: Sequence[MegatronRank], sizes: ParallelSizes) -> None:
     """Raises CheckpointError if a file is a copy of another file, or lies in the folder of another rank.
 
     A file tells which rank of the run wrote it. Ranks are numbered along the tensor-parallel axis first.
@@ -223,6 +228,28 @@ def _check_writers(ranks: Iterable[MegatronRank], sizes: ParallelSizes) -> None:
                 do="Copy all rank folders again from where the checkpoint was written",
             )
         paths[rank.writer] = rank.path
+    _check_order(ranks, "expert-parallel rank", lambda rank: (rank.tp_rank, rank.pp_rank))
+    _check_order(ranks, "stage", lambda rank: (rank.tp_rank, rank.ep_rank))
+
+
+def _check_order(ranks: Sequence[MegatronRank], axis: str, group: Callable[[MegatronRank], tuple[int, int]]) -> None:
+    """Raises CheckpointError if the ranks that wrote the files do not ascend along an axis, whatever the order of the axes was.
+
+    group: equal for the ranks that differ only along this axis.
+    """
+    last: dict[tuple[int, int], MegatronRank] = {}
+    for rank in ranks:
+        if rank.writer is None:
+            continue
+        before = last.get(group(rank))
+        if before is not None and before.writer is not None and before.writer > rank.writer:
+            raise CheckpointError(
+                f"it was written by rank {rank.writer} of the run, and {before.path}, of a lower {axis}, by rank {before.writer}",
+                where=rank.path,
+                why="The ranks of a run ascend along each parallel axis, so files have changed places",
+                do="Copy all rank folders again from where the checkpoint was written",
+            )
+        last[group(rank)] = rank
 
 
 def _check_one_save(ranks: Sequence[MegatronRank]) -> None:
@@ -243,3 +270,11 @@ def _check_one_save(ranks: Sequence[MegatronRank]) -> None:
                 why="All stages of a run have the same number of chunks",
                 do="Keep the folders of one save only",
             )
+        for key in MODEL_ARGS:
+            if key in rank.args and key in first.args and rank.args[key] != first.args[key]:
+                raise CheckpointError(
+                    f"it was trained with {key}={rank.args[key]}, {first.path} with {key}={first.args[key]}",
+                    where=rank.path,
+                    why="The folder holds files of several runs, which together are no model",
+                    do="Keep the folders of one run only",
+                )
