@@ -14,7 +14,7 @@ from reshard.engine.transfer import Block, Pieces, Worker, bytes_of
 from reshard.errors import DifferenceFound
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.quantities import plural
-from reshard.index.index import Index, Tensor
+from reshard.index.index import Constant, Index, Tensor
 from reshard.plans.digests import Fingerprint, block_digest, checkpoint_fingerprint, tensor_digest
 from reshard.storage.files import Files, read_range
 
@@ -136,7 +136,7 @@ def compare(
     Raises: CheckpointError if a file cannot be read or replicas of one side differ, RequestError if `memory` is too small.
     """
     pairs = list(_comparable(left, right, result, with_cast=with_cast))
-    result.differences.extend(difference for side in (left, right) for difference in _wrong_constants(side))
+    result.differences.extend(difference for side in (left, right) for difference in wrong_constants(side.files, side.index.constants))
     itemsize = _widest([tensor for pair in pairs for tensor in pair])
     different: dict[str, tuple[int, str]] = {}
 
@@ -182,13 +182,13 @@ def _comparable(left: Side, right: Side, result: Comparison, *, with_cast: bool)
             yield x, y
 
 
-def _wrong_constants(side: Side) -> Iterator[Difference]:
+def wrong_constants(files: Files, constants: Iterable[Constant]) -> Iterator[Difference]:
     """A difference for each constant (padding rows, scales that must be 1) whose bytes are not those that the format prescribes."""
     step = 1 << 20
-    for constant in side.index.constants:
+    for constant in constants:
         for start in range(0, constant.nbytes, step):
             size = min(step, constant.nbytes - start)
-            stored = read_range(side.files, constant.path, constant.byte_offset + start, size)
+            stored = read_range(files, constant.path, constant.byte_offset + start, size)
             if stored != (constant.expected * (size // len(constant.expected) + 1))[:size]:
                 detail = f"padding or a constant scale in {constant.path} has other bytes than the format prescribes"
                 yield Difference(constant.name, "values", detail)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError, MissingFile, RequestError, TruncatedFile
 from reshard.storage.decoded_ranges import DecodedRanges
 from reshard.storage.system_calls import open_files_at_once, read_at
 
@@ -98,9 +98,9 @@ def read_whole(files: Files, path: str, *, limit: int) -> bytes:
     return read_range(files, path, 0, size)
 
 
-def missing(files: Files, path: str) -> CheckpointError:
+def missing(files: Files, path: str) -> MissingFile:
     """The error for a file that does not exist."""
-    return CheckpointError(
+    return MissingFile(
         f"the file is not there (looked in {files.root})", where=path, do="Copy it from where the checkpoint was written"
     )
 
@@ -221,7 +221,7 @@ class LocalFiles:
         while done < len(buffer):
             count = read_at(descriptor, buffer[done:], byte_offset + done)
             if not count:
-                raise CheckpointError(
+                raise TruncatedFile(
                     f"bytes {byte_offset:,}..{byte_offset + len(buffer):,} are needed, the file ends at {os.fstat(descriptor).st_size:,}",
                     where=path,
                     why="The file was cut short, or is still being written",

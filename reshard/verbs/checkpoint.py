@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Unpack
 
 from reshard.adapter import registry
-from reshard.adapter.format import Hints
+from reshard.adapter.format import Format, Hints
 from reshard.adapter.model_files import CONFIG, ModelFiles, find_model_files
 from reshard.adapter.rank_files import check_steps
 from reshard.canonical.content import Content, Selection, content_of
@@ -129,6 +129,18 @@ def open_both(left: PathLike, right: PathLike, **options: Unpack[ModelOptions]) 
 
 
 def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
+    format, checkpoint = unchecked(path, options)
+    files, index = checkpoint.files, checkpoint.index
+    index.check()
+    check_steps(files, index.tensors)
+    return replace(checkpoint, index=format.check_values(files, index))
+
+
+def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Checkpoint]:
+    """The checkpoint at a path and its format, before its tensors are checked. options: the keywords of `open`.
+
+    Raises: as `open` does, except for incomplete tensors and different steps.
+    """
     name, model, architecture = options.get("format"), options.get("model"), options.get("architecture")
     declared = named_architecture(architecture) if architecture is not None else None
     files = open_tree(path)
@@ -140,9 +152,7 @@ def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
         index = without_wrappers(format.read(files, Hints(model_files.config, options.get("vocab_size"), declared)))
     if index.facts.config is not None and index.facts.config != model_files.config:
         model_files = replace(model_files, config=index.facts.config, derived=True)
-    index.check()
-    check_steps(files, index.tensors)
-    return Checkpoint(os.fspath(path), files, format.check_values(files, index), model_files, reason, declared)
+    return format, Checkpoint(os.fspath(path), files, index, model_files, reason, declared)
 
 
 def _check_architecture_is_used(checkpoints: list[Checkpoint]) -> None:

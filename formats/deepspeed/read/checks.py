@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from reshard.engine.casts import Block, cast
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, MissingFile, MixedSaves
 from reshard.geometry.boxes import Box
 from reshard.index.index import Index, Tensor
 from reshard.storage.files import Files, read_range
@@ -25,7 +25,7 @@ def check_ranks(paths: Mapping[int, str], ranks: int, what: str, *, why: str) ->
     """Raises CheckpointError unless each of the ranks 0..ranks - 1 has a file, and there is no other. paths: by rank."""
     if missing := [rank for rank in range(ranks) if rank not in paths]:
         some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        raise CheckpointError(
+        raise MissingFile(
             f"of {ranks} {what} ranks, {some} {'has' if len(missing) == 1 else 'have'} no file",
             where=next(iter(paths.values()), None),
             why=why,
@@ -46,7 +46,7 @@ def check_one_step(states: RunStates) -> None:
     firsts: dict[int, ModelStates] = {}
     for (_, mp), model in states.models.items():
         if model.step != first.step:
-            raise CheckpointError(
+            raise MixedSaves(
                 f"it is of step {model.step}, {first.path} of step {first.step}",
                 where=model.path,
                 why="Files of different steps of the run lie under the same tag, so the weights are not of one moment",
