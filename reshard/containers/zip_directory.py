@@ -207,9 +207,7 @@ def _members(source: Range, directory: bytes, count: int) -> Iterator[Member]:
     for number in range(count):
         if directory[at : at + 4] != _CENTRAL or len(directory) < at + 46:
             source.refuse(f"the zip's directory claims {count:,} members, but is damaged at member number {number:,}")
-        flags, method, crc32, nbytes, length, name_length, extra_length, comment_length = struct.unpack_from(
-            "<8xHH4xLLLHHH", directory, at
-        )
+        flags, method, crc32, nbytes, length, name_length, extra_length, comment_length = struct.unpack_from("<8xHH4xLLLHHH", directory, at)
         (header_offset,) = struct.unpack_from("<L", directory, at + 42)
         name_stop = at + 46 + name_length
         extra = directory[name_stop : name_stop + extra_length]

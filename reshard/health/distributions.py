@@ -20,8 +20,8 @@ from reshard.health.values import Measured
 _FEWEST_LAYERS = 5
 # An outlier differs from the median by at least this factor, and by this many robust standard deviations.
 _FACTOR, _DEVIATIONS = 4.0, 8.0
-# Fewer elements do not tell a distribution.
-_FEWEST_ELEMENTS = 4096
+# Fewer elements do not tell a distribution: of the whole model, and of one matrix.
+_FEWEST_ELEMENTS, _FEWEST_OF_ONE = 1 << 12, 1 << 15
 
 
 def norm_outliers(measured: Sequence[Measured]) -> Iterator[Finding]:
@@ -39,9 +39,7 @@ def norm_outliers(measured: Sequence[Measured]) -> Iterator[Finding]:
         spread = 1.4826 * median(abs(size - middle) for _, size in family)
         for entry, size in family:
             if abs(size - middle) > max(math.log(_FACTOR), _DEVIATIONS * spread):
-                detail = (
-                    f"its root mean square is {math.exp(size):.3g}, the median of the {len(family)} layers or experts is {math.exp(middle):.3g}"
-                )
+                detail = f"its root mean square is {math.exp(size):.3g}, the median of the {len(family)} layers or experts is {math.exp(middle):.3g}"
                 yield found("norm-outlier", detail, tensor=entry.name)
 
 
@@ -55,6 +53,8 @@ def fresh_matrices(measured: Sequence[Measured], config: Mapping[str, Any] | Non
         yield found("fresh-model", detail)
         return
     for entry, distribution in fresh:
+        if entry.statistics.sample[0] < _FEWEST_OF_ONE:
+            continue
         yield found("fresh-tensor", f"its elements are {distribution}, as after initialization", tensor=entry.name)
 
 

@@ -21,23 +21,28 @@ def bad_numbers(measured: Sequence[Measured]) -> Iterator[Finding]:
         statistics, tensor = entry.statistics, entry.tensor
         if tensor.kind == "state":
             continue  # the run's own; a mask may be infinite
-        where = _where(entry, statistics.first_nonfinite)
-        first = f", first at {list(statistics.first_nonfinite)}" if statistics.first_nonfinite else ""
         what = "" if tensor.kind == "weight" else f" of its {tensor.kind}"
         if is_scale(tensor.name):
-            if statistics.nan or statistics.inf or statistics.zeros or statistics.negatives:
-                counts = {"NaN": statistics.nan, "infinite": statistics.inf, "zero": statistics.zeros, "negative": statistics.negatives}
-                faulty = ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)
-                yield found("bad-scale", f"of {plural(statistics.elements, 'scale')}, {faulty}{first}", **where)
+            counts = {"NaN": statistics.nan, "infinite": statistics.inf, "zero": statistics.zeros, "negative": statistics.negatives}
+            if faulty := ", ".join(f"{count:,} are {word}" for word, count in counts.items() if count):
+                yield found("bad-scale", f"of {plural(statistics.elements, 'scale')}, {faulty}", tensor=tensor.name)
             continue
         if statistics.nan:
-            yield found("nan", f"{statistics.nan:,} of {statistics.elements:,} elements{what} are NaN{first}", **where)
+            detail = f"{statistics.nan:,} of {statistics.elements:,} elements{what} are NaN{_first_at(statistics.first_nan)}"
+            yield found("nan", detail, **_where(entry, statistics.first_nan))
         if statistics.inf:
-            yield found("inf", f"{statistics.inf:,} of {statistics.elements:,} elements{what} are infinite{first}", **where)
+            detail = f"{statistics.inf:,} of {statistics.elements:,} elements{what} are infinite{_first_at(statistics.first_inf)}"
+            yield found("inf", detail, **_where(entry, statistics.first_inf))
         if tensor.kind in ("weight", "master") and statistics.largest > _LARGEST_FP16:
             yield found("huge-value", f"an element{what} has the magnitude {statistics.largest:.3g}", tensor=tensor.name)
         if tensor.kind == "moment2" and statistics.negatives:
-            yield found("negative-moment", f"{statistics.negatives:,} of {statistics.elements:,} elements are below zero", tensor=tensor.name)
+            yield found(
+                "negative-moment", f"{statistics.negatives:,} of {statistics.elements:,} elements are below zero", tensor=tensor.name
+            )
+
+
+def _first_at(element: tuple[int, ...] | None) -> str:
+    return f", first at {list(element)}" if element else ""
 
 
 def _where(entry: Measured, element: tuple[int, ...] | None) -> dict[str, Any]:
@@ -85,7 +90,7 @@ def _rows(entry: Measured) -> Iterator[Finding]:
     if is_stacked_experts(name, entry.tensor.shape) and any(statistics.slices.values()):
         return  # experts.py judges whole experts
     where = _where(entry, statistics.first_odd_row)
-    at = f", first at {list(statistics.first_odd_row)}" if statistics.first_odd_row else ""
+    at = _first_at(statistics.first_odd_row)
     if is_table(name):
         if odd := statistics.zero_rows + statistics.constant_rows:
             yield found("unused-rows", f"{odd:,} of {plural(statistics.rows, 'row')} are zero or constant{at}", **where)

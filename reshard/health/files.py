@@ -46,12 +46,17 @@ def damaged_files(files: Files, paths: Sequence[str], checked: Collection[str]) 
             yield of_error(error, "damaged-file")
 
 
-def unused_files(format: Format, index: Index, paths: Sequence[str]) -> Iterator[Finding]:
+def unused_files(format: Format, index: Index, files: Files, paths: Sequence[str]) -> Iterator[Finding]:
     """Files with the names of weight files in which no tensor lies."""
     used = {file.path for file in index.files}
     for path in paths:
         name = path.rpartition("/")[2]
-        if path not in used and name.endswith((".safetensors", ".bin", ".distcp")) and any(fnmatchcase(name, glob) for glob in format.owns):
+        if (
+            path not in used
+            and files.size(path)
+            and name.endswith((".safetensors", ".bin", ".distcp"))
+            and any(fnmatchcase(name, glob) for glob in format.owns)
+        ):
             yield found("unused-file", f"it is called like a weight file of the format {format.name}, but no tensor lies in it", file=path)
 
 

@@ -15,7 +15,7 @@ from reshard.geometry.quantities import plural
 from reshard.health.findings import Finding, found, of_error
 from reshard.health.roles import expert_of, is_scale, is_stacked_experts
 from reshard.health.values import without_replicas
-from reshard.index.index import Index, Tensor
+from reshard.index.index import Index, Kind, Tensor
 from reshard.storage.files import Files
 
 
@@ -58,8 +58,9 @@ def pairs_of(now: Index, before: Index) -> tuple[list[Pair], list[Finding]]:
 def _best_copies(index: Index) -> Mapping[str, tuple[Tensor, ...]]:
     """The copies of each weight, the most precise first."""
     copies: dict[str, tuple[Tensor, ...]] = {}
-    for kind in ("master", "weight"):
-        for name, tensor in index.by_kind(kind).items():  # type: ignore[arg-type]
+    kinds: tuple[Kind, ...] = ("master", "weight")
+    for kind in kinds:
+        for name, tensor in index.by_kind(kind).items():
             copies[name] = (*copies.get(name, ()), tensor)
     return copies
 
@@ -148,5 +149,7 @@ def _still_experts(pairs: list[Pair]) -> dict[str, set[int]]:
         elif _has_slices(pair):
             moved[pair.now.name] = {i: i in pair.moved_slices for i in range(pair.now.shape[0])}
     return {
-        group: {number for number, any_moved in experts.items() if not any_moved} for group, experts in moved.items() if any(experts.values())
+        group: {number for number, any_moved in experts.items() if not any_moved}
+        for group, experts in moved.items()
+        if any(experts.values())
     }

@@ -24,7 +24,9 @@ def optimizer_state(index: Index) -> Iterator[Finding]:
         if tensors and lacking:
             other = next(each for each in _MOMENTS if each != kind)
             for name in lacking:
-                yield found("missing-moment", f"it has {other} but no {kind}, which {plural(len(tensors), 'other parameter')} have", tensor=name)
+                yield found(
+                    "missing-moment", f"it has {other} but no {kind}, which {plural(len(tensors), 'other parameter')} have", tensor=name
+                )
         for name, tensor in tensors.items():
             weight = weights.get(name)
             if weight is None:
@@ -40,7 +42,7 @@ def optimizer_state(index: Index) -> Iterator[Finding]:
 def _masters_without_moments(index: Index, trained: set[str]) -> Iterator[Finding]:
     """An optimizer keeps a full-precision copy of exactly those weights that it trains, if it keeps any beside the model's."""
     stored = index.by_kind("weight")
-    masters = [name for name in index.by_kind("master") if name in stored]
+    masters = [name for name in index.by_kind("master") if name in stored and name not in index.facts.tied]
     lacking = [name for name in masters if name not in trained]
     if Counter(name in trained for name in masters)[True] > len(lacking):
         for name in lacking:

@@ -69,8 +69,10 @@ class Statistics:
     """The number of NaN."""
     inf: int = 0
     """The number of infinite elements."""
-    first_nonfinite: tuple[int, ...] | None = None
-    """Where the first of these is, in the tensor's coordinates."""
+    first_nan: tuple[int, ...] | None = None
+    """Where the first NaN is, in the tensor's coordinates."""
+    first_inf: tuple[int, ...] | None = None
+    """Where the first infinite element is."""
     negatives: int = 0
     """The number of elements below zero; counted only if asked for."""
     zeros: int = 0
@@ -116,7 +118,8 @@ class Statistics:
         self.elements += part.elements
         self.nan += part.nan
         self.inf += part.inf
-        self.first_nonfinite = _first(self.first_nonfinite, part.first_nonfinite)
+        self.first_nan = _first(self.first_nan, part.first_nan)
+        self.first_inf = _first(self.first_inf, part.first_inf)
         self.negatives += part.negatives
         self.zeros += part.zeros
         self.zero_rows += part.zero_rows
@@ -258,8 +261,14 @@ def _add_nonfinite(strip: Block, magnitudes: Block, layout: FloatLayout, found: 
     inf = magnitudes == layout.infinity if layout.infinity is not None else np.zeros_like(nan)
     found.nan += int(nan.sum())
     found.inf += int(inf.sum())
-    if found.first_nonfinite is None:
-        found.first_nonfinite = _coordinates(start + int(np.flatnonzero((nan | inf).reshape(-1))[0]), box)
+    found.first_nan = _first(found.first_nan, _first_true(nan, box, start))
+    found.first_inf = _first(found.first_inf, _first_true(inf, box, start))
+
+
+def _first_true(faulty: npt.NDArray[np.bool_], box: Box, start: int) -> tuple[int, ...] | None:
+    """The coordinates of the first faulty element of a strip that starts at element `start` of the block; None if there is none."""
+    at = np.flatnonzero(faulty.reshape(-1))
+    return _coordinates(start + int(at[0]), box) if len(at) else None
 
 
 def _negatives(strip: Block, magnitudes: Block, layout: FloatLayout) -> int:

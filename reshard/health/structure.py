@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from reshard.geometry.quantities import plural
 from reshard.health.findings import Finding, found, of_error
 from reshard.health.roles import family_of, is_scale, layer_of
 from reshard.index.index import Index, Tensor, check_coverage
-from reshard.models.model import Model
+from reshard.models.model import Model, ModelWeight
 from reshard.storage.files import Files, read_range
 
 _STEP_WORDS: Mapping[str, str] = {"F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8"}
@@ -64,19 +65,24 @@ def config_shapes(weights: Mapping[str, Tensor], model: Model | None, config: Ma
         yield of_error(error)
         return
     if not expected.keys() & weights.keys():
-        yield found("config-not-checked", f"no weight has a name of a {model.architecture.model_type} model, such as {next(iter(expected))}")
+        yield found(
+            "config-not-checked", f"no weight has a name of a {model.architecture.model_type} model, such as {next(iter(expected))}"
+        )
         return
     for name, weight in expected.items():
         tensor = weights.get(name)
-        if tensor is None and not weight.optional:
-            if weight.scale is None:
-                yield found("missing-weight", f"a {model.architecture.model_type} model needs it, and it is in no file", tensor=name)
-        elif tensor is not None and tensor.shape != weight.shape and not (weight.scale and tensor.elements == 1):
+        if tensor is not None and tensor.shape != weight.shape and not (weight.scale and tensor.elements == 1):
             yield found("wrong-shape", f"its shape is {list(tensor.shape)}, the config says {list(weight.shape)}", tensor=name)
     tied = {model.architecture.tied[0]} if model.is_tied else set()
-    for name in weights:
-        if name not in expected and name not in tied and not model.reason_to_drop(name):
-            yield found("unknown-weight", f"a {model.architecture.model_type} model has no such weight", tensor=name)
+    unknown = [name for name in weights if name not in expected and name not in tied and not model.reason_to_drop(name)]
+    missing = [name for name, weight in expected.items() if name not in weights and not weight.optional and weight.scale is None]
+    kind = f"a {model.architecture.model_type} model"
+    if missing and sum(weights[name].elements for name in unknown) >= sum(math.prod(expected[name].shape) for name in missing):
+        detail = f"{plural(len(unknown), 'weight')}, such as {unknown[0]}, have other names than {kind} has, such as {missing[0]}"
+        yield found("config-not-checked", detail)
+        return
+    yield from (found("missing-weight", f"{kind} needs it, and it is in no file", tensor=name) for name in missing)
+    yield from (found("unknown-weight", f"{kind} has no such weight", tensor=name) for name in unknown)
     yield from _tied_shapes(weights, model)
 
 
@@ -103,14 +109,24 @@ def mixed_dtypes(weights: Mapping[str, Tensor]) -> Iterator[Finding]:
             yield found("mixed-dtypes", detail, tensor=tensor.name)
 
 
-def missing_scales(weights: Mapping[str, Tensor]) -> Iterator[Finding]:
-    """Weights that are stored in 8-bit floating point without scales."""
-    for name, tensor in weights.items():
-        module, _, last = name.rpartition(".")
-        if tensor.dtype.name.startswith("F8") and not is_scale(name) and len(tensor.shape) > 1:
-            prefix = f"{module}." if last == "weight" else f"{name}_"
-            if not any(prefix + scale in weights for scale in ("weight_scale_inv", "weight_scale", "scale_inv", "scale")):
-                yield found("missing-scale", f"it is stored as {tensor.dtype}, and there is neither weight_scale nor weight_scale_inv", tensor=name)
+def missing_scales(weights: Mapping[str, Tensor], model: Model | None, config: Mapping[str, Any] | None) -> Iterator[Finding]:
+    """Scales that belong to quantized weights and are not there: those that the config describes, else any that other weights have."""
+    if model is not None and model.quantization is not None:
+        expected = {scale: weight.name for weight in model.weights.values() for scale in _scale_names(weight)}
+    else:
+        modules = {name.rpartition(".")[0] for name in weights if is_scale(name)}
+        eight_bit = [name for name, tensor in weights.items() if name.endswith(".weight") and tensor.dtype.name.startswith("F8")]
+        quantized = modules or (config or {}).get("quantization_config")
+        lacking = [name for name in eight_bit if name.removesuffix(".weight") not in modules] if quantized else []
+        expected = {name.removesuffix("weight") + "weight_scale": name for name in lacking}
+    for scale, name in expected.items():
+        tensor = weights.get(name)
+        if scale not in weights and tensor is not None and tensor.dtype.name.startswith("F8"):
+            yield found("missing-scale", f"{name} is stored as {tensor.dtype}, and this scale is in no file", tensor=scale)
+
+
+def _scale_names(weight: ModelWeight) -> Iterator[str]:
+    return (weight.name.removesuffix("weight") + scale.kind for scale in weight.scales)
 
 
 def uneven_steps(index: Index, files: Files) -> Iterator[Finding]:

@@ -100,9 +100,7 @@ def read_whole(files: Files, path: str, *, limit: int) -> bytes:
 
 def missing(files: Files, path: str) -> MissingFile:
     """The error for a file that does not exist."""
-    return MissingFile(
-        f"the file is not there (looked in {files.root})", where=path, do="Copy it from where the checkpoint was written"
-    )
+    return MissingFile(f"the file is not there (looked in {files.root})", where=path, do="Copy it from where the checkpoint was written")
 
 
 class Descriptors:

@@ -55,7 +55,7 @@ def doctor(path: PathLike, *, deep: bool = False, since: PathLike | None = None,
     known = {file.path for file in patient.checkpoint.index.files} if patient.checkpoint else set()
     findings += files.damaged_files(patient.files, paths, known)
     if patient.format and patient.checkpoint:
-        findings += files.unused_files(patient.format, patient.checkpoint.index, paths)
+        findings += files.unused_files(patient.format, patient.checkpoint.index, patient.files, paths)
     if patient.index:
         findings += _structure(patient, patient.index)
     if deep:
@@ -129,7 +129,7 @@ def _structure(patient: _Patient, index: Index) -> Iterator[Finding]:
     yield from structure.config_shapes(weights, model, patient.checkpoint.model_files.config)
     yield from structure.missing_layers(weights)
     yield from structure.mixed_dtypes(weights)
-    yield from structure.missing_scales(weights)
+    yield from structure.missing_scales(weights, model, patient.checkpoint.model_files.config)
     yield from structure.uneven_steps(index, patient.files)
     yield from optimizer.optimizer_state(index)
 
