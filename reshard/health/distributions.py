@@ -39,7 +39,8 @@ def norm_outliers(measured: Sequence[Measured]) -> Iterator[Finding]:
         spread = 1.4826 * median(abs(size - middle) for _, size in family)
         for entry, size in family:
             if abs(size - middle) > max(math.log(_FACTOR), _DEVIATIONS * spread):
-                detail = f"its root mean square is {math.exp(size):.3g}, the median of the {len(family)} layers or experts is {math.exp(middle):.3g}"
+                others = f"the median of the {len(family)} layers or experts is {math.exp(middle):.3g}"
+                detail = f"its root mean square is {math.exp(size):.3g}, {others}"
                 yield found("norm-outlier", detail, tensor=entry.name)
 
 
@@ -49,7 +50,8 @@ def fresh_matrices(measured: Sequence[Measured], config: Mapping[str, Any] | Non
     fresh = [(entry, distribution) for entry in judged if (distribution := _distribution(entry, config or {}))]
     if 2 * len(fresh) > len(judged):
         entry, distribution = fresh[0]
-        detail = f"{len(fresh):,} of {plural(len(judged), 'large matrix', 'large matrices')} look untrained, such as {entry.name} ({distribution})"
+        matrices = plural(len(judged), "large matrix", "large matrices")
+        detail = f"{len(fresh):,} of {matrices} look untrained, such as {entry.name} ({distribution})"
         yield found("fresh-model", detail)
         return
     for entry, distribution in fresh:

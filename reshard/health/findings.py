@@ -38,6 +38,7 @@ class FindingKind:
 
 _COPY = "Copy the file again from where the checkpoint was written"
 _SAVE = "Keep the files of one save only, or save again"
+_LOADED = "Check how it is initialized and loaded"
 _BEFORE = "Go back to an earlier save, and look at the loss and the gradient norm of the run"
 
 _ROWS = (
@@ -69,7 +70,7 @@ _ROWS = (
         "Give the config that this model was trained with (--model DIR)",
     ),
     FindingKind(
-        "unknown-weight", "info", "A weight is not one of the architecture's.", "Serving engines refuse or ignore it; --exclude leaves it out"
+        "unknown-weight", "info", "The architecture has no such weight.", "Serving engines refuse or ignore it; --exclude leaves it out"
     ),
     FindingKind(
         "config-not-checked", "info", "The shapes were not compared with a config.", "Give the model's config with --model DIR"
@@ -78,7 +79,7 @@ _ROWS = (
         "mixed-dtypes", "info", "The same weight has different element types in different layers.", ""
     ),
     FindingKind(
-        "tied-mismatch", "error", "The config ties head and embedding, and the two differ in shape, element type or, with `--deep`, values.",
+        "tied-mismatch", "error", "The config ties head and embedding, and the two differ in shape, type or (`--deep`) values.",
         "Correct tie_word_embeddings in the config, or find out which of the two is right",
     ),
     FindingKind(
@@ -97,14 +98,17 @@ _ROWS = (
         "moment-shape", "error", "Optimizer state has another shape than its weight.", "It belongs to another model or another save"
     ),
     FindingKind("lone-moment", "warning", "Optimizer state belongs to a parameter that the model does not have.", ""),
-    FindingKind("no-moments", "info", "Some weights have no optimizer state: frozen weights and buffers, or parameters without gradients.", ""),
+    FindingKind("no-moments", "info", "Weights without optimizer state: frozen weights, buffers, or parameters without gradients.", ""),
     FindingKind("negative-moment", "error", "`--deep`: a second moment, an average of squares, is negative.", _BEFORE),
     # Values.
     FindingKind("nan", "error", "`--deep`: elements are NaN.", _BEFORE),
     FindingKind("inf", "error", "`--deep`: elements are infinite.", _BEFORE),
-    FindingKind("huge-value", "warning", "`--deep`: elements are larger than 65504, the largest fp16 number. A flipped exponent bit does this.", _BEFORE),
-    FindingKind("zero-tensor", "warning", "`--deep`: all elements of a matrix are zero.", "Check how it is initialized and loaded"),
-    FindingKind("constant-tensor", "warning", "`--deep`: all elements of a matrix have one value.", "Check how it is initialized and loaded"),
+    FindingKind(
+        "huge-value", "warning", "`--deep`: elements are larger than 65504, the largest fp16 number. A flipped exponent bit does this.",
+        _BEFORE,
+    ),
+    FindingKind("zero-tensor", "warning", "`--deep`: all elements of a matrix are zero.", _LOADED),
+    FindingKind("constant-tensor", "warning", "`--deep`: all elements of a matrix have one value.", _LOADED),
     FindingKind("zero-rows", "warning", "`--deep`: rows of a matrix are zero: dead or pruned units, or a part that was never written.", ""),
     FindingKind("constant-rows", "warning", "`--deep`: rows of a matrix have one value other than zero.", ""),
     FindingKind("unused-rows", "info", "`--deep`: rows of an embedding or head are zero or constant: tokens that are not used.", ""),
@@ -124,12 +128,17 @@ _ROWS = (
     ),
     # Quantization.
     FindingKind("missing-scale", "error", "A weight is stored in 8 bits, and no scale is stored for it.", _COPY),
-    FindingKind("bad-scale", "error", "`--deep`: a scale of a quantized weight is NaN, infinite, zero or negative.", "Quantize the model again"),
+    FindingKind("bad-scale", "error", "`--deep`: a scale is NaN, infinite, zero or negative.", "Quantize the model again"),
     # Two saves.
     FindingKind("never-moved", "warning", "`--since`: a matrix has the same bits in both checkpoints.", "Check that it gets gradients"),
     FindingKind("frozen", "info", "`--since`: vectors, or weights without optimizer state, have the same bits in both checkpoints.", ""),
-    FindingKind("nothing-moved", "warning", "`--since`: all weights have the same bits in both checkpoints.", "Check that the paths are of two saves"),
-    FindingKind("other-weights", "warning", "`--since`: a weight is in one of the checkpoints only, or has another shape or element type.", ""),
+    FindingKind(
+        "nothing-moved", "warning", "`--since`: all weights have the same bits in both checkpoints.",
+        "Check that the paths are of two saves",
+    ),
+    FindingKind(
+        "other-weights", "warning", "`--since`: a weight is in one of the checkpoints only, or has another shape or element type.", ""
+    ),
 )  # fmt: skip
 
 KINDS: Mapping[str, FindingKind] = {kind.id: kind for kind in _ROWS}

@@ -23,7 +23,9 @@ from reshard.engine.transfer import Block
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 
-_STRIP = 1 << 15
+_STRIP = 1 << 16
+# Elements of each block from which the shape of the distribution is taken.
+_SAMPLE = 1 << 15
 # Rows shorter than this are not judged as rows.
 _SHORTEST_ROW = 8
 
@@ -88,7 +90,7 @@ class Statistics:
     largest: float = 0.0
     """The largest finite absolute value."""
     squares: float = 0.0
-    """The sum of the squares of the finite elements."""
+    """The sum of the squares of the finite elements; 0 for types of one byte."""
     values: set[int] = field(default_factory=set)
     """The words that occur: one for a constant tensor; two stand for more than one."""
     slices: dict[int, bool] = field(default_factory=dict)
@@ -157,7 +159,7 @@ class Meter:
             return found
         has_rows = values and len(shape) > 1 and box.sizes[-1] == shape[-1] >= _SHORTEST_ROW
         flat = block.reshape(-1)
-        constant = True
+        constant, largest = True, 0
         for start, strip in _strips(flat, shape[-1] if has_rows else None):
             magnitudes = self._scratch(strip)
             np.bitwise_and(strip, strip.dtype.type(layout.magnitude), out=magnitudes)
@@ -166,25 +168,28 @@ class Meter:
                 _add_nonfinite(strip, magnitudes, layout, found, box, start)
                 constant = False
                 continue
-            found.largest = max(found.largest, _value(int(row_max.max()), strip.dtype, layout))
+            largest = max(largest, int(row_max.max()))
             if signs:
                 found.negatives += _negatives(strip, magnitudes, layout)
                 found.zeros += int((magnitudes == 0).sum()) if dtype.name != "F8_E8M0" else 0
             if not values:
                 continue
-            found.squares += self._squares(magnitudes, layout)
-            is_zero, is_constant = row_max == 0, _constant_rows(strip)
-            constant = constant and bool((is_zero | is_constant).all()) and bool((strip[:, 0] == flat[0]).all())
-            if has_rows:
-                found.rows += len(strip)
+            if block.itemsize > 1:  # elements of one byte mean nothing without their scale
+                found.squares += self._squares(magnitudes, layout)
+            found.rows += len(strip) if has_rows else 0
+            is_zero = row_max == 0
+            is_odd = _constant_rows(strip) | is_zero
+            constant = constant and bool(is_odd.all()) and bool((strip[:, 0] == flat[0]).all())
+            if has_rows and is_odd.any():
                 found.zero_rows += int(is_zero.sum())
-                found.constant_rows += int((is_constant & ~is_zero).sum())
-                if found.first_odd_row is None and (odd := np.flatnonzero(is_zero | is_constant)).size:
-                    found.first_odd_row = _coordinates(start + int(odd[0]) * strip.shape[1], box)
+                found.constant_rows += int((is_odd & ~is_zero).sum())
+                first = _coordinates(start + int(np.flatnonzero(is_odd)[0]) * strip.shape[1], box)
+                found.first_odd_row = _first(found.first_odd_row, first)
+        found.largest = _value(largest, flat.dtype, layout)
         if values:
             found.values = {int(flat[0])} if constant else {int(flat[0]), -1}
             found.slices = _slices(block, box, layout, found) if len(shape) == 3 else {}
-            self._sample(flat[:_STRIP], layout, found)
+            self._sample(flat[:_SAMPLE], layout, found)
         return found
 
     def _scratch(self, strip: Block) -> Block:
@@ -279,10 +284,12 @@ def _negatives(strip: Block, magnitudes: Block, layout: FloatLayout) -> int:
 
 
 def _constant_rows(strip: Block) -> npt.NDArray[np.bool_]:
-    """For each row, whether all its elements are equal. Three elements of each row rule out nearly all."""
-    same: npt.NDArray[np.bool_] = (strip[:, 0] == strip[:, -1]) & (strip[:, 0] == strip[:, strip.shape[1] // 2])
-    candidates = np.flatnonzero(same)
-    same[candidates] = (strip[candidates] == strip[candidates, :1]).all(axis=1)
+    """For each row, whether all its elements are equal. Two or three elements of each row rule out nearly all."""
+    same: npt.NDArray[np.bool_] = strip[:, 0] == strip[:, -1]
+    if same.any():
+        same &= strip[:, 0] == strip[:, strip.shape[1] // 2]
+        candidates = np.flatnonzero(same)
+        same[candidates] = (strip[candidates] == strip[candidates, :1]).all(axis=1)
     return same
 
 

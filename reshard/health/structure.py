@@ -147,5 +147,6 @@ def uneven_steps(index: Index, files: Files) -> Iterator[Finding]:
     if len(counts) > 1:
         common, rare = max(counts, key=lambda count: len(counts[count])), min(counts, key=lambda count: len(counts[count]))
         name, path = counts[rare][0]
-        detail = f"the optimizer has counted {rare:g} steps for {plural(len(counts[rare]), 'parameter')}, and {common:g} for {len(counts[common]):,}"
+        some, most = plural(len(counts[rare]), "parameter"), plural(len(counts[common]), "other")
+        detail = f"the optimizer has counted {rare:g} steps for {some}, and {common:g} for {most}"
         yield found("uneven-steps", detail, tensor=name, file=path)

@@ -53,7 +53,9 @@ def doctor(path: PathLike, *, deep: bool = False, since: PathLike | None = None,
     patient = _opened(path, opening, findings)
     paths = files.paths_of(patient.files, patient.checkpoint.index if patient.checkpoint else None)
     known = {file.path for file in patient.checkpoint.index.files} if patient.checkpoint else set()
-    findings += files.damaged_files(patient.files, paths, known)
+    damaged = list(files.damaged_files(patient.files, paths, known))
+    # The first damaged file may be what kept the checkpoint from being opened.
+    findings = [finding for finding in findings if finding.detail not in {each.detail for each in damaged}] + damaged
     if patient.format and patient.checkpoint:
         findings += files.unused_files(patient.format, patient.checkpoint.index, patient.files, paths)
     if patient.index:
