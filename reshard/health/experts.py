@@ -7,31 +7,28 @@ from collections.abc import Iterator, Sequence
 from reshard.health.findings import Finding, found
 from reshard.health.roles import expert_of, is_stacked_experts
 from reshard.health.values import Measured
-from reshard.index.index import Kind
 
 
 def dead_experts(measured: Sequence[Measured]) -> Iterator[Finding]:
     """Experts whose matrices, or whose moments, are all zero."""
-    zero: dict[tuple[str, str], dict[int, bool]] = {}
+    # By group of experts, and whether it is about their moments: whether each expert is all zero.
+    zero: dict[tuple[str, bool], dict[int, bool]] = {}
     for entry in measured:
-        kind: Kind = "weight" if entry.tensor.kind == "master" else entry.tensor.kind
+        is_moment, is_weight = entry.tensor.kind == "moment2", entry.tensor.kind in ("weight", "master")
         expert = expert_of(entry.name)
-        if not entry.is_complete or kind not in ("weight", "moment2") or not entry.tensor.dtype.floating:
+        if not entry.is_complete or not (is_weight or is_moment) or not entry.tensor.dtype.floating:
             continue
         if expert is not None and len(entry.tensor.shape) > 1:
             group, number = expert
-            experts = zero.setdefault((group, kind), {})
+            experts = zero.setdefault((group, is_moment), {})
             experts[number] = experts.get(number, True) and entry.statistics.is_zero
-        elif is_stacked_experts(entry.name, entry.tensor.shape) and kind == "weight":
-            experts = zero.setdefault((entry.name, kind), {})
+        elif is_stacked_experts(entry.name, entry.tensor.shape) and is_weight:
+            experts = zero.setdefault((entry.name, False), {})
             experts.update(entry.statistics.slices)
-    for (group, kind), experts in zero.items():
-        if all(experts.values()) and kind == "moment2":
+    for (group, is_moment), experts in zero.items():
+        if is_moment and all(experts.values()):
             continue  # no expert of the group was trained: frozen
-        what = (
-            "all its matrices are zero"
-            if kind == "weight"
-            else "it never got a gradient: its second moments are zero, those of others are not"
-        )
+        gradients = "it never got a gradient: its second moments are zero, those of others are not"
+        what = gradients if is_moment else "all its matrices are zero"
         for number in sorted(number for number, is_zero in experts.items() if is_zero):
             yield found("dead-expert", f"expert {number} of {len(experts)}: {what}", tensor=group.replace("*", str(number)))

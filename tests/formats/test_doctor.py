@@ -20,9 +20,13 @@ import reshard
 from reshard.engine.transfer import Pieces
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.boxes import Box
-from reshard.health import optimizer, structure
+from reshard.geometry.dtypes import _TABLE, F32
+from reshard.health import experts, optimizer, structure
 from reshard.health.findings import KINDS
-from reshard.index.index import Index
+from reshard.health.statistics import Meter
+from reshard.health.values import Measured
+from reshard.index.index import Index, Tensor
+from reshard.index.shards import Shards
 
 GOOD = sorted(
     [path for path in FIXTURES.rglob("checkpoint") if path.parent.name not in UNREADABLE]
@@ -385,6 +389,45 @@ def test_every_incomplete_tensor_is_found_not_only_the_first():
     damaged = replace(index, tensors=tuple(halved(t) if t.kind == "weight" and len(t.shards) > 1 else t for t in index.tensors))
     findings = list(structure.incomplete_tensors(damaged))
     assert {finding.id for finding in findings} == {"incomplete-tensor"} and len(findings) > 10
+
+
+def measured(name: str, kind: str, values: Any) -> Measured:
+    """A tensor with these values."""
+    words = np.asarray(values, np.float32)
+    tensor = Tensor(name, F32, words.shape, kind, Shards.of([]))  # type: ignore[arg-type]
+    box = Box.whole(words.shape)
+    return Measured(tensor, Meter().measure(words.view(np.uint32), F32, box, words.shape, values=kind == "weight", signs=True))
+
+
+def test_an_expert_without_gradients_or_in_a_stack_is_dead():
+    alive, zero = np.ones((4, 16)), np.zeros((4, 16))
+    moments = [measured(f"model.layers.0.mlp.experts.{i}.up_proj.weight", "moment2", zero if i == 1 else alive) for i in range(3)]
+    assert [finding.tensor for finding in experts.dead_experts(moments)] == ["model.layers.0.mlp.experts.1"]
+    assert list(experts.dead_experts(moments[1:2])) == []  # a frozen group
+    stack = measured("model.layers.0.mlp.experts.gate_up_proj", "weight", [alive, alive, zero])
+    assert ["expert 2 of 3" in finding.detail for finding in experts.dead_experts([stack])] == [True]
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F64"])
+def test_statistics_are_those_of_torch(dtype: str):
+    """Random words of each type, NaN and infinity among them, in rows of odd lengths and in a flat piece."""
+    torch = pytest.importorskip("torch")
+    kind = next(each for each in _TABLE if each.name == dtype)
+    random = np.random.default_rng(1)
+    for shape in ((300, 777), (1001,), (70_001,), (3, 5, 40)):
+        words = random.integers(0, 1 << 8, (*shape, kind.itemsize), np.uint8).view(kind.word).reshape(shape)
+        values = torch.from_numpy(words.view(np.uint8).reshape(-1)).view(getattr(torch, kind.torch)).double().numpy().reshape(shape)
+        found = Meter().measure(words, kind, Box.whole(shape), shape, values=True, signs=True)
+        nan, inf = np.isnan(values), np.isinf(values)
+        assert (found.nan, found.inf, found.elements) == (nan.sum(), inf.sum(), values.size)
+        assert found.first_nan == (tuple(np.argwhere(nan)[0]) if nan.any() else None)
+        assert found.first_inf == (tuple(np.argwhere(inf)[0]) if inf.any() else None)
+        finite = words[~(nan | inf)][: values.size // 2]
+        values = values[~(nan | inf)][: values.size // 2]
+        found = Meter().measure(finite, kind, Box.whole(finite.shape), finite.shape, values=True, signs=True)
+        assert found.largest == np.abs(values).max() and (found.zeros, found.negatives) == ((values == 0).sum(), (values < 0).sum())
+        if kind.itemsize == 2 and np.abs(values).max() < 1e15:  # squares of larger numbers leave float32
+            assert found.root_mean_square == pytest.approx(np.sqrt((values**2).mean()), rel=1e-4)
 
 
 # Two saves.
