@@ -64,7 +64,7 @@ def doctor(path: PathLike, *, deep: bool = False, since: PathLike | None = None,
         workers = workers_within(effort.memory, effort.workers, 1, buffers=1)
         findings += files.wrong_checksums(patient.files, paths, workers, effort.report)
         if patient.index:
-            findings += _values(patient, patient.index, {finding.tensor for finding in findings}, effort, read)
+            findings += _values(patient, patient.index, effort, read)
     if since is not None and patient.index:
         findings += _movement(patient, patient.index, since, opening, effort, read)
     return Report(
@@ -136,8 +136,8 @@ def _structure(patient: _Patient, index: Index) -> Iterator[Finding]:
     yield from optimizer.optimizer_state(index)
 
 
-def _values(patient: _Patient, index: Index, broken: set[str | None], effort: Effort, advance: Callable[[int], None]) -> Iterator[Finding]:
-    """The checks that read all tensors. broken: the names of tensors that are not read, because a part of them is missing."""
+def _values(patient: _Patient, index: Index, effort: Effort, advance: Callable[[int], None]) -> Iterator[Finding]:
+    """The checks that read all tensors. A tensor of which a part is missing is not read."""
     assert patient.checkpoint
     head = _tied_head(patient.checkpoint, index)
     incomplete = {finding.tensor for finding in structure.incomplete_tensors(index)}
