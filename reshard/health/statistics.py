@@ -201,7 +201,8 @@ class Meter:
     def _squares(self, magnitudes: Block, layout: FloatLayout) -> float:
         if magnitudes.dtype.itemsize == 8:
             wide: Any = magnitudes.view(np.float64)
-            return float((wide * wide).sum())
+            with np.errstate(over="ignore"):
+                return float((wide * wide).sum())
         flat = magnitudes.reshape(-1)
         if layout.shift == 0:
             floats = flat.view(np.float32)
@@ -226,8 +227,9 @@ class Meter:
         else:
             sizes = (magnitudes.astype(np.uint32) << np.uint32(layout.shift)).view(np.float32).astype(np.float64) * layout.factor
         signed = np.where(flat > layout.magnitude, -sizes, sizes)
-        squares = sizes * sizes
-        found.sample = np.array([len(flat), signed.sum(), squares.sum(), (squares * squares).sum()])
+        with np.errstate(over="ignore"):
+            squares = sizes * sizes
+            found.sample = np.array([len(flat), signed.sum(), squares.sum(), (squares * squares).sum()])
         found.sample_largest = float(sizes.max())
 
 
