@@ -201,7 +201,7 @@ class Meter:
     def _squares(self, magnitudes: Block, layout: FloatLayout) -> float:
         if magnitudes.dtype.itemsize == 8:
             wide: Any = magnitudes.view(np.float64)
-            with np.errstate(over="ignore"):
+            with np.errstate(over="ignore", invalid="ignore"):
                 return float((wide * wide).sum())
         flat = magnitudes.reshape(-1)
         if layout.shift == 0:
@@ -215,7 +215,7 @@ class Meter:
             floats = words.view(np.float32)
             if layout.factor != 1.0:
                 np.multiply(floats, np.float32(layout.factor), out=floats)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             return float(np.dot(floats, floats))
 
     def _sample(self, flat: Block, layout: FloatLayout, found: Statistics) -> None:
@@ -226,8 +226,8 @@ class Meter:
             sizes = magnitudes.view(np.float64)
         else:
             sizes = (magnitudes.astype(np.uint32) << np.uint32(layout.shift)).view(np.float32).astype(np.float64) * layout.factor
-        signed = np.where(flat > layout.magnitude, -sizes, sizes)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
+            signed = np.where(flat > layout.magnitude, -sizes, sizes)
             squares = sizes * sizes
             found.sample = np.array([len(flat), signed.sum(), squares.sum(), (squares * squares).sum()])
         found.sample_largest = float(sizes.max())
