@@ -25,7 +25,7 @@ highlight_language = "text"
 CONTENTS = {
     "Recipes": """
         recipes/serving recipes/serve-without-converting recipes/degrees recipes/fp8 recipes/hf recipes/merge-ranks recipes/deepspeed
-        recipes/megatron recipes/optimizer-state recipes/training-memory recipes/undeclared-model recipes/interrupted
+        recipes/megatron recipes/optimizer-state recipes/training-memory recipes/undeclared-model recipes/doctor recipes/interrupted
     """,
     "Formats": """
         formats/index formats/dcp formats/dcp-safetensors formats/fsdp formats/fsdp-local formats/pt formats/torch-checkpointing

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from reshard.verbs.checkpoint import Checkpoint, open
     from reshard.verbs.convert import convert
     from reshard.verbs.degrees import degrees
+    from reshard.verbs.doctor import doctor
     from reshard.verbs.estimate import estimate
     from reshard.verbs.fingerprint import fingerprint
     from reshard.verbs.plan import plan
@@ -33,6 +34,7 @@ __all__ = [
     "ReshardError",
     "convert",
     "degrees",
+    "doctor",
     "estimate",
     "fingerprint",
     "open",

@@ -31,6 +31,26 @@ class CheckpointError(ReshardError):
     """The files are not a complete and consistent checkpoint of their format."""
 
 
+class MissingFile(CheckpointError):
+    """A file of the checkpoint, or of one of its ranks, is not there."""
+
+
+class TruncatedFile(CheckpointError):
+    """A file ends before its content does."""
+
+
+class IncompleteTensor(CheckpointError):
+    """A part of a tensor is in no file, or unequal boxes hold it."""
+
+
+class MixedSaves(CheckpointError):
+    """The files are from different saves, steps or runs."""
+
+
+class ReplicasDiffer(CheckpointError):
+    """Two stored copies of the same elements differ."""
+
+
 class RequestError(ReshardError):
     """The request cannot be fulfilled with this model, these parallel sizes or these options."""
 

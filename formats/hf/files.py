@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, MissingFile
 
 if TYPE_CHECKING:
     from reshard.storage.files import Files
@@ -82,7 +82,7 @@ def _indexed_files(files: Files, candidates: Sequence[str], index: str) -> Weigh
     paths = sorted(set(weight_map.values()), key=_natural_order)
     for path in paths:
         if files.size(path) is None:
-            raise CheckpointError(
+            raise MissingFile(
                 f"the index {index} names {path}, which is not there",
                 where=files.root,
                 why=f"{sum(file == path for file in weight_map.values())} tensors would be missing",

@@ -17,7 +17,7 @@ from typing import Any
 
 from reshard.containers import dcp_metadata, torch_zip
 from reshard.containers.dcp_metadata import BytesItem, DcpMetadata, TensorItem
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, MissingFile, TruncatedFile
 from reshard.geometry.extents import Extent
 from reshard.index.index import StoredFile
 from reshard.index.shards import Shards
@@ -117,7 +117,8 @@ def _checked_files(files: Files, folder: str, metadata: DcpMetadata, paths: tupl
     for path, nbytes in zip(paths, needed, strict=True):
         size = files.size(path)
         if size is None or size < nbytes:
-            raise CheckpointError(
+            error = MissingFile if size is None else TruncatedFile
+            raise error(
                 "the file is not there" if size is None else f"the file has {size:,} bytes, its entries end at {nbytes:,}",
                 where=path,
                 why=f"{folder + _METADATA} names it, and {_content_text(metadata, paths.index(path))}",

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError, MissingFile, MixedSaves, RequestError
 
 if TYPE_CHECKING:
     from reshard.index.index import Tensor
@@ -124,7 +124,7 @@ def run_files(files: Files) -> RunFiles:
         _refuse_without_rank_files(files)
     worlds = sorted({rank_files.world for rank_files in sets if rank_files.world is not None})
     if len(worlds) > 1:
-        raise CheckpointError(
+        raise MixedSaves(
             f"there are files of runs with {' and '.join(map(str, worlds))} ranks",
             where=files.root,
             why="A save replaces only the files of its own number of ranks, and the file names do not tell which save is newer",
@@ -179,7 +179,7 @@ def check_missing_ranks(run: RunFiles, ranks: int, tensors: Sequence[Tensor]) ->
                 try:
                     check_coverage(tensor)
                 except CheckpointError as error:
-                    raise CheckpointError(
+                    raise MissingFile(
                         f"{_missing_text(missing, ranks)} no file beside {rank_files.first}",
                         where=tensor.name,
                         why=error.what,
@@ -200,7 +200,7 @@ def check_progress(files: Files, others: Sequence[RankFiles]) -> None:
                 break
             first = first or (step, path)
             if step != first[0]:
-                raise CheckpointError(
+                raise MixedSaves(
                     f"its learning-rate schedule is at step {step}, the schedule in {first[1]} at step {first[0]}",
                     where=path,
                     why="The ranks' files are from different steps of the run, so their weights are from different moments",

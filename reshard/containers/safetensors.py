@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from reshard.containers import magic_bytes
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError, RequestError, TruncatedFile
 from reshard.geometry.dtypes import DType, from_safetensors, is_in_safetensors
 from reshard.geometry.quantities import plural
 from reshard.storage.files import Files, missing, read_range
@@ -136,7 +136,7 @@ def _header_length(files: Files, path: str, size: int) -> int:
         _refuse(path, f"this is not a safetensors file; it looks like {magic_bytes.describe(head)}", do="Get the file again")
     if not 2 <= length <= MAX_HEADER:
         _refuse(path, f"the header claims {length:,} bytes; between 2 and {MAX_HEADER:,} are allowed", do="Get the file again")
-    raise CheckpointError(
+    raise TruncatedFile(
         f"the header claims {length:,} bytes, the file has {size:,}",
         where=path,
         why="The file was cut short, or is still being written",
@@ -219,10 +219,10 @@ def _check_tiling(entries: list[TensorEntry], data: int, size: int | None, path:
             f"the tensors end at byte {stop:,}, the file has {size:,}: {size - stop:,} bytes belong to no tensor",
             do="Get the file again",
         )
-    _refuse(
-        f"{path}: {incomplete[0].name}",
+    raise TruncatedFile(
         f"the tensor's bytes are {incomplete[0].byte_offset:,}..{incomplete[0].byte_offset + incomplete[0].nbytes:,}, "
         f"the file ends at {size:,}; {len(incomplete)} of {len(entries)} tensors are incomplete, {stop:,} bytes are expected",
+        where=f"{path}: {incomplete[0].name}",
         why="The file was cut short, or is still being written",
         do="Copy the file again",
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from reshard.containers import magic_bytes
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, TruncatedFile
 from reshard.geometry.quantities import plural
 from reshard.storage.files import Files, missing, read_range
 
@@ -36,6 +36,8 @@ class Member:
     """The byte offset of its local header, counted from the start of the zip."""
     nbytes: int
     """The length of its payload."""
+    crc32: int
+    """The CRC-32 of its payload; 0 if the writer has computed none (torch.serialization.set_crc32_options)."""
 
 
 class Range:
@@ -51,7 +53,7 @@ class Range:
         if nbytes is None:
             nbytes = size - start
         if start < 0 or nbytes < 0 or start + nbytes > size:
-            raise CheckpointError(
+            raise TruncatedFile(
                 f"bytes {start:,}..{start + nbytes:,} are needed, the file ends at {size:,}",
                 where=path,
                 why="The file was cut short, or is still being written",
@@ -174,7 +176,7 @@ def _find_end(tail: bytes) -> int:
 def _refuse_no_end(source: Range) -> NoReturn:
     head = source.read(0, min(source.nbytes, 262))
     if head[:4] == _LOCAL:
-        raise CheckpointError(
+        raise TruncatedFile(
             f"the file starts as a zip, but its {source.nbytes:,} bytes do not end with a zip's directory",
             where=source.where,
             why="It was cut short, or is still being written",
@@ -205,7 +207,7 @@ def _members(source: Range, directory: bytes, count: int) -> Iterator[Member]:
     for number in range(count):
         if directory[at : at + 4] != _CENTRAL or len(directory) < at + 46:
             source.refuse(f"the zip's directory claims {count:,} members, but is damaged at member number {number:,}")
-        flags, method, nbytes, length, name_length, extra_length, comment_length = struct.unpack_from("<8xHH8xLLHHH", directory, at)
+        flags, method, crc32, nbytes, length, name_length, extra_length, comment_length = struct.unpack_from("<8xHH4xLLLHHH", directory, at)
         (header_offset,) = struct.unpack_from("<L", directory, at + 42)
         name_stop = at + 46 + name_length
         extra = directory[name_stop : name_stop + extra_length]
@@ -223,7 +225,7 @@ def _members(source: Range, directory: bytes, count: int) -> Iterator[Member]:
         length, nbytes, header_offset = _wide(source, name, extra, (length, nbytes, header_offset))
         if length != nbytes:
             source.refuse(f"the zip's member {name!r} is not compressed, but claims {nbytes:,} bytes for {length:,}")
-        yield Member(name, header_offset, length)
+        yield Member(name, header_offset, length, crc32)
     if at != len(directory):
         source.refuse(f"the zip's directory has {len(directory) - at:,} bytes more than its {count:,} members")
 

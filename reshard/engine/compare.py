@@ -15,7 +15,7 @@ from reshard.engine.transfer import Block, Pieces, Worker, bytes_of
 from reshard.errors import DifferenceFound
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.quantities import plural
-from reshard.index.index import Index, Tensor
+from reshard.index.index import Constant, Index, Tensor
 from reshard.plans.digests import CURRENT, DigestVersion, Fingerprint
 from reshard.plans.manifest import MANIFEST
 from reshard.storage.files import Files, read_range
@@ -165,7 +165,7 @@ def compare(
     Raises: CheckpointError if a file cannot be read or replicas of one side differ, RequestError if `memory` is too small.
     """
     pairs = list(_comparable(left, right, result, with_cast=with_cast))
-    result.differences.extend(difference for side in (left, right) for difference in wrong_constants(side))
+    result.differences.extend(difference for side in (left, right) for difference in wrong_constants(side.files, side.index.constants))
     itemsize = _widest([tensor for pair in pairs for tensor in pair])
     recorded = left.content.recorded(), right.content.recorded()
     digests: tuple[BlockDigests, BlockDigests] = {}, {}
@@ -230,13 +230,13 @@ def _comparable(left: Side, right: Side, result: Comparison, *, with_cast: bool)
             yield x, y
 
 
-def wrong_constants(side: Side) -> Iterator[Difference]:
+def wrong_constants(files: Files, constants: Iterable[Constant]) -> Iterator[Difference]:
     """A difference for each constant (padding rows, scales that must be 1) whose bytes are not those that the format prescribes."""
     step = 1 << 20
-    for constant in side.index.constants:
+    for constant in constants:
         for start in range(0, constant.nbytes, step):
             size = min(step, constant.nbytes - start)
-            stored = read_range(side.files, constant.path, constant.byte_offset + start, size)
+            stored = read_range(files, constant.path, constant.byte_offset + start, size)
             if stored != (constant.expected * (size // len(constant.expected) + 1))[:size]:
                 detail = f"padding or a constant scale in {constant.path} has other bytes than the format prescribes"
                 yield Difference(constant.name, "values", detail)

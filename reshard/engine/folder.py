@@ -69,7 +69,7 @@ def check_tensors(
 
     tensors: by the keys under which the digests were recorded.
     """
-    result.differences.extend(wrong_constants(side))
+    result.differences.extend(wrong_constants(side.files, side.index.constants))
     # An alias may be readable under the stored name only.
     stored = {name: name if name in tensors else digests.aliases.get(name, name) for name in digests.tensors}
     for name in [name for name, found in stored.items() if found not in tensors]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from reshard.errors import CheckpointError
+from reshard.errors import MixedSaves
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Columns
 from reshard.storage.files import Files, read_range
@@ -78,7 +78,7 @@ def _count(files: Files, tensor: Tensor, row: int) -> bytes:
 
 
 def _refuse_steps(tensor: Tensor, path: str, other: str) -> None:
-    raise CheckpointError(
+    raise MixedSaves(
         f"{path} and {other} are from different steps of the run",
         where=tensor.name,
         why="Their optimizers have counted different numbers of steps, so their weights are from different moments",
@@ -98,7 +98,7 @@ def check_copied_files(files: Files, index: Index) -> None:
     for first, *others in _files_with_equal_ends(files, index):
         for path in others:
             if (tensor := _split_tensor(files, index, first, path)) and _are_copies(files, first, path):
-                raise CheckpointError(
+                raise MixedSaves(
                     f"it has the same bytes as {first}, and they should hold different parts of {tensor.name}",
                     where=path,
                     why="A file was copied over that of another rank: one part of the weights is there twice, and another one is lost",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, ReplicasDiffer
 from reshard.geometry.boxes import BLOCK_ELEMENTS, Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Piece, dense_runs, is_row_major, span_elements, spans
@@ -113,7 +113,7 @@ class Worker:
                 at = np.argwhere(np.asarray(expected != staged))[0] if box.sizes else np.zeros(0, np.int64)
                 element = tuple(int(i) + start for i, start in zip(at, box.offsets, strict=True))
                 first = next((path for filled, path in filled_from if filled.contains(Box(element, (1,) * len(element)))), "another file")
-                raise CheckpointError(
+                raise ReplicasDiffer(
                     f"two copies of {shared} disagree, first at element {list(element)}: {first} and {piece.extent.path}",
                     where=name,
                     why="Ranks that should hold the same values hold different ones, or a file is from another save; "

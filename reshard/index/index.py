@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, IncompleteTensor
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Piece
@@ -222,7 +222,7 @@ def check_coverage(tensor: Tensor) -> None:
     stops = offsets + sizes
     if (stops > shape).any():
         row = int(rows[np.flatnonzero((stops > shape).any(axis=1))[0]])
-        raise CheckpointError(
+        raise IncompleteTensor(
             f"the box {shards.box(row)} in {shards.path(row)} reaches beyond the tensor's shape {list(tensor.shape)}", where=tensor.name
         )
     region = Box.whole(tensor.shape)
@@ -231,7 +231,7 @@ def check_coverage(tensor: Tensor) -> None:
     if region.volume and (fault := _first_fault(offsets, stops, rows, region, 0)):
         box, holders = fault
         if not len(holders):
-            raise CheckpointError(
+            raise IncompleteTensor(
                 f"{box} of {list(tensor.shape)} is in no file",
                 where=tensor.name,
                 why=f"The {len(rows)} stored boxes are in {_some(sorted({shards.path(int(row)) for row in rows}))}; "
@@ -239,7 +239,7 @@ def check_coverage(tensor: Tensor) -> None:
                 do="Copy the missing rank's file from where the checkpoint was written, or save it again",
             )
         first, second = (int(row) for row in holders[:2])
-        raise CheckpointError(
+        raise IncompleteTensor(
             f"two stored boxes overlap without being equal: {shards.box(first)} in {shards.path(first)} and "
             f"{shards.box(second)} in {shards.path(second)}",
             where=tensor.name,

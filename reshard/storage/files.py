@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from reshard.errors import CheckpointError, ReshardError, SystemRefusal
+from reshard.errors import CheckpointError, MissingFile, ReshardError, SystemRefusal, TruncatedFile
 from reshard.storage.decoded_ranges import DecodedRanges
 from reshard.storage.local_path import existing_path
 from reshard.storage.system_calls import open_files_at_once, read_at, system_errors, system_refusal
@@ -106,11 +106,9 @@ def read_whole(files: Files, path: str, *, limit: int) -> bytes:
     return read_range(files, path, 0, size)
 
 
-def missing(files: Files, path: str) -> CheckpointError:
+def missing(files: Files, path: str) -> MissingFile:
     """The error for a file that does not exist."""
-    return CheckpointError(
-        f"the file is not there (looked in {files.root})", where=path, do="Copy it from where the checkpoint was written"
-    )
+    return MissingFile(f"the file is not there (looked in {files.root})", where=path, do="Copy it from where the checkpoint was written")
 
 
 class Descriptors:
@@ -266,7 +264,7 @@ class LocalFiles:
         while done < len(buffer):
             count = read_at(descriptor, buffer[done:], byte_offset + done)
             if not count:
-                raise CheckpointError(
+                raise TruncatedFile(
                     f"bytes {byte_offset:,}..{byte_offset + len(buffer):,} are needed, the file ends at {os.fstat(descriptor).st_size:,}",
                     where=path,
                     why="The file was cut short, or is still being written",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from reshard.adapter import registry
-from reshard.adapter.format import Hints
+from reshard.adapter.format import Format, Hints
 from reshard.adapter.model_files import CONFIG, ModelFiles, blaming_the_parent, find_model_files, find_model_files_near
 from reshard.canonical.content import Content, Selection, check_selected, content_of
 from reshard.canonical.name_variants import with_canonical_names
@@ -170,6 +170,24 @@ def open_both(left: PathLike, right: PathLike, **options: Unpack[ModelOptions]) 
 
 
 def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
+    format, checkpoint = unchecked(path, options)
+    files, index = checkpoint.files, checkpoint.index
+    index.check()
+    check_steps(files, index)
+    check_copied_files(files, index)
+    return classified_checkpoint(replace(checkpoint, index=format.check_values(files, index)))
+
+
+def classified_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with every tensor's class (canonical/tensor_classes.py)."""
+    return replace(checkpoint, index=classified(checkpoint.index, checkpoint.model))
+
+
+def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Checkpoint]:
+    """The checkpoint at a path and its format, before its tensors are checked. options: the keywords of `open`.
+
+    Raises: as `open` does, except for incomplete tensors and different steps.
+    """
     name, model, architecture = options.get("format"), options.get("model"), options.get("architecture")
     declared = named_architecture(architecture) if architecture is not None else None
     files = open_tree(path)
@@ -190,11 +208,7 @@ def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
         model_files = replace(model_files, config=index.facts.config, derived=True)
     if model_files.note:
         index = replace(index, facts=replace(index.facts, notes=(*index.facts.notes, model_files.note)))
-    index.check()
-    check_steps(files, index)
-    check_copied_files(files, index)
-    index = classified(format.check_values(files, index), find_model(model_files.config, declared))
-    return Checkpoint(os.fspath(path), files, index, model_files, reason, declared)
+    return format, Checkpoint(os.fspath(path), files, index, model_files, reason, declared)
 
 
 def _check_recorded_files(files: Files) -> None:

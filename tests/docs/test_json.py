@@ -81,6 +81,11 @@ def test_verify_fingerprint_and_roundtrip():
     check("roundtrip", printed("roundtrip", LLAMA, "--to", "vllm"))
 
 
+def test_doctor():
+    check("doctor", printed("doctor", LLAMA, "--deep"))
+    check("doctor --list", printed("doctor", "--list"))
+
+
 def test_degrees(config):
     check("degrees", printed("degrees", config, "--tp", "3,4", "--gpu-memory", "80GiB", "--max-model-len", 8192))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from reshard.engine.masters import wrong_master
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, MissingFile, MixedSaves
 from reshard.index.index import Index
 from reshard.storage.files import Files, read_range
 
@@ -24,7 +24,7 @@ def check_ranks(paths: Mapping[int, str], ranks: int, what: str, *, why: str) ->
     """Raises CheckpointError unless each of the ranks 0..ranks - 1 has a file, and there is no other. paths: by rank."""
     if missing := [rank for rank in range(ranks) if rank not in paths]:
         some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        raise CheckpointError(
+        raise MissingFile(
             f"of {ranks} {what} ranks, {some} {'has' if len(missing) == 1 else 'have'} no file",
             where=next(iter(paths.values()), None),
             why=why,
@@ -45,7 +45,7 @@ def check_one_step(states: RunStates) -> None:
     firsts: dict[int, ModelStates] = {}
     for (_, mp), model in states.models.items():
         if model.step != first.step:
-            raise CheckpointError(
+            raise MixedSaves(
                 f"it is of step {model.step}, {first.path} of step {first.step}",
                 where=model.path,
                 why="Files of different steps of the run lie under the same tag, so the weights are not of one moment",
@@ -68,7 +68,7 @@ def check_weights_of_masters(contents: Contents) -> None:
     if missing := [name for name in masters if name not in weights and not name.startswith(TIED_PREFIX)]:
         layer = missing[0].partition(".")[0]
         file = f"layer_{int(layer):02d}-model_states.pt is not there" if layer.isdigit() else "a file of a layer or an expert is not there"
-        raise CheckpointError(
+        raise MissingFile(
             f"the optimizer holds its master, but none of the model's files holds its weight: {file}",
             where=missing[0],
             why=f"{len(missing)} trained parameters have no weight",
@@ -85,7 +85,7 @@ def check_masters(files: Files, index: Index) -> Index:
     is_same_step = counted is None or run_step is None or counted == run_step - (skipped if type(skipped) is int else 0)
     if wrong := wrong_master(files, index, per_file=_PER_FILE):
         steps = "" if is_same_step else f"the optimizer has counted {counted} steps, the model's file is of step {run_step}, and "
-        raise CheckpointError(
+        raise MixedSaves(
             f"{steps}the master in {wrong.master_path} does not round to the weight",
             where=f"{wrong.name} in {wrong.weight_path}",
             why="Model and optimizer are from different runs or steps, or files of ranks changed places; nothing tells which is right",

@@ -11,7 +11,7 @@ from typing import Any
 from reshard.adapter.processes import in_processes
 from reshard.containers import torch_zip
 from reshard.containers.torch_zip import AnyTensor, LocatedTensor, is_plain_tensor
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, MixedSaves
 from reshard.storage.files import Files
 
 from ..layout.states import ModelStates, OptimizerStates, Shape, model_states, optimizer_states
@@ -81,7 +81,7 @@ def read_run_states(files: Files, tag: Tag) -> RunStates:
     Raises: CheckpointError if the files are of two saves, if files with weights are missing, or a file holds something else.
     """
     if tag.models and tag.zero3_models:
-        raise CheckpointError(
+        raise MixedSaves(
             f"{next(iter(tag.models.values()))} is from a save without ZeRO-3, {next(iter(tag.zero3_models.values()))} from one with it",
             where=files.root,
             why="Two saves lie under the same tag, and nothing tells which of them is wanted",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from reshard.containers.torch_zip import AnyTensor, Locations, is_plain_tensor
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, MixedSaves
 from reshard.index.index import ParamGroup
 
 from ..layout.degrees import ModelRank
@@ -196,7 +196,7 @@ def _param_groups(optimizers: Mapping[int, OptimizerStates], names: Sequence[Seq
             if group < len(states.states) and type(step := states.states[group].get("step")) is int
         }
         if len(steps) > 1:
-            raise CheckpointError(
+            raise MixedSaves(
                 f"the ranks' optimizers have counted {' and '.join(map(str, sorted(steps)))} steps",
                 where=first.path,
                 why="Files of different steps of the run lie under the same tag, so the weights are not of one moment",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from reshard.engine.masters import wrong_master
-from reshard.errors import CheckpointError
+from reshard.errors import MixedSaves
 from reshard.index.index import Index
 from reshard.storage.files import Files
 
@@ -18,7 +18,7 @@ _PER_FILE = 2000
 def check_masters(files: Files, index: Index) -> Index:
     """The index. Raises CheckpointError if a master does not round to its weight."""
     if wrong := wrong_master(files, index, per_file=_PER_FILE, tolerance=_TOLERANCE):
-        raise CheckpointError(
+        raise MixedSaves(
             f"its master in {wrong.master_path} is not what the weight was rounded from",
             where=f"{wrong.name} in {wrong.weight_path}",
             why="Either the optimizer's file belongs to another save, or its parameters have another order than in this version",

@@ -10,7 +10,7 @@ from reshard.adapter.state_dicts import flat
 from reshard.containers import torch_zip
 from reshard.containers.inert_pickle import shown
 from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, MissingFile, MixedSaves
 from reshard.storage.files import Files
 
 from ..layout.arguments import MODEL_ARGS, Args, parallel_size, plain_args
@@ -159,7 +159,7 @@ def _check_folders(folders: Sequence[MegatronRankFolder], sizes: ParallelSizes, 
                     do="Copy it from where the checkpoint was written",
                 )
     if missing := sorted(set(range(sizes.ep)) - {ep_rank for _, _, ep_rank in by_ranks}):
-        raise CheckpointError(
+        raise MissingFile(
             f"there is no folder of expert-parallel rank {missing[0]}",
             where=where,
             why=f"The run had {_sizes_text(sizes)}; without this rank experts would be missing",
@@ -257,7 +257,7 @@ def _check_one_save(ranks: Sequence[MegatronRank]) -> None:
     first = ranks[0]
     for rank in ranks:
         if rank.iteration != first.iteration or rank.version != first.version:
-            raise CheckpointError(
+            raise MixedSaves(
                 f"it is from iteration {rank.iteration}, {first.path} is from iteration {first.iteration}",
                 where=rank.path,
                 why="The folder holds files of several saves, which together are not the model at any step",

@@ -1,0 +1,129 @@
+"""reshard doctor: is a checkpoint healthy?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from reshard.geometry.quantities import plural
+
+from .. import options
+from ..progress import bar
+from ..tables import nbytes_text, show, show_json, table
+
+if TYPE_CHECKING:
+    from reshard.health.findings import Finding, Report
+
+# Findings of one id that are printed; --json prints all.
+_MOST = 8
+
+
+@click.command(
+    "doctor",
+    cls=options.Command,
+    examples=["reshard doctor step-1000", "reshard doctor step-1000 --deep --since step-900", "reshard doctor --list"],
+)
+@click.argument("checkpoint", required=False)
+@click.option("--deep", is_flag=True, help="Also read all tensors once, and the checksums of zip files.")
+@click.option("--since", metavar="CKPT", help="An earlier save of the same run: find what never moved. Reads the weights of both.")
+@click.option("--fail-on", metavar="ID,...", default="", help="Exit with 1 for these findings, too: ids, or `warning` or `info`.")
+@click.option("--list", "list_kinds", is_flag=True, help="List all findings with their meaning, and stop.")
+@options.format_name
+@options.model
+@options.effort
+@options.as_json
+def command(checkpoint: str | None, fail_on: str, list_kinds: bool, as_json: bool, show_progress: bool | None, **given: Any) -> None:
+    """Check that CHECKPOINT is complete, consistent and plausible.
+
+    Without --deep no weight is read, and the check costs about what `inspect` costs. The exit code is 1 if there is an error, or a finding
+    that --fail-on names.
+    """
+    import reshard
+    from reshard.health.findings import check_fail_on
+
+    if list_kinds:
+        _show_kinds(as_json)
+        return
+    if checkpoint is None:
+        raise click.UsageError("Missing argument 'CHECKPOINT'.", click.get_current_context())
+    words = tuple(word.strip() for word in fail_on.split(",") if word.strip())
+    check_fail_on(words)
+    with bar(_bytes_to_read(checkpoint, show_progress, given), "doctor", show_progress) as advance:
+        report = reshard.doctor(checkpoint, **{**given, "progress": advance})
+    if as_json:
+        show_json(document(report))
+    else:
+        _show_report(report)
+    click.get_current_context().exit(1 if report.fails(words) else 0)
+
+
+def _bytes_to_read(checkpoint: str, show_progress: bool | None, given: dict[str, Any]) -> int:
+    """About the bytes that are read, for the progress bar: the size of the files."""
+    from pathlib import Path
+
+    root = Path(checkpoint)
+    if not (given["deep"] or given["since"]) or not root.is_dir():
+        return 0
+    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+
+def document(report: Report) -> dict[str, Any]:
+    """The report with stable keys."""
+    return {
+        "path": report.path,
+        "format": report.format,
+        "deep": report.deep,
+        "healthy": report.healthy,
+        "tensors": report.tensors,
+        "files": report.files,
+        "bytes": report.nbytes,
+        "findings": [
+            {
+                "id": finding.id,
+                "severity": finding.severity,
+                "tensor": finding.tensor,
+                "file": finding.file,
+                "rank": finding.rank,
+                "detail": finding.detail,
+                "do": finding.do,
+            }
+            for finding in report.findings
+        ],
+    }
+
+
+def _show_report(report: Report) -> None:
+    read = f", {nbytes_text(report.nbytes)} read" if report.nbytes else ""
+    show(f"{report.path}: {report.counts_text()}; {plural(report.tensors, 'tensor')}, {plural(report.files, 'file')}{read}")
+    by_id: dict[str, list[Finding]] = {}
+    for finding in report.findings:
+        by_id.setdefault(finding.id, []).append(finding)
+    for id, findings in by_id.items():
+        show()
+        show(f"{findings[0].severity}  {id}")
+        for finding in findings[:_MOST]:
+            show(f"  {_place(finding)}{finding.detail}")
+        if len(findings) > _MOST:
+            show(f"  and {len(findings) - _MOST:,} more; --json lists all")
+        if advice := dict.fromkeys(finding.do for finding in findings if finding.do):
+            show(f"  {'. '.join(text.rstrip('.') for text in list(advice)[:2])}.")
+
+
+def _place(finding: Finding) -> str:
+    """The tensor, the file and the rank of a finding, as a prefix of its sentence."""
+    places = [finding.tensor, f"in {finding.file}" if finding.tensor and finding.file else finding.file]
+    rank = f" (rank {finding.rank})" if finding.rank is not None else ""
+    text = " ".join(place for place in places if place)
+    return f"{text}{rank}: " if text else ""
+
+
+def _show_kinds(as_json: bool) -> None:
+    from reshard.health.findings import KINDS
+
+    if as_json:
+        show_json(
+            {"findings": [{"id": kind.id, "severity": kind.severity, "meaning": kind.meaning, "do": kind.do} for kind in KINDS.values()]}
+        )
+    else:
+        show(table([(kind.id, kind.severity, kind.meaning.replace("`", "")) for kind in KINDS.values()], ("id", "severity", "meaning")))

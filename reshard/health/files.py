@@ -1,0 +1,162 @@
+"""Checks of files: their structure, their checksums, and files that no tensor uses. No value is interpreted."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from reshard.adapter.dcp_reader import DcpFolder
+from reshard.adapter.format import Format
+from reshard.containers import safetensors
+from reshard.containers.zip_directory import Directory, Member, Range, payload, read_directory
+from reshard.engine.pool import run_jobs
+from reshard.errors import CheckpointError
+from reshard.geometry.quantities import plural
+from reshard.health.findings import Finding, found, of_error
+from reshard.index.index import Index
+from reshard.storage.files import Files
+
+# Deeper folders belong to something else.
+_DEPTH = 4
+_ZIP = b"PK\3\4"
+_STEP = 1 << 20
+
+
+def paths_of(files: Files, index: Index | None) -> tuple[str, ...]:
+    """The files to check: those in the folders of the index's files; without an index all files below the checkpoint."""
+    if index is None:
+        return tuple(_below(files, "", _DEPTH))
+    folders = {file.path.rpartition("/")[0] for file in index.files}
+    return tuple(path for folder in sorted(folders) for path in files.list(folder) if not path.endswith("/"))
+
+
+def damaged_files(files: Files, paths: Sequence[str], checked: Collection[str]) -> Iterator[Finding]:
+    """Files whose structure is damaged: the zips of torch.save, and safetensors. checked: files that were read already."""
+    for path in paths:
+        if path in checked:
+            continue
+        try:
+            if path.endswith(".safetensors"):
+                safetensors.read_header(files, path)
+            elif _is_one_zip(files, path):
+                read_directory(Range(files, path))
+        except CheckpointError as error:
+            yield of_error(error, "damaged-file")
+
+
+def unused_files(format: Format, index: Index, files: Files, paths: Sequence[str]) -> Iterator[Finding]:
+    """Files with the names of weight files in which no tensor lies."""
+    used = {file.path for file in index.files}
+    for path in paths:
+        name = path.rpartition("/")[2]
+        if (
+            path not in used
+            and files.size(path)
+            and name.endswith((".safetensors", ".bin", ".distcp"))
+            and any(fnmatchcase(name, glob) for glob in format.owns)
+        ):
+            yield found("unused-file", f"it is called like a weight file of the format {format.name}, but no tensor lies in it", file=path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Zip:
+    """One zip: a file of torch.save, or an entry of a DCP file."""
+
+    source: Range
+    """Its bytes."""
+    directory: Directory
+    """Its directory."""
+
+
+def wrong_checksums(files: Files, paths: Sequence[str], workers: int, advance: Callable[[int], None]) -> Iterator[Finding]:
+    """Members of zips whose bytes do not have the stored CRC-32. advance: called with the bytes that were read."""
+    unchecked: list[str] = []
+
+    def jobs() -> Iterator[tuple[_Zip, Member]]:
+        for zip_ in _zips(files, paths):
+            members = zip_.directory.members.values()
+            if not any(member.crc32 for member in members):
+                unchecked.append(zip_.source.path)
+            # A CRC-32 of 0 means that none was computed.
+            yield from ((zip_, member) for member in members if member.crc32)
+
+    def make_worker() -> Callable[[tuple[_Zip, Member]], tuple[int, Finding | None]]:
+        buffer = bytearray(_STEP)
+
+        def perform(job: tuple[_Zip, Member]) -> tuple[int, Finding | None]:
+            zip_, member = job
+            try:
+                if _crc32(files, zip_, member, memoryview(buffer)) == member.crc32:
+                    return member.nbytes, None
+            except CheckpointError as error:
+                return 0, of_error(error, "damaged-file")
+            detail = f"the {plural(member.nbytes, 'byte')} of its member {member.name} do not have the CRC-32 that was saved with them"
+            return member.nbytes, found("wrong-checksum", detail, file=zip_.source.path)
+
+        return perform
+
+    for nbytes, finding in run_jobs(jobs(), make_worker, workers):
+        advance(nbytes)
+        if finding:
+            yield finding
+    if unchecked:
+        detail = f"{plural(len(set(unchecked)), 'file')} of torch.save without checksums, such as {unchecked[0]}"
+        yield found("no-checksums", detail)
+
+
+def _crc32(files: Files, zip_: _Zip, member: Member, buffer: memoryview) -> int:
+    start, crc = zip_.source.start + payload(zip_.source, zip_.directory, member), 0
+    for done in range(0, member.nbytes, _STEP):
+        part = buffer[: min(_STEP, member.nbytes - done)]
+        files.read_into(zip_.source.path, start + done, part)
+        crc = zlib.crc32(part, crc)
+    return crc
+
+
+def _zips(files: Files, paths: Sequence[str]) -> Iterator[_Zip]:
+    """Every zip that can be read. Damaged ones are found by `damaged_files`, or when the checkpoint is opened."""
+    for source in _ranges(files, paths):
+        try:
+            yield _Zip(source, read_directory(source))
+        except CheckpointError:
+            continue
+
+
+def _ranges(files: Files, paths: Sequence[str]) -> Iterator[Range]:
+    for path in paths:
+        if _is_one_zip(files, path):
+            yield Range(files, path)
+    for folder in dict.fromkeys(path.rpartition("/")[0] for path in paths if path.endswith(".distcp")):
+        try:
+            metadata = DcpFolder(files, folder + "/" if folder else "").metadata
+        except CheckpointError:
+            continue
+        prefix = folder + "/" if folder else ""
+        for item in metadata.tensors.values():
+            chunks = item.chunks
+            if not item.transforms:  # an encoded entry is no zip
+                for file, start, nbytes in zip(chunks.files, chunks.entry_offsets, chunks.entry_nbytes, strict=True):
+                    yield Range(files, prefix + metadata.paths[int(file)], int(start), int(nbytes))
+        for value in metadata.objects.values():
+            if not value.transforms:
+                yield Range(files, prefix + value.path, value.entry_offset, value.entry_nbytes)
+
+
+def _is_one_zip(files: Files, path: str) -> bool:
+    """Whether a file starts as a zip and is one. A DCP file is many zips."""
+    size = files.size(path)
+    if path.endswith(".distcp") or not size or size < len(_ZIP):
+        return False
+    head = bytearray(len(_ZIP))
+    files.read_into(path, 0, memoryview(head))
+    return bytes(head) == _ZIP
+
+
+def _below(files: Files, folder: str, depth: int) -> Iterator[str]:
+    for path in files.list(folder):
+        if not path.endswith("/"):
+            yield path
+        elif depth:
+            yield from _below(files, path, depth - 1)

@@ -1,0 +1,251 @@
+"""Findings: what `reshard doctor` reports, with a stable id for each kind of finding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from reshard.errors import (
+    CheckpointError,
+    IncompleteTensor,
+    MissingFile,
+    MixedSaves,
+    ReplicasDiffer,
+    ReshardError,
+    TruncatedFile,
+    check_word,
+)
+from reshard.geometry.quantities import plural
+
+Severity = Literal["error", "warning", "info"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
+
+
+@dataclass(frozen=True, slots=True)
+class FindingKind:
+    """One kind of finding."""
+
+    id: str
+    """The stable id, such as "nan"."""
+    severity: Severity
+    """error: do not use the checkpoint. warning: look at it. info: what was seen or not checked, often on purpose."""
+    meaning: str
+    """What the finding means."""
+    do: str
+    """What the user can do about it; may be empty."""
+
+
+_COPY = "Copy the file again from where the checkpoint was written"
+_SAVE = "Keep the files of one save only, or save again"
+_LOADED = "Check how it is initialized and loaded"
+_BEFORE = "Go back to an earlier save, and look at the loss and the gradient norm of the run"
+
+_ROWS = (
+    # Files.
+    FindingKind("missing-file", "error", "A file of the checkpoint is not there.", _COPY),
+    FindingKind("truncated-file", "error", "A file ends before its content does.", _COPY),
+    FindingKind("damaged-file", "error", "A file cannot be read as what its name or its first bytes claim.", _COPY),
+    FindingKind("wrong-checksum", "error", "`--deep`: the bytes of a zip member do not have the CRC-32 that was stored with them.", _COPY),
+    FindingKind("no-checksums", "info", "`--deep`: zip files were saved without CRC-32, so damage in them cannot be seen.", ""),
+    FindingKind(
+        "unused-file", "warning", "A file has the name of a weight file, but no tensor of the checkpoint lies in it.",
+        "Remove it if it is from another save",
+    ),
+    # Consistency.
+    FindingKind("inconsistent", "error", "The files contradict each other or their format, so the checkpoint cannot be opened.", _SAVE),
+    FindingKind("stale-rank", "error", "Files are from different saves, steps or runs.", _SAVE),
+    FindingKind(
+        "uneven-steps", "warning", "The optimizer has counted different numbers of steps for different parameters.",
+        "Harmless if some parameters were added or unfrozen later, or got no gradient; otherwise files of two saves are mixed",
+    ),
+    FindingKind("incomplete-tensor", "error", "A part of a tensor is in no file, or several unequal boxes hold it.", _COPY),
+    FindingKind(
+        "missing-layer", "warning", "A layer number between the first and the last layer has no tensors.",
+        "Check that the files of all pipeline stages are there",
+    ),
+    FindingKind("missing-weight", "error", "A weight that the config needs is not there.", "Check that all files of the save are there"),
+    FindingKind(
+        "wrong-shape", "error", "A weight has another shape than the config says.",
+        "Give the config that this model was trained with (--model DIR)",
+    ),
+    FindingKind(
+        "unknown-weight", "info", "The architecture has no such weight.", "Serving engines refuse or ignore it; --exclude leaves it out"
+    ),
+    FindingKind(
+        "config-not-checked", "info", "The shapes were not compared with a config.", "Give the model's config with --model DIR"
+    ),
+    FindingKind(
+        "mixed-dtypes", "info", "The same weight has different element types in different layers.", ""
+    ),
+    FindingKind(
+        "tied-mismatch", "error", "The config ties head and embedding, and the two differ in shape, type or (`--deep`) values.",
+        "Correct tie_word_embeddings in the config, or find out which of the two is right",
+    ),
+    FindingKind(
+        "replicas-differ", "error", "`--deep`: ranks that should hold the same values hold different ones.",
+        "Find out which rank has diverged or which file is wrong",
+    ),
+    FindingKind(
+        "wrong-padding", "error", "`--deep`: padding, or a constant that the format prescribes, has other bytes.", _COPY
+    ),
+    # The optimizer.
+    FindingKind(
+        "missing-moment", "error", "A trained parameter lacks a part of its optimizer state that the other parameters have.",
+        "Check that all optimizer files are there. A run that goes on from here starts with wrong state",
+    ),
+    FindingKind(
+        "moment-shape", "error", "Optimizer state has another shape than its weight.", "It belongs to another model or another save"
+    ),
+    FindingKind("lone-moment", "warning", "Optimizer state belongs to a parameter that the model does not have.", ""),
+    FindingKind("no-moments", "info", "Weights without optimizer state: frozen weights, buffers, or parameters without gradients.", ""),
+    FindingKind("negative-moment", "error", "`--deep`: a second moment, an average of squares, is negative.", _BEFORE),
+    # Values.
+    FindingKind("nan", "error", "`--deep`: elements are NaN.", _BEFORE),
+    FindingKind("inf", "error", "`--deep`: elements are infinite.", _BEFORE),
+    FindingKind(
+        "huge-value", "warning", "`--deep`: elements are larger than 65504, the largest fp16 number. A flipped exponent bit does this.",
+        _BEFORE,
+    ),
+    FindingKind("zero-tensor", "warning", "`--deep`: all elements of a matrix are zero.", _LOADED),
+    FindingKind("constant-tensor", "warning", "`--deep`: all elements of a matrix have one value.", _LOADED),
+    FindingKind("zero-rows", "warning", "`--deep`: rows of a matrix are zero: dead or pruned units, or a part that was never written.", ""),
+    FindingKind("constant-rows", "warning", "`--deep`: rows of a matrix have one value other than zero.", ""),
+    FindingKind("unused-rows", "info", "`--deep`: rows of an embedding or head are zero or constant: tokens that are not used.", ""),
+    FindingKind("constant-vectors", "info", "`--deep`: biases or norms have one value, as before training.", ""),
+    FindingKind(
+        "norm-outlier", "warning", "`--deep`: the root mean square of a matrix is far from that of the same matrix in the other layers.",
+        "Compare the layer with an earlier save",
+    ),
+    FindingKind(
+        "fresh-tensor", "warning", "`--deep`: a matrix has the distribution of a fresh initialization, and most others do not.",
+        "Check that it was loaded when the run began; a head or an added layer is often left out",
+    ),
+    FindingKind("fresh-model", "info", "`--deep`: most matrices have the distribution of a fresh initialization.", ""),
+    FindingKind(
+        "dead-expert", "warning", "`--deep`: an expert is zero, or only its moments are. `--since`: an expert never moved.",
+        "Check the load balance of the router",
+    ),
+    # Quantization.
+    FindingKind("missing-scale", "error", "A weight is stored in 8 bits, and no scale is stored for it.", _COPY),
+    FindingKind("bad-scale", "error", "`--deep`: a scale is NaN, infinite, zero or negative.", "Quantize the model again"),
+    # Two saves.
+    FindingKind("never-moved", "warning", "`--since`: a matrix has the same bits in both checkpoints.", "Check that it gets gradients"),
+    FindingKind("frozen", "info", "`--since`: vectors, or weights without optimizer state, have the same bits in both checkpoints.", ""),
+    FindingKind(
+        "nothing-moved", "warning", "`--since`: all weights have the same bits in both checkpoints.",
+        "Check that the paths are of two saves",
+    ),
+    FindingKind(
+        "other-weights", "warning", "`--since`: a weight is in one of the checkpoints only, or has another shape or element type.", ""
+    ),
+)  # fmt: skip
+
+KINDS: Mapping[str, FindingKind] = {kind.id: kind for kind in _ROWS}
+"""Every kind of finding by id."""
+
+# The most specific class first.
+_OF_ERRORS: tuple[tuple[type[CheckpointError], str], ...] = (
+    (MissingFile, "missing-file"),
+    (TruncatedFile, "truncated-file"),
+    (IncompleteTensor, "incomplete-tensor"),
+    (MixedSaves, "stale-rank"),
+    (ReplicasDiffer, "replicas-differ"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that `doctor` found."""
+
+    id: str
+    """The kind of finding: a stable word, such as "nan" or "missing-file"."""
+    severity: Severity
+    """How bad it is: "error", "warning" or "info"."""
+    detail: str
+    """A sentence: what was found."""
+    tensor: str | None = None
+    """The tensor, if it is about one."""
+    file: str | None = None
+    """The file, relative to the checkpoint, if it is about one."""
+    rank: int | None = None
+    """The rank that held the tensor's part during training, if the files tell."""
+    do: str = ""
+    """What to do; may be empty."""
+
+
+def found(id: str, detail: str, *, tensor: str | None = None, file: str | None = None, rank: int | None = None, do: str = "") -> Finding:
+    """A finding of the kind `id`. do: what to do, if it is more than what the kind says."""
+    kind = KINDS[id]
+    return Finding(id, kind.severity, detail, tensor, file, rank, do or kind.do)
+
+
+def of_error(error: ReshardError, id: str | None = None) -> Finding:
+    """The finding that an error is. id: its kind, if the class of the error does not say it."""
+    kind = next((name for type_, name in _OF_ERRORS if isinstance(error, type_)), id or "inconsistent")
+    detail = f"{error.what}. {error.why}" if error.why else error.what
+    if kind in ("incomplete-tensor", "replicas-differ"):
+        return found(kind, detail, tensor=error.where, do=error.do or "")
+    return found(kind, detail, file=error.where, do=error.do or "")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `doctor` found in a checkpoint."""
+
+    path: str
+    """The checkpoint, as it was given."""
+    format: str | None
+    """Its format; None if it could not be opened."""
+    deep: bool
+    """Whether the weights were read."""
+    tensors: int
+    """The number of tensors that were checked."""
+    files: int
+    """The number of files that were checked."""
+    nbytes: int
+    """The bytes of tensors that were read."""
+    findings: tuple[Finding, ...]
+    """The findings, the worst first."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no finding is an error."""
+        return not self.fails()
+
+    def fails(self, fail_on: Iterable[str] = ()) -> bool:
+        """Whether a finding is an error, or has one of these ids or severities."""
+        bad = {"error", *fail_on}
+        return any(finding.severity in bad or finding.id in bad for finding in self.findings)
+
+    def count(self, severity: Severity) -> int:
+        """The number of findings of a severity."""
+        return sum(finding.severity == severity for finding in self.findings)
+
+    def raise_if_unhealthy(self) -> None:
+        """Raises CheckpointError, with the first error and the number of all."""
+        if not self.healthy:
+            first, more = self.findings[0], self.count("error") - 1
+            raise CheckpointError(
+                first.detail + (f" (and {plural(more, 'other error')})" if more else ""), where=first.tensor or first.file, do=first.do
+            )
+
+    def __repr__(self) -> str:
+        return f"Report({self.path!r}, {self.counts_text()})"
+
+    def counts_text(self) -> str:
+        """Such as "1 error, 2 warnings, 1 remark"; "no findings" if there are none."""
+        words = {"error": "error", "warning": "warning", "info": "remark"}
+        counts = [plural(self.count(severity), words[severity]) for severity in SEVERITIES if self.count(severity)]
+        return ", ".join(counts) or "no findings"
+
+
+def sorted_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The findings without repetitions, errors first, in the order in which they were found."""
+    return tuple(sorted(dict.fromkeys(findings), key=lambda finding: SEVERITIES.index(finding.severity)))
+
+
+def check_fail_on(words: Iterable[str]) -> None:
+    """Raises RequestError for a word that is neither the id of a finding nor a severity."""
+    for word in words:
+        check_word("--fail-on", word, [*KINDS, *SEVERITIES])

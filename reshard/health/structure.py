@@ -1,0 +1,152 @@
+"""Checks of an index: every tensor whole, all layers there, the shapes of the config, one number of steps."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import CheckpointError, RequestError
+from reshard.geometry.quantities import plural
+from reshard.health.findings import Finding, found, of_error
+from reshard.health.roles import family_of, is_scale, layer_of
+from reshard.index.index import Index, Tensor, check_coverage
+from reshard.models.model import Model, ModelWeight
+from reshard.storage.files import Files, read_range
+
+_STEP_WORDS: Mapping[str, str] = {"F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8"}
+
+
+def incomplete_tensors(index: Index) -> Iterator[Finding]:
+    """Tensors of which a part is in no file, and names that occur twice."""
+    names = Counter((tensor.kind, tensor.name) for tensor in index.tensors)
+    for (kind, name), count in names.items():
+        if count > 1:
+            yield found("inconsistent", f"{count} tensors of the kind {kind} have this name", tensor=name)
+    whole: set[tuple[object, ...]] = set()
+    for tensor in index.tensors:
+        # Tensors that are cut in the same way may share their columns. Shared columns are checked once.
+        columns = id(tensor.shards.offsets), id(tensor.shards.sizes), id(tensor.shards.primary), tensor.shape
+        if columns not in whole:
+            try:
+                check_coverage(tensor)
+                whole.add(columns)
+            except CheckpointError as error:
+                yield of_error(error)
+
+
+def missing_layers(weights: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """Numbers between the first and the last layer that no weight has."""
+    stacks: dict[str, set[int]] = {}
+    for name in weights:
+        layer = layer_of(name)
+        if layer is not None:
+            stacks.setdefault(name[: name.index(f".{layer}.")], set()).add(layer)
+    for stack, layers in stacks.items():
+        missing = sorted(set(range(max(layers))) - layers)
+        # A list of modules that are not all layers with weights has gaps of its own, and few entries.
+        if missing and len(layers) > len(missing) + 1:
+            numbers = ", ".join(map(str, missing[:8]))
+            yield found("missing-layer", f"{stack} has the layers 0 to {max(layers)} except {numbers}", tensor=f"{stack}.{missing[0]}")
+
+
+def config_shapes(weights: Mapping[str, Tensor], model: Model | None, config: Mapping[str, Any] | None) -> Iterator[Finding]:
+    """Weights that the config needs and that are missing, that have another shape, or that it does not know."""
+    if model is None:
+        reason = f"the architecture {config.get('model_type')!r} is not declared" if config is not None else "there is no config.json"
+        yield found("config-not-checked", f"the names and shapes of the weights were not compared with a config: {reason}")
+        return
+    try:
+        expected = model.weights
+    except RequestError as error:
+        yield of_error(error)
+        return
+    if not expected.keys() & weights.keys():
+        yield found(
+            "config-not-checked", f"no weight has a name of a {model.architecture.model_type} model, such as {next(iter(expected))}"
+        )
+        return
+    for name, weight in expected.items():
+        tensor = weights.get(name)
+        if tensor is not None and tensor.shape != weight.shape and not (weight.scale and tensor.elements == 1):
+            yield found("wrong-shape", f"its shape is {list(tensor.shape)}, the config says {list(weight.shape)}", tensor=name)
+    tied = {model.architecture.tied[0]} if model.is_tied else set()
+    unknown = [name for name in weights if name not in expected and name not in tied and not model.reason_to_drop(name)]
+    missing = [name for name, weight in expected.items() if name not in weights and not weight.optional and weight.scale is None]
+    kind = f"a {model.architecture.model_type} model"
+    if missing and sum(weights[name].elements for name in unknown) >= sum(math.prod(expected[name].shape) for name in missing):
+        detail = f"{plural(len(unknown), 'weight')}, such as {unknown[0]}, have other names than {kind} has, such as {missing[0]}"
+        yield found("config-not-checked", detail)
+        return
+    yield from (found("missing-weight", f"{kind} needs it, and it is in no file", tensor=name) for name in missing)
+    yield from (found("unknown-weight", f"{kind} has no such weight", tensor=name) for name in unknown)
+    yield from _tied_shapes(weights, model)
+
+
+def _tied_shapes(weights: Mapping[str, Tensor], model: Model) -> Iterator[Finding]:
+    if model.is_tied:
+        head, table = (weights.get(name) for name in model.architecture.tied)
+        if head is not None and table is not None and (head.shape, head.dtype) != (table.shape, table.dtype):
+            detail = f"it is {head.dtype} {list(head.shape)}, {table.name} is {table.dtype} {list(table.shape)}, and the config ties them"
+            yield found("tied-mismatch", detail, tensor=head.name)
+
+
+def mixed_dtypes(weights: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """Weights whose element type differs from that of the same weight in most other layers."""
+    families: dict[str, list[Tensor]] = {}
+    for name, tensor in weights.items():
+        if layer_of(name) is not None:
+            families.setdefault(family_of(name), []).append(tensor)
+    for family in families.values():
+        types = Counter(tensor.dtype.name for tensor in family)
+        if len(types) > 1:
+            rare, count = types.most_common()[-1]
+            tensor = next(tensor for tensor in family if tensor.dtype.name == rare)
+            detail = f"it is {rare}, as in {count} of {len(family)} layers or experts; the others are {types.most_common(1)[0][0]}"
+            yield found("mixed-dtypes", detail, tensor=tensor.name)
+
+
+def missing_scales(weights: Mapping[str, Tensor], model: Model | None, config: Mapping[str, Any] | None) -> Iterator[Finding]:
+    """Scales that belong to quantized weights and are not there: those that the config describes, else any that other weights have."""
+    if model is not None and model.quantization is not None:
+        expected = {scale: weight.name for weight in model.weights.values() for scale in _scale_names(weight)}
+    else:
+        modules = {name.rpartition(".")[0] for name in weights if is_scale(name)}
+        eight_bit = [name for name, tensor in weights.items() if name.endswith(".weight") and tensor.dtype.name.startswith("F8")]
+        quantized = modules or (config or {}).get("quantization_config")
+        lacking = [name for name in eight_bit if name.removesuffix(".weight") not in modules] if quantized else []
+        expected = {name.removesuffix("weight") + "weight_scale": name for name in lacking}
+    for scale, name in expected.items():
+        tensor = weights.get(name)
+        if scale not in weights and tensor is not None and tensor.dtype.name.startswith("F8"):
+            yield found("missing-scale", f"{name} is stored as {tensor.dtype}, and this scale is in no file", tensor=scale)
+
+
+def _scale_names(weight: ModelWeight) -> Iterator[str]:
+    return (weight.name.removesuffix("weight") + scale.kind for scale in weight.scales)
+
+
+def uneven_steps(index: Index, files: Files) -> Iterator[Finding]:
+    """Step counts of the optimizer that differ. Reads one count of each parameter, in turn of each rank."""
+    counts: dict[float, list[tuple[str, str]]] = {}
+    steps = [tensor for tensor in index.tensors if tensor.kind == "step" and tensor.elements == 1 and tensor.dtype.name in _STEP_WORDS]
+    for number, tensor in enumerate(steps):
+        if not len(tensor.shards):
+            continue
+        try:
+            extent = tensor.shards.extent(number % len(tensor.shards))
+            data = read_range(files, extent.path, extent.byte_offset, extent.dtype.itemsize)
+        except CheckpointError as error:
+            yield of_error(error)
+            continue
+        count = float(np.frombuffer(data, _STEP_WORDS[tensor.dtype.name])[0])
+        counts.setdefault(count, []).append((tensor.name, extent.path))
+    if len(counts) > 1:
+        common, rare = max(counts, key=lambda count: len(counts[count])), min(counts, key=lambda count: len(counts[count]))
+        name, path = counts[rare][0]
+        some, most = plural(len(counts[rare]), "parameter"), plural(len(counts[common]), "other")
+        detail = f"the optimizer has counted {rare:g} steps for {some}, and {common:g} for {most}"
+        yield found("uneven-steps", detail, tensor=name, file=path)

@@ -1,0 +1,138 @@
+"""The values of all tensors, read once, block by block, and their replicas compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from reshard.engine.pool import run_jobs, workers_within
+from reshard.engine.transfer import Block, Pieces, Worker
+from reshard.errors import CheckpointError, ReplicasDiffer
+from reshard.geometry.boxes import Box, blocks
+from reshard.health.findings import Finding, found, of_error
+from reshard.health.roles import is_scale
+from reshard.health.statistics import Meter, Statistics
+from reshard.index.index import Tensor
+from reshard.index.shards import primary_rows
+from reshard.storage.files import Files
+
+
+@dataclass(slots=True)
+class Measured:
+    """A tensor and what its values showed."""
+
+    tensor: Tensor
+    """The tensor."""
+    statistics: Statistics = field(default_factory=Statistics)
+    """The statistics of the blocks that could be read."""
+    fault: Finding | None = None
+    """Why a block could not be read, or which replicas differ."""
+    is_complete: bool = True
+    """Whether all blocks could be read."""
+
+    @property
+    def name(self) -> str:
+        """The name of the tensor."""
+        return self.tensor.name
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One block to measure."""
+
+    number: int
+    """The index of the tensor."""
+    box: Box
+    """The block."""
+    pieces: Pieces
+    """The pieces of the tensor, replicas included."""
+
+
+def measure(
+    tensors: Sequence[Tensor], files: Files, advance: Callable[[int], None], *, workers: int | None = None, memory: int | None = None
+) -> list[Measured]:
+    """The statistics of every tensor. Weights and masters get all of them, optimizer state those that it needs.
+
+    advance: called with the bytes of each finished block. workers: threads. memory: the most bytes of buffers.
+
+    Raises: RequestError if `memory` is too small.
+    """
+    measured = [Measured(tensor) for tensor in tensors]
+    itemsize = max((tensor.dtype.itemsize for tensor in tensors), default=1)
+
+    def jobs() -> Iterator[_Job]:
+        for number, tensor in enumerate(tensors):
+            pieces = Pieces(tensor)
+            yield from (_Job(number, box, pieces) for box in blocks(tensor.shape))
+
+    def make_worker() -> Callable[[_Job], tuple[int, int, Statistics | None, Finding | None]]:
+        worker, meter = Worker(files, itemsize), Meter()
+
+        def perform(job: _Job) -> tuple[int, int, Statistics | None, Finding | None]:
+            tensor = tensors[job.number]
+            block, fault = _gathered(worker, job)
+            if block is None:
+                return job.number, 0, None, fault
+            is_weight, signs = tensor.kind in ("weight", "master"), tensor.kind == "moment2" or is_scale(tensor.name)
+            statistics = meter.measure(block, tensor.dtype, job.box, tensor.shape, values=is_weight, signs=signs)
+            return job.number, block.nbytes, statistics, fault
+
+        return perform
+
+    for number, nbytes, statistics, fault in run_jobs(jobs(), make_worker, workers_within(memory, workers, itemsize, buffers=3)):
+        entry = measured[number]
+        entry.fault = entry.fault or fault
+        if statistics is None:
+            entry.is_complete = False
+        else:
+            entry.statistics.add(statistics)
+        advance(nbytes)
+    return measured
+
+
+def _gathered(worker: Worker, job: _Job) -> tuple[Block | None, Finding | None]:
+    """A block, and a finding if its replicas differ; None and a finding if it cannot be read."""
+    try:
+        return worker.gather(job.pieces, job.box), None
+    except ReplicasDiffer as error:
+        return worker.gather(Pieces(without_replicas(job.pieces.tensor)), job.box), of_error(error)
+    except CheckpointError as error:
+        return None, replace(of_error(error), tensor=job.pieces.tensor.name)
+
+
+def without_replicas(tensor: Tensor) -> Tensor:
+    """The tensor with its primary pieces alone."""
+    shards, rows = tensor.shards, primary_rows(tensor.shards).nonzero()[0]
+    return replace(
+        tensor,
+        shards=replace(
+            shards,
+            offsets=shards.offsets[rows],
+            sizes=shards.sizes[rows],
+            files=shards.files[rows],
+            positions=shards.positions[rows],
+            extent=lambda i: shards.extent(int(rows[i])),
+            primary=None,
+            ranks=None if shards.ranks is None else shards.ranks[rows],
+        ),
+    )
+
+
+def place_of(tensor: Tensor, element: tuple[int, ...]) -> tuple[str | None, int | None]:
+    """The file and the rank that hold an element."""
+    shards = tensor.shards
+    for row in primary_rows(shards).nonzero()[0].tolist():
+        if shards.box(row).contains(Box(element, (1,) * len(element))):
+            return shards.path(row), None if shards.ranks is None else int(shards.ranks[row])
+    return None, None
+
+
+def faults(measured: Sequence[Measured], tied_head: str | None) -> Iterator[Finding]:
+    """What went wrong while reading. tied_head: the head that was read with the embedding as its replica."""
+    for entry in measured:
+        if entry.fault is None:
+            continue
+        if entry.name == tied_head and entry.fault.id == "replicas-differ":
+            yield found("tied-mismatch", f"the config ties it to the embedding, and {entry.fault.detail}", tensor=tied_head)
+        else:
+            yield entry.fault
