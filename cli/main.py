@@ -25,7 +25,10 @@ COMMANDS = {
     "completion": (".commands.completion", "Print the completion script for bash, zsh or fish."),
 }
 
-EPILOG = "Exit codes: 0 success; 1 the check found differences; 2 bad input or usage; 70 defect of reshard; 130 interrupted."
+EPILOG = (
+    "Exit codes: 0 success; 1 difference or finding; 2 usage; 3 source broken or incomplete; 4 target exists or in use; "
+    "5 no space or permission; 6 unsupported; 70 defect of reshard; 130 interrupted, 143 by SIGTERM."
+)
 
 
 class LazyGroup(click.Group):
@@ -79,11 +82,12 @@ def run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        return _report(error, "--debug" in arguments)
+        return _report(error, "--debug" in arguments, "--json" in arguments)
 
 
-def _report(error: Exception, debug: bool) -> int:
-    from reshard.errors import RequestError, ReshardError
+def _report(error: Exception, debug: bool, as_json: bool) -> int:
+    """Print an error, and return its exit code."""
+    from reshard.errors import ReshardError, UnsupportedError
 
     without_torch = isinstance(error, ModuleNotFoundError) and error.name == "torch"
     if debug or not (without_torch or isinstance(error, ReshardError)):
@@ -91,9 +95,13 @@ def _report(error: Exception, debug: bool) -> int:
 
         traceback.print_exception(error)
     if without_torch:
-        error = RequestError("this needs torch, which is not installed", do="Install it with `pip install 'reshard[torch]'`")
+        error = UnsupportedError("this needs torch, which is not installed", do="Install it with `pip install 'reshard[torch]'`")
     if isinstance(error, ReshardError):
-        print(f"reshard: {error}", file=sys.stderr)
+        print(f"reshard: {error} [{error.id}]", file=sys.stderr)
+        if as_json:
+            from .json_output import show_json
+
+            show_json({"error": error.to_json()})
         return error.exit_code
     print("reshard: this is a defect of reshard, not of your input; please report it with the lines above", file=sys.stderr)
     return 70

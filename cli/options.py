@@ -51,7 +51,10 @@ class Command(click.Command):
             with formatter.section("Examples"):
                 for example in self.examples:
                     formatter.write(f"{'':>{formatter.current_indent}}$ {example}\n")
-        super().format_epilog(ctx, formatter)
+        from .main import EPILOG
+
+        formatter.write_paragraph()
+        formatter.write_text(EPILOG)
 
 
 class SizeParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic in newer versions of click

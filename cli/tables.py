@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any
 
 import click
 
@@ -49,10 +47,6 @@ def shape_text(shape: Sequence[int]) -> str:
 def show(text: str = "") -> None:
     """Print lines; what comes from a file cannot act on the terminal."""
     click.echo("\n".join(printable(line) for line in text.split("\n")))
-
-
-def show_json(document: Any) -> None:
-    click.echo(json.dumps(document, indent=2))
 
 
 def _text(cell: object) -> str:

@@ -10,9 +10,10 @@ import click
 from reshard.geometry.quantities import plural
 
 from .. import options
+from ..json_output import show_json
 from ..plans import plan_document, show_drops, show_plan
 from ..progress import bar
-from ..tables import nbytes_text, show, show_json, table
+from ..tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
     from reshard.engine.run import Conversion

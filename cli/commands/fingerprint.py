@@ -7,8 +7,9 @@ from typing import Any
 import click
 
 from .. import options
+from ..json_output import show_json
 from ..progress import bar
-from ..tables import show, show_json
+from ..tables import show
 
 
 @click.command("fingerprint", cls=options.Command, examples=["reshard fingerprint step-1000 --model llama-3-8b"])

@@ -10,7 +10,8 @@ import click
 from reshard.geometry.quantities import plural
 
 from .. import options
-from ..tables import count_text, nbytes_text, shape_text, show, show_json, table
+from ..json_output import show_json
+from ..tables import count_text, nbytes_text, shape_text, show, table
 
 if TYPE_CHECKING:
     from reshard.geometry.meshes import Distribution, Mesh

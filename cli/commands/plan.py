@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from .. import options
+from ..json_output import show_json
 from ..plans import plan_document, show_plan
-from ..tables import show_json
 
 
 @click.command(

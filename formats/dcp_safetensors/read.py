@@ -12,7 +12,7 @@ from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.adapter.save_folders import step_of
 from reshard.containers import safetensors
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.extents import Extent, Piece
 from reshard.index.index import Index, RunFacts, Tensor, check_coverage
@@ -33,7 +33,7 @@ def read(files: Files, shards: Sequence[ShardFile], hints: Hints) -> Index:
     Raises: CheckpointError if a file is missing, or the files contradict each other or the model's config.
     """
     if not shards:
-        raise CheckpointError("there is no shard-<rank>-model-<i>-of-<n>.safetensors", where=files.root)
+        raise IncompleteError("there is no shard-<rank>-model-<i>-of-<n>.safetensors", where=files.root)
     builder = IndexBuilder("dcp-safetensors", files)
     builder.add_files(file.path for file in shards)
     for name, pieces in _pieces(files, shards).items():
@@ -122,7 +122,7 @@ def _check_files(files: Files, shards: Sequence[ShardFile], tensors: Sequence[Te
     parts, ranks = {file.part for file in shards}, {file.rank for file in shards}
     for part in range(1, divisions[0] + 1):
         if part not in parts:
-            raise CheckpointError(
+            raise IncompleteError(
                 f"there is no shard-*-model-{part:05d}-of-{divisions[0]:05d}.safetensors",
                 where=files.root,
                 why="The names of the other files say that there is one",
@@ -133,7 +133,7 @@ def _check_files(files: Files, shards: Sequence[ShardFile], tensors: Sequence[Te
         try:
             check_coverage(tensor)
         except CheckpointError as error:
-            raise CheckpointError(
+            raise IncompleteError(
                 f"there is no shard-{missing_ranks[0] + 1:05d}-model-*.safetensors",
                 where=tensor.name,
                 why=error.what,

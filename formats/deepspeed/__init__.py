@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format, Hints
-from reshard.errors import CheckpointError
+from reshard.errors import IncompleteError
 
 from .layout.tag import find_tag_folder, is_file_of_a_tag, open_tag
 
@@ -46,7 +46,7 @@ class DeepSpeed(Format):
 
         folder = find_tag_folder(files)
         if folder is None:
-            raise CheckpointError("there is no tag: no *_model_states.pt, and no folder with such a file", where=files.root)
+            raise IncompleteError("there is no tag: no *_model_states.pt, and no folder with such a file", where=files.root)
         return read_index(files, open_tag(files, folder), hints)
 
     def check_values(self, files: Files, index: Index) -> Index:

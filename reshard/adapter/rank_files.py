@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError, IncompleteError, RequestError
 
 if TYPE_CHECKING:
     from reshard.index.index import Tensor
@@ -179,7 +179,7 @@ def check_missing_ranks(run: RunFiles, ranks: int, tensors: Sequence[Tensor]) ->
                 try:
                     check_coverage(tensor)
                 except CheckpointError as error:
-                    raise CheckpointError(
+                    raise IncompleteError(
                         f"{_missing_text(missing, ranks)} no file beside {rank_files.first}",
                         where=tensor.name,
                         why=error.what,

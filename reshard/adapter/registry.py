@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format
-from reshard.errors import RequestError
+from reshard.errors import RequestError, UnsupportedError
 
 if TYPE_CHECKING:
     from reshard.adapter.option import Option
@@ -64,7 +64,7 @@ def target(name: str) -> Format:
     found = named(name)
     if not found.can_write:
         writable = (name for name, each in formats().items() if each.can_write)
-        raise RequestError(f"the format {name} is read, not written", do=f"Formats that are written: {', '.join(writable)}")
+        raise UnsupportedError(f"the format {name} is read, not written", do=f"Formats that are written: {', '.join(writable)}")
     return found
 
 
@@ -113,6 +113,7 @@ def detect(files: Files) -> tuple[Format, str]:
             "this could be " + " or ".join(f"{found.name} ({reason})" for found, reason in claims),
             where=files.root,
             do="Say which with --format, or give the directory of one of them",
+            id="ambiguous",
         )
     listing = files.list()
     raise RequestError(
@@ -121,4 +122,5 @@ def detect(files: Files) -> tuple[Format, str]:
         else "the directory is empty",
         where=files.root,
         do="`reshard formats` tells what is looked for. Give the directory that holds the checkpoint's files",
+        id="not-found",
     )

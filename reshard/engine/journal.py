@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import RequestError
+from reshard.errors import TargetError
 from reshard.storage.staging import Staging
 
 # Short, so that the disk writes while blocks are still being copied: with 5 s, the last sync alone took a third of the time of a 2 GB
@@ -99,11 +99,12 @@ def read_journal(path: Path, identity: str) -> dict[BlockKey, bytes]:
     lines = path.read_text().split("\n")[:-1]
     records = [_record(line) for line in lines]
     if not records or records[0].get("identity") != identity:
-        raise RequestError(
+        raise TargetError(
             "the interrupted conversion in this directory had other options or another version of reshard, or its source has changed since",
             where=str(path.parent.parent),
             why="Resuming would mix two conversions",
             do="Repeat the options of that run, or start again with --overwrite",
+            id="target-in-use",
         )
     for record in records:
         for route, block, digest in record.get("blocks", ()):

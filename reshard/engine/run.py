@@ -11,7 +11,7 @@ from reshard.engine.journal import BlockKey, Journal, names_a_plan, read_journal
 from reshard.engine.pool import run_jobs, workers_within
 from reshard.engine.transfer import Pieces, Worker, bytes_of
 from reshard.engine.values import Values
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError, RequestError, TargetError
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.quantities import plural
 from reshard.plans.digests import Fingerprint, block_digest, checkpoint_fingerprint, tensor_digest
@@ -132,11 +132,12 @@ class Conversion:
         others = [entry.name for entry in root.iterdir() if entry.name != WORK_FOLDER] if root.exists() else []
         if others:
             more = f" and {plural(len(others) - 1, 'other entry', 'other entries')}" if len(others) > 1 else ""
-            raise RequestError(
+            raise TargetError(
                 f"there is no interrupted run of this conversion here, but {others[0]}{more}",
                 where=str(root),
                 why="This is the result of another conversion, or of none; resuming would mix the two",
                 do="Repeat the options of the interrupted run, or start again with --overwrite",
+                id="target-in-use",
             )
 
     def _blocks(self, digests: dict[BlockKey, bytes], journal: Journal) -> Iterator[Done]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Piece
@@ -226,7 +226,7 @@ def check_coverage(tensor: Tensor) -> None:
     if region.volume and (fault := _first_fault(offsets, stops, rows, region, 0)):
         box, holders = fault
         if not len(holders):
-            raise CheckpointError(
+            raise IncompleteError(
                 f"{box} of {list(tensor.shape)} is in no file",
                 where=tensor.name,
                 why=f"The {len(rows)} stored boxes are in {_some(sorted({shards.path(int(row)) for row in rows}))}; "

@@ -17,7 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import RequestError
+from reshard.errors import RequestError, UnsupportedError
 from reshard.models.architecture import Architecture
 from reshard.models.declared.reader import Find, parse_declaration
 from reshard.models.model import Model
@@ -61,7 +61,7 @@ def named_architecture(named: Architecture | str | os.PathLike[str]) -> Architec
         return read_architecture(named)
     architecture = find_architecture(named)
     if architecture is None:
-        raise RequestError(
+        raise UnsupportedError(
             f"--architecture {named}: no model is declared by that name",
             do=f"Declared are {', '.join(known_model_types())}. To name a file, write its ending or folder, such as ./{named}.yaml",
         )
@@ -81,7 +81,7 @@ def declaration_text(model_type: str) -> str:
     """The text of the file that declares a model type. Raises RequestError if the model is not declared, or not in a file."""
     architecture = find_architecture(model_type)
     if architecture is None:
-        raise RequestError(f"no model is declared as {model_type!r}", do=f"Declared are {', '.join(known_model_types())}")
+        raise UnsupportedError(f"no model is declared as {model_type!r}", do=f"Declared are {', '.join(known_model_types())}")
     path = Path(architecture.declared_in or _built_in_file(architecture.model_type))
     if not path.is_file():
         raise RequestError(f"{model_type} is declared by a package as a Python object, and not in a file")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from reshard.errors import RequestError
+from reshard.errors import UnsupportedError
 from reshard.models.model import Model
 from reshard.models.quantization import unknown_quantization
 from reshard.serving.rules import EngineRules
@@ -16,18 +16,18 @@ def require_model(model: Model | None, config: Mapping[str, object] | None, engi
     if model is not None:
         return model
     if config is None:
-        raise RequestError(
+        raise UnsupportedError(
             "no config.json says which model this is",
             why=f"{engine}'s files hold each rank's slices, and their sizes depend on the numbers of heads in the config",
             do="Give the directory of the model's config with --model DIR",
         )
     if method := unknown_quantization(config):
-        raise RequestError(
+        raise UnsupportedError(
             f"the weights are quantized ({method}) with a method that reshard does not know",
             why="How packed weights and their scales split over ranks is not guessed",
             do=f"Convert to hf, which keeps them unchanged and which {engine} loads as well",
         )
-    raise RequestError(
+    raise UnsupportedError(
         f"the architecture {config.get('model_type')!r} is not declared",
         why="How its weights split over ranks is not known, and is not guessed",
         do="Write a declaration: `reshard architectures --start CKPT > my.yaml` begins one, and --architecture my.yaml uses it. "
@@ -41,22 +41,22 @@ def check_served(model: Model, rules: EngineRules) -> None:
     what = f"{engine}'s class for a {model.architecture.model_type} model"
     for key, value in quirks.assumed_settings:
         if (setting := model.setting(key)) != value:
-            raise RequestError(
+            raise UnsupportedError(
                 f"{what} works as if {key} were {json.dumps(value)}, the config says {json.dumps(setting)}",
                 why="It would refuse the weights, or serve wrong or unset ones",
                 do="Serve it with another engine",
             )
     if quirks.not_loadable:
-        raise RequestError(
+        raise UnsupportedError(
             f"{engine} does not load a {model.architecture.model_type} model from such files: {quirks.not_loadable}",
             do="Convert to hf, which it loads as well",
         )
     if rules.refuses_quantized and model.quantization:
-        raise RequestError("the weights are quantized", why=rules.refuses_quantized, do="Add --dequantize, or convert to hf")
+        raise UnsupportedError("the weights are quantized", why=rules.refuses_quantized, do="Add --dequantize, or convert to hf")
     if quirks.derives_head_dim:
         _check_head_dim(model, engine)
     if quirks.all_layers_sparse and model.dense_layers:
-        raise RequestError(
+        raise UnsupportedError(
             f"{what} has experts in every layer, whatever the config says; layer {model.dense_layers[0]} has none",
             why="It would serve experts that were never loaded, without a message",
             do="Serve it with another engine",
@@ -69,7 +69,7 @@ def _check_head_dim(model: Model, engine: str) -> None:
     """Raises RequestError if the config's head dimension is not the one that the engine's class computes."""
     head_dim, derived = model.dimensions["head_dim"], model.dimensions["hidden"] // model.dimensions["heads"]
     if head_dim != derived:
-        raise RequestError(
+        raise UnsupportedError(
             f"{engine}'s class for a {model.architecture.model_type} model computes a head dimension of hidden size / heads = {derived}, "
             f"the config says {head_dim}",
             why="It would load a part of every head without a message",
@@ -81,7 +81,7 @@ def _check_router(model: Model, engine: str) -> None:
     """Raises RequestError if the config does not exclude the routers of a quantized model from quantization."""
     router = next((weight.name for weight in model.weights.values() if weight.role == "router"), None)
     if router and model.quantization and model.quantization.scales_of(router):
-        raise RequestError(
+        raise UnsupportedError(
             "the config does not say that this router is not quantized",
             where=router,
             why=f"{engine} would build a quantized router and cast the weight to it without a message",

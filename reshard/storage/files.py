@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError, IncompleteError, RequestError
 from reshard.storage.decoded_ranges import DecodedRanges
 from reshard.storage.system_calls import open_files_at_once, read_at
 
@@ -100,7 +100,7 @@ def read_whole(files: Files, path: str, *, limit: int) -> bytes:
 
 def missing(files: Files, path: str) -> CheckpointError:
     """The error for a file that does not exist."""
-    return CheckpointError(
+    return IncompleteError(
         f"the file is not there (looked in {files.root})", where=path, do="Copy it from where the checkpoint was written"
     )
 
@@ -157,7 +157,7 @@ class LocalFiles:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         path = Path(root)
         if not path.exists():
-            raise RequestError(f"there is no file or directory {str(root)!r}")
+            raise RequestError(f"there is no file or directory {str(root)!r}", id="not-found")
         self.root = str(root)
         self.folder = path if path.is_dir() else path.parent
         self._only_file = None if path.is_dir() else path.name

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from reshard.errors import RequestError
+from reshard.errors import RequestError, SystemRefusal
 from reshard.storage.files import Descriptors
 from reshard.storage.system_calls import sync_content
 
@@ -48,11 +48,12 @@ class Staging:
         existing = next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())
         free = shutil.disk_usage(existing).free
         if needed > free:
-            raise RequestError(
+            raise SystemRefusal(
                 f"{needed:,} bytes are needed, {free:,} are free",
                 where=str(self.root),
                 why="The disk would be full before the conversion ends; nothing was written",
                 do="Free some space, or choose another disk",
+                id="no-space",
             )
         self.work.mkdir(parents=True, exist_ok=True)
         self._descriptors = Descriptors(self.work, os.O_RDWR)
@@ -153,13 +154,14 @@ class Staging:
         """The error for the user when the system could not write."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             needed, free = sum(self._sizes.values()), shutil.disk_usage(self.root).free
-            return RequestError(
+            return SystemRefusal(
                 f"the disk is full: {needed:,} bytes are needed in all, {free:,} are free now",
                 where=str(self.root),
                 why="Finished blocks are on the disk and in the journal",
                 do="Free some space and run the same command with --resume",
+                id="no-space",
             )
-        return RequestError(f"cannot be written: {error.strerror}", where=str(error.filename or self.root))
+        return SystemRefusal(f"cannot be written: {error.strerror}", where=str(error.filename or self.root))
 
 
 def _allocated(file: Path | None, size: int) -> int:

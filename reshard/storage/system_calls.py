@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from reshard.errors import RequestError
+from reshard.errors import UnsupportedError
 
 # The fallback for preadv copies the bytes once; the copy stays small.
 _COPY_BYTES = 8 << 20
@@ -17,7 +17,7 @@ _COPY_BYTES = 8 << 20
 def check_platform() -> None:
     """Raises RequestError on Windows, which has neither pread nor pwrite nor fsync of a directory."""
     if sys.platform == "win32":
-        raise RequestError("Windows is not supported: reshard runs on Linux and macOS, and on Windows in WSL")
+        raise UnsupportedError("Windows is not supported: reshard runs on Linux and macOS, and on Windows in WSL")
 
 
 def read_at(descriptor: int, buffer: memoryview, byte_offset: int) -> int:

@@ -135,7 +135,9 @@ def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
     format, reason = (registry.named(name), "named by --format") if name else registry.detect(files)
     model_files = find_model_files(LocalFiles(model) if model is not None else files)
     if model is not None and model_files.config is None:
-        raise RequestError(f"there is no {CONFIG} in {os.fspath(model)!r}", do="Give --model the directory that holds the model's config")
+        raise RequestError(
+            f"there is no {CONFIG} in {os.fspath(model)!r}", do="Give --model the directory that holds the model's config", id="not-found"
+        )
     with gc_paused():
         index = without_wrappers(format.read(files, Hints(model_files.config, options.get("vocab_size"), declared)))
     if index.facts.config is not None and index.facts.config != model_files.config:

@@ -9,7 +9,7 @@ from typing import Unpack
 from reshard.adapter import registry
 from reshard.adapter.model_files import CARRIED, CONFIG
 from reshard.engine.run import MANIFEST, Conversion
-from reshard.errors import RequestError
+from reshard.errors import RequestError, TargetError
 from reshard.plans.digests import Fingerprint
 from reshard.plans.plan import Plan
 from reshard.storage.staging import WORK_FOLDER
@@ -47,22 +47,23 @@ def conversion(plan: Plan, target: PathLike, *, resume: bool = False, overwrite:
 def _replaceable(root: Path, plan: Plan, *, resume: bool, overwrite: bool) -> tuple[str, ...]:
     """The files in the target directory that a conversion may replace. Raises RequestError if it may not write there."""
     if root.exists() and not root.is_dir():
-        raise RequestError("the target is a file; a directory is written", where=str(root))
+        raise TargetError("the target is a file; a directory is written", where=str(root))
     entries = sorted(entry.name for entry in root.iterdir()) if root.exists() else []
     if not entries:
         return ()
     source = Path(plan.source_files.root)
     if root.resolve() == (source if source.is_dir() else source.parent).resolve():
-        raise RequestError("source and target are the same directory", where=str(root), do="Choose another target")
+        raise TargetError("source and target are the same directory", where=str(root), do="Choose another target")
     interrupted = WORK_FOLDER in entries
     if resume and (interrupted or MANIFEST in entries):
         return ()
     if not overwrite:
-        raise RequestError(
+        raise TargetError(
             "an interrupted conversion lies here" if interrupted else f"the target exists and holds {len(entries)} entries",
             where=str(root),
             why="Nothing was written",
             do="Finish it with --resume, or start anew with --overwrite" if interrupted else "Choose another directory, or say --overwrite",
+            id="target-in-use" if interrupted else "target-exists",
         )
     globs = [glob for found in registry.formats().values() for glob in found.owns]
     # Search only those folders that the new checkpoint has, too.
@@ -70,7 +71,7 @@ def _replaceable(root: Path, plan: Plan, *, resume: bool, overwrite: bool) -> tu
     inner = sorted(str(path.relative_to(root)) for folder in folders for path in (root / folder).rglob("*") if path.is_file())
     weights = [name for name in (*entries, *inner) if any(fnmatchcase(name, glob) for glob in globs)]
     if not weights and not interrupted:
-        raise RequestError(
+        raise TargetError(
             f"--overwrite: {', '.join(entries[:3])} and what else lies there is no checkpoint",
             where=str(root),
             why="Only checkpoints are replaced",

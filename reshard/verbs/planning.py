@@ -63,6 +63,7 @@ def check_nothing_unanswered(source: Checkpoint) -> None:
             f"{source.path} does not say {'; nor '.join(source.index.facts.unanswered)}",
             why="It is in no file of the checkpoint, and is not guessed",
             do="Say it with the option named above",
+            id="ambiguous",
         )
 
 

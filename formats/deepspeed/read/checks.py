@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from reshard.engine.casts import Block, cast
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.boxes import Box
 from reshard.index.index import Index, Tensor
 from reshard.storage.files import Files, read_range
@@ -25,7 +25,7 @@ def check_ranks(paths: Mapping[int, str], ranks: int, what: str, *, why: str) ->
     """Raises CheckpointError unless each of the ranks 0..ranks - 1 has a file, and there is no other. paths: by rank."""
     if missing := [rank for rank in range(ranks) if rank not in paths]:
         some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        raise CheckpointError(
+        raise IncompleteError(
             f"of {ranks} {what} ranks, {some} {'has' if len(missing) == 1 else 'have'} no file",
             where=next(iter(paths.values()), None),
             why=why,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, IncompleteError
 
 from ..layout.degrees import RunDegrees
 from ..layout.experts import group_ranks
@@ -22,7 +22,7 @@ def degrees_of_run(states: RunStates) -> RunDegrees:
     degrees = model_parallel_degrees(states)
     model, first = states.first_model, states.first_optimizer
     if first is None and states.is_zero3:
-        raise CheckpointError(
+        raise IncompleteError(
             "the optimizer's files are missing, and with ZeRO-3 they hold the only copy of the weights",
             where=model.path,
             do="Copy *_optim_states.pt from where the checkpoint was written",
@@ -94,7 +94,7 @@ def _check_optimizer_files(states: RunStates, first: OptimizerStates, degrees: R
     for rank in degrees.each_model_rank():
         paths = {dp: path for (dp, mp), path in states.tag.optimizers.items() if mp == rank.number}
         if not paths:
-            raise CheckpointError(
+            raise IncompleteError(
                 f"model-parallel rank {rank.number} has no file of its optimizer beside it",
                 where=first.path,
                 why="Its part of every weight would be missing",

@@ -21,7 +21,7 @@ from reshard.adapter.index_builder import IndexBuilder
 from reshard.canonical.optimizer_state import plain_settings
 from reshard.containers import torch_zip
 from reshard.containers.torch_zip import Locations, is_plain_tensor
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, IncompleteError
 from reshard.index.index import Index, ParamGroup
 from reshard.storage.files import Files
 
@@ -99,7 +99,7 @@ def parameter_files(files: Files, folder: str, trained: Collection[str]) -> Iter
     """
     zero = folder + ZERO
     if missing := [name for name in trained if files.size(f"{zero}{name}/{FP32}.pt") is None]:
-        raise CheckpointError(
+        raise IncompleteError(
             f"there is no {ZERO}{missing[0]}/{FP32}.pt"
             + (f", nor those of {len(missing) - 1} more parameters" if len(missing) > 1 else ""),
             where=missing[0],
