@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import click
 
 from reshard.storage.system_calls import check_platform
+
+if TYPE_CHECKING:
+    from reshard.errors import ReshardError
 
 # name -> (module, what `--help` says). Static, so that help and start-up load nothing else.
 COMMANDS = {
@@ -67,14 +71,8 @@ def run(arguments: list[str]) -> int:
         return int(code or 0)
     except click.exceptions.Exit as exit_:
         return int(exit_.exit_code)
-    except click.ClickException as error:
-        context = getattr(error, "ctx", None)
-        name = context.command_path if context else "reshard"
-        message = error.format_message().replace("\n", " ").strip().rstrip(".")
-        print(f"reshard: {message}. `{name} --help` shows how to use it.", file=sys.stderr)
-        return 2
     except (KeyboardInterrupt, click.Abort):
-        print("reshard: interrupted; finished work is kept, and --resume continues from there", file=sys.stderr)
+        print("reshard: interrupted; finished work is kept, and --resume continues from there [interrupted]", file=sys.stderr)
         return 130
     except (BrokenPipeError, SystemExit):
         # The reader of our output has gone, as with `| head` (click turns that into an exit of its own). This is not an error; keep
@@ -86,25 +84,35 @@ def run(arguments: list[str]) -> int:
 
 
 def _report(error: Exception, debug: bool, as_json: bool) -> int:
-    """Print an error, and return its exit code."""
-    from reshard.errors import ReshardError, UnsupportedError
-
-    without_torch = isinstance(error, ModuleNotFoundError) and error.name == "torch"
-    if debug or not (without_torch or isinstance(error, ReshardError)):
+    """Print an error as one paragraph, and with --json as a document; returns its exit code."""
+    found = _explained(error)
+    if debug or found.id == "defect":
         import traceback
 
         traceback.print_exception(error)
-    if without_torch:
-        error = UnsupportedError("this needs torch, which is not installed", do="Install it with `pip install 'reshard[torch]'`")
-    if isinstance(error, ReshardError):
-        print(f"reshard: {error} [{error.id}]", file=sys.stderr)
-        if as_json:
-            from .json_output import show_json
+    print(f"reshard: {found} [{found.id}]", file=sys.stderr)
+    if as_json:
+        from .json_output import show_json
 
-            show_json({"error": error.to_json()})
-        return error.exit_code
-    print("reshard: this is a defect of reshard, not of your input; please report it with the lines above", file=sys.stderr)
-    return 70
+        show_json({"error": found.to_json()})
+    return found.exit_code
+
+
+def _explained(error: Exception) -> ReshardError:
+    """Any exception as an error of reshard."""
+    from reshard.errors import ReshardError, RequestError, UnsupportedError
+
+    if isinstance(error, ReshardError):
+        return error
+    if isinstance(error, click.ClickException):
+        context = getattr(error, "ctx", None)
+        name = context.command_path if context else "reshard"
+        return RequestError(error.format_message().replace("\n", " "), do=f"`{name} --help` shows how to use it")
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return UnsupportedError("this needs torch, which is not installed", do="Install it with `pip install 'reshard[torch]'`")
+    return ReshardError(
+        f"{type(error).__name__}: {error}", why="This is a defect of reshard, not of your input", do="Please report it with its traceback", id="defect"
+    )
 
 
 if __name__ == "__main__":
