@@ -100,7 +100,7 @@ def _report(error: Exception, debug: bool, as_json: bool) -> int:
 
 def _explained(error: Exception) -> ReshardError:
     """Any exception as an error of reshard."""
-    from reshard.errors import ReshardError, RequestError, UnsupportedError
+    from reshard.errors import RequestError, ReshardError, UnsupportedError
 
     if isinstance(error, ReshardError):
         return error
@@ -111,7 +111,10 @@ def _explained(error: Exception) -> ReshardError:
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         return UnsupportedError("this needs torch, which is not installed", do="Install it with `pip install 'reshard[torch]'`")
     return ReshardError(
-        f"{type(error).__name__}: {error}", why="This is a defect of reshard, not of your input", do="Please report it with its traceback", id="defect"
+        f"{type(error).__name__}: {error}",
+        why="This is a defect of reshard, not of your input",
+        do="Please report it with its traceback",
+        id="defect",
     )
 
 

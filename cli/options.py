@@ -132,7 +132,18 @@ def take(given: dict[str, Any], keywords: type) -> dict[str, Any]:
     return {name: given.pop(name) for name in keywords.__annotations__ if name in given}
 
 
-as_json = option("--json", "as_json", section=OUTPUT, is_flag=True, help="Print one JSON document.")
+def _needs_json(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
+    if value and not ctx.params.get("as_json"):
+        raise click.UsageError("--full has a meaning only with --json", ctx)
+    return value
+
+
+# Eager: it is known when --full is looked at.
+as_json = option("--json", "as_json", section=OUTPUT, is_flag=True, is_eager=True, help="Print one JSON document.")
+summary_or_full = together(
+    option("--json", "as_json", section=OUTPUT, is_flag=True, is_eager=True, help="Print a summary as one JSON document."),
+    option("--full", section=OUTPUT, is_flag=True, callback=_needs_json, help="With --json: print everything, each tensor included."),
+)
 format_name = option(
     "--format", section=SOURCE, metavar="FORMAT", shell_complete=format_names, help="Format of the checkpoint, instead of detecting it."
 )

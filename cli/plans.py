@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from reshard.geometry.quantities import plural
@@ -10,17 +9,22 @@ from reshard.geometry.quantities import plural
 from .tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
-    from reshard.canonical.content import Drop
     from reshard.plans.plan import Plan
+    from reshard.plans.summary import DropSummary
 
 
-def plan_document(plan: Plan) -> dict[str, Any]:
-    """The plan with stable keys, what each rank holds included."""
+def plan_document(plan: Plan, *, full: bool) -> dict[str, Any]:
+    """The plan with stable keys, and what each rank holds. full: each tensor, too."""
     from dataclasses import asdict
 
     from reshard.plans import summary
 
-    return {**plan.to_json(), "ranks": [asdict(rank) for rank in summary.ranks(plan)]}
+    document = plan.to_json(tensors=full)
+    tensors = {name: document.pop(name) for name in ("tensors", "dropped", "tasks") if full}
+    if full:
+        tensors["dropped_tensors"] = tensors.pop("dropped")
+    dropped = [group.to_json() for group in summary.drops(plan)]
+    return {**document, "dropped": dropped, "ranks": [asdict(rank) for rank in summary.ranks(plan)], **tensors}
 
 
 def show_plan(plan: Plan) -> None:
@@ -66,12 +70,15 @@ def show_plan(plan: Plan) -> None:
 
 
 def show_drops(plan: Plan) -> None:
-    by_reason: dict[str, list[Drop]] = {}
-    for drop in plan.drops:
-        by_reason.setdefault(drop.reason, []).append(drop)
-    for reason, drops in by_reason.items():
-        counts = ", ".join(f"{number} {kind}" for kind, number in Counter(drop.kind for drop in drops).items())
-        show(f"  skip      {counts}, {nbytes_text(sum(drop.nbytes for drop in drops))}: {reason}; for example {drops[0].name}")
+    """What is left out: one line for each reason."""
+    from reshard.plans import summary
+
+    by_reason: dict[str, list[DropSummary]] = {}
+    for group in summary.drops(plan):
+        by_reason.setdefault(group.reason, []).append(group)
+    for reason, groups in by_reason.items():
+        counts = ", ".join(f"{group.tensors} {group.kind}" for group in groups)
+        show(f"  skip      {counts}, {nbytes_text(sum(group.nbytes for group in groups))}: {reason}; for example {groups[0].example}")
 
 
 def _range(pair: tuple[int, int] | None) -> str:

@@ -38,9 +38,18 @@ if TYPE_CHECKING:
 @options.option("--resume", section=options.OUTPUT, is_flag=True, help="Resume an interrupted conversion.")
 @options.option("--overwrite", section=options.OUTPUT, is_flag=True, help="Replace the checkpoint in TARGET once the new one is complete.")
 @options.effort
-@options.as_json
+@options.summary_or_full
 def command(
-    source: str, target: str, to: str, dry_run: bool, resume: bool, overwrite: bool, as_json: bool, show_progress: bool | None, **given: Any
+    source: str,
+    target: str,
+    to: str,
+    dry_run: bool,
+    resume: bool,
+    overwrite: bool,
+    as_json: bool,
+    full: bool,
+    show_progress: bool | None,
+    **given: Any,
 ) -> None:
     """Convert SOURCE to another format and write it to the directory TARGET.
 
@@ -48,7 +57,7 @@ def command(
     """
     import reshard
     from reshard.errors import RequestError
-    from reshard.verbs.convert import conversion
+    from reshard.verbs.convert import conversion, result_of
     from reshard.verbs.request import Effort, EffortOptions, OpenOptions
 
     if resume and overwrite:
@@ -57,7 +66,7 @@ def command(
     effort = Effort(**options.take(given, EffortOptions))
     plan = reshard.plan(checkpoint, to=to, **given)
     if dry_run:
-        show_json(plan_document(plan)) if as_json else show_plan(plan)
+        show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)
         return
     began = time.monotonic()
     running = conversion(plan, target, resume=resume, overwrite=overwrite, effort=effort)
@@ -65,9 +74,9 @@ def command(
         for done in running.run():
             advance(done.nbytes)
     seconds = time.monotonic() - began
-    assert running.fingerprint is not None
     if as_json:
-        show_json({**plan_document(plan), "path": target, "fingerprint": running.fingerprint.root, "seconds": round(seconds, 3)})
+        result = result_of(running, target, seconds).to_json()
+        show_json({**result, "plan": plan_document(plan, full=True)} if full else result)
         return
     _show_result(running, target, seconds)
 

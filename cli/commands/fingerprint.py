@@ -18,8 +18,8 @@ from ..tables import show
 @options.format_name
 @options.model
 @options.effort
-@options.as_json
-def command(checkpoint: str, as_json: bool, show_progress: bool | None, **given: Any) -> None:
+@options.summary_or_full
+def command(checkpoint: str, as_json: bool, full: bool, show_progress: bool | None, **given: Any) -> None:
     """Digest the weights of CHECKPOINT. The same weights have the same digest in any format, at any parallel sizes.
 
     The digest covers names, shapes, element types and every bit of the model's weights, and no optimizer state. A tied head counts once;
@@ -34,6 +34,6 @@ def command(checkpoint: str, as_json: bool, show_progress: bool | None, **given:
     with bar(sum(t.nbytes for t in opened.content(selection).tensors.values()), "fingerprint", show_progress) as advance:
         found = reshard.fingerprint(opened, selection=selection, **{**effort, "progress": advance})
     if as_json:
-        show_json({"fingerprint": found.root, "tensors": dict(found.tensors)})
+        show_json({"fingerprint": found.root, **({"tensors": dict(found.tensors)} if full else {})})
     else:
         show(f"{found.root}  {checkpoint}")

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 @click.option("--tensor", "globs", multiple=True, metavar="GLOB", help="Show the boxes of tensors whose names match.")
 @options.format_name
 @options.model
-@options.as_json
-def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, **given: Any) -> None:
+@options.summary_or_full
+def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, **given: Any) -> None:
     """Show what CHECKPOINT holds, and where each part lies. No weight is read."""
     import reshard
     from reshard.errors import RequestError
@@ -35,7 +35,7 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, **given: Any
     if not tensors and globs:
         raise RequestError(f"no tensor is called {' or '.join(globs)}", do="`reshard inspect` without --tensor lists the names")
     if as_json:
-        show_json(document(opened, tensors))
+        show_json(document(opened, tensors if full or globs else None))
     elif globs:
         for tensor in tensors:
             _show_tensor(tensor)
@@ -43,9 +43,8 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, **given: Any
         _show_checkpoint(opened)
 
 
-def document(opened: Checkpoint, tensors: list[Tensor]) -> dict[str, Any]:
-    """Everything about a checkpoint, with stable keys."""
-    from reshard.index.index import sharding_text
+def document(opened: Checkpoint, tensors: list[Tensor] | None) -> dict[str, Any]:
+    """What is known about a checkpoint, with stable keys. tensors: those that are described one by one."""
     from reshard.plans import summary
 
     index, model = opened.index, opened.model
@@ -66,22 +65,26 @@ def document(opened: Checkpoint, tensors: list[Tensor]) -> dict[str, Any]:
             {"kind": row.kind, "dtype": row.dtype, "tensors": row.tensors, "elements": row.elements, "bytes": row.nbytes}
             for row in summary.kinds(index)
         ],
-        "tensors": [
-            {
-                "name": tensor.name,
-                "kind": tensor.kind,
-                "dtype": tensor.dtype.name,
-                "shape": list(tensor.shape),
-                "bytes": tensor.nbytes,
-                "sharding": sharding_text(tensor),
-                "pieces": _pieces(tensor),
-                "placements": _placements(tensor),
-            }
-            for tensor in tensors
-        ],
-        "objects": list(index.objects),
+        "tensor_count": len(index.tensors),
+        "object_count": len(index.objects),
         "notes": list(index.facts.notes),
         "mesh": _mesh(index.facts.mesh),
+        **({} if tensors is None else {"tensors": [_tensor(tensor) for tensor in tensors], "objects": list(index.objects)}),
+    }
+
+
+def _tensor(tensor: Tensor) -> dict[str, Any]:
+    from reshard.index.index import sharding_text
+
+    return {
+        "name": tensor.name,
+        "kind": tensor.kind,
+        "dtype": tensor.dtype.name,
+        "shape": list(tensor.shape),
+        "bytes": tensor.nbytes,
+        "sharding": sharding_text(tensor),
+        "pieces": _pieces(tensor),
+        "placements": _placements(tensor),
     }
 
 

@@ -2,37 +2,83 @@
 
 from __future__ import annotations
 
+import os
+import time
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import CARRIED, CONFIG
 from reshard.engine.run import MANIFEST, Conversion
 from reshard.errors import RequestError, TargetError
+from reshard.geometry.quantities import plural
 from reshard.plans.digests import Fingerprint
 from reshard.plans.plan import Plan
+from reshard.plans.summary import DropSummary, drops
 from reshard.storage.staging import WORK_FOLDER
 from reshard.verbs.request import Effort, EffortOptions, PathLike
 
 _NO_LIMITS = Effort()
 
 
-def convert(
-    plan: Plan, target: PathLike, *, resume: bool = False, overwrite: bool = False, **options: Unpack[EffortOptions]
-) -> Fingerprint:
-    """Run a plan into the directory `target`; returns the fingerprint of what was written.
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a conversion has written, and what it has left out."""
+
+    path: str
+    """The target directory."""
+    files: dict[str, int]
+    """The size of each weight file by its path in the target."""
+    dropped: tuple[DropSummary, ...]
+    """What was left out, by reason and kind."""
+    notes: tuple[str, ...]
+    """Remarks about what was written."""
+    fingerprint: Fingerprint
+    """The digests of the weights that were written."""
+    seconds: float
+    """How long the conversion took."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as plain values with stable keys."""
+        return {
+            "path": self.path,
+            "files": [{"path": path, "bytes": nbytes} for path, nbytes in self.files.items()],
+            "dropped": [group.to_json() for group in self.dropped],
+            "notes": list(self.notes),
+            "fingerprint": self.fingerprint.root,
+            "seconds": round(self.seconds, 3),
+        }
+
+    def __str__(self) -> str:
+        left_out = sum(group.tensors for group in self.dropped)
+        return (
+            f"{self.path}: {plural(len(self.files), 'file')}, {sum(self.files.values()):,} bytes in {self.seconds:.1f} s, "
+            f"{plural(left_out, 'tensor')} left out, fingerprint {self.fingerprint.root}"
+        )
+
+
+def convert(plan: Plan, target: PathLike, *, resume: bool = False, overwrite: bool = False, **options: Unpack[EffortOptions]) -> Result:
+    """Run a plan into the directory `target`; returns what was written and what was left out.
 
     resume: finish an interrupted conversion. overwrite: replace the checkpoint in `target` once the new one is complete.
 
     Raises: RequestError if the target exists and neither was said, or the disk has no room.
     """
-    effort = Effort(**options)
+    effort, began = Effort(**options), time.monotonic()
     running = conversion(plan, target, resume=resume, overwrite=overwrite, effort=effort)
     for done in running.run():
         effort.report(done.nbytes)
+    return result_of(running, target, time.monotonic() - began)
+
+
+def result_of(running: Conversion, target: PathLike, seconds: float) -> Result:
+    """The result of a conversion that has run to its end."""
+    plan = running.plan
     assert running.fingerprint is not None
-    return running.fingerprint
+    files = {file.path: file.nbytes for file in plan.layout.files}
+    return Result(os.fspath(target), files, drops(plan), tuple(plan.layout.notes), running.fingerprint, seconds)
 
 
 def conversion(plan: Plan, target: PathLike, *, resume: bool = False, overwrite: bool = False, effort: Effort = _NO_LIMITS) -> Conversion:

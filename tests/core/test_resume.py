@@ -115,7 +115,7 @@ def test_what_is_finished_is_not_done_again(plan, tmp_path, after, monkeypatch):
     printed = reshard.convert(plan, target, resume=True)
     total = sum(route.source.nbytes for route in plan.routes)
     assert sum(read) == total - sum(plan.routes[i].source.nbytes for i, _ in noted)
-    assert tree(target) == tree(whole) and printed.root == reshard.fingerprint(HF / "llama").root
+    assert tree(target) == tree(whole) and printed.fingerprint.root == reshard.fingerprint(HF / "llama").root
 
 
 def test_a_block_is_noted_only_after_its_bytes_are_on_the_disk(plan, tmp_path, monkeypatch):
@@ -157,7 +157,7 @@ def test_another_conversion_is_not_resumed(plan, tmp_path):
 def test_resuming_what_is_finished_does_nothing(plan, tmp_path):
     printed = reshard.convert(plan, tmp_path / "out")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    assert reshard.convert(plan, tmp_path / "out", resume=True).root == printed.root
+    assert reshard.convert(plan, tmp_path / "out", resume=True).fingerprint.root == printed.fingerprint.root
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
 
 

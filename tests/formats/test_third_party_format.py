@@ -100,7 +100,7 @@ def test_a_cut_file_is_named(run, tmp_path):
     assert run("convert", LLAMA, tmp_path / "raw", "--to", "raw").returncode == 0
     os.truncate(tmp_path / "raw" / "weights.raw", 1000)
     result = run("inspect", tmp_path / "raw")
-    assert result.returncode == 2 and "weights.raw has 1,000" in result.stderr and "Traceback" not in result.stderr
+    assert result.returncode == 3 and "weights.raw has 1,000" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_the_option_is_refused_for_another_format(run, tmp_path):

@@ -12,6 +12,8 @@ from command import reshard, tree
 from places import DCP, HF, patch_stored, stored
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from reshard.errors import ERROR_IDS
+
 FSDP2 = DCP / "fsdp2"
 MODEL = FSDP2 / "model"
 
@@ -33,10 +35,10 @@ def vllm(tmp_path):
 
 
 def refused(source, tmp_path, *needed, to=("vllm", "--tp", 2), options=()):
-    """Converting is refused: code 2, a paragraph that holds all of `needed`, and no target."""
+    """Converting is refused: the exit code of the error's id, a paragraph that holds all of `needed`, and no target."""
     target = tmp_path / "target"
     result = reshard("convert", source, target, "--to", *to, *options)
-    assert result.code in (3, 6), result.err
+    assert result.code in (2, 3, 6) and result.code == ERROR_IDS[result.err[:-2].rpartition("[")[2]][0], result.err
     assert not target.exists()
     assert result.out == "" and result.err.startswith("reshard: ") and result.err.count("\n") == 1 and "Traceback" not in result.err
     for words in needed:
