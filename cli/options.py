@@ -226,5 +226,11 @@ _METAVARS: Mapping[str, str] = {"number": "N", "numbers": "N,N,..", "size": "SIZ
 effort = together(
     option("--workers", section=EFFORT, type=click.IntRange(1), metavar="N", help="Threads (default: one per processor, at most 8)."),
     option("--memory", section=EFFORT, type=SizeParam(), metavar="SIZE", help="Maximum size of all buffers (default: 256MiB)."),
-    option("--progress/--no-progress", "show_progress", section=OUTPUT, default=None, help="Show a progress bar (default: on a terminal)."),
+    option(
+        "--progress/--no-progress",
+        "show_progress",
+        section=OUTPUT,
+        default=None,
+        help="Show a progress bar (default: on a terminal; elsewhere one line every 30 s).",
+    ),
 )

@@ -103,7 +103,9 @@ def test_inspect():
 def test_plan_and_convert(tmp_path):
     arguments = (FSDP2 / "checkpoint", tmp_path / "out", "--to", "vllm", "--tp", 2, *MODEL)
     check("plan", printed("plan", arguments[0], *arguments[2:], "--full"), printed("convert", *arguments, "--dry-run"))
-    check("convert", printed("convert", *arguments), printed("convert", *arguments, "--overwrite", "--full"))
+    result = printed("convert", *arguments, "--overwrite", "--full")
+    check("plan", {"schema_version": 1, **result["plan"]})
+    check("convert", printed("convert", *arguments, "--overwrite"), {**result, "plan": {}})
     check("reshard.json", json.loads((tmp_path / "out" / "reshard.json").read_text()))
 
 

@@ -46,7 +46,7 @@ def run(tmp_path):
 
 
 def test_it_is_listed(run):
-    listed = json.loads(run("formats", "--json").stdout)
+    listed = json.loads(run("formats", "--json").stdout)["formats"]
     assert {"name": "raw", "reads": True, "writes": True, "summary": "one file of elements and a JSON table"} in listed
 
 
