@@ -7,12 +7,16 @@ import signal
 import sys
 from importlib import import_module
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import click
 
 from reshard.storage.system_calls import check_platform
 
 from .tables import discard_output, standard_output
+
+if TYPE_CHECKING:
+    from reshard.errors import ReshardError
 
 # name -> (module, what `--help` says). Static, so that help and start-up load nothing else.
 COMMANDS = {
@@ -30,7 +34,10 @@ COMMANDS = {
     "completion": (".commands.completion", "Print the completion script for bash, zsh or fish."),
 }
 
-EPILOG = "Exit codes: 0 success; 1 the check found differences; 2 bad input or usage; 70 defect of reshard; 130, 143 interrupted."
+EPILOG = (
+    "Exit codes: 0 success; 1 difference or finding; 2 usage; 3 source broken or incomplete; 4 target exists or in use; "
+    "5 no space or permission; 6 unsupported; 70 defect of reshard; 130 interrupted, 143 by SIGTERM."
+)
 
 
 class LazyGroup(click.Group):
@@ -107,12 +114,6 @@ def run(arguments: list[str]) -> int:
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message(), file=sys.stderr)
         return 2
-    except click.ClickException as error:
-        context = getattr(error, "ctx", None)
-        name = context.command_path if context else "reshard"
-        message = " ".join(error.format_message().split()).rstrip(".")
-        print(f"reshard: {message}{'' if message.endswith('?') else '.'} `{name} --help` shows how to use it.", file=sys.stderr)
-        return 2
     except (KeyboardInterrupt, click.Abort):
         return _interrupted(130)
     except _Stopped as stopped:
@@ -122,34 +123,52 @@ def run(arguments: list[str]) -> int:
         discard_output()
         return 0
     except Exception as error:
-        return _report(error, "--debug" in arguments)
+        return _report(error, "--debug" in arguments, "--json" in arguments)
 
 
 def _interrupted(code: int) -> int:
-    print("reshard: interrupted; finished work is kept, and --resume continues from there", file=sys.stderr)
+    print("reshard: interrupted; finished work is kept, and --resume continues from there [interrupted]", file=sys.stderr)
     return code
 
 
-def _report(error: Exception, debug: bool) -> int:
-    from reshard.errors import RequestError, ReshardError
-    from reshard.storage.system_calls import system_refusal
-
-    without_torch = isinstance(error, ModuleNotFoundError) and error.name == "torch"
-    if isinstance(error, OSError) and error.errno and not debug:
-        # The system refuses, which is not a defect. Without a name it is the output of --help.
-        discard_output()
-        error = system_refusal(error, "read or written", "standard output")
-    if debug or not (without_torch or isinstance(error, ReshardError)):
+def _report(error: Exception, debug: bool, as_json: bool) -> int:
+    """Print an error as one paragraph, and with --json as a document; returns its exit code."""
+    found = _explained(error)
+    if debug or found.id == "defect":
         import traceback
 
         traceback.print_exception(error)
-    if without_torch:
-        error = RequestError("this needs torch, which is not installed", do="Install it with `pip install 'reshard[torch]'`")
+    print(f"reshard: {found} [{found.id}]", file=sys.stderr)
+    if as_json:
+        from .json_output import show_json
+
+        show_json({"error": found.to_json()})
+    return found.exit_code
+
+
+def _explained(error: Exception) -> ReshardError:
+    """Any exception as an error of reshard."""
+    from reshard.errors import RequestError, ReshardError, UnsupportedError
+    from reshard.storage.system_calls import system_refusal
+
     if isinstance(error, ReshardError):
-        print(f"reshard: {error}", file=sys.stderr)
-        return error.exit_code
-    print("reshard: this is a defect of reshard, not of your input; please report it with the lines above", file=sys.stderr)
-    return 70
+        return error
+    if isinstance(error, click.ClickException):
+        context = getattr(error, "ctx", None)
+        name = context.command_path if context else "reshard"
+        return RequestError(" ".join(error.format_message().split()), do=f"`{name} --help` shows how to use it")
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return UnsupportedError("this needs torch, which is not installed", do="Install it with `pip install 'reshard[torch]'`")
+    if isinstance(error, OSError) and error.errno:
+        # The system refuses, which is not a defect. Without a name it is the output of --help.
+        discard_output()
+        return system_refusal(error, "read or written", "standard output")
+    return ReshardError(
+        f"{type(error).__name__}: {error}",
+        why="This is a defect of reshard, not of your input",
+        do="Please report it with its traceback",
+        id="defect",
+    )
 
 
 if __name__ == "__main__":

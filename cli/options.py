@@ -52,7 +52,10 @@ class Command(click.Command):
             with formatter.section("Examples"):
                 for example in self.examples:
                     formatter.write(f"{'':>{formatter.current_indent}}$ {example}\n")
-        super().format_epilog(ctx, formatter)
+        from .main import EPILOG
+
+        formatter.write_paragraph()
+        formatter.write_text(EPILOG)
 
 
 class SizeParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic in newer versions of click
@@ -133,7 +136,18 @@ def take(given: dict[str, Any], keywords: type) -> dict[str, Any]:
     return {name: given.pop(name) for name in keywords.__annotations__ if name in given}
 
 
-as_json = option("--json", "as_json", section=OUTPUT, is_flag=True, help="Print one JSON document.")
+def _needs_json(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
+    if value and not ctx.params.get("as_json"):
+        raise click.UsageError("--full has a meaning only with --json", ctx)
+    return value
+
+
+# Eager: it is known when --full is looked at.
+as_json = option("--json", "as_json", section=OUTPUT, is_flag=True, is_eager=True, help="Print one JSON document.")
+summary_or_full = together(
+    option("--json", "as_json", section=OUTPUT, is_flag=True, is_eager=True, help="Print a summary as one JSON document."),
+    option("--full", section=OUTPUT, is_flag=True, callback=_needs_json, help="With --json: print everything, each tensor included."),
+)
 format_name = option(
     "--format", section=SOURCE, metavar="FORMAT", shell_complete=format_names, help="Format of the checkpoint, instead of detecting it."
 )
@@ -229,5 +243,11 @@ _METAVARS: Mapping[str, str] = {"number": "N", "numbers": "N,N,..", "size": "SIZ
 effort = together(
     option("--workers", section=EFFORT, type=click.IntRange(1), metavar="N", help="Threads (default: one per processor, at most 8)."),
     option("--memory", section=EFFORT, type=SizeParam(), metavar="SIZE", help="Maximum size of all buffers (default: 256MiB)."),
-    option("--progress/--no-progress", "show_progress", section=OUTPUT, default=None, help="Show a progress bar (default: on a terminal)."),
+    option(
+        "--progress/--no-progress",
+        "show_progress",
+        section=OUTPUT,
+        default=None,
+        help="Show a progress bar (default: on a terminal; elsewhere one line every 30 s).",
+    ),
 )

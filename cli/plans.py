@@ -15,13 +15,18 @@ if TYPE_CHECKING:
     from reshard.plans.plan import Plan
 
 
-def plan_document(plan: Plan) -> dict[str, Any]:
-    """The plan with stable keys, what each rank holds included."""
+def plan_document(plan: Plan, *, full: bool) -> dict[str, Any]:
+    """The plan with stable keys, and what each rank holds. full: each tensor, too."""
     from dataclasses import asdict
 
     from reshard.plans import summary
 
-    return {**plan.to_json(), "ranks": [asdict(rank) for rank in summary.ranks(plan)]}
+    document = plan.to_json(tensors=full)
+    tensors = {name: document.pop(name) for name in ("tensors", "dropped", "tasks") if full}
+    if full:
+        tensors["dropped_tensors"] = tensors.pop("dropped")
+    dropped = [group.to_json() for group in summary.drops(plan)]
+    return {**document, "dropped": dropped, "ranks": [asdict(rank) for rank in summary.ranks(plan)], **tensors}
 
 
 def show_plan(plan: Plan) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import click
 
@@ -55,11 +53,6 @@ def show(text: str = "") -> None:
     """Print lines; what comes from a file cannot act on the terminal."""
     with standard_output():
         click.echo("\n".join(printable(line) for line in text.split("\n")))
-
-
-def show_json(document: Any) -> None:
-    with standard_output():
-        click.echo(json.dumps(document, indent=2))
 
 
 @contextmanager

@@ -33,7 +33,8 @@ CONTENTS = {
     """,
     "Evidence": "verification benchmarks",
     "Reference": """
-        reference/cli reference/python reference/json reference/fingerprint reference/exit-codes reference/versions glossary
+        reference/cli reference/python reference/json reference/fingerprint reference/exit-codes reference/errors reference/versions
+        glossary
     """,
     "Extending": "design extending/format extending/engine architectures extending/option extending/storage",
 }

@@ -1,26 +1,63 @@
-"""Errors as one paragraph: what is wrong, where, why it matters, what to do.
+"""Errors as one paragraph: what is wrong, where, why it matters, what to do; with a stable id and an exit code for programs.
 
-CheckpointError is about the input, RequestError and its subclasses are about what the user asked for, DifferenceFound is about two
+CheckpointError is about the input, RequestError and its subclasses are about what the user asked for, DifferenceFound about two
 checkpoints that should be equal. Any other exception that reaches the user is a defect of reshard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
+
+# id -> (exit code of the command line, meaning). Ids are stable: programs branch on them. docs/reference/errors.md explains each one.
+ERROR_IDS: dict[str, tuple[int, str]] = {
+    "difference": (1, "two checkpoints that should be equal are not, or a check has a finding"),
+    "usage": (2, "an option, an argument or a declaration is wrong"),
+    "not-found": (2, "a path does not exist"),
+    "ambiguous": (2, "the source can be read in several ways, or lacks a fact that an option gives"),
+    "illegal-sizes": (2, "the model cannot be split into these parallel sizes"),
+    "source-broken": (3, "a file of the source is damaged or contradicts another one"),
+    "source-incomplete": (3, "a file or a part of the source is missing"),
+    "source-truncated": (3, "a file of the source ends before its content does"),
+    "source-mixed": (3, "the files of the source are from different saves, steps or runs"),
+    "source-replicas": (3, "two stored copies of the same elements differ"),
+    "target-exists": (4, "the target holds files already"),
+    "target-in-use": (4, "another run is writing the target, or was interrupted there"),
+    "system": (5, "the operating system refuses: permission, a read-only file system, too many open files"),
+    "no-space": (5, "the disk is full, or would be"),
+    "unsupported": (6, "reshard does not support this model, format, element type or platform"),
+    "not-proven": (70, "the proof of a plan failed: a defect of reshard"),
+    "defect": (70, "an unexpected exception: a defect of reshard"),
+    "interrupted": (130, "the run was interrupted; 143 if by SIGTERM"),
+}
 
 
 class ReshardError(Exception):
     """One paragraph for the user, built from its four parts.
 
-    what: what is wrong. where: the tensor, box, rank or file. why: why it matters. do: what the user can do about it.
+    what: what is wrong. where: the tensor, box, rank or file. why: why it matters. do: what the user can do about it. id: one of ERROR_IDS
+    that is more precise than that of the class.
     """
 
-    exit_code = 2
-    """The exit code of the command line."""
+    id = "usage"
+    """One of ERROR_IDS, for programs."""
 
-    def __init__(self, what: str, *, where: str | None = None, why: str | None = None, do: str | None = None) -> None:
+    def __init__(
+        self, what: str, *, where: str | None = None, why: str | None = None, do: str | None = None, id: str | None = None
+    ) -> None:
         super().__init__(what)
         self.what, self.where, self.why, self.do = what, where, why, do
+        if id is not None:
+            self.id = id
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the command line."""
+        return ERROR_IDS[self.id][0]
+
+    def to_json(self) -> dict[str, Any]:
+        """The error as plain values with stable keys."""
+        return {"id": self.id, "exit_code": self.exit_code, "what": self.what, "where": self.where, "why": self.why, "do": self.do}
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
@@ -30,25 +67,39 @@ class ReshardError(Exception):
 class CheckpointError(ReshardError):
     """The files are not a complete and consistent checkpoint of their format."""
 
+    id = "source-broken"
 
-class MissingFile(CheckpointError):
+
+class IncompleteError(CheckpointError):
+    """A file or a part of the checkpoint is missing."""
+
+    id = "source-incomplete"
+
+
+class MissingFile(IncompleteError):
     """A file of the checkpoint, or of one of its ranks, is not there."""
 
 
 class TruncatedFile(CheckpointError):
     """A file ends before its content does."""
 
+    id = "source-truncated"
 
-class IncompleteTensor(CheckpointError):
+
+class IncompleteTensor(IncompleteError):
     """A part of a tensor is in no file, or unequal boxes hold it."""
 
 
 class MixedSaves(CheckpointError):
     """The files are from different saves, steps or runs."""
 
+    id = "source-mixed"
+
 
 class ReplicasDiffer(CheckpointError):
     """Two stored copies of the same elements differ."""
+
+    id = "source-replicas"
 
 
 class RequestError(ReshardError):
@@ -58,19 +109,25 @@ class RequestError(ReshardError):
 class UnsupportedError(RequestError):
     """The request is valid, but reshard does not support it for this model, format or platform."""
 
+    id = "unsupported"
+
 
 class TargetError(RequestError):
     """The target exists already, or another run is writing it."""
+
+    id = "target-exists"
 
 
 class SystemRefusal(RequestError):
     """The operating system refuses: no space, no permission, a read-only file system, too many open files."""
 
+    id = "system"
+
 
 class DifferenceFound(ReshardError):
     """Two checkpoints that should be equal are not."""
 
-    exit_code = 1
+    id = "difference"
 
 
 def check_word(option: str, word: str, known: Sequence[str]) -> None:

@@ -10,9 +10,10 @@ import click
 from reshard.geometry.quantities import plural
 
 from .. import options
+from ..json_output import show_json
 from ..plans import plan_document, show_drops, show_plan
 from ..progress import bar
-from ..tables import nbytes_text, show, show_json, table
+from ..tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
     from reshard.engine.run import Conversion
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     "--checksums", section=options.OUTPUT, is_flag=True, help="Also write SHA256SUMS for `sha256sum -c`; reads the result once more."
 )
 @options.effort
-@options.as_json
-def command(source: str, target: str, to: str, dry_run: bool, as_json: bool, show_progress: bool | None, **given: Any) -> None:
+@options.summary_or_full
+def command(source: str, target: str, to: str, dry_run: bool, as_json: bool, full: bool, show_progress: bool | None, **given: Any) -> None:
     """Convert SOURCE to another format and write it to the directory TARGET.
 
     TARGET is written atomically: its files appear under their names only when all are complete.
@@ -49,7 +50,7 @@ def command(source: str, target: str, to: str, dry_run: bool, as_json: bool, sho
     import reshard
     from reshard.engine.record import Provenance
     from reshard.errors import RequestError
-    from reshard.verbs.convert import conversion
+    from reshard.verbs.convert import conversion, result_of
     from reshard.verbs.request import Effort, EffortOptions, OpenOptions
 
     resume, overwrite, checksums = (given.pop(name) for name in ("resume", "overwrite", "checksums"))
@@ -59,7 +60,7 @@ def command(source: str, target: str, to: str, dry_run: bool, as_json: bool, sho
     effort = Effort(**options.take(given, EffortOptions))
     plan = reshard.plan(checkpoint, to=to, **given)
     if dry_run:
-        show_json(plan_document(plan)) if as_json else show_plan(plan)
+        show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)
         return
     began = time.monotonic()
     arguments = click.get_current_context().find_root().obj
@@ -69,9 +70,9 @@ def command(source: str, target: str, to: str, dry_run: bool, as_json: bool, sho
         for done in running.run():
             advance(done.nbytes)
     seconds = time.monotonic() - began
-    assert running.fingerprint is not None
     if as_json:
-        show_json({**plan_document(plan), "path": target, "fingerprint": running.fingerprint.root, "seconds": round(seconds, 3)})
+        result = result_of(running, target, seconds).to_json()
+        show_json({**result, "plan": plan_document(plan, full=True)} if full else result)
         return
     _show_result(running, target, seconds)
 

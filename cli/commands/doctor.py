@@ -9,8 +9,9 @@ import click
 from reshard.geometry.quantities import plural
 
 from .. import options
+from ..json_output import show_json
 from ..progress import bar
-from ..tables import nbytes_text, show, show_json, table
+from ..tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
     from reshard.health.findings import Finding, Report

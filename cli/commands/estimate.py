@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..tables import count_text, nbytes_text, show, show_json, table
+from ..json_output import show_json
+from ..tables import count_text, nbytes_text, show, table
 
 if TYPE_CHECKING:
     from reshard.training.memory import Estimate, RankBytes, Strategy

@@ -7,8 +7,9 @@ from typing import Any
 import click
 
 from .. import options
+from ..json_output import show_json
 from ..progress import bar
-from ..tables import show, show_json
+from ..tables import show
 
 
 @click.command("fingerprint", cls=options.Command, examples=["reshard fingerprint step-1000 --model llama-3-8b"])
@@ -18,8 +19,8 @@ from ..tables import show, show_json
 @options.model
 @options.effort
 @click.option("--digest-version", type=click.IntRange(1, 2), help="2: BLAKE3 (default). 1: SHA-256, as reshard 0.1 printed it.")
-@options.as_json
-def command(checkpoint: str, digest_version: int | None, as_json: bool, show_progress: bool | None, **given: Any) -> None:
+@options.summary_or_full
+def command(checkpoint: str, digest_version: int | None, as_json: bool, full: bool, show_progress: bool | None, **given: Any) -> None:
     """Digest the weights of CHECKPOINT. The same weights have the same digest in any format, at any parallel sizes.
 
     The digest covers names, shapes, element types and every bit of the model's weights, and no optimizer state. A tied head counts once;
@@ -36,6 +37,6 @@ def command(checkpoint: str, digest_version: int | None, as_json: bool, show_pro
     with bar(sum(t.nbytes for t in opened.content(selection).tensors.values()), "fingerprint", show_progress) as advance:
         found = reshard.fingerprint(opened, selection=selection, digest_version=digest_version, **{**effort, "progress": advance})
     if as_json:
-        show_json({"fingerprint": found.root, "tensors": dict(found.tensors)})
+        show_json({"fingerprint": found.root, **({"tensors": dict(found.tensors)} if full else {})})
     else:
         show(f"{found.root}  {checkpoint}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from .. import options
-from ..tables import show, show_json, table
+from ..json_output import show_json
+from ..tables import show, table
 
 
 @click.command("formats")
@@ -16,6 +17,7 @@ def command(as_json: bool) -> None:
 
     found = [(name, "read, write" if each.can_write else "read", each.summary) for name, each in registry.formats().items()]
     if as_json:
-        show_json([{"name": name, "reads": True, "writes": "write" in what, "summary": summary} for name, what, summary in found])
+        formats = [{"name": name, "reads": True, "writes": "write" in what, "summary": summary} for name, what, summary in found]
+        show_json({"formats": formats})
     else:
         show(table(found, ("format", "", "what it is")))

@@ -9,8 +9,9 @@ import click
 from reshard.geometry.quantities import plural
 
 from .. import options
+from ..json_output import show_json
 from ..plans import show_drop_reasons
-from ..tables import count_text, nbytes_text, shape_text, show, show_json, table
+from ..tables import count_text, nbytes_text, shape_text, show, table
 
 if TYPE_CHECKING:
     from reshard.canonical.content import Content, Drop
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 @click.option("--tensor", "globs", multiple=True, metavar="GLOB", help="Show the boxes of tensors whose names match.")
 @options.format_name
 @options.model
-@options.as_json
-def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, **given: Any) -> None:
+@options.summary_or_full
+def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, **given: Any) -> None:
     """Show what CHECKPOINT holds, and where each part lies. No weight is read."""
     import reshard
     from reshard.canonical.globs import check_globs, matches
@@ -34,7 +35,7 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, **given: Any
     check_globs("--tensor", globs, dict.fromkeys(tensor.name for tensor in opened.index.tensors))
     tensors = [tensor for tensor in opened.index.tensors if not globs or matches(tensor.name, globs)]
     if as_json:
-        show_json(document(opened, tensors))
+        show_json(document(opened, tensors if full or globs else None))
     elif globs:
         for tensor in tensors:
             _show_tensor(tensor)
@@ -42,9 +43,8 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, **given: Any
         _show_checkpoint(opened)
 
 
-def document(opened: Checkpoint, tensors: list[Tensor]) -> dict[str, Any]:
-    """Everything about a checkpoint, with stable keys."""
-    from reshard.index.index import sharding_text
+def document(opened: Checkpoint, tensors: list[Tensor] | None) -> dict[str, Any]:
+    """What is known about a checkpoint, with stable keys. tensors: those that are described one by one."""
     from reshard.models.lookup import model_type_of
     from reshard.plans import summary
 
@@ -66,19 +66,6 @@ def document(opened: Checkpoint, tensors: list[Tensor]) -> dict[str, Any]:
             {"kind": row.kind, "dtype": row.dtype, "tensors": row.tensors, "elements": row.elements, "bytes": row.nbytes}
             for row in summary.kinds(index)
         ],
-        "tensors": [
-            {
-                "name": tensor.name,
-                "kind": tensor.kind,
-                "dtype": tensor.dtype.name,
-                "shape": list(tensor.shape),
-                "bytes": tensor.nbytes,
-                "sharding": sharding_text(tensor),
-                "pieces": _pieces(tensor),
-                "placements": _placements(tensor),
-            }
-            for tensor in tensors
-        ],
         "models": [
             {
                 "root": found.root,
@@ -90,10 +77,36 @@ def document(opened: Checkpoint, tensors: list[Tensor]) -> dict[str, Any]:
             for found in opened.models
         ],
         "adapter": _adapter(opened),
-        "withheld": [{"name": drop.name, "kind": drop.kind, "bytes": drop.nbytes, "reason": drop.reason} for drop in _withheld(opened)],
-        "objects": list(index.objects),
+        "tensor_count": len(index.tensors),
+        "withheld_count": len(_withheld(opened)),
+        "object_count": len(index.objects),
         "notes": list(index.facts.notes),
         "mesh": _mesh(index.facts.mesh),
+        **({} if tensors is None else _details(opened, tensors)),
+    }
+
+
+def _details(opened: Checkpoint, tensors: list[Tensor]) -> dict[str, Any]:
+    """What a summary leaves out."""
+    return {
+        "tensors": [_tensor(tensor) for tensor in tensors],
+        "withheld": [{"name": drop.name, "kind": drop.kind, "bytes": drop.nbytes, "reason": drop.reason} for drop in _withheld(opened)],
+        "objects": list(opened.index.objects),
+    }
+
+
+def _tensor(tensor: Tensor) -> dict[str, Any]:
+    from reshard.index.index import sharding_text
+
+    return {
+        "name": tensor.name,
+        "kind": tensor.kind,
+        "dtype": tensor.dtype.name,
+        "shape": list(tensor.shape),
+        "bytes": tensor.nbytes,
+        "sharding": sharding_text(tensor),
+        "pieces": _pieces(tensor),
+        "placements": _placements(tensor),
     }
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from .. import options
+from ..json_output import show_json
 from ..plans import plan_document, show_plan
-from ..tables import show_json
 
 
 @click.command(
@@ -21,8 +21,8 @@ from ..tables import show_json
 @options.selection("Convert")
 @options.format_name
 @options.model
-@options.as_json
-def command(source: str, to: str | None, as_json: bool, **given: Any) -> None:
+@options.summary_or_full
+def command(source: str, to: str | None, as_json: bool, full: bool, **given: Any) -> None:
     """Show the proven plan of converting SOURCE: which rank and file gets what, and what is cast, filled or skipped.
 
     No weight is read and nothing is written. `reshard degrees` compares several parallel sizes.
@@ -38,4 +38,4 @@ def command(source: str, to: str | None, as_json: bool, **given: Any) -> None:
             do=f"Did you mean `reshard degrees {source}`, which lists the parallel sizes that a model can be served at?",
         )
     plan = reshard.plan(reshard.open(source, **options.take(given, OpenOptions)), to=to, **given)
-    show_json(plan_document(plan)) if as_json else show_plan(plan)
+    show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)

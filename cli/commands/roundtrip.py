@@ -9,8 +9,9 @@ import click
 from reshard.geometry.quantities import plural
 
 from .. import options
+from ..json_output import show_json
 from ..progress import bar
-from ..tables import nbytes_text, show, show_json
+from ..tables import nbytes_text, show
 
 
 @click.command("roundtrip", cls=options.Command, examples=["reshard roundtrip step-1000 --to vllm --tp 8"])

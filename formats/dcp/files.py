@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from reshard.adapter.save_folders import the_one_save
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, IncompleteError
 
 if TYPE_CHECKING:
     from reshard.storage.files import Files
@@ -43,7 +43,7 @@ def dcp_folders(files: Files) -> list[str]:
         return sorted(accelerate, reverse=True)
     folder = the_one_save(files, below)
     if folder is None:
-        raise CheckpointError(f"there is no {METADATA}", where=files.root, do="Give the directory that holds it, or another --format")
+        raise IncompleteError(f"there is no {METADATA}", where=files.root, do="Give the directory that holds it, or another --format")
     return [folder]
 
 

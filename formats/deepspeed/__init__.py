@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format, Hints
-from reshard.errors import CheckpointError
+from reshard.errors import IncompleteError
 
 from .layout.tag import find_tag_folder, is_file_of_a_tag, open_tag
 
@@ -47,7 +47,7 @@ class DeepSpeed(Format):
 
         folder = find_tag_folder(files)
         if folder is None:
-            raise CheckpointError("there is no tag: no *_model_states.pt, and no folder with such a file", where=files.root)
+            raise IncompleteError("there is no tag: no *_model_states.pt, and no folder with such a file", where=files.root)
         index = read_index(files, open_tag(files, folder), hints)
         beside = next((path for path in files.list() if path.endswith("/") and f"{path}zero/" in files.list(path)), None)
         note = (f"{beside.rstrip('/')} beside it is a universal checkpoint, which --format universal reads",) if beside else ()

@@ -16,7 +16,7 @@ from reshard.canonical.wrappers import unwrapped
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.containers.torch_zip import AnyTensor
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError, IncompleteError, RequestError
 from reshard.geometry.boxes import Box
 from reshard.index.index import Index, RunFacts
 from reshard.models.model import Model
@@ -55,7 +55,7 @@ def read(files: Files, hints: Hints) -> Index:
     """
     run = run_files(files)
     if run.model is None:
-        raise CheckpointError("there is no file of a rank with the model's flat parameters", where=files.root)
+        raise IncompleteError("there is no file of a rank with the model's flat parameters", where=files.root)
     shapes = declared_shapes(_declared_model(hints, run.model.first))
     builder = IndexBuilder("fsdp-local", files)
     builder.add_files(run.paths())

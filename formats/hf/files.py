@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reshard.errors import CheckpointError, MissingFile
+from reshard.errors import CheckpointError, IncompleteError, MissingFile
 
 if TYPE_CHECKING:
     from reshard.storage.files import Files
@@ -53,7 +53,7 @@ def files_to_read(files: Files) -> WeightFiles:
     if index is not None:
         return _indexed_files(files, candidates, index)
     if not candidates:
-        raise CheckpointError("no file here holds weights", where=files.root)
+        raise IncompleteError("no file here holds weights", where=files.root)
     notes: tuple[str, ...] = ()
     if "model.safetensors" in candidates and len(candidates) > 1:
         others = ", ".join(path for path in candidates if path != "model.safetensors")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.containers import safetensors, torch_zip
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent, Piece
@@ -80,7 +80,7 @@ def stored_weights(files: Files, *, headers_only: bool = False) -> StoredWeights
                 )
             tensors[tensor.name] = tensor
     if absent := [name for name in to_read.weight_map if name not in tensors]:
-        raise CheckpointError(
+        raise IncompleteError(
             f"the index places it in {to_read.weight_map[absent[0]]}, which does not hold it"
             + (f" (nor {len(absent) - 1} others)" if len(absent) > 1 else ""),
             where=absent[0],

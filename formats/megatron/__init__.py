@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format, Hints
-from reshard.errors import CheckpointError
+from reshard.errors import IncompleteError
 from reshard.storage.files import Files
 
 from .layout.save_folders import DISTRIBUTED_OPTIMIZER, LEGACY_WEIGHTS, TRACKER, find_legacy, find_save
@@ -46,7 +46,7 @@ class Megatron(Format):
 
         folder = find_save(files)
         if folder is None:
-            raise CheckpointError("there is no rank folder here, such as mp_rank_00, and no save, such as iter_0000001", where=files.root)
+            raise IncompleteError("there is no rank folder here, such as mp_rank_00, and no save, such as iter_0000001", where=files.root)
         return read_legacy(files, folder, hints)
 
     def check_values(self, files: Files, index: Index) -> Index:

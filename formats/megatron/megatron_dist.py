@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format, Hints
-from reshard.errors import CheckpointError
+from reshard.errors import IncompleteError
 from reshard.storage.files import Files
 
 from .layout.save_folders import COMMON, DCP_METADATA, METADATA_JSON, TRACKER, find_distributed, find_save
@@ -39,7 +39,7 @@ class MegatronDist(Format):
 
         folder = find_save(files)
         if folder is None:
-            raise CheckpointError(f"there is no {METADATA_JSON} here, and no save, such as iter_0000001", where=files.root)
+            raise IncompleteError(f"there is no {METADATA_JSON} here, and no save, such as iter_0000001", where=files.root)
         return read_distributed(files, folder, hints)
 
     def check_values(self, files: Files, index: Index) -> Index:

@@ -59,6 +59,7 @@ def _check_one_model(files: Files, candidates: Candidates) -> None:
             f"{len(several)} files could hold the model: {', '.join(several[:4])}",
             where=files.root,
             do="Give one of them instead of the folder",
+            id="ambiguous",
         )
     if not several:
         raise CheckpointError("torch.save has written none of these files", where=files.root, do="Give the file itself")

@@ -5,7 +5,7 @@ Measured on 0.5.23 (fixtures/sglang: the tensors of real ranks).
 
 from __future__ import annotations
 
-from reshard.errors import RequestError
+from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32
 from reshard.models.model import Model
 from reshard.plans.target import Target
@@ -62,7 +62,7 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
     """The rules for the model. Raises RequestError for a version of SGLang whose files are not known."""
     version = target.engine_version or NEWEST
     if version_numbers(version, NEWEST) < version_numbers(OLDEST, NEWEST):
-        raise RequestError(
+        raise UnsupportedError(
             f"--engine-version {version}: the oldest SGLang whose files are known is {OLDEST}",
             do="Convert to hf, which every version loads",
         )

@@ -16,7 +16,7 @@ from reshard.canonical.tensor_classes import MODEL_ROOTS
 from reshard.containers import safetensors, torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.containers.torch_zip import AnyTensor, LocatedTensor, UnlocatedTensor
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.boxes import Box, row_major
 from reshard.index.index import Index, Kind, RunFacts
 from reshard.storage.files import Files, missing
@@ -106,7 +106,7 @@ def read_rank_item(files: Files, item: str, file: ItemFile, described: Mapping[K
     else:
         return RankItem(objects=[file.path])
     if absent := [path for path in described if path not in values]:
-        raise CheckpointError(
+        raise IncompleteError(
             f"it does not hold its part of {item} {_dotted(absent[0])}, which {METADATA} places there",
             where=file.path,
             why="The files are from different saves",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.adapter.model_files import CONFIG, read_json
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.parallel import Parallel
 from reshard.models.model import Model
@@ -145,7 +145,7 @@ def _one_dtype(model: Model, dtypes: Mapping[str, DType]) -> DType:
     main = model_dtype(model, dtypes)
     other = next((name for name in model.weights if dtypes[name] != main), None)
     if other or main.torch not in ("float16", "bfloat16", "float32"):
-        raise RequestError(
+        raise UnsupportedError(
             f"its element type is {dtypes[other]}, that of others is {main}" if other else f"the weights are {main}",
             where=other,
             why="A TensorRT-LLM checkpoint has one element type: float16, bfloat16 or float32",

@@ -5,7 +5,7 @@ Compared with the files of NVIDIA's own writer, ModelOpt 0.47 (fixtures/trtllm).
 
 from __future__ import annotations
 
-from reshard.errors import RequestError
+from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.dtypes import F32
 from reshard.geometry.parallel import Parallel
 from reshard.models.model import Model
@@ -55,17 +55,19 @@ def rules_for_sizes(model: Model, parallel: Parallel) -> EngineRules:
     """The rules for the model. Raises RequestError if they are not known for the model, or a stage would have no layer."""
     quirks, what = QUIRKS.get(model.architecture.family), f"a {model.architecture.model_type} model"
     if quirks is None:
-        raise RequestError(
+        raise UnsupportedError(
             f"how TensorRT-LLM names and fuses the weights of {what} is not known here",
             why="Only models whose files were compared with those of NVIDIA's own writer are written",
             do=f"Known models are {', '.join(QUIRKS)}. Convert to hf, which current releases load",
         )
     fused_roles = {role for fusion in _FUSIONS for role in fusion.roles}
     if unnamed := sorted({part.role for part in model.parts() if part.scale is None} - _NAMES.keys() - fused_roles):
-        raise RequestError(f"TensorRT-LLM's name for the {unnamed[0]} of {what} is not known", do="Convert to hf")
+        raise UnsupportedError(f"TensorRT-LLM's name for the {unnamed[0]} of {what} is not known", do="Convert to hf")
     if parallel.pp > model.dimensions["layers"]:
         raise RequestError(
-            f"--pp {parallel.pp}: there are only {model.dimensions['layers']} layers", why="TensorRT-LLM refuses a stage without a layer"
+            f"--pp {parallel.pp}: there are only {model.dimensions['layers']} layers",
+            why="TensorRT-LLM refuses a stage without a layer",
+            id="illegal-sizes",
         )
     return EngineRules(
         engine="TensorRT-LLM",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from reshard.errors import RequestError
+from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32
 from reshard.models.model import Model
 from reshard.plans.target import Target
@@ -87,13 +87,13 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
     version = target.engine_version or NEWEST
     version_rules = _rules_of_version(model, version)
     if target.parallel.pp > 1 and not version_rules.release.has_stages:
-        raise RequestError(
+        raise UnsupportedError(
             f"--pp {target.parallel.pp}: vLLM {version} cannot load pre-sharded stages",
             why="Its file names do not contain the stage, so that it would load files of another stage",
             do=f"Use --pp 1, or vLLM {first_with_stages()} or newer",
         )
     if target.parallel.ep > 1 and version_rules.release.needs_expert_map:
-        raise RequestError(
+        raise UnsupportedError(
             f"--ep {target.parallel.ep}: vLLM {version} needs a map of experts in every rank's file, which reshard does not write",
             do=f"Use vLLM {first_without_expert_map()} or newer, or leave out --ep",
         )
@@ -128,7 +128,7 @@ def _rules_of_version(model: Model, version: str) -> VersionRules:
     until = [rules for rules in all_rules(model) if rules.since <= numbers]
     if not until:
         oldest = as_text(all_rules(model)[0].since)
-        raise RequestError(
+        raise UnsupportedError(
             f"--engine-version {version}: the oldest vLLM whose keys for {model.architecture.model_type} are known is {oldest}",
             do=f"Use vLLM {oldest} or newer, or convert to hf, which every version loads",
         )

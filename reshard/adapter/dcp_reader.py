@@ -17,7 +17,7 @@ from typing import Any
 
 from reshard.containers import dcp_metadata, torch_zip
 from reshard.containers.dcp_metadata import BytesItem, DcpMetadata, TensorItem
-from reshard.errors import CheckpointError, MissingFile, TruncatedFile
+from reshard.errors import CheckpointError, IncompleteError, MissingFile, TruncatedFile
 from reshard.geometry.extents import Extent
 from reshard.index.index import StoredFile
 from reshard.index.shards import Shards
@@ -96,7 +96,7 @@ def _metadata(files: Files, folder: str) -> DcpMetadata:
     # Saved without collectives: each rank wrote its own.
     parts = [path for path in files.list(folder) if _RANK_METADATA.fullmatch(path.removeprefix(folder))]
     if not parts:
-        raise CheckpointError(
+        raise IncompleteError(
             f"there is no {_METADATA}",
             where=f"{files.root}/{folder}",
             why="It says where every tensor lies. torch writes it last, so the save was not finished, or a copy skipped files that start "

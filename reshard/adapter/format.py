@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from reshard.errors import RequestError
+from reshard.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from reshard.adapter.model_files import ModelFiles
@@ -102,7 +102,7 @@ class Format(ABC):
 
         Raises: RequestError if the model or the parallel sizes do not allow it, or if this format is only read.
         """
-        raise RequestError(f"the format {self.name} is read, not written", do="`reshard formats` lists the formats that are written")
+        raise UnsupportedError(f"the format {self.name} is read, not written", do="`reshard formats` lists the formats that are written")
 
     @property
     def can_write(self) -> bool:

@@ -125,6 +125,7 @@ def detect(files: Files) -> tuple[Format, str]:
         f"no known format lies here; {_some(listing)}" if listing else "the directory is empty",
         where=files.root,
         do="`reshard formats` tells what is looked for. Give the directory that holds the checkpoint's files",
+        id="not-found",
     )
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import IncompleteError, RequestError
 
 if TYPE_CHECKING:
     from reshard.storage.files import Files
@@ -40,6 +40,7 @@ def the_one_save(
             f"{len(folders)} saves lie here: {_some(folders)}" + (f"; no file {tracker} names the newest one" if tracker else ""),
             where=files.root,
             do=f"Give one of them, such as {files.root.rstrip('/')}/{newest.rstrip('/')}",
+            id="ambiguous",
         )
     return folders[0] if folders else None
 
@@ -50,7 +51,7 @@ def _tracked_save(files: Files, folders: Sequence[str], tracker: str, folder_nam
     text = read_whole(files, tracker, limit=4096).decode("utf-8", "replace").strip()
     folder = inside(folder_name(text) or ".", where=tracker).rstrip("/") + "/"
     if folder not in folders:
-        raise CheckpointError(
+        raise IncompleteError(
             f"it names the save {text!r}, and {folder.rstrip('/')} {'holds no save' if folder in files.list() else 'is not there'}",
             where=tracker,
             why=f"A complete save is named there, so it was lost or removed later. Saves that lie here: {_some(folders) or 'none'}",

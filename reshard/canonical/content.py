@@ -16,7 +16,7 @@ from reshard.canonical.name_variants import Names
 from reshard.canonical.optimizer_state import is_state_key, is_unnamed, master_key, parameter_and_kind, state_key
 from reshard.canonical.tensor_classes import is_of_optimizer, root_of
 from reshard.canonical.wrappers import is_wrapper
-from reshard.errors import CheckpointError, RequestError, UnsupportedError
+from reshard.errors import CheckpointError, IncompleteError, RequestError, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, Tensor
 from reshard.models.model import Model
@@ -238,7 +238,7 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
             )
     if missing and not partial:
         needs = f"a {model.architecture.model_type} model needs it"
-        raise CheckpointError(
+        raise IncompleteError(
             f"the checkpoint has no such weight; {needs} and {len(missing) - 1} other missing weights"
             if len(missing) > 1
             else f"the checkpoint has no such weight; {needs}",

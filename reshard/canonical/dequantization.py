@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.canonical.content import Content, Drop
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError, IncompleteError, RequestError
 from reshard.index.index import Scaling, Tensor
 from reshard.models.model import Model
 from reshard.models.quantization import Quantization, quantization_of, unknown_quantization
@@ -39,7 +39,7 @@ def with_scales_attached(content: Content, config: Mapping[str, Any] | None) -> 
         for scale, scale_name in scale_names.items():
             scales = tensors.pop(scale_name, None)
             if scales is None:
-                raise CheckpointError("it is missing, although other scales of this weight are there", where=scale_name)
+                raise IncompleteError("it is missing, although other scales of this weight are there", where=scale_name)
             if scale.of_input:
                 drops.append(Drop(scale_name, scales.kind, scales.nbytes, "the activation scale of a layer that is no longer quantized"))
             else:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from reshard.containers import magic_bytes
-from reshard.errors import CheckpointError, RequestError, TruncatedFile
+from reshard.errors import CheckpointError, TruncatedFile, UnsupportedError
 from reshard.geometry.dtypes import DType, from_safetensors, is_in_safetensors
 from reshard.geometry.quantities import plural
 from reshard.storage.files import Files, missing, read_range
@@ -109,14 +109,14 @@ def frame(tensors: Iterable[tuple[str, DType, tuple[int, ...]]], metadata: Mappi
         if name in header or name == "__metadata__":
             raise ValueError(f"{name!r} cannot be the name of another tensor of the file")
         if not is_in_safetensors(dtype):
-            raise RequestError(f"safetensors has no element type {dtype}", where=name, do="Leave the tensor out with --exclude")
+            raise UnsupportedError(f"safetensors has no element type {dtype}", where=name, do="Leave the tensor out with --exclude")
         start, stop = stop, stop + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": dtype.name, "shape": list(shape), "data_offsets": [start, stop]}
         placed.append((name, dtype, tuple(shape), start, stop))
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
-        raise RequestError(
+        raise UnsupportedError(
             f"the header of one file with {len(placed):,} tensors would have {len(text):,} bytes, readers accept {MAX_HEADER:,}",
             do="Write smaller files, for example with --max-shard-size",
         )

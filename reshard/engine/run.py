@@ -204,6 +204,7 @@ class Conversion:
                 where=str(root),
                 why="This is the result of another conversion, or of none; resuming would mix the two",
                 do="Repeat the options of the interrupted run, or start again with --overwrite",
+                id="target-in-use",
             )
 
     def _blocks(self, digests: dict[BlockKey, bytes], journal: Journal) -> Iterator[Done]:

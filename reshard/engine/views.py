@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from reshard.engine.transfer import Block, Worker
 from reshard.engine.values import Values
-from reshard.errors import RequestError, choices
+from reshard.errors import RequestError, UnsupportedError, choices
 from reshard.geometry.boxes import blocks
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.quantities import plural
@@ -65,7 +65,7 @@ class LazyTensor:
     def numpy(self) -> npt.NDArray[Any]:
         """The values as a numpy array. Raises RequestError for an element type that numpy lacks; `torch` and `words` have all types."""
         if self.dtype.name not in _NUMPY:
-            raise RequestError(f"numpy has no {self.dtype}", where=self.name, do="Use .torch(), or .words() for the bits")
+            raise UnsupportedError(f"numpy has no {self.dtype}", where=self.name, do="Use .torch(), or .words() for the bits")
         return self.words().view("<" + _NUMPY[self.dtype.name])
 
     def torch(self) -> Any:

@@ -23,7 +23,7 @@ class Parallel:
     def __post_init__(self) -> None:
         for name in _NAMES:
             if getattr(self, name) < 1:
-                raise RequestError(f"--{name} {getattr(self, name)}: a parallel size must be 1 or more")
+                raise RequestError(f"--{name} {getattr(self, name)}: a parallel size must be 1 or more", id="illegal-sizes")
 
     def __str__(self) -> str:
         return " ".join(f"{name.upper()} {size}" for name in _NAMES if (size := getattr(self, name)) > 1) or "one rank"

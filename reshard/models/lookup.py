@@ -90,7 +90,7 @@ def named_architecture(named: Architecture | str | os.PathLike[str]) -> Architec
         return read_architecture(named)
     architecture = find_architecture(named)
     if architecture is None:
-        raise RequestError(
+        raise UnsupportedError(
             f"--architecture {named}: no model is declared by that name",
             do=f"{choices(named, known_model_types())}. To name a file, write its ending or folder, such as ./{named}.yaml",
         )

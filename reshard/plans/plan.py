@@ -202,8 +202,8 @@ class Plan:
             tensors.setdefault(root(route.target.shards.paths[0]), []).append(route.name)
         return tuple(Task(tuple(paths), tuple(tensors.get(key, ()))) for key, paths in files.items())
 
-    def to_json(self, *, copies: bool = False) -> dict[str, Any]:
-        """The plan as plain values with stable keys. copies: include every box that is copied."""
+    def to_json(self, *, tensors: bool = True, copies: bool = False) -> dict[str, Any]:
+        """The plan as plain values with stable keys. tensors: include each tensor. copies: include every box that is copied."""
         document: dict[str, Any] = {
             "source": {"format": self.source.format, "path": self.source_files.root},
             "target": {
@@ -222,12 +222,15 @@ class Plan:
                     "path": file.path,
                     "bytes": file.nbytes,
                     "ranks": dict(file.ranks),
-                    "tensors": [_stored_json(item) for item in file.tensors],
+                    **({"tensors": [_stored_json(item) for item in file.tensors]} if tensors else {}),
                 }
                 for file in self.layout.files
             ],
             "sidecars": [sidecar.path for sidecar in self.layout.sidecars],
-            "tensors": [
+            "notes": list(self.layout.notes),
+        }
+        if tensors:
+            document["tensors"] = [
                 {
                     "name": route.name,
                     "shape": list(route.source.shape),
@@ -238,11 +241,9 @@ class Plan:
                     "target_boxes": len(route.target.shards),
                 }
                 for route in self.routes
-            ],
-            "dropped": [_fields(drop) for drop in self.drops],
-            "tasks": [{"files": list(task.files), "tensors": list(task.tensors)} for task in self.tasks()],
-            "notes": list(self.layout.notes),
-        }
+            ]
+            document["dropped"] = [_fields(drop) for drop in self.drops]
+            document["tasks"] = [{"files": list(task.files), "tensors": list(task.tensors)} for task in self.tasks()]
         if copies:
             document["copies"] = [
                 {

@@ -27,7 +27,7 @@ from reshard.plans.plan import Plan, Route
 class ProofFailed(ReshardError):
     """The plan would lose or invent bytes. This is always a defect of reshard, not of the input."""
 
-    exit_code = 1
+    id = "not-proven"
 
 
 def prove(plan: Plan) -> None:

@@ -6,8 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from reshard.canonical.content import Content
+from reshard.canonical.content import Content, Drop
 from reshard.index.index import Index, Tensor, sharding_text
 from reshard.models.model import Model
 from reshard.plans.layout import TargetFile
@@ -64,6 +65,26 @@ class TensorGroup:
     """The optimizer state of the same shape and cut, such as "moment1, moment2 (F32)"; may be empty."""
     count: int
     """The number of tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropSummary:
+    """The tensors of one kind that a plan leaves out for one reason."""
+
+    reason: str
+    """Why they are left out."""
+    kind: str
+    """Their kind, such as "moment1"."""
+    tensors: int
+    """The number of tensors."""
+    nbytes: int
+    """Their bytes."""
+    example: str
+    """The name of one of them."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The group as plain values with stable keys."""
+        return {"reason": self.reason, "kind": self.kind, "tensors": self.tensors, "bytes": self.nbytes, "example": self.example}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +190,16 @@ def _range_text(numbers: list[int]) -> str:
     if numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"{{{numbers[0]}..{numbers[-1]}}}"
     return "{" + ",".join(map(str, numbers[:6])) + (",..." if len(numbers) > 6 else "") + "}"
+
+
+def drops(plan: Plan) -> tuple[DropSummary, ...]:
+    """What the plan leaves out, by reason and kind, in the order of the plan."""
+    groups: dict[tuple[str, str], list[Drop]] = {}
+    for drop in plan.drops:
+        groups.setdefault((drop.reason, drop.kind), []).append(drop)
+    return tuple(
+        DropSummary(reason, kind, len(group), sum(drop.nbytes for drop in group), group[0].name) for (reason, kind), group in groups.items()
+    )
 
 
 def ranks(plan: Plan) -> tuple[RankSummary, ...]:

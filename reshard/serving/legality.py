@@ -15,11 +15,14 @@ def check_degrees(model: Model, rules: EngineRules, parallel: Parallel) -> None:
     """Raises RequestError, naming the legal sizes, if the engine cannot split the model over `parallel`."""
     experts = model.dimensions.get("experts", 0)
     if parallel.ep > 1 and not experts:
-        raise RequestError(f"--ep {parallel.ep}: a {model.architecture.model_type} model has no experts", do="Leave out --ep")
+        raise RequestError(
+            f"--ep {parallel.ep}: a {model.architecture.model_type} model has no experts", do="Leave out --ep", id="illegal-sizes"
+        )
     if parallel.ep > 1 and parallel.ep != parallel.tp:
         raise RequestError(
             f"--ep {parallel.ep} with --tp {parallel.tp}: {rules.engine} distributes experts over the tensor-parallel ranks",
             do=f"Give --ep {parallel.tp}, or leave it out",
+            id="illegal-sizes",
         )
     if refused := degree_problem(model, rules, parallel.tp, parallel.ep):
         name, reason = refused
@@ -29,10 +32,14 @@ def check_degrees(model: Model, rules: EngineRules, parallel: Parallel) -> None:
             where=name,
             why=f"{rules.engine} would refuse it, or give ranks parts of a head",
             do=f"Legal tensor-parallel sizes are {', '.join(map(str, legal)) or 'none: the engine cannot serve this model'}",
+            id="illegal-sizes",
         )
     if unfit := stage_problem(model, rules, parallel.pp):
         raise RequestError(
-            f"--pp {parallel.pp} does not fit this model: {unfit}", why=f"{rules.engine} would refuse it", do="Use fewer stages"
+            f"--pp {parallel.pp} does not fit this model: {unfit}",
+            why=f"{rules.engine} would refuse it",
+            do="Use fewer stages",
+            id="illegal-sizes",
         )
 
 

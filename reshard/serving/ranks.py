@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from reshard.errors import RequestError
+from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32, DType
 from reshard.geometry.mosaics import Mosaic, joined, stacked
 from reshard.geometry.parallel import Parallel, stage_layers
@@ -189,7 +189,7 @@ def placeholder_dtypes(model: Model) -> dict[str, DType]:
 def _one_dtype(tensor: RankTensor, dtypes: Mapping[str, DType], engine: str) -> DType:
     by_dtype = {dtypes[part.tensor]: part.tensor for part in tensor.parts}
     if len(by_dtype) > 1:
-        raise RequestError(
+        raise UnsupportedError(
             f"its parts have different element types: {', '.join(f'{name} {dtype}' for dtype, name in by_dtype.items())}",
             where=tensor.name,
             why=f"{engine} stores them as one tensor",

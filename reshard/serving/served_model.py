@@ -37,22 +37,22 @@ def check_served(model: Model, rules: EngineRules) -> None:
     what = f"{engine}'s class for a {model.architecture.model_type} model"
     for key, value in quirks.assumed_settings:
         if (setting := model.setting(key)) != value:
-            raise RequestError(
+            raise UnsupportedError(
                 f"{what} works as if {key} were {json.dumps(value)}, the config says {json.dumps(setting)}",
                 why="It would refuse the weights, or serve wrong or unset ones",
                 do="Serve it with another engine",
             )
     if quirks.not_loadable:
-        raise RequestError(
+        raise UnsupportedError(
             f"{engine} does not load a {model.architecture.model_type} model from such files: {quirks.not_loadable}",
             do="Convert to hf, which it loads as well",
         )
     if rules.refuses_quantized and model.quantization:
-        raise RequestError("the weights are quantized", why=rules.refuses_quantized, do="Add --dequantize, or convert to hf")
+        raise UnsupportedError("the weights are quantized", why=rules.refuses_quantized, do="Add --dequantize, or convert to hf")
     if quirks.derives_head_dim:
         _check_head_dim(model, engine)
     if quirks.all_layers_sparse and model.dense_layers:
-        raise RequestError(
+        raise UnsupportedError(
             f"{what} has experts in every layer, whatever the config says; layer {model.dense_layers[0]} has none",
             why="It would serve experts that were never loaded, without a message",
             do="Serve it with another engine",
@@ -65,7 +65,7 @@ def _check_head_dim(model: Model, engine: str) -> None:
     """Raises RequestError if the config's head dimension is not the one that the engine's class computes."""
     head_dim, derived = model.dimensions["head_dim"], model.dimensions["hidden"] // model.dimensions["heads"]
     if head_dim != derived:
-        raise RequestError(
+        raise UnsupportedError(
             f"{engine}'s class for a {model.architecture.model_type} model computes a head dimension of hidden size / heads = {derived}, "
             f"the config says {head_dim}",
             why="It would load a part of every head without a message",
@@ -77,7 +77,7 @@ def _check_router(model: Model, engine: str) -> None:
     """Raises RequestError if the config does not exclude the routers of a quantized model from quantization."""
     router = next((weight.name for weight in model.weights.values() if weight.role == "router"), None)
     if router and model.quantization and model.quantization.scales_of(router):
-        raise RequestError(
+        raise UnsupportedError(
             "the config does not say that this router is not quantized",
             where=router,
             why=f"{engine} would build a quantized router and cast the weight to it without a message",

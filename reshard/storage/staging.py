@@ -214,6 +214,7 @@ class Staging:
                 where=str(self.root),
                 why="The disk would be full before the conversion ends; nothing was written",
                 do="Free some space, or choose another disk",
+                id="no-space",
             )
 
     def _create(self, path: str, size: int) -> None:
@@ -241,6 +242,7 @@ class Staging:
                 where=str(self.root),
                 why=kept,
                 do="Free some space and run the same command with --resume",
+                id="no-space",
             )
         if error.errno == errno.EFBIG:
             return SystemRefusal(

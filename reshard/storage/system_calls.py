@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from reshard.errors import RequestError, SystemRefusal
+from reshard.errors import SystemRefusal, UnsupportedError
 
 _ADVICE = {
     errno.EACCES: "Check the permissions of the file and of its directory",
@@ -35,7 +35,7 @@ _COPY_BYTES = 8 << 20
 def check_platform() -> None:
     """Raises RequestError on Windows, which has neither pread nor pwrite nor fsync of a directory."""
     if sys.platform == "win32":
-        raise RequestError("Windows is not supported: reshard runs on Linux and macOS, and on Windows in WSL")
+        raise UnsupportedError("Windows is not supported: reshard runs on Linux and macOS, and on Windows in WSL")
 
 
 @contextmanager

@@ -311,7 +311,7 @@ def _check_chunks(training: TrainingRun, counts: Sequence[StageCount]) -> None:
     chunks = training.schedule.chunks
     uneven = [len(stage.layers or ()) for stage in counts if len(stage.layers or ()) % chunks]
     if uneven:
-        raise RequestError(f"--vp {chunks} does not divide the {uneven[0]} layers of a stage")
+        raise RequestError(f"--vp {chunks} does not divide the {uneven[0]} layers of a stage", id="illegal-sizes")
 
 
 def _assumptions(source: Model | int, training: TrainingRun, zero_stages: Sequence[int]) -> tuple[str, ...]:

@@ -113,6 +113,7 @@ def stages_of_number(number: int, parallel: Parallel) -> list[StageCount]:
         raise RequestError(
             f"--ep {parallel.ep}: a number of parameters does not say how many of the {number:,} belong to experts",
             do="Give a model's config",
+            id="illegal-sizes",
         )
     return [StageCount(stage, WeightCount(-(-number // (parallel.tp * parallel.pp)))) for stage in range(parallel.pp)]
 
@@ -148,7 +149,7 @@ def _share(elements: int, number: int, part: Part, parallel: Parallel) -> Weight
 def _check_tensors(parts: Iterable[Part], tp: int, rules: SplitRules) -> None:
     for part in sorted(parts, key=lambda part: _order_of_messages(part.split)):
         if reason := problem(part, tp, rules):
-            raise RequestError(f"--tp {tp} does not fit this model: {reason}", where=part.tensor)
+            raise RequestError(f"--tp {tp} does not fit this model: {reason}", where=part.tensor, id="illegal-sizes")
 
 
 def _order_of_messages(split: Split) -> int:
@@ -159,19 +160,22 @@ def _order_of_messages(split: Split) -> int:
 def _check_experts(model: Model, parallel: Parallel) -> None:
     experts = model.dimensions.get("experts")
     if parallel.ep > 1 and not experts:
-        raise RequestError(f"--ep {parallel.ep}: a {model.architecture.model_type} model has no experts", do="Leave out --ep")
+        raise RequestError(
+            f"--ep {parallel.ep}: a {model.architecture.model_type} model has no experts", do="Leave out --ep", id="illegal-sizes"
+        )
     if experts and experts % parallel.ep:
-        raise RequestError(f"--ep {parallel.ep} does not divide the {experts} experts of a layer")
+        raise RequestError(f"--ep {parallel.ep} does not divide the {experts} experts of a layer", id="illegal-sizes")
     if parallel.dp % parallel.ep:
         raise RequestError(
             f"--ep {parallel.ep} does not divide the {parallel.dp} data-parallel ranks",
             why="Expert-parallel ranks are data-parallel ranks with different experts",
+            id="illegal-sizes",
         )
 
 
 def _stage_sizes(layers: int, pp: int, requested: tuple[int, ...] | None) -> tuple[int, ...]:
     if requested is None and pp > layers:
-        raise RequestError(f"--pp {pp}: the model has {layers} layers, and every stage needs one")
+        raise RequestError(f"--pp {pp}: the model has {layers} layers, and every stage needs one", id="illegal-sizes")
     if requested is None:
         return tuple(layers // pp + (stage < layers % pp) for stage in range(pp))
     if len(requested) != pp or sum(requested) != layers:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import CARRIED, CONFIG
@@ -13,9 +15,11 @@ from reshard.engine.journal import read_journal
 from reshard.engine.record import Provenance
 from reshard.engine.run import Conversion
 from reshard.errors import RequestError, TargetError
+from reshard.geometry.quantities import plural
 from reshard.plans.digests import Fingerprint
 from reshard.plans.manifest import MANIFEST, RECORDS
 from reshard.plans.plan import Plan
+from reshard.plans.summary import DropSummary, drops
 from reshard.storage.local_path import local_path
 from reshard.storage.lock import is_locked
 from reshard.storage.staging import LOCK, WORK_FOLDER
@@ -26,6 +30,42 @@ _NO_LIMITS = Effort()
 _NO_PROVENANCE = Provenance()
 
 
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a conversion has written, and what it has left out."""
+
+    path: str
+    """The target directory."""
+    files: dict[str, int]
+    """The size of each weight file by its path in the target."""
+    dropped: tuple[DropSummary, ...]
+    """What was left out, by reason and kind."""
+    notes: tuple[str, ...]
+    """Remarks about what was written."""
+    fingerprint: Fingerprint
+    """The digests of the weights that were written."""
+    seconds: float
+    """How long the conversion took."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as plain values with stable keys."""
+        return {
+            "path": self.path,
+            "files": [{"path": path, "bytes": nbytes} for path, nbytes in self.files.items()],
+            "dropped": [group.to_json() for group in self.dropped],
+            "notes": list(self.notes),
+            "fingerprint": self.fingerprint.root,
+            "seconds": round(self.seconds, 3),
+        }
+
+    def __str__(self) -> str:
+        left_out = sum(group.tensors for group in self.dropped)
+        return (
+            f"{self.path}: {plural(len(self.files), 'file')}, {sum(self.files.values()):,} bytes in {self.seconds:.1f} s, "
+            f"{plural(left_out, 'tensor')} left out, fingerprint {self.fingerprint.root}"
+        )
+
+
 def convert(
     plan: Plan,
     target: PathLike,
@@ -34,8 +74,8 @@ def convert(
     overwrite: bool = False,
     checksums: bool = False,
     **options: Unpack[EffortOptions],
-) -> Fingerprint:
-    """Run a plan into the directory `target`; returns the fingerprint of what was written.
+) -> Result:
+    """Run a plan into the directory `target`; returns what was written and what was left out.
 
     resume: finish an interrupted conversion. overwrite: replace the checkpoint in `target` once the new one is complete. checksums: also
     write SHA256SUMS for `sha256sum -c`, which reads the result once more.
@@ -43,12 +83,19 @@ def convert(
     Raises: RequestError if the target exists and neither was said, or the disk has no room. CheckpointError if reshard wrote the source,
     and its weights are not those that it wrote.
     """
-    effort = Effort(**options)
+    effort, began = Effort(**options), time.monotonic()
     running = conversion(plan, target, resume=resume, overwrite=overwrite, effort=effort, provenance=Provenance(checksums=checksums))
     for done in running.run():
         effort.report(done.nbytes)
+    return result_of(running, target, time.monotonic() - began)
+
+
+def result_of(running: Conversion, target: PathLike, seconds: float) -> Result:
+    """The result of a conversion that has run to its end."""
+    plan = running.plan
     assert running.fingerprint is not None
-    return running.fingerprint
+    files = {file.path: file.nbytes for file in plan.layout.files}
+    return Result(os.fspath(target), files, drops(plan), (*plan.layout.notes, *running.notes), running.fingerprint, seconds)
 
 
 def conversion(
@@ -93,6 +140,7 @@ def _replaceable(root: Path, plan: Plan, *, resume: bool, overwrite: bool) -> tu
             where=str(root),
             why="Nothing was written",
             do="Finish it with --resume, or start anew with --overwrite" if found else "Choose another directory, or say --overwrite",
+            id="target-in-use" if found else "target-exists",
         )
     globs = [glob for found in registry.formats().values() for glob in found.owns]
     # Search only those folders that the new checkpoint has, too.
@@ -100,7 +148,7 @@ def _replaceable(root: Path, plan: Plan, *, resume: bool, overwrite: bool) -> tu
     inner = sorted(str(path.relative_to(root)) for folder in folders for path in (root / folder).rglob("*") if path.is_file())
     weights = [name for name in (*entries, *inner) if any(fnmatchcase(name, glob) for glob in globs)]
     if not weights and not interrupted:
-        raise RequestError(
+        raise TargetError(
             f"--overwrite: {', '.join(entries[:3])} and what else lies there is no checkpoint",
             where=str(root),
             why="Only checkpoints are replaced",

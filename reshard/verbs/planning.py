@@ -94,6 +94,7 @@ def check_nothing_unanswered(source: Checkpoint) -> None:
         raise RequestError(
             f"{source.path} does not say {'; nor '.join(source.index.facts.unanswered)}",
             why="It is in no file of the checkpoint, and is not guessed",
+            id="ambiguous",
         )
 
 

@@ -61,11 +61,15 @@ def test_inspect_shows_which_file_holds_which_box():
 
 
 def test_inspects_document_has_stable_keys():
-    document = reshard("inspect", *FSDP2, "--json").document
-    assert list(document) == [
-        "path", "format", "detected_by", "producer", "version", "step", "parallel", "model_type", "architecture_known", "parameters",
-        "bytes", "files", "kinds", "tensors", "models", "adapter", "withheld", "objects", "notes", "mesh",
+    summary, document = reshard("inspect", *FSDP2, "--json").document, reshard("inspect", *FSDP2, "--json", "--full").document
+    assert list(summary) == [
+        "schema_version", "path", "format", "detected_by", "producer", "version", "step", "parallel", "model_type", "architecture_known",
+        "parameters", "bytes", "files", "kinds", "models", "adapter", "tensor_count", "withheld_count", "object_count", "notes", "mesh",
     ]  # fmt: skip
+    assert list(document) == [*summary, "tensors", "objects"] and {name: document[name] for name in summary} == summary
+    chosen = reshard("inspect", *FSDP2, "--json", "--tensor", "*norm*").document["tensors"]
+    assert chosen == [tensor for tensor in document["tensors"] if "norm" in tensor["name"]] and chosen
+    assert summary["tensor_count"] == len(document["tensors"]) and summary["object_count"] == len(document["objects"])
     assert document["format"] == "dcp" and document["parameters"] == 61728 and len(document["files"]) == 4
     assert list(document["tensors"][0]) == ["name", "kind", "dtype", "shape", "bytes", "sharding", "pieces", "placements"]
     assert list(document["tensors"][0]["pieces"][0]) == ["file", "offsets", "sizes", "replica", "rank"]
@@ -92,13 +96,15 @@ def test_a_dry_run_shows_each_rank_and_writes_nothing(tmp_path):
 
 def test_converts_document_has_stable_keys(tmp_path):
     arguments = ("convert", HF / "llama", tmp_path / "out", "--to", "vllm", "--tp", 2, "--json")
-    planned, done = reshard(*arguments, "--dry-run").document, reshard(*arguments).document
-    keys = ["source", "target", "totals", "files", "sidecars", "tensors", "dropped", "tasks", "notes", "ranks"]
-    assert list(planned) == keys and list(done) == [*keys, "path", "fingerprint", "seconds"]
-    assert [rank["query_heads"] for rank in done["ranks"]] == [[0, 4], [4, 8]] and [rank["padding_rows"] for rank in done["ranks"]] == [
-        0,
-        6,
-    ]
+    planned, full = reshard(*arguments, "--dry-run").document, reshard(*arguments, "--dry-run", "--full").document
+    done = reshard(*arguments).document
+    assert list(planned) == ["schema_version", "source", "target", "totals", "files", "sidecars", "notes", "dropped", "ranks"]
+    assert list(full) == [*planned, "tensors", "tasks", "dropped_tensors"]
+    assert list(done) == ["schema_version", "path", "files", "dropped", "notes", "fingerprint", "seconds"]
+    assert [rank["query_heads"] for rank in planned["ranks"]] == [[0, 4], [4, 8]]
+    assert [rank["padding_rows"] for rank in planned["ranks"]] == [0, 6]
+    everything = reshard(*arguments, "--overwrite", "--full").document
+    assert list(everything) == [*done, "plan"] and everything["plan"] == {name: full[name] for name in full if name != "schema_version"}
     assert done["fingerprint"] == reshard("fingerprint", HF / "llama", "--json").document["fingerprint"]
     assert {file["path"]: file["bytes"] for file in done["files"]} == {
         path.name: path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")
@@ -175,7 +181,7 @@ def test_verify_tells_equal_from_different(tmp_path):
     different = reshard("verify", HF / "llama", HF / "qwen3")
     assert different.code == 1 and "q_norm" in different.out
     document = reshard("verify", HF / "llama", HF / "qwen3", "--json").document
-    assert list(document) == ["equal", "tensors", "bytes", "differences", "notes"] and not document["equal"]
+    assert list(document) == ["schema_version", "equal", "tensors", "bytes", "differences", "notes"] and not document["equal"]
     assert list(document["differences"][0]) == ["name", "kind", "detail"]
 
 
@@ -197,7 +203,7 @@ def test_a_round_trip_is_lossless_and_says_how_it_knows(how):
     shown = reshard("roundtrip", *FSDP2, "--to", "vllm", "--tp", 8, *how)
     assert shown.code == 0 and shown.out.startswith("lossless: 21 tensors") and ("converted" in shown.out) == bool(how)
     document = reshard("roundtrip", *FSDP2, "--to", "vllm", "--tp", 8, *how, "--json").document
-    assert list(document) == ["lossless", "materialized", "tensors", "boxes", "bytes", "losses"] and document["lossless"]
+    assert list(document) == ["schema_version", "lossless", "materialized", "tensors", "boxes", "bytes", "losses"] and document["lossless"]
 
 
 @pytest.mark.parametrize("how", [(), ("--materialize",)])
@@ -207,14 +213,14 @@ def test_a_lossy_round_trip_is_exit_code_1(how):
 
 
 def test_formats_and_architectures_are_listed():
-    assert reshard("formats", "--json").document[0].keys() == {"name", "reads", "writes", "summary"}
+    assert reshard("formats", "--json").document["formats"][0].keys() == {"name", "reads", "writes", "summary"}
     assert {"llama", "mistral", "qwen2", "qwen3"} <= set(reshard("architectures").out.split())
 
 
 def test_a_format_can_be_named_and_must_fit():
     assert reshard("inspect", HF / "llama", "--format", "hf").code == 0
-    for name in ("dcp", "vllm", "nonsense"):
-        assert reshard("inspect", HF / "llama", "--format", name).code == 2
+    for name, code in (("dcp", 3), ("vllm", 3), ("nonsense", 2)):
+        assert reshard("inspect", HF / "llama", "--format", name).code == code, name
 
 
 def test_workers_and_memory_are_bounds(tmp_path):
@@ -240,3 +246,20 @@ def test_a_reader_that_goes_away_is_no_error():
 def test_progress_is_on_a_terminal_or_when_asked_for(tmp_path):
     assert reshard("convert", HF / "llama", tmp_path / "a", "--to", "hf").err == ""
     assert "100%" in reshard("convert", HF / "llama", tmp_path / "b", "--to", "hf", "--progress").err
+
+
+def test_full_needs_json():
+    refused = reshard("plan", HF / "llama", "--to", "vllm", "--full")
+    assert refused.code == 2 and "--full has a meaning only with --json" in refused.err and refused.out == ""
+
+
+def test_python_and_the_command_line_return_the_same_result(tmp_path):
+    import reshard as library
+
+    result = library.convert(library.plan(library.open(DCP / "fsdp2" / "checkpoint"), to="hf"), tmp_path / "a")
+    printed = reshard("convert", DCP / "fsdp2" / "checkpoint", tmp_path / "b", "--to", "hf", "--json").document
+    own = {**result.to_json(), "schema_version": 1, "path": str(tmp_path / "b"), "seconds": printed["seconds"]}
+    assert own == printed and result.fingerprint.root in str(result) and str(tmp_path / "a") in str(result)
+    groups = {(group.reason, group.kind): group.tensors for group in result.dropped}
+    assert len(groups) == len(result.dropped) >= 2 and all(number > 1 for number in groups.values())
+    assert result.files == {path.name: path.stat().st_size for path in (tmp_path / "a").glob("*.safetensors")}

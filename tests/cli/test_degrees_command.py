@@ -34,7 +34,7 @@ def test_what_does_not_fit_is_said(folder):
 def test_the_document_has_stable_keys():
     arguments = ("--tp", "2,3", "--pp", "1,2", "--gpu-memory", "1GB", "--max-model-len", 64, "--reserve", "1MB")
     document = reshard("degrees", HF / "llama", "--to", "vllm", *arguments, "--json").document
-    assert list(document) == ["model_type", "kv_dtype", "memory", "degrees", "assumptions"]
+    assert list(document) == ["schema_version", "model_type", "kv_dtype", "memory", "degrees", "assumptions"]
     assert document["memory"] == {
         "gpu_memory": 10**9, "gpu_memory_utilization": 0.9, "reserve": 10**6, "usable": 899 * 10**6, "max_model_len": 64,
     }  # fmt: skip

@@ -47,7 +47,7 @@ def test_each_file_of_a_plain_cut_is_a_task_of_its_own():
 
 def test_the_plan_is_data(plan):
     document = json.loads(json.dumps(plan.to_json(copies=True)))
-    assert list(document) == ["source", "target", "totals", "files", "sidecars", "tensors", "dropped", "tasks", "notes", "copies"]
+    assert list(document) == ["source", "target", "totals", "files", "sidecars", "notes", "tensors", "dropped", "tasks", "copies"]
     assert document == json.loads(json.dumps(reshard.plan(HF / "llama", to="vllm", tp=4, pp=2).to_json(copies=True)))
 
 

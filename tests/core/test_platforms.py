@@ -81,7 +81,7 @@ def test_windows_gets_one_sentence(arguments, monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     result = reshard(*arguments)
     sentence = "Windows is not supported: reshard runs on Linux and macOS, and on Windows in WSL."
-    assert (result.code, result.out, result.err) == (2, "", f"reshard: {sentence}\n")
+    assert (result.code, result.out, result.err) == (6, "", f"reshard: {sentence} [unsupported]\n")
 
 
 def test_windows_gets_the_same_sentence_in_python(monkeypatch):
@@ -100,5 +100,5 @@ def test_casts_do_not_need_torch(tmp_path, monkeypatch):
 def test_what_needs_torch_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     result = reshard("convert", DCP / "fsdp2" / "checkpoint", tmp_path / "out", "--to", "fsdp", "--dp", 2)
-    assert result.code == 2 and "needs torch" in result.err and "pip install 'reshard[torch]'" in result.err
+    assert result.code == 6 and "needs torch" in result.err and "pip install 'reshard[torch]'" in result.err
     assert "Traceback" not in result.err and not tree(tmp_path / "out")

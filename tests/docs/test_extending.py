@@ -38,4 +38,4 @@ def test_the_format_of_the_page_refuses_what_it_should(npy, tmp_path):
     cut = out / "lm_head.weight.npy"
     cut.write_bytes(cut.read_bytes()[:-1])
     found = reshard("inspect", out)
-    assert found.code == 2 and "lm_head.weight.npy" in found.err
+    assert found.code == 3 and "lm_head.weight.npy" in found.err

@@ -14,6 +14,7 @@ from published import LLAMA_70B
 
 FSDP2, VERL = FIXTURES / "dcp" / "fsdp2", FIXTURES / "fsdp" / "verl" / "checkpoint"
 MODEL = ("--model", FSDP2 / "model")
+SCHEMAS = ROOT / "docs" / "reference" / "schemas"
 LLAMA, QWEN3 = FIXTURES / "hf" / "llama", FIXTURES / "hf" / "qwen3"
 
 
@@ -45,13 +46,44 @@ def matches(key: str, leaf: tuple[str, ...]) -> bool:
     return all(word in ("*", segment) for word, segment in zip(words, leaf, strict=False)) and len(leaf) <= len(words)
 
 
-def check(section: str, *documents: Any, besides: str | None = None) -> None:
-    keys = documented(section) | (documented(besides) if besides else set())
-    found = {leaf for document in documents for leaf in leaves(document)}
+def check(section: str, *documents: Any) -> None:
+    """The page names each key of these documents and no other; and the schema, which is a file, allows each document."""
+    keys = documented(section)
+    found = {leaf for document in documents for leaf in leaves(document) if leaf != ("schema_version",)}
+    if section != "reshard.json":
+        schema = json.loads((SCHEMAS / f"{section}.json").read_text())
+        for document in documents:
+            assert not (wrong := list(violations(document, schema))), wrong[:3]
     unknown = [leaf for leaf in found if not any(matches(key, leaf) for key in keys)]
     assert not unknown, f"json.md does not tell of {unknown[:3]} in {section}"
     stale = [key for key in keys if not any(matches(key, leaf) for leaf in found)]
     assert not stale, f"json.md tells of {stale[:3]}, which {section} does not print"
+
+
+TYPES = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None)}
+
+
+def violations(value: Any, schema: dict[str, Any], path: str = "$") -> Iterator[str]:
+    """Where a value breaks a schema, for the keywords that our schemas use."""
+    assert schema.keys() <= {"$schema", "title", "type", "properties", "required", "additionalProperties", "items", "const"}
+    types = schema.get("type", list(TYPES))
+    types = [types] if isinstance(types, str) else types
+    # In Python a bool is an int; in JSON it is not.
+    if not any(isinstance(value, TYPES[name]) and (name == "boolean" or not isinstance(value, bool)) for name in types):
+        yield f"{path}: {value!r} is not of type {types}"
+    elif "const" in schema and value != schema["const"]:
+        yield f"{path}: {value!r} is not {schema['const']!r}"
+    elif isinstance(value, dict):
+        properties, rest = schema.get("properties", {}), schema.get("additionalProperties", True)
+        yield from (f"{path}: {key} is missing" for key in schema.get("required", ()) if key not in value)
+        for key, inner in value.items():
+            if key in properties or isinstance(rest, dict):
+                yield from violations(inner, properties.get(key, rest), f"{path}.{key}")
+            elif not rest:
+                yield f"{path}: {key} is not in the schema"
+    elif isinstance(value, list) and "items" in schema:
+        for i, inner in enumerate(value):
+            yield from violations(inner, schema["items"], f"{path}[{i}]")
 
 
 def printed(*arguments: object) -> Any:
@@ -65,19 +97,21 @@ def config(tmp_path):
 
 
 def test_inspect():
-    check("inspect", printed("inspect", VERL))
+    check("inspect", printed("inspect", VERL), printed("inspect", VERL, "--full"))
 
 
 def test_plan_and_convert(tmp_path):
     arguments = (FSDP2 / "checkpoint", tmp_path / "out", "--to", "vllm", "--tp", 2, *MODEL)
-    check("plan", printed("plan", arguments[0], *arguments[2:]), printed("convert", *arguments, "--dry-run"))
-    check("convert", printed("convert", *arguments), besides="plan")
+    check("plan", printed("plan", arguments[0], *arguments[2:], "--full"), printed("convert", *arguments, "--dry-run"))
+    result = printed("convert", *arguments, "--overwrite", "--full")
+    check("plan", {"schema_version": 1, **result["plan"]})
+    check("convert", printed("convert", *arguments, "--overwrite"), {**result, "plan": {}})
     check("reshard.json", json.loads((tmp_path / "out" / "reshard.json").read_text()))
 
 
 def test_verify_fingerprint_and_roundtrip():
     check("verify", printed("verify", LLAMA, QWEN3))
-    check("fingerprint", printed("fingerprint", LLAMA))
+    check("fingerprint", printed("fingerprint", LLAMA), printed("fingerprint", LLAMA, "--full"))
     check("roundtrip", printed("roundtrip", LLAMA, "--to", "vllm"))
 
 
@@ -96,4 +130,22 @@ def test_estimate(config):
 
 def test_lists():
     check("formats", printed("formats"))
-    check("architectures", printed("architectures", "--start", LLAMA))
+    check("architectures", printed("architectures"), printed("architectures", "--start", LLAMA))
+
+
+def test_errors():
+    check("errors", printed("inspect", "nowhere"), printed("inspect", LLAMA, "--nonsense"))
+
+
+def test_a_schema_refuses_what_it_does_not_allow():
+    schema, good = json.loads((SCHEMAS / "roundtrip.json").read_text()), printed("roundtrip", LLAMA, "--to", "vllm")
+    assert not list(violations(good, schema))
+    for bad in (
+        {**good, "tensors": "21"},
+        {**good, "new": 1},
+        {**good, "losses": [1]},
+        {**good, "lossless": 1},
+        {**good, "schema_version": 2},
+    ):
+        assert len(list(violations(bad, schema))) == 1
+    assert list(violations({key: good[key] for key in good if key != "bytes"}, schema)) == ["$: bytes is missing"]

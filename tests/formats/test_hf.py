@@ -52,7 +52,7 @@ def test_files_are_cut_at_the_size_asked_for_and_the_index_is_right(tmp_path):
     assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))] and len(files) > 3
     assert index["weight_map"] == {name: file for file in files for name in stored(tmp_path / "out" / file)}
     assert index["metadata"]["total_size"] == sum(len(data) for f in files for *_, data in stored(tmp_path / "out" / f).values())
-    assert printed.root == reshard.fingerprint(HF / "llama").root
+    assert printed.fingerprint.root == reshard.fingerprint(HF / "llama").root
 
 
 def test_every_tensor_is_aligned_to_its_elements(tmp_path):
@@ -170,7 +170,7 @@ def test_a_tensor_that_is_larger_than_a_file_should_be_is_alone_and_does_not_end
 def test_widening_and_back_is_the_identity(tmp_path):
     reshard.convert(reshard.plan(HF / "llama", to="hf", dtype="fp32"), tmp_path / "wide")
     printed = reshard.convert(reshard.plan(tmp_path / "wide", to="hf", dtype="bf16"), tmp_path / "back")
-    assert printed.root == reshard.fingerprint(HF / "llama").root
+    assert printed.fingerprint.root == reshard.fingerprint(HF / "llama").root
     assert reshard.verify(HF / "llama", tmp_path / "wide", cast=True).equal
     assert not reshard.verify(HF / "llama", tmp_path / "wide").equal
 
@@ -231,7 +231,7 @@ def test_a_model_that_is_not_declared_still_becomes_hf_but_not_vllm(tmp_path):
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "model_type": "somebodys_own"}))
     printed = reshard.convert(reshard.plan(copy, to="hf"), tmp_path / "out")
-    assert printed.root == reshard.fingerprint(HF / "llama").root
+    assert printed.fingerprint.root == reshard.fingerprint(HF / "llama").root
     with pytest.raises(RequestError, match=r"somebodys_own.*not declared.*reshard architectures"):
         reshard.plan(copy, to="vllm")
 

@@ -46,7 +46,7 @@ def run(tmp_path):
 
 
 def test_it_is_listed(run):
-    listed = json.loads(run("formats", "--json").stdout)
+    listed = json.loads(run("formats", "--json").stdout)["formats"]
     assert {"name": "raw", "reads": True, "writes": True, "summary": "one file of elements and a JSON table"} in listed
 
 
@@ -101,7 +101,7 @@ def test_a_cut_file_is_named(run, tmp_path):
     os.truncate(tmp_path / "raw" / "weights.raw", 1000)
     (tmp_path / "raw" / "reshard.json").unlink()
     result = run("inspect", tmp_path / "raw")
-    assert result.returncode == 2 and "weights.raw has 1,000" in result.stderr and "Traceback" not in result.stderr
+    assert result.returncode == 3 and "weights.raw has 1,000" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_the_option_is_refused_for_another_format(run, tmp_path):

@@ -96,7 +96,7 @@ def test_an_unfinished_conversion_is_resumed_or_refused_with_help(unfinished):
     if result.code == 0:
         assert is_whole(unfinished)
     else:
-        assert result.code == 2 and "another version of reshard" in result.err and "--overwrite" in result.err, result.err
+        assert result.code == 4 and "another version of reshard" in result.err and "--overwrite" in result.err, result.err
         assert tree(unfinished) == before
 
 
@@ -104,12 +104,12 @@ def test_an_unfinished_conversion_of_a_source_that_has_changed_is_refused(unfini
     os.utime("checkpoint/__0_0.distcp")
     before = tree(unfinished)
     result = convert(unfinished, "--resume")
-    assert result.code == 2 and "another version of reshard" in result.err and "--overwrite" in result.err, result.err
+    assert result.code == 4 and "another version of reshard" in result.err and "--overwrite" in result.err, result.err
     assert tree(unfinished) == before
 
 
 def test_an_unfinished_conversion_can_be_begun_anew(unfinished):
-    assert convert(unfinished).code == 2, "without --overwrite nothing is replaced"
+    assert convert(unfinished).code == 4, "without --overwrite nothing is replaced"
     assert convert(unfinished, "--overwrite").code == 0
     assert is_whole(unfinished)
 
@@ -119,7 +119,7 @@ def test_a_finished_conversion_of_a_source_that_has_changed_is_not_resumed(unfin
     target = shutil.copytree(WRITTEN / "hf", unfinished.parent / "finished")
     before = tree(target)
     result = convert(target, "--resume")
-    assert result.code == 2 and "--overwrite" in result.err and tree(target) == before
+    assert result.code == 4 and "--overwrite" in result.err and tree(target) == before
 
 
 @pytest.mark.parametrize("name", DECLARATIONS)

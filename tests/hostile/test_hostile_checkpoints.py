@@ -12,6 +12,8 @@ from command import reshard, tree
 from places import DCP, HF, patch_stored, stored
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from reshard.errors import ERROR_IDS
+
 FSDP2 = DCP / "fsdp2"
 MODEL = FSDP2 / "model"
 
@@ -33,10 +35,10 @@ def vllm(tmp_path):
 
 
 def refused(source, tmp_path, *needed, to=("vllm", "--tp", 2), options=()):
-    """Converting is refused: code 2, a paragraph that holds all of `needed`, and no target."""
+    """Converting is refused: the exit code of the error's id, a paragraph that holds all of `needed`, and no target."""
     target = tmp_path / "target"
     result = reshard("convert", source, target, "--to", *to, *options)
-    assert result.code == 2, result.err
+    assert result.code in (2, 3, 6) and result.code == ERROR_IDS[result.err[:-2].rpartition("[")[2]][0], result.err
     assert not target.exists()
     assert result.out == "" and result.err.startswith("reshard: ") and result.err.count("\n") == 1 and "Traceback" not in result.err
     for words in needed:
@@ -164,7 +166,7 @@ def test_a_metadata_with_a_program_inside_runs_nothing(dcp, tmp_path, number):
     sentinel = tmp_path / "it-ran"
     edited(dcp / ".metadata", lambda metadata: setattr(metadata, "planner_data", {"x": traps(sentinel)[number]}))
     for arguments in (("inspect", dcp), ("fingerprint", dcp), ("convert", dcp, tmp_path / "t", "--to", "hf")):
-        assert reshard(*arguments).code in (0, 2)
+        assert reshard(*arguments).code in (0, 3)
     assert not sentinel.exists()
 
 
@@ -232,9 +234,9 @@ def test_replicas_that_disagree(vllm, tmp_path):
     patch_stored(vllm / "model-rank-1-part-0.safetensors", "model.layers.1.input_layernorm.weight", 6)
     refused(vllm, tmp_path, "model.layers.1.input_layernorm.weight", "two copies", "[3]", "rank-0", "rank-1", to=("hf",))
     result = reshard("fingerprint", vllm)
-    assert result.code == 2 and "two copies" in result.err
+    assert result.code == 3 and "two copies" in result.err
     result = reshard("verify", HF / "llama", vllm)
-    assert result.code == 2 and "two copies" in result.err
+    assert result.code == 3 and "two copies" in result.err
 
 
 def test_a_tied_head_that_is_not(tmp_path):
@@ -305,20 +307,20 @@ def test_the_target_exists(hf, tmp_path):
     (target / "notes.txt").write_text("mine")
     before = tree(target)
     result = reshard("convert", hf, target, "--to", "vllm")
-    assert result.code == 2 and "--overwrite" in result.err and tree(target) == before
+    assert result.code == 4 and "--overwrite" in result.err and tree(target) == before
     result = reshard("convert", hf, target, "--to", "vllm", "--overwrite")
-    assert result.code == 2 and "no checkpoint" in result.err and tree(target) == before
+    assert result.code == 4 and "no checkpoint" in result.err and tree(target) == before
     result = reshard("convert", hf, target / "notes.txt", "--to", "vllm")
-    assert result.code == 2 and tree(target) == before
+    assert result.code == 4 and tree(target) == before
     result = reshard("convert", hf, target, "--to", "vllm", "--resume")
-    assert result.code == 2 and tree(target) == before
+    assert result.code == 4 and tree(target) == before
 
 
 def test_the_target_is_the_source(hf):
     before = tree(hf)
     for options in ((), ("--overwrite",), ("--resume",)):
-        assert reshard("convert", hf, hf, "--to", "vllm", *options).code == 2
-        assert reshard("convert", hf / "model.safetensors", hf, "--to", "hf", *options).code == 2
+        assert reshard("convert", hf, hf, "--to", "vllm", *options).code == 4
+        assert reshard("convert", hf / "model.safetensors", hf, "--to", "hf", *options).code == 4
     assert tree(hf) == before
 
 
@@ -339,7 +341,7 @@ def test_overwriting_that_fails_leaves_the_older_checkpoint(hf, vllm, tmp_path):
     before = tree(vllm)
     bad = shutil.copytree(vllm, tmp_path / "bad")
     patch_stored(bad / "model-rank-1-part-0.safetensors", "model.norm.weight")
-    assert reshard("convert", bad, vllm, "--to", "vllm", "--tp", 4, "--overwrite").code == 2
+    assert reshard("convert", bad, vllm, "--to", "vllm", "--tp", 4, "--overwrite").code == 3
     assert tree(vllm) == before
 
 
@@ -349,4 +351,4 @@ def test_control_characters_in_a_name_do_not_reach_the_terminal(hf, tmp_path):
     text = json.dumps({"\x1b[2Jmodel": {"dtype": "F99", "shape": [1], "data_offsets": [0, 1]}}).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + b"\0")
     result = reshard("convert", hf, tmp_path / "t", "--to", "hf")
-    assert result.code == 2 and "\x1b" not in result.err and "\\x1b[2Jmodel" in result.err
+    assert result.code == 3 and "\x1b" not in result.err and "\\x1b[2Jmodel" in result.err

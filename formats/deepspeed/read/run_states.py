@@ -11,7 +11,7 @@ from typing import Any
 from reshard.adapter.processes import in_processes
 from reshard.containers import torch_zip
 from reshard.containers.torch_zip import AnyTensor, LocatedTensor, is_plain_tensor
-from reshard.errors import CheckpointError, MixedSaves
+from reshard.errors import IncompleteError, MixedSaves
 from reshard.storage.files import Files
 
 from ..layout.states import ModelStates, OptimizerStates, Shape, model_states, optimizer_states
@@ -89,7 +89,7 @@ def read_run_states(files: Files, tag: Tag) -> RunStates:
         )
     states = read_model_files(files, tag)
     if states.is_pipeline_module and not tag.layers:
-        raise CheckpointError(
+        raise IncompleteError(
             "it holds no module, and the files of the layers, where PipelineModule stores the weights, are missing",
             where=states.first_model.path,
             do="Copy layer_*-model_states.pt from where the checkpoint was written",
@@ -117,7 +117,7 @@ def read_model_files(files: Files, tag: Tag) -> RunStates:
 def _read_models(files: Files, tag: Tag) -> dict[tuple[int, ...], ModelStates]:
     paths = list(tag.zero3_models.items()) or [((0, *numbers), path) for numbers, path in tag.models.items()]
     if not paths:
-        raise CheckpointError(
+        raise IncompleteError(
             "there is no file of model states (mp_rank_.._model_states.pt, or zero_pp_rank_.. with ZeRO-3)",
             where=f"{files.root}/{tag.folder}",
             why="Model states hold the names and shapes of the parameters in the optimizer's files",

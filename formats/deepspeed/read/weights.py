@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from reshard.containers.torch_zip import AnyTensor, Locations, is_plain_tensor, memory_of
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, IncompleteError
 
 from ..layout.degrees import ModelRank, RunDegrees
 from ..layout.experts import ExpertSlice
@@ -95,7 +95,7 @@ def frozen_weights(models: Mapping[int, ModelStates], rank: ModelRank, locations
         if not fragments or 0 in shape:
             continue
         if missing := [dp for dp in models if dp not in fragments]:
-            raise CheckpointError(f"rank {missing[0]}'s file holds no part of it", where=f"{name} in {models[missing[0]].path}")
+            raise IncompleteError(f"rank {missing[0]}'s file holds no part of it", where=f"{name} in {models[missing[0]].path}")
         parts.append(_frozen_part(name, shape, fragments, rank, locations))
     return Contents(tuple(parts), empty_shapes={(name, rank.tp_rank): shape for name, shape in first.frozen_shapes if 0 in shape})
 
@@ -104,7 +104,7 @@ def _frozen_part(name: str, shape: Shape, fragments: Mapping[int, AnyTensor], ra
     """One frozen parameter. fragments: by data-parallel rank."""
     buffer = FlatBuffer.of(fragments, locations)
     if buffer.dtype.name in ("I8", "U8"):
-        raise CheckpointError(
+        raise IncompleteError(
             f"it is stored quantized ({buffer.dtype}), and its scales are in no file",
             where=f"{name} in {buffer.rows[0].path}",
             why="zero_quantized_nontrainable_weights keeps the scales in an attribute that is not saved: the values are lost",

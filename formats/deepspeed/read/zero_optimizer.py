@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from reshard.containers.torch_zip import AnyTensor, Locations, is_plain_tensor
-from reshard.errors import CheckpointError, MixedSaves
+from reshard.errors import CheckpointError, IncompleteError, MixedSaves
 from reshard.index.index import ParamGroup
 
 from ..layout.degrees import ModelRank
@@ -97,7 +97,7 @@ def _check_groups(states: RunStates, model: ModelStates, first: OptimizerStates,
         )
     elements = sum(math.prod(shape) for group in groups for _, shape in group)
     if elements and all(0 in row.shape for row in first.masters):
-        raise CheckpointError(
+        raise IncompleteError(
             "its full-precision groups are empty"
             + (", and offloaded_tensors/ lacks their swap files" if states.tag.has_swap_files else "")
             + ": they were swapped to NVMe",

@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format, Hints
-from reshard.errors import CheckpointError
+from reshard.errors import IncompleteError
 
 from .folder import ZERO, find_universal_folder, other_tag_is_latest
 
@@ -49,7 +49,7 @@ class Universal(Format):
 
         folder = find_universal_folder(files)
         if folder is None:
-            raise CheckpointError("there is no folder zero/ with the states of parameters", where=files.root)
+            raise IncompleteError("there is no folder zero/ with the states of parameters", where=files.root)
         return read_universal(files, folder, hints)
 
     def check_values(self, files: Files, index: Index) -> Index:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard.errors import CheckpointError
+from reshard.errors import IncompleteError
 from reshard.storage.files import Files, inside, read_whole
 
 LATEST = "latest_universal"
@@ -39,7 +39,7 @@ def _folder_in_latest(files: Files) -> str:
     text = read_whole(files, LATEST, limit=4096).decode("utf-8", "replace").strip()
     folder = inside(text, where=LATEST).rstrip("/") + "/" if text else "/"
     if not _holds_parameters(files, folder):
-        raise CheckpointError(
+        raise IncompleteError(
             f"it names the tag {text!r}, which is not there, or holds no {ZERO}",
             where=LATEST,
             why="The conversion that wrote it was not finished, or its result was removed",

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.containers.pickle_writer import Call, Instance, Name
-from reshard.errors import RequestError
+from reshard.errors import UnsupportedError
 from reshard.models.model import Model
 
 from .chunks import Chunk
@@ -97,7 +97,7 @@ def _positions(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     if rope_type == "llama3":
         fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         if any(rope.get(key) != value for key, value in fixed.items()):
-            raise RequestError(
+            raise UnsupportedError(
                 "the config scales rotary positions with other factors than Megatron, which has fixed ones",
                 why=f"Megatron has {fixed}; the config has {rope}",
             )
@@ -117,7 +117,9 @@ def _positions(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
             "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
         }
     if rope_type != "default":
-        raise RequestError(f"Megatron has no rotary positions of the type {rope_type!r}", why="The config names this type in rope_scaling")
+        raise UnsupportedError(
+            f"Megatron has no rotary positions of the type {rope_type!r}", why="The config names this type in rope_scaling"
+        )
     return settings | ({"rope_type": "rope"} if kind.startswith("deepseek") else {})
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from reshard.containers.torch_zip import AnyTensor
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.mosaics import Mosaic
 
 from ..layout.names import ParsedName, parse_name
@@ -81,7 +81,7 @@ def layer_offsets(save: LegacySave, model: MegatronModel) -> dict[tuple[int, int
         for number, chunk in enumerate(rank.chunks):
             layers = {parsed.layer for parsed in map(parse_name, chunk) if parsed.layer is not None and not parsed.is_mtp}
             if layers and max(layers) + 1 != len(layers):
-                raise CheckpointError(
+                raise IncompleteError(
                     f"it holds the layers {sorted(layers)}, and some numbers before the last one are missing",
                     where=rank.path,
                     why="Each chunk numbers its layers from 0",

@@ -10,7 +10,7 @@ from reshard.adapter.state_dicts import flat
 from reshard.containers import torch_zip
 from reshard.containers.inert_pickle import shown
 from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
-from reshard.errors import CheckpointError, MissingFile, MixedSaves
+from reshard.errors import CheckpointError, IncompleteError, MissingFile, MixedSaves
 from reshard.storage.files import Files
 
 from ..layout.arguments import MODEL_ARGS, Args, parallel_size, plain_args
@@ -98,7 +98,7 @@ def read_ranks(files: Files, folder: str) -> LegacySave:
     """
     folders = rank_folders(files, folder)
     if not folders:
-        raise CheckpointError("there is no rank folder with weights here, such as mp_rank_00", where=f"{files.root}/{folder}")
+        raise IncompleteError("there is no rank folder with weights here, such as mp_rank_00", where=f"{files.root}/{folder}")
     root = _read_file(files, folders[0])
     args = plain_args(root.get("args")) or nemo_args(files, folder)
     sizes = _run_sizes(args, folders)
@@ -152,7 +152,7 @@ def _check_folders(folders: Sequence[MegatronRankFolder], sizes: ParallelSizes, 
     for pp_rank in range(sizes.pp):
         for tp_rank in range(sizes.tp):
             if not any((tp_rank, pp_rank) == ranks[:2] for ranks in by_ranks):
-                raise CheckpointError(
+                raise IncompleteError(
                     f"the folder of tensor-parallel rank {tp_rank}" + (f" of stage {pp_rank}" if sizes.pp > 1 else "") + " is not there",
                     where=where,
                     why=f"The run had {_sizes_text(sizes)}; without this rank a part of the weights would be left unset",

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from reshard.adapter.format import Hints
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, IncompleteError
 from reshard.index.index import Tensor
 from reshard.models.lookup import find_model, known_model_types, model_type_of
 from reshard.models.model import Model
@@ -123,7 +123,7 @@ def check_complete(model: RunModel, tensors: Iterable[Tensor], where: str, *, wi
         has_weight = name in names["weight"]
         has_state = not moments or name in moments or weight.role in BUFFER_ROLES
         if not weight.optional and not (has_weight and has_state):
-            raise CheckpointError(
+            raise IncompleteError(
                 f"{'its optimizer state' if has_weight else 'it'} is in no file",
                 where=name,
                 why=f"The run's model has it; files of a rank are missing in {where}, or were lost",

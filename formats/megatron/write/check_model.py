@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reshard.canonical.content import Content
-from reshard.errors import RequestError
+from reshard.errors import RequestError, UnsupportedError
 from reshard.models.lookup import built_in_model_types, known_model_types
 from reshard.models.model import Model
 
@@ -20,7 +20,7 @@ def megatron_compatible_model(content: Content) -> Model:
     """
     model = content.model
     if model is None:
-        raise RequestError(
+        raise UnsupportedError(
             "Megatron's layout of fused weights needs the model's architecture, which is not known",
             why=f"Declared are {', '.join(known_model_types())}",
             do="Give the model's Hugging Face config with --model DIR, and a declaration with --architecture FILE if it is none of these",
@@ -28,13 +28,13 @@ def megatron_compatible_model(content: Content) -> Model:
     _check_computation(model)
     _check_biases(model)
     if model.quantization:
-        raise RequestError(
+        raise UnsupportedError(
             f"the weights are quantized ({model.quantization.method}), Megatron's are not",
             why="Its layers would take the quantized elements for values",
             do="Convert them to values with --dequantize",
         )
     if foreign := [part for part in model.parts() if part.role not in ROLES]:
-        raise RequestError(
+        raise UnsupportedError(
             f"Megatron-Core's layers have no such part ({foreign[0].role})",
             where=foreign[0].tensor,
             why=f"The form in which it would store a {model.architecture.model_type} model is not known, and reshard does not guess it",
@@ -47,13 +47,13 @@ def megatron_compatible_model(content: Content) -> Model:
 def _check_computation(model: Model) -> None:
     """Raises RequestError if it is not known that Megatron-Core computes what the model computes."""
     if model.architecture.family not in built_in_model_types():
-        raise RequestError(
+        raise UnsupportedError(
             f"it is not known which of Megatron's norms, positions and routers a {model.architecture.model_type} model has",
             why="Its declaration describes the weights; Megatron's settings also describe what is computed with them",
             do="If it computes the same as a built-in model, add `like:` and that model's name to the declaration",
         )
     if model.config.get("use_parallel_residual", model.architecture.family == "gpt_neox"):
-        raise RequestError(
+        raise UnsupportedError(
             "the config sets use_parallel_residual, which Megatron-Core does not compute",
             why="Its layers add attention before the MLP; the weights would load, but the model would be another one",
         )
@@ -68,7 +68,7 @@ def _check_biases(model: Model) -> None:
     biased = [role for role in linear if "bias" in parameters[role]]
     has_qkv_bias = "bias" in parameters.get("attention.q", ())
     if (biased and len(biased) < len(linear)) or (biased and "attention.q" in parameters and not has_qkv_bias):
-        raise RequestError(
+        raise UnsupportedError(
             f"{', '.join(biased)} have biases, other linear layers of the model have none",
             why="In Megatron-Core all linear layers have biases or none has (add_bias_linear), so it would miss some when loading",
         )
@@ -78,24 +78,36 @@ def check_sizes(model: Model, sizes: ParallelSizes) -> None:
     """Raises RequestError if the model does not divide by the parallel sizes. Stages are checked with their layers."""
     experts = model.dimensions.get("experts", 0)
     if sizes.ep > 1 and not experts:
-        raise RequestError(f"--ep {sizes.ep}: a {model.architecture.model_type} model has no experts", do="Leave out --ep")
+        raise RequestError(
+            f"--ep {sizes.ep}: a {model.architecture.model_type} model has no experts", do="Leave out --ep", id="illegal-sizes"
+        )
     if experts % sizes.ep:
-        raise RequestError(f"--ep {sizes.ep} does not divide {experts} experts", do=f"Legal expert-parallel sizes are {_divisors(experts)}")
+        raise RequestError(
+            f"--ep {sizes.ep} does not divide {experts} experts",
+            do=f"Legal expert-parallel sizes are {_divisors(experts)}",
+            id="illegal-sizes",
+        )
     if sizes.tp % sizes.etp:
         raise RequestError(
             f"--etp {sizes.etp} does not divide --tp {sizes.tp}",
             why="Megatron's file names have the tensor- and the expert-parallel rank, and would not tell these ranks apart",
+            id="illegal-sizes",
         )
     if sizes.vp > 1 and sizes.pp == 1:
-        raise RequestError(f"--vp {sizes.vp} needs several stages (--pp)", why="Megatron interleaves chunks of different stages")
+        raise RequestError(
+            f"--vp {sizes.vp} needs several stages (--pp)", why="Megatron interleaves chunks of different stages", id="illegal-sizes"
+        )
     heads, query_groups = model.dimensions["heads"], model.dimensions["kv_heads"]
     if heads % sizes.tp:
-        raise RequestError(f"--tp {sizes.tp} does not divide {heads} attention heads", do=f"Legal sizes are among {_divisors(heads)}")
+        raise RequestError(
+            f"--tp {sizes.tp} does not divide {heads} attention heads", do=f"Legal sizes are among {_divisors(heads)}", id="illegal-sizes"
+        )
     if query_groups % sizes.tp and sizes.tp % query_groups:
         raise RequestError(
             f"--tp {sizes.tp} and {query_groups} query groups: neither divides the other",
             why="Megatron-Core refuses it",
             do="Choose another --tp",
+            id="illegal-sizes",
         )
 
 

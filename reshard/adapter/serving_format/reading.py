@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.containers import safetensors
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.parallel import Parallel
 from reshard.geometry.stored import StoredTensor
@@ -75,7 +75,7 @@ def _paths_by_rank(serving_format: ServingFormat, files: Files, stated: Parallel
             rank = _rank(numbers, stated)
             paths.setdefault(rank, []).append(path)
     if not paths:
-        raise CheckpointError(f"no file here is called {' or '.join(serving_format.owns)}", where=files.root, do="Give another --format")
+        raise IncompleteError(f"no file here is called {' or '.join(serving_format.owns)}", where=files.root, do="Give another --format")
     if len(numberings) > 1:
         raise CheckpointError(
             "the directory holds files of a run with pipeline stages and files of a run without",
@@ -97,7 +97,7 @@ def _check_complete(serving_format: ServingFormat, paths: Mapping[StageRank, lis
     missing = next((rank for rank in _ranks(parallel) if rank not in paths), None)
     if missing is not None:
         pp_rank, tp_rank = missing
-        raise CheckpointError(
+        raise IncompleteError(
             f"the file of rank {tp_rank}" + (f" of stage {pp_rank}" if parallel.pp > 1 else "") + " is not there",
             where=serving_format.file_name(parallel, pp_rank, tp_rank, 0),
             why=f"The checkpoint was written for {parallel}",
@@ -147,7 +147,7 @@ def _matched(expected: tuple[StoredTensor, ...], headers: Headers, rank: str) ->
     surplus = dict(headers)
     for tensor in expected:
         if tensor.name not in surplus:
-            raise CheckpointError(
+            raise IncompleteError(
                 f"{rank} does not hold it",
                 where=tensor.name,
                 why="The engine would refuse to start",

@@ -1,0 +1,21 @@
+"""What --json prints: one document, with the version of its schema; written in pieces, however long it is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from .tables import standard_output
+
+SCHEMA_VERSION = 1
+"""Grows when a key goes away or changes its meaning. docs/reference/schemas has a schema for each command."""
+
+
+def show_json(document: Mapping[str, Any]) -> None:
+    """Print a document on stdout, its schema version first."""
+    with standard_output():
+        for text in json.JSONEncoder(indent=2).iterencode({"schema_version": SCHEMA_VERSION, **document}):
+            sys.stdout.write(text)
+        sys.stdout.write("\n")
