@@ -122,10 +122,12 @@ def _report(error: Exception, debug: bool) -> int:
     from reshard.storage.system_calls import system_refusal
 
     without_torch = isinstance(error, ModuleNotFoundError) and error.name == "torch"
-    if isinstance(error, OSError) and error.errno and not debug:
-        # The system refuses, which is not a defect. Without a name it is the output of --help.
-        discard_output()
-        error = system_refusal(error, "read or written", "standard output")
+    if isinstance(error, OSError) and error.errno:
+        # The system refuses, which is not a defect. An error without a file name is that of a print, such as that of --help.
+        if error.filename is None:
+            discard_output()
+        refusal = system_refusal(error, "read or written", "standard output")
+        refusal.__cause__, error = error, refusal
     if debug or not (without_torch or isinstance(error, ReshardError)):
         import traceback
 
