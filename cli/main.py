@@ -137,7 +137,7 @@ def _report(error: Exception, debug: bool, as_json: bool) -> int:
     if debug or found.id == "defect":
         import traceback
 
-        traceback.print_exception(error)
+        traceback.print_exception(error if found.id == "defect" else found)
     print(f"reshard: {found} [{found.id}]", file=sys.stderr)
     if as_json:
         from .json_output import show_json
@@ -160,9 +160,12 @@ def _explained(error: Exception) -> ReshardError:
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         return UnsupportedError("this needs torch, which is not installed", do="Install it with `pip install 'reshard[torch]'`")
     if isinstance(error, OSError) and error.errno:
-        # The system refuses, which is not a defect. Without a name it is the output of --help.
-        discard_output()
-        return system_refusal(error, "read or written", "standard output")
+        # The system refuses, which is not a defect. An error without a file name is that of a print, such as that of --help.
+        if error.filename is None:
+            discard_output()
+        refusal = system_refusal(error, "read or written", "standard output")
+        refusal.__cause__ = error
+        return refusal
     return ReshardError(
         f"{type(error).__name__}: {error}",
         why="This is a defect of reshard, not of your input",

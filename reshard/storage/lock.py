@@ -80,13 +80,15 @@ class Lock:
         self._ended.set()
         if self._heartbeat.is_alive():
             self._heartbeat.join()
-        with suppress(OSError):  # A lock file without an owner does no harm.
-            if _is_at(self._descriptor, self._path):
-                os.unlink(self._path)
-        with suppress(OSError):  # A process that was forked from this one may have the file open.
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        os.close(self._descriptor)
-        self._descriptor = -1
+        try:
+            with suppress(OSError):  # A lock file without an owner does no harm.
+                if _is_at(self._descriptor, self._path):
+                    os.unlink(self._path)
+            with suppress(OSError):  # A process that was forked from this one may have the file open.
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        finally:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def _try(self, final: bool) -> bool:
         """Whether the lock was obtained. final: raise errors that another run may have caused by removing the folder just now."""

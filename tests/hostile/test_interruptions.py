@@ -153,6 +153,42 @@ def test_many_threads_take_the_lock_one_at_a_time(tmp_path):
     assert most == [1] and taken[0] > 60 and not (tmp_path / "out").exists()
 
 
+def test_a_lock_on_a_file_that_was_removed_meanwhile_does_not_count(tmp_path, monkeypatch):
+    """Another run ends between opening the file and locking it, and a third begins."""
+    real, removed = lock.fcntl.flock, []
+
+    def flock(descriptor, operation):
+        if not removed:
+            removed.append(path.unlink())
+            path.write_text("another run's")
+        real(descriptor, operation)
+
+    path = tmp_path / "out" / ".reshard" / "lock"
+    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    with Staging(tmp_path / "out").locked("plan", str):
+        assert removed and json.loads(path.read_text())["plan"] == "plan"
+        with pytest.raises(TargetError), Staging(tmp_path / "out").locked("plan", str):
+            pass
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_a_stop_while_the_work_of_an_earlier_run_is_removed_leaves_nothing_to_trust(plan, tmp_path, monkeypatch, after):
+    begun(plan, tmp_path / "out").close()
+    expected, real, removed = tree_of(plan, tmp_path / "expected"), os.unlink, []
+
+    def unlink(path, **options):
+        removed.append(path)
+        if len(removed) == after + 1:
+            raise KeyboardInterrupt
+        real(path, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "unlink", unlink)
+        reshard.convert(plan, tmp_path / "out", overwrite=True)
+    reshard.convert(plan, tmp_path / "out", resume=True)
+    assert tree(tmp_path / "out") == expected
+
+
 @pytest.fixture
 def no_locks(monkeypatch):
     """A file system without flock, such as some network mounts."""
@@ -284,7 +320,8 @@ def test_a_work_folder_that_was_removed_by_halves_is_not_trusted(plan, tmp_path)
 
 
 def test_after_a_torn_line_the_journal_is_continued_on_a_line_of_its_own(plan, tmp_path, monkeypatch):
-    begun(plan, tmp_path / "out").close()
+    blocks = begun(plan, tmp_path / "out", after=len(plan.routes))
+    blocks.close()
     journal = tmp_path / "out" / ".reshard" / "journal.jsonl"
     journal.write_text(journal.read_text() + '{"blocks":[[0,')
     stopped_in_commit(plan, tmp_path / "out", monkeypatch, resume=True)
