@@ -130,9 +130,9 @@ def _path_of(pieces: Pieces, element: Box) -> str:
 
 def _distances(rounded: npt.NDArray[Any], stored: npt.NDArray[Any], dtype: DType) -> npt.NDArray[np.int64]:
     """How many representable values lie between each two words. Two NaNs are equal, whatever their bits."""
-    # Floating-point bits as whole numbers in the order of the values: neighbouring values differ by one.
     sign = 1 << (8 * dtype.itemsize - 1)
-    first, second = (np.where(words & sign, sign - words.astype(np.int64), words) for words in (rounded, stored))
-    infinity = _INFINITIES.get(dtype.name, sign)
-    both_nan = (np.abs(first) > infinity) & (np.abs(second) > infinity)
+    magnitudes = [(words & (sign - 1)).astype(np.int64) for words in (rounded, stored)]
+    # Floating-point bits as whole numbers in the order of the values: neighbouring values differ by one.
+    first, second = (np.where(words & sign, -size, size) for words, size in zip((rounded, stored), magnitudes, strict=True))
+    both_nan = np.logical_and(*(size > _INFINITIES.get(dtype.name, sign) for size in magnitudes))
     return np.where(both_nan, 0, np.abs(first - second))
