@@ -36,8 +36,9 @@ from reshard.plans.plan import Plan
 
 Read = Callable[[str, int, int], bytes]
 """Reads (path, byte offset, bytes) of a file of the result."""
-# reshard.json names at most this many reasons for drops. Paths and the command line are cut at the length of the longest path.
-_MOST_REASONS, _LONGEST_REASON, _LONGEST_TEXT = 32, 200, 4096
+# reshard.json names at most this many reasons for drops, and tensors for each. Paths and the command line are cut at the length of the
+# longest path.
+_MOST_REASONS, _MOST_EXAMPLES, _LONGEST_REASON, _LONGEST_TEXT = 32, 5, 200, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def records(plan: Plan, identity: str, fingerprint: Fingerprint, read: Read, pro
         tensors=dict(fingerprint.tensors),
         aliases={alias: name for alias, name in layout.aliases.items() if alias in fingerprint.tensors},
     )
-    content = digests_bytes(digests, ({"dropped": drop.name, "kind": drop.kind, "reason": drop.reason} for drop in plan.drops))
+    content = digests_bytes(digests)
     yield Sidecar(DIGESTS, content)
     document = {**_document(plan, identity, provenance), "fingerprint": fingerprint.root, "digests": content_digest(content)}
     yield Sidecar(MANIFEST, manifest_bytes(document, {file.path: file.nbytes for file in layout.files}))
@@ -141,7 +142,7 @@ def _document(plan: Plan, identity: str, provenance: Provenance) -> dict[str, An
 
 
 def _drops_by_reason(drops: Sequence[Drop]) -> list[dict[str, Any]]:
-    """The drops by kind and reason. reshard.digests lists every one."""
+    """The drops by kind and reason, with the first names of each."""
     grouped: dict[tuple[str, str], list[Drop]] = {}
     for drop in drops:
         grouped.setdefault((drop.kind, drop.reason), []).append(drop)
@@ -151,7 +152,7 @@ def _drops_by_reason(drops: Sequence[Drop]) -> list[dict[str, Any]]:
             "reason": reason[:_LONGEST_REASON],
             "tensors": len(group),
             "bytes": sum(drop.nbytes for drop in group),
-            "example": group[0].name[:_LONGEST_REASON],
+            "examples": [drop.name[:_LONGEST_REASON] for drop in group[:_MOST_EXAMPLES]],
         }
         for (kind, reason), group in list(grouped.items())[:_MOST_REASONS]
     ]

@@ -1,7 +1,7 @@
 """The manifest: what a conversion wrote, from what and how, in two files beside the result.
 
     reshard.json      one JSON object of less than 64 kB: format, fingerprint, source, command, versions, files, drops
-    reshard.digests   a line of JSON for each file, each tensor and each dropped tensor, with its digest
+    reshard.digests   a line of JSON for each file and each tensor, with its digest; equal results have equal digests, whatever the source
 
 reshard.json holds the digest of reshard.digests, and a digest of its own other keys. Both are hostile input: their size is limited, and
 every value that is used is checked. Version 1 of the manifest (reshard 0.1) is reshard.json alone, without digests of single tensors.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,7 +106,7 @@ def sample_ranges(nbytes: int) -> Ranges:
 
 
 def manifest_bytes(document: Mapping[str, Any], files: Mapping[str, int]) -> bytes:
-    """The content of reshard.json. Lists that would make it too large are null: reshard.digests has them."""
+    """The content of reshard.json. A list that would make it too large is null; reshard.digests lists the files, too."""
     listed = {**document, "files": dict(files)}
     for chosen in (listed, {**listed, "files": None}, {**listed, "files": None, "dropped": None}):
         content = json.dumps({**chosen, "digest": _self_digest(chosen)}, indent=2).encode() + b"\n"
@@ -115,16 +115,16 @@ def manifest_bytes(document: Mapping[str, Any], files: Mapping[str, int]) -> byt
     return content
 
 
-def digests_bytes(digests: Digests, dropped: Iterable[Mapping[str, Any]]) -> bytes:
-    """The content of reshard.digests. Files come first, so that their list can be read alone."""
+def digests_bytes(digests: Digests) -> bytes:
+    """The content of reshard.digests. Files come first, so that their list can be read alone. Names are sorted."""
     lines: list[Mapping[str, Any]] = [{"schema_version": SCHEMA_VERSION}]
-    for path, file in digests.files.items():
+    for path, file in sorted(digests.files.items()):
         fixed = ",".join(f"{start}-{stop}" for start, stop in file.fixed)
         lines.append({"file": path, "bytes": file.nbytes, "fixed": fixed, "fixed_digest": file.fixed_digest, "samples": file.samples})
-    lines += [{"small_file": path, "digest": digest} for path, digest in digests.small_files.items()]
-    lines += [{"tensor": name, "digest": digest} for name, digest in digests.tensors.items()]
-    lines += [{"alias": alias, "of": name} for alias, name in digests.aliases.items()]
-    return "".join(json.dumps(line) + "\n" for line in (*lines, *dropped)).encode()
+    lines += [{"small_file": path, "digest": digest} for path, digest in sorted(digests.small_files.items())]
+    lines += [{"tensor": name, "digest": digest} for name, digest in sorted(digests.tensors.items())]
+    lines += [{"alias": alias, "of": name} for alias, name in sorted(digests.aliases.items())]
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
 def _self_digest(document: Mapping[str, Any]) -> str:

@@ -102,8 +102,8 @@ def verify_written(source: Checkpoint | PathLike, effort: Effort, **options: Unp
         check_small_files(files, digests.small_files, result)
         check_fixed_bytes(files, digests.files, result)
     try:
-        options["format"] = manifest.format
-        checkpoint = source if isinstance(source, Checkpoint) else open(source, **options)
+        named: OpenOptions = {**options, "format": manifest.format}
+        checkpoint = source if isinstance(source, Checkpoint) else open(source, **named)
         for nbytes in _compare_tensors(checkpoint, manifest, digests, result, effort):
             effort.report(nbytes)
     except (CheckpointError, RequestError) as error:

@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 
 import pytest
-from command import reshard, tree
+from command import reshard, result_tree, tree
 from places import DCP, HF
 
 import reshard as library
@@ -20,7 +20,7 @@ def test_without_calls_that_macos_lacks_the_same_bytes_are_written(lacks, tmp_pa
     def convert(to):
         # zstd: compressed entries are read through a temporary file.
         assert reshard("convert", DCP / "zstd" / "checkpoint", to, "--to", "hf", "--model", DCP / "zstd" / "model").code == 0
-        return tree(to)
+        return result_tree(to)
 
     expected = convert(tmp_path / "expected")
     for name in lacks:

@@ -67,7 +67,7 @@ def renamed(folder, to):
 
 
 def without_config(folder):
-    return {path: data for path, data in tree(folder).items() if path not in ("config.json", "reshard.json")}
+    return {path: data for path, data in tree(folder).items() if path not in ("config.json", "reshard.json", "reshard.digests")}
 
 
 @pytest.mark.parametrize("model", DECLARATIONS)

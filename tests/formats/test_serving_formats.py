@@ -68,6 +68,7 @@ def test_what_a_made_up_engine_does_not_serve_is_refused(made_up, tmp_path):
         reshard.plan(HF / "llama", to="made-up", tp=3)
     reshard.convert(reshard.plan(HF / "llama", to="made-up", tp=2), tmp_path / "out")
     (tmp_path / "out" / "slice-0.safetensors").unlink()
+    (tmp_path / "out" / "reshard.json").unlink()
     with pytest.raises(CheckpointError, match=r"slice-0\.safetensors: the file of rank 0 is not there"):
         reshard.open(tmp_path / "out")
 
