@@ -160,9 +160,9 @@ def stored_models(index: Index) -> tuple[StoredModel, ...]:
     for tensor in index.tensors:
         if tensor.kind in ("weight", "buffer", "other"):
             tensors.setdefault(root_of(tensor.name) if tensor.kind == "other" else None, []).append(tensor)
-    masters = {name: tensor for name, tensor in index.by_kind("master").items() if name not in index.by_kind("weight")}
-    if masters:
-        tensors.setdefault(None, []).extend(masters.values())
+    copied = {tensor.name for tensor in index.tensors if tensor.kind in ("weight", "buffer", "other", "adapter")}
+    if masters := [tensor for tensor in index.tensors if tensor.kind == "master" and tensor.name not in copied]:
+        tensors.setdefault(None, []).extend(masters)
     return tuple(
         StoredModel(
             root=root or _MAIN,
@@ -207,7 +207,6 @@ def one_model(index: Index, root: str | None, model: Model | None, *, keep_all: 
 
 def _under_root(index: Index, prefix: str, model: Model | None) -> Index:
     """The index of the model whose names start with `prefix`, without that prefix."""
-
     weights = index.by_kind("weight")
 
     def renamed(tensor: Tensor) -> Tensor:
