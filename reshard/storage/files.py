@@ -6,6 +6,7 @@ checkpoint, with forward slashes. A path in a checkpoint's metadata is a claim u
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -120,7 +121,7 @@ class Descriptors:
             file = self._open.get(path)
             if file is None:
                 self._close_idle()
-                file = self._open[path] = _OpenFile(os.open(self._folder / path, self._flags))
+                file = self._open[path] = _OpenFile(_open_regular(self._folder / path, self._flags))
             self._open.move_to_end(path)
             file.users += 1
         try:
@@ -144,11 +145,28 @@ class Descriptors:
             os.close(self._open.pop(path).descriptor)
 
 
+def _open_regular(path: Path, flags: int) -> int:
+    """A descriptor of a regular file. A FIFO, socket or device raises OSError and never blocks."""
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor
+
+
 class _OpenFile:
     __slots__ = ("descriptor", "users")
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor, self.users = descriptor, 0
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder, or a link to one. A link that leads nowhere, such as one to itself, is a file that cannot be read."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 class LocalFiles:
@@ -170,7 +188,7 @@ class LocalFiles:
         prefix = folder.rstrip("/") + "/" if folder else ""
         try:
             with os.scandir(self.folder / folder) as entries:
-                return tuple(sorted(prefix + entry.name + ("/" if entry.is_dir() else "") for entry in entries))
+                return tuple(sorted(prefix + entry.name + ("/" if _is_folder(entry) else "") for entry in entries))
         except (FileNotFoundError, NotADirectoryError):
             return ()
 
@@ -184,7 +202,18 @@ class LocalFiles:
             status = os.stat(self.folder / path)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return None if stat.S_ISDIR(status.st_mode) else status.st_size
+        except OSError as error:
+            raise CheckpointError(f"cannot be read: {error.strerror}", where=path[:1000], do="Copy the file again") from None
+        if stat.S_ISDIR(status.st_mode):
+            return None
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(
+                "it is a FIFO, a socket or a device, where a file is expected",
+                where=path,
+                why="Reading it could wait forever",
+                do="Replace it by the file",
+            )
+        return status.st_size
 
     def stamp(self, path: str) -> str:
         return str(os.stat(self.folder / path).st_mtime_ns)
