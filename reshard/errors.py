@@ -31,6 +31,10 @@ class CheckpointError(ReshardError):
     """The files are not a complete and consistent checkpoint of their format."""
 
 
+class UnexpectedContentError(CheckpointError):
+    """The metadata has a form that no reader foresaw: it is damaged, or was written by a program that reshard does not know."""
+
+
 class RequestError(ReshardError):
     """The request cannot be fulfilled with this model, these parallel sizes or these options."""
 

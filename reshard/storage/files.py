@@ -174,7 +174,7 @@ class LocalFiles:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         path = Path(root)
-        if not path.exists():
+        if not os.path.exists(path):  # unlike path.exists(), also False for a name that is too long
             raise RequestError(f"there is no file or directory {str(root)!r}")
         self.root = str(root)
         self.folder = path if path.is_dir() else path.parent

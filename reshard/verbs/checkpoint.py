@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Unpack
@@ -17,7 +18,7 @@ from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.wrappers import without_wrappers
 from reshard.containers.inert_pickle import gc_paused
 from reshard.engine.views import View
-from reshard.errors import RequestError
+from reshard.errors import RequestError, UnexpectedContentError
 from reshard.geometry.stored import whole
 from reshard.index.index import Index
 from reshard.models.architecture import Architecture
@@ -132,17 +133,46 @@ def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
     name, model, architecture = options.get("format"), options.get("model"), options.get("architecture")
     declared = named_architecture(architecture) if architecture is not None else None
     files = open_tree(path)
+    with _read_as_claims(os.fspath(path)):
+        return _opened(path, files, name, model, options.get("vocab_size"), declared)
+
+
+def _opened(
+    path: PathLike, files: Files, name: str | None, model: PathLike | None, vocab_size: int | None, declared: Architecture | None
+) -> Checkpoint:
     format, reason = (registry.named(name), "named by --format") if name else registry.detect(files)
     model_files = find_model_files(LocalFiles(model) if model is not None else files)
     if model is not None and model_files.config is None:
         raise RequestError(f"there is no {CONFIG} in {os.fspath(model)!r}", do="Give --model the directory that holds the model's config")
     with gc_paused():
-        index = without_wrappers(format.read(files, Hints(model_files.config, options.get("vocab_size"), declared)))
+        index = without_wrappers(format.read(files, Hints(model_files.config, vocab_size, declared)))
     if index.facts.config is not None and index.facts.config != model_files.config:
         model_files = replace(model_files, config=index.facts.config, derived=True)
     index.check()
     check_steps(files, index.tensors)
     return Checkpoint(os.fspath(path), files, format.check_values(files, index), model_files, reason, declared)
+
+
+@contextmanager
+def _read_as_claims(path: str) -> Iterator[None]:
+    """A context in which metadata is read: exceptions of values with an unexpected type, key or size become one of ours.
+
+    Metadata is pickled by a dozen programs, as any objects they like. Readers check what they know; this is for the rest.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        import traceback
+
+        code = traceback.extract_tb(error.__traceback__)[-1]
+        text = (str(error).splitlines() or [""])[0][:200]
+        raise UnexpectedContentError(
+            f"its metadata has a form that reshard does not expect ({type(error).__name__}: {text}, in {code.name} of "
+            f"{os.path.basename(code.filename)})",
+            where=path,
+            why="It is damaged, or was written by a program or version that reshard does not know",
+            do="Copy the checkpoint again; if that does not help, run with --debug and report it as an issue",
+        ) from error
 
 
 def _check_architecture_is_used(checkpoints: list[Checkpoint]) -> None:

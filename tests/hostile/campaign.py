@@ -6,6 +6,7 @@
 Each input is a recipe: a fixture, a kind of mutation (mutations.py) and a seed, which also chooses the command. Outcomes:
 
     refused           exit code 1 to 6, and one paragraph
+    unforeseen        the same, from the one place that catches what no reader checks
     done              exit code 0
     TRACEBACK, CRASH, HANG (10 s of processor time, or 30 s), MEMORY (more than 1 GB), EXECUTED (code of the checkpoint, a process, a
     socket), WROTE ELSEWHERE (outside of the target folder): defects; exit code 1, and the recipes that show them
@@ -31,13 +32,18 @@ from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from hostile.limits import limited
-from hostile.mutations import KINDS
+from hostile.limits import limited  # noqa: E402
+from hostile.mutations import KINDS  # noqa: E402
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 CORPUS = Path(__file__).parent / "corpus" / "recipes.json"
-GOOD = ("refused", "done", "no such mutation")
-TARGETS = [("hf",), ("hf",), ("vllm", "--tp", "2"), ("dcp",), ("universal",), ("deepspeed",), ("megatron", "--tp", "2"), ("megatron-dist",), ("fsdp",), ("sglang",), ("trtllm",)]  # fmt: skip
+_UNFORESEEN = "has a form that reshard does not expect"
+GOOD = ("refused", "unforeseen", "done", "no such mutation")
+TARGETS = [
+    *[("hf",)] * 2,
+    *[(name,) for name in ("dcp", "universal", "deepspeed", "megatron-dist", "fsdp", "sglang", "trtllm")],
+    *[(name, "--tp", "2") for name in ("vllm", "megatron")],
+]
 
 
 class Recipe(NamedTuple):
@@ -67,7 +73,7 @@ def command(source: Path, pristine: Path, target: Path, chance: random.Random) -
             ["verify", str(pristine), str(source), *options],
             ["plan", str(source), "--to", *to, *options],
             ["degrees", str(source), "--to", "vllm"],
-            ["estimate", str(source), "--world-size", "8"],
+            ["estimate", str(source), "--gpus", "8"],
             *[["convert", str(source), str(target), "--to", *to, *options]] * 5,
         ]
     )
@@ -100,11 +106,8 @@ def _watched(arguments: list[str], target: Path) -> str:
         return str(path).startswith((*roots, "<frozen", "<__array_function__", "<string>", "<unknown>"))
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
-        if event in _FOREIGN or event.startswith("socket."):
-            seen.append(f"EXECUTED {event} {args!r}"[:300])
-        elif (event == "exec" and not is_ours(args[0].co_filename)) or (event == "compile" and args[1] and not is_ours(args[1])):
-            seen.append(f"EXECUTED {event} {args!r}"[:300])
-        elif event == "import" and args[1] and not is_ours(args[1]):
+        code = {"exec": lambda: args[0].co_filename, "compile": lambda: args[1], "import": lambda: args[1]}.get(event, lambda: None)()
+        if event in _FOREIGN or event.startswith("socket.") or (code and not is_ours(code)):
             seen.append(f"EXECUTED {event} {args!r}"[:300])
         elif (event == "open" and _writes(args)) or event in _CHANGES:
             paths, folders = _CHANGES.get(event, (1, None))
@@ -126,7 +129,7 @@ def _watched(arguments: list[str], target: Path) -> str:
     if code == 0:
         return f"done {out.getvalue()[-200:]}"
     if code in range(1, 7) and message.startswith("reshard: ") and message.count("\n") == 1 and message.isprintable is not None:
-        return f"refused {message}"
+        return f"{'unforeseen' if _UNFORESEEN in message else 'refused'} {message}"
     if code == 1 and not message:
         return f"refused {out.getvalue()[-300:]}"
     return f"TRACEBACK exit code {code}\n{message[-6000:]}"
@@ -181,7 +184,7 @@ def warm_up(folder: Path) -> None:
             run = import_module("reshard.cli.main").run
             run(["convert", str(recipe), str(folder / f"warm{i}"), "--to", *to])
             run(["verify", str(recipe), str(folder / f"warm{i}")])
-            for words in (["inspect"], ["fingerprint"], ["degrees", "--to", "vllm"], ["estimate", "--world-size", "8"]):
+            for words in (["inspect"], ["fingerprint"], ["degrees", "--to", "vllm"], ["estimate", "--gpus", "8"]):
                 run([words[0], str(folder / f"warm{i}"), *words[1:]])
         shutil.rmtree(folder / f"warm{i}", ignore_errors=True)
 
@@ -210,6 +213,8 @@ def campaign(args: argparse.Namespace, job: int, folder: Path) -> tuple[Counter[
         if outcome == "no such mutation":
             continue
         outcomes[outcome] += 1
+        if outcome == "unforeseen" and args.verbose:
+            print(f"{outcome}: --replay {recipe.fixture} {recipe.kind} {recipe.seed}\n  {text}", flush=True)
         if outcome not in GOOD:
             defects.append((recipe, outcome, text))
             print(f"{outcome}: --replay {recipe.fixture} {recipe.kind} {recipe.seed}\n  {text[-args.show :]}", flush=True)
@@ -224,6 +229,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", default="*", help="pattern of fixtures")
     parser.add_argument("--show", type=int, default=1500, help="characters printed of each defect")
+    parser.add_argument("--verbose", action="store_true", help="print unforeseen ones too")
     parser.add_argument("--replay", nargs=3, metavar=("FIXTURE", "KIND", "SEED"))
     args = parser.parse_args()
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -262,7 +268,7 @@ def _all_jobs(args: argparse.Namespace, folder: Path) -> int:
         defects += found
     total = sum(count for outcome, count in outcomes.items())
     print(f"{total:,} inputs of {len(fixtures())} fixtures in {time.monotonic() - began:.0f} s, seed {args.seed}")
-    for outcome in ("refused", "done", "TRACEBACK", "CRASH", "HANG", "MEMORY", "EXECUTED", "WROTE ELSEWHERE"):
+    for outcome in ("refused", "unforeseen", "done", "TRACEBACK", "CRASH", "HANG", "MEMORY", "EXECUTED", "WROTE ELSEWHERE"):
         print(f"  {outcome:16}{outcomes[outcome]:9,}")
     for recipe in defects:
         print(json.dumps(recipe))

@@ -16,6 +16,7 @@ import socket
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,8 @@ NUMBERS = [
     -(1 << 63),
 ]
 VALUES: list[Any] = [
-    *NUMBERS, None, True, False, 0.5, -0.0, 1e308, float("inf"), float("nan"), "", "0", "../x", "/etc/hostname", "a\0b", "\x1b[2J", "x" * 5000,
-    "\ud800", "é", [], {}, [[]], [None], {"a": 1}, {"": {}}, list(range(50)), [0] * 5,
+    *NUMBERS, None, True, False, 0.5, -0.0, 1e308, float("inf"), float("nan"), "", "0", "../x", "/etc/hostname", "a\0b", "\x1b[2J",
+    "x" * 5000, "\ud800", "é", [], {}, [[]], [None], {"a": 1}, {"": {}}, list(range(50)), [0] * 5,
 ]  # fmt: skip
 
 
@@ -315,9 +316,10 @@ def _has_pickle(path: Path) -> bool:
 
 
 SNIPPETS = [
-    b"N", b"}", b"]", b")", b"(", b"0", b"1", b"2", b"\x88", b"K\x00", b"J\xff\xff\xff\xff", b"\x8a\x09" + b"\xff" * 8 + b"\x00", b"\x85", b"\x86", b"\x87",
-    b"t", b"R", b"b", b"s", b"u", b"e", b"a", b"Q", b"\x81", b"X\x01\x00\x00\x00a", b"cos\nsystem\n", b"c__builtin__\neval\n", b"\x8f", b"\x90", b"\x91",
-    b"ctorch\nSize\n", b"ctorch\nbfloat16\n", b"ctorch\nquint8\n", b"G\x7f\xf0" + bytes(6), b"(t", b"(l", b"(d", b"h\x00", b"q\x00", b"\x94", b"ccollections\nOrderedDict\n)R",
+    b"N", b"}", b"]", b")", b"(", b"0", b"1", b"2", b"\x88", b"K\x00", b"J\xff\xff\xff\xff", b"\x8a\x09" + b"\xff" * 8 + b"\x00", b"\x85",
+    b"\x86", b"\x87", b"t", b"R", b"b", b"s", b"u", b"e", b"a", b"Q", b"\x81", b"X\x01\x00\x00\x00a", b"cos\nsystem\n", b"c__builtin__\neval\n",
+    b"\x8f", b"\x90", b"\x91", b"ctorch\nSize\n", b"ctorch\nbfloat16\n", b"ctorch\nquint8\n", b"G\x7f\xf0" + bytes(6), b"(t", b"(l", b"(d", b"h\x00",
+    b"q\x00", b"\x94", b"ccollections\nOrderedDict\n)R",
 ]  # fmt: skip
 
 
@@ -331,7 +333,7 @@ def _mutated_pickle(code: bytes, chance: random.Random) -> tuple[bytes, str]:
             break
         starts = [at for _, _, at in ops] + [ops[-1][2] + 1]
         rest = code[starts[-1] :]
-        parts = [code[start:stop] for start, stop in zip(starts, starts[1:], strict=False)]
+        parts = [code[start:stop] for start, stop in pairwise(starts)]
         i = chance.randrange(1, max(2, len(parts) - 1))
         i = min(i, len(parts) - 1)
         how = chance.choice(
@@ -386,8 +388,9 @@ def _other_argument(opcode: str, argument: Any, part: bytes, chance: random.Rand
         raw = text.encode("utf-8", "surrogatepass")
         return b"X" + struct.pack("<I", len(raw)) + raw
     if opcode == "GLOBAL":
-        return chance.choice((b"cos\nsystem\n", b"ctorch\nfloat32\n", b"ctorch\nFloatStorage\n", b"ctorch\nSize\n", b"cbuiltins\nset\n", b"cbuiltins\nlist\n",
-            b"ccollections\nOrderedDict\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ca\nB\n"))  # fmt: skip
+        names = ("os system", "torch float32", "torch FloatStorage", "torch Size", "builtins set", "builtins list", "a B")
+        names += ("collections OrderedDict", "torch._utils _rebuild_tensor_v2")
+        return b"c" + chance.choice(names).replace(" ", "\n").encode() + b"\n"
     if opcode in ("BINGET", "LONG_BINGET"):
         return b"j" + struct.pack("<I", max(0, min(1 << 31, argument + chance.choice((-5, -2, -1, 1, 2, 5)))))
     return part[:-1] + bytes([chance.randrange(256)])
