@@ -263,7 +263,7 @@ class Plan:
         """
         digest = hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode())
         for file in self.source.files:
-            digest.update(f"{file.path}\0{file.nbytes}\0{self.source_files.stamp(file.path)}\0".encode())
+            digest.update(f"{file.path}\0{file.nbytes}\0{self.source_files.stamp(file.path)}\0".encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
 
 

@@ -8,7 +8,7 @@ Each input is a recipe: a fixture, a kind of mutation (mutations.py) and a seed,
     refused           exit code 1 to 6, and one paragraph
     unforeseen        the same, from the one place that catches what no reader checks
     done              exit code 0
-    TRACEBACK, CRASH, HANG (10 s of processor time, or 30 s), MEMORY (more than 1 GB), EXECUTED (code of the checkpoint, a process, a
+    TRACEBACK, CRASH, HANG (10 s of processor time, or 60 s), MEMORY (more than 1 GB), EXECUTED (code of the checkpoint, a process, a
     socket), WROTE ELSEWHERE (outside of the target folder): defects; exit code 1, and the recipes that show them
 """
 
@@ -100,7 +100,7 @@ def run_recipe(recipe: Recipe, folder: Path) -> tuple[str, str]:
 def _watched(arguments: list[str], target: Path) -> str:
     """In the child: the outcome of a command line, with an audit hook that watches what it does to the machine."""
     seen: list[str] = []
-    roots = tuple({str(Path(path).resolve()) for path in (sys.prefix, sys.base_prefix, FIXTURES.parent, os.path.dirname(os.__file__))})
+    roots = tuple({str(Path(path).resolve()) for path in (sys.prefix, sys.base_prefix, FIXTURES.parent, *filter(os.path.isabs, sys.path))})
 
     def is_ours(path: object) -> bool:
         return str(path).startswith((*roots, "<frozen", "<__array_function__", "<string>", "<unknown>"))
@@ -118,6 +118,7 @@ def _watched(arguments: list[str], target: Path) -> str:
 
     out, err = io.StringIO(), io.StringIO()
     run = import_module("reshard.cli.main").run
+    tempfile.tempdir = str(target.parent)
     sys.addaudithook(watch)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = run(arguments)
@@ -178,7 +179,7 @@ def _inside(path: Any, within: int, target: Path) -> bool:
 
 def warm_up(folder: Path) -> None:
     """Import what commands import, so that children start with it and imports in a child are noticed."""
-    for i, to in enumerate(TARGETS):
+    for i, to in enumerate(dict.fromkeys(TARGETS)):
         recipe = FIXTURES / "hf" / "llama"
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             run = import_module("reshard.cli.main").run

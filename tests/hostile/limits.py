@@ -30,7 +30,7 @@ def limited(work: Callable[[], str], *, seconds: int = SECONDS, memory: int = ME
                 used = int(statm.read().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
             signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-            signal.alarm(3 * seconds)  # a file that waits forever uses no processor time
+            signal.alarm(6 * seconds)  # what waits forever uses no processor time
             answer = work()
         except MemoryError:
             answer = "MEMORY"

@@ -316,11 +316,11 @@ def _has_pickle(path: Path) -> bool:
 
 
 SNIPPETS = [
-    b"N", b"}", b"]", b")", b"(", b"0", b"1", b"2", b"\x88", b"K\x00", b"J\xff\xff\xff\xff", b"\x8a\x09" + b"\xff" * 8 + b"\x00", b"\x85",
-    b"\x86", b"\x87", b"t", b"R", b"b", b"s", b"u", b"e", b"a", b"Q", b"\x81", b"X\x01\x00\x00\x00a", b"cos\nsystem\n", b"c__builtin__\neval\n",
-    b"\x8f", b"\x90", b"\x91", b"ctorch\nSize\n", b"ctorch\nbfloat16\n", b"ctorch\nquint8\n", b"G\x7f\xf0" + bytes(6), b"(t", b"(l", b"(d", b"h\x00",
-    b"q\x00", b"\x94", b"ccollections\nOrderedDict\n)R",
-]  # fmt: skip
+    *(bytes([code]) for code in b"N}])(0121RbsueaQt" + b"\x85\x86\x87\x88\x81\x8f\x90\x91\x94"),
+    *(b"K\x00", b"J\xff\xff\xff\xff", b"\x8a\x09" + b"\xff" * 8 + b"\x00", b"G\x7f\xf0" + bytes(6), b"X\x01\x00\x00\x00a"),
+    *(b"cos\nsystem\n", b"c__builtin__\neval\n", b"ctorch\nSize\n", b"ctorch\nbfloat16\n", b"ctorch\nquint8\n"),
+    *(b"(t", b"(l", b"(d", b"h\x00", b"q\x00", b"ccollections\nOrderedDict\n)R"),
+]
 
 
 def _mutated_pickle(code: bytes, chance: random.Random) -> tuple[bytes, str]:

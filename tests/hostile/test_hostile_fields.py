@@ -197,6 +197,25 @@ def test_a_number_of_nemo_that_python_refuses(tmp_path: Path, word: str) -> None
     refused("convert", source, tmp_path / "t", "--to", "hf")
 
 
+# ---------------------------------------------------------------- names
+
+
+def test_a_file_whose_name_is_not_utf8_is_read(tmp_path: Path) -> None:
+    """Linux allows any bytes in a name; the plan's identity, which names the files, has to encode them."""
+    source = shutil.copytree(HF / "llama", tmp_path / "m")
+    (source / "model.safetensors").rename(source / "\udcffmodel.safetensors")
+    assert reshard("convert", source, tmp_path / "t", "--to", "vllm").code == 0
+
+
+def test_a_tensor_whose_name_is_not_text_is_refused(tmp_path: Path) -> None:
+    import torch
+
+    (tmp_path / "m").mkdir()
+    torch.save({"a\ud800": torch.ones(2)}, tmp_path / "m" / "pytorch_model.bin")
+    for to in ("hf", "dcp"):
+        refused("convert", tmp_path / "m", tmp_path / "t", "--to", to, naming="not Unicode text")
+
+
 # ---------------------------------------------------------------- the rest
 
 
