@@ -102,6 +102,10 @@ class ReplicasDiffer(CheckpointError):
     id = "source-replicas"
 
 
+class UnexpectedContentError(CheckpointError):
+    """The metadata has a form that no reader foresaw: it is damaged, or was written by a program that reshard does not know."""
+
+
 class RequestError(ReshardError):
     """The request cannot be fulfilled with this model, these parallel sizes or these options."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -92,19 +93,19 @@ def _items_of_version_2(metadata: Mapping[Any, Any]) -> Iterator[tuple[str, _Ten
     for name, item in metadata.items():
         if not isinstance(item, dict):
             _refuse(f"the item {inert_pickle.shown(name)} is described by {inert_pickle.shown(item)}")
-        tensors = [(_key_path(key), _groups(groups)) for key, groups in item.get("nested_path_to_metadata", {}).items()]
-        yield str(name), tensors, {int(rank): layout for rank, layout in item.get("rank_to_layout_info", {}).items()}
+        tensors = [(_key_path(key), _groups(groups)) for key, groups in _mapping(item.get("nested_path_to_metadata", {})).items()]
+        yield str(name), tensors, _layouts(item.get("rank_to_layout_info", {}))
 
 
 def _items_of_version_1(root: Mapping[Any, Any]) -> Iterator[tuple[str, _Tensors, _Layouts]]:
     """ "metadata": {path that starts with the item: groups}, "rank_to_layout_info_mappings": {rank: {item: layout}}"""
-    layouts = root.get("rank_to_layout_info_mappings", {})
+    layouts = _layouts(root.get("rank_to_layout_info_mappings", {}))
     by_item: dict[str, _Tensors] = {}
     for key, groups in root["metadata"].items():
         name, *path = _key_path(key)
         by_item.setdefault(str(name), []).append((tuple(path), _groups(groups)))
     for name, tensors in by_item.items():
-        yield name, tensors, {int(rank): layout.get(name) for rank, layout in layouts.items()}
+        yield name, tensors, {rank: _mapping(layout).get(name) for rank, layout in layouts.items()}
 
 
 def _described_item(name: str, tensors: _Tensors, layouts: _Layouts, ranks: int) -> DescribedItem:
@@ -127,6 +128,18 @@ def _key_path(key: Any) -> KeyPath:
     if not isinstance(parts, list) or not all(type(part) in (str, int) for part in parts):
         _refuse(f"{inert_pickle.shown(key)} is not a path of names and numbers")
     return tuple(parts)
+
+
+def _layouts(value: Any) -> _Layouts:
+    """Layouts by rank. Ranks are numbers, or text of digits."""
+    by_rank = _mapping(value)
+    if wrong := [rank for rank in by_rank if not re.fullmatch(r"\d{1,9}", str(rank)) or not isinstance(rank, int | str)]:
+        _refuse(f"{inert_pickle.shown(wrong[0])} is not the number of a rank")
+    return {int(rank): layout for rank, layout in by_rank.items()}
+
+
+def _mapping(value: Any) -> Mapping[Any, Any]:
+    return value if isinstance(value, dict) else _refuse(f"values by name are expected, and it holds {inert_pickle.shown(value)}")
 
 
 def _groups(value: Any) -> list[Any]:
@@ -181,7 +194,10 @@ def _of_dtensor(data: Mapping[str, Any], ranks: tuple[int, ...], where: str) -> 
 def _of_box_list(data: Mapping[str, Any], ranks: tuple[int, ...], where: str) -> Iterator[tuple[int, RankBoxes]]:
     columns = (data["global_offsets"], data["local_sizes"], data["local_offsets"])
     boxes = tuple((Box(tuple(offsets), tuple(sizes)), tuple(start)) for offsets, sizes, start in zip(*columns, strict=True))
-    rank_boxes = RankBoxes(from_torch(data["dtype"], where=where), tuple(data["global_shape"]), None, boxes)
+    shape = tuple(data["global_shape"])
+    if any(len(box.sizes) != len(shape) or len(start) != len(shape) for box, start in boxes):
+        raise ValueError(f"boxes of another number of axes than the shape {shape}")
+    rank_boxes = RankBoxes(from_torch(data["dtype"], where=where), shape, None, boxes)
     yield from ((rank, rank_boxes) for rank in ranks)
 
 

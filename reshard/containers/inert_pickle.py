@@ -5,9 +5,15 @@ this module, which build plain values (sets, sizes, dtypes, paths), or else a cl
 and do nothing: `Inert`. So a file of any framework opens without the framework, and a file that names `os.system` gets an Inert called
 "os.system".
 
-The unpickler is the C one, which is as fast as pickle.load: it reads a DCP .metadata with 128,000 entries in about 3 s. Two things that it
-does not check are checked before it starts: memo numbers, because ten bytes can make it allocate 30 GB, and extension codes, because they
-are the only way to a real object that does not pass through `find_class`.
+The unpickler is the C one, which is as fast as pickle.load: it reads a DCP .metadata with 128,000 entries in about 3 s. What it does not
+check is checked before it starts, by one walk over the opcodes (`_walk`): memo numbers, because ten bytes can make it allocate 30 GB;
+extension codes, because they are the only way to a real object that does not pass through `find_class`; the number of empty containers.
+
+Hashing is the other danger, because C code cannot be interrupted: the hash of a tuple walks through all tuples inside, which crashes when
+they are nested deeply and never ends when they are shared. Thus only small flat tuples have a hash. `_walk` finds the tuples that are
+neither made from numbers nor taken up by a call at once, and `load` inserts two opcodes behind each, which show it to
+`_Unpickler.persistent_load`; there a nested or long tuple becomes a `NestedTuple`, which has no hash. Tuples of arguments are checked by
+the functions that are called with them (`_check_arguments`).
 
 The BUILD opcode sets attributes of any object that the pickle has made. No object that outlives loading may be changed in this way: results
 are plain values, Inerts, or classes that refuse BUILD (`sealed`).
@@ -19,10 +25,11 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import pickle
 import pickletools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import lru_cache
@@ -53,6 +60,8 @@ class Inert:
     _mapping: dict[Any, Any] | None
 
     def __new__(cls, *args: Any, **attributes: Any) -> Inert:
+        if args:
+            _check_arguments(args)
         self = object.__new__(cls)
         self.args = args
         self.state = attributes or None
@@ -61,7 +70,7 @@ class Inert:
 
     def __call__(self, *args: Any) -> Inert:
         """A stand-in for the result of calling this one, as in functools.partial(...)(). Its first argument is this one."""
-        return inert_class(f"{self.class_name[:1000]}()")(self, *args)
+        return inert_class(f"{self.class_name[:1000].removesuffix('()')}()")(self, *args)
 
     def get(self, attribute: str, default: Any = None) -> Any:
         """The attribute of that name; `default` if it does not exist or the state is not a dict."""
@@ -96,12 +105,21 @@ class Inert:
 
     def __setstate__(self, state: Any) -> None:
         # Classes with __slots__ pickle the pair (None or the __dict__, the slots).
-        if type(state) is tuple and len(state) == 2 and isinstance(state[1], dict) and isinstance(state[0], dict | None):
-            state = {**(state[0] or {}), **state[1]}
-        self.state = {**self.state, **state} if isinstance(self.state, dict) and isinstance(state, dict) else state
+        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict) and isinstance(state[0], dict | None):
+            state = _merged(state[0], state[1])
+        self.state = _merged(self.state, state) if isinstance(self.state, dict) and isinstance(state, dict) else state
 
     def __repr__(self) -> str:
         return f"<inert {self.class_name}>"
+
+
+def _merged(first: dict[Any, Any] | None, second: dict[Any, Any]) -> dict[Any, Any]:
+    """Both dicts in one. A pickle can merge the same dicts again and again, so only a dict of few entries is copied."""
+    if not first:
+        return second
+    if len(first) + len(second) > _ATTRIBUTES:
+        raise pickle.UnpicklingError(f"it sets {len(first):,} and then {len(second):,} attributes of one object")
+    return {**first, **second}
 
 
 class Dict(dict[Any, Any]):
@@ -132,6 +150,32 @@ class StorageClass(str):
         raise pickle.UnpicklingError(f"it changes torch.{self}")
 
 
+class NestedTuple(tuple[Any, ...]):
+    """A tuple with tuples inside, or a long one: a value like any other tuple, but not a dict key."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Integer(int):
+    """An integer whose hash is not that of an integer: integers can be chosen so that all their hashes are the same."""
+
+    def __hash__(self) -> int:
+        return hash((_SALT, str(int(self))))
+
+
+class _Float(float):
+    """A float whose hash is not that of a float, for the same reason."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return hash((_SALT, self.hex()))
+
+
+_SALT = os.urandom(8)
+
+
 class Function:
     """A function that a pickle may call: one of this module, or of the `rebuild` argument of `load`."""
 
@@ -141,10 +185,26 @@ class Function:
         self.class_name, self._function = class_name, function
 
     def __call__(self, *args: Any) -> object:
+        _check_arguments(args)
         return self._function(*args)
 
     def __setstate__(self, state: object) -> None:
         raise pickle.UnpicklingError(f"it changes {self.class_name}")
+
+
+class _SizeFunction(Function):
+    """`torch.Size`: the tuple itself. A .metadata calls it three times for each entry, so the usual case is one call and one loop."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any) -> object:
+        (value,) = args or ((),)
+        if not isinstance(value, tuple):
+            raise TypeError("torch.Size is made from a value that is not a tuple")
+        for size in value:
+            if size.__class__ is not int:
+                _check_arguments(args)
+        return value
 
 
 def sealed(cls: T) -> T:
@@ -174,10 +234,11 @@ def load(data: bytes, *, where: str, storage: Callable[[tuple[Any, ...]], object
     Raises: CheckpointError, naming `where`, if the unpickler fails, or for a persistent id if `storage` is None.
     """
     try:
-        if (stop := end_of_pickle(data)) != len(data):
+        stop, shown_values = _walk(data)
+        if stop != len(data):
             raise pickle.UnpicklingError(f"it ends at byte {stop:,}, but {len(data) - stop:,} more bytes follow")
         with gc_paused():
-            unpickler = _Unpickler(data, storage, rebuild or {})
+            unpickler = _Unpickler(_showing(data, shown_values), storage, rebuild or {})
             try:
                 return unpickler.load()
             finally:
@@ -208,22 +269,65 @@ def gc_paused() -> Iterator[None]:
 def end_of_pickle(data: bytes, start: int = 0) -> int:
     """The byte offset at which the pickle that starts at `start` ends, exclusive.
 
-    Raises: EOFError if the data ends first; pickle.UnpicklingError for bytes that are not a pickle, for memo numbers that are larger than
-    a pickle of that length can need, and for extension codes.
+    Raises: EOFError if the data ends first; pickle.UnpicklingError for bytes that are not a pickle, and for what `_walk` refuses.
     """
-    at = start
+    return _walk(data, start)[0]
+
+
+def _walk(data: bytes, start: int = 0) -> tuple[int, list[int]]:
+    """Where the pickle ends, and the byte offsets behind the values that `_Unpickler.persistent_load` has to see.
+
+    Raises: EOFError, and pickle.UnpicklingError for bytes that are not a pickle, for extension codes, and for memo numbers, integers and
+    numbers of values that a pickle of that length does not need.
+    """
+    at, values, numbers = start, list[int](), list[int]()
     try:
         while True:
             if run := _PLAIN_RUN.match(data, at):
                 at = run.end()
-            if data[at] == _STOP:
-                return at + 1
-            length = _LENGTHS[data[at]]
+            code, began = data[at], at
+            if code == _STOP:
+                at += 1
+                break
+            length = _LENGTHS[code]
             at = at + length if length > 0 else _after(data, at)
+            if code in _SHOWN:
+                values.append(at)
+                _check_empty(len(values), at - start)
+            elif (usual := _USUAL_NUMBER.get(code)) is not None and at - began > usual:
+                numbers.append(at)
     except IndexError:
         raise EOFError(f"it does not end within its {len(data) - start:,} bytes") from None
+    _check_empty(sum(data.count(code, start, at) for code in (pickle.EMPTY_DICT, pickle.EMPTY_LIST, pickle.EMPTY_SET)), at - start)
+    if len(numbers) > _LONG_NUMBERS:
+        values = sorted(values + numbers)
+    return at, values
 
 
+def _check_empty(count: int, length: int) -> None:
+    # A container takes one byte of the pickle at least, and up to 232 bytes of memory.
+    if count > _CONTAINERS and count > length // 8:
+        raise pickle.UnpicklingError(f"about {count:,} of its {length:,} bytes are containers without content")
+
+
+def _showing(data: bytes, places: list[int]) -> bytes:
+    """The pickle with opcodes inserted that replace the value before each of the places by what `persistent_load((value,))` returns.
+
+    All of it is one frame, which the unpickler reads at once; otherwise it would ask for single bytes, and not expect longer frames.
+    """
+    shown = pickle.TUPLE1 + pickle.BINPERSID
+    if places:
+        data = shown.join(data[start:stop] for start, stop in zip([0, *places], [*places, len(data)], strict=True))
+    return pickle.FRAME + len(data).to_bytes(8, "little") + data
+
+
+# Limits that no checkpoint reaches. A real pickle names some 20 classes, its tuples have up to 10 elements, its objects 50 attributes.
+_NAMES = 4096
+_ELEMENTS = 256
+_ATTRIBUTES = 256
+_CONTAINERS = 1_000_000
+_LONG_NUMBERS = 10_000  # of 60 bits or more; so many equal hashes cost half a second
+_DIGITS = 1024  # bytes of one integer
 _STOP = pickle.STOP[0]
 
 
@@ -241,15 +345,35 @@ def _lengths() -> list[int]:
 _LENGTHS = _lengths()
 
 
+# Opcodes that make a tuple or a frozenset, which load has to see if _plain_run does not know it as harmless.
+_TUPLES = pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3
+_SHOWN = frozenset(_TUPLES + pickle.FROZENSET)
+# Opcodes of numbers: a number that takes more bytes than this can have 60 bits or more. Of BINFLOAT, _plain_run takes the usual ones.
+_USUAL_NUMBER = {pickle.LONG1[0]: 9, pickle.LONG4[0]: 5, pickle.INT[0]: 18, pickle.LONG[0]: 18, pickle.FLOAT[0]: 0, pickle.BINFLOAT[0]: 0}
+
+
 def _plain_run() -> re.Pattern[bytes]:
-    """A pattern for any number of opcodes of fixed length, and of memo numbers below 65,536, which never need much memory."""
+    """A pattern for any number of opcodes that need no look: those of fixed length, memo numbers below 65,536, which never need much
+    memory, tuples of up to 3 numbers, and tuples that the next opcode takes as the arguments of a call or as a persistent id."""
+
+    def any_bytes(count: int) -> bytes:
+        return b"[\\x00-\\xff]{%d}" % count if count else b""
+
+    numbers = pickle.BININT1 + pickle.BININT2 + pickle.BININT
     by_length: dict[int, bytes] = {}
     for code, length in enumerate(_LENGTHS):
-        if length > 0:
-            by_length[length] = by_length.get(length, b"") + re.escape(bytes([code]))
-    fixed = (b"[" + codes + b"]" + b"[\\x00-\\xff]" * (length - 1) for length, codes in sorted(by_length.items()))
-    memo = re.escape(pickle.LONG_BINPUT) + b"[\\x00-\\xff]{2}\\x00\\x00"
-    return re.compile(b"(?:" + b"|".join([*fixed, memo]) + b")+")
+        if length > 0 and code not in _SHOWN and code not in numbers and code != pickle.BINFLOAT[0]:
+            by_length[length] = by_length.get(length, b"") + bytes([code])
+    fixed = [b"[" + re.escape(codes) + b"]" + (any_bytes(length - 1) or b"++") for length, codes in sorted(by_length.items())]
+    put = re.escape(pickle.LONG_BINPUT) + any_bytes(2) + b"\\x00\\x00"
+    memo = b"(?:\\x94|q%b|%b)?" % (any_bytes(1), put)
+    taken = b"[" + re.escape(_TUPLES) + b"]" + memo + b"(?=[" + re.escape(pickle.REDUCE + pickle.NEWOBJ + pickle.BINPERSID) + b"])"
+    # Below 2^61: the sign and the first 7 bits of the exponent.
+    real = re.escape(pickle.BINFLOAT) + b"[\\x00-\\x42\\x80-\\xc2]" + any_bytes(7)
+    number = b"(?:K%b|M%b|J%b|%b%b|%b)" % (any_bytes(1), any_bytes(2), any_bytes(4), re.escape(pickle.LONG1 + b"\5"), any_bytes(5), real)
+    flat = [number * count + re.escape(code) for count, code in ((1, pickle.TUPLE1), (2, pickle.TUPLE2), (3, pickle.TUPLE3))]
+    # The order counts for the speed: what needs no second look comes first.
+    return re.compile(b"(?:" + b"|".join([*fixed, taken, *flat, number, put]) + b")++")
 
 
 _PLAIN_RUN = _plain_run()
@@ -276,7 +400,10 @@ def _after(data: bytes, at: int) -> int:
     """The byte after the opcode at `at`, which has no fixed length."""
     code = data[at]
     if width := _COUNTED.get(code):
-        return at + 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
+        length = int.from_bytes(data[at + 1 : at + 1 + width], "little")
+        if code == pickle.LONG4[0] and length > _DIGITS:
+            raise pickle.UnpicklingError(f"byte {at:,} starts an integer of {length:,} bytes")
+        return at + 1 + width + length
     if code == pickle.LONG_BINPUT[0]:
         _check_memo(int.from_bytes(data[at + 1 : at + 5], "little"), data)
         return at + 5
@@ -310,7 +437,8 @@ class _Unpickler(pickle.Unpickler):
         self._rebuild = rebuild
         self._stand_ins: dict[tuple[str, str], object] = {}
         # A pickle can refer to one long list a thousand times, with two bytes each time. So copies of values are rationed.
-        self._copies_left = 1_000_000 + 64 * len(data)
+        self._copies_left = 1_000_000 + 4 * len(data)
+        self._complex_left = _LONG_NUMBERS
 
     def close(self) -> None:
         """Release all objects. The unpickler and its functions refer to each other, so they would live until the next collection."""
@@ -318,6 +446,8 @@ class _Unpickler(pickle.Unpickler):
         self._stand_ins.clear()
 
     def persistent_load(self, pid: Any) -> object:
+        if type(pid) is tuple and len(pid) == 1 and type(pid[0]) in _EXCHANGED:
+            return _EXCHANGED[type(pid[0])](pid[0])
         if self._storage is None:
             raise pickle.UnpicklingError(f"it refers to external data by {shown(pid)}")
         if not isinstance(pid, tuple):
@@ -327,6 +457,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
         stand_in = self._stand_ins.get((module, name))
         if stand_in is None:
+            if len(self._stand_ins) >= _NAMES:
+                raise pickle.UnpicklingError(f"it names more than {_NAMES:,} classes")
             stand_in = self._stand_ins[module, name] = self._stand_in(module, name)
         return stand_in
 
@@ -336,11 +468,21 @@ class _Unpickler(pickle.Unpickler):
             return Function(full, function)
         if function := _COPYING.get(full):
             return Function(full, self._counted(function))
+        if full == "torch.Size":
+            return _SizeFunction(full, tuple)
+        if full == "builtins.complex":
+            return Function(full, self._complex)
         if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
             return Function(full, self._counted(_path))
         if module in ("torch", "torch.cuda", "torch.storage") and name.endswith("Storage"):
             return StorageClass(name)
         return _dtype_name(full) or inert_class(full)
+
+    def _complex(self, *args: Any) -> complex:
+        self._complex_left -= 1
+        if self._complex_left < 0 or not all(isinstance(arg, int | float) for arg in args):
+            raise pickle.UnpicklingError("complex numbers are made from values that are not numbers, or are too many")
+        return complex(*args)
 
     def _counted(self, function: Callable[..., object]) -> Callable[..., object]:
         """The function, which raises UnpicklingError once all arguments together are much larger than the pickle."""
@@ -352,6 +494,47 @@ class _Unpickler(pickle.Unpickler):
             return function(*args)
 
         return counted
+
+
+def _check_arguments(args: tuple[Any, ...]) -> None:
+    """Raises UnpicklingError for arguments that would make the hash of their tuple expensive: the pickle may use that tuple as a key.
+
+    A tuple among the arguments that has a tuple inside and is not a NestedTuple can only be that of other arguments, or of a storage.
+    """
+    if len(args) > _ELEMENTS:
+        raise pickle.UnpicklingError(f"it calls something with {len(args):,} arguments")
+    for arg in args:
+        if arg.__class__ is tuple:
+            for part in arg:
+                if part.__class__ is tuple or part.__class__ is frozenset:
+                    _check_flat(part)
+
+
+def _check_flat(value: Collection[Any]) -> None:
+    if len(value) > _ELEMENTS or any(part.__class__ in (tuple, frozenset) for part in value):
+        raise pickle.UnpicklingError("the arguments of a call are arguments of another one again")
+
+
+def _hashable_tuple(value: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The tuple itself if it is short and flat; otherwise one without a hash."""
+    flat = len(value) <= _ELEMENTS and not any(isinstance(part, tuple | frozenset) for part in value)
+    return value if flat else NestedTuple(value)
+
+
+def _hashable_set(value: frozenset[Any]) -> frozenset[Any]:
+    """The frozenset itself. Comparing frozensets inside of frozensets can take forever, so they are refused."""
+    for part in value:
+        if isinstance(part, frozenset) or (isinstance(part, tuple) and any(isinstance(inner, tuple | frozenset) for inner in part)):
+            raise pickle.UnpicklingError("a frozenset holds frozensets or nested tuples")
+    return value
+
+
+_EXCHANGED: dict[type[Any], Callable[[Any], object]] = {
+    tuple: _hashable_tuple,
+    frozenset: _hashable_set,
+    int: _Integer,
+    float: _Float,
+}
 
 
 def shown(value: Any) -> str:
@@ -416,12 +599,6 @@ def _bytes(value: Any = b"", encoding: Any = "latin1") -> bytes:
     return bytes(value)
 
 
-def _size(value: Any = ()) -> tuple[Any, ...]:
-    if type(value) is not tuple:
-        raise TypeError("torch.Size is made from a value that is not a tuple")
-    return value
-
-
 def _device(kind: Any, index: Any = None) -> str:
     if not isinstance(kind, str) or not isinstance(index, int | None):
         raise TypeError(f"a device has the name {shown(kind)}, {shown(index)}")
@@ -435,12 +612,6 @@ def _path(*parts: Any) -> str:
     return root + "/".join(part for part in parts if part != "/")
 
 
-def _complex(*args: Any) -> complex:
-    if not all(isinstance(arg, int | float) for arg in args):
-        raise TypeError("a complex number is made from values that are not numbers")
-    return complex(*args)
-
-
 def _default_dict(*args: Any) -> Dict:
     """An empty dict. The first argument is the factory of default values, which is never called."""
     return Dict()
@@ -449,19 +620,17 @@ def _default_dict(*args: Any) -> Dict:
 # Protocols 0 to 2 name the modules as in Python 2.
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _FUNCTIONS: dict[str, Callable[..., object]] = {
-    "builtins.complex": _complex,
     "collections.defaultdict": _default_dict,
     "copyreg._reconstructor": _new,
     "copyreg.__newobj__": _new,
-    "torch.Size": _size,
     "torch.device": _device,
 }
 # Functions whose result is as large as their arguments. Containers can be made from containers only, because no other value is iterable.
 _COPYING: dict[str, Callable[..., object]] = {
     "builtins.set": set,
-    "builtins.frozenset": frozenset,
+    "builtins.frozenset": lambda *args: _hashable_set(frozenset(*args)),
     "builtins.list": list,
-    "builtins.tuple": tuple,
+    "builtins.tuple": lambda *args: _hashable_tuple(tuple(*args)),
     "builtins.dict": Dict,
     "builtins.bytes": _bytes,
     "builtins.bytearray": _bytes,

@@ -201,6 +201,10 @@ class Index:
         for tensor in self.tensors:
             if (tensor.kind, tensor.name) in names:
                 raise CheckpointError("two tensors have this name", where=tensor.name, why="Nothing tells which of the two is meant")
+            if not tensor.name.isascii() and not _is_text(tensor.name):
+                raise CheckpointError(
+                    "its name is not Unicode text", where=tensor.name, why="No format can store the name", do="Copy the checkpoint again"
+                )
             names.add((tensor.kind, tensor.name))
             columns = id(tensor.shards.offsets), id(tensor.shards.sizes), id(tensor.shards.primary), tensor.shape
             if columns not in covered:
@@ -209,6 +213,15 @@ class Index:
 
     def __repr__(self) -> str:
         return f"Index({self.format}, {plural(len(self.tensors), 'tensor')}, {plural(len(self.files), 'file')})"
+
+
+def _is_text(name: str) -> bool:
+    """Whether a name can be written as UTF-8. Pickles and JSON can hold halves of a surrogate pair, which cannot."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_coverage(tensor: Tensor) -> None:

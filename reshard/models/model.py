@@ -75,6 +75,21 @@ class Part:
     """If the part is itself a scale: which scale. None: it is not a scale."""
 
 
+# The largest dimensions of a config that are believed. The largest published models have some 130 layers, 512 experts, 25,000 experts in
+# all layers, and a vocabulary of 300,000. Each layer and each expert becomes an object in memory; products of others stay below 2^63.
+_MOST = {"layers": 10_000, "experts": 100_000, "heads": 100_000, "kv_heads": 100_000}
+_MOST_EXPERTS_OF_ALL_LAYERS = 200_000
+_MOST_OF_OTHERS = 100_000_000
+
+
+def _too_large(what: str, limit: int) -> RequestError:
+    return RequestError(
+        f"config.json gives {what}; reshard supports {limit:,}",
+        why="No known model comes close, so the file is damaged or was made by hand",
+        do="Give the model's own config with --model DIR",
+    )
+
+
 class Dimensions(dict[str, int]):
     """The dimensions of one model by name. Raises RequestError for a dimension that the model does not have."""
 
@@ -118,7 +133,12 @@ class Model:
                     why=f"The layout of a {self.architecture.model_type} model depends on it",
                     do="Give the model's own config with --model DIR",
                 )
+            limit = _MOST.get(name, _MOST_OF_OTHERS)
+            if value > limit:
+                raise _too_large(f"{value:,} for {' or '.join(dimension.keys)}", limit)
             values[name] = value
+        if (count := values.get("layers", 1) * values.get("experts", 1)) > _MOST_EXPERTS_OF_ALL_LAYERS:
+            raise _too_large(f"{count:,} experts in all layers", _MOST_EXPERTS_OF_ALL_LAYERS)
         return values
 
     @cached_property
@@ -140,7 +160,10 @@ class Model:
     def mtp_layers(self) -> int:
         """The number of layers for multi-token prediction, which follow the last layer."""
         key = self.architecture.mtp_layers
-        return whole_number({key: self.setting(key)}, key) or 0 if key else 0
+        count = whole_number({key: self.setting(key)}, key) or 0 if key else 0
+        if count > _MOST["layers"]:
+            raise _too_large(f"{count:,} for {key}", _MOST["layers"])
+        return count
 
     @cached_property
     def sparse_layers(self) -> frozenset[int]:

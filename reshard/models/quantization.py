@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from reshard.errors import RequestError
+
 # Weight elements per scale along each axis of a weight [out, in]. None: one scale for the whole axis.
 BlockShape = tuple[int | None, ...]
 
@@ -72,6 +74,12 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
         return None
     method = settings.get("quant_method")
     excluded = settings.get("modules_to_not_convert") or settings.get("ignored_layers") or settings.get("ignore") or ()
+    if not isinstance(excluded, list | tuple):
+        raise RequestError(
+            f"the quantization_config of config.json excludes the modules {str(excluded)[:100]!r}; a list of names is expected",
+            why="Which weights have scales depends on it",
+            do="Give the model's own config with --model DIR",
+        )
     scales = _fp8(settings) if method == "fp8" else _compressed(settings) if method == "compressed-tensors" else None
     cache = settings.get("kv_cache_scheme")
     has_cache_scales = isinstance(cache, Mapping) and not cache.get("dynamic")
@@ -95,9 +103,19 @@ def _fp8(settings: Mapping[str, Any]) -> tuple[Scale, ...] | None:
     block = settings.get("weight_block_size")
     if block is not None:
         # Weights are multiplied by weight_scale_inv, in spite of its name.
-        return (Scale("weight_scale_inv", (int(block[0]), int(block[1]))),)
+        return (Scale("weight_scale_inv", _block(block)),)
     inputs = (Scale("input_scale", (None, None), of_input=True),) if settings.get("activation_scheme") == "static" else ()
     return (Scale("weight_scale", (None, None)), *inputs)
+
+
+def _block(value: Any) -> BlockShape:
+    if not isinstance(value, list | tuple) or len(value) != 2 or not all(type(size) is int and 0 < size < 1 << 31 for size in value):
+        raise RequestError(
+            f"the quantization_config of config.json has the block size {str(value)[:100]}; two positive numbers are expected",
+            why="The places of the scales depend on it",
+            do="Give the model's own config with --model DIR",
+        )
+    return value[0], value[1]
 
 
 def _compressed(settings: Mapping[str, Any]) -> tuple[Scale, ...] | None:
@@ -105,11 +123,15 @@ def _compressed(settings: Mapping[str, Any]) -> tuple[Scale, ...] | None:
     if settings.get("format") not in ("float-quantized", "naive-quantized", None) or not isinstance(groups, Mapping) or len(groups) != 1:
         return None
     (group,) = groups.values()
-    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
-    if list(group.get("targets") or ()) != ["Linear"] or weights.get("type") != "float" or weights.get("num_bits") != 8:
+    if not isinstance(group, Mapping):
         return None
-    block = tuple(weights.get("block_structure") or ())
-    block_shape: BlockShape = {"tensor": (None, None), "channel": (1, None), "block": block}.get(str(weights.get("strategy")), ())
+    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    if not isinstance(weights, Mapping) or not isinstance(inputs, Mapping):
+        return None
+    if group.get("targets") != ["Linear"] or weights.get("type") != "float" or weights.get("num_bits") != 8:
+        return None
+    strategy, block = str(weights.get("strategy")), weights.get("block_structure")
+    block_shape: BlockShape = _block(block) if strategy == "block" else {"tensor": (None, None), "channel": (1, None)}.get(strategy, ())
     if not block_shape:
         return None
     input_scales = (Scale("input_scale", (None, None), (1,), of_input=True),) if inputs and not inputs.get("dynamic") else ()

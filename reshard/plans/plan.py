@@ -266,7 +266,7 @@ class Plan:
         # The journal and the manifest hold digests of this version.
         digest = hashlib.sha256(f"digests {CURRENT.number}\0{json.dumps(self.to_json(), sort_keys=True)}".encode())
         for file in self.source.files:
-            digest.update(f"{file.path}\0{file.nbytes}\0{self.source_files.stamp(file.path)}\0".encode())
+            digest.update(f"{file.path}\0{file.nbytes}\0{self.source_files.stamp(file.path)}\0".encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
 
 

@@ -126,7 +126,7 @@ class Descriptors:
             file = self._open.get(path)
             if file is None:
                 self._close_idle()
-                file = self._open[path] = _OpenFile(os.open(self._folder / path, self._flags))
+                file = self._open[path] = _OpenFile(_open_regular(self._folder / path, self._flags))
             self._open.move_to_end(path)
             file.users += 1
         try:
@@ -148,6 +148,15 @@ class Descriptors:
             if len(self._open) < self._most:
                 return
             os.close(self._open.pop(path).descriptor)
+
+
+def _open_regular(path: Path, flags: int) -> int:
+    """A descriptor of a regular file. A FIFO, socket or device raises OSError and never blocks."""
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor
 
 
 class _OpenFile:
@@ -203,6 +212,13 @@ class LocalFiles:
         status = self._status(path)
         if status is None or stat.S_ISDIR(status.st_mode):
             return None
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(
+                "it is a FIFO, a socket or a device, where a file is expected",
+                where=path,
+                why="Reading it could wait forever",
+                do="Replace it by the file",
+            )
         self._stamps.setdefault(path, _stamp(status))
         return status.st_size
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,7 @@ from reshard.containers.inert_pickle import gc_paused
 from reshard.engine.journal import read_journal
 from reshard.engine.one_save import check_copied_files, check_steps
 from reshard.engine.views import View
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError, RequestError, UnexpectedContentError
 from reshard.geometry.stored import whole
 from reshard.index.index import Index
 from reshard.models.architecture import Architecture
@@ -202,13 +203,35 @@ def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Check
             raise unfinished.refusal() from None
         raise
     model_files = find_model_files_near(files) if model is None else _model_files_at(model)
-    with gc_paused(), blaming_the_parent(model_files):
+    with _read_as_claims(os.fspath(path)), gc_paused(), blaming_the_parent(model_files):
         index = without_wrappers(format.read(files, Hints(model_files.config, options.get("vocab_size"), declared)))
     if index.facts.config is not None and index.facts.config != model_files.config:
         model_files = replace(model_files, config=index.facts.config, derived=True)
     if model_files.note:
         index = replace(index, facts=replace(index.facts, notes=(*index.facts.notes, model_files.note)))
     return format, Checkpoint(os.fspath(path), files, index, model_files, reason, declared)
+
+
+@contextmanager
+def _read_as_claims(path: str) -> Iterator[None]:
+    """A context in which metadata is read: exceptions of values with an unexpected type, key or size become one of ours.
+
+    Metadata is pickled by a dozen programs, as any objects they like. Readers check what they know; this is for the rest.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        import traceback
+
+        code = traceback.extract_tb(error.__traceback__)[-1]
+        text = (str(error).splitlines() or [""])[0][:200]
+        raise UnexpectedContentError(
+            f"its metadata has a form that reshard does not expect ({type(error).__name__}: {text}, in {code.name} of "
+            f"{os.path.basename(code.filename)})",
+            where=path,
+            why="It is damaged, or was written by a program or version that reshard does not know",
+            do="Copy the checkpoint again; if that does not help, run with --debug and report it as an issue",
+        ) from error
 
 
 def _check_recorded_files(files: Files) -> None:

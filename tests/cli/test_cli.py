@@ -66,7 +66,7 @@ def test_inspects_document_has_stable_keys():
         "schema_version", "path", "format", "detected_by", "producer", "version", "step", "parallel", "model_type", "architecture_known",
         "parameters", "bytes", "files", "kinds", "models", "adapter", "tensor_count", "withheld_count", "object_count", "notes", "mesh",
     ]  # fmt: skip
-    assert list(document) == [*summary, "tensors", "objects"] and {name: document[name] for name in summary} == summary
+    assert list(document) == [*summary, "tensors", "withheld", "objects"] and {name: document[name] for name in summary} == summary
     chosen = reshard("inspect", *FSDP2, "--json", "--tensor", "*norm*").document["tensors"]
     assert chosen == [tensor for tensor in document["tensors"] if "norm" in tensor["name"]] and chosen
     assert summary["tensor_count"] == len(document["tensors"]) and summary["object_count"] == len(document["objects"])
@@ -112,8 +112,8 @@ def test_converts_document_has_stable_keys(tmp_path):
 
 
 def test_another_folders_layout_is_asked_for_by_its_name(tmp_path):
-    done = reshard("convert", HF / "mixtral-fused", tmp_path / "out", "--to", "hf", "--like", HF / "mixtral-fused", "--json")
-    assert done.code == 0 and done.document["target"]["options"] == {"like": str(HF / "mixtral-fused")}
+    done = reshard("convert", HF / "mixtral-fused", tmp_path / "out", "--to", "hf", "--like", HF / "mixtral-fused", "--json", "--full")
+    assert done.code == 0 and done.document["plan"]["target"]["options"] == {"like": str(HF / "mixtral-fused")}
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (HF / "mixtral-fused" / "model.safetensors").read_bytes()
     refused = reshard("convert", HF / "llama", tmp_path / "no", "--to", "hf", "--like", HF / "qwen3")
     assert refused.code == 2 and "self_attn.q_norm.weight" in refused.err and not (tmp_path / "no").exists()

@@ -20,7 +20,7 @@ from reshard.geometry import dtypes
 from reshard.geometry.dtypes import DType
 from reshard.storage.files import LocalFiles, VirtualFiles
 
-ALL = [dtypes.from_torch(name, where="") for name in dtypes.known_names()]
+ALL = [dtypes.from_torch(dtype.torch, where="") for dtype in dtypes._TABLE]
 DTYPES = [dtype for dtype in ALL if dtypes.is_in_safetensors(dtype)]
 # The fnuz types have a safetensors name, which torch's binding does not write.
 WRITTEN = [dtype for dtype in DTYPES if dtype.name not in ("F8_E4M3FNUZ", "F8_E5M2FNUZ")]

@@ -67,7 +67,7 @@ TENSORS = {
     "parameter with an attribute": torch.nn.Parameter(X + 1),
     "tensor with an attribute": X + 2,
     "with gradient": X.clone().requires_grad_(),
-} | {f"dtype {name}": torch.ones(3, 2).to(getattr(torch, name)) for name in dtypes.known_names()}
+} | {f"dtype {name}": torch.ones(3, 2).to(getattr(torch, name)) for name in (dtype.torch for dtype in dtypes._TABLE)}
 TENSORS["parameter with an attribute"].tensor_model_parallel = True  # type: ignore[attr-defined]
 TENSORS["tensor with an attribute"]._has_been_cloned = True  # type: ignore[attr-defined]
 

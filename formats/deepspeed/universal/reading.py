@@ -13,7 +13,7 @@ Weights come from the model files, masters and states from zero/.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from reshard.adapter.format import Hints
@@ -73,6 +73,7 @@ def read_universal(files: Files, folder: str, hints: Hints) -> Index:
         builder.add_objects(contents.objects)
         builder.add_notes(contents.notes)
     builder.param_groups = tuple(param_groups(files, f"{folder}{ZERO}optimizer_state.pt", states))
+    check_states_of_groups(read, [group.names for group in builder.param_groups], folder + ZERO)
     return builder.build(replace(run_facts(states, weights.aliases, hints.config), producer="DeepSpeed universal"))
 
 
@@ -138,6 +139,24 @@ def check_shapes_of_masters(index: Index) -> None:
                 why="The files are of different parameters, or from different models",
                 do="Convert again, or copy the files again from where they were written",
             )
+
+
+def check_states_of_groups(parameters: Iterable[ParameterFile], groups: Iterable[Sequence[str]], zero: str) -> None:
+    """Raises CheckpointError if a parameter lacks a file that all other parameters of its param group have."""
+    states: dict[str, set[str]] = {}
+    for file in parameters:
+        states.setdefault(file.name, set()).add(file.state)
+    for group in groups:
+        listed = [states[name] for name in group if name in states]
+        for name in group:
+            for state in sorted(set().union(*listed) - states.get(name, set())) if name in states else ():
+                if sum(state in of_parameter for of_parameter in listed) == len(listed) - 1:
+                    raise CheckpointError(
+                        "the file is not there, and all other parameters of its param group have one",
+                        where=f"{zero}{name}/{state}.pt",
+                        why="It was lost in a copy; a run would resume with other optimizer state",
+                        do="Copy the file from where the checkpoint was written",
+                    )
 
 
 def _notes(cast_copies: Collection[str]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import is_plain, parameter_and_kind
 from reshard.containers.pickle_writer import Call, Instance, Name
-from reshard.errors import RequestError
+from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.index.index import ParamGroup, Tensor
 from reshard.plans.target import Target
@@ -127,6 +127,16 @@ def training_state(content: Content, target: Target, what: str) -> TrainingState
         raise RequestError(
             "it has optimizer state, and is in no param group", where=without_group[0], do="Give a checkpoint that lists it in a group"
         )
+    for group in groups:
+        kinds = {kind for name in group.names for kind in states[name]}
+        if lacking := [(name, kind) for name in group.names for kind in sorted(kinds) if kind not in states[name]]:
+            name, kind = lacking[0]
+            raise CheckpointError(
+                f"the optimizer's state has no {kind}, which other parameters of its param group have",
+                where=name,
+                why=f"{what} needs the same kinds of state for all parameters of a group; a file may have been lost in a copy",
+                do="Copy the checkpoint again",
+            )
     untrained = {name: tensor for name, tensor in content.weights.items() if name not in states}
     aliases = {alias: name for alias, name in content.facts.tied.items() if name in states and alias in untrained}
     if content.model and content.model.is_tied:

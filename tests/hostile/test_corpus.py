@@ -1,0 +1,86 @@
+"""The recipes of the campaign's findings, and a few inputs of every fixture's kind: none may show a defect again."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hostile.campaign import CORPUS, GOOD, Recipe, fixtures, run_recipe, warm_up
+from hostile.limits import ON_LINUX, limited
+from hostile.mutations import KINDS
+
+pytestmark = pytest.mark.skipif(not ON_LINUX, reason="limits of a process are set as on Linux")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Children inherit what is imported, so that processor time is spent on the input."""
+    warm_up(tmp_path_factory.mktemp("warm"))
+
+
+RECIPES = [Recipe(*recipe) for recipe in json.loads(CORPUS.read_text())]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe.fixture}-{recipe.kind}-{recipe.seed}")
+def test_what_was_found_once_stays_mended(recipe: Recipe, tmp_path: Path) -> None:
+    outcome, text = run_recipe(recipe, tmp_path)
+    assert outcome in GOOD, text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_some_inputs_of_every_kind(kind: str, tmp_path: Path) -> None:
+    chance, outcomes = random.Random(kind), list[str]()
+    for number in range(100):
+        (tmp_path / str(number)).mkdir()
+        outcome, text = run_recipe(Recipe(chance.choice(fixtures()), kind, number), tmp_path / str(number))
+        assert outcome in GOOD, text
+        outcomes += [outcome] if outcome != "no such mutation" else []
+        if len(outcomes) == 8:
+            break
+    assert len(outcomes) == 8 and "refused" in outcomes
+
+
+def test_a_recipe_makes_the_same_input_again(tmp_path: Path) -> None:
+    texts = []
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        texts.append(run_recipe(Recipe("dcp/fsdp2", "pickle", 5), tmp_path / place)[1].split("]")[0])
+    assert texts[0] == texts[1] and texts[0]
+
+
+@pytest.mark.parametrize(
+    "code, expected",
+    [
+        ("import os; os.system('true')", "EXECUTED"),
+        ("exec(compile('1', 'checkpoint/evil.py', 'exec'))", "EXECUTED"),
+        ("import socket; socket.socket()", "EXECUTED"),
+        ("open('/tmp/elsewhere-of-reshard', 'w').close()", "WROTE ELSEWHERE"),
+        ("import os; os.mkdir('source/x')", "WROTE ELSEWHERE"),
+        ("while True: pass", "HANG"),
+        ("import time; time.sleep(60)", "HANG"),
+        ("bytearray(3_000_000_000)", "MEMORY"),
+        ("import os; os.abort()", "CRASH"),
+        ("1 / 0", "TRACEBACK"),
+    ],
+)
+def test_the_campaign_sees_every_kind_of_defect(code: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that misbehaves, in place of the real one."""
+    import hostile.campaign as campaign
+
+    from reshard.adapter import registry
+
+    program = compile(code, __file__, "exec")
+
+    def detect(*_: object) -> None:
+        exec(program, {})
+
+    monkeypatch.setattr(registry, "detect", detect)
+    monkeypatch.setattr(campaign, "limited", lambda work: limited(work, seconds=3))
+    monkeypatch.chdir(tmp_path)
+    outcome, text = run_recipe(Recipe("dcp/fsdp2", "folder", 3), tmp_path)
+    if expected == "TRACEBACK":  # a ZeroDivisionError of a reader is caught where checkpoints are opened
+        assert outcome == "unforeseen", text
+    else:
+        assert outcome == expected, text
