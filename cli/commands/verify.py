@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -41,6 +40,8 @@ def command(left: str, right: str | None, cast: bool, as_json: bool, show_progre
     """
     import reshard
     from reshard.errors import RequestError
+    from reshard.plans.manifest import usable_manifest
+    from reshard.storage.tar import open_tree
     from reshard.verbs.checkpoint import open_both
     from reshard.verbs.request import Effort, EffortOptions, ModelOptions, selection_of
     from reshard.verbs.verify import verify_written
@@ -49,7 +50,8 @@ def command(left: str, right: str | None, cast: bool, as_json: bool, show_progre
     if right is None:
         if cast or any(given.values()):
             raise RequestError("a cast or a selection needs a second checkpoint", do="Give RIGHT, or leave these options out")
-        total = sum(path.stat().st_size for path in Path(left).rglob("*") if path.is_file())
+        manifest = usable_manifest(open_tree(left))
+        total = sum(manifest.files.values()) if manifest and manifest.files else 0
         with bar(total, "verify", show_progress) as advance:
             result = verify_written(left, Effort(**{**effort, "progress": advance}), **about_model)
     else:
