@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -20,7 +21,7 @@ _COMPARED = 16
 _TAIL = 4096
 # Two files count as copies if this many blocks, spread evenly, are equal.
 _BLOCKS, _BLOCK = 64, 1 << 16
-# Of two files with equal tails: the tensors that are looked at, and the elements of each.
+# Of files with equal ends: the tensors that are looked at, and the elements of each.
 _TENSORS, _ELEMENTS = 64, 1024
 
 
@@ -47,7 +48,7 @@ def check_steps(files: Files, index: Index) -> None:
     for path, count in first.items():
         if count != usual and _is_uniform(files, rows[path]):
             for other in uniform:
-                if next(_tensors_in_both(index, path, other), None):
+                if any(len(_rows(t, path)) and len(_rows(t, other)) for t in index.tensors if t.kind != "step" and len(t.shards) > 1):
                     _refuse_steps(rows[path][0][0], other, path)
 
 
@@ -96,10 +97,12 @@ def check_copied_files(files: Files, index: Index) -> None:
     and so may parts that are constant, such as norms of ones.
     """
     for first, *others in _files_with_equal_ends(files, index):
+        tensors = _varied_tensors(files, index, first)
         for path in others:
-            if (tensor := _split_tensor(files, index, first, path)) and _are_copies(files, first, path):
+            split = next((tensor for tensor in tensors if _hold_different_parts(tensor, first, path)), None)
+            if split and _are_copies(files, first, path):
                 raise MixedSaves(
-                    f"it has the same bytes as {first}, and they should hold different parts of {tensor.name}",
+                    f"it has the same bytes as {first}, and they should hold different parts of {split.name}",
                     where=path,
                     why="A file was copied over that of another rank: one part of the weights is there twice, and another one is lost",
                     do="Copy both files again from where the checkpoint was written",
@@ -126,24 +129,32 @@ def _files_with_equal_ends(files: Files, index: Index) -> list[list[str]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _split_tensor(files: Files, index: Index, path: str, other: str) -> Tensor | None:
-    """A tensor of which two files hold different parts, and whose elements in `path` are not all equal; None if there is none."""
-    for i, (tensor, rows, other_rows) in enumerate(_tensors_in_both(index, path, other)):
-        if i == _TENSORS:
-            break
-        boxes, other_boxes = ({tensor.shards.box(int(row)) for row in of_file} for of_file in (rows, other_rows))
-        if boxes == other_boxes:
-            continue  # a replica
-        elements = _elements(files, tensor, int(rows[0]))
-        if elements != elements[: tensor.dtype.itemsize] * (len(elements) // tensor.dtype.itemsize):
-            return tensor
-    return None
+def _varied_tensors(files: Files, index: Index, path: str) -> list[Tensor]:
+    """Some tensors in several pieces whose first elements in a file are not all equal."""
+    pieces = ((t, rows) for t in index.tensors if t.kind != "step" and len(t.shards) > 1 and len(rows := _rows(t, path)))
+    return [tensor for tensor, rows in islice(pieces, _TENSORS) if not _is_constant(files, tensor, int(rows[0]))]
 
 
-def _elements(files: Files, tensor: Tensor, row: int) -> bytes:
-    """The first elements of a piece, as they lie in the file."""
+def _is_constant(files: Files, tensor: Tensor, row: int) -> bool:
+    """Whether the first elements of a piece, as they lie in the file, are equal."""
     piece = tensor.shards.piece(row)
-    return read_range(files, piece.extent.path, piece.extent.byte_offset, min(piece.box.volume, _ELEMENTS) * tensor.dtype.itemsize)
+    elements = min(piece.box.volume, _ELEMENTS)
+    words = read_range(files, piece.extent.path, piece.extent.byte_offset, elements * tensor.dtype.itemsize)
+    return words == words[: tensor.dtype.itemsize] * elements
+
+
+def _hold_different_parts(tensor: Tensor, path: str, other: str) -> bool:
+    """Whether two files hold pieces of a tensor, and these are not replicas."""
+    boxes, other_boxes = ({tensor.shards.box(int(row)) for row in _rows(tensor, file)} for file in (path, other))
+    return bool(boxes and other_boxes) and boxes != other_boxes
+
+
+def _rows(tensor: Tensor, path: str) -> Columns:
+    """The rows of a tensor's pieces in a file, without empty ones."""
+    shards = tensor.shards
+    if path not in shards.paths:
+        return np.zeros(0, np.int64)
+    return np.flatnonzero((shards.files == shards.paths.index(path)) & (shards.sizes > 0).all(axis=1))
 
 
 def _are_copies(files: Files, path: str, other: str) -> bool:
@@ -152,15 +163,3 @@ def _are_copies(files: Files, path: str, other: str) -> bool:
     block = min(nbytes, _BLOCK)
     starts = np.unique(np.linspace(0, nbytes - block, _BLOCKS, dtype=np.int64)).tolist()
     return all(read_range(files, path, start, block) == read_range(files, other, start, block) for start in starts)
-
-
-def _tensors_in_both(index: Index, path: str, other: str) -> Iterator[tuple[Tensor, Columns, Columns]]:
-    """The tensors of which two files hold elements, and the rows of each file. Step counts are left out."""
-    for tensor in index.tensors:
-        shards = tensor.shards
-        if tensor.kind == "step" or len(shards) < 2 or path not in shards.paths or other not in shards.paths:
-            continue
-        is_full = (shards.sizes > 0).all(axis=1)
-        rows, other_rows = (np.flatnonzero((shards.files == shards.paths.index(file)) & is_full) for file in (path, other))
-        if len(rows) and len(other_rows):
-            yield tensor, rows, other_rows

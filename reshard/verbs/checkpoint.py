@@ -139,7 +139,7 @@ class Checkpoint:
 
 
 def open(path: PathLike, **options: Unpack[OpenOptions]) -> Checkpoint:
-    """Open the checkpoint in a directory or file. Only metadata is read.
+    """Open the checkpoint in a directory or file. Metadata is read, and a few elements that show whether the files belong together.
 
     Raises: CheckpointError if it is incomplete or contradicts itself, RequestError if its format is unknown.
     """

@@ -9,14 +9,22 @@ import reshard
 from reshard.errors import CheckpointError, RequestError
 
 
-def test_opening_reads_metadata_only(monkeypatch):
+def test_opening_reads_metadata_one_step_count_and_the_end_of_each_file(monkeypatch):
     from reshard.storage.files import LocalFiles
 
     reads = []
     real = LocalFiles.read_into
-    monkeypatch.setattr(LocalFiles, "read_into", lambda self, path, *rest: (reads.append(path), real(self, path, *rest))[1])
-    open_case("fsdp2")
-    assert set(reads) == {".metadata", "config.json"}
+
+    def read_into(self, path, byte_offset, buffer):
+        reads.append((path, len(buffer)))
+        real(self, path, byte_offset, buffer)
+
+    monkeypatch.setattr(LocalFiles, "read_into", read_into)
+    steps = {tensor.shards.path(0) for tensor in open_case("fsdp2").index.tensors if tensor.kind == "step"}
+    assert steps == {"__1_0.distcp", "__2_0.distcp", "__3_0.distcp"}
+    for path in {path for path, _ in reads if path.endswith(".distcp")}:
+        sizes = [size for read, size in reads if read == path]
+        assert path in steps and len(sizes) <= 4 and sum(sizes) <= 3 * 4096, f"{path}: {sizes}"
 
 
 def test_optimizer_tensors_have_roles_and_are_named_as_dropped():

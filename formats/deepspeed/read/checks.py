@@ -17,7 +17,8 @@ from .parts import Contents
 from .run_states import RunStates
 
 # The model's files list the parameters in the order of the masters. So a wrong master is in a wrong file, where few or none round.
-_PER_FILE = 2
+# If the steps differ, which may be right or not, many are compared.
+_PER_FILE, _PER_FILE_IN_DOUBT = 2, 2000
 
 
 def check_ranks(paths: Mapping[int, str], ranks: int, what: str, *, why: str) -> None:
@@ -83,7 +84,7 @@ def check_masters(files: Files, index: Index) -> Index:
     """
     counted, run_step, skipped = _steps_of_optimizer(files, index), index.facts.step, index.facts.state.get("skipped_steps", 0)
     is_same_step = counted is None or run_step is None or counted == run_step - (skipped if type(skipped) is int else 0)
-    if wrong := wrong_master(files, index, per_file=_PER_FILE):
+    if wrong := wrong_master(files, index, per_file=_PER_FILE if is_same_step else _PER_FILE_IN_DOUBT):
         steps = "" if is_same_step else f"the optimizer has counted {counted} steps, the model's file is of step {run_step}, and "
         raise MixedSaves(
             f"{steps}the master in {wrong.master_path} does not round to the weight",

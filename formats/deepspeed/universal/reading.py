@@ -132,7 +132,7 @@ def check_shapes_of_masters(index: Index) -> None:
     masters = index.by_kind("master")
     for name, weight in index.by_kind("weight").items():
         master = masters.get(name)
-        if master is not None and (len(master.shape), master.shape[1:]) != (len(weight.shape), weight.shape[1:]):
+        if master is not None and len(master.shape) == len(weight.shape) and master.shape[1:] != weight.shape[1:]:
             raise CheckpointError(
                 f"{master.shards.path(0)} has it as {list(master.shape)}, {weight.shards.path(0)} as {list(weight.shape)}",
                 where=name,

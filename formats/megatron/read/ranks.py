@@ -214,7 +214,7 @@ def _parse_chunk(state_dict: Any) -> tuple[dict[str, AnyTensor], list[str]]:
 def _check_writers(ranks: Sequence[MegatronRank], sizes: ParallelSizes) -> None:
     """Raises CheckpointError if a file is a copy of another file, or lies in the folder of another rank.
 
-    A file tells which rank of the run wrote it. Ranks are numbered along the tensor-parallel axis first.
+    A file tells which rank of the run wrote it. Ranks are numbered along the tensor-parallel axis first, and ascend along the others.
     """
     paths: dict[int, str] = {}
     for rank in ranks:
@@ -253,7 +253,7 @@ def _check_order(ranks: Sequence[MegatronRank], axis: str, group: Callable[[Mega
 
 
 def _check_one_save(ranks: Sequence[MegatronRank]) -> None:
-    """Raises CheckpointError if the files come from several saves."""
+    """Raises CheckpointError if the files come from several saves or runs."""
     first = ranks[0]
     for rank in ranks:
         if rank.iteration != first.iteration or rank.version != first.version:
