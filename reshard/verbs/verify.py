@@ -25,7 +25,7 @@ from reshard.plans.digests import VERSION_1
 from reshard.plans.manifest import MANIFEST, Digests, Manifest, read_digests, read_manifest
 from reshard.storage.files import Files
 from reshard.storage.tar import open_tree
-from reshard.verbs.checkpoint import Checkpoint, open, open_both, opened
+from reshard.verbs.checkpoint import Checkpoint, classified_checkpoint, open_both, opened, unchecked
 from reshard.verbs.request import Effort, EffortOptions, OpenOptions, PathLike
 
 
@@ -103,7 +103,7 @@ def verify_written(source: Checkpoint | PathLike, effort: Effort, **options: Unp
         check_fixed_bytes(files, digests.files, result)
     try:
         named: OpenOptions = {**options, "format": manifest.format}
-        checkpoint = source if isinstance(source, Checkpoint) else open(source, **named)
+        checkpoint = source if isinstance(source, Checkpoint) else _unchecked(source, named)
         for nbytes in _compare_tensors(checkpoint, manifest, digests, result, effort):
             effort.report(nbytes)
     except (CheckpointError, RequestError) as error:
@@ -114,6 +114,13 @@ def verify_written(source: Checkpoint | PathLike, effort: Effort, **options: Unp
             result.differences.append(_as_difference(error, files))
         result.notes.append(f"the tensors were not compared: {error}")
     return result
+
+
+def _unchecked(path: PathLike, options: OpenOptions) -> Checkpoint:
+    """The checkpoint as its files describe it: values that contradict each other are found by their digests."""
+    _, checkpoint = unchecked(path, options)
+    checkpoint.index.check()
+    return classified_checkpoint(checkpoint)
 
 
 def _as_difference(error: ReshardError, files: Files) -> Difference:

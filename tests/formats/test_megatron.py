@@ -404,8 +404,8 @@ def test_a_replica_that_drifted_is_found_and_named(tmp_path):
     raw[stored.byte_offset] ^= 1
     path.write_bytes(bytes(raw))
     result = run("convert", folder, tmp_path / "out", "--to", "hf", "--vocab-size", "50")
-    assert result.code == 2 and "model.layers.0.post_attention_layernorm.weight" in result.err and "mp_rank_01" in result.err
-    assert run("verify", folder, LEGACY / "llama-tp2" / "checkpoint", "--vocab-size", "50").code == 2
+    assert result.code == 3 and "model.layers.0.post_attention_layernorm.weight" in result.err and "mp_rank_01" in result.err
+    assert run("verify", folder, LEGACY / "llama-tp2" / "checkpoint", "--vocab-size", "50").code == 3
 
 
 def test_ranks_of_two_iterations_are_told_apart(tmp_path):

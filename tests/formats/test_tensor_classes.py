@@ -228,8 +228,8 @@ def test_an_ema_in_a_torch_file_is_another_model(tmp_path):
     state_dict = {"model": WEIGHTS, "ema": EMA, "optimizer": moments(WEIGHTS), "torch_rng": torch.zeros(16, dtype=torch.uint8), "epoch": 3}
     torch.save(state_dict, tmp_path / "model.pt")
     shutil.copy(LLAMA / "config.json", tmp_path)
-    assert equal(converted(tmp_path, tmp_path / "main"), WEIGHTS)
-    assert equal(converted(tmp_path, tmp_path / "ema", root="ema"), EMA)
+    assert equal(converted(tmp_path, tmp_path.with_name(f"{tmp_path.name}-main")), WEIGHTS)
+    assert equal(converted(tmp_path, tmp_path.with_name(f"{tmp_path.name}-ema"), root="ema"), EMA)
     assert kinds(tmp_path)["torch_rng"] == "state"
     assert reshard.open(tmp_path).index.objects == ("optimizer", "epoch")
 
