@@ -126,7 +126,10 @@ def _files_with_equal_ends(files: Files, index: Index) -> list[list[str]]:
         for path in paths_of_size if len(paths_of_size) > 1 else ():
             tail = min(size, _TAIL)
             groups.setdefault((size, read_range(files, path, size - tail, tail)), []).append(path)
-    return [group for group in groups.values() if len(group) > 1]
+    # Files of zeros were never written. Whoever reads their tensors says so.
+    return [
+        group for (_, tail), group in groups.items() if len(group) > 1 and (any(tail) or any(read_range(files, group[0], 0, len(tail))))
+    ]
 
 
 def _varied_tensors(files: Files, index: Index, path: str) -> list[Tensor]:
