@@ -46,5 +46,5 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def result_tree(folder: Path) -> dict[str, bytes]:
-    """All files of a conversion's result except reshard.json, which holds the time and the command."""
-    return {path: content for path, content in tree(folder).items() if path != "reshard.json"}
+    """All files of a conversion's result. The content of reshard.json is left out: it holds the time and the command."""
+    return {path: b"" if path == "reshard.json" else content for path, content in tree(folder).items()}

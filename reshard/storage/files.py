@@ -261,6 +261,8 @@ class LocalFiles:
         try:
             return os.stat(self.folder / path)
         except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
+                raise CheckpointError(f"cannot be read: {error.strerror}", where=path[:1000], do="Copy the file again") from None
             if error.errno in _NO_FILE:
                 return None
             raise system_refusal(error, "read", self.folder / path) from error

@@ -37,7 +37,7 @@ def existing_path(path: str | os.PathLike[str]) -> Path:
     """The local path of a file or directory. Raises RequestError, with the nearest name, if it does not exist."""
     found = local_path(path)
     if not found.exists():
-        raise RequestError(f"there is no file or directory {str(path)!r}", do=_instead_of(found))
+        raise RequestError(f"there is no file or directory {str(path)!r}", do=_instead_of(found), id="not-found")
     return found
 
 

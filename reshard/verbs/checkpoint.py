@@ -197,7 +197,8 @@ def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Check
         raise unfinished.refusal()
     _check_recorded_files(files)
     try:
-        format, reason = (registry.named(name), "--format") if name else registry.detect(files)
+        with _read_as_claims(os.fspath(path)):
+            format, reason = (registry.named(name), "--format") if name else registry.detect(files)
     except RequestError:
         if unfinished:
             raise unfinished.refusal() from None

@@ -161,7 +161,7 @@ def _replaceable(root: Path, plan: Plan, *, resume: bool, overwrite: bool) -> tu
 def _check_place(root: Path, source: Path) -> None:
     """Raises RequestError if the target cannot be a directory, TargetError if it and the source contain each other."""
     if root.exists() and not root.is_dir():
-        raise RequestError("the target is a file; a directory is written", where=str(root))
+        raise TargetError("the target is a file; a directory is written", where=str(root))
     # realpath, because Path.resolve raises RuntimeError for links in a circle.
     target, folder = (Path(os.path.realpath(path)) for path in (root, source if source.is_dir() else source.parent))
     if target == folder:

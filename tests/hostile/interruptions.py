@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command import tree
+from command import result_tree as tree
 from places import HF
 
 import reshard

@@ -252,6 +252,8 @@ def test_a_tied_head_that_is_not(tmp_path):
 
 def test_a_missing_serving_rank(vllm, tmp_path):
     (vllm / "model-rank-0-part-0.safetensors").unlink()
+    refused(vllm, tmp_path, "model-rank-0-part-0.safetensors: the file is missing", to=("hf",))
+    (vllm / "reshard.json").unlink()  # what the reader says of files that reshard did not write
     refused(vllm, tmp_path, "rank 0 is not there", to=("hf",))
 
 

@@ -229,7 +229,7 @@ def test_values_that_no_reader_checks_are_a_paragraph_too(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(format, "read", read)
     result = reshard("inspect", HF / "llama")
-    assert result.code == 2 and result.err.count("\n") == 1
+    assert result.code == 3 and result.err.count("\n") == 1
     for part in ("KeyError: 'nothing'", "in read of test_hostile_fields.py", "--debug"):
         assert part in result.err
     assert "Traceback" in reshard("--debug", "inspect", HF / "llama").err

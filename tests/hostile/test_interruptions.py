@@ -18,8 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from command import command, tree
+from command import command
 from command import reshard as run
+from command import result_tree as tree
 from places import DCP, HF
 
 import reshard
@@ -494,7 +495,10 @@ def test_links_in_a_circle_are_not_followed(tmp_path):
     shutil.copytree(HF / "llama", tmp_path / "source")
     (tmp_path / "source" / "loop").symlink_to("loop")
     files = LocalFiles(tmp_path / "source")
-    assert "loop" in files.list() and files.size("loop") is None and files.size("a" * 5000) is None and files.list("loop") == ()
+    assert "loop" in files.list() and files.list("loop") == ()
+    for path in ("loop", "a" * 5000):
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            files.size(path)
     assert reshard.open(tmp_path / "source").format == "hf"
 
 
@@ -544,7 +548,7 @@ def test_signals_stop_cleanly(number, tmp_path, plan):
     process.send_signal(number)
     _, messages = process.communicate(timeout=60)
     assert process.returncode == 128 + number, messages
-    assert messages == "reshard: interrupted; finished work is kept, and --resume continues from there\n"
+    assert messages == "reshard: interrupted; finished work is kept, and --resume continues from there [interrupted]\n"
     assert [path.name for path in target.iterdir()] == [".reshard"]
     assert run("convert", HF / "llama", target, "--to", "vllm", "--tp", 2).code, "without --resume nothing is touched"
     reshard.convert(plan, target, resume=True)
