@@ -143,7 +143,7 @@ def test_checksums_are_those_of_sha256sum(tmp_path):
     assert reshard("convert", HF / "llama", tmp_path / "out", "--to", "vllm", "--tp", 2, "--checksums").code == 0
     found = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "out", capture_output=True, text=True, check=True).stdout
     listed = {line.split(":")[0] for line in found.splitlines()}
-    assert listed == result_tree(tmp_path / "out").keys() - {"SHA256SUMS", DIGESTS}
+    assert listed == result_tree(tmp_path / "out").keys() - {"SHA256SUMS", DIGESTS, "reshard.json"}
     assert reshard("verify", tmp_path / "out").code == 0
     assert reshard("convert", HF / "llama", tmp_path / "plain", "--to", "vllm", "--tp", 2).code == 0
     before = result_tree(tmp_path / "plain")

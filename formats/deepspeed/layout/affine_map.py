@@ -55,14 +55,33 @@ def _moves(name: str, shape: Shape, rank: int, part: Shape, pieces: Iterable[Any
                 why="Undoing the scale would change bits, and reshard copies bits",
                 do="Convert the checkpoint with DeepSpeed's ds_to_universal first",
             )
-        sizes = tuple(piece["shape"])
+        sizes = _numbers(piece.get("shape"))
+        (whole_offset, whole_strides), (part_offset, part_strides) = _view(piece.get("source")), _view(piece.get("dest"))
+        if sizes is None or whole_strides is None or part_strides is None or not len(sizes) == len(whole_strides) == len(part_strides):
+            raise CheckpointError(
+                f"the model file describes a piece of it on tensor-parallel rank {rank} without the shape and strides of a view",
+                where=name,
+                why="Its place in the whole parameter is not known",
+                do="Copy the model files again",
+            )
         if not math.prod(sizes):
             continue
-        (whole_offset, whole_strides), (part_offset, part_strides) = piece["source"], piece["dest"]
         whole_box, part_box = box_of_view(shape, whole_offset, sizes, whole_strides), box_of_view(part, part_offset, sizes, part_strides)
         if whole_box is None or part_box is None or whole_box.sizes != part_box.sizes:
             raise CheckpointError(f"a piece of {sizes} elements on tensor-parallel rank {rank} is not a box of the whole", where=name)
         yield part_box, whole_box.offsets
+
+
+def _numbers(value: Any) -> tuple[int, ...] | None:
+    """The value if it is a list or tuple of non-negative whole numbers."""
+    is_list = isinstance(value, tuple | list) and all(type(number) is int and number >= 0 for number in value)
+    return tuple(value) if is_list else None
+
+
+def _view(value: Any) -> tuple[int, tuple[int, ...] | None]:
+    """The offset and the strides of a view; None in place of the strides if the value is not a view."""
+    is_pair = isinstance(value, tuple | list) and len(value) == 2 and type(value[0]) is int and value[0] >= 0
+    return (value[0], _numbers(value[1])) if is_pair else (0, None)
 
 
 def box_of_view(shape: Shape, offset: int, sizes: Sequence[int], strides: Sequence[int]) -> Box | None:
