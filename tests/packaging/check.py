@@ -133,12 +133,14 @@ def works_without_torch(python: Path, wheel: Path, work: Path) -> Iterator[Check
     yield run("reshard --version && reshard formats")
     source, model = FIXTURE / "checkpoint", FIXTURE / "model"
     yield run(f"reshard inspect {source} --model {model}")
-    for number, target in enumerate(
-        ("hf --dtype bf16", "hf --dtype fp16", "vllm --tp 2", "dcp", "megatron --tp 2 --optimizer", "deepspeed --dp 2")
-    ):
-        yield run(f"reshard convert {source} out-{number} --to {target} --model {model}")
-        yield run(f"reshard verify {source} out-{number}")
-    yield run(f"reshard roundtrip {source} --to vllm --tp 2 --model {model} && reshard fingerprint out-0")
+    same = ("hf --dtype bf16", "vllm --tp 2", "dcp", "megatron --tp 2 --optimizer")
+    cast = ("hf --dtype fp16", "deepspeed --dp 2")  # of another type than the weights of the source
+    for target in (*same, *cast):
+        output = target.replace(" ", "")
+        yield run(f"reshard convert {source} {output} --to {target} --model {model}")
+        yield run(f"reshard verify {source} {output}{' --cast' if target in cast else ''}")
+        yield run(f"reshard verify {output}")
+    yield run(f"reshard roundtrip {source} --to vllm --tp 2 --model {model} && reshard fingerprint hf--dtypebf16")
 
 
 if __name__ == "__main__":
