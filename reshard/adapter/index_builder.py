@@ -21,7 +21,7 @@ from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent
 from reshard.geometry.meshes import Distribution, Mesh
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, StoredFile, Tensor
-from reshard.index.shards import Shards
+from reshard.index.shards import PieceTable, Shards
 from reshard.storage.files import Files
 
 T = TypeVar("T")
@@ -190,7 +190,7 @@ class _Columns:
         ndim, count = len(self.shape), len(self.boxes)
         members, offsets = np.array(self.members, np.int64), np.array(self.offsets, np.int64)
         numbers = np.array(self.files, np.int64)
-        return Shards(
+        table = PieceTable(
             paths,
             np.array([box.offsets for box in self.boxes], np.int64).reshape(count, ndim),
             np.array([box.sizes for box in self.boxes], np.int64).reshape(count, ndim),
@@ -199,6 +199,7 @@ class _Columns:
             _extent(files, paths, numbers, members, offsets, self.strides, self.dtype),
             ranks=np.array(self.ranks, np.int64),
         )
+        return Shards(table)
 
 
 def _extent(

@@ -5,14 +5,15 @@ array (cut, join, stack, transpose, reshape) is done to the description.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
-from reshard.geometry.stored import Section, StoredTensor
+from reshard.geometry.sections import Section, Sections
+from reshard.geometry.stored import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,18 +138,21 @@ class Mosaic:
                 tiles.append(Tile(row.name, row.box, row.at, axes).renumbered(lambda old: old - (old > axis), at))
         return Mosaic((*self.shape[:axis], self.shape[axis] * inner, *self.shape[axis + 2 :]), tuple(tiles))
 
-    def sections(self, strides: tuple[int, ...] | None = None) -> Iterator[Section]:
+    def sections(self, strides: tuple[int, ...] | None = None) -> Sections:
         """Every tile as a section of the array, stored with these strides, in elements; None: row-major."""
         steps = row_major(self.shape) if strides is None else strides
-        for tile in self.tiles:
+
+        def section(tile: Tile) -> Section:
             start = sum(at * step for at, step in zip(tile.at, steps, strict=True))
             # The stride of an axis of one element is never used.
-            yield Section(tile.name, tile.box, start, tuple(1 if axis is None else steps[axis] for axis in tile.axes))
+            return Section(tile.name, tile.box, start, tuple(1 if axis is None else steps[axis] for axis in tile.axes))
+
+        return Sections.of(map(section, self.tiles))
 
     def stored(self, name: str, dtype: DType, shape: tuple[int, ...] | None = None) -> StoredTensor:
         """The array as a stored tensor called `name`. shape: another shape with the same number of elements; None: that of the array."""
         assert shape is None or math.prod(shape) == math.prod(self.shape)
-        return StoredTensor(name, dtype, self.shape if shape is None else shape, tuple(self.sections()))
+        return StoredTensor(name, dtype, self.shape if shape is None else shape, self.sections())
 
 
 def joined(parts: Sequence[Mosaic], axis: int = 0) -> Mosaic:

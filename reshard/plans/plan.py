@@ -23,6 +23,7 @@ from reshard.index.join import meetings
 from reshard.index.shards import primary_rows
 from reshard.plans.digests import CURRENT
 from reshard.plans.layout import Layout, PlacedTensor
+from reshard.plans.layout_index import index_of_layout
 from reshard.plans.target import Target
 from reshard.storage.files import Files
 
@@ -191,7 +192,7 @@ class Plan:
             return path
 
         for route in self.routes:
-            first, *others = dict.fromkeys(route.target.shards.paths)
+            first, *others = route.target.shards.holders
             for other in others:
                 parent[root(other)] = root(first)
         files: dict[str, list[str]] = {}
@@ -199,7 +200,7 @@ class Plan:
         for file in self.layout.files:
             files.setdefault(root(file.path), []).append(file.path)
         for route in self.routes:
-            tensors.setdefault(root(route.target.shards.paths[0]), []).append(route.name)
+            tensors.setdefault(root(route.target.shards.holders[0]), []).append(route.name)
         return tuple(Task(tuple(paths), tuple(tensors.get(key, ()))) for key, paths in files.items())
 
     def to_json(self, *, tensors: bool = True, copies: bool = False) -> dict[str, Any]:
@@ -275,7 +276,7 @@ def make_plan(source: Index, source_files: Files, content: Content, target: Targ
 
     Raises: CheckpointError if an alias differs in dtype or shape from the tensor that is stored in its place.
     """
-    target_index = layout.index(content.shapes)
+    target_index = index_of_layout(layout, content.shapes)
     aliases: dict[str, list[Tensor]] = {}
     for alias, stored in layout.aliases.items():
         aliases.setdefault(stored, []).append(content.tensors[alias])
@@ -304,7 +305,7 @@ def _first_position(tensor: Tensor) -> tuple[str, int]:
     shards = tensor.shards
     if not len(shards):
         return "", 0
-    first = int(np.argmin(shards.files))
+    first = int(np.argmin(shards.files)) if len(shards) > 1 else 0
     return shards.path(first), int(shards.positions[first])
 
 

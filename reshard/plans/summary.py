@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.canonical.content import Content, Drop
-from reshard.index.index import Index, Tensor, sharding_text
+from reshard.index.coverage import sharding_text
+from reshard.index.fold import folded_name, name_pattern
+from reshard.index.index import Index, Tensor
 from reshard.models.model import Model
 from reshard.plans.layout import TargetFile
 from reshard.plans.plan import Plan
@@ -149,7 +151,7 @@ def groups(tensors: Iterable[Tensor]) -> tuple[TensorGroup, ...]:
     similar: dict[tuple[object, ...], list[Tensor]] = {}
     for same_name in by_name.values():
         for first, state in _with_state(same_name):
-            pattern = first.kind if first.kind == "step" else re.sub(r"\d+", "#", first.name)
+            pattern = first.kind if first.kind == "step" else name_pattern(first.name)
             similar.setdefault((pattern, first.kind, first.dtype, first.shape, sharding_text(first), state), []).append(first)
     rows = [_group(same, str(key[-1])) for key, same in similar.items()]
     return tuple(sorted(rows, key=lambda row: row.kind != "weight"))
@@ -157,7 +159,7 @@ def groups(tensors: Iterable[Tensor]) -> tuple[TensorGroup, ...]:
 
 def _group(same: list[Tensor], state: str) -> TensorGroup:
     first = same[0]
-    name = "(of each weight)" if first.kind == "step" and len(same) > 1 else _common_name([tensor.name for tensor in same])
+    name = "(of each weight)" if first.kind == "step" and len(same) > 1 else folded_name([tensor.name for tensor in same])
     return TensorGroup(name, first.kind, first.dtype.name, first.shape, sharding_text(first), state, len(same))
 
 
@@ -172,24 +174,6 @@ def _with_state(same_name: list[Tensor]) -> Iterator[tuple[Tensor, str]]:
     yield first, "; ".join(f"{', '.join(kinds)} ({dtype})" for dtype, kinds in by_dtype.items())
     listed = {id(tensor) for tensor in (first, *states)}
     yield from ((tensor, "") for tensor in same_name if id(tensor) not in listed)
-
-
-def _common_name(names: list[str]) -> str:
-    """One name for several: a number that varies becomes {first..last}, or {a,b} if its values are not consecutive."""
-    rows = [re.findall(r"\d+", name) for name in names]
-    words = re.split(r"\d+", names[0])
-    text = words[0]
-    for column, word in zip(zip(*rows, strict=True), words[1:], strict=True):
-        text += _range_text(sorted({int(number) for number in column})) + word
-    return text
-
-
-def _range_text(numbers: list[int]) -> str:
-    if len(numbers) == 1:
-        return str(numbers[0])
-    if numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{{{numbers[0]}..{numbers[-1]}}}"
-    return "{" + ",".join(map(str, numbers[:6])) + (",..." if len(numbers) > 6 else "") + "}"
 
 
 def drops(plan: Plan) -> tuple[DropSummary, ...]:

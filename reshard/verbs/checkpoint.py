@@ -24,6 +24,7 @@ from reshard.engine.one_save import check_copied_files, check_steps
 from reshard.engine.views import View
 from reshard.errors import CheckpointError, RequestError, UnexpectedContentError
 from reshard.geometry.stored import whole
+from reshard.index.coverage import check_index
 from reshard.index.index import Index
 from reshard.models.architecture import Architecture
 from reshard.models.lookup import find_model, named_architecture
@@ -83,7 +84,7 @@ class Checkpoint:
         selection = selection or Selection()
         found = with_canonical_names(self.of_model(selection, model=model), model or self.model, selection.strip_prefix)
         if found is not self.index:
-            found.check()
+            check_index(found)
         return found
 
     def content(self, selection: Selection | None = None, *, model: Model | None = None) -> Content:
@@ -173,7 +174,7 @@ def open_both(left: PathLike, right: PathLike, **options: Unpack[ModelOptions]) 
 def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
     format, checkpoint = unchecked(path, options)
     files, index = checkpoint.files, checkpoint.index
-    index.check()
+    check_index(index)
     check_steps(files, index)
     check_copied_files(files, index)
     return classified_checkpoint(replace(checkpoint, index=format.check_values(files, index)))

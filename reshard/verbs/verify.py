@@ -20,6 +20,7 @@ from reshard.engine.folder import (
     root_of,
 )
 from reshard.errors import CheckpointError, RequestError, ReshardError
+from reshard.index.coverage import check_index
 from reshard.index.index import Index, Tensor
 from reshard.plans.digests import VERSION_1
 from reshard.plans.manifest import MANIFEST, Digests, Manifest, read_digests, read_manifest
@@ -119,7 +120,7 @@ def verify_written(source: Checkpoint | PathLike, effort: Effort, **options: Unp
 def _unchecked(path: PathLike, options: OpenOptions) -> Checkpoint:
     """The checkpoint as its files describe it: values that contradict each other are found by their digests."""
     _, checkpoint = unchecked(path, options)
-    checkpoint.index.check()
+    check_index(checkpoint.index)
     return classified_checkpoint(checkpoint)
 
 
