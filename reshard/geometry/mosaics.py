@@ -79,6 +79,13 @@ class Mosaic:
         """The same array, with the name of every canonical tensor replaced by new(name)."""
         return Mosaic(self.shape, tuple(Tile(new(tile.name), tile.box, tile.at, tile.axes) for tile in self.tiles))
 
+    def is_like(self, other: Mosaic) -> bool:
+        """Whether the two arrays hold the same boxes at the same places, of tensors with whatever names."""
+        tiles, others = self.tiles, other.tiles
+        return (self.shape, len(tiles)) == (other.shape, len(others)) and all(
+            (a.box, a.at, a.axes) == (b.box, b.at, b.axes) for a, b in zip(tiles, others, strict=True)
+        )
+
     def cut(self, axis: int, start: int, stop: int) -> Mosaic:
         """The slice start..stop along an axis."""
         tiles = (tile.cut(axis, start, stop) for tile in self.tiles)

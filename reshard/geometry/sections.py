@@ -160,17 +160,6 @@ class Sections(Sequence[Section]):
         return hash(self.names)
 
 
-def joined_sections(parts: Sequence[Sections]) -> Sections:
-    """The sections of all parts, which must have the same number of axes."""
-    if len(parts) == 1:
-        return parts[0]
-    columns = [
-        np.concatenate([column(part.pattern) for part in parts])
-        for column in (lambda p: p.offsets, lambda p: p.sizes, lambda p: p.starts, lambda p: p.strides)
-    ]
-    return Sections(tuple(name for part in parts for name in part.names), Pattern(*columns))
-
-
 def _filled(values: tuple[int, ...], ndim: int, value: int) -> tuple[int, ...]:
     return values if len(values) == ndim else (*values, *(value,) * (ndim - len(values)))
 

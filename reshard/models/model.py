@@ -10,7 +10,7 @@ Engines and training frameworks work on parts: what a part does decides how rank
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -38,6 +38,8 @@ class ModelWeight:
     """The index of its layer; None outside of the layers."""
     declared: Weight
     """The declaration that it follows from."""
+    pattern: str
+    """The name with {layer} and {expert} in place of these numbers."""
     expert: int | None = None
     """The index of its expert; None outside of the experts."""
     optional: bool = False
@@ -46,6 +48,16 @@ class ModelWeight:
     """The scales that are stored beside it."""
     scale: Scale | None = None
     """If this tensor is itself a scale: which scale. None: it is not a scale."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerKind:
+    """Layers whose weights are alike but for the number of the layer."""
+
+    layers: tuple[int, ...]
+    """The indices of the layers, in order."""
+    weights: tuple[ModelWeight, ...]
+    """The weights of the first of them, in the model's order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +74,8 @@ class Part:
     """The index of its expert; None outside of the experts."""
     tensor: str
     """The canonical tensor that it is a part of."""
+    pattern: str
+    """Its name with {layer} and {expert} in place of these numbers."""
     array: Mosaic
     """The array, as boxes of that tensor in the order of the part's rows."""
     split: Split
@@ -73,6 +87,13 @@ class Part:
     """If block scales are stored beside this weight: weight elements per scale, along each axis. None: there are no block scales."""
     scale: Scale | None = None
     """If the part is itself a scale: which scale. None: it is not a scale."""
+
+    def is_like(self, other: Part) -> bool:
+        """Whether the two differ only in their layer, their expert and the name of their tensor."""
+        return (
+            (self.role, self.parameter, self.split, self.block_shape, self.blocks, self.scale)
+            == (other.role, other.parameter, other.split, other.block_shape, other.blocks, other.scale)
+        ) and self.array.is_like(other.array)
 
 
 # The largest dimensions of a config that are believed. The largest published models have some 130 layers, 2,048 experts, 31,000 experts in
@@ -185,7 +206,29 @@ class Model:
 
     def parts(self, *, keep_fused: frozenset[str] = frozenset()) -> tuple[Part, ...]:
         """The parts of all weights. keep_fused: roles of fused weights, such as "attention.qkv", that stay one part."""
-        return tuple(self._parts(keep_fused)) if keep_fused else self._separate_parts
+        return self.parts_of(self.weights.values(), keep_fused=keep_fused) if keep_fused else self._separate_parts
+
+    def parts_of(self, weights: Iterable[ModelWeight], *, keep_fused: frozenset[str] = frozenset()) -> tuple[Part, ...]:
+        """The parts of some weights of the model. keep_fused: as for `parts`."""
+        return tuple(part for weight in weights for part in self._parts_of(weight, weight.role in keep_fused))
+
+    @cached_property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The layers in groups whose weights are alike, layers for multi-token prediction included."""
+        rows: dict[int, list[ModelWeight]] = {}
+        for weight in self.weights.values():
+            if weight.layer is not None:
+                rows.setdefault(weight.layer, []).append(weight)
+        kinds: dict[tuple[object, ...], list[int]] = {}
+        for layer, weights in rows.items():
+            form = tuple((w.pattern, w.expert, w.shape, w.declared.split, w.scales, w.scale) for w in weights)
+            kinds.setdefault(form, []).append(layer)
+        return tuple(LayerKind(tuple(layers), tuple(rows[layers[0]])) for layers in kinds.values())
+
+    @cached_property
+    def weights_outside_layers(self) -> tuple[ModelWeight, ...]:
+        """The weights that are in no numbered layer, such as the embedding."""
+        return tuple(weight for weight in self.weights.values() if weight.layer is None)
 
     def reason_to_drop(self, name: str) -> str | None:
         """Why a tensor of that name is left out on purpose; None if it is not."""
@@ -243,19 +286,20 @@ class Model:
             declared = list(run)
             for expert in range(self.dimensions["experts"]) if is_expert else (None,):
                 for weight, shape in declared:
-                    name = weight.name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+                    pattern = weight.name
+                    name = numbered(pattern, layer, expert)
                     scales = self._scales(weight, name)
-                    yield ModelWeight(name, weight.role, shape, layer, weight, expert, optional, scales)
+                    yield ModelWeight(name, weight.role, shape, layer, weight, pattern, expert, optional, scales)
                     for scale in scales:
-                        scale_name = name.removesuffix("weight") + scale.kind
-                        yield ModelWeight(scale_name, weight.role, scale.shape(shape), layer, weight, expert, optional, scale=scale)
+                        beside = pattern.removesuffix("weight") + scale.kind
+                        name, of_scale = numbered(beside, layer, expert), scale.shape(shape)
+                        yield ModelWeight(name, weight.role, of_scale, layer, weight, beside, expert, optional, scale=scale)
                     if weight.role == "attention.o" and scales and self.quantization:
-                        module = name.removesuffix(".weight").rpartition(".")[0]
+                        module = pattern.removesuffix(".weight").rpartition(".")[0]
                         for scale in self.quantization.cache_scales:
-                            role = f"attention.{scale.kind}"
-                            yield ModelWeight(
-                                f"{module}.{scale.kind}", role, scale.single_shape, layer, weight, expert, optional, scale=scale
-                            )
+                            beside, role = f"{module}.{scale.kind}", f"attention.{scale.kind}"
+                            name, of_scale = numbered(beside, layer, expert), scale.single_shape
+                            yield ModelWeight(name, role, of_scale, layer, weight, beside, expert, optional, scale=scale)
 
     def _scales(self, weight: Weight, name: str) -> tuple[Scale, ...]:
         if self.quantization is None or not name.endswith(".weight"):
@@ -265,11 +309,7 @@ class Model:
 
     @cached_property
     def _separate_parts(self) -> tuple[Part, ...]:
-        return tuple(self._parts(frozenset()))
-
-    def _parts(self, keep_fused: frozenset[str]) -> Iterator[Part]:
-        for weight in self.weights.values():
-            yield from self._parts_of(weight, weight.role in keep_fused)
+        return self.parts_of(self.weights.values())
 
     def _parts_of(self, weight: ModelWeight, keep_fused: bool) -> Iterator[Part]:
         declared, parameter = weight.declared, weight.name.rpartition(".")[2]
@@ -278,7 +318,7 @@ class Model:
             array = array.transposed()
         block_shape: BlockShape = weight.scale.block_shape if weight.scale else (1,) * len(weight.shape)
         blocks = next((scale.block_shape for scale in weight.scales if scale.is_blocked), None)
-        place = (weight.layer, weight.expert, weight.name)
+        place = (weight.layer, weight.expert, weight.name, weight.pattern)
 
         def part(role: str, rows: Mosaic) -> Part:
             return Part(role, parameter, *place, rows, declared.split or ROLES[role].split, block_shape, blocks, weight.scale)
@@ -299,6 +339,11 @@ class Model:
             starts = [i * round_length + start for i in range(rounds)]
             yield part(role, joined([array.cut(0, first, first + length) for first in starts]))
             start += length
+
+
+def numbered(pattern: str, layer: int | None, expert: int | None) -> str:
+    """The name that a pattern with {layer} and {expert} stands for."""
+    return pattern.replace("{layer}", str(layer)).replace("{expert}", str(expert))
 
 
 def evaluate(expression: str, values: Mapping[str, int]) -> int:
