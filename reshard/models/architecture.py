@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from reshard.errors import RequestError
 from reshard.models.roles import Split
 
-# A dense layer has one MLP, a sparse layer has experts. Layers for multi-token prediction ("mtp") follow the last layer of the
-# model; each of them is also dense or sparse.
-LayerKind = Literal["dense", "sparse", "mtp"]
+# The sets of layers that every model has. A dense layer has one MLP, a sparse layer has experts. Layers for multi-token prediction ("mtp")
+# follow the last layer of the model; each of them is also dense or sparse. A declaration can add sets under `layer_sets`.
+LAYER_SETS = ("dense", "sparse", "mtp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,9 @@ class Weight:
     when: str | None = None
     """A key of the config: the weight exists unless the value is missing, false, 0 or null. "not KEY": the weight exists if it is
     one of these. None: the weight always exists."""
-    layers: LayerKind | None = None
-    """The kind of layers that have the weight; None: all layers. `SparseLayers` says which layers are sparse."""
+    layers: tuple[str, ...] = ()
+    """The sets of layers that have the weight, such as "sparse" or "not full_attention": a layer that is in all of them has it. Empty: all
+    layers. `LayerRule` says which layers are in a set."""
     fuses: Mapping[str, str] = field(default_factory=dict)
     """Role -> number of output features, as an expression, in the order of the rows. Empty: the weight is not fused."""
     interleaved_by: str | None = None
@@ -41,6 +42,8 @@ class Weight:
     """Whether the weight is stored as [in, out], as by a Conv1D."""
     split: Split | None = None
     """How tensor-parallel ranks share the weight; None: as its role says."""
+    stacked: bool = False
+    """Whether the weights of all experts are one tensor, along its first axis. `transposed` and `fuses` are about one expert's weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +59,35 @@ class Dimension:
 
 
 @dataclass(frozen=True, slots=True)
-class SparseLayers:
-    """Which layers are sparse: layer i, if i >= first, (i + offset) % step == 0, and `dense` does not list i."""
+class LayerRule:
+    """Which layers are in a set, such as the sparse layers.
 
+    If the config has the list `key`: the layers whose entry is one of `entries`. Otherwise layer i, if i >= first, (i + offset) % step == 0,
+    and `dense` does not list i.
+    """
+
+    key: str | None = None
+    """The config's key for a list with an entry for each layer, or a text with a letter for each; None: there is no list."""
+    entries: tuple[str | int, ...] = ()
+    """The entries of the list that stand for a layer of the set."""
     first: str | None = None
-    """The config's key for the index of the first sparse layer; None: 0."""
+    """The config's key for the index of the first layer of the set; None: 0."""
     step: str | None = None
     """The config's key for the step; None: 1."""
     offset: int = 0
     """Added to the index of the layer before it is divided by the step."""
     dense: str | None = None
-    """The config's key for a list of dense layers; None: there is no list."""
+    """The config's key for a list of layers that are not in the set; None: there is no list."""
 
     def among(self, config: Mapping[str, Any], layers: int) -> frozenset[int]:
-        """The indices of the sparse layers of a model with `layers` layers. Raises RequestError if a value has the wrong type."""
+        """The indices of the layers of the set in a model with `layers` layers. Raises RequestError if a value has the wrong type.
+
+        A layer beyond the end of the list, as for multi-token prediction, is like the last one of the list.
+        """
+        if self.key and (listed := config.get(self.key)) is not None:
+            if not isinstance(listed, list | tuple | str) or not listed:
+                raise RequestError(f"config.json gives {listed!r} for {self.key}; a list is expected", why="It says what each layer is")
+            return frozenset(layer for layer in range(layers) if listed[min(layer, len(listed) - 1)] in self.entries)
         first = whole_number(config, self.first) or 0
         step = whole_number(config, self.step) or 1
         dense = (config.get(self.dense) if self.dense else None) or ()
@@ -100,8 +118,15 @@ class Architecture:
     """The names of the head and of the embedding. They are one tensor if tie_word_embeddings is true."""
     dropped: Mapping[str, str] = field(default_factory=dict)
     """Tensors that a checkpoint may contain and that are not converted: regular expression of the name -> reason."""
-    sparse_layers: SparseLayers | None = None
+    carried: Mapping[str, str] = field(default_factory=dict)
+    """Further tensors that a checkpoint may contain, such as a draft model: regular expression of the name -> why serving engines leave them
+    out. All other formats carry them unchanged."""
+    sparse_layers: LayerRule | None = None
     """Which layers have experts; None: no layer."""
+    layer_sets: Mapping[str, LayerRule] = field(default_factory=dict)
+    """Further sets of layers by name, such as "full_attention"."""
+    text_config: str | None = None
+    """The config's key for an inner config, which is that of the language model; None: the config itself is."""
     mtp_layers: str | None = None
     """The config's key for the number of layers for multi-token prediction. A checkpoint may lack their weights."""
     defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -94,8 +94,9 @@ class EngineRank:
         groups: dict[tuple[object, ...], list[Part]] = {}
         for part in parts:
             fusion = fusion_of.get(part.role)
-            # The parts of a fused tensor are one group, all experts included; any other tensor is a group of its own.
-            groups.setdefault((fusion.roles, part.parameter) if fusion else (part.tensor, part.role), []).append(part)
+            # The parts of a fused tensor are one group, all experts included. Any other tensor of the model is a group of its own: its
+            # sections, such as [z; x; b; c; dt], stay one tensor, in which a rank holds its share of each.
+            groups.setdefault((fusion.roles, part.parameter) if fusion else (part.tensor,), []).append(part)
         for group in groups.values():
             first, fusion = group[0], fusion_of.get(group[0].role)
             if first.expert is not None:
@@ -106,7 +107,7 @@ class EngineRank:
             else:
                 ordered = sorted(group, key=lambda part: fusion.roles.index(part.role)) if fusion else group
                 is_fused = fusion is not None and len({part.tensor for part in group}) > 1
-                name = _with_component(first.tensor, fusion.component) if is_fused and fusion else first.tensor
+                name = _with_component(ordered[0].tensor, fusion.component) if is_fused and fusion else first.tensor
                 shards = [self._shard(part) for part in ordered]
                 yield RankTensor(self._engine_name(name, ordered[0]), joined(shards), tuple(ordered))
 
@@ -138,7 +139,8 @@ class EngineRank:
             shards.append(joined([self._shard(part) for part in stored_parts]))
         array = stacked(shards)
         has_one_scale_per_expert = len(array.shape) == 2 and array.shape[1] == 1 and first.scale is not None
-        module = first.tensor.rpartition(f".{first.expert}.")[0]
+        is_stacked = self.model.weights[first.tensor].declared.stacked
+        module = first.tensor.rpartition("." if is_stacked else f".{first.expert}.")[0]
         name = self._engine_name(f"{module}.{fusion.component}_{first.parameter}", in_order[0])
         parts_here = tuple(part for parts in by_expert.values() for part in parts)
         return RankTensor(name, array.merged(0) if has_one_scale_per_expert else array, parts_here)

@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from reshard.errors import RequestError
-from reshard.models.architecture import Architecture, Dimension, SparseLayers, Weight
+from reshard.models.architecture import LAYER_SETS, Architecture, Dimension, LayerRule, Weight
 from reshard.models.declared import yaml_data
 from reshard.models.declared.node import Node, expression
 from reshard.models.declared.version_1 import in_version_2
@@ -35,8 +35,8 @@ UNKNOWN = "?"
 # The declaration of a model_type; None if there is none.
 Find = Callable[[str], Architecture | None]
 KEYS = (
-    "language", "model_type", "class", "extends", "like", "without", "dimensions", "weights", "tied", "sparse_layers", "mtp_layers",
-    "dropped", "defaults", "vocabulary_multiple",
+    "language", "model_type", "class", "extends", "like", "text_config", "without", "dimensions", "weights", "tied", "sparse_layers", "layer_sets", "mtp_layers",
+    "dropped", "carried", "defaults", "vocabulary_multiple",
 )  # fmt: skip
 
 
@@ -185,11 +185,19 @@ def _fields(keys: Mapping[str, Node], base: Architecture | None, find: Find) -> 
         fields["class_name"] = keys["class"].word(r"[A-Za-z_]\w*")
     if "like" in keys:
         fields["like"] = _declared(keys["like"], find).family
-    if "dropped" in keys:
-        dropped = {_regex(glob): _reason(node) for glob, node in keys["dropped"].mapping().items()}
-        fields["dropped"] = {**(base.dropped if base else {}), **dropped}
+    for key in ("dropped", "carried"):
+        if key in keys:
+            reasons = {_regex(glob): _reason(node) for glob, node in keys[key].mapping().items()}
+            fields[key] = {**(getattr(base, key) if base else {}), **reasons}
     if "sparse_layers" in keys:
-        fields["sparse_layers"] = _sparse_layers(keys["sparse_layers"])
+        fields["sparse_layers"] = _layer_rule(keys["sparse_layers"])
+    if "layer_sets" in keys:
+        declared = {name: _layer_rule(node) for name, node in keys["layer_sets"].mapping().items()}
+        if strange := next((name for name in declared if name in LAYER_SETS or not re.fullmatch(r"[a-z_][a-z0-9_]*", name)), None):
+            raise keys["layer_sets"].error(f"a set of layers cannot be called {strange!r}", do="Name it by another word in lower case")
+        fields["layer_sets"] = {**(base.layer_sets if base else {}), **declared}
+    if "text_config" in keys:
+        fields["text_config"] = keys["text_config"].config_key()
     if "mtp_layers" in keys:
         fields["mtp_layers"] = keys["mtp_layers"].config_key()
     if "defaults" in keys:
@@ -218,12 +226,23 @@ def _setting(node: Node) -> Any:
     return node.value
 
 
-def _sparse_layers(node: Node) -> SparseLayers:
+def _layer_rule(node: Node) -> LayerRule:
     if node.value == "all":
-        return SparseLayers()
-    keys = node.mapping(("first", "step", "offset", "dense"))
+        return LayerRule()
+    keys = node.mapping(("list", "entries", "first", "step", "offset", "dense"))
+    if ("list" in keys) != ("entries" in keys):
+        raise node.error("`list` names a list of the config and `entries` which of its entries count", do="Write both, or none of them")
     config_keys = {key: keys[key].config_key() for key in ("first", "step", "dense") if key in keys}
-    return SparseLayers(offset=keys["offset"].number(0) if "offset" in keys else 0, **config_keys)
+    return LayerRule(
+        key=keys["list"].config_key() if "list" in keys else None,
+        entries=tuple(_entry(item) for item in keys["entries"].items()) if "entries" in keys else (),
+        offset=keys["offset"].number(0) if "offset" in keys else 0,
+        **config_keys,
+    )
+
+
+def _entry(node: Node) -> str | int:
+    return node.number(0) if isinstance(node.value, int) else node.word()
 
 
 def _tied(keys: Mapping[str, Node], made: Architecture, base: Architecture | None) -> tuple[str, str]:
@@ -257,14 +276,22 @@ def _tied(keys: Mapping[str, Node], made: Architecture, base: Architecture | Non
 def _check_layers(weight: Weight, made: Architecture, node: Node) -> None:
     """Raises RequestError if a weight belongs to layers or experts that its name has no index for, or that are not declared."""
     if weight.layers and "{layer}" not in weight.name:
-        raise node.error(f"`layers: {weight.layers}` needs the number of the layer in the name, and the name has none")
-    if weight.layers == "mtp" and made.mtp_layers is None:
+        raise node.error(f"`layers: {', '.join(weight.layers)}` needs the number of the layer in the name, and the name has none")
+    sets = [name.removeprefix("not ") for name in weight.layers]
+    if strange := next((name for name in sets if name not in (*LAYER_SETS, *made.layer_sets)), None):
+        raise node.error(
+            f"no set of layers is called {strange!r}",
+            do=f"The sets are {', '.join((*LAYER_SETS, *made.layer_sets))}; declare another one under `layer_sets`",
+        )
+    if "mtp" in sets and made.mtp_layers is None:
         raise node.error("the number of layers for multi-token prediction is not declared", do="Add `mtp_layers:` and the config's key")
     if "{expert}" in weight.name and "experts" not in made.dimensions:
         raise node.error(
             "the name contains the number of an expert, and no dimension is called experts", do="Add `experts:` under `dimensions`"
         )
-    if (weight.layers == "sparse" or "{expert}" in weight.name) and made.sparse_layers is None:
+    if weight.stacked and "experts" not in made.dimensions:
+        raise node.error("its first axis counts the experts, and no dimension is called experts", do="Add `experts:` under `dimensions`")
+    if ("sparse" in sets or weight.stacked or "{expert}" in weight.name) and made.sparse_layers is None:
         raise node.error(
             "it belongs to a sparse layer, and the sparse layers are not declared",
             do="Add `sparse_layers:`, or `sparse_layers: all` if all layers have experts",

@@ -10,7 +10,7 @@ from reshard.models.architecture import Dimension, Weight
 from reshard.models.declared.node import CONFIG_KEY, Node, expression
 from reshard.models.roles import DECLARED_ROLES, ROLES, Column, Heads, Replicate, Row, Split, Vocabulary
 
-WEIGHT_KEYS = ("role", "shape", "split", "fuses", "interleaved_by", "transposed", "when", "layers")
+WEIGHT_KEYS = ("role", "shape", "split", "fuses", "interleaved_by", "transposed", "stacked", "when", "layers")
 _FUSED_ROLES = {role.fuses: role.name for role in ROLES.values() if role.fuses}
 _SPLITS: dict[str, Split] = {"column": Column(), "row": Row(), "vocabulary": Vocabulary(), "replicate": Replicate()}
 # A number in a name, or its placeholder.
@@ -38,11 +38,12 @@ class WeightReader:
             role,
             self._shape(node, keys, name, rows, transposed=transposed),
             keys["when"].word(rf"(not )?{CONFIG_KEY}", "a key of the config, or `not` and a key") if "when" in keys else None,
-            keys["layers"].one_of(("dense", "sparse", "mtp")) if "layers" in keys else None,  # type: ignore[arg-type]
+            tuple(_layer_set(item) for item in keys["layers"].items()) if "layers" in keys else (),
             rows if "fuses" in keys else {},
             self._interleaved_by(keys) if "interleaved_by" in keys else None,
             transposed,
             split,
+            keys["stacked"].flag() if "stacked" in keys else False,
         )
 
     def _rows_of_role(self, node: Node, keys: Mapping[str, Node]) -> dict[str, str]:
@@ -125,10 +126,14 @@ class WeightReader:
             axes = keys["shape"].items()
             if not 1 <= len(axes) <= 4:
                 raise keys["shape"].error(f"expected 1 to 4 axes, found {len(axes)}")
-            if "fuses" in keys and transposed and len(axes) != 2:
-                raise keys["shape"].error(f"a fused weight that is transposed has 2 axes, found {len(axes)}")
+            own = len(axes) - (1 if "stacked" in keys else 0)
+            if "fuses" in keys and transposed and own != 2:
+                raise keys["shape"].error(f"a fused weight that is transposed has 2 axes, found {own}")
             return tuple(expression(axis, self.dimensions, optional=True) for axis in axes)
+        stacked = "stacked" in keys and keys["stacked"].flag()
         parameter = name.rpartition(".")[2]
+        if stacked:  # such as experts.down_proj and experts.down_proj_bias
+            parameter = "bias" if parameter.endswith("bias") else "weight"
         if parameter not in ("weight", "bias") or any(role not in DECLARED_ROLES for role in rows):
             raise node.error("it has no `shape`, and none follows from its role and name", do="Add `shape:` and a list of its axes")
         inputs = {role: () if parameter == "bias" else ROLES[role].shape[1:] for role in rows}
@@ -137,8 +142,13 @@ class WeightReader:
             raise node.error(f"it has no `shape`, and {first} and {different} have different input features", do="Add `shape:`")
         shape = (" + ".join(rows.values()), *inputs[first])
         shape = shape[::-1] if transposed else shape
+        shape = ("experts", *shape) if stacked else shape
         why = f"The usual shape of {first} is [{', '.join(shape)}]; `shape:` sets another one"
         return tuple(expression(node.inner("shape", axis), self.dimensions, why=why, optional=True) for axis in shape)
+
+
+def _layer_set(node: Node) -> str:
+    return node.word(r"(not )?[a-z_][a-z0-9_]*", "a set of layers, or `not` and a set of layers")
 
 
 def pattern_of(written: str, node: Node) -> str:
