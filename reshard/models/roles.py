@@ -142,7 +142,7 @@ _ROWS = (
     Role("mla.kv_a_norm", Replicate(), ("kv_rank",)),
     Role("mla.kv_b", Heads("heads"), ("heads * kv_b_dim", "kv_rank"), saved=_INPUT_AND_OUTPUT, quantized=True),
     # Linear attention with a gated delta rule: fewer heads of q and k than of v and of the output gate z; b and a are a number per head.
-    # delta.qkvz and delta.ba are stored head of k by head of k. delta.head is a vector with a number per head.
+    # delta.qkvz and delta.ba are stored head of k by head of k. delta.a_log and delta.dt_bias are a number per head.
     Role(
         "delta.qkvz",
         Heads("delta_k_heads"),
@@ -160,7 +160,8 @@ _ROWS = (
     Role("delta.conv_q", Heads("delta_k_heads"), ("delta_k_heads * delta_k_dim", "1", "delta_kernel"), saved=_DIVIDED_OUTPUT),
     Role("delta.conv_k", Heads("delta_k_heads"), ("delta_k_heads * delta_k_dim", "1", "delta_kernel"), saved=_DIVIDED_OUTPUT),
     Role("delta.conv_v", Heads("delta_v_heads"), ("delta_v_heads * delta_v_dim", "1", "delta_kernel"), saved=_DIVIDED_OUTPUT),
-    Role("delta.head", Heads("delta_v_heads"), ("delta_v_heads",)),
+    Role("delta.a_log", Heads("delta_v_heads"), ("delta_v_heads",)),
+    Role("delta.dt_bias", Heads("delta_v_heads"), ("delta_v_heads",)),
     Role("delta.norm", Replicate(), ("delta_v_dim",), saved=_DIVIDED_INPUT),
     Role("delta.out", Row(), ("hidden", "delta_v_heads * delta_v_dim"), saved=_DIVIDED_INPUT, quantized=True),
     # The MLP of a dense layer.

@@ -10,6 +10,15 @@ from reshard.models.model import Part
 from reshard.models.roles import Column, FirstRank, Heads, Replicate, Row, Vocabulary
 
 
+# Heads as a message names them, by the dimension that counts them.
+_HEADS = {
+    "heads": "attention heads",
+    "kv_heads": "key-value heads",
+    "delta_k_heads": "key heads of linear attention",
+    "delta_v_heads": "value heads of linear attention",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class SplitRules:
     """What the split of a part depends on, besides the part and the number of ranks."""
@@ -60,7 +69,7 @@ def problem(part: Part, tp: int, rules: SplitRules) -> str | None:
     if isinstance(part.split, Heads):
         heads = rules.dimensions[part.split.count]
         if heads % tp and not (part.split.copies and tp % heads == 0):
-            return f"{tp} ranks do not divide its {heads} {'key-value' if part.split.copies else 'attention'} heads"
+            return f"{tp} ranks do not divide its {heads} {_HEADS.get(part.split.count, part.split.count)}"
     cut = cut_of(part, tp, rules)
     if cut is None or part.scale:
         return None

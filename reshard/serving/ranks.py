@@ -90,7 +90,7 @@ class EngineRank:
 
     def rank_tensors_of(self, parts: list[Part]) -> Iterator[RankTensor]:
         """The tensors that some parts of the model become. All parts are of one layer, or all are outside of the layers."""
-        fusion_of = {role: fusion for fusion in self.rules.fusions for role in fusion.roles}
+        fusion_of = {role: fusion for fusion in reversed(self.rules.fusions) for role in fusion.roles}
         groups: dict[tuple[object, ...], list[Part]] = {}
         for part in parts:
             fusion = fusion_of.get(part.role)

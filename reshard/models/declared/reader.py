@@ -23,6 +23,7 @@ from typing import Any
 from reshard.errors import RequestError
 from reshard.models.architecture import LAYER_SETS, Architecture, Dimension, LayerRule, Weight
 from reshard.models.declared import yaml_data
+from reshard.models.declared.engines import engines_of
 from reshard.models.declared.node import Node, expression
 from reshard.models.declared.version_1 import in_version_2
 from reshard.models.declared.weights import NUMBER, WeightReader, overlap
@@ -35,8 +36,8 @@ UNKNOWN = "?"
 # The declaration of a model_type; None if there is none.
 Find = Callable[[str], Architecture | None]
 KEYS = (
-    "language", "model_type", "class", "extends", "like", "text_config", "without", "dimensions", "weights", "tied", "sparse_layers", "layer_sets", "mtp_layers",
-    "dropped", "carried", "defaults", "vocabulary_multiple",
+    "language", "model_type", "class", "extends", "like", "text_config", "without", "dimensions", "weights", "tied", "sparse_layers",
+    "layer_sets", "mtp_layers", "dropped", "carried", "defaults", "vocabulary_multiple", "engines",
 )  # fmt: skip
 
 
@@ -184,7 +185,10 @@ def _fields(keys: Mapping[str, Node], base: Architecture | None, find: Find) -> 
     if "class" in keys:
         fields["class_name"] = keys["class"].word(r"[A-Za-z_]\w*")
     if "like" in keys:
-        fields["like"] = _declared(keys["like"], find).family
+        like = _declared(keys["like"], find)
+        fields["like"], fields["engines"] = like.family, like.engines
+    if "engines" in keys:
+        fields["engines"] = {**fields.get("engines", {}), **engines_of(keys["engines"])}
     for key in ("dropped", "carried"):
         if key in keys:
             reasons = {_regex(glob): _reason(node) for glob, node in keys[key].mapping().items()}
@@ -201,7 +205,7 @@ def _fields(keys: Mapping[str, Node], base: Architecture | None, find: Find) -> 
     if "mtp_layers" in keys:
         fields["mtp_layers"] = keys["mtp_layers"].config_key()
     if "defaults" in keys:
-        defaults = {key: _setting(node) for key, node in keys["defaults"].mapping().items()}
+        defaults = {key: node.setting() for key, node in keys["defaults"].mapping().items()}
         fields["defaults"] = {**(base.defaults if base else {}), **defaults}
     if "vocabulary_multiple" in keys:
         fields["vocabulary_multiple"] = keys["vocabulary_multiple"].number(1)
@@ -217,12 +221,6 @@ def _regex(glob: str) -> str:
 def _reason(node: Node) -> str:
     if not isinstance(node.value, str) or not node.value.strip():
         raise node.unexpected("the reason why the tensor is not needed")
-    return node.value
-
-
-def _setting(node: Node) -> Any:
-    if not isinstance(node.value, bool | int | str):
-        raise node.unexpected("true, false, a whole number or a word")
     return node.value
 
 

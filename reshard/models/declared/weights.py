@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from reshard.models.architecture import Dimension, Weight
 from reshard.models.declared.node import CONFIG_KEY, Node, expression
-from reshard.models.roles import DECLARED_ROLES, ROLES, Column, Heads, Replicate, Row, Split, Vocabulary
+from reshard.models.roles import DECLARED_ROLES, ROLES, Column, FirstRank, Heads, Replicate, Row, Split, Vocabulary
 
 WEIGHT_KEYS = ("role", "shape", "split", "fuses", "interleaved_by", "transposed", "stacked", "when", "layers")
 _FUSED_ROLES = {role.fuses: role.name for role in ROLES.values() if role.fuses}
-_SPLITS: dict[str, Split] = {"column": Column(), "row": Row(), "vocabulary": Vocabulary(), "replicate": Replicate()}
+_SPLITS: dict[str, Split] = {"column": Column(), "row": Row(), "vocabulary": Vocabulary(), "replicate": Replicate(), "first_rank": FirstRank()}
 # A number in a name, or its placeholder.
 NUMBER = r"\{layer\}|\{expert\}|\d+"
 _ROLE = r"[\w.-]+"
@@ -108,17 +108,10 @@ class WeightReader:
         if len(new_roles) < len(roles):
             with_split = next(role for role in roles if role in ROLES)
             raise keys["split"].error(f"the role {with_split} has a split already", do="Leave out `split:`, or give the weight a new role")
-        return self._new_split(keys["split"])
-
-    def _new_split(self, node: Node) -> Split:
-        if not isinstance(node.value, dict):
-            return _SPLITS[node.one_of(tuple(_SPLITS))]
-        keys = node.mapping(("heads", "copies"))
-        if "heads" not in keys:
-            raise node.error("it does not name the dimension", do="Write {heads: DIMENSION}, with `copies: true` if ranks may share a head")
-        count = keys["heads"].word(r"[a-z_][a-z0-9_]*", "a dimension")
-        expression(keys["heads"], self.dimensions)
-        return Heads(count, keys["copies"].flag() if "copies" in keys else False)
+        split = split_of(keys["split"])
+        if isinstance(split, Heads):
+            expression(keys["split"].mapping()["heads"], self.dimensions)
+        return split
 
     def _shape(self, node: Node, keys: Mapping[str, Node], name: str, rows: Mapping[str, str], *, transposed: bool) -> tuple[str, ...]:
         """The shape that is written, or the usual shape of the roles; a bias has only the output features."""
@@ -145,6 +138,17 @@ class WeightReader:
         shape = ("experts", *shape) if stacked else shape
         why = f"The usual shape of {first} is [{', '.join(shape)}]; `shape:` sets another one"
         return tuple(expression(node.inner("shape", axis), self.dimensions, why=why, optional=True) for axis in shape)
+
+
+def split_of(node: Node) -> Split:
+    """A split: a word, or {heads: DIMENSION}."""
+    if not isinstance(node.value, dict):
+        return _SPLITS[node.one_of(tuple(_SPLITS))]
+    keys = node.mapping(("heads", "copies"))
+    if "heads" not in keys:
+        raise node.error("it does not name the dimension", do="Write {heads: DIMENSION}, with `copies: true` if ranks may share a head")
+    count = keys["heads"].word(r"[a-z_][a-z0-9_]*", "a dimension")
+    return Heads(count, keys["copies"].flag() if "copies" in keys else False)
 
 
 def _layer_set(node: Node) -> str:
