@@ -6,6 +6,7 @@ The declarations of the built-in models are reshard/architectures/<model_type>.y
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +25,8 @@ class Weight:
     """The declaration of one weight, or of one weight per layer and per expert."""
 
     name: str
-    """The canonical name. {layer} stands for the index of the layer, {expert} for the index of the expert."""
+    """The canonical name. {layer} stands for the index of the layer, {expert} for the index of the expert. Another word in braces is a
+    dimension: there is one such weight for each number below it, as for the blocks of a vision tower."""
     role: str
     """What the weight does, such as "attention.q". For a fused weight: "attention.qkv", or its roles joined by "+"."""
     shape: tuple[str, ...]
@@ -45,6 +47,11 @@ class Weight:
     """How tensor-parallel ranks share the weight; None: as its role says."""
     stacked: bool = False
     """Whether the weights of all experts are one tensor, along its first axis. `transposed` and `fuses` are about one expert's weight."""
+
+    @property
+    def counted_by(self) -> str | None:
+        """The dimension that the name counts, apart from layers and experts; None if it counts none."""
+        return next((word for word in re.findall(r"\{(\w+)\}", self.name) if word not in ("layer", "expert")), None)
 
 
 @dataclass(frozen=True, slots=True)

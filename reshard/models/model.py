@@ -229,9 +229,13 @@ class Model:
         in_layers = [(weight, shape) for weight, shape in present if "{layer}" in weight.name]
         layers = self.dimensions["layers"]
         done = False
-        for weight, shape in present:
-            if "{layer}" not in weight.name:
-                yield from self._numbered([(weight, shape)], None)
+        for (counted_by, is_in_layer), run in groupby(present, key=lambda item: (item[0].counted_by, "{layer}" in item[0].name)):
+            if counted_by:
+                of_block = list(run)
+                for number in range(self.dimensions[counted_by]):
+                    yield from self._numbered(of_block, None, {counted_by: number})
+            elif not is_in_layer:
+                yield from self._numbered(list(run), None)
             elif not done:
                 done = True
                 for layer in range(layers + self.mtp_layers):
@@ -265,14 +269,19 @@ class Model:
                 )
         return shape
 
-    def _numbered(self, weights: list[tuple[Weight, tuple[int, ...]]], layer: int | None) -> Iterator[ModelWeight]:
-        """The tensors of one layer (None: outside of the layers), each weight followed by its scales, the experts one after the other."""
+    def _numbered(
+        self, weights: list[tuple[Weight, tuple[int, ...]]], layer: int | None, numbers: Mapping[str, int] | None = None
+    ) -> Iterator[ModelWeight]:
+        """The tensors of one layer (None: outside of the layers), each weight followed by its scales, the experts one after the other.
+
+        numbers: of other words in braces, such as the block of a vision tower.
+        """
         optional = layer is not None and layer >= self.dimensions["layers"]
         for is_expert, run in groupby(weights, key=lambda item: "{expert}" in item[0].name):
             declared = list(run)
             for expert in range(self.dimensions["experts"]) if is_expert else (None,):
                 for weight, shape in declared:
-                    name = weight.name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+                    name = weight.name.format(layer=layer, expert=expert, **(numbers or {}))
                     scales = self._scales(weight, name)
                     yield ModelWeight(name, weight.role, shape, layer, weight, expert, optional, scales)
                     for scale in scales:

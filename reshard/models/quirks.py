@@ -61,7 +61,8 @@ class ModelQuirks:
     "embedding", a stage that holds only the head uses the embedding's name, too."""
 
     every_stage: frozenset[str] = frozenset()
-    """Roles outside of the layers that every pipeline stage holds. Other embeddings are on the first stage, the rest on the last."""
+    """Roles outside of the layers that every pipeline stage holds; "vision" stands for all roles of the vision tower. Other embeddings are
+    on the first stage, the rest on the last."""
 
     module_names: Mapping[str, str] = field(default_factory=dict)
     """Module names by role, which take precedence over EngineRules.module_names."""

@@ -195,6 +195,15 @@ _ROWS = (
     Role("shared_expert.up", Column(), ("shared_intermediate", "hidden"), saved=_INPUT_AND_OUTPUT, quantized=True),
     Role("shared_expert.down", Row(), ("hidden", "shared_intermediate"), saved=_DIVIDED_INPUT, quantized=True),
     Role("shared_expert.score", Replicate(), ("1", "hidden")),
+    # The vision tower of a multimodal model, with blocks of its own beside the layers.
+    Role("vision.q", Heads("vision_heads"), ("vision_hidden", "vision_hidden"), in_layer=False),
+    Role("vision.k", Heads("vision_heads"), ("vision_hidden", "vision_hidden"), in_layer=False),
+    Role("vision.v", Heads("vision_heads"), ("vision_hidden", "vision_hidden"), in_layer=False),
+    Role("vision.o", Row(), ("vision_hidden", "vision_hidden"), in_layer=False),
+    Role("vision.gate", Column(), ("vision_intermediate", "vision_hidden"), in_layer=False),
+    Role("vision.up", Column(), ("vision_intermediate", "vision_hidden"), in_layer=False),
+    Role("vision.down", Row(), ("vision_hidden", "vision_intermediate"), in_layer=False),
+    Role("vision.whole", Replicate(), ("vision_hidden",), in_layer=False),
     # Multi-token prediction: layers after the last one, with copies of the embedding and the head.
     Role("mtp.embedding", Vocabulary(), ("vocab", "hidden")),
     Role("mtp.embedding_norm", Replicate(), ("hidden",)),

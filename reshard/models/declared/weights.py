@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard.models.architecture import Dimension, Weight
@@ -14,7 +14,7 @@ WEIGHT_KEYS = ("role", "shape", "split", "fuses", "interleaved_by", "transposed"
 _FUSED_ROLES = {role.fuses: role.name for role in ROLES.values() if role.fuses}
 _SPLITS: dict[str, Split] = {"column": Column(), "row": Row(), "vocabulary": Vocabulary(), "replicate": Replicate(), "first_rank": FirstRank()}
 # A number in a name, or its placeholder.
-NUMBER = r"\{layer\}|\{expert\}|\d+"
+NUMBER = r"\{\w+\}|\d+"
 _ROLE = r"[\w.-]+"
 
 
@@ -27,7 +27,7 @@ class WeightReader:
 
     def weight(self, written: str, node: Node) -> Weight:
         """One weight. written: its name in the file; node: its role, or the mapping of its keys."""
-        name = pattern_of(written, node)
+        name = pattern_of(written, node, self.dimensions)
         keys = {"role": node} if isinstance(node.value, str) else node.mapping(WEIGHT_KEYS)
         transposed = keys["transposed"].flag() if "transposed" in keys else False
         rows = self._fused_rows(keys["fuses"]) if "fuses" in keys else self._rows_of_role(node, keys)
@@ -117,8 +117,8 @@ class WeightReader:
         """The shape that is written, or the usual shape of the roles; a bias has only the output features."""
         if "shape" in keys:
             axes = keys["shape"].items()
-            if not 1 <= len(axes) <= 4:
-                raise keys["shape"].error(f"expected 1 to 4 axes, found {len(axes)}")
+            if not 1 <= len(axes) <= 5:
+                raise keys["shape"].error(f"expected 1 to 5 axes, found {len(axes)}")
             own = len(axes) - (1 if "stacked" in keys else 0)
             if "fuses" in keys and transposed and own != 2:
                 raise keys["shape"].error(f"a fused weight that is transposed has 2 axes, found {own}")
@@ -155,13 +155,19 @@ def _layer_set(node: Node) -> str:
     return node.word(r"(not )?[a-z_][a-z0-9_]*", "a set of layers, or `not` and a set of layers")
 
 
-def pattern_of(written: str, node: Node) -> str:
-    """The name with {layer} and {expert}. The first * is the index of the layer, the second that of the expert, each between two dots."""
+def pattern_of(written: str, node: Node, dimensions: Collection[str] = ()) -> str:
+    """The name with {layer} and {expert}. The first * is the index of the layer, the second that of the expert, each between two dots.
+
+    dimensions: further words that may stand in braces.
+    """
     words = written.split(".")
     stars, braces = words.count("*"), re.findall(r"\{[^{}]*\}", written)
-    if strange := next((brace for brace in braces if brace not in ("{layer}", "{expert}") or braces.count(brace) > 1), None):
-        raise node.error(f"a name cannot contain {strange} here", do="It may contain {layer} and {expert}, once each")
-    rest = written.replace("{layer}", "").replace("{expert}", "")
+    allowed = ("layer", "expert", *dimensions)
+    if strange := next((brace for brace in braces if brace[1:-1] not in allowed or braces.count(brace) > 1), None):
+        raise node.error(f"a name cannot contain {strange} here", do="It may contain {layer}, {expert} or a dimension, once each")
+    if len(braces) > 1 and set(braces) != {"{layer}", "{expert}"}:
+        raise node.error("a name that counts a dimension cannot contain the number of a layer or an expert")
+    rest = re.sub(r"\{\w+\}", "", written)
     if re.search(r"[\s{}?\[\]]", rest) or not rest:
         raise node.error(
             "this is not the name of a weight", do="A name may contain {layer} and {expert}, or * in place of a number between two dots"
