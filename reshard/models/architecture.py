@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from reshard.errors import RequestError
+from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import Split
 
 # A dense layer has one MLP, a sparse layer has experts. Layers for multi-token prediction ("mtp") follow the last layer of the
@@ -108,6 +109,9 @@ class Architecture:
     """Values of config keys that a config does not set."""
     vocabulary_multiple: int | None = None
     """Engines pad the vocabulary of this model to a multiple of this; None: to the engine's own multiple."""
+    engines: Mapping[str, ModelQuirks] = field(default_factory=dict)
+    """What the classes of serving engines do differently for this model, by the name of the engine's format. The classes of the engines
+    that are listed were compared with the declaration."""
     like: str | None = None
     """The model_type that engines and frameworks treat this model as; None: its own."""
     class_name: str | None = None
@@ -132,7 +136,7 @@ class Architecture:
 
         A weight replaces the one with the same name. A weight with a new name comes after the last weight of the module that contains its
         own module: a subclass registers a new module there, so the order remains that of the model's parameters. without: names of
-        weights. `like` and the class are not inherited: engines may know this model and not the new one.
+        weights. `like`, `engines` and the class are not inherited: engines may know this model and not the new one.
         """
         declared = [weight for weight in self.weights if weight.name not in without]
         for weight in weights:
@@ -141,7 +145,7 @@ class Architecture:
                 declared[names.index(weight.name)] = weight
             else:
                 declared.insert(1 + _last_of_module(weight.name, names), weight)
-        fields = {"like": None, "class_name": None, "declared_in": None, **fields}
+        fields = {"like": None, "engines": {}, "class_name": None, "declared_in": None, **fields}
         return replace(self, model_type=model_type, weights=tuple(declared), dimensions={**self.dimensions, **(dimensions or {})}, **fields)
 
 

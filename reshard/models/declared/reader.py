@@ -23,6 +23,7 @@ from typing import Any
 from reshard.errors import RequestError
 from reshard.models.architecture import Architecture, Dimension, SparseLayers, Weight
 from reshard.models.declared import yaml_data
+from reshard.models.declared.engines import engines_of
 from reshard.models.declared.node import Node, expression
 from reshard.models.declared.version_1 import in_version_2
 from reshard.models.declared.weights import NUMBER, WeightReader, overlap
@@ -36,7 +37,7 @@ UNKNOWN = "?"
 Find = Callable[[str], Architecture | None]
 KEYS = (
     "language", "model_type", "class", "extends", "like", "without", "dimensions", "weights", "tied", "sparse_layers", "mtp_layers",
-    "dropped", "defaults", "vocabulary_multiple",
+    "dropped", "defaults", "vocabulary_multiple", "engines",
 )  # fmt: skip
 
 
@@ -184,7 +185,10 @@ def _fields(keys: Mapping[str, Node], base: Architecture | None, find: Find) -> 
     if "class" in keys:
         fields["class_name"] = keys["class"].word(r"[A-Za-z_]\w*")
     if "like" in keys:
-        fields["like"] = _declared(keys["like"], find).family
+        like = _declared(keys["like"], find)
+        fields["like"], fields["engines"] = like.family, like.engines
+    if "engines" in keys:
+        fields["engines"] = {**fields.get("engines", {}), **engines_of(keys["engines"])}
     if "dropped" in keys:
         dropped = {_regex(glob): _reason(node) for glob, node in keys["dropped"].mapping().items()}
         fields["dropped"] = {**(base.dropped if base else {}), **dropped}
@@ -193,7 +197,7 @@ def _fields(keys: Mapping[str, Node], base: Architecture | None, find: Find) -> 
     if "mtp_layers" in keys:
         fields["mtp_layers"] = keys["mtp_layers"].config_key()
     if "defaults" in keys:
-        defaults = {key: _setting(node) for key, node in keys["defaults"].mapping().items()}
+        defaults = {key: node.setting() for key, node in keys["defaults"].mapping().items()}
         fields["defaults"] = {**(base.defaults if base else {}), **defaults}
     if "vocabulary_multiple" in keys:
         fields["vocabulary_multiple"] = keys["vocabulary_multiple"].number(1)
@@ -209,12 +213,6 @@ def _regex(glob: str) -> str:
 def _reason(node: Node) -> str:
     if not isinstance(node.value, str) or not node.value.strip():
         raise node.unexpected("the reason why the tensor is not needed")
-    return node.value
-
-
-def _setting(node: Node) -> Any:
-    if not isinstance(node.value, bool | int | str):
-        raise node.unexpected("true, false, a whole number or a word")
     return node.value
 
 
