@@ -64,6 +64,8 @@ class Dimension:
     """An expression of other dimensions, used if the config sets none of the keys."""
     optional: bool = False
     """Whether a model may lack it. If the config gives no number, or 0, the weights whose shape depends on the dimension do not exist."""
+    counts: bool = False
+    """Whether the keys name a list, and the dimension is the number of its entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,15 +170,17 @@ class Architecture:
 
         A weight replaces the one with the same name. A weight with a new name comes after the last weight of the module that contains its
         own module: a subclass registers a new module there, so the order remains that of the model's parameters. without: names of
-        weights. `like`, `engines` and the class are not inherited: engines may know this model and not the new one.
+        weights, whose places count for that. `like`, `engines` and the class are not inherited: engines may know this model and not the new one.
         """
-        declared = [weight for weight in self.weights if weight.name not in without]
+        declared = list(self.weights)
         for weight in weights:
             names = [other.name for other in declared]
-            if weight.name in names:
+            if weight.name in names and weight.name not in without:
                 declared[names.index(weight.name)] = weight
             else:
                 declared.insert(1 + _last_of_module(weight.name, names), weight)
+        removed = {id(weight) for weight in self.weights if weight.name in without}
+        declared = [weight for weight in declared if id(weight) not in removed]
         fields = {"like": None, "engines": {}, "class_name": None, "declared_in": None, **fields}
         return replace(self, model_type=model_type, weights=tuple(declared), dimensions={**self.dimensions, **(dimensions or {})}, **fields)
 

@@ -124,6 +124,8 @@ class Model:
         values = Dimensions(self.architecture.model_type)
         for name, dimension in self.architecture.dimensions.items():
             value = next((value for key in dimension.keys if (value := self.stated(key)) is not None), None)
+            if dimension.counts and isinstance(value, list):
+                value = len(value)
             if value is None and dimension.default:
                 value = evaluate(dimension.default, values)
             if dimension.optional and not value:
@@ -244,7 +246,7 @@ class Model:
 
     def _is_present(self, weight: Weight) -> bool:
         missing = self.architecture.dimensions.keys() - self.dimensions.keys()
-        if missing & set(re.findall(r"\w+", " ".join(weight.shape))):
+        if missing & {weight.counted_by, *re.findall(r"\w+", " ".join(weight.shape))}:
             return False
         if weight.when is None:
             return True

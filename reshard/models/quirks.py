@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from reshard.geometry.dtypes import DType
 from reshard.models.roles import Split
 
 # The numbers of a version: (0, 32).
@@ -50,8 +51,8 @@ class ModelQuirks:
     splits: Mapping[str, Split] = field(default_factory=dict)
     """Splits by role, where the class shares a weight among the ranks in another way than usual."""
 
-    float32: frozenset[str] = frozenset()
-    """Roles that the class stores in float32, whatever the element type in the model."""
+    dtypes: Mapping[str, DType] = field(default_factory=dict)
+    """Element types that the class prescribes, by role, whatever the source has."""
 
     keep_fused: Mapping[str, Version] = field(default_factory=dict)
     """Role of a fused weight -> the first version that stores it as the model does."""

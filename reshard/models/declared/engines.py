@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from reshard.geometry.dtypes import FLOATING_WORDS, from_user
 from reshard.models.declared.node import Node
 from reshard.models.declared.weights import split_of
 from reshard.models.quirks import EngineName, ModelQuirks, Version
@@ -81,7 +82,7 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "names": _names,
     "fusions": lambda node: {module: _roles(inner) for module, inner in node.mapping().items()},
     "splits": lambda node: {role: split_of(inner) for role, inner in node.mapping().items()},
-    "float32": lambda node: frozenset(_roles(node)),
+    "dtypes": lambda node: {role: from_user(inner.one_of(FLOATING_WORDS)) for role, inner in node.mapping().items()},
     "keep_fused": lambda node: {role: _version(inner) for role, inner in node.mapping().items()},
     "tied_table_stored_as": lambda node: node.one_of(("head", "embedding", "both")),
     "every_stage": lambda node: frozenset(item.one_of(_NO_LAYER) for item in node.items()),

@@ -36,7 +36,7 @@ UNKNOWN = "?"
 # The declaration of a model_type; None if there is none.
 Find = Callable[[str], Architecture | None]
 KEYS = (
-    "language", "model_type", "class", "extends", "like", "text_config", "without", "dimensions", "weights", "tied", "sparse_layers",
+    "language", "model_type", "class", "extends", "like", "text_config", "without", "renamed", "towers", "dimensions", "weights", "tied", "sparse_layers",
     "layer_sets", "mtp_layers", "dropped", "carried", "defaults", "vocabulary_multiple", "engines",
 )  # fmt: skip
 
@@ -59,12 +59,16 @@ def parse_declaration(content: bytes, where: str, find: Find) -> Architecture:
     if "layers" not in dimensions:
         raise root.error("no dimension is called layers", do="Add it under `dimensions`, such as `layers: num_hidden_layers`")
     reader = WeightReader(dimensions)
+    towers = [(node, reader.weight(name, node)) for name, node in keys["towers"].mapping().items()] if "towers" in keys else []
     nodes = [(node, reader.weight(name, node)) for name, node in keys["weights"].mapping().items()] if "weights" in keys else []
     weights, fields = [weight for _, weight in nodes], _fields(keys, base, find)
     if base:
-        made = base.extended(*weights, model_type=model_type, dimensions=dimensions, without=_without(keys, base), **fields)
+        made = base.extended(*weights, model_type=model_type, without=_without(keys, base), **fields)
+        made = replace(made, dimensions=dimensions)
     else:
         made = Architecture(model_type, dimensions, tuple(weights), **fields)
+    made = replace(made, weights=(*(weight for _, weight in towers), *made.weights))
+    nodes = [*towers, *nodes]
     if not made.weights:
         raise root.error("it declares no weights", do="Name them under `weights`, or take over those of another model with `extends:`")
     for node, weight in nodes:
@@ -121,10 +125,31 @@ def _declared(node: Node, find: Find) -> Architecture:
 
 def _extended(keys: Mapping[str, Node], find: Find) -> Architecture | None:
     if "extends" in keys:
-        return _declared(keys["extends"], find)
-    if "without" in keys:
-        raise keys["without"].error("it removes weights of the model that `extends:` names, and there is no `extends:`")
+        base = _declared(keys["extends"], find)
+        return _renamed(base, keys["renamed"]) if "renamed" in keys else base
+    if needless := next((key for key in ("without", "renamed") if key in keys), None):
+        raise keys[needless].error(f"`{needless}` is about the weights of the model that `extends:` names, and there is no `extends:`")
     return None
+
+
+def _renamed(base: Architecture, node: Node) -> Architecture:
+    """The declaration with other first words in the names of its tensors."""
+    words = {old: inner.word() for old, inner in node.mapping().items()}
+
+    def renamed(name: str, escaped: Callable[[str], str] = str) -> str:
+        """The name, or with re.escape the regular expression, with its first words replaced."""
+        for old, new in words.items():
+            if name.startswith(escaped(old + ".")):
+                return escaped(new + ".") + name.removeprefix(escaped(old + "."))
+        return name
+
+    return replace(
+        base,
+        weights=tuple(replace(weight, name=renamed(weight.name)) for weight in base.weights),
+        tied=(renamed(base.tied[0]), renamed(base.tied[1])),
+        dropped={renamed(pattern, re.escape): reason for pattern, reason in base.dropped.items()},
+        carried={renamed(pattern, re.escape): reason for pattern, reason in base.carried.items()},
+    )
 
 
 def _without(keys: Mapping[str, Node], base: Architecture) -> frozenset[str]:
@@ -143,11 +168,16 @@ def _without(keys: Mapping[str, Node], base: Architecture) -> frozenset[str]:
 
 def _dimensions(node: Node, base: Architecture | None) -> dict[str, Dimension]:
     own_dimensions: dict[str, Dimension] = {}
+    inherited = dict(base.dimensions if base else {})
     for name, inner in node.mapping().items():
+        if inner.value == "none":
+            if inherited.pop(name, None) is None:
+                raise inner.error("`none` removes a dimension of the extended model, and it has no such dimension")
+            continue
         if not re.fullmatch(r"[a-z_][a-z0-9_]*", name):
             raise inner.error("the name of a dimension is a word in lower case")
         own_dimensions[name] = _dimension(inner)
-    dimensions = {**(base.dimensions if base else {}), **own_dimensions}
+    dimensions = {**inherited, **own_dimensions}
     # A default may use the dimensions before it. Those of the extended declaration keep their places.
     before: dict[str, Dimension] = {}
     for name, dimension in dimensions.items():
@@ -165,8 +195,12 @@ def _dimension(node: Node) -> Dimension:
         return Dimension((), default=str(node.number(1)))
     if not isinstance(node.value, dict):
         return Dimension(_config_keys(node))
-    keys = node.mapping(("keys", "default", "optional"))
+    keys = node.mapping(("keys", "default", "optional", "entries_of"))
     config_keys = _config_keys(keys["keys"]) if "keys" in keys else ()
+    if "entries_of" in keys:
+        if "keys" in keys or "default" in keys:
+            raise node.error("`entries_of` counts the entries of a list of the config", do="Leave out `keys` and `default`")
+        return Dimension(_config_keys(keys["entries_of"]), optional=True, counts=True)
     default = str(keys["default"].value) if "default" in keys else None
     if default is not None and not isinstance(keys["default"].value, str | int):
         raise keys["default"].unexpected("an expression of dimensions")
