@@ -58,10 +58,12 @@ class Dimension:
 
 @dataclass(frozen=True, slots=True)
 class SparseLayers:
-    """Which layers are sparse: layer i, if i >= first, (i + offset) % step == 0, and `dense` does not list i."""
+    """Which layers are sparse: layer i, if first <= i <= last, (i + offset) % step == 0, and `dense` does not list i."""
 
     first: str | None = None
     """The config's key for the index of the first sparse layer; None: 0."""
+    last: str | None = None
+    """The config's key for the index of the last sparse layer, which may be negative; None, or below 0: the last layer."""
     step: str | None = None
     """The config's key for the step; None: 1."""
     offset: int = 0
@@ -73,10 +75,12 @@ class SparseLayers:
         """The indices of the sparse layers of a model with `layers` layers. Raises RequestError if a value has the wrong type."""
         first = whole_number(config, self.first) or 0
         step = whole_number(config, self.step) or 1
+        last = config.get(self.last) if self.last else None
+        stop = last + 1 if isinstance(last, int) and 0 <= last < layers else layers
         dense = (config.get(self.dense) if self.dense else None) or ()
         if not isinstance(dense, list | tuple):
             raise RequestError(f"config.json gives {dense!r} for {self.dense}; a list is expected", why="It says which layers are dense")
-        return frozenset(layer for layer in range(first, layers) if (layer + self.offset) % step == 0 and layer not in dense)
+        return frozenset(layer for layer in range(first, stop) if (layer + self.offset) % step == 0 and layer not in dense)
 
 
 def whole_number(config: Mapping[str, Any], key: str | None) -> int | None:

@@ -276,7 +276,9 @@ class Model:
         array = Mosaic.of(weight.name, Box.whole(weight.shape))
         if declared.transposed and len(weight.shape) == 2:
             array = array.transposed()
-        block_shape: BlockShape = weight.scale.block_shape if weight.scale else (1,) * len(weight.shape)
+        if len(weight.shape) == 2 and weight.shape[0] == 1 and weight.role in ROLES and len(ROLES[weight.role].shape) == 1:
+            array = array.merged(0)  # a vector that is stored as [1, n]
+        block_shape: BlockShape = weight.scale.block_shape if weight.scale else (1,) * len(array.shape)
         blocks = next((scale.block_shape for scale in weight.scales if scale.is_blocked), None)
         place = (weight.layer, weight.expert, weight.name)
 

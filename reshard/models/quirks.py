@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from reshard.geometry.dtypes import DType
+
 # The numbers of a version: (0, 32).
 Version = tuple[int, ...]
 
@@ -58,11 +60,17 @@ class ModelQuirks:
     unsupported: frozenset[tuple[str, str]] = frozenset()
     """(role, "weight" or "bias") pairs that the class has no slot for."""
 
+    dtypes: Mapping[str, DType] = field(default_factory=dict)
+    """Element types that the class prescribes, by role, whatever the source has."""
+
     tp_at_most_experts: bool = False
     """Whether the class refuses more tensor-parallel ranks than experts."""
 
     stages_need_experts: bool = False
     """Whether the class refuses a pipeline stage without a layer that has experts."""
+
+    tied_refuses_stages: bool = False
+    """Whether the class refuses several pipeline stages if head and embedding are one tensor."""
 
     stores_normalizer: bool = False
     """Whether the factor of gemma's embeddings is a tensor of the state dict."""

@@ -159,7 +159,7 @@ class EngineRank:
             yield RankTensor(self._engine_name(names[role], replace(part, role=role)), self._shard(part), (part,))
 
     def _is_on_stage(self, role: str) -> bool:
-        stage = 0 if role in ("embedding", "position_embedding") else self.parallel.pp - 1
+        stage = 0 if role in ("embedding", "position_embedding", "embedding_norm") else self.parallel.pp - 1
         return self.pp_rank == stage or role in self.rules.quirks.every_stage
 
     def _extra_tensors(self, tensor: RankTensor, compute_dtype: DType) -> Iterator[StoredTensor]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from reshard.geometry.dtypes import FLOATING_WORDS, from_user
 from reshard.models.declared.node import Node
 from reshard.models.quirks import EngineName, ModelQuirks, Version
 from reshard.models.roles import ROLES
@@ -79,8 +80,10 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "every_stage": lambda node: frozenset(item.one_of(_NO_LAYER) for item in node.items()),
     "module_names": lambda node: {role: inner.word() for role, inner in node.mapping().items()},
     "unsupported": _unsupported,
+    "dtypes": lambda node: {role: from_user(inner.one_of(FLOATING_WORDS)) for role, inner in node.mapping().items()},
     "tp_at_most_experts": Node.flag,
     "stages_need_experts": Node.flag,
+    "tied_refuses_stages": Node.flag,
     "stores_normalizer": Node.flag,
     "normalizer_until": _version,
     "quantizes_router": Node.flag,

@@ -219,8 +219,8 @@ def _reason(node: Node) -> str:
 def _sparse_layers(node: Node) -> SparseLayers:
     if node.value == "all":
         return SparseLayers()
-    keys = node.mapping(("first", "step", "offset", "dense"))
-    config_keys = {key: keys[key].config_key() for key in ("first", "step", "dense") if key in keys}
+    keys = node.mapping(("first", "last", "step", "offset", "dense"))
+    config_keys = {key: keys[key].config_key() for key in ("first", "last", "step", "dense") if key in keys}
     return SparseLayers(offset=keys["offset"].number(0) if "offset" in keys else 0, **config_keys)
 
 
@@ -238,7 +238,7 @@ def _tied(keys: Mapping[str, Node], made: Architecture, base: Architecture | Non
     usual = base.tied if base else Architecture.tied
     if base and set(usual) <= set(names):
         return usual
-    heads = [weight.name for weight in made.weights if weight.role == "head"] or [usual[0]]
+    heads = [weight.name for weight in made.weights if weight.role == "head" and not weight.name.endswith(".bias")] or [usual[0]]
     embeddings = [weight.name for weight in made.weights if weight.role == "embedding"]
     if len(heads) == 1 and len(embeddings) == 1:
         return heads[0], embeddings[0]
