@@ -43,7 +43,7 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
         pads_vocabulary_for_tp=True,
         layers_per_stage=lambda layers, pp: (layers,),
         quirks=quirks,
-        dtypes={"router.correction": F32, **quirks.dtypes},
+        dtypes={"router.correction": F32},
         equal_experts=True,
         refuses_quantized="SGLang reads these files after its kernels have changed the weights' form, which differs between machines",
     )

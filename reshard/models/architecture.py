@@ -138,8 +138,8 @@ class Architecture:
     ) -> Architecture:
         """This architecture under another model_type, with more weights and dimensions, without some weights, and with other `fields`.
 
-        A weight replaces the one with the same name. A weight with a new name comes after the last weight of the module that contains its
-        own module: a subclass registers a new module there, so the order remains that of the model's parameters. without: names of
+        A weight replaces the one with the same name. A new bias comes after the weight of its module. Any other weight with a new name
+        comes after the last weight of the module that contains its own module: a subclass registers a new module there, so the order remains that of the model's parameters. without: names of
         weights. `like`, `engines` and the class are not inherited: engines may know this model and not the new one.
         """
         declared = [weight for weight in self.weights if weight.name not in without]
@@ -148,13 +148,16 @@ class Architecture:
             if weight.name in names:
                 declared[names.index(weight.name)] = weight
             else:
-                declared.insert(1 + _last_of_module(weight.name, names), weight)
+                declared.insert(1 + _predecessor(weight.name, names), weight)
         fields = {"like": None, "engines": {}, "class_name": None, "declared_in": None, **fields}
         return replace(self, model_type=model_type, weights=tuple(declared), dimensions={**self.dimensions, **(dimensions or {})}, **fields)
 
 
-def _last_of_module(name: str, names: list[str]) -> int:
-    """The index of the last of `names` in the module around the module of `name`, or in the next outer module that has any of them."""
+def _predecessor(name: str, names: list[str]) -> int:
+    """The index of the one of `names` that a new weight follows: of a bias its weight; otherwise the last in the module around the module of
+    `name`, or in the next outer module that has any of them."""
+    if name.endswith(".bias") and (weight := name.removesuffix("bias") + "weight") in names:
+        return names.index(weight)
     module = name.rpartition(".")[0]
     while module:
         module = module.rpartition(".")[0]

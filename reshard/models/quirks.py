@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from reshard.geometry.dtypes import DType
+from reshard.models.roles import Split
 
 # The numbers of a version: (0, 32).
 Version = tuple[int, ...]
@@ -59,6 +60,9 @@ class ModelQuirks:
 
     unsupported: frozenset[tuple[str, str]] = frozenset()
     """(role, "weight" or "bias") pairs that the class has no slot for."""
+
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    """Splits by role, where ranks share a weight in another way than usual."""
 
     dtypes: Mapping[str, DType] = field(default_factory=dict)
     """Element types that the class prescribes, by role, whatever the source has."""

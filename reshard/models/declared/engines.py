@@ -16,6 +16,7 @@ from typing import Any
 
 from reshard.geometry.dtypes import FLOATING_WORDS, from_user
 from reshard.models.declared.node import Node
+from reshard.models.declared.weights import SPLITS
 from reshard.models.quirks import EngineName, ModelQuirks, Version
 from reshard.models.roles import ROLES
 
@@ -80,6 +81,7 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "every_stage": lambda node: frozenset(item.one_of(_NO_LAYER) for item in node.items()),
     "module_names": lambda node: {role: inner.word() for role, inner in node.mapping().items()},
     "unsupported": _unsupported,
+    "splits": lambda node: {role: SPLITS[inner.one_of(tuple(SPLITS))] for role, inner in node.mapping().items()},
     "dtypes": lambda node: {role: from_user(inner.one_of(FLOATING_WORDS)) for role, inner in node.mapping().items()},
     "tp_at_most_experts": Node.flag,
     "stages_need_experts": Node.flag,
