@@ -165,6 +165,8 @@ def joined(parts: Sequence[Mosaic], axis: int = 0) -> Mosaic:
     Raises: CheckpointError if the arrays differ in another axis.
     """
     first = parts[0]
+    if len(parts) == 1:
+        return first
     tiles: list[Tile] = []
     end = 0
     for part in parts:

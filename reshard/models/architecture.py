@@ -72,8 +72,8 @@ class Dimension:
 class LayerRule:
     """Which layers are in a set, such as the sparse layers.
 
-    If the config has the list `key`: the layers whose entry is one of `entries`. Otherwise layer i, if i >= first, (i + offset) % step == 0,
-    and `dense` does not list i.
+    If the config has the list `key`: the layers whose entry is one of `entries`. Otherwise layer i, if first <= i <= last,
+    (i + offset) % step == 0, and `dense` does not list i.
     """
 
     key: str | None = None
@@ -82,6 +82,8 @@ class LayerRule:
     """The entries of the list that stand for a layer of the set."""
     first: str | None = None
     """The config's key for the index of the first layer of the set; None: 0."""
+    last: str | None = None
+    """The config's key for the index of the last layer of the set, which may be negative; None, or below 0: the last layer."""
     step: str | None = None
     """The config's key for the step; None: 1."""
     offset: int = 0
@@ -100,10 +102,12 @@ class LayerRule:
             return frozenset(layer for layer in range(layers) if listed[min(layer, len(listed) - 1)] in self.entries)
         first = whole_number(config, self.first) or 0
         step = whole_number(config, self.step) or 1
+        last = config.get(self.last) if self.last else None
+        stop = last + 1 if isinstance(last, int) and 0 <= last < layers else layers
         dense = (config.get(self.dense) if self.dense else None) or ()
         if not isinstance(dense, list | tuple):
             raise RequestError(f"config.json gives {dense!r} for {self.dense}; a list is expected", why="It says which layers are dense")
-        return frozenset(layer for layer in range(first, layers) if (layer + self.offset) % step == 0 and layer not in dense)
+        return frozenset(layer for layer in range(first, stop) if (layer + self.offset) % step == 0 and layer not in dense)
 
 
 def whole_number(config: Mapping[str, Any], key: str | None) -> int | None:
@@ -168,9 +172,10 @@ class Architecture:
     ) -> Architecture:
         """This architecture under another model_type, with more weights and dimensions, without some weights, and with other `fields`.
 
-        A weight replaces the one with the same name. A weight with a new name comes after the last weight of the module that contains its
-        own module: a subclass registers a new module there, so the order remains that of the model's parameters. without: names of
-        weights, whose places count for that. `like`, `engines` and the class are not inherited: engines may know this model and not the new one.
+        A weight replaces the one with the same name. A new bias comes after the weight of its module. Any other weight with a new name
+        comes after the last weight of the module that contains its own module: a subclass registers a new module there, so the order
+        remains that of the model's parameters. without: names of weights, whose places count for that. `like`, `engines` and the class are
+        not inherited: engines may know this model and not the new one.
         """
         declared = list(self.weights)
         for weight in weights:
@@ -178,15 +183,18 @@ class Architecture:
             if weight.name in names and weight.name not in without:
                 declared[names.index(weight.name)] = weight
             else:
-                declared.insert(1 + _last_of_module(weight.name, names), weight)
+                declared.insert(1 + _predecessor(weight.name, names), weight)
         removed = {id(weight) for weight in self.weights if weight.name in without}
         declared = [weight for weight in declared if id(weight) not in removed]
         fields = {"like": None, "engines": {}, "class_name": None, "declared_in": None, **fields}
         return replace(self, model_type=model_type, weights=tuple(declared), dimensions={**self.dimensions, **(dimensions or {})}, **fields)
 
 
-def _last_of_module(name: str, names: list[str]) -> int:
-    """The index of the last of `names` in the module around the module of `name`, or in the next outer module that has any of them."""
+def _predecessor(name: str, names: list[str]) -> int:
+    """The index of the one of `names` that a new weight follows: of a bias its weight; otherwise the last in the module around the module of
+    `name`, or in the next outer module that has any of them."""
+    if name.endswith(".bias") and (weight := name.removesuffix("bias") + "weight") in names:
+        return names.index(weight)
     module = name.rpartition(".")[0]
     while module:
         module = module.rpartition(".")[0]

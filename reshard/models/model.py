@@ -326,6 +326,8 @@ class Model:
             parameter = "bias" if parameter.endswith("bias") else "weight"
         if declared.transposed and len(array.shape) == 2:
             array = array.transposed()
+        if len(array.shape) == 2 and array.shape[0] == 1 and weight.role in ROLES and len(ROLES[weight.role].shape) == 1:
+            array = array.merged(0)  # a vector that is stored as [1, n]
         block_shape: BlockShape = weight.scale.block_shape if weight.scale else (1,) * len(array.shape)
         blocks = next((scale.block_shape for scale in weight.scales if scale.is_blocked), None)
         place = (weight.layer, expert, weight.name)

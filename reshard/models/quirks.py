@@ -48,12 +48,6 @@ class ModelQuirks:
     fusions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Module -> roles that the class stores as one tensor of that module, in this order, besides those that the engine always joins."""
 
-    splits: Mapping[str, Split] = field(default_factory=dict)
-    """Splits by role, where the class shares a weight among the ranks in another way than usual."""
-
-    dtypes: Mapping[str, DType] = field(default_factory=dict)
-    """Element types that the class prescribes, by role, whatever the source has."""
-
     keep_fused: Mapping[str, Version] = field(default_factory=dict)
     """Role of a fused weight -> the first version that stores it as the model does."""
 
@@ -71,11 +65,20 @@ class ModelQuirks:
     unsupported: frozenset[tuple[str, str]] = frozenset()
     """(role, "weight" or "bias") pairs that the class has no slot for."""
 
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    """Splits by role, where ranks share a weight in another way than usual."""
+
+    dtypes: Mapping[str, DType] = field(default_factory=dict)
+    """Element types that the class prescribes, by role, whatever the source has."""
+
     tp_at_most_experts: bool = False
     """Whether the class refuses more tensor-parallel ranks than experts."""
 
     stages_need_experts: bool = False
     """Whether the class refuses a pipeline stage without a layer that has experts."""
+
+    tied_refuses_stages: bool = False
+    """Whether the class refuses several pipeline stages if head and embedding are one tensor."""
 
     stores_normalizer: bool = False
     """Whether the factor of gemma's embeddings is a tensor of the state dict."""

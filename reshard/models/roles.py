@@ -110,6 +110,7 @@ _ROWS = (
     # Before and after the layers.
     Role("embedding", Vocabulary(), ("vocab", "hidden"), in_layer=False, names="embed_tokens wte embed_in word_embeddings tok_embeddings"),
     Role("position_embedding", Replicate(), ("positions", "hidden"), in_layer=False, names="wpe embed_positions position_embeddings"),
+    Role("embedding_norm", Replicate(), ("hidden",), in_layer=False, names="word_embeddings_layernorm"),
     Role("final_norm", Replicate(), ("hidden",), in_layer=False, names="norm ln_f final_layernorm final_layer_norm norm_f"),
     Role("head", Vocabulary(), ("vocab", "hidden"), in_layer=False, names="lm_head embed_out"),
     # Attention.
@@ -170,7 +171,7 @@ _ROWS = (
     ),
     Role("mlp.gate", Column(), ("intermediate", "hidden"), names="gate_proj", saved=_DIVIDED_OUTPUT, quantized=True),
     Role("mlp.up", Column(), ("intermediate", "hidden"), names="up_proj c_fc dense_h_to_4h fc1", saved=_INPUT_AND_OUTPUT, quantized=True),
-    # This split is correct only if the rows of gate and up alternate. No engine keeps the two fused today, so it is not used.
+    # For an engine that keeps the two fused and gathers the output before it separates them.
     Role("mlp.gate_up", Column(), quantized=True, fuses=("mlp.gate", "mlp.up")),
     Role(
         "mlp.down", Row(), ("hidden", "intermediate"), names="down_proj dense_4h_to_h fc2 mlp.c_proj", saved=_DIVIDED_INPUT, quantized=True
@@ -199,6 +200,8 @@ _ROWS = (
     Role("vision.q", Heads("vision_heads"), ("vision_hidden", "vision_hidden"), in_layer=False),
     Role("vision.k", Heads("vision_heads"), ("vision_hidden", "vision_hidden"), in_layer=False),
     Role("vision.v", Heads("vision_heads"), ("vision_hidden", "vision_hidden"), in_layer=False),
+    # Kept fused, a rank holds a run of the rows of [q; k; v], whichever they are; they are exchanged when the tower runs.
+    Role("vision.qkv", Heads("vision_heads"), fuses=("vision.q", "vision.k", "vision.v"), in_layer=False),
     Role("vision.o", Row(), ("vision_hidden", "vision_hidden"), in_layer=False),
     Role("vision.gate", Column(), ("vision_intermediate", "vision_hidden"), in_layer=False),
     Role("vision.up", Column(), ("vision_intermediate", "vision_hidden"), in_layer=False),

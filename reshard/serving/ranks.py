@@ -158,7 +158,7 @@ class EngineRank:
             yield RankTensor(self._engine_name(names[role], replace(part, role=role)), self._shard(part), (part,))
 
     def _is_on_stage(self, role: str) -> bool:
-        stage = 0 if role in ("embedding", "position_embedding") else self.parallel.pp - 1
+        stage = 0 if role in ("embedding", "position_embedding", "embedding_norm") else self.parallel.pp - 1
         every_stage = self.rules.quirks.every_stage
         return self.pp_rank == stage or role in every_stage or role.partition(".")[0] in every_stage
 

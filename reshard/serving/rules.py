@@ -121,7 +121,8 @@ class EngineRules:
 
     def with_split(self, part: Part) -> Part:
         """The part with the split that this engine uses for its role."""
-        return replace(part, split=self.splits[part.role]) if part.role in self.splits else part
+        split = self.quirks.splits.get(part.role, self.splits.get(part.role))
+        return replace(part, split=split) if split else part
 
     def module_name(self, role: str) -> str | None:
         """The engine's name for the module of a role; None if the engine uses Hugging Face's name."""

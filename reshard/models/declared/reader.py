@@ -261,10 +261,10 @@ def _reason(node: Node) -> str:
 def _layer_rule(node: Node) -> LayerRule:
     if node.value == "all":
         return LayerRule()
-    keys = node.mapping(("list", "entries", "first", "step", "offset", "dense"))
+    keys = node.mapping(("list", "entries", "first", "last", "step", "offset", "dense"))
     if ("list" in keys) != ("entries" in keys):
         raise node.error("`list` names a list of the config and `entries` which of its entries count", do="Write both, or none of them")
-    config_keys = {key: keys[key].config_key() for key in ("first", "step", "dense") if key in keys}
+    config_keys = {key: keys[key].config_key() for key in ("first", "last", "step", "dense") if key in keys}
     return LayerRule(
         key=keys["list"].config_key() if "list" in keys else None,
         entries=tuple(_entry(item) for item in keys["entries"].items()) if "entries" in keys else (),
@@ -291,7 +291,7 @@ def _tied(keys: Mapping[str, Node], made: Architecture, base: Architecture | Non
     usual = base.tied if base else Architecture.tied
     if base and set(usual) <= set(names):
         return usual
-    heads = [weight.name for weight in made.weights if weight.role == "head"] or [usual[0]]
+    heads = [weight.name for weight in made.weights if weight.role == "head" and not weight.name.endswith(".bias")] or [usual[0]]
     embeddings = [weight.name for weight in made.weights if weight.role == "embedding"]
     if len(heads) == 1 and len(embeddings) == 1:
         return heads[0], embeddings[0]

@@ -12,7 +12,13 @@ from reshard.models.roles import DECLARED_ROLES, ROLES, Column, FirstRank, Heads
 
 WEIGHT_KEYS = ("role", "shape", "split", "fuses", "interleaved_by", "transposed", "stacked", "when", "layers")
 _FUSED_ROLES = {role.fuses: role.name for role in ROLES.values() if role.fuses}
-_SPLITS: dict[str, Split] = {"column": Column(), "row": Row(), "vocabulary": Vocabulary(), "replicate": Replicate(), "first_rank": FirstRank()}
+SPLITS: dict[str, Split] = {
+    "column": Column(),
+    "row": Row(),
+    "vocabulary": Vocabulary(),
+    "replicate": Replicate(),
+    "first_rank": FirstRank(),
+}
 # A number in a name, or its placeholder.
 NUMBER = r"\{\w+\}|\d+"
 _ROLE = r"[\w.-]+"
@@ -101,7 +107,7 @@ class WeightReader:
             if new_roles:
                 raise node.error(
                     f"there is no role {new_roles[0]!r}",
-                    do=f"The roles are {', '.join(DECLARED_ROLES)}. For a new role add `split:` with {', '.join(_SPLITS)} or "
+                    do=f"The roles are {', '.join(DECLARED_ROLES)}. For a new role add `split:` with {', '.join(SPLITS)} or "
                     "{heads: DIMENSION}",
                 )
             return None
@@ -117,8 +123,8 @@ class WeightReader:
         """The shape that is written, or the usual shape of the roles; a bias has only the output features."""
         if "shape" in keys:
             axes = keys["shape"].items()
-            if not 1 <= len(axes) <= 5:
-                raise keys["shape"].error(f"expected 1 to 5 axes, found {len(axes)}")
+            if len(axes) > 5:
+                raise keys["shape"].error(f"expected at most 5 axes, found {len(axes)}")
             own = len(axes) - (1 if "stacked" in keys else 0)
             if "fuses" in keys and transposed and own != 2:
                 raise keys["shape"].error(f"a fused weight that is transposed has 2 axes, found {own}")
@@ -143,7 +149,7 @@ class WeightReader:
 def split_of(node: Node) -> Split:
     """A split: a word, or {heads: DIMENSION}."""
     if not isinstance(node.value, dict):
-        return _SPLITS[node.one_of(tuple(_SPLITS))]
+        return SPLITS[node.one_of(tuple(SPLITS))]
     keys = node.mapping(("heads", "copies"))
     if "heads" not in keys:
         raise node.error("it does not name the dimension", do="Write {heads: DIMENSION}, with `copies: true` if ranks may share a head")
