@@ -91,9 +91,8 @@ class EngineRank:
         kind_of = {layer: kind for kind in by_kind if kind for layer in kind.layers}
         laid_out: dict[LayerKind, list[RankTensor]] = {}
         ends = by_kind[None]
-        for part in ends:
-            if part.role == "embedding":
-                yield from self._in_layer(list(self.rank_tensors_of([part])), None, dtypes, compute_dtype)
+        embeddings = [self.rank_tensors_of([part]) for part in ends if part.role == "embedding"]
+        yield from (tensor for each in embeddings for tensor in self._in_layer(list(each), None, dtypes, compute_dtype))
         for layer in self.layers:
             kind = kind_of.get(layer)
             if kind is None:
@@ -101,29 +100,30 @@ class EngineRank:
             if kind not in laid_out:
                 laid_out[kind] = list(self.rank_tensors_of(list(by_kind[kind])))
             yield from self._in_layer(laid_out[kind], layer, dtypes, compute_dtype)
-        for part in ends:
-            if part.role != "embedding":
-                yield from self._in_layer(list(self.rank_tensors_of([part])), None, dtypes, compute_dtype)
+        others = self.rank_tensors_of([part for part in ends if part.role != "embedding"])
+        yield from self._in_layer(list(others), None, dtypes, compute_dtype)
 
     def rank_tensors_of(self, parts: list[Part]) -> Iterator[RankTensor]:
         """The tensors that some parts of the model become. All parts are of one layer, or all are outside of the layers."""
-        fusion_of = {role: fusion for fusion in self.rules.fusions for role in fusion.roles}
+        fusion_of = {role: fusion for fusion in reversed(self.rules.fusions) for role in fusion.roles}
         groups: dict[tuple[object, ...], list[Part]] = {}
         for part in parts:
             fusion = fusion_of.get(part.role)
-            # The parts of a fused tensor are one group, all experts included; any other tensor is a group of its own.
-            groups.setdefault((fusion.roles, part.parameter) if fusion else (part.tensor, part.role), []).append(part)
+            # The parts of a fused tensor are one group, all experts included. Any other tensor of the model is a group of its own: its
+            # sections, such as [z; x; b; c; dt], stay one tensor, in which a rank holds its share of each.
+            block = part.tensor.rsplit(".", 2)[0] if part.layer is None else None
+            groups.setdefault((fusion.roles, part.parameter, block) if fusion else (part.tensor,), []).append(part)
         for group in groups.values():
             first, fusion = group[0], fusion_of.get(group[0].role)
             if first.expert is not None:
                 if self.experts:
                     yield self._stacked_experts(group, fusion)
-            elif first.layer is None:
-                yield from self._end(first)
-            else:
+            elif first.layer is None and self.model.is_tied and first.tensor == self.model.architecture.tied[1]:
+                yield from self._tied_embedding(first)
+            elif first.layer is not None or self._is_on_stage(first.role):
                 ordered = sorted(group, key=lambda part: fusion.roles.index(part.role)) if fusion else group
                 is_fused = fusion is not None and len({part.tensor for part in group}) > 1
-                name = _with_component(first.pattern, fusion.component) if is_fused and fusion else first.pattern
+                name = _with_component(ordered[0].pattern, fusion.component) if is_fused and fusion else first.pattern
                 yield self._rank_tensor(name, ordered)
 
     def _in_layer(
@@ -189,17 +189,14 @@ class EngineRank:
             shape, sections = array.shape, self._sections(array, [part for parts in stored for part in parts])
         if len(shape) == 2 and shape[1] == 1 and group[0].scale is not None:
             shape = shape[:1]  # one scale for each expert
-        module = group[0].pattern.rpartition(".{expert}.")[0]
+        is_stacked = self.model.weights[group[0].tensor].declared.stacked
+        module = group[0].pattern.rpartition("." if is_stacked else ".{expert}.")[0]
         origins = tuple(part.pattern.replace("{expert}", str(expert)) for expert, parts in by_expert.items() for part in parts)
         return RankTensor(f"{module}.{fusion.component}_{group[0].parameter}", in_order[0], shape, sections, origins)
 
-    def _end(self, part: Part) -> Iterator[RankTensor]:
-        """A weight outside of the layers, if this stage holds it; a tied embedding under the name or names that the engine stores."""
+    def _tied_embedding(self, part: Part) -> Iterator[RankTensor]:
+        """The tied embedding, if this stage holds it, under the name or names that the engine stores."""
         head, embedding = self.model.architecture.tied
-        if not (self.model.is_tied and part.tensor == embedding):
-            if self._is_on_stage(part.role):
-                yield self._rank_tensor(part.pattern, [part])
-            return
         names = {"head": head, "embedding": embedding}
         roles = [role for role in names if self._is_on_stage(role)]
         stored_as = self.rules.quirks.tied_table_stored_as
@@ -209,8 +206,9 @@ class EngineRank:
             yield replace(self._rank_tensor(names[role], [part]), first=replace(part, role=role))
 
     def _is_on_stage(self, role: str) -> bool:
-        stage = 0 if role in ("embedding", "position_embedding") else self.parallel.pp - 1
-        return self.pp_rank == stage or role in self.rules.quirks.every_stage
+        stage = 0 if role in ("embedding", "position_embedding", "embedding_norm") else self.parallel.pp - 1
+        every_stage = self.rules.quirks.every_stage
+        return self.pp_rank == stage or role in every_stage or role.partition(".")[0] in every_stage
 
     def _extra_tensors(self, tensor: RankTensor, layer: int | None, compute_dtype: DType) -> Iterator[StoredTensor]:
         """The constants that the engine expects beside a tensor."""
