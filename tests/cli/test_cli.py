@@ -100,7 +100,7 @@ def test_converts_document_has_stable_keys(tmp_path):
     done = reshard(*arguments).document
     assert list(planned) == ["schema_version", "source", "target", "totals", "files", "sidecars", "notes", "dropped", "ranks"]
     assert list(full) == [*planned, "tensors", "tasks", "dropped_tensors"]
-    assert list(done) == ["schema_version", "path", "files", "dropped", "notes", "fingerprint", "seconds"]
+    assert list(done) == ["schema_version", "path", "files", "dropped", "notes", "fingerprint", "seconds", "unchanged"]
     assert [rank["query_heads"] for rank in planned["ranks"]] == [[0, 4], [4, 8]]
     assert [rank["padding_rows"] for rank in planned["ranks"]] == [0, 6]
     everything = reshard(*arguments, "--overwrite", "--full").document
