@@ -89,7 +89,13 @@ def test_a_changed_source_is_converted_again(run, source, change):
 
 @pytest.mark.parametrize(
     "options",
-    [("--dtype", "fp32"), ("--tp", 4), ("--max-shard-size", "50kB", "--to", "hf", "--tp", 1), ("--dtype", "fp16", "--keep-dtype", "*norm*"), ("--checksums",)],
+    [
+        ("--dtype", "fp32"),
+        ("--tp", 4),
+        ("--max-shard-size", "50kB", "--to", "hf", "--tp", 1),
+        ("--dtype", "fp16", "--keep-dtype", "*norm*"),
+        ("--checksums",),
+    ],
 )
 def test_other_options_are_a_change(run, options):
     assert run() is False
