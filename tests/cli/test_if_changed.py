@@ -116,6 +116,15 @@ def test_the_masters_instead_of_the_weights_are_a_change(tmp_path):
         assert result.code == 0 and result.document["unchanged"] is unchanged
 
 
+def test_another_of_two_equally_large_models_is_a_change(tmp_path):
+    torch = pytest.importorskip("torch")
+    weights = {f"layer.{i}.weight": torch.full((4, 4), float(i)) for i in range(3)}
+    torch.save({"actor": weights, "critic": {name: tensor + 1 for name, tensor in weights.items()}}, tmp_path / "model.pt")
+    for root, unchanged in (("actor", False), ("actor", True), ("critic", False), ("critic", True)):
+        result = reshard("convert", tmp_path / "model.pt", tmp_path / "out", "--to", "hf", "--root", root, "--if-changed", "--json")
+        assert result.code == 0 and result.document["unchanged"] is unchanged
+
+
 def remove(path):
     path.unlink()
 
@@ -147,6 +156,10 @@ def test_exchanged_rank_files_are_damage(run, tmp_path):
 
 def test_a_target_that_reshard_did_not_write_is_never_replaced(run, tmp_path):
     shutil.copytree(HF / "llama", tmp_path / "out")
+    assert "reshard did not write" in run(code=4).err
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
     assert "reshard did not write" in run(code=4).err
 
 

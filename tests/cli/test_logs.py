@@ -115,8 +115,10 @@ def test_names_from_files_cannot_break_a_line(tmp_path):
     folder.mkdir()
     for name in ("config.json", "model.safetensors"):
         (folder / name).write_bytes((LLAMA / name).read_bytes())
-    shown = reshard("inspect", folder, "-v").err
+    shown = reshard("inspect", folder, "-v", "--log-file", tmp_path / "log").err
     assert "\x1b" not in shown and all(line.startswith("[") for line in shown.splitlines())
+    written = (tmp_path / "log").read_text()
+    assert "\x1b" not in written and all(UTC.match(line) for line in written.splitlines())
     assert "opened" in names(lines_of(reshard("inspect", folder, "--log-format", "json").err))
 
 
