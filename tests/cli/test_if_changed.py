@@ -118,8 +118,8 @@ def test_the_masters_instead_of_the_weights_are_a_change(tmp_path):
 
 def test_another_of_two_equally_large_models_is_a_change(tmp_path):
     torch = pytest.importorskip("torch")
-    weights = {f"layer.{i}.weight": torch.full((4, 4), float(i)) for i in range(3)}
-    torch.save({"actor": weights, "critic": {name: tensor + 1 for name, tensor in weights.items()}}, tmp_path / "model.pt")
+    weights = {f"{root}.layer.{i}.weight": torch.full((4, 4), float(i)) for root in ("actor", "critic") for i in range(3)}
+    torch.save(weights, tmp_path / "model.pt")
     for root, unchanged in (("actor", False), ("actor", True), ("critic", False), ("critic", True)):
         result = reshard("convert", tmp_path / "model.pt", tmp_path / "out", "--to", "hf", "--root", root, "--if-changed", "--json")
         assert result.code == 0 and result.document["unchanged"] is unchanged
