@@ -210,6 +210,36 @@ def test_an_interrupted_run_of_another_plan_is_started_anew(run, source, tmp_pat
     assert run("--dtype", "fp32") is False, "the old result lay there until the end"
 
 
+def stopped_in_commit(source, target, monkeypatch, *options):
+    """A conversion that was stopped when the first of its files had its final name."""
+    replace, renamed = os.replace, []
+
+    def once(old, new):
+        if renamed:
+            raise KeyboardInterrupt
+        renamed.append(new)
+        replace(old, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", once)
+        assert reshard("convert", source, target, "--to", "vllm", "--tp", 2, "--if-changed", *options).code == 130
+
+
+def test_a_run_that_was_stopped_while_it_replaced_files_is_finished(run, source, tmp_path, monkeypatch):
+    assert run("--dtype", "fp32") is False
+    stopped_in_commit(source, tmp_path / "out", monkeypatch)
+    refused = reshard("inspect", tmp_path / "out")
+    assert refused.code == 3 and "--resume" in refused.err and "--if-changed" not in refused.err, "the two contradict each other"
+    assert run() is False and run() is True
+
+
+def test_the_files_of_a_half_replaced_target_are_not_taken_for_reshards_without_a_record(run, source, tmp_path, monkeypatch):
+    assert run() is False
+    stopped_in_commit(source, tmp_path / "out", monkeypatch, "--dtype", "fp32")
+    touch(source)
+    assert "--overwrite" in run(code=4).err
+
+
 def test_it_contradicts_the_other_ways():
     for other in ("--resume", "--overwrite"):
         result = reshard("convert", "a", "b", "--to", "hf", "--if-changed", other)
