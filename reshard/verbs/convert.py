@@ -221,7 +221,7 @@ def _own_files(root: Path, plan: Plan, entries: list[str], weights: list[str], i
     small_files = [sidecar.path for sidecar in plan.layout.sidecars]
     with suppress(CheckpointError):  # Without reshard.digests the small files are those that are about to be written.
         small_files += read_digests(files, manifest).small_files if manifest and manifest.digests else ()
-    own = [*(listed_files(files, manifest) if manifest else ()), *small_files, *RECORDS]
+    own = dict.fromkeys((*(listed_files(files, manifest) if manifest else ()), *small_files, *RECORDS))
     others = [name for name in weights if name not in own]
     if others:
         raise TargetError(
@@ -230,7 +230,7 @@ def _own_files(root: Path, plan: Plan, entries: list[str], weights: list[str], i
             why="Only what reshard wrote is replaced",
             do="Remove the file, or say --overwrite to replace everything that lies here",
         )
-    return tuple(dict.fromkeys(name for name in own if (root / name).is_file()))
+    return tuple(name for name in own if (root / name).is_file())
 
 
 def _check_place(root: Path, source: Path) -> None:
