@@ -100,7 +100,7 @@ class Part:
 # all layers together, and a vocabulary of 300,000. `degrees` and `estimate` look at each layer and expert, and take 6 s for 50,000 experts;
 # products of the others stay below 2^63.
 _MOST = {"layers": 4_096, "experts": 4_096, "heads": 100_000, "kv_heads": 100_000}
-_MOST_EXPERTS_OF_ALL_LAYERS = 50_000
+_MOST_EXPERTS_OF_ALL_LAYERS = 250_000
 _MOST_OF_OTHERS = 100_000_000
 
 

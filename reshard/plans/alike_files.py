@@ -40,6 +40,11 @@ class FileForm:
         return tuple(item for item in self.tensors if item.tensor.filled)
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The canonical tensors of all sections, in the order of the stored tensors."""
+        return tuple(name for item in self.tensors for name in item.tensor.sections.names)
+
+    @cached_property
     def sections(self) -> tuple[tuple[FileSections, Columns], ...]:
         """The sections of the first file, those of one element type and number of axes together, and the step of each section."""
         groups: dict[tuple[DType, int], list[tuple[PlacedTensor, int]]] = {}

@@ -59,6 +59,8 @@ def index_of_layout(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> In
     for file in layout.files:
         for item in file.filled:
             constants.extend(_constants(file.path, item))
+        if file.form:
+            tables.number(file.form.names)
         for sections in file.sections():
             tables.add(file.path, sections)
     return _index(layout.format, tables, constants, shapes, layout.files, RunFacts())
@@ -103,6 +105,10 @@ class _Tables:
             rows.byte_offsets.append(sections.byte_offset)
             rows.dtypes.append(sections.dtype)
             rows.files.append(self._files[path])
+
+    def number(self, names: tuple[str, ...]) -> None:
+        """Number canonical tensors in this order, which `tensors` follows, if they are new."""
+        self._numbers_of_names(names)
 
     def tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tensor, ...]:
         """The canonical tensors, in the order in which they were first added."""
