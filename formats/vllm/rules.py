@@ -114,7 +114,7 @@ def _rules(model: Model, version: Numbers, quirks: ModelQuirks) -> VersionRules:
     release = [release for release in RELEASES if release.since <= version][-1]
     rules = EngineRules(
         engine="vLLM",
-        fusions=tuple(_fusions(release)),
+        fusions=(*(Fusion(roles, module) for module, roles in quirks.fusions.items()), *_fusions(release)),
         extra_tensors=tuple(_extra_tensors(model, release, stores_normalizer=quirks.stores_normalizer_at(version))),
         vocabulary_multiple=model.architecture.vocabulary_multiple or 64,
         layers_per_stage=remainder_before_last_stage,
@@ -132,7 +132,9 @@ def _fusions(release: Release) -> Iterator[Fusion]:
     if release.fuses_latent:
         yield Fusion(("mla.q_a", "mla.kv_a"), "fused_qkv_a_proj")
     yield Fusion(("expert.gate", "expert.up"), f"{release.experts}w13")
+    yield Fusion(("expert.gate_up",), f"{release.experts}w13")
     yield Fusion(("expert.down",), f"{release.experts}w2")
+    yield Fusion(("expert.down_bias",), f"{release.experts}w2")
 
 
 def _extra_tensors(model: Model, release: Release, *, stores_normalizer: bool) -> Iterator[ExtraTensor]:

@@ -102,6 +102,14 @@ class Mosaic:
         last = len(self.shape) - 1
         return Mosaic(self.shape[::-1], tuple(tile.renumbered(lambda axis: last - axis, tile.at[::-1]) for tile in self.tiles))
 
+    def item(self, number: int) -> Mosaic:
+        """The array at one index of the first axis, without that axis: what `stacked` put there."""
+        tiles: list[Tile] = []
+        for tile in self.cut(0, number, number + 1).tiles:
+            axes = tuple(None if axis in (0, None) else axis - 1 for axis in tile.axes)
+            tiles.append(Tile(tile.name, tile.box, tile.at[1:], axes))
+        return Mosaic(self.shape[1:], tuple(tiles))
+
     def flattened(self) -> Mosaic:
         """This array, which must have exactly one element, as an array of shape [1]."""
         assert math.prod(self.shape) == 1

@@ -19,7 +19,7 @@ from typing import Any
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, joined
-from reshard.models.architecture import Architecture, Weight, whole_number
+from reshard.models.architecture import Architecture, LayerRule, Weight, whole_number
 from reshard.models.quantization import BlockShape, Quantization, Scale, quantization_of
 from reshard.models.roles import ROLES, Split
 
@@ -123,7 +123,9 @@ class Model:
         """
         values = Dimensions(self.architecture.model_type)
         for name, dimension in self.architecture.dimensions.items():
-            value = next((self.config[key] for key in dimension.keys if self.config.get(key) is not None), None)
+            value = next((value for key in dimension.keys if (value := self.stated(key)) is not None), None)
+            if dimension.counts and isinstance(value, list):
+                value = len(value)
             if value is None and dimension.default:
                 value = evaluate(dimension.default, values)
             if dimension.optional and not value:
@@ -152,9 +154,22 @@ class Model:
         """Whether the head and the embedding are one tensor."""
         return bool(self.setting("tie_word_embeddings"))
 
+    @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """The values of the config's keys, those of the inner config of the language model included."""
+        inner = self.config.get(self.architecture.text_config) if self.architecture.text_config else None
+        return {**self.config, **inner} if isinstance(inner, Mapping) else self.config
+
+    def stated(self, key: str) -> Any:
+        """What the config says for a key; None if it does not have the key. A dot leads into an inner config: vision_config.depth."""
+        value: Any = self.settings
+        for word in key.split("."):
+            value = value.get(word) if isinstance(value, Mapping) else None
+        return value
+
     def setting(self, key: str) -> Any:
         """The value of a key of the config; the architecture's default if the config does not set it."""
-        value = self.config.get(key)
+        value = self.stated(key)
         return self.architecture.defaults.get(key) if value is None else value
 
     @cached_property
@@ -169,8 +184,23 @@ class Model:
     @cached_property
     def sparse_layers(self) -> frozenset[int]:
         """The indices of the layers with experts, layers for multi-token prediction included."""
-        sparse, layers = self.architecture.sparse_layers, self.dimensions["layers"] + self.mtp_layers
-        return sparse.among({**self.architecture.defaults, **self.config}, layers) if sparse else frozenset()
+        return self._among(self.architecture.sparse_layers) if self.architecture.sparse_layers else frozenset()
+
+    @cached_property
+    def layer_sets(self) -> dict[str, frozenset[int]]:
+        """The indices of the layers of each set that a declaration can name under `layers`."""
+        layers = self.dimensions["layers"]
+        every = range(layers + self.mtp_layers)
+        declared = {name: self._among(rule) for name, rule in self.architecture.layer_sets.items()}
+        sets = {"sparse": self.sparse_layers, "mtp": frozenset(every[layers:]), **declared}
+        return {
+            **sets,
+            "dense": frozenset(every) - self.sparse_layers,
+            **{f"not {name}": frozenset(every) - of for name, of in sets.items()},
+        }
+
+    def _among(self, rule: LayerRule) -> frozenset[int]:
+        return rule.among({**self.architecture.defaults, **self.settings}, self.dimensions["layers"] + self.mtp_layers)
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
@@ -191,6 +221,10 @@ class Model:
         """Why a tensor of that name is left out on purpose; None if it is not."""
         return next((reason for pattern, reason in self.architecture.dropped.items() if re.fullmatch(pattern, name)), None)
 
+    def reason_not_served(self, name: str) -> str | None:
+        """If `name` is a further tensor that the architecture lets a checkpoint contain: why serving engines leave it out. Otherwise None."""
+        return next((reason for pattern, reason in self.architecture.carried.items() if re.fullmatch(pattern, name)), None)
+
     def is_in_layer(self, name: str) -> bool:
         """Whether a name lies in one of the numbered layers that the architecture declares."""
         fronts = {weight.name.partition("{layer}")[0] for weight in self.architecture.weights if "{layer}" in weight.name}
@@ -201,18 +235,22 @@ class Model:
         in_layers = [(weight, shape) for weight, shape in present if "{layer}" in weight.name]
         layers = self.dimensions["layers"]
         done = False
-        for weight, shape in present:
-            if "{layer}" not in weight.name:
-                yield from self._numbered([(weight, shape)], None)
+        for (counted_by, is_in_layer), run in groupby(present, key=lambda item: (item[0].counted_by, "{layer}" in item[0].name)):
+            if counted_by:
+                of_block = list(run)
+                for number in range(self.dimensions[counted_by]):
+                    yield from self._numbered(of_block, None, {counted_by: number})
+            elif not is_in_layer:
+                yield from self._numbered(list(run), None)
             elif not done:
                 done = True
                 for layer in range(layers + self.mtp_layers):
-                    kinds = {None, "sparse" if layer in self.sparse_layers else "dense", "mtp" if layer >= layers else None}
-                    yield from self._numbered([(weight, shape) for weight, shape in in_layers if weight.layers in kinds], layer)
+                    present_here = [item for item in in_layers if all(layer in self.layer_sets[name] for name in item[0].layers)]
+                    yield from self._numbered(present_here, layer)
 
     def _is_present(self, weight: Weight) -> bool:
         missing = self.architecture.dimensions.keys() - self.dimensions.keys()
-        if missing & set(re.findall(r"\w+", " ".join(weight.shape))):
+        if missing & {weight.counted_by, *re.findall(r"\w+", " ".join(weight.shape))}:
             return False
         if weight.when is None:
             return True
@@ -222,9 +260,10 @@ class Model:
     def _shape(self, weight: Weight) -> tuple[int, ...]:
         shape = tuple(evaluate(axis, self.dimensions) for axis in weight.shape)
         if weight.fuses:
+            own = shape[1:] if weight.stacked else shape
             rows = {role: evaluate(expression, self.dimensions) for role, expression in weight.fuses.items()}
             rounds = self.dimensions[weight.interleaved_by] if weight.interleaved_by else 1
-            out_features = shape[-1 if weight.transposed else 0]
+            out_features = own[-1 if weight.transposed else 0]
             if sum(rows.values()) != out_features or any(count % rounds for count in rows.values()):
                 interleaved = f" in {rounds} equal runs each, one per {weight.interleaved_by}" if weight.interleaved_by else ""
                 raise RequestError(
@@ -236,14 +275,19 @@ class Model:
                 )
         return shape
 
-    def _numbered(self, weights: list[tuple[Weight, tuple[int, ...]]], layer: int | None) -> Iterator[ModelWeight]:
-        """The tensors of one layer (None: outside of the layers), each weight followed by its scales, the experts one after the other."""
+    def _numbered(
+        self, weights: list[tuple[Weight, tuple[int, ...]]], layer: int | None, numbers: Mapping[str, int] | None = None
+    ) -> Iterator[ModelWeight]:
+        """The tensors of one layer (None: outside of the layers), each weight followed by its scales, the experts one after the other.
+
+        numbers: of other words in braces, such as the block of a vision tower.
+        """
         optional = layer is not None and layer >= self.dimensions["layers"]
         for is_expert, run in groupby(weights, key=lambda item: "{expert}" in item[0].name):
             declared = list(run)
             for expert in range(self.dimensions["experts"]) if is_expert else (None,):
                 for weight, shape in declared:
-                    name = weight.name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+                    name = weight.name.format(layer=layer, expert=expert, **(numbers or {}))
                     scales = self._scales(weight, name)
                     yield ModelWeight(name, weight.role, shape, layer, weight, expert, optional, scales)
                     for scale in scales:
@@ -272,15 +316,25 @@ class Model:
             yield from self._parts_of(weight, weight.role in keep_fused)
 
     def _parts_of(self, weight: ModelWeight, keep_fused: bool) -> Iterator[Part]:
+        whole = Mosaic.of(weight.name, Box.whole(weight.shape))
+        if not weight.declared.stacked:
+            yield from self._parts_of_array(weight, whole, weight.expert, keep_fused)
+            return
+        for expert in range(weight.shape[0]):
+            yield from self._parts_of_array(weight, whole.item(expert), expert, keep_fused)
+
+    def _parts_of_array(self, weight: ModelWeight, array: Mosaic, expert: int | None, keep_fused: bool) -> Iterator[Part]:
+        """The parts of a weight, or of one expert's weight in a tensor of all experts."""
         declared, parameter = weight.declared, weight.name.rpartition(".")[2]
-        array = Mosaic.of(weight.name, Box.whole(weight.shape))
-        if declared.transposed and len(weight.shape) == 2:
+        if declared.stacked:
+            parameter = "bias" if parameter.endswith("bias") else "weight"
+        if declared.transposed and len(array.shape) == 2:
             array = array.transposed()
         if len(weight.shape) == 2 and weight.shape[0] == 1 and weight.role in ROLES and len(ROLES[weight.role].shape) == 1:
             array = array.merged(0)  # a vector that is stored as [1, n]
         block_shape: BlockShape = weight.scale.block_shape if weight.scale else (1,) * len(array.shape)
         blocks = next((scale.block_shape for scale in weight.scales if scale.is_blocked), None)
-        place = (weight.layer, weight.expert, weight.name)
+        place = (weight.layer, expert, weight.name)
 
         def part(role: str, rows: Mosaic) -> Part:
             return Part(role, parameter, *place, rows, declared.split or ROLES[role].split, block_shape, blocks, weight.scale)

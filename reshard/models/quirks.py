@@ -45,6 +45,15 @@ class ModelQuirks:
     names: tuple[EngineName, ...] = ()
     """Other names, which are applied to every Hugging Face name in this order."""
 
+    fusions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Module -> roles that the class stores as one tensor of that module, in this order, besides those that the engine always joins."""
+
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    """Splits by role, where the class shares a weight among the ranks in another way than usual."""
+
+    dtypes: Mapping[str, DType] = field(default_factory=dict)
+    """Element types that the class prescribes, by role, whatever the source has."""
+
     keep_fused: Mapping[str, Version] = field(default_factory=dict)
     """Role of a fused weight -> the first version that stores it as the model does."""
 
@@ -53,19 +62,14 @@ class ModelQuirks:
     "embedding", a stage that holds only the head uses the embedding's name, too."""
 
     every_stage: frozenset[str] = frozenset()
-    """Roles outside of the layers that every pipeline stage holds. Other embeddings are on the first stage, the rest on the last."""
+    """Roles outside of the layers that every pipeline stage holds; "vision" stands for all roles of the vision tower. Other embeddings are
+    on the first stage, the rest on the last."""
 
     module_names: Mapping[str, str] = field(default_factory=dict)
     """Module names by role, which take precedence over EngineRules.module_names."""
 
     unsupported: frozenset[tuple[str, str]] = frozenset()
     """(role, "weight" or "bias") pairs that the class has no slot for."""
-
-    splits: Mapping[str, Split] = field(default_factory=dict)
-    """Splits by role, where ranks share a weight in another way than usual."""
-
-    dtypes: Mapping[str, DType] = field(default_factory=dict)
-    """Element types that the class prescribes, by role, whatever the source has."""
 
     tp_at_most_experts: bool = False
     """Whether the class refuses more tensor-parallel ranks than experts."""

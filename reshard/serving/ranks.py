@@ -80,7 +80,7 @@ class EngineRank:
         ends = by_layer.get(None, ())
         groups = [[part] for part in ends if part.role == "embedding"]
         groups += [list(by_layer.get(layer, ())) for layer in self.layers]
-        groups += [[part] for part in ends if part.role != "embedding"]
+        groups.append([part for part in ends if part.role != "embedding"])
         for group in groups:
             tensors = list(self.rank_tensors_of(group))
             names = {tensor.name for tensor in tensors}
@@ -90,23 +90,25 @@ class EngineRank:
 
     def rank_tensors_of(self, parts: list[Part]) -> Iterator[RankTensor]:
         """The tensors that some parts of the model become. All parts are of one layer, or all are outside of the layers."""
-        fusion_of = {role: fusion for fusion in self.rules.fusions for role in fusion.roles}
+        fusion_of = {role: fusion for fusion in reversed(self.rules.fusions) for role in fusion.roles}
         groups: dict[tuple[object, ...], list[Part]] = {}
         for part in parts:
             fusion = fusion_of.get(part.role)
-            # The parts of a fused tensor are one group, all experts included; any other tensor is a group of its own.
-            groups.setdefault((fusion.roles, part.parameter) if fusion else (part.tensor, part.role), []).append(part)
+            # The parts of a fused tensor are one group, all experts included. Any other tensor of the model is a group of its own: its
+            # sections, such as [z; x; b; c; dt], stay one tensor, in which a rank holds its share of each.
+            block = part.tensor.rsplit(".", 2)[0] if part.layer is None else None
+            groups.setdefault((fusion.roles, part.parameter, block) if fusion else (part.tensor,), []).append(part)
         for group in groups.values():
             first, fusion = group[0], fusion_of.get(group[0].role)
             if first.expert is not None:
                 if self.experts:
                     yield self._stacked_experts(group, fusion)
-            elif first.layer is None:
-                yield from self._end(first)
-            else:
+            elif first.layer is None and self.model.is_tied and first.tensor == self.model.architecture.tied[1]:
+                yield from self._tied_embedding(first)
+            elif first.layer is not None or self._is_on_stage(first.role):
                 ordered = sorted(group, key=lambda part: fusion.roles.index(part.role)) if fusion else group
                 is_fused = fusion is not None and len({part.tensor for part in group}) > 1
-                name = _with_component(first.tensor, fusion.component) if is_fused and fusion else first.tensor
+                name = _with_component(ordered[0].tensor, fusion.component) if is_fused and fusion else first.tensor
                 shards = [self._shard(part) for part in ordered]
                 yield RankTensor(self._engine_name(name, ordered[0]), joined(shards), tuple(ordered))
 
@@ -138,18 +140,15 @@ class EngineRank:
             shards.append(joined([self._shard(part) for part in stored_parts]))
         array = stacked(shards)
         has_one_scale_per_expert = len(array.shape) == 2 and array.shape[1] == 1 and first.scale is not None
-        module = first.tensor.rpartition(f".{first.expert}.")[0]
+        is_stacked = self.model.weights[first.tensor].declared.stacked
+        module = first.tensor.rpartition("." if is_stacked else f".{first.expert}.")[0]
         name = self._engine_name(f"{module}.{fusion.component}_{first.parameter}", in_order[0])
         parts_here = tuple(part for parts in by_expert.values() for part in parts)
         return RankTensor(name, array.merged(0) if has_one_scale_per_expert else array, parts_here)
 
-    def _end(self, part: Part) -> Iterator[RankTensor]:
-        """A weight outside of the layers, if this stage holds it; a tied embedding under the name or names that the engine stores."""
+    def _tied_embedding(self, part: Part) -> Iterator[RankTensor]:
+        """The tied embedding, if this stage holds it, under the name or names that the engine stores."""
         head, embedding = self.model.architecture.tied
-        if not (self.model.is_tied and part.tensor == embedding):
-            if self._is_on_stage(part.role):
-                yield RankTensor(self._engine_name(part.tensor, part), self._shard(part), (part,))
-            return
         names = {"head": head, "embedding": embedding}
         roles = [role for role in names if self._is_on_stage(role)]
         stored_as = self.rules.quirks.tied_table_stored_as
@@ -160,7 +159,8 @@ class EngineRank:
 
     def _is_on_stage(self, role: str) -> bool:
         stage = 0 if role in ("embedding", "position_embedding", "embedding_norm") else self.parallel.pp - 1
-        return self.pp_rank == stage or role in self.rules.quirks.every_stage
+        every_stage = self.rules.quirks.every_stage
+        return self.pp_rank == stage or role in every_stage or role.partition(".")[0] in every_stage
 
     def _extra_tensors(self, tensor: RankTensor, compute_dtype: DType) -> Iterator[StoredTensor]:
         """The constants that the engine expects beside a tensor."""

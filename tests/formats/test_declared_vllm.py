@@ -24,7 +24,7 @@ from reshard.serving.ranks import rank_tensors
 from reshard.serving.weights import stored_dtypes
 
 sys.path.insert(0, str(FIXTURES))
-import named_weights  # noqa: E402
+import named_weights
 
 REFERENCES = {path.stem: path for path in sorted((FIXTURES / "vllm_declared").glob("*.json"))}
 

@@ -16,13 +16,13 @@ from typing import Any
 
 from reshard.geometry.dtypes import FLOATING_WORDS, from_user
 from reshard.models.declared.node import Node
-from reshard.models.declared.weights import SPLITS
+from reshard.models.declared.weights import split_of
 from reshard.models.quirks import EngineName, ModelQuirks, Version
 from reshard.models.roles import ROLES
 
 _WORDS = r"[\w-]+(\.[\w-]+)*"
 _PARAMETERS = ("weight", "bias")
-_NO_LAYER = tuple(role.name for role in ROLES.values() if not role.in_layer)
+_NO_LAYER = (*(role.name for role in ROLES.values() if not role.in_layer), "vision")
 
 
 def engines_of(node: Node) -> dict[str, ModelQuirks]:
@@ -67,6 +67,10 @@ def _settings(node: Node) -> tuple[tuple[str, object], ...]:
     return tuple((key, inner.setting()) for key, inner in node.mapping().items())
 
 
+def _roles(node: Node) -> tuple[str, ...]:
+    return tuple(item.word(r"[\w.-]+", "a role") for item in node.items())
+
+
 def _sentence(node: Node) -> str:
     if not isinstance(node.value, str) or not node.value.strip():
         raise node.unexpected("a sentence")
@@ -76,13 +80,14 @@ def _sentence(node: Node) -> str:
 ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "since": _version,
     "names": _names,
+    "fusions": lambda node: {module: _roles(inner) for module, inner in node.mapping().items()},
+    "splits": lambda node: {role: split_of(inner) for role, inner in node.mapping().items()},
+    "dtypes": lambda node: {role: from_user(inner.one_of(FLOATING_WORDS)) for role, inner in node.mapping().items()},
     "keep_fused": lambda node: {role: _version(inner) for role, inner in node.mapping().items()},
     "tied_table_stored_as": lambda node: node.one_of(("head", "embedding", "both")),
     "every_stage": lambda node: frozenset(item.one_of(_NO_LAYER) for item in node.items()),
     "module_names": lambda node: {role: inner.word() for role, inner in node.mapping().items()},
     "unsupported": _unsupported,
-    "splits": lambda node: {role: SPLITS[inner.one_of(tuple(SPLITS))] for role, inner in node.mapping().items()},
-    "dtypes": lambda node: {role: from_user(inner.one_of(FLOATING_WORDS)) for role, inner in node.mapping().items()},
     "tp_at_most_experts": Node.flag,
     "stages_need_experts": Node.flag,
     "tied_refuses_stages": Node.flag,
