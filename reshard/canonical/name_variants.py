@@ -43,6 +43,9 @@ NAME_VARIANTS = (
     NameVariant("mlp.experts.down_proj", ("expert.down",), stacked="weight"),
     NameVariant("mlp.experts.gate_up_proj_scale_inv", ("expert.gate", "expert.up"), stacked="weight_scale_inv"),
     NameVariant("mlp.experts.down_proj_scale_inv", ("expert.down",), stacked="weight_scale_inv"),
+    NameVariant("block_sparse_moe.experts.gate_up_proj", ("expert.gate", "expert.up"), stacked="weight"),
+    NameVariant("block_sparse_moe.experts.down_proj", ("expert.down",), stacked="weight"),
+    NameVariant("block_sparse_moe.router.{kind}", ("router",)),
     NameVariant("mlp.gate.{kind}", ("router",)),
     NameVariant("mlp.router.{kind}", ("router",)),
     NameVariant("mlp.gate.e_score_correction_bias", ("router.correction",)),
@@ -132,7 +135,7 @@ class Names:
             self._parts = {(part.layer, part.expert, part.role, part.parameter): part for part in self._model.parts()}
         parts = [self._parts.get((layer, expert, role, kind)) for role in variant.roles]
         arrays = [part.array for part in parts if part is not None]
-        if len(parts) == 1 and parts[0] is not None and len(arrays[0].shape) < len(self._shapes[parts[0].tensor]):
+        if len(parts) == 1 and parts[0] is not None and expert is None and len(arrays[0].shape) < len(self._shapes[parts[0].tensor]):
             return Mosaic.of(parts[0].tensor, Box.whole(self._shapes[parts[0].tensor]))  # a vector that is stored as [1, n]
         if len(arrays) < len(parts) or (len(arrays) > 1 and not arrays[0].shape):
             return None  # scales without axes cannot be concatenated

@@ -194,7 +194,7 @@ def _predecessor(name: str, names: list[str]) -> int:
     """The index of the one of `names` that a new weight follows: of a bias its weight; otherwise the last in the module around the module of
     `name`, or in the next outer module that has any of them."""
     if name.endswith(".bias") and (weight := name.removesuffix("bias") + "weight") in names:
-        return names.index(weight)
+        return len(names) - 1 - names[::-1].index(weight)
     module = name.rpartition(".")[0]
     while module:
         module = module.rpartition(".")[0]

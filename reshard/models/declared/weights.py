@@ -67,7 +67,7 @@ class WeightReader:
     def _fused_rows(self, node: Node) -> dict[str, str]:
         """The roles that are fused in a weight, with the output features of each."""
         if isinstance(node.value, dict):
-            return {role: expression(inner, self.dimensions) for role, inner in node.mapping().items()}
+            return {role: expression(inner, self.dimensions, optional=True) for role, inner in node.mapping().items()}
         rows: dict[str, str] = {}
         for item in node.items():
             role = item.word(_ROLE, "a role")
@@ -78,7 +78,7 @@ class WeightReader:
                     f"the number of rows of {role} is not known",
                     do=f"Write `fuses: {{{role}: ROWS, ...}}` with an expression for each role",
                 )
-            rows[role] = expression(item.inner("rows", ROLES[role].shape[0]), self.dimensions)
+            rows[role] = expression(item.inner("rows", ROLES[role].shape[0]), self.dimensions, optional=True)
         if len(rows) < 2:
             raise node.error("a fused weight has at least two roles", do="Write `role:` in place of `fuses:`")
         return rows
