@@ -204,12 +204,12 @@ def models() -> str:
         [
             GENERATED,
             "# Models",
-            f"{len(rows)} model types are declared. All formats that keep a model's names read and write them: hf, dcp, fsdp, deepspeed and "
-            "the like. Megatron takes those that [its page](../formats/megatron.md) names.",
-            "How each was compared with vLLM: small models of that type were saved by transformers and loaded by real rank processes of vLLM, "
-            "with its own class and loader. Every key, shape, element type and bit of every rank is what `convert --to vllm` writes, at the "
-            "degrees below; degrees that vLLM refuses are refused. TP is the tensor-parallel size, PP 2 and EP are those of two stages and of "
-            "experts on the ranks of that size. The last column names other engines whose files were compared.",
+            f"{len(rows)} model types are declared. Formats that keep a model's names read and write them all: hf, dcp, fsdp, deepspeed "
+            "and the like. Megatron takes those that [its page](../formats/megatron.md) names.",
+            "How each was compared with vLLM: small models of that type were saved by transformers and loaded by real rank processes of "
+            "vLLM, with its own class and loader. Every key, shape, element type and bit of every rank is what `convert --to vllm` "
+            "writes, at the degrees below; degrees that vLLM refuses are refused. TP is the number of tensor-parallel ranks, PP that of "
+            "stages, EP that of ranks with whole experts. The last column names other engines whose files were compared.",
             _table(("model type", "what it is", "compared with vLLM", "also"), rows),
             "`reshard architectures NAME` shows a declaration. [Declaring a model](../architectures.md) explains how to add one, and "
             "`fixtures/vllm_declared/make.py` how to compare it.",
@@ -227,22 +227,21 @@ def _references(folder: str, model_type: str) -> list[Path]:
 
 
 def _degrees_of_vllm(model_type: str) -> str:
-    """The degrees at which models of that type were compared, and those that vLLM refuses; "" if none was compared."""
+    """The version of vLLM and the degrees at which models of that type were compared; "" if none was compared."""
     files = [path for path in sorted((_FIXTURES / "vllm_declared").glob("*.json")) if path.stem.partition("-")[0] == model_type]
     documents = [json.loads(path.read_text()) for path in files]
-    degrees = {(document["vllm"], degree): ranks for document in documents for degree, ranks in document["degrees"].items()}
-    for path in _references("vllm", model_type):
-        degrees[json.loads(path.read_text())["vllm"], path.stem] = []
-    taken = {degree for (_, degree), ranks in degrees.items() if isinstance(ranks, list)}
+    taken = {degree for document in documents for degree, ranks in document["degrees"].items() if isinstance(ranks, list)}
+    taken |= {path.stem for path in _references("vllm", model_type)}
     if not taken:
         return ""
-    sizes = {
-        kind: sorted({int(found[1]) for degree in taken if (found := re.fullmatch(kind, degree))}) for kind in (r"tp(\d+)", r"tp(\d+)-ep")
-    }
-    tp, ep = (", ".join(map(str, numbers)) for numbers in sizes.values())
-    stages = sorted({int(found[1]) for degree in taken if (found := re.search(r"pp(\d+)", degree))})
-    words = [f"TP {tp}", f"PP {', '.join(map(str, stages))}" if stages else "", f"EP {ep}" if ep else ""]
-    return f"{max(version for version, _ in degrees)}: {'; '.join(filter(None, words))}"
+    version = max(json.loads(path.read_text())["vllm"] for path in (*files, *_references("vllm", model_type)))
+
+    def sizes(pattern: str) -> str:
+        return ", ".join(map(str, sorted({int(found[1]) for degree in taken if (found := re.fullmatch(pattern, degree))})))
+
+    tp, pp, ep = sizes(r"tp(\d+)"), sizes(r"tp\d+-pp(\d+)"), sizes(r"tp(\d+)-ep")
+    words = [f"TP {tp}", f"PP {pp}" if pp else "", f"EP {ep}" if ep else ""]
+    return f"{version}: {'; '.join(filter(None, words))}"
 
 
 def _described(text: str) -> str:

@@ -31,7 +31,8 @@ class NameVariant:
     """Another name of one or several weights of a layer."""
 
     name: str
-    """The name inside the layer, with {expert} for the expert's number and {kind} for weight or bias."""
+    """The name inside the layer, with {expert} for the expert's number and {kind} for weight or bias. Without {kind}: the name of the only
+    tensor of its role."""
     roles: tuple[str, ...]
     """The roles of the weights, concatenated along axis 0 in this order."""
     stacked: str | None = None
@@ -54,6 +55,9 @@ NAME_VARIANTS = (
     NameVariant("mlp.experts.{expert}.gate_proj.{kind}", ("expert.gate",)),
     NameVariant("mlp.experts.{expert}.up_proj.{kind}", ("expert.up",)),
     NameVariant("mlp.experts.{expert}.down_proj.{kind}", ("expert.down",)),
+    NameVariant("mlp.shared_experts.gate_proj.{kind}", ("shared_expert.gate",)),
+    NameVariant("mlp.shared_experts.up_proj.{kind}", ("shared_expert.up",)),
+    NameVariant("mlp.shared_experts.down_proj.{kind}", ("shared_expert.down",)),
     NameVariant("block_sparse_moe.gate.{kind}", ("router",)),
     NameVariant("block_sparse_moe.experts.{expert}.w1.{kind}", ("expert.gate",)),
     NameVariant("block_sparse_moe.experts.{expert}.w2.{kind}", ("expert.down",)),
@@ -86,7 +90,7 @@ class Names:
         head, embedding = model.architecture.tied
         if model.is_tied and embedding in self._shapes:
             self._shapes[head] = self._shapes[embedding]
-        self._parts: Mapping[tuple[int | None, int | None, str, str], Part] | None = None
+        self._parts: dict[tuple[int | None, int | None, str, str | None], Part] | None = None
 
     def is_canonical(self, name: str) -> bool:
         """Whether the name is that of a weight of the model, or of a tensor that the architecture leaves out on purpose."""
@@ -125,14 +129,16 @@ class Names:
         if variant is None:
             return None
         if not variant.stacked:
-            return self._joined(variant, layer, expert, kind)
+            return self._joined(variant, layer, expert, kind if "{kind}" in variant.name else None)
         numbers = range(self._model.dimensions.get("experts", 0))
         experts = [array for number in numbers if (array := self._joined(variant, layer, number, variant.stacked)) is not None]
         return stacked(experts) if experts and len(experts) == len(numbers) else None
 
-    def _joined(self, variant: NameVariant, layer: int, expert: int | None, kind: str) -> Mosaic | None:
+    def _joined(self, variant: NameVariant, layer: int, expert: int | None, kind: str | None) -> Mosaic | None:
         if self._parts is None:
-            self._parts = {(part.layer, part.expert, part.role, part.parameter): part for part in self._model.parts()}
+            parts_of = self._model.parts()
+            self._parts = {(part.layer, part.expert, part.role, part.parameter): part for part in parts_of}
+            self._parts |= {(part.layer, part.expert, part.role, None): part for part in parts_of}
         parts = [self._parts.get((layer, expert, role, kind)) for role in variant.roles]
         arrays = [part.array for part in parts if part is not None]
         if len(parts) == 1 and parts[0] is not None and expert is None and len(arrays[0].shape) < len(self._shapes[parts[0].tensor]):
