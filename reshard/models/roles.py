@@ -142,6 +142,11 @@ _ROWS = (
     Role("mla.kv_a", Replicate(), ("kv_rank + rope_dim", "hidden"), saved=SavedForBackward(whole_out=1), quantized=True),
     Role("mla.kv_a_norm", Replicate(), ("kv_rank",)),
     Role("mla.kv_b", Heads("heads"), ("heads * kv_b_dim", "kv_rank"), saved=_INPUT_AND_OUTPUT, quantized=True),
+    # The indexer of sparse attention, which every rank computes whole.
+    Role("indexer.q", Replicate(), ("index_heads * index_dim", "q_rank"), saved=_INPUT_AND_OUTPUT, quantized=True),
+    Role("indexer.k", Replicate(), ("index_dim", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("indexer.k_norm", Replicate(), ("index_dim",)),
+    Role("indexer.weights", Replicate(), ("index_heads", "hidden")),
     # Linear attention with a gated delta rule: fewer heads of q and k than of v and of the output gate z; b and a are a number per head.
     # delta.qkvz and delta.ba are stored head of k by head of k. delta.a_log and delta.dt_bias are a number per head.
     Role(

@@ -81,6 +81,7 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "since": _version,
     "names": _names,
     "fusions": lambda node: {module: _roles(inner) for module, inner in node.mapping().items()},
+    "even_rows_first": lambda node: {role: inner.word(r"[a-z_][a-z0-9_]*", "a dimension") for role, inner in node.mapping().items()},
     "splits": lambda node: {role: split_of(inner) for role, inner in node.mapping().items()},
     "keep_fused": lambda node: {role: _version(inner) for role, inner in node.mapping().items()},
     "tied_table_stored_as": lambda node: node.one_of(("head", "embedding", "both")),
