@@ -124,7 +124,7 @@ class Model:
         values = Dimensions(self.architecture.model_type)
         for name, dimension in self.architecture.dimensions.items():
             value = next((value for key in dimension.keys if (value := self.stated(key)) is not None), None)
-            if dimension.counts and isinstance(value, list):
+            if dimension.counts and isinstance(value, list | str):
                 value = len(value)
             if value is None and dimension.default:
                 value = evaluate(dimension.default, values)
