@@ -33,7 +33,7 @@ CONTENTS = {
     """,
     "Evidence": "verification benchmarks",
     "Reference": """
-        reference/cli reference/python reference/json reference/fingerprint reference/exit-codes reference/errors reference/versions
+        reference/cli reference/python reference/json reference/fingerprint reference/exit-codes reference/errors reference/models reference/versions
         glossary
     """,
     "Extending": "design extending/format extending/engine architectures extending/option extending/storage",

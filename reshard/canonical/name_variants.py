@@ -31,7 +31,8 @@ class NameVariant:
     """Another name of one or several weights of a layer."""
 
     name: str
-    """The name inside the layer, with {expert} for the expert's number and {kind} for weight or bias."""
+    """The name inside the layer, with {expert} for the expert's number and {kind} for weight or bias. Without {kind}: the name of the only
+    tensor of its role."""
     roles: tuple[str, ...]
     """The roles of the weights, concatenated along axis 0 in this order."""
     stacked: str | None = None
@@ -50,6 +51,9 @@ NAME_VARIANTS = (
     NameVariant("mixer.experts.down_proj", ("expert.down",), stacked="weight"),
     NameVariant("mlp.experts.gate_up_proj_scale_inv", ("expert.gate", "expert.up"), stacked="weight_scale_inv"),
     NameVariant("mlp.experts.down_proj_scale_inv", ("expert.down",), stacked="weight_scale_inv"),
+    NameVariant("block_sparse_moe.experts.gate_up_proj", ("expert.gate", "expert.up"), stacked="weight"),
+    NameVariant("block_sparse_moe.experts.down_proj", ("expert.down",), stacked="weight"),
+    NameVariant("block_sparse_moe.router.{kind}", ("router",)),
     NameVariant("mlp.gate.{kind}", ("router",)),
     NameVariant("mlp.router.{kind}", ("router",)),
     NameVariant("mlp.gate.e_score_correction_bias", ("router.correction",)),
@@ -58,6 +62,9 @@ NAME_VARIANTS = (
     NameVariant("mlp.experts.{expert}.gate_proj.{kind}", ("expert.gate",)),
     NameVariant("mlp.experts.{expert}.up_proj.{kind}", ("expert.up",)),
     NameVariant("mlp.experts.{expert}.down_proj.{kind}", ("expert.down",)),
+    NameVariant("mlp.shared_experts.gate_proj.{kind}", ("shared_expert.gate",)),
+    NameVariant("mlp.shared_experts.up_proj.{kind}", ("shared_expert.up",)),
+    NameVariant("mlp.shared_experts.down_proj.{kind}", ("shared_expert.down",)),
     NameVariant("block_sparse_moe.gate.{kind}", ("router",)),
     NameVariant("block_sparse_moe.experts.{expert}.w1.{kind}", ("expert.gate",)),
     NameVariant("block_sparse_moe.experts.{expert}.w2.{kind}", ("expert.down",)),
@@ -90,7 +97,7 @@ class Names:
         head, embedding = model.architecture.tied
         if model.is_tied and embedding in self._shapes:
             self._shapes[head] = self._shapes[embedding]
-        self._parts: Mapping[tuple[int | None, int | None, str, str], Part] | None = None
+        self._parts: dict[tuple[int | None, int | None, str, str | None], Part] | None = None
 
     def is_canonical(self, name: str) -> bool:
         """Whether the name is that of a weight of the model, or of a tensor that the architecture leaves out on purpose."""
@@ -129,17 +136,19 @@ class Names:
         if variant is None:
             return None
         if not variant.stacked:
-            return self._joined(variant, layer, expert, kind)
+            return self._joined(variant, layer, expert, kind if "{kind}" in variant.name else None)
         numbers = range(self._model.dimensions.get("experts", 0))
         experts = [array for number in numbers if (array := self._joined(variant, layer, number, variant.stacked)) is not None]
         return stacked(experts) if experts and len(experts) == len(numbers) else None
 
-    def _joined(self, variant: NameVariant, layer: int, expert: int | None, kind: str) -> Mosaic | None:
+    def _joined(self, variant: NameVariant, layer: int, expert: int | None, kind: str | None) -> Mosaic | None:
         if self._parts is None:
-            self._parts = {(part.layer, part.expert, part.role, part.parameter): part for part in self._model.parts()}
+            parts_of = self._model.parts()
+            self._parts = {(part.layer, part.expert, part.role, part.parameter): part for part in parts_of}
+            self._parts |= {(part.layer, part.expert, part.role, None): part for part in parts_of}
         parts = [self._parts.get((layer, expert, role, kind)) for role in variant.roles]
         arrays = [part.array for part in parts if part is not None]
-        if len(parts) == 1 and parts[0] is not None and len(arrays[0].shape) < len(self._shapes[parts[0].tensor]):
+        if len(parts) == 1 and parts[0] is not None and expert is None and len(arrays[0].shape) < len(self._shapes[parts[0].tensor]):
             return Mosaic.of(parts[0].tensor, Box.whole(self._shapes[parts[0].tensor]))  # a vector that is stored as [1, n]
         if len(arrays) < len(parts) or (len(arrays) > 1 and not arrays[0].shape):
             return None  # scales without axes cannot be concatenated

@@ -83,7 +83,7 @@ class LayerRule:
     first: str | None = None
     """The config's key for the index of the first layer of the set; None: 0."""
     last: str | None = None
-    """The config's key for the index of the last layer of the set, which may be negative; None, or below 0: the last layer."""
+    """The config's key for the index of the last layer of the set; None, or a value below 0: the last layer of the model."""
     step: str | None = None
     """The config's key for the step; None: 1."""
     every: str | None = None
@@ -198,7 +198,7 @@ def _predecessor(name: str, names: list[str]) -> int:
     """The index of the one of `names` that a new weight follows: of a bias its weight; otherwise the last in the module around the module of
     `name`, or in the next outer module that has any of them."""
     if name.endswith(".bias") and (weight := name.removesuffix("bias") + "weight") in names:
-        return names.index(weight)
+        return len(names) - 1 - names[::-1].index(weight)
     module = name.rpartition(".")[0]
     while module:
         module = module.rpartition(".")[0]

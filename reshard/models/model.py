@@ -193,7 +193,11 @@ class Model:
         every = range(layers + self.mtp_layers)
         declared = {name: self._among(rule) for name, rule in self.architecture.layer_sets.items()}
         sets = {"sparse": self.sparse_layers, "mtp": frozenset(every[layers:]), **declared}
-        return {**sets, "dense": frozenset(every) - self.sparse_layers, **{f"not {name}": frozenset(every) - of for name, of in sets.items()}}
+        return {
+            **sets,
+            "dense": frozenset(every) - self.sparse_layers,
+            **{f"not {name}": frozenset(every) - of for name, of in sets.items()},
+        }
 
     def _among(self, rule: LayerRule) -> frozenset[int]:
         return rule.among({**self.architecture.defaults, **self.settings}, self.dimensions["layers"] + self.mtp_layers)

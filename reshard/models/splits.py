@@ -9,7 +9,6 @@ from reshard.geometry.mosaics import Mosaic
 from reshard.models.model import Part
 from reshard.models.roles import Column, FirstRank, Heads, Replicate, Row, Vocabulary
 
-
 # Heads as a message names them, by the dimension that counts them.
 _HEADS = {
     "heads": "attention heads",
