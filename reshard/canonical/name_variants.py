@@ -42,6 +42,13 @@ class NameVariant:
 NAME_VARIANTS = (
     NameVariant("mlp.experts.gate_up_proj", ("expert.gate", "expert.up"), stacked="weight"),
     NameVariant("mlp.experts.down_proj", ("expert.down",), stacked="weight"),
+    NameVariant("feed_forward.experts.gate_up_proj", ("expert.gate", "expert.up"), stacked="weight"),
+    NameVariant("feed_forward.experts.down_proj", ("expert.down",), stacked="weight"),
+    NameVariant("block_sparse_moe.experts.gate_up_proj", ("expert.gate", "expert.up"), stacked="weight"),
+    NameVariant("block_sparse_moe.experts.down_proj", ("expert.down",), stacked="weight"),
+    NameVariant("block_sparse_moe.router.{kind}", ("router",)),
+    NameVariant("mixer.experts.up_proj", ("expert.up",), stacked="weight"),
+    NameVariant("mixer.experts.down_proj", ("expert.down",), stacked="weight"),
     NameVariant("mlp.experts.gate_up_proj_scale_inv", ("expert.gate", "expert.up"), stacked="weight_scale_inv"),
     NameVariant("mlp.experts.down_proj_scale_inv", ("expert.down",), stacked="weight_scale_inv"),
     NameVariant("block_sparse_moe.experts.gate_up_proj", ("expert.gate", "expert.up"), stacked="weight"),
@@ -72,7 +79,7 @@ NAME_VARIANTS = (
 )
 _BY_NAME = {variant.name: variant for variant in NAME_VARIANTS}
 # (prefix of the stored name, prefix of the canonical name). {base} is the first part of the model's names: "model.", "transformer.", ...
-PREFIXES = (("", "{base}"), ("language_model.", ""), ("model.language_model.", "{base}"))
+PREFIXES = (("", "{base}"), ("language_model.", ""), ("model.language_model.", "{base}"), ("model.", ""), ("model.", "{base}"))
 # What PEFT adds to the names of a model with adapters (peft 0.17, BaseTuner and BaseTunerLayer).
 _PEFT_PREFIX, _PEFT_BASE = "base_model.model.", ".base_layer."
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")

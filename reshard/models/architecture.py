@@ -72,12 +72,12 @@ class Dimension:
 class LayerRule:
     """Which layers are in a set, such as the sparse layers.
 
-    If the config has the list `key`: the layers whose entry is one of `entries`. Otherwise layer i, if i >= first, (i + offset) % step == 0,
-    and `dense` does not list i.
+    If the config has one of the lists `keys`: the layers whose entry is one of `entries`. Otherwise layer i, if first <= i <= last,
+    (i + offset) % step == 0, and `dense` does not list i.
     """
 
-    key: str | None = None
-    """The config's key for a list with an entry for each layer, or a text with a letter for each; None: there is no list."""
+    keys: tuple[str, ...] = ()
+    """The config's keys for a list with an entry for each layer, or a text with a letter for each; the first one that is set is used."""
     entries: tuple[str | int, ...] = ()
     """The entries of the list that stand for a layer of the set."""
     first: str | None = None
@@ -86,6 +86,8 @@ class LayerRule:
     """The config's key for the index of the last layer of the set; None, or a value below 0: the last layer of the model."""
     step: str | None = None
     """The config's key for the step; None: 1."""
+    every: str | None = None
+    """The config's key for a step that is counted from the first layer of the set; None: 1."""
     offset: int = 0
     """Added to the index of the layer before it is divided by the step."""
     dense: str | None = None
@@ -96,18 +98,20 @@ class LayerRule:
 
         A layer beyond the end of the list, as for multi-token prediction, is like the last one of the list.
         """
-        if self.key and (listed := config.get(self.key)) is not None:
+        listed = next((value for key in self.keys if (value := config.get(key)) is not None), None)
+        if listed is not None:
             if not isinstance(listed, list | tuple | str) or not listed:
-                raise RequestError(f"config.json gives {listed!r} for {self.key}; a list is expected", why="It says what each layer is")
+                raise RequestError(f"config.json gives {listed!r} for {self.keys[0]}; a list is expected", why="It says what each layer is")
             return frozenset(layer for layer in range(layers) if listed[min(layer, len(listed) - 1)] in self.entries)
         first = whole_number(config, self.first) or 0
-        step = whole_number(config, self.step) or 1
+        step, every = whole_number(config, self.step) or 1, whole_number(config, self.every) or 1
         last = config.get(self.last) if self.last else None
         stop = last + 1 if isinstance(last, int) and 0 <= last < layers else layers
         dense = (config.get(self.dense) if self.dense else None) or ()
         if not isinstance(dense, list | tuple):
             raise RequestError(f"config.json gives {dense!r} for {self.dense}; a list is expected", why="It says which layers are dense")
-        return frozenset(layer for layer in range(first, stop) if (layer + self.offset) % step == 0 and layer not in dense)
+        layers_of_set = (layer for layer in range(first, stop, every) if (layer + self.offset) % step == 0)
+        return frozenset(layer for layer in layers_of_set if layer not in dense)
 
 
 def whole_number(config: Mapping[str, Any], key: str | None) -> int | None:

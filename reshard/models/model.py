@@ -124,7 +124,7 @@ class Model:
         values = Dimensions(self.architecture.model_type)
         for name, dimension in self.architecture.dimensions.items():
             value = next((value for key in dimension.keys if (value := self.stated(key)) is not None), None)
-            if dimension.counts and isinstance(value, list):
+            if dimension.counts and isinstance(value, list | str):
                 value = len(value)
             if value is None and dimension.default:
                 value = evaluate(dimension.default, values)
@@ -330,7 +330,7 @@ class Model:
             parameter = "bias" if parameter.endswith("bias") else "weight"
         if declared.transposed and len(array.shape) == 2:
             array = array.transposed()
-        if len(weight.shape) == 2 and weight.shape[0] == 1 and weight.role in ROLES and len(ROLES[weight.role].shape) == 1:
+        if len(array.shape) == 2 and array.shape[0] == 1 and weight.role in ROLES and len(ROLES[weight.role].shape) == 1:
             array = array.merged(0)  # a vector that is stored as [1, n]
         block_shape: BlockShape = weight.scale.block_shape if weight.scale else (1,) * len(array.shape)
         blocks = next((scale.block_shape for scale in weight.scales if scale.is_blocked), None)

@@ -48,12 +48,6 @@ class ModelQuirks:
     fusions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Module -> roles that the class stores as one tensor of that module, in this order, besides those that the engine always joins."""
 
-    splits: Mapping[str, Split] = field(default_factory=dict)
-    """Splits by role, where the class shares a weight among the ranks in another way than usual."""
-
-    dtypes: Mapping[str, DType] = field(default_factory=dict)
-    """Element types that the class prescribes, by role, whatever the source has."""
-
     keep_fused: Mapping[str, Version] = field(default_factory=dict)
     """Role of a fused weight -> the first version that stores it as the model does."""
 
@@ -70,6 +64,16 @@ class ModelQuirks:
 
     unsupported: frozenset[tuple[str, str]] = frozenset()
     """(role, "weight" or "bias") pairs that the class has no slot for."""
+
+    even_rows_first: Mapping[str, str] = field(default_factory=dict)
+    """Role -> a dimension, such as "head_dim". In each run of so many rows of such a weight, the class stores the rows 0, 2, 4, ... before the
+    rows 1, 3, 5, ...: the pairs that rotary embeddings turn become halves."""
+
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    """Splits by role, where ranks share a weight in another way than usual."""
+
+    dtypes: Mapping[str, DType] = field(default_factory=dict)
+    """Element types that the class prescribes, by role, whatever the source has."""
 
     tp_at_most_experts: bool = False
     """Whether the class refuses more tensor-parallel ranks than experts."""

@@ -185,7 +185,7 @@ def _dimensions(node: Node, base: Architecture | None) -> dict[str, Dimension]:
             expression(node.inner(name, dimension.default), before, why="A default is an expression of the dimensions before it")
         before[name] = dimension
     for name in ("layers", "experts"):
-        if name in dimensions and dimensions[name].optional:
+        if name in dimensions and dimensions[name].optional and not dimensions[name].counts:
             raise node.inner(name, None).error(f"{name} cannot be optional", why="It is the number of times that weights are repeated")
     return dimensions
 
@@ -261,12 +261,12 @@ def _reason(node: Node) -> str:
 def _layer_rule(node: Node) -> LayerRule:
     if node.value == "all":
         return LayerRule()
-    keys = node.mapping(("list", "entries", "first", "last", "step", "offset", "dense"))
+    keys = node.mapping(("list", "entries", "first", "last", "step", "every", "offset", "dense"))
     if ("list" in keys) != ("entries" in keys):
         raise node.error("`list` names a list of the config and `entries` which of its entries count", do="Write both, or none of them")
-    config_keys = {key: keys[key].config_key() for key in ("first", "last", "step", "dense") if key in keys}
+    config_keys = {key: keys[key].config_key() for key in ("first", "last", "step", "every", "dense") if key in keys}
     return LayerRule(
-        key=keys["list"].config_key() if "list" in keys else None,
+        keys=_config_keys(keys["list"]) if "list" in keys else (),
         entries=tuple(_entry(item) for item in keys["entries"].items()) if "entries" in keys else (),
         offset=keys["offset"].number(0) if "offset" in keys else 0,
         **config_keys,
