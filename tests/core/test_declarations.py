@@ -521,3 +521,40 @@ def test_every_declared_model_has_a_text():
         assert f"model_type: {model_type}" in declaration_text(model_type)
     with pytest.raises(RequestError, match=r"No model is declared as 'lama'\. Did you mean llama\? Known: .*llama"):
         declaration_text("lama")
+
+
+# ---- forms of a dimension ----
+
+
+@pytest.mark.parametrize(
+    "config, kv_heads",
+    [
+        ({"num_attention_heads": 8, "num_kv_heads": 2, "new_decoder_architecture": True}, 2),
+        ({"num_attention_heads": 71, "num_kv_heads": 71}, 1),
+        ({"num_attention_heads": 71, "num_kv_heads": 71, "multi_query": False}, 71),
+    ],
+)
+def test_a_dimension_has_another_form_where_a_key_is_not_set(config, kv_heads):
+    sizes = {"vocab_size": 10, "hidden_size": 8 * 71, "num_hidden_layers": 1}
+    assert Model(find_architecture("falcon"), {**sizes, **config}).dimensions["kv_heads"] == kv_heads
+
+
+def test_a_form_of_a_dimension_needs_a_condition_and_another_form():
+    with pytest.raises(RequestError, match="dimensions > rank: `when` says for which models .*Write both"):
+        extending("extends: llama\ndimensions: {rank: {keys: lora, when: has_lora}}")
+    with pytest.raises(RequestError, match="no dimension is called 'width'"):
+        extending("extends: llama\ndimensions: {rank: {keys: lora, when: has_lora, otherwise: {default: width}}}")
+
+
+def test_a_bias_comes_after_its_weight():
+    names = [weight.name for weight in find_architecture("nemotron").weights]
+    assert names.index("model.layers.{layer}.input_layernorm.bias") == names.index("model.layers.{layer}.input_layernorm.weight") + 1
+
+
+@pytest.mark.parametrize("last, sparse", [(-1, {1, 2, 3}), (2, {1, 2}), (9, {1, 2, 3})])
+def test_the_last_sparse_layer_may_be_in_the_config(last, sparse):
+    config = {
+        **CONFIG, "num_hidden_layers": 4, "moe_num_experts": 2, "moe_intermediate_size": 8, "moe_layer_start_index": 1,
+        "moe_layer_end_index": last,
+    }  # fmt: skip
+    assert Model(find_architecture("ernie4_5_moe"), config).sparse_layers == sparse
