@@ -14,7 +14,7 @@ core_model_loading.py (base_model_prefix) and integrations/finegrained_fp8.py; m
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from reshard.errors import CheckpointError

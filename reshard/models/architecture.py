@@ -137,8 +137,8 @@ class Architecture:
     dropped: Mapping[str, str] = field(default_factory=dict)
     """Tensors that a checkpoint may contain and that are not converted: regular expression of the name -> reason."""
     carried: Mapping[str, str] = field(default_factory=dict)
-    """Further tensors that a checkpoint may contain, such as a draft model: regular expression of the name -> why serving engines leave them
-    out. All other formats carry them unchanged."""
+    """Further tensors that a checkpoint may contain, such as a draft model: regular expression of the name -> why serving engines leave
+    them out. All other formats carry them unchanged."""
     sparse_layers: LayerRule | None = None
     """Which layers have experts; None: no layer."""
     layer_sets: Mapping[str, LayerRule] = field(default_factory=dict)
