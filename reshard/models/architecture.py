@@ -141,8 +141,8 @@ class Architecture:
     dropped: Mapping[str, str] = field(default_factory=dict)
     """Tensors that a checkpoint may contain and that are not converted: regular expression of the name -> reason."""
     carried: Mapping[str, str] = field(default_factory=dict)
-    """Further tensors that a checkpoint may contain, such as a draft model: regular expression of the name -> why serving engines leave them
-    out. All other formats carry them unchanged."""
+    """Further tensors that a checkpoint may contain, such as a draft model: regular expression of the name -> why serving engines leave
+    them out. All other formats carry them unchanged."""
     sparse_layers: LayerRule | None = None
     """Which layers have experts; None: no layer."""
     layer_sets: Mapping[str, LayerRule] = field(default_factory=dict)
@@ -199,8 +199,8 @@ class Architecture:
 
 
 def _predecessor(name: str, names: list[str]) -> int:
-    """The index of the one of `names` that a new weight follows: of a bias its weight; otherwise the last in the module around the module of
-    `name`, or in the next outer module that has any of them."""
+    """The index of the one of `names` that a new weight follows: for a bias its weight; otherwise the last name in the module around the
+    module of `name`, or in the next outer module that has any of them."""
     if name.endswith(".bias") and (weight := name.removesuffix("bias") + "weight") in names:
         return len(names) - 1 - names[::-1].index(weight)
     module = name.rpartition(".")[0]

@@ -69,8 +69,8 @@ class ModelQuirks:
     """(role, "weight" or "bias") pairs that the class has no slot for."""
 
     even_rows_first: Mapping[str, str] = field(default_factory=dict)
-    """Role -> a dimension, such as "head_dim". In each run of so many rows of such a weight, the class stores the rows 0, 2, 4, ... before the
-    rows 1, 3, 5, ...: the pairs that rotary embeddings turn become halves."""
+    """Role -> a dimension, such as "head_dim". In each run of so many rows of such a weight, the class stores the rows 0, 2, 4, ... before
+    the rows 1, 3, 5, ...: the pairs that rotary embeddings turn become halves."""
 
     splits: Mapping[str, Split] = field(default_factory=dict)
     """Splits by role, where ranks share a weight in another way than usual."""

@@ -15,13 +15,14 @@ from places import FIXTURES, ranks, rules_of
 
 import reshard
 from reshard.canonical.name_variants import Names
-from reshard.errors import RequestError
+from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.dtypes import from_safetensors
 from reshard.geometry.parallel import Parallel
 from reshard.models.lookup import find_model
 from reshard.models.model import Model
 from reshard.serving.legality import check_degrees
 from reshard.serving.ranks import rank_tensors
+from reshard.serving.served_model import check_served
 from reshard.serving.weights import stored_dtypes, weights_without_slot
 
 sys.path.insert(0, str(FIXTURES))
@@ -92,6 +93,10 @@ def test_every_rank_of_a_declared_model_holds_what_real_vllm_holds(name, tmp_pat
     for name_in_memory, shape in reference.get("in_memory", {}).items():
         array = Names(model).array(name_in_memory)
         assert array and array.shape == tuple(shape), name_in_memory
+    if not reference["degrees"]:
+        with pytest.raises(UnsupportedError, match="-exp"):
+            check_served(model, rules_of("vllm", model))
+        return
     weights = {name: named_weights.elements_of(name, shape) for name, shape in shapes.items()}
     model = Model(model.architecture, {**model.config, str(model.architecture.mtp_layers): 0})
     different = []
