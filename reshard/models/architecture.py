@@ -182,13 +182,14 @@ class Architecture:
 
         A weight replaces the one with the same name. A new bias comes after the weight of its module. Any other weight with a new name
         comes after the last weight of the module that contains its own module: a subclass registers a new module there, so the order
-        remains that of the model's parameters. without: names of weights, whose places count for that. `like`, `engines` and the class are
+        remains that of the model's parameters. without: names of weights, whose places count for that unless they are declared again. `like`, `engines` and the class are
         not inherited: engines may know this model and not the new one.
         """
-        declared = list(self.weights)
+        again = {weight.name for weight in weights}
+        declared = [weight for weight in self.weights if not (weight.name in without and weight.name in again)]
         for weight in weights:
             names = [other.name for other in declared]
-            if weight.name in names and weight.name not in without:
+            if weight.name in names:
                 declared[names.index(weight.name)] = weight
             else:
                 declared.insert(1 + _predecessor(weight.name, names), weight)
