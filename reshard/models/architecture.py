@@ -199,10 +199,10 @@ class Architecture:
 def _predecessor(name: str, names: Sequence[str], present: Sequence[str | None], kept: Collection[str]) -> int:
     """The index of the weight that a new weight follows.
 
-    A bias follows its weight. Any other weight follows the last one in the module around its own module, or in the next outer module that has
-    any. In a module whose weights are all removed, the first new weight takes their place.
+    A bias follows its weight. Any other weight follows the last one in the module around its own module, or in the next outer module that
+    has any. In a module whose weights are all removed, the first new weight takes their place.
 
-    names: of the weights so far, removed ones included. present: the same with None for a removed weight. kept: those of the extended model.
+    names: of the weights so far, removed ones included. present: the same, None for a removed weight. kept: those of the extended model.
     """
     if name.endswith(".bias") and (weight := name.removesuffix("bias") + "weight") in present:
         return len(present) - 1 - present[::-1].index(weight)
