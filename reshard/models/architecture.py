@@ -7,7 +7,7 @@ The declarations of the built-in models are reshard/architectures/<model_type>.y
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -182,31 +182,38 @@ class Architecture:
 
         A weight replaces the one with the same name. A new bias comes after the weight of its module. Any other weight with a new name
         comes after the last weight of the module that contains its own module: a subclass registers a new module there, so the order
-        remains that of the model's parameters. without: names of weights, whose places count for that unless they are declared again. `like`, `engines` and the class are
+        remains that of the model's parameters. without: names of weights, whose places count for that. `like`, `engines` and the class are
         not inherited: engines may know this model and not the new one.
         """
-        again = {weight.name for weight in weights}
-        declared = [weight for weight in self.weights if not (weight.name in without and weight.name in again)]
+        declared = list(self.weights)
+        removed = {id(weight) for weight in declared if weight.name in without}
+        kept = frozenset(weight.name for weight in declared if id(weight) not in removed)
         for weight in weights:
-            names = [other.name for other in declared]
-            if weight.name in names:
-                declared[names.index(weight.name)] = weight
+            present = [None if id(other) in removed else other.name for other in declared]
+            if weight.name in present:
+                declared[present.index(weight.name)] = weight
             else:
-                declared.insert(1 + _predecessor(weight.name, names), weight)
-        removed = {id(weight) for weight in self.weights if weight.name in without}
+                names = [other.name for other in declared]
+                declared.insert(1 + _predecessor(weight.name, names, present, kept), weight)
         declared = [weight for weight in declared if id(weight) not in removed]
         fields = {"like": None, "engines": {}, "class_name": None, "declared_in": None, **fields}
         return replace(self, model_type=model_type, weights=tuple(declared), dimensions={**self.dimensions, **(dimensions or {})}, **fields)
 
 
-def _predecessor(name: str, names: list[str]) -> int:
-    """The index of the one of `names` that a new weight follows: for a bias its weight; otherwise the last name in the module around the
-    module of `name`, or in the next outer module that has any of them."""
-    if name.endswith(".bias") and (weight := name.removesuffix("bias") + "weight") in names:
-        return len(names) - 1 - names[::-1].index(weight)
-    module = name.rpartition(".")[0]
-    while module:
-        module = module.rpartition(".")[0]
-        if indices := [i for i, other in enumerate(names) if other.startswith(module + ".")]:
-            return indices[-1]
-    return len(names) - 1
+def _predecessor(name: str, names: Sequence[str], present: Sequence[str | None], kept: Collection[str]) -> int:
+    """The index of the weight that a new weight follows.
+
+    A bias follows its weight. Any other weight follows the last one in the module around its own module, or in the next outer module that
+    has any. In a module whose weights are all removed, the first new weight takes their place.
+
+    names: of the weights so far, removed ones included. present: the same, None for a removed weight. kept: those of the extended model.
+    """
+    if name.endswith(".bias") and (weight := name.removesuffix("bias") + "weight") in present:
+        return len(present) - 1 - present[::-1].index(weight)
+    module, place = name.rpartition(".")[0], None
+    while module := module.rpartition(".")[0]:
+        of_module = [i for i, other in enumerate(names) if other.startswith(module + ".")]
+        if here := [i for i in of_module if present[i] is not None]:
+            return place if place is not None and any(present[i] in kept for i in here) else here[-1]
+        place = of_module[-1] if of_module else place
+    return len(names) - 1 if place is None else place

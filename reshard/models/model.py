@@ -241,7 +241,7 @@ class Model:
         return next((reason for pattern, reason in self.architecture.dropped.items() if re.fullmatch(pattern, name)), None)
 
     def reason_not_served(self, name: str) -> str | None:
-        """Why serving engines leave out a tensor that the architecture lets a checkpoint contain besides its weights; None for other names."""
+        """Why serving engines leave out a tensor that a checkpoint may contain besides the weights; None for other names."""
         return next((reason for pattern, reason in self.architecture.carried.items() if re.fullmatch(pattern, name)), None)
 
     def is_in_layer(self, name: str) -> bool:

@@ -142,8 +142,8 @@ _ROWS = (
     Role("mla.kv_a", Replicate(), ("kv_rank + rope_dim", "hidden"), saved=SavedForBackward(whole_out=1), quantized=True),
     Role("mla.kv_a_norm", Replicate(), ("kv_rank",)),
     Role("mla.kv_b", Heads("heads"), ("heads * kv_b_dim", "kv_rank"), saved=_INPUT_AND_OUTPUT, quantized=True),
-    # A state-space model (Mamba): the output gate z, the input x, b and c for each group, and dt for each head, in one projection; the parts
-    # of its convolution; a number per head. Mamba 1 has a head for each channel, and computes dt, b and c from x.
+    # A state-space model (Mamba): the output gate z, the input x, b and c for each group, and dt for each head, in one projection; the
+    # parts of its convolution; a number per head. Mamba 1 has a head for each channel, and computes dt, b and c from x.
     Role("ssm.z", Heads("ssm_heads"), ("ssm_heads * ssm_head_dim", "hidden"), saved=_INPUT_AND_OUTPUT, quantized=True),
     Role("ssm.x", Heads("ssm_heads"), ("ssm_heads * ssm_head_dim", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
     Role("ssm.b", Heads("ssm_groups", copies=True), ("ssm_groups * ssm_state", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),

@@ -22,7 +22,7 @@ def layer_elements(model: Model, tp: int) -> int:
 
 
 def caching_layers(model: Model) -> frozenset[int]:
-    """The layers that cache something for each token: those with keys. Linear attention and state-space models have a state of fixed size."""
+    """The layers that cache something for each token: those with keys. Linear attention and state-space models have a fixed state."""
     keys = {"attention.k", "mla.kv_a"}
     layers = (weight.layer for weight in model.weights.values() if keys & {weight.role, *weight.declared.fuses})
     return frozenset(layer for layer in layers if layer is not None and layer < model.dimensions["layers"])
