@@ -33,8 +33,8 @@ CONTENTS = {
     """,
     "Evidence": "verification benchmarks",
     "Reference": """
-        reference/cli reference/python reference/json reference/fingerprint reference/exit-codes reference/errors reference/models reference/versions
-        glossary
+        reference/cli reference/python reference/json reference/fingerprint reference/exit-codes reference/errors reference/models
+        reference/versions glossary
     """,
     "Extending": "design extending/format extending/engine architectures extending/option extending/storage",
 }

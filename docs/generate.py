@@ -198,6 +198,8 @@ def models() -> str:
         compared = _degrees_of_vllm(model_type)
         if not compared:
             compared = f"as {architecture.family}" if architecture.family != model_type else "not compared"
+            if "vllm" in architecture.engines and (reason := architecture.engines["vllm"].not_loadable):
+                compared = f"names and shapes only, and not written for vLLM: {reason}"
         others = [title for folder, title in _OTHER_ENGINES.items() if _references(folder, architecture.family)]
         rows.append((f"`{model_type}`", _described(declaration_text(model_type)), compared, ", ".join(others)))
     return _page(
@@ -210,7 +212,7 @@ def models() -> str:
             "vLLM, with its own class and loader. Every key, shape, element type and bit of every rank is what `convert --to vllm` "
             "writes, at the degrees below; degrees that vLLM refuses are refused. TP is the number of tensor-parallel ranks, PP that of "
             "stages, EP that of ranks with whole experts. The last column names other engines whose files were compared.",
-            _table(("model type", "what it is", "compared with vLLM", "also"), rows),
+            _table(("model type", "models", "compared with vLLM", "also"), rows),
             "`reshard architectures NAME` shows a declaration. [Declaring a model](../architectures.md) explains how to add one, and "
             "`fixtures/vllm_declared/make.py` how to compare it.",
         ]
@@ -245,9 +247,9 @@ def _degrees_of_vllm(model_type: str) -> str:
 
 
 def _described(text: str) -> str:
-    """What the first comment of a declaration says, without the source that it names."""
+    """The models that a declaration is about: the first words of its first comment."""
     comment = " ".join(line.removeprefix("#").strip() for line in text.partition("language:")[0].splitlines())
-    return comment.partition(" Source: ")[0].strip()
+    return re.split(r":|\. ", comment)[0]
 
 
 def _table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

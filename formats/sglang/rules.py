@@ -35,7 +35,7 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
             f"--engine-version {version}: the oldest SGLang whose files are known is {OLDEST}",
             do="Convert to hf, which every version loads",
         )
-    quirks = model.architecture.engines.get("sglang")
+    quirks = model.quirks_of("sglang")
     if quirks is None and model.architecture.model_type in built_in_model_types():
         raise UnsupportedError(
             f"how SGLang names and joins the weights of a {model.architecture.model_type} model was not compared",

@@ -66,6 +66,10 @@ class Dimension:
     """Whether a model may lack it. If the config gives no number, or 0, the weights whose shape depends on the dimension do not exist."""
     counts: bool = False
     """Whether the keys name a list, and the dimension is the number of its entries."""
+    when: str | None = None
+    """A key of the config, or "not KEY", as for a weight: if it is not set, `otherwise` is used. None: this dimension always holds."""
+    otherwise: Dimension | None = None
+    """The dimension of the models for which `when` does not hold."""
 
 
 @dataclass(frozen=True, slots=True)

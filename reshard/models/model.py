@@ -21,6 +21,7 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, joined
 from reshard.models.architecture import Architecture, LayerRule, Weight, whole_number
 from reshard.models.quantization import BlockShape, Quantization, Scale, quantization_of
+from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import ROLES, Split
 
 
@@ -122,7 +123,10 @@ class Model:
         Raises: RequestError, naming the key, if the config does not give a dimension.
         """
         values = Dimensions(self.architecture.model_type)
-        for name, dimension in self.architecture.dimensions.items():
+        for name, declared in self.architecture.dimensions.items():
+            dimension = declared
+            while dimension.otherwise and not self.holds(dimension.when):
+                dimension = dimension.otherwise
             value = next((value for key in dimension.keys if (value := self.stated(key)) is not None), None)
             if dimension.counts and isinstance(value, list | str):
                 value = len(value)
@@ -171,6 +175,21 @@ class Model:
         """The value of a key of the config; the architecture's default if the config does not set it."""
         value = self.stated(key)
         return self.architecture.defaults.get(key) if value is None else value
+
+    @property
+    def class_name(self) -> str | None:
+        """The class by which engines choose their own: the first of the config's `architectures`, or else the one of the declaration."""
+        named = self.config.get("architectures")
+        return str(named[0]) if isinstance(named, list) and named else self.architecture.class_name
+
+    def quirks_of(self, engine: str) -> ModelQuirks | None:
+        """What an engine's class for this model does differently; None if no class of that engine was compared."""
+        quirks = self.architecture.engines.get(engine)
+        return quirks.of_class.get(self.class_name or "", quirks) if quirks else None
+
+    def holds(self, when: str | None) -> bool:
+        """Whether a condition of the declaration holds: a key of the config that is set, or "not KEY". None always holds."""
+        return when is None or bool(self.setting(when.removeprefix("not "))) is not when.startswith("not ")
 
     @cached_property
     def mtp_layers(self) -> int:
@@ -252,10 +271,7 @@ class Model:
         missing = self.architecture.dimensions.keys() - self.dimensions.keys()
         if missing & {weight.counted_by, *re.findall(r"\w+", " ".join(weight.shape))}:
             return False
-        if weight.when is None:
-            return True
-        expected = not weight.when.startswith("not ")
-        return bool(self.setting(weight.when.removeprefix("not "))) is expected
+        return self.holds(weight.when)
 
     def _shape(self, weight: Weight) -> tuple[int, ...]:
         shape = tuple(evaluate(axis, self.dimensions) for axis in weight.shape)

@@ -39,6 +39,9 @@ class EngineName:
 class ModelQuirks:
     """What an engine's class of one model does differently from the engine's other classes."""
 
+    of_class: Mapping[str, ModelQuirks] = field(default_factory=dict)
+    """The quirks of further classes that serve the model, by the name under which the config's `architectures` name them."""
+
     since: Version = ()
     """The first version of the engine whose class was compared; (): the oldest version that the engine's own file knows."""
 

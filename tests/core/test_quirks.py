@@ -8,6 +8,7 @@ from reshard.adapter import registry
 from reshard.errors import RequestError
 from reshard.models.declared.reader import parse_declaration
 from reshard.models.lookup import built_in_model_types, find_architecture
+from reshard.models.model import Model
 from reshard.models.quirks import EngineName, ModelQuirks
 from reshard.serving.rules import EngineRules
 
@@ -66,7 +67,7 @@ def test_engines_are_taken_over_by_like_and_not_by_extends():
     [
         (
             "{vllm: {every_stages: [head]}}",
-            r"line 4: engines > vllm > every_stages: there is no key 'every_stages' here\. The keys are since,",
+            r"line 4: engines > vllm > every_stages: there is no key 'every_stages' here\. The keys are of_class,",
         ),
         ("{vllm: {since: 0.32}}", r"line 4: engines > vllm > since: expected a version in quotes, such as \"0\.32\", found 0\.32"),
         ("{vllm: {names: {mlp.gate: {1.x: a}}}}", "expected a version in quotes"),
@@ -96,3 +97,13 @@ def test_no_file_of_an_engine_has_a_table_by_model_type():
     for file in (path for engine in ("vllm", "sglang") for path in (formats / engine).glob("*.py")):
         text = file.read_text()
         assert [model_type for model_type in built_in_model_types() if f'"{model_type}"' in text] == [], file.name
+
+
+def test_the_class_that_the_config_names_has_its_own_quirks():
+    """transformers saves phimoe under another class than the published one, and vLLM has a class for each."""
+    phimoe = find_architecture("phimoe")
+    published, saved = (Model(phimoe, {"architectures": [name]}).quirks_of("vllm") for name in ("PhiMoEForCausalLM", "PhimoeForCausalLM"))
+    assert Model(phimoe, {}).quirks_of("vllm") == published == phimoe.engines["vllm"]
+    assert renamed("x.block_sparse_moe.gate.weight", saved, (0, 32)) == "x.mlp.router.weight"
+    assert renamed("x.block_sparse_moe.gate.weight", published, (0, 32)) == "x.block_sparse_moe.gate.weight"
+    assert Model(phimoe, {}).quirks_of("trtllm") is None

@@ -111,3 +111,15 @@ def test_every_rank_of_a_declared_model_holds_what_real_vllm_holds(name, tmp_pat
     exclude = weights_without_slot(model, rules_of("vllm", model))
     states = written(tmp_path / "model", {"tp": 2, "exclude": exclude}, tmp_path / "out")
     assert [digest_of(state) for state in states] == reference["degrees"]["tp2"]
+
+
+@pytest.mark.parametrize("training", ["dcp", "fsdp"])
+@pytest.mark.parametrize("name", ["glm4_moe", "apertus", "granitemoe"])
+def test_training_checkpoints_of_declared_models_are_served(name, training, tmp_path):
+    """Formats that keep a model's names need nothing beyond its declaration."""
+    reference = json.loads(REFERENCES[name].read_text())
+    shapes = {weight.name: weight.shape for weight in find_model(reference["config"]).weights.values() if not weight.optional}
+    named_weights.write(tmp_path / "model", reference["config"], shapes)
+    reshard.convert(reshard.plan(tmp_path / "model", to=training), tmp_path / "trained")
+    reshard.convert(reshard.plan(tmp_path / "trained", model=tmp_path / "model", to="vllm", tp=4), tmp_path / "served")
+    assert [digest_of(state) for state in ranks(tmp_path / "served").values()] == reference["degrees"]["tp4"]

@@ -78,6 +78,7 @@ def _sentence(node: Node) -> str:
 
 
 ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
+    "of_class": lambda node: {name: _quirks(inner) for name, inner in node.mapping().items()},
     "since": _version,
     "names": _names,
     "fusions": lambda node: {module: _roles(inner) for module, inner in node.mapping().items()},

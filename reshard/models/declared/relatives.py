@@ -32,9 +32,11 @@ class Relative:
 
 
 def nearest(weights: Sequence[StoredWeight], config: Mapping[str, Any], architectures: Iterable[Architecture]) -> Relative | None:
-    """The relative at the smallest distance, the first if several have it; None if none shares more weights than it differs in."""
+    """The relative at the smallest distance; None if none shares more weights than it differs in. If several have that distance, it is the
+    one that most engines were compared with, and then the first."""
     relatives = [relative for architecture in architectures if (relative := _relative(weights, Model(architecture, config)))]
-    return min((relative for relative in relatives if relative.distance < len(relative.shared)), key=lambda r: r.distance, default=None)
+    near = (relative for relative in relatives if relative.distance < len(relative.shared))
+    return min(near, key=lambda relative: (relative.distance, -len(relative.model.architecture.engines)), default=None)
 
 
 def _relative(weights: Sequence[StoredWeight], model: Model) -> Relative | None:
