@@ -198,6 +198,8 @@ def models() -> str:
         compared = _degrees_of_vllm(model_type)
         if not compared:
             compared = f"as {architecture.family}" if architecture.family != model_type else "not compared"
+            if "vllm" in architecture.engines and (reason := architecture.engines["vllm"].not_loadable):
+                compared = f"names and shapes only, and not written for vLLM: {reason}"
         others = [title for folder, title in _OTHER_ENGINES.items() if _references(folder, architecture.family)]
         rows.append((f"`{model_type}`", _described(declaration_text(model_type)), compared, ", ".join(others)))
     return _page(

@@ -66,6 +66,8 @@ class Dimension:
     """Whether a model may lack it. If the config gives no number, or 0, the weights whose shape depends on the dimension do not exist."""
     counts: bool = False
     """Whether the keys name a list, and the dimension is the number of its entries."""
+    multiple_of: str | None = None
+    """A dimension: the value of the default is rounded down to a whole number, and up to a multiple of it. None: it is not rounded."""
     when: str | None = None
     """A key of the config, or "not KEY", as for a weight: if it is not set, `otherwise` is used. None: this dimension always holds."""
     otherwise: Dimension | None = None
@@ -84,6 +86,8 @@ class LayerRule:
     """The config's keys for a list with an entry for each layer, or a text with a letter for each; the first one that is set is used."""
     entries: tuple[str | int, ...] = ()
     """The entries of the list that stand for a layer of the set."""
+    indices: str | None = None
+    """The config's key for a list of the indices of the layers of the set, which is used if there is none of the lists above."""
     first: str | None = None
     """The config's key for the index of the first layer of the set; None: 0."""
     last: str | None = None
@@ -107,6 +111,8 @@ class LayerRule:
             if not isinstance(listed, list | tuple | str) or not listed:
                 raise RequestError(f"config.json gives {listed!r} for {self.keys[0]}; a list is expected", why="It says what each layer is")
             return frozenset(layer for layer in range(layers) if listed[min(layer, len(listed) - 1)] in self.entries)
+        if self.indices and isinstance(numbers := config.get(self.indices), list | tuple):
+            return frozenset(layer for layer in range(layers) if layer in numbers)
         first = whole_number(config, self.first) or 0
         step, every = whole_number(config, self.step) or 1, whole_number(config, self.every) or 1
         last = config.get(self.last) if self.last else None

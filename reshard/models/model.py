@@ -131,7 +131,8 @@ class Model:
             if dimension.counts and isinstance(value, list | str):
                 value = len(value)
             if value is None and dimension.default:
-                value = evaluate(dimension.default, values)
+                step = values[dimension.multiple_of] if dimension.multiple_of else 1
+                value = -(-evaluate(dimension.default, values, exact=dimension.multiple_of is None) // step) * step
             if dimension.optional and not value:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -373,18 +374,21 @@ class Model:
             start += length
 
 
-def evaluate(expression: str, values: Mapping[str, int]) -> int:
-    """The value of a sum of products such as "2 * heads * head_dim + rope_dim". Raises RequestError if a division leaves a remainder."""
-    return sum(_product(summand, values) for summand in expression.split("+"))
+def evaluate(expression: str, values: Mapping[str, int], *, exact: bool = True) -> int:
+    """The value of a sum of products such as "2 * heads * head_dim + rope_dim".
+
+    Raises: RequestError if a division leaves a remainder. exact=False: divisions are rounded down instead.
+    """
+    return sum(_product(summand, values, exact) for summand in expression.split("+"))
 
 
-def _product(expression: str, values: Mapping[str, int]) -> int:
+def _product(expression: str, values: Mapping[str, int], exact: bool) -> int:
     result = 1
     for sign, word in re.findall(r"(?:^|([*/]))\s*(\w+)\s*", expression):
         number = int(word) if word.isdigit() else values[word]
         if sign == "/":
             result, rest = divmod(result, number)
-            if rest:
+            if rest and exact:
                 raise RequestError(f"{expression!r} is not a whole number for {dict(values)}", do="Check the config given with --model")
         else:
             result *= number

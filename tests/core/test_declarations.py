@@ -557,6 +557,26 @@ def test_a_form_of_a_dimension_needs_a_condition_and_another_form():
         extending("extends: llama\ndimensions: {rank: {keys: lora, when: has_lora, otherwise: {default: width}}}")
 
 
+@pytest.mark.parametrize(
+    "config, expected",
+    [
+        ({"layer_types": ["conv", "full_attention", "conv"]}, {1}),
+        ({"full_attn_idxs": [0, 2]}, {0, 2}),
+        ({"layer_types": ["full_attention", "conv", "conv"], "full_attn_idxs": [2]}, {0}),
+    ],
+)
+def test_a_set_of_layers_comes_from_a_list_of_the_config(config, expected):
+    sizes = {"vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "conv_L_cache": 3}
+    model = Model(find_architecture("lfm2"), {**sizes, "intermediate_size": 10, "block_multiple_of": 4, **config})
+    assert model.layer_sets["full_attention"] == expected == set(range(3)) - model.layer_sets["not full_attention"]
+    assert model.dimensions["intermediate"] == 8  # 20 / 3, rounded down to 6, up to a multiple of 4
+
+
+def test_a_weight_that_replaces_removed_ones_takes_their_place():
+    names = [weight.name.removeprefix("model.layers.{layer}.") for weight in find_architecture("deepseek_v3").weights]
+    assert names.index("self_attn.o_proj.weight") < names.index("mlp.gate_proj.weight") < names.index("input_layernorm.weight")
+
+
 def test_a_bias_comes_after_its_weight():
     names = [weight.name for weight in find_architecture("nemotron").weights]
     assert names.index("model.layers.{layer}.input_layernorm.bias") == names.index("model.layers.{layer}.input_layernorm.weight") + 1

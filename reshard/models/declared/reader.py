@@ -183,6 +183,8 @@ def _dimensions(node: Node, base: Architecture | None) -> dict[str, Dimension]:
     for name, dimension in dimensions.items():
         form: Dimension | None = dimension if name in own_dimensions else None
         while form:
+            if form.multiple_of:
+                expression(node.inner(name, form.multiple_of), before, why="A default is rounded to a multiple of a dimension before it")
             if form.default:
                 expression(node.inner(name, form.default), before, why="A default is an expression of the dimensions before it")
             form = form.otherwise
@@ -198,7 +200,7 @@ def _dimension(node: Node) -> Dimension:
         return Dimension((), default=str(node.number(1)))
     if not isinstance(node.value, dict):
         return Dimension(_config_keys(node))
-    keys = node.mapping(("keys", "default", "optional", "entries_of", "when", "otherwise"))
+    keys = node.mapping(("keys", "default", "optional", "entries_of", "multiple_of", "when", "otherwise"))
     config_keys = _config_keys(keys["keys"]) if "keys" in keys else ()
     if "entries_of" in keys:
         if "keys" in keys or "default" in keys:
@@ -215,6 +217,7 @@ def _dimension(node: Node) -> Dimension:
         config_keys,
         default,
         keys["optional"].flag() if "optional" in keys else False,
+        multiple_of=keys["multiple_of"].word(r"[a-z_][a-z0-9_]*", "a dimension") if "multiple_of" in keys else None,
         when=keys["when"].word(rf"(not )?{CONFIG_KEY}", "a key of the config, or `not` and a key") if "when" in keys else None,
         otherwise=_dimension(keys["otherwise"]) if "otherwise" in keys else None,
     )
@@ -272,10 +275,10 @@ def _reason(node: Node) -> str:
 def _layer_rule(node: Node) -> LayerRule:
     if node.value == "all":
         return LayerRule()
-    keys = node.mapping(("list", "entries", "first", "last", "step", "every", "offset", "dense"))
+    keys = node.mapping(("list", "entries", "indices", "first", "last", "step", "every", "offset", "dense"))
     if ("list" in keys) != ("entries" in keys):
         raise node.error("`list` names a list of the config and `entries` which of its entries count", do="Write both, or none of them")
-    config_keys = {key: keys[key].config_key() for key in ("first", "last", "step", "every", "dense") if key in keys}
+    config_keys = {key: keys[key].config_key() for key in ("indices", "first", "last", "step", "every", "dense") if key in keys}
     return LayerRule(
         keys=_config_keys(keys["list"]) if "list" in keys else (),
         entries=tuple(_entry(item) for item in keys["entries"].items()) if "entries" in keys else (),
