@@ -1,4 +1,5 @@
-"""Write the reference pages that follow from the code: reference/cli.md from click, reference/python.md from docstrings.
+"""Write the reference pages that follow from the code: reference/cli.md from click, reference/python.md from docstrings,
+reference/models.md from the declarations and from the references of serving engines in fixtures/.
 
     python docs/generate.py
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import json
 import re
 import sys
 import textwrap
@@ -190,6 +192,70 @@ def _unwrapped(text: str) -> str:
     return "\n\n".join(p if any(line.startswith("    ") for line in p.split("\n")) else " ".join(p.split()) for p in paragraphs)
 
 
+def models() -> str:
+    from reshard.models.lookup import built_in_model_types, declaration_text, find_architecture
+
+    rows = []
+    for model_type in built_in_model_types():
+        architecture = find_architecture(model_type)
+        assert architecture is not None
+        compared = _degrees_of_vllm(model_type)
+        if not compared:
+            compared = f"as {architecture.family}" if architecture.family != model_type else "not compared"
+            if "vllm" in architecture.engines and (reason := architecture.engines["vllm"].not_loadable):
+                compared = f"names and shapes only; not written: {reason}"
+        others = [title for folder, title in _OTHER_ENGINES.items() if _references(folder, architecture.family)]
+        rows.append((f"`{model_type}`", _described(declaration_text(model_type)), compared, ", ".join(others)))
+    return _page(
+        [
+            GENERATED,
+            "# Models",
+            f"{len(rows)} model types are declared. Formats that keep a model's names read and write them all: hf, dcp, fsdp, deepspeed "
+            "and the like. Megatron takes those that [its page](../formats/megatron.md) names.",
+            "How each was compared with vLLM: small models of that type were saved by transformers and loaded by real rank processes of "
+            "vLLM, with its own class and loader. Every key, shape, element type and bit of every rank is what `convert --to vllm` "
+            "writes, at the degrees below; degrees that vLLM refuses are refused. TP is the number of tensor-parallel ranks, PP that of "
+            "stages, EP that of ranks with whole experts. The last column names other engines whose files were compared.",
+            _table(("model type", "models", "compared with vLLM", "also"), rows),
+            "`reshard architectures NAME` shows a declaration. [Declaring a model](../architectures.md) explains how to add one, and "
+            "`fixtures/vllm_declared/make.py` how to compare it.",
+        ]
+    )
+
+
+_FIXTURES = HERE.parent / "fixtures"
+_OTHER_ENGINES = {"sglang": "SGLang", "trtllm": "TensorRT-LLM"}
+
+
+def _references(folder: str, model_type: str) -> list[Path]:
+    """The references of an engine for a model type. After a dash, a name says what is special about the model."""
+    return [path for path in sorted((_FIXTURES / folder).glob("*/*.json")) if path.parent.name.partition("-")[0] == model_type]
+
+
+def _degrees_of_vllm(model_type: str) -> str:
+    """The version of vLLM and the degrees at which models of that type were compared; "" if none was compared."""
+    files = [path for path in sorted((_FIXTURES / "vllm_declared").glob("*.json")) if path.stem.partition("-")[0] == model_type]
+    documents = [json.loads(path.read_text()) for path in files]
+    taken = {degree for document in documents for degree, ranks in document["degrees"].items() if isinstance(ranks, list)}
+    taken |= {path.stem for path in _references("vllm", model_type)}
+    if not taken:
+        return ""
+    version = max(json.loads(path.read_text())["vllm"] for path in (*files, *_references("vllm", model_type)))
+
+    def sizes(pattern: str) -> str:
+        return ", ".join(map(str, sorted({int(found[1]) for degree in taken if (found := re.fullmatch(pattern, degree))})))
+
+    tp, pp, ep = sizes(r"tp(\d+)"), sizes(r"tp\d+-pp(\d+)"), sizes(r"tp(\d+)-ep")
+    words = [f"TP {tp}", f"PP {pp}" if pp else "", f"EP {ep}" if ep else ""]
+    return f"{version}: {'; '.join(filter(None, words))}"
+
+
+def _described(text: str) -> str:
+    """The models that a declaration is about: the first words of its first comment."""
+    comment = " ".join(line.removeprefix("#").strip() for line in text.partition("language:")[0].splitlines())
+    return re.split(r":|\. ", comment)[0]
+
+
 def _table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     escaped = [tuple(cell.replace("|", "\\|") for cell in cells) for cells in (headings, ("---",) * len(headings), *rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in escaped)
@@ -203,7 +269,7 @@ def _page(parts: list[str]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-PAGES: dict[str, Callable[[], str]] = {"reference/cli.md": command_line, "reference/python.md": python}
+PAGES: dict[str, Callable[[], str]] = {"reference/cli.md": command_line, "reference/python.md": python, "reference/models.md": models}
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32
+from reshard.models.lookup import built_in_model_types
 from reshard.models.model import Model
 from reshard.models.quirks import ModelQuirks
 from reshard.plans.target import Target
@@ -34,7 +35,14 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
             f"--engine-version {version}: the oldest SGLang whose files are known is {OLDEST}",
             do="Convert to hf, which every version loads",
         )
-    quirks = model.architecture.engines.get("sglang", ModelQuirks())
+    quirks = model.quirks_of("sglang")
+    if quirks is None and model.architecture.model_type in built_in_model_types():
+        raise UnsupportedError(
+            f"how SGLang names and joins the weights of a {model.architecture.model_type} model was not compared",
+            why="Its class may name or join tensors in another way, and would then refuse the files, or serve unset weights",
+            do="Convert to hf, which it loads as well",
+        )
+    quirks = quirks or ModelQuirks()
     return EngineRules(
         engine="SGLang",
         fusions=_FUSIONS,

@@ -47,7 +47,7 @@ _FUSIONS = (
 
 def rules_for_sizes(model: Model, parallel: Parallel) -> EngineRules:
     """The rules for the model. Raises RequestError if they are not known for the model, or a stage would have no layer."""
-    quirks, what = model.architecture.engines.get("trtllm"), f"a {model.architecture.model_type} model"
+    quirks, what = model.quirks_of("trtllm"), f"a {model.architecture.model_type} model"
     if quirks is None or model.architecture.family not in MODEL_TYPES:
         raise UnsupportedError(
             f"how TensorRT-LLM names and fuses the weights of {what} is not known here",

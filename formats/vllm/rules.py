@@ -77,12 +77,17 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
 
 def notes(model: Model, target: Target) -> tuple[str, ...]:
     """Notes about a version or a model class that was not measured."""
-    return about_version("vLLM", target.engine_version or NEWEST, NEWEST, model, is_known="vllm" in model.architecture.engines)
+    notes = about_version("vLLM", target.engine_version or NEWEST, NEWEST, model, is_known="vllm" in model.architecture.engines)
+    declared = model.architecture
+    quirks = declared.engines.get("vllm")
+    if quirks is None or declared.class_name in (None, model.class_name) or model.class_name in quirks.of_class:
+        return notes
+    return (*notes, f"the config names the class {model.class_name}; the tensors are those of vLLM's class for {declared.class_name}")
 
 
 def all_rules(model: Model) -> tuple[VersionRules, ...]:
     """The rules for the model, one for each version that changed something, oldest first."""
-    quirks = model.architecture.engines.get("vllm", ModelQuirks())
+    quirks = model.quirks_of("vllm") or ModelQuirks()
     first = max(quirks.since, QUANTIZED_SINCE if model.quantization else RELEASES[0].since)
     since = sorted({first, *quirks.changes, *(release.since for release in RELEASES)})
     return tuple(_rules(model, numbers, quirks) for numbers in since if numbers >= first)
@@ -121,8 +126,7 @@ def _rules(model: Model, version: Numbers, quirks: ModelQuirks) -> VersionRules:
         quirks=quirks,
         keep_fused=quirks.keeps_fused_at(version),
         renames=((r"(?<!\.attn)\.([kv]_scale)$", r".attn.\1"), *quirks.renames_at(version)),
-        splits=quirks.splits,
-        dtypes={"scale": F32, "router.correction": F32 if release.wide_correction else None, **quirks.dtypes},
+        dtypes={"scale": F32, "router.correction": F32 if release.wide_correction else None},
         scales_kept_once=frozenset({"input_scale"}),
     )
     return VersionRules(release, version, rules)

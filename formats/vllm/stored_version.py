@@ -47,9 +47,12 @@ def _stored_layers_per_stage(headers: RankHeaders, model: Model, pp: int) -> tup
     layers = model.dimensions["layers"]
     words = {"layers", "h", *re.findall(r"(\w+)\.\{layer\}", " ".join(weight.name for weight in model.architecture.weights))}
     layer_number = re.compile(rf"\.(?:{'|'.join(sorted(words))})\.(\d+)\.")
+    # The blocks of towers have numbers, too.
+    counted = [weight.name.partition("{")[0] for weight in model.architecture.weights if weight.counted_by]
+    towers = tuple({version.rules.renamed(name) for version in all_rules(model) for name in counted})
     layers_of_stages: list[set[int]] = [set() for _ in range(pp)]
     for (pp_rank, _), rank_headers in headers.items():
-        matches = (layer_number.search(name) for name in rank_headers)
+        matches = (layer_number.search(name) for name in rank_headers if not name.startswith(towers))
         layers_of_stages[pp_rank].update(int(match[1]) for match in matches if match)
     counts = tuple(map(len, layers_of_stages))
     if [layer for stage in layers_of_stages for layer in sorted(stage)] != list(range(layers)):

@@ -14,7 +14,7 @@ core_model_loading.py (base_model_prefix) and integrations/finegrained_fp8.py; m
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from reshard.errors import CheckpointError
@@ -31,7 +31,8 @@ class NameVariant:
     """Another name of one or several weights of a layer."""
 
     name: str
-    """The name inside the layer, with {expert} for the expert's number and {kind} for weight or bias."""
+    """The name inside the layer, with {expert} for the expert's number and {kind} for weight or bias. Without {kind}: the name of the only
+    tensor of its role."""
     roles: tuple[str, ...]
     """The roles of the weights, concatenated along axis 0 in this order."""
     stacked: str | None = None
@@ -41,8 +42,15 @@ class NameVariant:
 NAME_VARIANTS = (
     NameVariant("mlp.experts.gate_up_proj", ("expert.gate", "expert.up"), stacked="weight"),
     NameVariant("mlp.experts.down_proj", ("expert.down",), stacked="weight"),
+    NameVariant("feed_forward.experts.gate_up_proj", ("expert.gate", "expert.up"), stacked="weight"),
+    NameVariant("feed_forward.experts.down_proj", ("expert.down",), stacked="weight"),
+    NameVariant("mixer.experts.up_proj", ("expert.up",), stacked="weight"),
+    NameVariant("mixer.experts.down_proj", ("expert.down",), stacked="weight"),
     NameVariant("mlp.experts.gate_up_proj_scale_inv", ("expert.gate", "expert.up"), stacked="weight_scale_inv"),
     NameVariant("mlp.experts.down_proj_scale_inv", ("expert.down",), stacked="weight_scale_inv"),
+    NameVariant("block_sparse_moe.experts.gate_up_proj", ("expert.gate", "expert.up"), stacked="weight"),
+    NameVariant("block_sparse_moe.experts.down_proj", ("expert.down",), stacked="weight"),
+    NameVariant("block_sparse_moe.router.{kind}", ("router",)),
     NameVariant("mlp.gate.{kind}", ("router",)),
     NameVariant("mlp.router.{kind}", ("router",)),
     NameVariant("mlp.gate.e_score_correction_bias", ("router.correction",)),
@@ -51,6 +59,9 @@ NAME_VARIANTS = (
     NameVariant("mlp.experts.{expert}.gate_proj.{kind}", ("expert.gate",)),
     NameVariant("mlp.experts.{expert}.up_proj.{kind}", ("expert.up",)),
     NameVariant("mlp.experts.{expert}.down_proj.{kind}", ("expert.down",)),
+    NameVariant("mlp.shared_experts.gate_proj.{kind}", ("shared_expert.gate",)),
+    NameVariant("mlp.shared_experts.up_proj.{kind}", ("shared_expert.up",)),
+    NameVariant("mlp.shared_experts.down_proj.{kind}", ("shared_expert.down",)),
     NameVariant("block_sparse_moe.gate.{kind}", ("router",)),
     NameVariant("block_sparse_moe.experts.{expert}.w1.{kind}", ("expert.gate",)),
     NameVariant("block_sparse_moe.experts.{expert}.w2.{kind}", ("expert.down",)),
@@ -65,7 +76,7 @@ NAME_VARIANTS = (
 )
 _BY_NAME = {variant.name: variant for variant in NAME_VARIANTS}
 # (prefix of the stored name, prefix of the canonical name). {base} is the first part of the model's names: "model.", "transformer.", ...
-PREFIXES = (("", "{base}"), ("language_model.", ""), ("model.language_model.", "{base}"), ("model.visual.", "visual."))
+PREFIXES = (("", "{base}"), ("language_model.", ""), ("model.language_model.", "{base}"), ("model.", ""), ("model.", "{base}"))
 # What PEFT adds to the names of a model with adapters (peft 0.17, BaseTuner and BaseTunerLayer).
 _PEFT_PREFIX, _PEFT_BASE = "base_model.model.", ".base_layer."
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
@@ -83,7 +94,7 @@ class Names:
         head, embedding = model.architecture.tied
         if model.is_tied and embedding in self._shapes:
             self._shapes[head] = self._shapes[embedding]
-        self._parts: Mapping[tuple[int | None, int | None, str, str], Part] | None = None
+        self._parts: dict[tuple[int | None, int | None, str, str | None], Part] | None = None
 
     def is_canonical(self, name: str) -> bool:
         """Whether the name is that of a weight of the model, or of a tensor that the architecture leaves out on purpose."""
@@ -122,17 +133,19 @@ class Names:
         if variant is None:
             return None
         if not variant.stacked:
-            return self._joined(variant, layer, expert, kind)
+            return self._joined(variant, layer, expert, kind if "{kind}" in variant.name else None)
         numbers = range(self._model.dimensions.get("experts", 0))
         experts = [array for number in numbers if (array := self._joined(variant, layer, number, variant.stacked)) is not None]
         return stacked(experts) if experts and len(experts) == len(numbers) else None
 
-    def _joined(self, variant: NameVariant, layer: int, expert: int | None, kind: str) -> Mosaic | None:
+    def _joined(self, variant: NameVariant, layer: int, expert: int | None, kind: str | None) -> Mosaic | None:
         if self._parts is None:
-            self._parts = {(part.layer, part.expert, part.role, part.parameter): part for part in self._model.parts()}
+            parts_of = self._model.parts()
+            self._parts = {(part.layer, part.expert, part.role, part.parameter): part for part in parts_of}
+            self._parts |= {(part.layer, part.expert, part.role, None): part for part in parts_of}
         parts = [self._parts.get((layer, expert, role, kind)) for role in variant.roles]
         arrays = [part.array for part in parts if part is not None]
-        if len(parts) == 1 and parts[0] is not None and len(arrays[0].shape) < len(self._shapes[parts[0].tensor]):
+        if len(parts) == 1 and parts[0] is not None and expert is None and len(arrays[0].shape) < len(self._shapes[parts[0].tensor]):
             return Mosaic.of(parts[0].tensor, Box.whole(self._shapes[parts[0].tensor]))  # a vector that is stored as [1, n]
         if len(arrays) < len(parts) or (len(arrays) > 1 and not arrays[0].shape):
             return None  # scales without axes cannot be concatenated

@@ -101,6 +101,14 @@ class Mosaic:
             raise ValueError(f"axis {axis} of {list(self.shape)} does not divide by {parts}")
         return self if parts == 1 else self.cut(axis, number * size, (number + 1) * size)
 
+    def with_even_first(self, axis: int, run: int) -> Mosaic:
+        """In each run of `run` elements along an axis, the elements 0, 2, 4, ... before the elements 1, 3, 5, ... .
+
+        The caller has checked that `run` is even and divides the size.
+        """
+        order = [start + i for start in range(0, self.shape[axis], run) for i in (*range(0, run, 2), *range(1, run, 2))]
+        return joined([self.cut(axis, i, i + 1) for i in order], axis)
+
     def padded(self, axis: int, size: int) -> Mosaic:
         """The array with padding at the end of an axis, which then has `size` elements."""
         return Mosaic(_set(self.shape, axis, size), self.tiles)

@@ -7,7 +7,7 @@ The declarations of the built-in models are reshard/architectures/<model_type>.y
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,26 +66,36 @@ class Dimension:
     """Whether a model may lack it. If the config gives no number, or 0, the weights whose shape depends on the dimension do not exist."""
     counts: bool = False
     """Whether the keys name a list, and the dimension is the number of its entries."""
+    multiple_of: str | None = None
+    """A dimension: the value of the default is rounded down to a whole number, and up to a multiple of it. None: it is not rounded."""
+    when: str | None = None
+    """A key of the config, or "not KEY", as for a weight: if it is not set, `otherwise` is used. None: this dimension always holds."""
+    otherwise: Dimension | None = None
+    """The dimension of the models for which `when` does not hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRule:
     """Which layers are in a set, such as the sparse layers.
 
-    If the config has the list `key`: the layers whose entry is one of `entries`. Otherwise layer i, if first <= i <= last,
+    If the config has one of the lists `keys`: the layers whose entry is one of `entries`. Otherwise layer i, if first <= i <= last,
     (i + offset) % step == 0, and `dense` does not list i.
     """
 
-    key: str | None = None
-    """The config's key for a list with an entry for each layer, or a text with a letter for each; None: there is no list."""
+    keys: tuple[str, ...] = ()
+    """The config's keys for a list with an entry for each layer, or a text with a letter for each; the first one that is set is used."""
     entries: tuple[str | int, ...] = ()
     """The entries of the list that stand for a layer of the set."""
+    indices: str | None = None
+    """The config's key for a list of the indices of the layers of the set, which is used if there is none of the lists above."""
     first: str | None = None
     """The config's key for the index of the first layer of the set; None: 0."""
     last: str | None = None
-    """The config's key for the index of the last layer of the set, which may be negative; None, or below 0: the last layer."""
+    """The config's key for the index of the last layer of the set; None, or a value below 0: the last layer of the model."""
     step: str | None = None
     """The config's key for the step; None: 1."""
+    every: str | None = None
+    """The config's key for a step that is counted from the first layer of the set; None: 1."""
     offset: int = 0
     """Added to the index of the layer before it is divided by the step."""
     dense: str | None = None
@@ -96,18 +106,22 @@ class LayerRule:
 
         A layer beyond the end of the list, as for multi-token prediction, is like the last one of the list.
         """
-        if self.key and (listed := config.get(self.key)) is not None:
+        listed = next((value for key in self.keys if (value := config.get(key)) is not None), None)
+        if listed is not None:
             if not isinstance(listed, list | tuple | str) or not listed:
-                raise RequestError(f"config.json gives {listed!r} for {self.key}; a list is expected", why="It says what each layer is")
+                raise RequestError(f"config.json gives {listed!r} for {self.keys[0]}; a list is expected", why="It says what each layer is")
             return frozenset(layer for layer in range(layers) if listed[min(layer, len(listed) - 1)] in self.entries)
+        if self.indices and isinstance(numbers := config.get(self.indices), list | tuple):
+            return frozenset(layer for layer in range(layers) if layer in numbers)
         first = whole_number(config, self.first) or 0
-        step = whole_number(config, self.step) or 1
+        step, every = whole_number(config, self.step) or 1, whole_number(config, self.every) or 1
         last = config.get(self.last) if self.last else None
         stop = last + 1 if isinstance(last, int) and 0 <= last < layers else layers
         dense = (config.get(self.dense) if self.dense else None) or ()
         if not isinstance(dense, list | tuple):
             raise RequestError(f"config.json gives {dense!r} for {self.dense}; a list is expected", why="It says which layers are dense")
-        return frozenset(layer for layer in range(first, stop) if (layer + self.offset) % step == 0 and layer not in dense)
+        layers_of_set = (layer for layer in range(first, stop, every) if (layer + self.offset) % step == 0)
+        return frozenset(layer for layer in layers_of_set if layer not in dense)
 
 
 def whole_number(config: Mapping[str, Any], key: str | None) -> int | None:
@@ -133,8 +147,8 @@ class Architecture:
     dropped: Mapping[str, str] = field(default_factory=dict)
     """Tensors that a checkpoint may contain and that are not converted: regular expression of the name -> reason."""
     carried: Mapping[str, str] = field(default_factory=dict)
-    """Further tensors that a checkpoint may contain, such as a draft model: regular expression of the name -> why serving engines leave them
-    out. All other formats carry them unchanged."""
+    """Further tensors that a checkpoint may contain, such as a draft model: regular expression of the name -> why serving engines leave
+    them out. All other formats carry them unchanged."""
     sparse_layers: LayerRule | None = None
     """Which layers have experts; None: no layer."""
     layer_sets: Mapping[str, LayerRule] = field(default_factory=dict)
@@ -178,26 +192,34 @@ class Architecture:
         not inherited: engines may know this model and not the new one.
         """
         declared = list(self.weights)
+        removed = {id(weight) for weight in declared if weight.name in without}
+        kept = frozenset(weight.name for weight in declared if id(weight) not in removed)
         for weight in weights:
-            names = [other.name for other in declared]
-            if weight.name in names and weight.name not in without:
-                declared[names.index(weight.name)] = weight
+            present = [None if id(other) in removed else other.name for other in declared]
+            if weight.name in present:
+                declared[present.index(weight.name)] = weight
             else:
-                declared.insert(1 + _predecessor(weight.name, names), weight)
-        removed = {id(weight) for weight in self.weights if weight.name in without}
+                names = [other.name for other in declared]
+                declared.insert(1 + _predecessor(weight.name, names, present, kept), weight)
         declared = [weight for weight in declared if id(weight) not in removed]
         fields = {"like": None, "engines": {}, "class_name": None, "declared_in": None, **fields}
         return replace(self, model_type=model_type, weights=tuple(declared), dimensions={**self.dimensions, **(dimensions or {})}, **fields)
 
 
-def _predecessor(name: str, names: list[str]) -> int:
-    """The index of the one of `names` that a new weight follows: of a bias its weight; otherwise the last in the module around the module of
-    `name`, or in the next outer module that has any of them."""
-    if name.endswith(".bias") and (weight := name.removesuffix("bias") + "weight") in names:
-        return names.index(weight)
-    module = name.rpartition(".")[0]
-    while module:
-        module = module.rpartition(".")[0]
-        if indices := [i for i, other in enumerate(names) if other.startswith(module + ".")]:
-            return indices[-1]
-    return len(names) - 1
+def _predecessor(name: str, names: Sequence[str], present: Sequence[str | None], kept: Collection[str]) -> int:
+    """The index of the weight that a new weight follows.
+
+    A bias follows its weight. Any other weight follows the last one in the module around its own module, or in the next outer module that
+    has any. In a module whose weights are all removed, the first new weight takes their place.
+
+    names: of the weights so far, removed ones included. present: the same, None for a removed weight. kept: those of the extended model.
+    """
+    if name.endswith(".bias") and (weight := name.removesuffix("bias") + "weight") in present:
+        return len(present) - 1 - present[::-1].index(weight)
+    module, place = name.rpartition(".")[0], None
+    while module := module.rpartition(".")[0]:
+        of_module = [i for i, other in enumerate(names) if other.startswith(module + ".")]
+        if here := [i for i in of_module if present[i] is not None]:
+            return place if place is not None and any(present[i] in kept for i in here) else here[-1]
+        place = of_module[-1] if of_module else place
+    return len(names) - 1 if place is None else place

@@ -21,6 +21,7 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, joined
 from reshard.models.architecture import Architecture, LayerRule, Weight, whole_number
 from reshard.models.quantization import BlockShape, Quantization, Scale, quantization_of
+from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import ROLES, Split
 
 
@@ -143,12 +144,16 @@ class Model:
         Raises: RequestError, naming the key, if the config does not give a dimension.
         """
         values = Dimensions(self.architecture.model_type)
-        for name, dimension in self.architecture.dimensions.items():
+        for name, declared in self.architecture.dimensions.items():
+            dimension = declared
+            while dimension.otherwise and not self.holds(dimension.when):
+                dimension = dimension.otherwise
             value = next((value for key in dimension.keys if (value := self.stated(key)) is not None), None)
-            if dimension.counts and isinstance(value, list):
+            if dimension.counts and isinstance(value, list | str):
                 value = len(value)
             if value is None and dimension.default:
-                value = evaluate(dimension.default, values)
+                step = values[dimension.multiple_of] if dimension.multiple_of else 1
+                value = -(-evaluate(dimension.default, values, exact=dimension.multiple_of is None) // step) * step
             if dimension.optional and not value:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -192,6 +197,21 @@ class Model:
         """The value of a key of the config; the architecture's default if the config does not set it."""
         value = self.stated(key)
         return self.architecture.defaults.get(key) if value is None else value
+
+    @property
+    def class_name(self) -> str | None:
+        """The class by which engines choose their own: the first of the config's `architectures`, or else the one of the declaration."""
+        named = self.config.get("architectures")
+        return str(named[0]) if isinstance(named, list) and named else self.architecture.class_name
+
+    def quirks_of(self, engine: str) -> ModelQuirks | None:
+        """What an engine's class for this model does differently; None if no class of that engine was compared."""
+        quirks = self.architecture.engines.get(engine)
+        return quirks.of_class.get(self.class_name or "", quirks) if quirks else None
+
+    def holds(self, when: str | None) -> bool:
+        """Whether a condition of the declaration holds: a key of the config that is set, or "not KEY". None always holds."""
+        return when is None or bool(self.setting(when.removeprefix("not "))) is not when.startswith("not ")
 
     @cached_property
     def mtp_layers(self) -> int:
@@ -265,7 +285,7 @@ class Model:
         return next((reason for pattern, reason in self.architecture.dropped.items() if re.fullmatch(pattern, name)), None)
 
     def reason_not_served(self, name: str) -> str | None:
-        """If `name` is a further tensor that the architecture lets a checkpoint contain: why serving engines leave it out. Otherwise None."""
+        """Why serving engines leave out a tensor that a checkpoint may contain besides the weights; None for other names."""
         return next((reason for pattern, reason in self.architecture.carried.items() if re.fullmatch(pattern, name)), None)
 
     def is_in_layer(self, name: str) -> bool:
@@ -295,10 +315,7 @@ class Model:
         missing = self.architecture.dimensions.keys() - self.dimensions.keys()
         if missing & {weight.counted_by, *re.findall(r"\w+", " ".join(weight.shape))}:
             return False
-        if weight.when is None:
-            return True
-        expected = not weight.when.startswith("not ")
-        return bool(self.setting(weight.when.removeprefix("not "))) is expected
+        return self.holds(weight.when)
 
     def _shape(self, weight: Weight) -> tuple[int, ...]:
         shape = tuple(evaluate(axis, self.dimensions) for axis in weight.shape)
@@ -402,18 +419,21 @@ def numbered(pattern: str, layer: int | None, expert: int | None) -> str:
     return pattern.replace("{layer}", str(layer)).replace("{expert}", str(expert))
 
 
-def evaluate(expression: str, values: Mapping[str, int]) -> int:
-    """The value of a sum of products such as "2 * heads * head_dim + rope_dim". Raises RequestError if a division leaves a remainder."""
-    return sum(_product(summand, values) for summand in expression.split("+"))
+def evaluate(expression: str, values: Mapping[str, int], *, exact: bool = True) -> int:
+    """The value of a sum of products such as "2 * heads * head_dim + rope_dim".
+
+    Raises: RequestError if a division leaves a remainder. exact=False: divisions are rounded down instead.
+    """
+    return sum(_product(summand, values, exact) for summand in expression.split("+"))
 
 
-def _product(expression: str, values: Mapping[str, int]) -> int:
+def _product(expression: str, values: Mapping[str, int], exact: bool) -> int:
     result = 1
     for sign, word in re.findall(r"(?:^|([*/]))\s*(\w+)\s*", expression):
         number = int(word) if word.isdigit() else values[word]
         if sign == "/":
             result, rest = divmod(result, number)
-            if rest:
+            if rest and exact:
                 raise RequestError(f"{expression!r} is not a whole number for {dict(values)}", do="Check the config given with --model")
         else:
             result *= number

@@ -39,6 +39,9 @@ class EngineName:
 class ModelQuirks:
     """What an engine's class of one model does differently from the engine's other classes."""
 
+    of_class: Mapping[str, ModelQuirks] = field(default_factory=dict)
+    """The quirks of further classes that serve the model, by the name under which the config's `architectures` name them."""
+
     since: Version = ()
     """The first version of the engine whose class was compared; (): the oldest version that the engine's own file knows."""
 
@@ -64,6 +67,10 @@ class ModelQuirks:
 
     unsupported: frozenset[tuple[str, str]] = frozenset()
     """(role, "weight" or "bias") pairs that the class has no slot for."""
+
+    even_rows_first: Mapping[str, str] = field(default_factory=dict)
+    """Role -> a dimension, such as "head_dim". In each run of so many rows of such a weight, the class stores the rows 0, 2, 4, ... before
+    the rows 1, 3, 5, ...: the pairs that rotary embeddings turn become halves."""
 
     splits: Mapping[str, Split] = field(default_factory=dict)
     """Splits by role, where ranks share a weight in another way than usual."""

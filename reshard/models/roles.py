@@ -142,6 +142,35 @@ _ROWS = (
     Role("mla.kv_a", Replicate(), ("kv_rank + rope_dim", "hidden"), saved=SavedForBackward(whole_out=1), quantized=True),
     Role("mla.kv_a_norm", Replicate(), ("kv_rank",)),
     Role("mla.kv_b", Heads("heads"), ("heads * kv_b_dim", "kv_rank"), saved=_INPUT_AND_OUTPUT, quantized=True),
+    # A state-space model (Mamba): the output gate z, the input x, b and c for each group, and dt for each head, in one projection; the
+    # parts of its convolution; a number per head. Mamba 1 has a head for each channel, and computes dt, b and c from x.
+    Role("ssm.z", Heads("ssm_heads"), ("ssm_heads * ssm_head_dim", "hidden"), saved=_INPUT_AND_OUTPUT, quantized=True),
+    Role("ssm.x", Heads("ssm_heads"), ("ssm_heads * ssm_head_dim", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("ssm.b", Heads("ssm_groups", copies=True), ("ssm_groups * ssm_state", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("ssm.c", Heads("ssm_groups", copies=True), ("ssm_groups * ssm_state", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("ssm.dt", Heads("ssm_heads"), ("ssm_heads", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("ssm.conv_x", Heads("ssm_heads"), ("ssm_heads * ssm_head_dim", "1", "ssm_kernel"), saved=_DIVIDED_OUTPUT),
+    Role("ssm.conv_b", Heads("ssm_groups", copies=True), ("ssm_groups * ssm_state", "1", "ssm_kernel"), saved=_DIVIDED_OUTPUT),
+    Role("ssm.conv_c", Heads("ssm_groups", copies=True), ("ssm_groups * ssm_state", "1", "ssm_kernel"), saved=_DIVIDED_OUTPUT),
+    Role("ssm.a_log", Heads("ssm_heads"), ("ssm_heads",)),
+    Role("ssm.d", Heads("ssm_heads"), ("ssm_heads",)),
+    Role("ssm.dt_bias", Heads("ssm_heads"), ("ssm_heads",)),
+    Role("ssm.norm", Heads("ssm_heads"), ("ssm_heads * ssm_head_dim",), saved=_DIVIDED_INPUT),
+    Role("ssm.out", Row(), ("hidden", "ssm_heads * ssm_head_dim"), saved=_DIVIDED_INPUT, quantized=True),
+    Role("ssm.dt_b_c", Row(), ("ssm_dt_rank + 2 * ssm_state", "ssm_heads * ssm_head_dim"), saved=_DIVIDED_INPUT, quantized=True),
+    Role("ssm.dt_up", Heads("ssm_heads"), ("ssm_heads * ssm_head_dim", "ssm_dt_rank"), saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("ssm.inner_norm", Replicate(), ("ssm_state",)),
+    # Gated short convolution: a projection to b, c and x, and a kernel for each channel.
+    Role("conv.b", Column(), ("hidden", "hidden"), saved=_INPUT_AND_OUTPUT, quantized=True),
+    Role("conv.c", Column(), ("hidden", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("conv.x", Column(), ("hidden", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("conv.kernel", Column(), ("hidden", "1", "conv_kernel"), saved=_DIVIDED_INPUT),
+    Role("conv.out", Row(), ("hidden", "hidden"), saved=_DIVIDED_INPUT, quantized=True),
+    # The indexer of sparse attention, which every rank computes whole.
+    Role("indexer.q", Replicate(), ("index_heads * index_dim", "q_rank"), saved=_INPUT_AND_OUTPUT, quantized=True),
+    Role("indexer.k", Replicate(), ("index_dim", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("indexer.k_norm", Replicate(), ("index_dim",)),
+    Role("indexer.weights", Replicate(), ("index_heads", "hidden")),
     # Linear attention with a gated delta rule: fewer heads of q and k than of v and of the output gate z; b and a are a number per head.
     # delta.qkvz and delta.ba are stored head of k by head of k. delta.a_log and delta.dt_bias are a number per head.
     Role(
@@ -203,6 +232,7 @@ _ROWS = (
     # Kept fused, a rank holds a run of the rows of [q; k; v], whichever they are; they are exchanged when the tower runs.
     Role("vision.qkv", Heads("vision_heads"), fuses=("vision.q", "vision.k", "vision.v"), in_layer=False),
     Role("vision.o", Row(), ("vision_hidden", "vision_hidden"), in_layer=False),
+    Role("vision.column", Column(), ("vision_hidden", "vision_hidden"), in_layer=False),
     Role("vision.gate", Column(), ("vision_intermediate", "vision_hidden"), in_layer=False),
     Role("vision.up", Column(), ("vision_intermediate", "vision_hidden"), in_layer=False),
     Role("vision.down", Row(), ("vision_hidden", "vision_intermediate"), in_layer=False),

@@ -15,6 +15,8 @@ _HEADS = {
     "kv_heads": "key-value heads",
     "delta_k_heads": "key heads of linear attention",
     "delta_v_heads": "value heads of linear attention",
+    "ssm_heads": "state-space heads",
+    "ssm_groups": "state-space groups",
     "vision_heads": "attention heads of the vision tower",
 }
 

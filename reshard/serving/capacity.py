@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.parallel import Parallel, stage_layers
+from reshard.geometry.quantities import plural
 from reshard.geometry.stored import StoredTensor
 from reshard.models.model import Model
 from reshard.serving import kv_cache
@@ -266,18 +267,19 @@ def _stages(
     model: Model, rules: EngineRules, parallel: Parallel, measure: _Measure, cache_dtype: DType, memory: GpuMemory | None
 ) -> Iterator[Stage]:
     counts = rules.layers_per_stage(model.dimensions["layers"], parallel.pp)
-    windows = kv_cache.windows(model)
+    windows, caching = kv_cache.windows(model), kv_cache.caching_layers(model)
     per_layer = kv_cache.layer_elements(model, parallel.tp) * cache_dtype.itemsize
     longest = memory.max_model_len if memory else None
     for pp_rank in range(parallel.pp):
         layers = stage_layers(counts, pp_rank)
         weights = measure.stage(layers, first=pp_rank == 0, last=pp_rank == parallel.pp - 1)
-        tokens = None if longest is None else sum(min(longest, windows[layer] or longest) for layer in layers)
+        cached = [layer for layer in layers if layer in caching]
+        tokens = None if longest is None else sum(min(longest, windows[layer] or longest) for layer in cached)
         yield Stage(
             layers,
             weights.total,
             weights.replicated,
-            cache_per_token=len(layers) * per_layer,
+            cache_per_token=len(cached) * per_layer,
             cache_per_sequence=None if tokens is None else tokens * per_layer,
         )
 
@@ -301,6 +303,8 @@ def _capacity(stages: Sequence[Stage], memory: GpuMemory) -> CacheCapacity:
 
 def _assumptions(model: Model, cache_dtype: DType, memory: GpuMemory | None, rules: EngineRules | None) -> tuple[str, ...]:
     sentences = [f"the KV cache is {cache_dtype.torch}: per layer 2 x head size x KV heads of the rank; with MLA one latent vector"]
+    if stateful := model.dimensions["layers"] - len(kv_cache.caching_layers(model)):
+        sentences.append(f"{plural(stateful, 'layer')} without keys and values; the states of their sequences are not counted")
     if window := kv_cache.unassigned_window(model):
         sentences.append(f"the config has a sliding window of {window} and no layer_types: all layers are counted in full")
     elif windows := [window for window in kv_cache.windows(model) if window]:

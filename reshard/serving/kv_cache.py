@@ -3,7 +3,7 @@
     attention             2 x head_dim x KV heads of the rank, max(1, kv_heads / tp): with tp > kv_heads it shrinks no further
     latent (MLA)          kv_rank + rope_dim: one vector for all heads, the same on every rank
 
-A layer with a sliding window caches at most the window's tokens of a sequence.
+A layer with a sliding window caches at most the window's tokens of a sequence. A layer without attention caches nothing for a token.
 
 Source: vLLM 0.32, ModelConfig.get_num_kv_heads and v1/kv_cache_interface.py (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec).
 """
@@ -19,6 +19,13 @@ def layer_elements(model: Model, tp: int) -> int:
     if "kv_rank" in dimensions:
         return dimensions["kv_rank"] + dimensions["rope_dim"]
     return 2 * dimensions["head_dim"] * max(1, dimensions["kv_heads"] // tp)
+
+
+def caching_layers(model: Model) -> frozenset[int]:
+    """The layers that cache something for each token: those with keys. Linear attention and state-space models have a fixed state."""
+    keys = {"attention.k", "mla.kv_a"}
+    layers = (weight.layer for weight in model.weights.values() if keys & {weight.role, *weight.declared.fuses})
+    return frozenset(layer for layer in layers if layer is not None and layer < model.dimensions["layers"])
 
 
 def windows(model: Model) -> tuple[int | None, ...]:

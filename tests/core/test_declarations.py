@@ -188,7 +188,7 @@ sparse: all
 """
     )
     weights = {weight.name: weight for weight in old.weights}
-    assert (weights["a.{layer}.eh_proj.weight"].role, weights["a.{layer}.eh_proj.weight"].layers) == ("mtp.projection", "mtp")
+    assert (weights["a.{layer}.eh_proj.weight"].role, weights["a.{layer}.eh_proj.weight"].layers) == ("mtp.projection", ("mtp",))
     assert weights["a.{layer}.enorm.weight"].role == "mtp.embedding_norm"
     assert weights["a.{layer}.qkv.weight"].role == "attention.qkv" and weights["a.{layer}.qkv.weight"].interleaved_by == "kv_heads"
     assert list(weights["a.{layer}.both.weight"].fuses) == ["mtp.final_norm", "mtp.hidden_norm"]
@@ -237,17 +237,21 @@ def test_declarations_that_extend_each_other_are_refused(monkeypatch, tmp_path):
 
 def test_every_role_can_be_declared_unless_it_is_fused_or_a_scale():
     assert {role for role in ROLES if role not in DECLARED_ROLES} == {
-        "attention.qkv", "mlp.gate_up", "attention.k_scale", "attention.v_scale",
+        "attention.qkv", "mlp.gate_up", "vision.qkv", "attention.k_scale", "attention.v_scale",
     }  # fmt: skip
+
+
+# Rows of other heads, which lie beside them; and of as many heads as the config says, whose width is not given.
+WITHOUT_HEADS_IN_THE_SHAPE = ("delta.ba", "vision.q", "vision.k", "vision.v")
 
 
 @pytest.mark.parametrize("role", ROLES.values(), ids=lambda role: role.name)
 def test_a_role_is_consistent(role):
     """The law of the role table: a split needs its axis, quantized weights are matrices, and no two roles have the same usual name."""
-    assert len(role.shape) <= 2 and ROLES[role.name] is role
+    assert (len(role.shape) <= 2 or "conv" in role.name) and ROLES[role.name] is role
     if isinstance(role.split, Row):
         assert len(role.shape) == 2
-    if isinstance(role.split, Heads) and role.shape:
+    if isinstance(role.split, Heads) and role.shape and role.name not in WITHOUT_HEADS_IN_THE_SHAPE:
         assert role.split.count in role.shape[0]
     if role.quantized:
         assert len(role.shape) == 2 or role.fuses
@@ -331,7 +335,7 @@ WRONG = {
     "weights:\n  a.weight: {role: head, shape: [vocab - 1, hidden]}\n": r"expected a sum of products .*, found 'vocab - 1'",
     "weights:\n  a.weight: {role: head, shape: [vocab / 0, hidden]}\n": r"expected a sum of products .*, found 'vocab / 0'",
     "weights:\n  a.weight: {role: head, shape: [2.5, hidden]}\n": r"expected a sum of products .*, found 2\.5",
-    "weights:\n  a.weight: {role: head, shape: [1, 1, 1, 1, 1]}\n": r"expected at most 4 axes, found 5",
+    "weights:\n  a.weight: {role: head, shape: [1, 1, 1, 1, 1, 1]}\n": r"expected at most 5 axes, found 6",
     "weights:\n  a.weight: {role: router}\n": r"line 13: .*called 'experts'\. The usual shape of router is \[experts, hidden\]; `shape:`",
     "weights:\n  a.table: embedding\n": r"it has no `shape`, and none follows from its role and name",
     "weights:\n  a.weight: {shape: [hidden]}\n": r"it has neither `role` nor `fuses`",
@@ -353,7 +357,14 @@ WRONG = {
     "weights:\n  a.weight: {role: my.own, split: {heads: groups}, shape: [hidden]}\n": r"split > heads: no dimension is called 'groups'",
     "weights:\n  a.weight: {role: head, transposed: 1}\n": r"transposed: expected true or false, found 1",
     "weights:\n  a.weight: {role: head, when: no}\n": r"when: expected a key of the config.*, found False; put it into quotes",
-    "weights:\n  a.weight: {role: head, layers: some}\n": r"layers: expected one of dense, sparse, mtp, found 'some'",
+    "weights:\n  a.*.weight: {role: mlp.norm, layers: some}\n": r"no set of layers is called 'some'\. The sets are dense, sparse, mtp;",
+    "weights:\n  a.*.weight: {role: mlp.norm, layers: 3}\n": r"layers: expected a set of layers, or `not` and a set of layers, found 3",
+    "weights:\n  a.weight: head\nlayer_sets: {dense: all}\n": r"a set of layers cannot be called 'dense'",
+    "weights:\n  a.weight: head\nlayer_sets: {x: {list: y}}\n": r"`list` names a list of the config and `entries` which of its entries",
+    "weights:\n  a.weight: {role: mlp.up, stacked: true}\n": r"no dimension is called 'experts'",
+    "weights:\n  a.{hidden}.*.weight: mlp.norm\n": r"it is not clear which number each \* stands for",
+    "weights:\n  a.{hidden}.{layer}.weight: mlp.norm\n": r"a name that counts a dimension cannot contain the number of a layer",
+    "weights: {a.weight: head}\nrenamed: {a: b}\n": r"line 13: renamed: `renamed` is about the weights of the model that `extends:` names",
     "weights:\n  a.weight: {role: head, layers: dense}\n": r"`layers: dense` needs the number of the layer in the name",
     "weights:\n  a.*.weight: {role: mlp.norm, layers: sparse}\n": r"line 13: weights > a\.\*\.weight: .*sparse layers are not declared",
     "weights:\n  a.*.weight: {role: mlp.norm, layers: mtp}\n": r"number of layers for multi-token prediction is not .*Add `mtp_layers:`",
@@ -361,7 +372,7 @@ WRONG = {
     "weights:\n  a.*.b.*.c.*.weight: mlp.norm\n": r"it is not clear which number each \* stands for.*Write \{layer\} and \{expert\}",
     "weights:\n  a.x*.weight: mlp.norm\n": r"it is not clear which number each \* stands for",
     "weights:\n  a.{layer}.*.weight: mlp.norm\n": r"it is not clear which number each \* stands for",
-    "weights:\n  a.{level}.weight: mlp.norm\n": r"cannot contain \{level\} here\. It may contain \{layer\} and \{expert\}, once each",
+    "weights:\n  a.{level}.weight: mlp.norm\n": r"cannot contain \{level\} here\. It may contain \{layer\}, \{expert\} or a dimension",
     "weights:\n  a.{layer}.{layer}.weight: mlp.norm\n": r"a name cannot contain \{layer\} here",
     "weights:\n  a b.weight: mlp.norm\n": r"this is not the name of a weight",
     "weights:\n  a.*.weight: mlp.norm\n  a.0.weight: mlp.norm\n": r"one tensor could have this name and a\.0\.weight",
@@ -372,12 +383,12 @@ WRONG = {
     "weights: {a.weight: head}\ntied: {head: a.weight}\n": r"line 13: tied: it does not name the embedding",
     "weights: {a.weight: head}\ntied: {head: a.weight, embedding: b.weight}\n": r"embedding: no weight is called 'b\.weight'",
     "weights: {a.weight: head}\ndropped: {b.weight: ''}\n": r"dropped > b\.weight: expected the reason .*, found ''",
-    "weights: {a.weight: head}\nsparse_layers: some\n": r"line 13: sparse_layers: expected .*, found 'some'\. The keys are first, last, step",
+    "weights: {a.weight: head}\nsparse_layers: some\n": r"line 13: sparse_layers: .*found 'some'\. The keys are list, entries",
     "weights: {a.weight: head}\nsparse_layers: {offset: -1}\n": r"sparse_layers > offset: expected a whole number from 0 on, found -1",
     "weights: {a.weight: head}\nmtp_layers: 2\n": r"mtp_layers: expected a key of the config, found 2",
     "weights: {a.weight: head}\ndefaults: {x: [1]}\n": r"defaults > x: expected true, false, .*, found a list",
     "weights: {a.weight: head}\nvocabulary_multiple: 0\n": r"vocabulary_multiple: expected a whole number from 1 on, found 0",
-    "weights: {a.weight: head}\nwithout: '*'\n": r"line 13: without: it removes weights of the model that `extends:` names, and there is",
+    "weights: {a.weight: head}\nwithout: '*'\n": r"line 13: without: `without` is about the weights of the model that `extends:` names",
     "extends: lama\n": r"line 12: extends: no model is declared as 'lama'\. `reshard architectures` lists",
     "extends: llama\nwithout: ['*.mlp.*', '*.mpl.*']\n": r"line 13: without > 1: no weight of llama has a name like '\*\.mpl\.\*'",
 }  # fmt: skip
@@ -519,5 +530,62 @@ def test_a_name_or_a_file(tmp_path, monkeypatch):
 def test_every_declared_model_has_a_text():
     for model_type in known_model_types():
         assert f"model_type: {model_type}" in declaration_text(model_type)
-    with pytest.raises(RequestError, match=r"No model is declared as 'lama'\. Did you mean llama\? Known: apertus, .*llama"):
+    with pytest.raises(RequestError, match=r"No model is declared as 'lama'\. Did you mean llama\? Known: .*llama"):
         declaration_text("lama")
+
+
+# ---- forms of a dimension ----
+
+
+@pytest.mark.parametrize(
+    "config, kv_heads",
+    [
+        ({"num_attention_heads": 8, "num_kv_heads": 2, "new_decoder_architecture": True}, 2),
+        ({"num_attention_heads": 71, "num_kv_heads": 71}, 1),
+        ({"num_attention_heads": 71, "num_kv_heads": 71, "multi_query": False}, 71),
+    ],
+)
+def test_a_dimension_has_another_form_where_a_key_is_not_set(config, kv_heads):
+    sizes = {"vocab_size": 10, "hidden_size": 8 * 71, "num_hidden_layers": 1}
+    assert Model(find_architecture("falcon"), {**sizes, **config}).dimensions["kv_heads"] == kv_heads
+
+
+def test_a_form_of_a_dimension_needs_a_condition_and_another_form():
+    with pytest.raises(RequestError, match=r"dimensions > rank: `when` says for which models .*Write both"):
+        extending("extends: llama\ndimensions: {rank: {keys: lora, when: has_lora}}")
+    with pytest.raises(RequestError, match="no dimension is called 'width'"):
+        extending("extends: llama\ndimensions: {rank: {keys: lora, when: has_lora, otherwise: {default: width}}}")
+
+
+@pytest.mark.parametrize(
+    "config, expected",
+    [
+        ({"layer_types": ["conv", "full_attention", "conv"]}, {1}),
+        ({"full_attn_idxs": [0, 2]}, {0, 2}),
+        ({"layer_types": ["full_attention", "conv", "conv"], "full_attn_idxs": [2]}, {0}),
+    ],
+)
+def test_a_set_of_layers_comes_from_a_list_of_the_config(config, expected):
+    sizes = {"vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "conv_L_cache": 3}
+    model = Model(find_architecture("lfm2"), {**sizes, "intermediate_size": 10, "block_multiple_of": 4, **config})
+    assert model.layer_sets["full_attention"] == expected == set(range(3)) - model.layer_sets["not full_attention"]
+    assert model.dimensions["intermediate"] == 8  # 20 / 3, rounded down to 6, up to a multiple of 4
+
+
+def test_a_weight_that_replaces_removed_ones_takes_their_place():
+    names = [weight.name.removeprefix("model.layers.{layer}.") for weight in find_architecture("deepseek_v3").weights]
+    assert names.index("self_attn.o_proj.weight") < names.index("mlp.gate_proj.weight") < names.index("input_layernorm.weight")
+
+
+def test_a_bias_comes_after_its_weight():
+    names = [weight.name for weight in find_architecture("nemotron").weights]
+    assert names.index("model.layers.{layer}.input_layernorm.bias") == names.index("model.layers.{layer}.input_layernorm.weight") + 1
+
+
+@pytest.mark.parametrize("last, sparse", [(-1, {1, 2, 3}), (2, {1, 2}), (9, {1, 2, 3})])
+def test_the_last_sparse_layer_may_be_in_the_config(last, sparse):
+    config = {
+        **CONFIG, "num_hidden_layers": 4, "moe_num_experts": 2, "moe_intermediate_size": 8, "moe_layer_start_index": 1,
+        "moe_layer_end_index": last,
+    }  # fmt: skip
+    assert Model(find_architecture("ernie4_5_moe"), config).sparse_layers == sparse

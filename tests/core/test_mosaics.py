@@ -78,3 +78,16 @@ def test_query_groups_are_what_reshape_and_cat_make_of_them():
     expected = np.concatenate([array_q.reshape(groups, 2, 4), array_k.reshape(groups, 1, 4)], axis=1).reshape(9, 4)
     assert np.array_equal(laid_out(fused), expected)
     assert np.array_equal(laid_out(fused.part(0, 3, 1)), expected[3:6])
+
+
+def test_an_item_is_what_was_stacked():
+    arrays = [Mosaic.of(name, Box.whole((2, 3))) for name in "ab"]
+    assert [stacked(arrays).item(number) for number in range(2)] == arrays
+    experts = Mosaic.of("experts", Box.whole((4, 2, 3))).item(2)
+    assert (experts.shape, experts.tiles[0].box.offsets, experts.tiles[0].axes) == ((2, 3), (2, 0, 0), (None, 0, 1))
+    assert experts.transposed().shape == (3, 2)
+
+
+def test_even_rows_first_turns_pairs_into_halves():
+    array = Mosaic.of("q", Box.whole((8, 2))).with_even_first(0, 4)
+    assert [tile.box.offsets[0] for tile in sorted(array.tiles, key=lambda tile: tile.at)] == [0, 2, 1, 3, 4, 6, 5, 7]

@@ -7,7 +7,8 @@ import pytest
 from reshard.adapter import registry
 from reshard.errors import RequestError
 from reshard.models.declared.reader import parse_declaration
-from reshard.models.lookup import built_in_model_types, find_architecture
+from reshard.models.lookup import built_in_model_types, declaration_text, find_architecture, read_architecture
+from reshard.models.model import Model
 from reshard.models.quirks import EngineName, ModelQuirks
 from reshard.serving.rules import EngineRules
 
@@ -61,19 +62,27 @@ def test_engines_are_taken_over_by_like_and_not_by_extends():
     assert own["vllm"] == ModelQuirks() and own["sglang"] == find_architecture("qwen2_moe").engines["sglang"]
 
 
+def test_a_file_for_a_built_in_model_type_keeps_what_engines_do_differently_for_it(tmp_path):
+    for text in ("extends: qwen3_moe", declaration_text("qwen3_moe").partition("\nengines:")[0].partition("model_type: qwen3_moe\n")[2]):
+        (tmp_path / "my.yaml").write_text(f"language: 2\nmodel_type: qwen3_moe\n{text}\n")
+        assert read_architecture(tmp_path / "my.yaml").engines == find_architecture("qwen3_moe").engines
+    (tmp_path / "my.yaml").write_text("language: 2\nmodel_type: qwen3_moe\nextends: qwen3_moe\nengines: {vllm: {}}\n")
+    assert read_architecture(tmp_path / "my.yaml").engines == {"vllm": ModelQuirks()}
+
+
 @pytest.mark.parametrize(
     "section, complaint",
     [
         (
             "{vllm: {every_stages: [head]}}",
-            r"line 4: engines > vllm > every_stages: there is no key 'every_stages' here\. The keys are since,",
+            r"line 4: engines > vllm > every_stages: there is no key 'every_stages' here\. The keys are of_class,",
         ),
         ("{vllm: {since: 0.32}}", r"line 4: engines > vllm > since: expected a version in quotes, such as \"0\.32\", found 0\.32"),
         ("{vllm: {names: {mlp.gate: {1.x: a}}}}", "expected a version in quotes"),
         ("{vllm: {names: {'mlp.(gate)': a}}}", "expected words of a name, with dots between them, found 'mlp.\\(gate\\)'"),
         (
             "{vllm: {every_stage: [mlp.up]}}",
-            "expected one of embedding, position_embedding, embedding_norm, final_norm, head, found 'mlp.up'",
+            "expected one of embedding, position_embedding, embedding_norm, final_norm, head, .*found 'mlp.up'",
         ),
         ("{vllm: {unsupported: [attention.o]}}", "'attention.o' does not end in .weight or .bias"),
         ("{vllm: {tied_table_stored_as: none}}", "expected one of head, embedding, both"),
@@ -96,3 +105,13 @@ def test_no_file_of_an_engine_has_a_table_by_model_type():
     for file in (path for engine in ("vllm", "sglang") for path in (formats / engine).glob("*.py")):
         text = file.read_text()
         assert [model_type for model_type in built_in_model_types() if f'"{model_type}"' in text] == [], file.name
+
+
+def test_the_class_that_the_config_names_has_its_own_quirks():
+    """transformers saves phimoe under another class than the published one, and vLLM has a class for each."""
+    phimoe = find_architecture("phimoe")
+    published, saved = (Model(phimoe, {"architectures": [name]}).quirks_of("vllm") for name in ("PhiMoEForCausalLM", "PhimoeForCausalLM"))
+    assert Model(phimoe, {}).quirks_of("vllm") == published == phimoe.engines["vllm"]
+    assert renamed("x.block_sparse_moe.gate.weight", saved, (0, 32)) == "x.mlp.router.weight"
+    assert renamed("x.block_sparse_moe.gate.weight", published, (0, 32)) == "x.block_sparse_moe.gate.weight"
+    assert Model(phimoe, {}).quirks_of("trtllm") is None

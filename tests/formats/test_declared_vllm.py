@@ -14,14 +14,16 @@ import pytest
 from places import FIXTURES, ranks, rules_of
 
 import reshard
-from reshard.errors import RequestError
+from reshard.canonical.name_variants import Names
+from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.dtypes import from_safetensors
 from reshard.geometry.parallel import Parallel
 from reshard.models.lookup import find_model
 from reshard.models.model import Model
 from reshard.serving.legality import check_degrees
 from reshard.serving.ranks import rank_tensors
-from reshard.serving.weights import stored_dtypes
+from reshard.serving.served_model import check_served
+from reshard.serving.weights import stored_dtypes, weights_without_slot
 
 sys.path.insert(0, str(FIXTURES))
 import named_weights
@@ -85,16 +87,39 @@ def test_every_rank_of_a_declared_model_holds_what_real_vllm_holds(name, tmp_pat
     model = find_model(reference["config"])
     shapes = {weight.name: weight.shape for weight in model.weights.values() if not weight.optional}
     saved = {"count": len(shapes), "sha256": digest(f"{name} {list(shape)}\n" for name, shape in sorted(shapes.items()))}
+    order = reference["tensors"].pop("order", None)
     assert saved == reference["tensors"], "transformers saves other names or shapes"
+    assert order in (None, digest("\n".join(shapes))), "the model's parameters have another order"
+    for name_in_memory, shape in reference.get("in_memory", {}).items():
+        array = Names(model).array(name_in_memory)
+        assert array and array.shape == tuple(shape), name_in_memory
+    if not reference["degrees"]:
+        with pytest.raises(UnsupportedError, match="does not load a .* model from such files"):
+            check_served(model, rules_of("vllm", model))
+        return
     weights = {name: named_weights.elements_of(name, shape) for name, shape in shapes.items()}
     model = Model(model.architecture, {**model.config, str(model.architecture.mtp_layers): 0})
     different = []
     for degree, expected in reference["degrees"].items():
         if isinstance(expected, dict):
-            with pytest.raises(RequestError):
+            with pytest.raises(RequestError, match="does not fit this model"):
                 list(laid_out(model, weights, sizes_of(degree)))
         elif list(map(digest_of, laid_out(model, weights, sizes_of(degree)))) != expected:
             different.append(degree)
     assert not different, "fixtures/vllm_declared/make.py --details shows every tensor of vLLM's ranks"
     named_weights.write(tmp_path / "model", reference["config"], shapes)
-    assert [digest_of(state) for state in written(tmp_path / "model", {"tp": 2}, tmp_path / "out")] == reference["degrees"]["tp2"]
+    exclude = weights_without_slot(model, rules_of("vllm", model))
+    states = written(tmp_path / "model", {"tp": 2, "exclude": exclude}, tmp_path / "out")
+    assert [digest_of(state) for state in states] == reference["degrees"]["tp2"]
+
+
+@pytest.mark.parametrize("training", ["dcp", "fsdp"])
+@pytest.mark.parametrize("name", ["glm4_moe", "apertus", "granitemoe"])
+def test_training_checkpoints_of_declared_models_are_served(name, training, tmp_path):
+    """Formats that keep a model's names need nothing beyond its declaration."""
+    reference = json.loads(REFERENCES[name].read_text())
+    shapes = {weight.name: weight.shape for weight in find_model(reference["config"]).weights.values() if not weight.optional}
+    named_weights.write(tmp_path / "model", reference["config"], shapes)
+    reshard.convert(reshard.plan(tmp_path / "model", to=training), tmp_path / "trained")
+    reshard.convert(reshard.plan(tmp_path / "trained", model=tmp_path / "model", to="vllm", tp=4), tmp_path / "served")
+    assert [digest_of(state) for state in ranks(tmp_path / "served").values()] == reference["degrees"]["tp4"]

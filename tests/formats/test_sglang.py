@@ -6,7 +6,7 @@ import pytest
 from places import FIXTURES, HF, MODELS, config_of, patch_stored, ranks, rules_of, stored
 
 import reshard
-from reshard.errors import CheckpointError, RequestError
+from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.dtypes import BF16, F32, from_torch
 from reshard.geometry.parallel import Parallel
 from reshard.models.lookup import find_model
@@ -157,3 +157,9 @@ def test_a_drifted_replica_is_found(tmp_path):
     patch_stored(tmp_path / "out" / "model-rank-6-part-0.safetensors", "model.norm.weight", 0)
     with pytest.raises(CheckpointError, match="model-rank-6"):
         reshard.verify(HF / "llama", tmp_path / "out")
+
+
+def test_a_declared_model_whose_class_was_not_compared_is_refused():
+    model = find_model(json.loads((FIXTURES / "vllm_declared" / "qwen3_next.json").read_text())["config"])
+    with pytest.raises(UnsupportedError, match="qwen3_next model was not compared"):
+        rules_of("sglang", model)

@@ -78,16 +78,18 @@ def _sentence(node: Node) -> str:
 
 
 ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
+    "of_class": lambda node: {name: _quirks(inner) for name, inner in node.mapping().items()},
     "since": _version,
     "names": _names,
     "fusions": lambda node: {module: _roles(inner) for module, inner in node.mapping().items()},
+    "even_rows_first": lambda node: {role: inner.word(r"[a-z_][a-z0-9_]*", "a dimension") for role, inner in node.mapping().items()},
+    "dtypes": lambda node: {role: from_user(inner.one_of(FLOATING_WORDS)) for role, inner in node.mapping().items()},
     "splits": lambda node: {role: split_of(inner) for role, inner in node.mapping().items()},
     "keep_fused": lambda node: {role: _version(inner) for role, inner in node.mapping().items()},
     "tied_table_stored_as": lambda node: node.one_of(("head", "embedding", "both")),
     "every_stage": lambda node: frozenset(item.one_of(_NO_LAYER) for item in node.items()),
     "module_names": lambda node: {role: inner.word() for role, inner in node.mapping().items()},
     "unsupported": _unsupported,
-    "dtypes": lambda node: {role: from_user(inner.one_of(FLOATING_WORDS)) for role, inner in node.mapping().items()},
     "tp_at_most_experts": Node.flag,
     "stages_need_experts": Node.flag,
     "tied_refuses_stages": Node.flag,

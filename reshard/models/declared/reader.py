@@ -24,7 +24,7 @@ from reshard.errors import RequestError
 from reshard.models.architecture import LAYER_SETS, Architecture, Dimension, LayerRule, Weight
 from reshard.models.declared import yaml_data
 from reshard.models.declared.engines import engines_of
-from reshard.models.declared.node import Node, expression
+from reshard.models.declared.node import CONFIG_KEY, Node, expression
 from reshard.models.declared.version_1 import in_version_2
 from reshard.models.declared.weights import NUMBER, WeightReader, overlap
 from reshard.models.roles import DECLARED_ROLES
@@ -36,8 +36,8 @@ UNKNOWN = "?"
 # The declaration of a model_type; None if there is none.
 Find = Callable[[str], Architecture | None]
 KEYS = (
-    "language", "model_type", "class", "extends", "like", "text_config", "without", "renamed", "towers", "dimensions", "weights", "tied", "sparse_layers",
-    "layer_sets", "mtp_layers", "dropped", "carried", "defaults", "vocabulary_multiple", "engines",
+    "language", "model_type", "class", "extends", "like", "text_config", "without", "renamed", "dimensions", "towers", "weights", "tied",
+    "sparse_layers", "layer_sets", "mtp_layers", "dropped", "carried", "defaults", "vocabulary_multiple", "engines",
 )  # fmt: skip
 
 
@@ -181,11 +181,16 @@ def _dimensions(node: Node, base: Architecture | None) -> dict[str, Dimension]:
     # A default may use the dimensions before it. Those of the extended declaration keep their places.
     before: dict[str, Dimension] = {}
     for name, dimension in dimensions.items():
-        if dimension.default and name in own_dimensions:
-            expression(node.inner(name, dimension.default), before, why="A default is an expression of the dimensions before it")
+        form: Dimension | None = dimension if name in own_dimensions else None
+        while form:
+            if form.multiple_of:
+                expression(node.inner(name, form.multiple_of), before, why="A default is rounded to a multiple of a dimension before it")
+            if form.default:
+                expression(node.inner(name, form.default), before, why="A default is an expression of the dimensions before it")
+            form = form.otherwise
         before[name] = dimension
     for name in ("layers", "experts"):
-        if name in dimensions and dimensions[name].optional:
+        if name in dimensions and dimensions[name].optional and not dimensions[name].counts:
             raise node.inner(name, None).error(f"{name} cannot be optional", why="It is the number of times that weights are repeated")
     return dimensions
 
@@ -195,7 +200,7 @@ def _dimension(node: Node) -> Dimension:
         return Dimension((), default=str(node.number(1)))
     if not isinstance(node.value, dict):
         return Dimension(_config_keys(node))
-    keys = node.mapping(("keys", "default", "optional", "entries_of"))
+    keys = node.mapping(("keys", "default", "optional", "entries_of", "multiple_of", "when", "otherwise"))
     config_keys = _config_keys(keys["keys"]) if "keys" in keys else ()
     if "entries_of" in keys:
         if "keys" in keys or "default" in keys:
@@ -206,7 +211,16 @@ def _dimension(node: Node) -> Dimension:
         raise keys["default"].unexpected("an expression of dimensions")
     if not config_keys and default is None:
         raise node.error("it has neither `keys` nor `default`", do="Write the config's key, such as `hidden: hidden_size`")
-    return Dimension(config_keys, default, keys["optional"].flag() if "optional" in keys else False)
+    if ("when" in keys) != ("otherwise" in keys):
+        raise node.error("`when` says for which models the dimension holds, and `otherwise` what holds for the others", do="Write both")
+    return Dimension(
+        config_keys,
+        default,
+        keys["optional"].flag() if "optional" in keys else False,
+        multiple_of=keys["multiple_of"].word(r"[a-z_][a-z0-9_]*", "a dimension") if "multiple_of" in keys else None,
+        when=keys["when"].word(rf"(not )?{CONFIG_KEY}", "a key of the config, or `not` and a key") if "when" in keys else None,
+        otherwise=_dimension(keys["otherwise"]) if "otherwise" in keys else None,
+    )
 
 
 def _config_keys(node: Node) -> tuple[str, ...]:
@@ -261,12 +275,12 @@ def _reason(node: Node) -> str:
 def _layer_rule(node: Node) -> LayerRule:
     if node.value == "all":
         return LayerRule()
-    keys = node.mapping(("list", "entries", "first", "last", "step", "offset", "dense"))
+    keys = node.mapping(("list", "entries", "indices", "first", "last", "step", "every", "offset", "dense"))
     if ("list" in keys) != ("entries" in keys):
         raise node.error("`list` names a list of the config and `entries` which of its entries count", do="Write both, or none of them")
-    config_keys = {key: keys[key].config_key() for key in ("first", "last", "step", "dense") if key in keys}
+    config_keys = {key: keys[key].config_key() for key in ("indices", "first", "last", "step", "every", "dense") if key in keys}
     return LayerRule(
-        key=keys["list"].config_key() if "list" in keys else None,
+        keys=_config_keys(keys["list"]) if "list" in keys else (),
         entries=tuple(_entry(item) for item in keys["entries"].items()) if "entries" in keys else (),
         offset=keys["offset"].number(0) if "offset" in keys else 0,
         **config_keys,

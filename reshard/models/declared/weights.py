@@ -12,7 +12,7 @@ from reshard.models.roles import DECLARED_ROLES, ROLES, Column, FirstRank, Heads
 
 WEIGHT_KEYS = ("role", "shape", "split", "fuses", "interleaved_by", "transposed", "stacked", "when", "layers")
 _FUSED_ROLES = {role.fuses: role.name for role in ROLES.values() if role.fuses}
-SPLITS: dict[str, Split] = {
+_SPLITS: dict[str, Split] = {
     "column": Column(),
     "row": Row(),
     "vocabulary": Vocabulary(),
@@ -67,7 +67,7 @@ class WeightReader:
     def _fused_rows(self, node: Node) -> dict[str, str]:
         """The roles that are fused in a weight, with the output features of each."""
         if isinstance(node.value, dict):
-            return {role: expression(inner, self.dimensions) for role, inner in node.mapping().items()}
+            return {role: expression(inner, self.dimensions, optional=True) for role, inner in node.mapping().items()}
         rows: dict[str, str] = {}
         for item in node.items():
             role = item.word(_ROLE, "a role")
@@ -78,7 +78,7 @@ class WeightReader:
                     f"the number of rows of {role} is not known",
                     do=f"Write `fuses: {{{role}: ROWS, ...}}` with an expression for each role",
                 )
-            rows[role] = expression(item.inner("rows", ROLES[role].shape[0]), self.dimensions)
+            rows[role] = expression(item.inner("rows", ROLES[role].shape[0]), self.dimensions, optional=True)
         if len(rows) < 2:
             raise node.error("a fused weight has at least two roles", do="Write `role:` in place of `fuses:`")
         return rows
@@ -107,7 +107,7 @@ class WeightReader:
             if new_roles:
                 raise node.error(
                     f"there is no role {new_roles[0]!r}",
-                    do=f"The roles are {', '.join(DECLARED_ROLES)}. For a new role add `split:` with {', '.join(SPLITS)} or "
+                    do=f"The roles are {', '.join(DECLARED_ROLES)}. For a new role add `split:` with {', '.join(_SPLITS)} or "
                     "{heads: DIMENSION}",
                 )
             return None
@@ -149,7 +149,7 @@ class WeightReader:
 def split_of(node: Node) -> Split:
     """A split: a word, or {heads: DIMENSION}."""
     if not isinstance(node.value, dict):
-        return SPLITS[node.one_of(tuple(SPLITS))]
+        return _SPLITS[node.one_of(tuple(_SPLITS))]
     keys = node.mapping(("heads", "copies"))
     if "heads" not in keys:
         raise node.error("it does not name the dimension", do="Write {heads: DIMENSION}, with `copies: true` if ranks may share a head")
