@@ -199,7 +199,7 @@ def models() -> str:
         if not compared:
             compared = f"as {architecture.family}" if architecture.family != model_type else "not compared"
             if "vllm" in architecture.engines and (reason := architecture.engines["vllm"].not_loadable):
-                compared = f"names and shapes only, and not written for vLLM: {reason}"
+                compared = f"names and shapes only; not written: {reason}"
         others = [title for folder, title in _OTHER_ENGINES.items() if _references(folder, architecture.family)]
         rows.append((f"`{model_type}`", _described(declaration_text(model_type)), compared, ", ".join(others)))
     return _page(

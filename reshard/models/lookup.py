@@ -98,12 +98,17 @@ def named_architecture(named: Architecture | str | os.PathLike[str]) -> Architec
 
 
 def read_architecture(path: str | os.PathLike[str]) -> Architecture:
-    """The architecture that a file declares. Raises RequestError, naming the line, if any part of it is not understood."""
+    """The architecture that a file declares. Raises RequestError, naming the line, if any part of it is not understood.
+
+    What engines do differently for a built-in model_type holds for a file that declares that model_type again and does not say otherwise.
+    """
     if Path(path).is_dir():
         raise RequestError(
             f"--architecture {os.fspath(path)}: this is a directory; a declared model or a file with a declaration is expected"
         )
-    return replace(_read(Path(path), os.fspath(path), find_architecture), declared_in=os.fspath(path))
+    declared = replace(_read(Path(path), os.fspath(path), find_architecture), declared_in=os.fspath(path))
+    built_in = None if declared.engines or declared.like else find_architecture(declared.model_type)
+    return replace(declared, engines=built_in.engines) if built_in else declared
 
 
 def declaration_text(model_type: str) -> str:

@@ -383,7 +383,7 @@ WRONG = {
     "weights: {a.weight: head}\ntied: {head: a.weight}\n": r"line 13: tied: it does not name the embedding",
     "weights: {a.weight: head}\ntied: {head: a.weight, embedding: b.weight}\n": r"embedding: no weight is called 'b\.weight'",
     "weights: {a.weight: head}\ndropped: {b.weight: ''}\n": r"dropped > b\.weight: expected the reason .*, found ''",
-    "weights: {a.weight: head}\nsparse_layers: some\n": r"line 13: sparse_layers: expected .*, found 'some'\. The keys are .*last, step",
+    "weights: {a.weight: head}\nsparse_layers: some\n": r"line 13: sparse_layers: .*found 'some'\. The keys are list, entries",
     "weights: {a.weight: head}\nsparse_layers: {offset: -1}\n": r"sparse_layers > offset: expected a whole number from 0 on, found -1",
     "weights: {a.weight: head}\nmtp_layers: 2\n": r"mtp_layers: expected a key of the config, found 2",
     "weights: {a.weight: head}\ndefaults: {x: [1]}\n": r"defaults > x: expected true, false, .*, found a list",

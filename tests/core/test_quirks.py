@@ -7,7 +7,7 @@ import pytest
 from reshard.adapter import registry
 from reshard.errors import RequestError
 from reshard.models.declared.reader import parse_declaration
-from reshard.models.lookup import built_in_model_types, find_architecture
+from reshard.models.lookup import built_in_model_types, declaration_text, find_architecture, read_architecture
 from reshard.models.model import Model
 from reshard.models.quirks import EngineName, ModelQuirks
 from reshard.serving.rules import EngineRules
@@ -60,6 +60,14 @@ def test_engines_are_taken_over_by_like_and_not_by_extends():
     assert declared("like: qwen2_moe").engines == find_architecture("qwen2_moe").engines
     own = declared("like: qwen2_moe\nengines: {vllm: {}}").engines
     assert own["vllm"] == ModelQuirks() and own["sglang"] == find_architecture("qwen2_moe").engines["sglang"]
+
+
+def test_a_file_for_a_built_in_model_type_keeps_what_engines_do_differently_for_it(tmp_path):
+    for text in ("extends: qwen3_moe", declaration_text("qwen3_moe").partition("\nengines:")[0].partition("model_type: qwen3_moe\n")[2]):
+        (tmp_path / "my.yaml").write_text(f"language: 2\nmodel_type: qwen3_moe\n{text}\n")
+        assert read_architecture(tmp_path / "my.yaml").engines == find_architecture("qwen3_moe").engines
+    (tmp_path / "my.yaml").write_text("language: 2\nmodel_type: qwen3_moe\nextends: qwen3_moe\nengines: {vllm: {}}\n")
+    assert read_architecture(tmp_path / "my.yaml").engines == {"vllm": ModelQuirks()}
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,14 @@ def nearest(weights: Sequence[StoredWeight], config: Mapping[str, Any], architec
     one that most engines were compared with, and then the first."""
     relatives = [relative for architecture in architectures if (relative := _relative(weights, Model(architecture, config)))]
     near = (relative for relative in relatives if relative.distance < len(relative.shared))
-    return min(near, key=lambda relative: (relative.distance, -len(relative.model.architecture.engines)), default=None)
+    return min(near, key=_rank, default=None)
+
+
+def _rank(relative: Relative) -> tuple[int, int]:
+    """What decides between two relatives. A head that is not stored does not count if the config does not say whether it is tied."""
+    model = relative.model
+    open_head = model.architecture.tied[0] in relative.missing and model.config.get("tie_word_embeddings") is None
+    return relative.distance - open_head, -len(model.architecture.engines)
 
 
 def _relative(weights: Sequence[StoredWeight], model: Model) -> Relative | None:
