@@ -94,7 +94,7 @@ def test_every_rank_of_a_declared_model_holds_what_real_vllm_holds(name, tmp_pat
         array = Names(model).array(name_in_memory)
         assert array and array.shape == tuple(shape), name_in_memory
     if not reference["degrees"]:
-        with pytest.raises(UnsupportedError, match="does not load a .* model from such files"):
+        with pytest.raises(UnsupportedError, match=r"does not load a .* model from such files"):
             check_served(model, rules_of("vllm", model))
         return
     weights = {name: named_weights.elements_of(name, shape) for name, shape in shapes.items()}
