@@ -238,7 +238,7 @@ def _options_of_formats() -> Iterable[Decorator[Any]]:
             yield option(each.flag, section=title, metavar=_METAVARS[each.type], help=each.help)
 
 
-_METAVARS: Mapping[str, str] = {"number": "N", "numbers": "N,N,..", "size": "SIZE", "path": "DIR", "text": "V"}
+_METAVARS: Mapping[str, str] = {"number": "N", "numbers": "N,N,..", "size": "SIZE", "path": "PATH", "text": "V"}
 
 effort = together(
     option("--workers", section=EFFORT, type=click.IntRange(1), metavar="N", help="Threads (default: one per processor, at most 8)."),
