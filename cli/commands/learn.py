@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 @click.option("--tp", type=options.NumbersParam(), default="1", metavar="N,N,..", help="Tensor-parallel sizes to trace (default: 1).")
 @click.option("--pp", type=options.NumbersParam(), default="1", metavar="N,N,..", help="Pipeline-parallel sizes to trace (default: 1).")
 @click.option(
-    "--ep", type=options.NumbersParam(), default="1", metavar="N,N,..", help="Expert-parallel sizes to trace: 1, or sizes of --tp (default: 1)."
+    "--ep",
+    type=options.NumbersParam(),
+    default="1",
+    metavar="N,N,..",
+    help="Expert-parallel sizes to trace: 1, or sizes of --tp (default: 1).",
 )
 @click.option("--output", "-o", required=True, metavar="FILE", help="Write the layout to this file.")
 @click.option("--engine-python", metavar="PATH", help="The Python that has the engine, if it is not this one.")

@@ -1,6 +1,7 @@
-"""The program that traces vLLM's own weight loader. It runs inside vLLM's Python, as a folder: `python vllm_tracer REQUEST ANSWER`.
+"""The program that traces vLLM's own weight loader. It runs inside vLLM's Python, as a folder: `python vllm_tracer REQUESTS ANSWER`.
 
-    __main__.py    the request and the answer, as files of JSON; one forked process per rank
+    __main__.py    the requests and the answer, as files of JSON
+    trace.py       every rank of a request, each in a forked process
     ranks.py       one rank of vLLM in one process: fake process groups, the model class, the loader
     recorder.py    every operation between tensors while the model is built and loaded
     contents.py    what a tensor holds in the end: boxes of checkpoint tensors, constants, or nothing

@@ -1,9 +1,10 @@
-"""The request and the answer, as files.
+"""The requests and the answer, as files.
 
-    python vllm_tracer REQUEST ANSWER
+    python vllm_tracer REQUESTS ANSWER
 
-REQUEST is a JSON document: {"model": folder, "cases": [{"tp": 8, "pp": 1, "ep": 1}], "ranks": [0, 7] or null, "trust_remote_code": false}.
-ANSWER gets one JSON document per line: first what is traced and with what, then one line per rank, or per case that vLLM refuses.
+REQUESTS is a JSON list of {"model": folder, "cases": [{"tp": 8, "pp": 1, "ep": 1}], "ranks": [0, 7] or null, "trust_remote_code": false}.
+ANSWER gets one JSON document per line. For each request: first what is traced and with what, then one line per rank, or per case that vLLM
+refuses.
 """
 
 import sys

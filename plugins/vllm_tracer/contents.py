@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .recorder import Array
-from .strided import Axis, Copy, NotABox, Placed, Shape, composed, copy_of, merged, placed, row_major
+from .strided import Axis, NotABox, Placed, Shape, StridedCopy, composed, copy_of, merged, placed, row_major
 
 # Element types that hold every value of the types after them.
 _WIDER = {"float64": ("float32", "bfloat16", "float16"), "float32": ("bfloat16", "float16"), "float16": (), "bfloat16": ()}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class HeldPiece:
     """A part of a tensor, and where its elements come from."""
 
     kind: str
     """weight: a checkpoint tensor. fill: one value. real: the tensor's own elements. operation: computed. unset: nobody set them."""
-    copy: Copy
+    copy: StridedCopy
     """The section of the tensor, and for a weight the section of the checkpoint tensor."""
     name: str = ""
     """The checkpoint tensor, or the operation."""
@@ -35,9 +35,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PlacedPiece:
-    """A Piece in coordinates."""
+    """A HeldPiece in coordinates."""
 
-    piece: Piece
+    piece: HeldPiece
     placed: Placed
 
     def bounds(self) -> tuple[list[int], list[int]]:
@@ -48,7 +48,7 @@ class PlacedPiece:
         return first, behind
 
 
-def pieces_of(arrays: dict[int, Array], number: int, copy: Copy, before: float = math.inf) -> Iterator[Piece]:
+def pieces_of(arrays: dict[int, Array], number: int, copy: StridedCopy, before: float = math.inf) -> Iterator[HeldPiece]:
     """The pieces of what `copy` reads from an array, as it was at the time `before`. Pieces may overlap: the first one counts.
 
     Raises: NotABox for a write that loops do not describe.
@@ -64,22 +64,22 @@ def pieces_of(arrays: dict[int, Array], number: int, copy: Copy, before: float =
                     functions = (*piece.functions, write.operation) if write.operation else piece.functions
                     yield replace(piece, functions=functions, dtypes=(*piece.dtypes, write.dtype)) if is_weight else _after(piece, write)
             else:
-                yield Piece(write.kind, met, name=write.operation, value=write.value)
+                yield HeldPiece(write.kind, met, name=write.operation, value=write.value)
             if met.volume == copy.volume:
                 return
     if array.root:
-        yield Piece("weight", copy, name=array.root)
+        yield HeldPiece("weight", copy, name=array.root)
     else:
-        yield Piece("real" if array.is_set else "unset", copy)
+        yield HeldPiece("real" if array.is_set else "unset", copy)
 
 
-def _after(piece: Piece, write: object) -> Piece:
+def _after(piece: HeldPiece, write: object) -> HeldPiece:
     """A piece that holds no weight, after a copy that may apply a function to it."""
     operation = getattr(write, "operation", "")
     return replace(piece, kind="operation", name=operation) if operation and piece.kind != "unset" else piece
 
 
-def settled(pieces: Iterator[Piece], shape: Shape, shapes: dict[str, Shape]) -> list[PlacedPiece]:
+def settled(pieces: Iterator[HeldPiece], shape: Shape, shapes: dict[str, Shape]) -> list[PlacedPiece]:
     """The pieces without overlaps: of two that overlap, the first one stays whole. Together they are the tensor.
 
     shapes: the shapes of the checkpoint tensors.
@@ -98,10 +98,12 @@ def settled(pieces: Iterator[Piece], shape: Shape, shapes: dict[str, Shape]) -> 
     return firm
 
 
-def _placed(piece: Piece, shape: Shape, shapes: dict[str, Shape]) -> Placed:
+def _placed(piece: HeldPiece, shape: Shape, shapes: dict[str, Shape]) -> Placed:
     if piece.kind == "weight":
         return placed(piece.copy, shape, shapes[piece.name] or (1,))
-    itself = merged(Copy(piece.copy.target, piece.copy.target, tuple(each._replace(source_step=each.target_step) for each in piece.copy.loops)))
+    itself = merged(
+        StridedCopy(piece.copy.target, piece.copy.target, tuple(each._replace(source_step=each.target_step) for each in piece.copy.loops))
+    )
     return placed(itself, shape, shape)
 
 
@@ -119,7 +121,7 @@ def _overlaps(found: list[PlacedPiece]) -> Iterator[list[int]]:
     for start in range(0, len(found), _ROWS):
         rows, meets = slice(start, start + _ROWS), np.bool_(True)
         for low, high in zip(first, behind, strict=True):
-            meets = meets & (low[:start + _ROWS] < high[rows, None]) & (low[rows, None] < high[:start + _ROWS])
+            meets = meets & (low[: start + _ROWS] < high[rows, None]) & (low[rows, None] < high[: start + _ROWS])
         for number, row in enumerate(np.tril(meets, start - 1), start):
             yield np.flatnonzero(row).tolist() if row.any() else []
 
@@ -183,6 +185,6 @@ def one_cast(dtypes: tuple[str, ...], dtype: str) -> bool:
     return all(each in (dtypes[0], dtype) or dtypes[0] in _WIDER.get(each, ()) for each in dtypes[1:])
 
 
-def whole_section(shape: Shape, offset: int, strides: Shape) -> Copy:
-    """The Copy that reads a tensor with that offset and these strides as a row-major array."""
+def whole_section(shape: Shape, offset: int, strides: Shape) -> StridedCopy:
+    """The StridedCopy that reads a tensor with that offset and these strides as a row-major array."""
     return copy_of((0, shape, row_major(shape)), (offset, shape, strides))

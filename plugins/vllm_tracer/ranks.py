@@ -95,7 +95,6 @@ def _stand_in_for_torchvision() -> None:
         def __getattr__(self, name: str) -> Any:
             return Anything() if not name.startswith("__") else object.__getattribute__(self, name)
 
-
     words = ("nearest", "nearest-exact", "bilinear", "bicubic", "box", "hamming", "lanczos")
     modes = enum.Enum("InterpolationMode", {word.upper().replace("-", "_"): word for word in words})  # type: ignore[misc]
     names = ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional", ".ops")

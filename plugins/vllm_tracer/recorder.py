@@ -1,5 +1,7 @@
-"""Recorder: what happens to tensors while it is on. Tensors on `meta` have no elements, but their views keep the storage, the offset and the
-strides, so that a copy says exactly which section of which array goes where.
+"""Recorder: what happens to tensors while it is on.
+
+Tensors on `meta` have no elements, but their views keep the storage, the offset and the strides, so that a copy says exactly which section
+of which array goes where.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .strided import Copy, Shape, copy_of
+from .strided import Shape, StridedCopy, copy_of
 
 # New arrays that hold what another one holds.
 _COPIES = {"clone", "_to_copy", "contiguous", "_reshape_copy", "view_copy", "lift_fresh_copy"}
@@ -30,7 +32,7 @@ class Write:
     """Its number: a write with a larger number is later."""
     kind: Literal["copy", "fill", "real", "operation"]
     """copy: of another array. fill: one value. real: elements that the array itself has. operation: computed from checkpoint tensors."""
-    copy: Copy
+    copy: StridedCopy
     """The section that is written, and for a copy the section that is read."""
     source: int = 0
     """The storage that is read."""

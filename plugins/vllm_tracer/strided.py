@@ -1,6 +1,6 @@
 """Strided sections of arrays, and copies between two of them, as plain numbers.
 
-A Copy is a nest of loops: for every index (i, j, ...) the element `target + i * target_step_i + j * ...` of one array receives the element
+A StridedCopy is a nest of loops: for every index (i, j, ...) the element `target + i * target_step_i + j * ...` of one array receives the element
 `source + i * source_step_i + j * ...` of another.
 """
 
@@ -19,14 +19,14 @@ class NotABox(Exception):
 
 
 class Loop(NamedTuple):
-    """One loop of a Copy: its length, and the distance between neighbours in both arrays, in elements."""
+    """One loop of a StridedCopy: its length, and the distance between neighbours in both arrays, in elements."""
 
     size: int
     target_step: int
     source_step: int
 
 
-class Copy(NamedTuple):
+class StridedCopy(NamedTuple):
     """A section of one array that receives a section of another."""
 
     target: int
@@ -38,9 +38,9 @@ class Copy(NamedTuple):
         """The number of elements."""
         return math.prod(loop.size for loop in self.loops)
 
-    def turned(self) -> Copy:
+    def turned(self) -> StridedCopy:
         """The same loops, with the two arrays exchanged."""
-        return Copy(self.source, self.target, tuple(Loop(size, source, target) for size, target, source in self.loops))
+        return StridedCopy(self.source, self.target, tuple(Loop(size, source, target) for size, target, source in self.loops))
 
 
 class Axis(NamedTuple):
@@ -54,7 +54,7 @@ class Axis(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A Copy in coordinates: where it starts in both arrays, and its loops along their axes."""
+    """A StridedCopy in coordinates: where it starts in both arrays, and its loops along their axes."""
 
     at: Shape
     start: Shape
@@ -66,13 +66,13 @@ class Placed(NamedTuple):
         return math.prod(axis.size for axis in self.axes)
 
 
-def copy_of(target: tuple[int, Shape, Shape], source: tuple[int, Shape, Shape]) -> Copy:
-    """The Copy between two sections (offset, sizes, strides) of the same sizes. Loops of one element are left out."""
+def copy_of(target: tuple[int, Shape, Shape], source: tuple[int, Shape, Shape]) -> StridedCopy:
+    """The StridedCopy between two sections (offset, sizes, strides) of the same sizes. Loops of one element are left out."""
     loops = (Loop(*each) for each in zip(target[1], target[2], source[2], strict=True))
-    return merged(Copy(target[0], source[0], tuple(loop for loop in loops if loop.size != 1)))
+    return merged(StridedCopy(target[0], source[0], tuple(loop for loop in loops if loop.size != 1)))
 
 
-def merged(copy: Copy) -> Copy:
+def merged(copy: StridedCopy) -> StridedCopy:
     """The same copy with the fewest loops: a loop that continues the next one in both arrays is joined with it."""
     loops: list[Loop] = []
     for loop in copy.loops:
@@ -81,7 +81,7 @@ def merged(copy: Copy) -> Copy:
             loops[-1] = Loop(last.size * loop.size, loop.target_step, loop.source_step)
         else:
             loops.append(loop)
-    return Copy(copy.target, copy.source, tuple(loops))
+    return StridedCopy(copy.target, copy.source, tuple(loops))
 
 
 @lru_cache(maxsize=4096)
@@ -103,7 +103,7 @@ def coordinates(offset: int, shape: Shape) -> list[int]:
     return found
 
 
-def along_axes(copy: Copy, shape: Shape) -> tuple[Copy, list[int], list[tuple[int, int]]]:
+def along_axes(copy: StridedCopy, shape: Shape) -> tuple[StridedCopy, list[int], list[tuple[int, int]]]:
     """The copy with its loops split until each runs along one axis of the target array; the start in coordinates; (axis, step) per loop.
 
     Raises: NotABox if a loop crosses the end of an axis in another way than row by row.
@@ -129,10 +129,10 @@ def along_axes(copy: Copy, shape: Shape) -> tuple[Copy, list[int], list[tuple[in
         if start[axis] % step or shape[axis] % step or inner < 1 or size % inner or inner == size:
             raise NotABox(f"{size} steps of {stride} elements from {start} in {list(shape)}")
         loops[number : number + 1] = [Loop(size // inner, stride * inner, source_step * inner), Loop(inner, stride, source_step)]
-    return (copy if len(loops) == len(copy.loops) else Copy(copy.target, copy.source, tuple(loops))), start, axes
+    return (copy if len(loops) == len(copy.loops) else StridedCopy(copy.target, copy.source, tuple(loops))), start, axes
 
 
-def placed(copy: Copy, target: Shape, source: Shape) -> Placed:
+def placed(copy: StridedCopy, target: Shape, source: Shape) -> Placed:
     """The copy in coordinates of both arrays.
 
     Raises: NotABox as `along_axes` does.
@@ -145,7 +145,7 @@ def placed(copy: Copy, target: Shape, source: Shape) -> Placed:
     return Placed(tuple(at), tuple(start), tuple(axes))
 
 
-def composed(outer: Copy, inner: Copy, shape: Shape) -> Iterator[Copy]:
+def composed(outer: StridedCopy, inner: StridedCopy, shape: Shape) -> Iterator[StridedCopy]:
     """What the outer copy takes from the inner copy's source, where outer reads an array of that shape that inner has written.
 
     Raises: NotABox if the two meet in a way that loops do not describe.
@@ -186,7 +186,7 @@ def composed(outer: Copy, inner: Copy, shape: Shape) -> Iterator[Copy]:
             target += first * loop.target_step
             kept[loops[0]] = Loop(number_of, loop.target_step * every, every * read_step // step * source_step)
     loops_left = (kept.get(number, loop) for number, loop in enumerate(outer.loops))
-    yield merged(Copy(target, source, tuple(loop for loop in loops_left if loop.size != 1)))
+    yield merged(StridedCopy(target, source, tuple(loop for loop in loops_left if loop.size != 1)))
 
 
 def _meeting(distance: int, count: int, read_step: int, size: int, step: int) -> tuple[int, int, int] | None:
@@ -204,8 +204,8 @@ def _meeting(distance: int, count: int, read_step: int, size: int, step: int) ->
     return first, (last - first) // every + 1, every
 
 
-def _one_by_one(outer: Copy, number: int, inner: Copy, shape: Shape) -> Iterator[Copy]:
+def _one_by_one(outer: StridedCopy, number: int, inner: StridedCopy, shape: Shape) -> Iterator[StridedCopy]:
     loop = outer.loops[number]
     others = outer.loops[:number] + outer.loops[number + 1 :]
     for i in range(loop.size):
-        yield from composed(Copy(outer.target + i * loop.target_step, outer.source + i * loop.source_step, others), inner, shape)
+        yield from composed(StridedCopy(outer.target + i * loop.target_step, outer.source + i * loop.source_step, others), inner, shape)

@@ -1,4 +1,4 @@
-"""From a request to an answer: every rank of every case is traced in a forked process of its own."""
+"""From requests to an answer: every rank of every case is traced in a forked process of its own."""
 
 from __future__ import annotations
 
@@ -28,29 +28,35 @@ MOST_VALUES = 4096
 Header = dict[str, tuple[str, tuple[int, ...]]]
 
 
-def main(request_path: Path, answer_path: Path) -> None:
-    """Answer a request. A line with "failed" says why a rank could not be traced."""
-    request = json.loads(request_path.read_text())
+def main(requests_path: Path, answer_path: Path) -> None:
+    """Answer a list of requests. A line with "failed" says why a rank could not be traced."""
+    requests = json.loads(requests_path.read_text())
     with answer_path.open("w") as answer:
         prepare()
         import torch
         import vllm
         from vllm.platforms import current_platform
 
-        sources = headers(Path(request["model"]))
         about = {"engine": "vllm", "version": vllm.__version__, "torch": torch.__version__, "platform": current_platform.device_name}
-        _say(answer, {**about, "sources": {name: [dtype, list(shape)] for name, (dtype, shape) in sources.items()}})
-        for case in (Case(**each) for each in request["cases"]):
-            try:
-                config = engine_config(request["model"], case, trust_remote_code=request["trust_remote_code"])
-                _import_class(config)
-            except Exception as error:
-                _say(answer, {"case": asdict(case), "failed": _reason(error)})
-                continue
-            gc.collect()
-            gc.freeze()
-            for rank in request["ranks"] or range(case.world):
-                _in_a_fork(answer, case, rank, lambda case=case, rank=rank, config=config: trace(config, case, rank, sources))
+        for request in requests:
+            sources = headers(Path(request["model"]))
+            _say(answer, {**about, "sources": {name: [dtype, list(shape)] for name, (dtype, shape) in sources.items()}})
+            for case in (Case(**each) for each in request["cases"]):
+                _answer_case(answer, request, case, sources)
+
+
+def _answer_case(answer: TextIO, request: dict[str, Any], case: Case, sources: Header) -> None:
+    """Trace the ranks of one choice of sizes."""
+    try:
+        config = engine_config(request["model"], case, trust_remote_code=request["trust_remote_code"])
+        _import_class(config)
+    except Exception as error:
+        _say(answer, {"case": asdict(case), "failed": _reason(error)})
+        return
+    gc.collect()
+    gc.freeze()
+    for rank in request["ranks"] or range(case.world):
+        _in_a_fork(answer, case, rank, lambda: trace(config, case, rank, sources))  # noqa: B023  called at once
 
 
 def _say(answer: TextIO, document: dict[str, Any]) -> None:

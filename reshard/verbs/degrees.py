@@ -103,9 +103,7 @@ def degrees(
     return replace(report, assumptions=(*report.assumptions, *notes))
 
 
-def _by_layout(
-    source: Checkpoint | PathLike, to: str, path: str, parallels: Sequence[Parallel], options: DegreeOptions
-) -> DegreeReport:
+def _by_layout(source: Checkpoint | PathLike, to: str, path: str, parallels: Sequence[Parallel], options: DegreeOptions) -> DegreeReport:
     """The sizes that a learned layout covers. Raises RequestError for options that say something about the KV cache or the weights."""
     layout = read_layout(path)
     unused = sorted(name for name, value in options.items() if name not in ("layout", "engine_version") and value)

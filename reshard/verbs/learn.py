@@ -17,7 +17,7 @@ from reshard.adapter.model_files import CONFIG, find_model_files
 from reshard.errors import RequestError, UnsupportedError
 from reshard.serving.learned.document import text_of
 from reshard.serving.learned.layout import LearnedLayout
-from reshard.serving.learned.learn import TracedRank, learned_layout, traced_rank
+from reshard.serving.learned.learn import learned_layout, traced_rank
 from reshard.storage.tar import open_tree
 from reshard.verbs.request import PathLike
 
@@ -40,14 +40,16 @@ def learn(
     Raises: UnsupportedError if the engine does not load the model at these sizes, or a tensor cannot be followed.
     """
     folder = Path(os.fspath(model)).resolve()
-    config = _config(folder)
+    config = config_of(folder)
     cases = [{"tp": t, "pp": p, "ep": t if e > 1 else 1} for p in pp for e in ep for t in tp if e in (1, t)]
     if not cases:
-        raise RequestError(f"--ep {','.join(map(str, ep))}: experts are distributed over the tensor-parallel ranks", do="Give it sizes of --tp")
+        raise RequestError(
+            f"--ep {','.join(map(str, ep))}: experts are distributed over the tensor-parallel ranks", do="Give it sizes of --tp"
+        )
     request = {"model": str(folder), "cases": cases, "ranks": None, "trust_remote_code": trust_remote_code}
-    lines = _answer(_tracer(engine), Path(os.fspath(engine_python)) if engine_python else Path(sys.executable), request)
+    lines = answered(engine, engine_python or sys.executable, [request])
     about = next(lines)
-    return learned_layout(about, _ranks(lines), config)
+    return learned_layout(about, map(traced_rank, lines), config)
 
 
 def write_layout(layout: LearnedLayout, path: PathLike) -> None:
@@ -55,7 +57,7 @@ def write_layout(layout: LearnedLayout, path: PathLike) -> None:
     Path(path).write_text(text_of(layout))
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def config_of(folder: Path) -> dict[str, Any]:
     """The model's config. Raises RequestError if the folder has no config or no safetensors file."""
     config = find_model_files(open_tree(folder)).config
     if config is None:
@@ -80,30 +82,26 @@ def _tracer(engine: str) -> Path:
     return Path(spec.origin).parent
 
 
-def _answer(tracer: Path, python: Path, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The lines of the tracer's answer, as the engine's Python writes them."""
+def answered(engine: str, engine_python: PathLike, requests: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The lines of a tracer's answer to several requests (plugins/vllm_tracer/__main__.py)."""
+    tracer, python = _tracer(engine), os.fspath(engine_python)
     with tempfile.TemporaryDirectory() as work:
-        asked, answered = Path(work, "request.json"), Path(work, "answer.jsonl")
-        asked.write_text(json.dumps(request))
+        asked, answer = Path(work, "requests.json"), Path(work, "answer.jsonl")
+        asked.write_text(json.dumps(requests))
         try:
-            done = subprocess.run([python, tracer, asked, answered], capture_output=True, text=True)
+            done = subprocess.run([python, tracer, asked, answer], capture_output=True, text=True)
         except OSError as error:
             raise RequestError(f"--engine-python {python}: {error.strerror}", do="Give the path of a Python interpreter") from error
-        lines = answered.read_text().splitlines() if answered.exists() else []
-        if done.returncode or not lines:
+        if done.returncode or not answer.exists():
             raise UnsupportedError(
                 f"the tracer did not finish (exit code {done.returncode}): {_last_line(done.stderr)}",
-                where=str(python),
+                where=python,
                 why="It runs inside the engine's Python, which must have the engine and torch",
                 do="Name that Python with --engine-python PATH",
             )
-        for line in lines:
-            yield json.loads(line)
+        with answer.open() as lines:
+            yield from map(json.loads, lines)
 
 
 def _last_line(text: str) -> str:
     return next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "no message")
-
-
-def _ranks(lines: Iterator[dict[str, Any]]) -> Iterator[TracedRank]:
-    return (traced_rank(line) for line in lines)

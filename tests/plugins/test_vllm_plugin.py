@@ -126,7 +126,10 @@ def test_what_has_no_nan_is_left_as_it_is():
 @pytest.mark.parametrize(
     "given, told",
     [
-        ({"path": "x"}, "names 'path'.*checkpoint, format, architecture, vocab_size, weights, strip_prefix, threads, whole_tensors"),
+        (
+            {"path": "x"},
+            "names 'path'.*checkpoint, format, architecture, vocab_size, weights, strip_prefix, layout, threads, whole_tensors",
+        ),
         ({"vocab_size": "250"}, "vocab_size is '250', a value of type int"),
         ({"whole_tensors": 1}, "whole_tensors is 1, a value of type bool"),
         ({"threads": 0}, "at least 1"),

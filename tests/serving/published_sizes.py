@@ -6,6 +6,8 @@ The config values and the names of the tensors are those of the published checkp
 Qwen/Qwen3-Next-80B-A3B-Instruct, deepseek-ai/DeepSeek-V3 in its bf16 form.
 """
 
+# ruff: noqa: E501
+
 from __future__ import annotations
 
 import json

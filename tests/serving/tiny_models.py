@@ -2,11 +2,13 @@
 
     python tests/serving/tiny_models.py FOLDER [model_type ...]
 
-One recipe for all: every size in a config that the recipe knows is made small. The sizes differ from each other, so that no axis is mistaken
-for another. A row in OWN says what else a type needs. Prints one JSON line for each model: its name, and the error if it was not made.
+One recipe for all: every size in a config that the recipe knows is made small. The sizes differ from each other, so that no axis is
+mistaken for another. A row in OWN says what else a type needs. Prints one JSON line for each model: its name, and the error if it was not made.
 
 Environment: that of tests/serving/requirements.txt.
 """
+
+# ruff: noqa: E501, RUF024
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ warnings.filterwarnings("ignore")
 SIZES: dict[str, object] = {
     "vocab_size": 250, "hidden_size": 64, "n_embd": 64, "d_model": 64, "n_embed": 64, "dim": 64, "intermediate_size": 96, "ffn_dim": 96,
     "n_inner": 96, "word_embed_proj_dim": 64, "num_hidden_layers": 4, "n_layer": 4, "n_layers": 4, "num_layers": 4,
-    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_key_value_heads": 2, "num_kv_heads": 2, "head_dim": 16, "rotary_dim": 8,
+    "num_attention_heads": 8, "n_head": 8, "n_heads": 8, "num_key_value_heads": 2, "num_kv_heads": 2, "head_dim": 8, "rotary_dim": 4,
     "max_position_embeddings": 256, "n_positions": 256, "n_ctx": 256, "max_sequence_length": 256, "max_seq_len": 256,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     # experts
@@ -33,7 +35,7 @@ SIZES: dict[str, object] = {
     # latent attention
     "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
     # linear attention and state spaces
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 4, "linear_value_head_dim": 6,
     "linear_conv_kernel_dim": 4, "state_size": 16, "ssm_state_size": 16, "mamba_d_state": 16, "mamba_d_ssm": 64, "mamba_n_heads": 8,
     "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "mamba_expand": 2,
     "mamba_dt_rank": 6, "time_step_rank": 6, "num_heads": 8, "mamba_chunk_size": 16, "chunk_size": 16, "conv_dim": 64,
@@ -57,10 +59,10 @@ OWN: dict[str, dict[str, object]] = {
     "mamba": {"hidden_size": 64, "intermediate_size": 128, "expand": 2, "num_heads": None},
     "falcon_mamba": {"hidden_size": 64, "intermediate_size": 128, "expand": 2, "num_heads": None},
     "mamba2": {"hidden_size": 64, "head_dim": 16, "num_heads": 8, "expand": 2, "n_groups": 2},
-    "falcon": {"num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True, "alibi": False, "bias": False},
-    "bloom": {"n_head": 4, "hidden_size": 64, "num_attention_heads": None},
-    "gpt_bigcode": {"n_head": 4, "multi_query": True},
-    "gptj": {"n_head": 4, "rotary_dim": 8},
+    "falcon": {"num_attention_heads": 8, "num_kv_heads": 2, "new_decoder_architecture": True, "alibi": False, "bias": False},
+    "bloom": {"n_head": 8, "hidden_size": 64, "num_attention_heads": None},
+    "gpt_bigcode": {"n_head": 8, "multi_query": True},
+    "gptj": {"n_head": 8, "rotary_dim": 4},
     "jamba": {"num_hidden_layers": 8, "attn_layer_period": 4, "attn_layer_offset": 2, "expert_layer_period": 2, "use_mamba_kernels": False},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "mamba"], "mamba_n_heads": 8, "mamba_d_head": 16},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "mamba", "mlp"], "hybrid_override_pattern": "M*M-", "n_groups": 2},
@@ -75,20 +77,20 @@ OWN: dict[str, dict[str, object]] = {
              "block_ff_dim": 96, "block_multiple_of": 16, "block_auto_adjust_ff_dim": False, "conv_L_cache": 3},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_dense_layers": 1, "conv_L_cache": 3},
     "opt": {"do_layer_norm_before": True},
-    "phi": {"num_key_value_heads": 4},
-    "gpt2": {"n_head": 4},
-    "gpt_neox": {"num_attention_heads": 4},
+    "phi": {"num_key_value_heads": 8},
+    "gpt2": {"n_head": 8},
+    "gpt_neox": {"num_attention_heads": 8},
     "stablelm": {"use_qkv_bias": True},
-    "minimax_m2": {"rotary_dim": 8},
-    **dict.fromkeys(("hunyuan_v1_dense", "ministral", "nemotron"), {"head_dim": 16}),
-    "hunyuan_v1_moe": {"head_dim": 16, "moe_topk": [2] * 4, "num_shared_expert": [1] * 4, "moe_intermediate_size": [32] * 4, "use_mixed_mlp_moe": True},
-    "deepseek_v3": {"topk_method": "noaux_tc", "num_key_value_heads": 4},
-    "deepseek_v2": {"num_key_value_heads": 4, "n_group": 1, "topk_method": "greedy"},
-    "deepseek_v32": {"topk_method": "noaux_tc", "num_key_value_heads": 4},
-    "glm_moe_dsa": {"topk_method": "noaux_tc", "num_key_value_heads": 4},
-    "glm4_moe_lite": {"num_key_value_heads": 4},
-    "minicpm3": {"num_key_value_heads": 4},
-    "kimi_linear": {"num_key_value_heads": 4},
+    "minimax_m2": {"rotary_dim": 4},
+    **dict.fromkeys(("hunyuan_v1_dense", "ministral", "nemotron"), {"head_dim": 8}),
+    "hunyuan_v1_moe": {"head_dim": 8, "intermediate_size": 32, "moe_topk": [2] * 4, "num_shared_expert": [1] * 4, "moe_intermediate_size": [32] * 4, "use_mixed_mlp_moe": True},
+    "deepseek_v3": {"topk_method": "noaux_tc", "num_key_value_heads": 8},
+    "deepseek_v2": {"num_key_value_heads": 8, "n_group": 1, "topk_method": "greedy"},
+    "deepseek_v32": {"topk_method": "noaux_tc", "num_key_value_heads": 8},
+    "glm_moe_dsa": {"topk_method": "noaux_tc", "num_key_value_heads": 8},
+    "glm4_moe_lite": {"num_key_value_heads": 8},
+    "minicpm3": {"num_key_value_heads": 8},
+    "kimi_linear": {"num_key_value_heads": 8},
     "afmoe": {"layer_types": SLIDING, "num_dense_layers": 1, "n_group": 1},
     "phimoe": {"num_local_experts": 4},
     "ernie4_5_moe": {"moe_layer_start_index": 1, "moe_layer_interval": 1},
@@ -97,6 +99,17 @@ OWN: dict[str, dict[str, object]] = {
     "zamba2": {"num_hidden_layers": 6, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2, "layer_types": ["mamba", "mamba", "hybrid"] * 2},
     "exaone_moe": {"layer_types": SLIDING, "is_moe_layer": [False, True, True, True], "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
 }  # fmt: skip
+# Keys that published configs have, that vLLM's classes read, and that transformers leaves out.
+PUBLISHED: dict[str, dict[str, object]] = {
+    "afmoe": {"score_func": "sigmoid", "n_group": 1, "topk_group": 1, "route_norm": True},
+    "glm4_moe": {"head_dim": 8},
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "hy_v3": {"first_k_dense_replace": 1},
+    "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
+    "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_num": 2, "zero_expert_type": "identity"},
+    "mimo_v2_flash": {"hybrid_layer_pattern": [0, 1, 1, 0], "moe_layer_freq": [0, 1, 1, 1]},
+    "qwen3_vl_moe": {"norm_topk_prob": True},
+}
 TYPES = (
     *("afmoe", "apertus", "arcee", "bloom", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5"),
     *("ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "gemma", "gemma2", "gemma3_text", "gemma3n_text"),
@@ -127,7 +140,7 @@ def config_of(model_type: str):
 
 def _small(defaults, own: dict[str, object]) -> dict[str, object]:
     known = defaults.to_dict()
-    sizes = {key: value for key, value in SIZES.items() if key in known and known[key] is not None or key in ("pad_token_id",)}
+    sizes = {key: value for key, value in SIZES.items() if known.get(key) is not None or key == "pad_token_id"}
     sizes |= {"layer_types": None} if "layer_types" in known and "layer_types" not in own else {}
     layers = {"mlp_layer_types": None} if "mlp_layer_types" in known else {}
     chosen = {**sizes, **layers, **own}
@@ -149,6 +162,11 @@ def save(model_type: str, folder: Path) -> None:
             if tensor.is_floating_point():
                 tensor.copy_(torch.randn(tensor.shape) * 0.2)
     model.save_pretrained(folder)
+    path = folder / "config.json"
+    saved, added = json.loads(path.read_text()), PUBLISHED.get(model_type, {})
+    inner = saved["text_config"] if is_tower else saved
+    inner.update({key: value for key, value in added.items() if key not in inner})
+    path.write_text(json.dumps(saved, indent=1))
 
 
 def main(folder: Path, names: list[str]) -> None:

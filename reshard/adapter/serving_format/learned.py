@@ -79,7 +79,9 @@ def lay_out(serving_format: ServingFormat, layout: LearnedLayout, content: Conte
     from reshard.adapter.serving_format.writing import rank_files
 
     parallel = target.parallel
-    parallel.allow(*serving_format.sizes, what=f"{serving_format.engine}'s files, which are split by {', '.join(serving_format.sizes)} only")
+    parallel.allow(
+        *serving_format.sizes, what=f"{serving_format.engine}'s files, which are split by {', '.join(serving_format.sizes)} only"
+    )
     check_engine(layout, serving_format.name, target.engine_version)
     if content.states:
         raise RequestError(f"{serving_format.engine} loads weights, no optimizer state", do="Leave out --optimizer")

@@ -101,7 +101,11 @@ def _paths_by_rank(serving_format: ServingFormat, files: Files, stated: Parallel
             rank = _rank(numbers, stated)
             paths.setdefault(rank, []).append(path)
     if not paths:
-        raise IncompleteError(f"no file here is called {' or '.join(glob for glob in serving_format.owns if '*' in glob)}", where=files.root, do="Give another --format")
+        raise IncompleteError(
+            f"no file here is called {' or '.join(glob for glob in serving_format.owns if '*' in glob)}",
+            where=files.root,
+            do="Give another --format",
+        )
     if len(numberings) > 1:
         raise CheckpointError(
             "the directory holds files of a run with pipeline stages and files of a run without",

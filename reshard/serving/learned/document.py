@@ -20,7 +20,7 @@ from reshard.serving.learned.layout import (
     TemplateRun,
     TensorTemplate,
 )
-from reshard.serving.learned.numbers import Fixed, Listed, Number, OnFirst, Rest, Share
+from reshard.serving.learned.numbers import Fixed, Listed, Number, OnFirst, Rest, Share, Sum
 
 SCHEMA_VERSION = 1
 LAYOUT_FILE = "reshard.layout.json"
@@ -123,6 +123,8 @@ def _number_json(number: Number) -> Any:
             return ["share", number.total, *heads] if number.base is None else ["start", number.total, number.base, *heads]
         case Rest():
             return ["rest", number.total, number.padded]
+        case Sum():
+            return ["sum", _number_json(number.first), _number_json(number.second)]
         case OnFirst():
             return ["first", number.number]
         case Listed():
@@ -165,7 +167,9 @@ def _layout(document: Mapping[str, Any]) -> LearnedLayout:
     )
     templates = [_template(each) for each in document["templates"]]
     stages = tuple(
-        LearnedStage(_count(stage["pp"]), _count(stage["pp_rank"]), bool(stage["ep"]), tuple(_row(row, templates) for row in stage["tensors"]))
+        LearnedStage(
+            _count(stage["pp"]), _count(stage["pp_rank"]), bool(stage["ep"]), tuple(_row(row, templates) for row in stage["tensors"])
+        )
         for stage in document["stages"]
     )
     sizes = tuple(
@@ -259,8 +263,17 @@ def _number(value: Any) -> Number:
             return Share(_count(total), _count(base), *map(_count, heads))
         case ["rest", total, padded]:
             return Rest(_count(total), _count(padded))
+        case ["sum", first, second]:
+            return Sum(_share(first), _share(second))
         case ["first", number]:
             return OnFirst(_count(number))
         case dict():
             return Listed({int(tp): tuple(map(_count, numbers)) for tp, numbers in value.items()})
     raise ValueError(f"{value!r} is no number")
+
+
+def _share(value: Any) -> Share:
+    number = _number(value)
+    if not isinstance(number, Share):
+        raise ValueError(f"{value!r} is no share")
+    return number

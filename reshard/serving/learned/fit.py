@@ -163,7 +163,7 @@ def check_known(layout: LearnedLayout, templates: Mapping[str, TensorTemplate], 
             f"its shape depends on the platform{others}: {reason}",
             where=name,
             why=f"The layout was learned on {layout.platform}; another platform may expect another shape",
-            do="Learn the layout where the engine will run, and add --accept-platform in both cases: it states that the platforms are alike",
+            do="If the engine allocates the same shapes where it will run, add --accept-platform. Otherwise learn the layout there",
         )
 
 

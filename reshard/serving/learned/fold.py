@@ -12,7 +12,6 @@ from dataclasses import replace
 from itertools import product
 
 from reshard.serving.learned.layout import (
-    Fixed,
     NamedTemplate,
     Ranges,
     TemplateAxis,
@@ -22,7 +21,7 @@ from reshard.serving.learned.layout import (
     dtype_of,
     filled,
 )
-from reshard.serving.learned.numbers import Number, TpRank, fitted, listed
+from reshard.serving.learned.numbers import Fixed, Number, TpRank, fitted, listed
 from reshard.serving.learned.parts import TracedPart, TracedTensor
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")

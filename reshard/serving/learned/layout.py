@@ -17,7 +17,7 @@ from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.mosaics import Mosaic, Tile
 from reshard.geometry.parallel import Parallel
 from reshard.geometry.stored import StoredTensor, constant
-from reshard.serving.learned.numbers import Fixed, Number, NoRule
+from reshard.serving.learned.numbers import Number
 
 Ranges = tuple[tuple[int, ...], ...]
 """For each number in a name, the values that it takes. The names are those of the product."""
@@ -277,9 +277,3 @@ def dtype_of(name: str) -> DType:
 def elements(template: TensorTemplate, rank: tuple[int, int]) -> int:
     """The number of elements of a tensor on a rank."""
     return math.prod(number.at(*rank) for number in template.shape)
-
-
-__all__ = [
-    "Fixed", "LearnedLayout", "LearnedSizes", "LearnedSources", "LearnedStage", "NamedTemplate", "NoRule", "Ranges", "TemplateAxis",
-    "TemplatePart", "TemplateRun", "TensorTemplate", "dtype_of", "elements", "filled",
-]  # fmt: skip

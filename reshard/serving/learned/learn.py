@@ -16,12 +16,12 @@ from reshard.errors import ReshardError, UnsupportedError
 from reshard.geometry.dtypes import DType, from_safetensors
 from reshard.serving.learned.fold import TracedRanks, folded_names, folded_stage, plain, unfolded
 from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, LearnedSources, LearnedStage, NamedTemplate, dtype_of
-from reshard.serving.learned.numbers import Listed, NoRule
+from reshard.serving.learned.numbers import Listed, NoRule, Number, heads_of
 from reshard.serving.learned.parts import TracedTensor, traced_tensor
 
 # Keys of a config that do not change what an engine loads.
 UNIMPORTANT_KEYS = frozenset({"transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype"})
-_COUNTS = re.compile(r"(num|n)_.*(heads?|groups?)|.*_(heads|groups)|n_heads?")
+_COUNTS = re.compile(r"((num|n)_(.*_)?|.*_)(heads?|groups?)(_kv)?|n_heads?")
 Sizes = tuple[int, int]
 """(pp, ep): a pipeline-parallel size, and 1 or 2 for ranks that hold whole experts."""
 
@@ -80,7 +80,8 @@ def learned_layout(about: Mapping[str, Any], ranks: Iterable[TracedRank], config
             _check_fold(templates, by_stage[pp_rank])
             stages.append(LearnedStage(pp, pp_rank, has_ep, templates))
         tps = tuple(sorted({rank.tp for rank in chosen}))
-        sizes.append(LearnedSizes(tps, pp, has_ep, _withheld(tps, by_stage, folded)))
+        withheld = _withheld(tps, by_stage, folded) if _counted(folded.values(), counts_of(config)) else None
+        sizes.append(LearnedSizes(tps, pp, has_ep, withheld))
     return LearnedLayout(
         engine=about["engine"],
         engine_version=about["version"],
@@ -150,9 +151,7 @@ def _difference(templates: tuple[NamedTemplate, ...], ranks: TracedRanks) -> str
     return None
 
 
-def _withheld(
-    tps: tuple[int, ...], by_stage: Mapping[int, TracedRanks], folded: Mapping[int, tuple[NamedTemplate, ...]]
-) -> int | None:
+def _withheld(tps: tuple[int, ...], by_stage: Mapping[int, TracedRanks], folded: Mapping[int, tuple[NamedTemplate, ...]]) -> int | None:
     """A traced size that the rules of the others predict exactly, if all numbers follow rules; None if there is none."""
     if len(tps) < 3 or any(_has_lists(templates) for templates in folded.values()):
         return None
@@ -160,6 +159,12 @@ def _withheld(
         if all(_predicts(of_stage, size) for of_stage in by_stage.values()):
             return size
     return None
+
+
+def _counted(folded: Iterable[tuple[NamedTemplate, ...]], counts: Mapping[str, int]) -> bool:
+    """Whether every number of heads in the rules is one that the config states. Others may be an accident of the traced sizes."""
+    known = {0, 1, *counts.values()}
+    return all(heads in known for templates in folded for each in templates for n in _numbers(each) for heads in heads_of(n))
 
 
 def _predicts(ranks: TracedRanks, size: int) -> bool:
@@ -172,7 +177,7 @@ def _has_lists(templates: tuple[NamedTemplate, ...]) -> bool:
     return any(each.ranks is not None or any(isinstance(number, Listed) for number in _numbers(each)) for each in templates)
 
 
-def _numbers(named: NamedTemplate) -> Iterable[object]:
+def _numbers(named: NamedTemplate) -> Iterable[Number]:
     template = named.template
     yield from template.shape
     for part in template.parts:

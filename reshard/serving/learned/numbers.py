@@ -66,6 +66,18 @@ class Rest:
 
 
 @dataclass(frozen=True, slots=True)
+class Sum:
+    """The sum of two shares, as where key heads that several ranks hold follow query heads."""
+
+    first: Share
+    second: Share
+
+    def at(self, tp: int, tp_rank: int) -> int:
+        """The number on a rank. Raises NoRule if the ranks do not share one of the two equally."""
+        return self.first.at(tp, tp_rank) + self.second.at(tp, tp_rank)
+
+
+@dataclass(frozen=True, slots=True)
 class OnFirst:
     """A number on rank 0, and 0 on all other ranks, such as the size of a bias that only one rank adds."""
 
@@ -93,7 +105,7 @@ class Listed:
         return self.numbers[tp][tp_rank]
 
 
-Number = Fixed | Share | Rest | OnFirst | Listed
+Number = Fixed | Share | Rest | Sum | OnFirst | Listed
 
 
 def fitted(points: Mapping[TpRank, int]) -> Number | None:
@@ -111,6 +123,8 @@ def _fitted(points: tuple[tuple[TpRank, int], ...]) -> Number | None:
         for rule in _shares(points, heads):
             if _gives(rule, points):
                 return rule
+    if (rule := _sum(points, most)) is not None:
+        return rule
     total = max(_sums(points))
     if _gives(OnFirst(points[0][1]), points):
         return OnFirst(points[0][1])
@@ -134,6 +148,32 @@ def _shares(points: tuple[tuple[TpRank, int], ...], heads: int) -> list[Share]:
     return found
 
 
+def _sum(points: tuple[tuple[TpRank, int], ...], most: int) -> Sum | None:
+    """The sum of a share of all ranks and a share of some heads that gives these numbers; None if there is none."""
+    sizes = {tp: value for (tp, _), value in points}
+    (one, first), *_, (other, last) = sorted(sizes.items())
+    for heads in range(1, most):
+        # first = a / one + b / min(one, heads), last = a / other + b / min(other, heads)
+        few, many = min(one, heads), min(other, heads)
+        if not (factor := one * many - other * few):
+            continue
+        second, rest = divmod((first * one - last * other) * few * many, factor)
+        total = first * one - second * one // few
+        if rest or second <= 0 or total <= 0:
+            continue
+        rule = Sum(Share(total, None), Share(second, None, heads))
+        if _gives(rule, points):
+            return rule
+    return None
+
+
+def heads_of(number: Number) -> tuple[int, ...]:
+    """The numbers of heads that a rule assumes."""
+    if isinstance(number, Sum):
+        return number.first.heads, number.second.heads
+    return (number.heads,) if isinstance(number, Share) else ()
+
+
 def _sums(points: tuple[tuple[TpRank, int], ...]) -> list[int]:
     """For each size, the sum of the numbers on all its ranks."""
     sums: dict[int, int] = {}
@@ -153,5 +193,3 @@ def listed(points: Mapping[TpRank, int]) -> Listed:
     """The numbers themselves. Ranks without a number get 0, which nothing uses."""
     sizes = sorted({tp for tp, _ in points})
     return Listed({tp: tuple(points.get((tp, rank), 0) for rank in range(tp)) for tp in sizes})
-
-
