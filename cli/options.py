@@ -231,7 +231,7 @@ def _options_of_formats() -> Iterable[Decorator[Any]]:
         title = f"Only for {', '.join(users)}"
         if each.type == "switch":
             off = f"/--{each.opposite.replace('_', '-')}" if each.opposite else ""
-            yield option(f"{each.flag}{off}", each.name, section=title, default=None, help=each.help)
+            yield option(f"{each.flag}{off}", each.name, section=title, is_flag=True, default=None, help=each.help)
         elif each.type == "choice":
             yield option(each.flag, section=title, type=click.Choice(list(each.choices)), help=each.help)
         else:

@@ -122,7 +122,7 @@ def _overlaps(found: list[PlacedPiece]) -> Iterator[list[int]]:
         rows, meets = slice(start, start + _ROWS), np.bool_(True)
         for low, high in zip(first, behind, strict=True):
             meets = meets & (low[: start + _ROWS] < high[rows, None]) & (low[rows, None] < high[: start + _ROWS])
-        for number, row in enumerate(np.tril(meets, start - 1), start):
+        for row in np.tril(meets, start - 1):
             yield np.flatnonzero(row).tolist() if row.any() else []
 
 

@@ -1,7 +1,7 @@
 """Strided sections of arrays, and copies between two of them, as plain numbers.
 
-A StridedCopy is a nest of loops: for every index (i, j, ...) the element `target + i * target_step_i + j * ...` of one array receives the element
-`source + i * source_step_i + j * ...` of another.
+A StridedCopy is a nest of loops: for every index (i, j, ...) the element `target + i * target_step_i + j * ...` of one array receives the
+element `source + i * source_step_i + j * ...` of another.
 """
 
 from __future__ import annotations

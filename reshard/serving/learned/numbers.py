@@ -151,6 +151,8 @@ def _shares(points: tuple[tuple[TpRank, int], ...], heads: int) -> list[Share]:
 def _sum(points: tuple[tuple[TpRank, int], ...], most: int) -> Sum | None:
     """The sum of a share of all ranks and a share of some heads that gives these numbers; None if there is none."""
     sizes = {tp: value for (tp, _), value in points}
+    if len(sizes) < 2:
+        return None
     (one, first), *_, (other, last) = sorted(sizes.items())
     for heads in range(1, most):
         # first = a / one + b / min(one, heads), last = a / other + b / min(other, heads)
