@@ -20,6 +20,8 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    # No tokens are computed, so a short limit saves memory for tables of positions, also where the model's own is shorter.
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",

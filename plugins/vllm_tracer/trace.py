@@ -189,7 +189,7 @@ def _rounded_by_a_kernel(module: Any) -> str | None:
         except Exception:  # a backend that this build lacks
             continue
         if tuple(others) != sizes:
-            return f"the kernel {backend.name} would round its width of {sizes[1]} up to {others[1]}"
+            return f"the kernel {backend.name} would round the experts' width up"
     return None
 
 

@@ -102,7 +102,7 @@ def lay_out(serving_format: ServingFormat, layout: LearnedLayout, content: Conte
         tuple(files),
         (Sidecar(LAYOUT_FILE, text_of(layout).encode()), *sidecars),
         parallel,
-        (note, *_about_platform(templates)),
+        (note, *_about_platform(templates), *_about_casts(layout, content, target, dtypes)),
         left_out=unused,
     )
 
@@ -110,6 +110,18 @@ def lay_out(serving_format: ServingFormat, layout: LearnedLayout, content: Conte
 def _about_platform(templates: Mapping[str, TensorTemplate]) -> Iterator[str]:
     if touched := [name for name, template in templates.items() if template.kernel]:
         yield f"the shapes of {len(touched)} tensors depend on the platform that was traced, for example {touched[0]}"
+
+
+def _about_casts(layout: LearnedLayout, content: Content, target: Target, dtypes: Mapping[str, DType]) -> Iterator[str]:
+    """A note about weights that the engine keeps in another element type."""
+    cast: dict[str, DType] = {}
+    for name, numbers, template in layout.rank_templates(target.parallel, 0, 0):
+        for source in sources_of(template, numbers, (target.parallel.tp, 0)) if target.dtype is None else ():
+            if content.tensors[source].dtype != dtypes[name]:
+                cast[source] = dtypes[name]
+    if cast:
+        first, dtype = next(iter(cast.items()))
+        yield f"{len(cast)} weights are cast, as the engine does it: {first} to {dtype}; `reshard verify --cast` compares them"
 
 
 def _all_templates(layout: LearnedLayout, parallel: Parallel) -> Iterator[tuple[str, tuple[int, ...], TensorTemplate]]:

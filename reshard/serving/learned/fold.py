@@ -37,9 +37,10 @@ def folded_stage(ranks: TracedRanks) -> tuple[NamedTemplate, ...]:
             by_name.setdefault(name, {})[rank] = tensor
     found: dict[str, list[tuple[Mapping[int, tuple[int, ...]] | None, TensorTemplate]]] = {}
     for name, tensors in by_name.items():
-        for group in _alike(tensors):
-            is_everywhere = len(group) == len(ranks)
-            found.setdefault(name, []).append((None if is_everywhere else _by_size(group), _template(group)))
+        for alike in _alike(tensors):
+            for group, template in _exact(alike):
+                is_everywhere = len(group) == len(ranks)
+                found.setdefault(name, []).append((None if is_everywhere else _by_size(group), template))
     return tuple(_folded_layers(found))
 
 
@@ -60,7 +61,7 @@ def _alike(tensors: Mapping[TpRank, TracedTensor]) -> Iterator[Mapping[TpRank, T
     for rank, tensor in tensors.items():
         # What padding leaves of a rank's share may be nothing.
         kind = most if _is_subset(tensor, most) else tensor
-        key = (tensor.dtype, len(tensor.shape), tensor.problem, tensor.kernel if kind.parts else "", *map(_part_key, kind.parts))
+        key = (tensor.dtype, len(tensor.shape), tensor.problem, *map(_part_key, kind.parts))
         groups.setdefault(key, {})[rank] = tensor
     for group in groups.values():
         fills = {tensor.fill for tensor in group.values()} - {None}
@@ -68,6 +69,17 @@ def _alike(tensors: Mapping[TpRank, TracedTensor]) -> Iterator[Mapping[TpRank, T
             yield from ({rank: tensor} for rank, tensor in group.items())
         else:
             yield group
+
+
+def _exact(tensors: Mapping[TpRank, TracedTensor]) -> Iterator[tuple[Mapping[TpRank, TracedTensor], TensorTemplate]]:
+    """The ranks in groups for which one template gives exactly what was traced: all, those of one size, or each rank alone."""
+    template = _template(tensors)
+    if len(tensors) == 1 or all(plain(_unfolded(template, (), rank)) == plain(tensor) for rank, tensor in tensors.items()):
+        yield tensors, template
+        return
+    sizes = {tp for tp, _ in tensors}
+    for key in sizes if len(sizes) > 1 else tensors:
+        yield from _exact({rank: tensor for rank, tensor in tensors.items() if key in (rank, rank[0])})
 
 
 def _part_key(part: TracedPart) -> tuple[object, ...]:
