@@ -228,7 +228,7 @@ def without_kernels(softened: list[str]) -> Iterator[None]:
     moe = "vllm.model_executor.layers.fused_moe"
     soften(f"{moe}.unquantized_fused_moe_method", "select_unquantized_moe_backend", _first_moe_backend)
     soften("vllm.platforms.cpu", "CpuPlatform.get_attn_backend_cls", _dense_attention)
-    config = importlib.import_module(f"{moe}.config")
+    config: Any = importlib.import_module(f"{moe}.config")
     platform = config.current_platform
     # Experts without a gate are asserted to be on a GPU.
     config.current_platform = _WithGpuAssertions(platform)

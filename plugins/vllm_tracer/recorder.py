@@ -82,7 +82,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
     """Records copies, constants and operations between arrays. Checkpoint tensors are named with `root` before it is used."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call,unused-ignore]
         self.arrays: dict[int, Array] = {}
         self.operations: dict[str, int] = {}
         self._time = 0

@@ -12,10 +12,12 @@ from reshard.errors import RequestError, ReshardError, UnsupportedError
 from reshard.geometry.parallel import Parallel
 from reshard.serving.learned.document import layout_of, text_of
 from reshard.serving.learned.fit import check_known, size_problem
-from reshard.serving.learned.fold import folded_stage, plain, products, unfolded
+from reshard.serving.learned.fold import folded_stage
+from reshard.serving.learned.layers import products
 from reshard.serving.learned.learn import learned_layout, traced_rank
 from reshard.serving.learned.numbers import Fixed, Listed, NoRule, OnFirst, Rest, Share, Sum, fitted, listed
 from reshard.serving.learned.parts import traced_tensor
+from reshard.serving.learned.unfold import plain, unfolded
 
 ABOUT = {"engine": "vllm", "version": "0.32.0", "platform": "cpu"}
 CONFIG = {"num_attention_heads": 8, "num_key_value_heads": 2, "model_type": "made_up", "transformers_version": "5"}

@@ -14,10 +14,12 @@ from typing import Any
 
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.geometry.dtypes import DType, from_safetensors
-from reshard.serving.learned.fold import TracedRanks, folded_names, folded_stage, plain, unfolded
+from reshard.serving.learned.fold import TracedRanks, folded_stage
+from reshard.serving.learned.layers import folded_names
 from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, LearnedSources, LearnedStage, NamedTemplate, dtype_of
 from reshard.serving.learned.numbers import Listed, NoRule, Number, heads_of
 from reshard.serving.learned.parts import TracedTensor, traced_tensor
+from reshard.serving.learned.unfold import plain, unfolded
 
 # Keys of a config that do not change what an engine loads.
 UNIMPORTANT_KEYS = frozenset({"transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype"})
@@ -118,11 +120,8 @@ def counts_of(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _sources(documents: Mapping[str, Any]) -> tuple[LearnedSources, ...]:
-    named = ((name, (dtype, tuple(shape))) for name, (dtype, shape) in documents.items())
-    found = []
-    for name, ranges, (dtype, shape) in folded_names(named):
-        found.append(LearnedSources(name, ranges, from_safetensors(str(dtype), where=name), shape))  # type: ignore[arg-type]
-    return tuple(found)
+    named = ((name, from_safetensors(dtype, where=name), tuple(shape)) for name, (dtype, shape) in documents.items())
+    return tuple(LearnedSources(*each) for each in folded_names(named))
 
 
 def _check_fold(templates: tuple[NamedTemplate, ...], ranks: TracedRanks) -> None:

@@ -123,8 +123,8 @@ def _fitted(points: tuple[tuple[TpRank, int], ...]) -> Number | None:
         for rule in _shares(points, heads):
             if _gives(rule, points):
                 return rule
-    if (rule := _sum(points, most)) is not None:
-        return rule
+    if (both := _sum(points, most)) is not None:
+        return both
     total = max(_sums(points))
     if _gives(OnFirst(points[0][1]), points):
         return OnFirst(points[0][1])

@@ -95,7 +95,7 @@ def _rest(document: Mapping[str, Any]) -> tuple[float | None, str]:
 
 def _runs(parts: Iterable[TracedPart]) -> list[TracedPart]:
     """The parts, with equal boxes of tensors that are numbered through joined."""
-    groups: dict[tuple[object, ...], list[tuple[int, TracedPart]]] = {}
+    groups: dict[tuple[str, object], list[tuple[int, TracedPart]]] = {}
     alone: list[TracedPart] = []
     for part in parts:
         numbers = list(_NUMBER.finditer(part.source))
@@ -105,10 +105,10 @@ def _runs(parts: Iterable[TracedPart]) -> list[TracedPart]:
         # Experts are the last number in a name: layers.{layer}.mlp.experts.{expert}.up_proj
         last = numbers[-1]
         pattern = f"{part.source[: last.start()]}{{run}}{part.source[last.end() :]}"
-        key = (pattern, part.start, part.axes, part.functions, part.at[1:])
+        key = pattern, (part.start, part.axes, part.functions, part.at[1:])
         groups.setdefault(key, []).append((int(last[0]), part))
-    for (pattern, *_), members in groups.items():
-        alone.extend(_joined(str(pattern), sorted(members, key=lambda each: each[0])))
+    for (pattern, _), members in groups.items():
+        alone.extend(_joined(pattern, sorted(members, key=lambda each: each[0])))
     return sorted(alone, key=lambda part: (part.at, part.source))
 
 
