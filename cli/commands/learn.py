@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     "learn",
     cls=options.Command,
     examples=[
-        "reshard learn Qwen3-Next-80B --engine vllm --tp 8 -o layout.json --engine-python /opt/vllm/bin/python",
+        "reshard learn Qwen3-Next-80B --engine vllm --tp 8 -o layout.json --engine-python vllm-env/bin/python",
         "reshard convert step-1000 out --to vllm --tp 8 --layout layout.json",
     ],
 )

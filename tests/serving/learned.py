@@ -7,6 +7,8 @@
 2. Tiny models that are not declared, saved by transformers (tiny_models.py): files converted by a learned layout hold what real ranks hold,
    at TP 1 and 2, bit for bit.
 3. A layout of TP 1, 2 and 4 covers TP 8, and equals the layout that is traced there.
+4. With --long: every type that tiny_models.py makes is traced at TP 1 and 2. At least 70 types are, and the rows of
+   docs/reference/traced-models.md are printed.
 """
 
 from __future__ import annotations
@@ -62,6 +64,32 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
     """Each check as (what, passed, detail)."""
     yield from declared(reshard, python, work)
     yield from undeclared(reshard, python, work)
+    if LONG:
+        yield from all_types(python, work)
+
+
+def all_types(python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
+    """Every type that transformers can make small, as rows of a table."""
+    models = work / "types"
+    subprocess.run([python, HERE / "tiny_models.py", models], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    folders = sorted(path for path in models.iterdir() if (path / "config.json").exists())
+    layouts = learned(python, {folder: [{"tp": 1}, {"tp": 2}] for folder in folders})
+    for folder, layout in layouts.items():
+        print(row_of(folder.name, layout))
+    traced = [folder for folder, layout in layouts.items() if isinstance(layout, LearnedLayout)]
+    yield "70 types are traced", len(traced) >= 70, f"{len(traced)}"
+
+
+def row_of(name: str, layout: LearnedLayout | str) -> str:
+    """A row of docs/reference/traced-models.md."""
+    if not isinstance(layout, LearnedLayout):
+        return f"| {name} | - | {layout.partition('rank 0: ')[2][:90]} |"
+    problems = {each.template.problem for stage in layout.stages for each in stage.tensors if each.template.problem}
+    kernels = any(each.template.kernel for stage in layout.stages for each in stage.tensors)
+    about = "; ".join(
+        [*sorted({problem.partition(" to ")[0] for problem in problems}), *(["experts depend on the platform"] if kernels else [])]
+    )
+    return f"| {name} | {layout.model_class} | {about} |"
 
 
 def declared(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
