@@ -172,3 +172,13 @@ def test_the_config_is_that_of_the_directory_that_vllm_was_told(tmp_path, monkey
     folder = plugin._config_folder
     assert folder(SimpleNamespace(model=str(HF / "llama"), hf_config_path=None)) == str(HF / "llama")
     assert folder(SimpleNamespace(model="org/name", hf_config_path=str(HF / "qwen3"))) == str(HF / "qwen3")
+
+
+def test_a_layout_beside_the_checkpoint_or_the_model_is_found(tmp_path):
+    checkpoint, model = tmp_path / "checkpoint", tmp_path / "model"
+    checkpoint.mkdir(), model.mkdir()
+    assert plugin._layout_beside(checkpoint, model) == ""
+    (model / "reshard.layout.json").touch()
+    assert plugin._layout_beside(checkpoint, model) == str(model / "reshard.layout.json")
+    (checkpoint / "reshard.layout.json").touch()
+    assert plugin._layout_beside(str(checkpoint), model) == str(checkpoint / "reshard.layout.json")

@@ -23,9 +23,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from check import HF, VLLM, asked, served  # noqa: E402
+from check import HF, VLLM, asked, held, installed, served  # noqa: E402
 from environments import run_checks  # noqa: E402
 from places import ranks  # noqa: E402
+from questions import Ask  # noqa: E402
 
 from reshard.serving.learned.learn import LearnedLayout, learned_layout, traced_rank  # noqa: E402
 from reshard.verbs.learn import answered, config_of, write_layout  # noqa: E402
@@ -142,7 +143,17 @@ def undeclared(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, b
                     yield what, False, f"{found if isinstance(found, str) else messages[-1500:]}"
                 else:
                     yield what, found == real, "\n".join(differences(real, found, layout))
+        yield from read_by_the_plugin(reshard, python, work, ask)
     yield from closed(python, {folder: layout for folder, layout in layouts.items() if isinstance(layout, LearnedLayout)})
+
+
+def read_by_the_plugin(reshard: Path, python: Path, work: Path, ask: Ask) -> Iterator[tuple[str, bool, str]]:
+    """--load-format reshard of a model that is not declared: with a layout each worker reads its own bytes, and holds what vLLM loads."""
+    folder, plugin = work / "tiny" / "granite", installed(python, work)
+    found, messages = held(ask, folder, plugin, {"layout": str(work / "granite.json")}, tensor_parallel_size=2)
+    expected, _ = held(ask, folder, None, {}, tensor_parallel_size=2)
+    yield "granite by --load-format reshard with a layout: ranks hold what vLLM loads", found == expected is not None, messages[-1500:]
+    yield "the log says that it was read by a learned layout", "read by rank by a learned layout" in messages, messages[-1500:]
 
 
 def closed(python: Path, layouts: dict[Path, LearnedLayout]) -> Iterator[tuple[str, bool, str]]:

@@ -45,7 +45,9 @@ def read(serving_format: ServingFormat, files: Files, hints: Hints) -> Index:
     config = serving_format.stored_config(files, hints)
     if layout := learned.stored_layout(files, hints):
         return _read_learned(serving_format, files, layout, config)
-    model = require_model(find_model(config, hints.architecture), config, serving_format.engine)
+    model = require_model(
+        find_model(config, hints.architecture), config, serving_format.engine, can_learn=serving_format.tracer is not None
+    )
     stated = serving_format.stored_sizes(files)
     paths = _paths_by_rank(serving_format, files, stated)
     parallel = stated or Parallel(tp=1 + max(tp for _, tp in paths), pp=1 + max(pp for pp, _ in paths))

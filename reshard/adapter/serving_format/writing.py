@@ -34,7 +34,7 @@ def lay_out(serving_format: ServingFormat, content: Content, target: Target, com
 
     Raises: RequestError or CheckpointError if the engine does not serve the content at the target's sizes.
     """
-    model = require_model(content.model, companions.config, serving_format.engine)
+    model = require_model(content.model, companions.config, serving_format.engine, can_learn=serving_format.tracer is not None)
     rules = serving_format.engine_rules(model, target)
     _check_dtype(target, model, rules)
     _check_content(content, model, rules)
