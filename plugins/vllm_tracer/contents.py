@@ -144,7 +144,14 @@ def _minus(piece: PlacedPiece, other: PlacedPiece) -> Iterator[PlacedPiece]:
     if any(a >= d or c >= b for a, b, c, d in zip(own_first, own_behind, first, behind, strict=True)) or _interleaved(piece, other):
         yield piece
         return
-    if math.prod(b - a for a, b in zip(first, behind, strict=True)) != other.placed.volume:
+    is_box = math.prod(b - a for a, b in zip(first, behind, strict=True)) == other.placed.volume
+    steps = [1] * len(first) if is_box else _steps(other)
+    for number, loop in enumerate(piece.placed.axes):
+        if steps[loop.target_axis] > 1 and loop.target_step == 1:
+            for row in range(min(steps[loop.target_axis], loop.size)):
+                yield from _minus(_every(piece, number, row, steps[loop.target_axis]), other)
+            return
+    if math.prod((b - a - 1) // step + 1 for a, b, step in zip(first, behind, steps, strict=True)) != other.placed.volume:
         raise NotABox("two writes that overlap in a pattern of steps")
     for axis, (low, high) in enumerate(zip(first, behind, strict=True)):
         own_first, own_behind = piece.bounds()
@@ -154,6 +161,28 @@ def _minus(piece: PlacedPiece, other: PlacedPiece) -> Iterator[PlacedPiece]:
             yield _clipped(piece, axis, high, own_behind[axis])
         if own_first[axis] < low or own_behind[axis] > high:
             piece = _clipped(piece, axis, max(own_first[axis], low), min(own_behind[axis], high))
+
+
+def _steps(piece: PlacedPiece) -> list[int]:
+    """The step of a piece along each axis of the tensor. Raises NotABox if it runs twice along one axis."""
+    steps = [1] * len(piece.placed.at)
+    axes = [each.target_axis for each in piece.placed.axes]
+    if len(axes) > len(set(axes)):
+        raise NotABox("two writes that overlap where rows are permuted")
+    for each in piece.placed.axes:
+        steps[each.target_axis] = each.target_step
+    return steps
+
+
+def _every(piece: PlacedPiece, number: int, first: int, step: int) -> PlacedPiece:
+    """The part of a piece that takes every `step`-th turn of one of its loops, from turn `first` on."""
+    size, axis, target_step, source_axis, source_step = piece.placed.axes[number]
+    at, start = list(piece.placed.at), list(piece.placed.start)
+    at[axis] += first * target_step
+    start[source_axis] += first * source_step
+    loop = Axis((size - first + step - 1) // step, axis, target_step * step, source_axis, source_step * step)
+    loops = (*piece.placed.axes[:number], loop, *piece.placed.axes[number + 1 :])
+    return PlacedPiece(piece.piece, Placed(tuple(at), tuple(start), tuple(each for each in loops if each.size != 1)))
 
 
 def _interleaved(piece: PlacedPiece, other: PlacedPiece) -> bool:
