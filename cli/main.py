@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from importlib import import_module
+from logging import ERROR, WARNING
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import click
 
+import reshard
+from reshard.engine.events import LOGGER, event
+from reshard.errors import ReshardError
 from reshard.storage.system_calls import check_platform
 
+from .invocation import Invocation
+from .logs import log_options, log_to_file, logging_to_stderr
+from .metrics import Metrics
+from .options import EPILOG, LOG_OPTIONS
 from .tables import discard_output, standard_output
-
-if TYPE_CHECKING:
-    from reshard.errors import ReshardError
 
 # name -> (module, what `--help` says). Static, so that help and start-up load nothing else.
 COMMANDS = {
@@ -32,13 +37,10 @@ COMMANDS = {
     "estimate": (".commands.estimate", "Estimate training memory per rank before you launch."),
     "formats": (".commands.formats", "List the formats that can be read and written."),
     "architectures": (".commands.architectures", "List supported architectures, or draft a file for a new one."),
+    "env": (".commands.env", "Show versions and machine for a bug report."),
+    "clean": (".commands.clean", "List and remove what interrupted conversions have left."),
     "completion": (".commands.completion", "Print the completion script for bash, zsh or fish."),
 }
-
-EPILOG = (
-    "Exit codes: 0 success; 1 difference or finding; 2 usage; 3 source broken or incomplete; 4 target exists or in use; "
-    "5 no space or permission; 6 unsupported; 70 defect of reshard; 130 interrupted, 143 by SIGTERM."
-)
 
 
 class LazyGroup(click.Group):
@@ -103,10 +105,27 @@ def _stop_cleanly_on_signals() -> None:
 
 def run(arguments: list[str]) -> int:
     """The exit code of a command line. Errors become one paragraph on stderr; with --debug, a traceback."""
+    log = log_options(arguments, LOG_OPTIONS)
+    metrics = Metrics(next((word for word in arguments if word in COMMANDS), ""), log.metrics_file)
+    with logging_to_stderr(log):
+        code = _exit_code(Invocation(arguments, log, metrics))
+        event("finished", f"ended with exit code {code} after {metrics.seconds:.1f} s", exit_code=code, seconds=round(metrics.seconds, 3))
+        try:
+            metrics.write(code)
+        except ReshardError as error:  # Before the work it was possible. Now the result counts.
+            event("metrics-lost", f"the metrics were not written: {error}", level=WARNING)
+    return code
+
+
+def _exit_code(invocation: Invocation) -> int:
+    """Run the command, report its error, and return its exit code."""
+    arguments = invocation.arguments
     try:
         check_platform()
-        # The object of the context is the command line, which `convert` records.
-        code = cli.main(arguments, prog_name="reshard", standalone_mode=False, obj=arguments)
+        log_to_file(invocation.log)
+        invocation.metrics.check_writable()
+        event("started", f"reshard {reshard.__version__}: {shlex.join(arguments)}", version=reshard.__version__, arguments=arguments)
+        code = cli.main(arguments, prog_name="reshard", standalone_mode=False, obj=invocation)
         with standard_output():
             sys.stdout.flush()
         return int(code or 0)
@@ -128,18 +147,16 @@ def run(arguments: list[str]) -> int:
 
 
 def _interrupted(code: int) -> int:
-    print("reshard: interrupted; finished work is kept, and --resume continues from there [interrupted]", file=sys.stderr)
+    message = "interrupted; finished work is kept, and --resume continues from there [interrupted]"
+    event("interrupted", message, level=ERROR, id="interrupted", exit_code=code)
     return code
 
 
 def _report(error: Exception, debug: bool, as_json: bool) -> int:
-    """Print an error as one paragraph, and with --json as a document; returns its exit code."""
+    """Log an error as one paragraph, and with --json print it as a document; returns its exit code."""
     found = _explained(error)
-    if debug or found.id == "defect":
-        import traceback
-
-        traceback.print_exception(error if found.id == "defect" else found)
-    print(f"reshard: {found} [{found.id}]", file=sys.stderr)
+    cause = error if found.id == "defect" else found if debug else None
+    LOGGER.error(f"{found} [{found.id}]", exc_info=cause, extra={"event": "error", "fields": found.to_json()})
     if as_json:
         from .json_output import show_json
 
@@ -149,7 +166,7 @@ def _report(error: Exception, debug: bool, as_json: bool) -> int:
 
 def _explained(error: Exception) -> ReshardError:
     """Any exception as an error of reshard."""
-    from reshard.errors import RequestError, ReshardError, UnsupportedError
+    from reshard.errors import RequestError, UnsupportedError
     from reshard.storage.system_calls import system_refusal
 
     if isinstance(error, ReshardError):

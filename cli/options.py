@@ -13,12 +13,19 @@ from typing import Any, TypeVar
 import click
 
 from .completion_words import architecture_names, format_names
+from .metrics import METERED
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Function], Function]
 
 # The sections of --help, in order; formats' own sections come between the target and the selection.
-TARGET, SELECTION, SOURCE, EFFORT, OUTPUT = "Target", "Selection", "Source", "Effort", "Output"
+TARGET, SELECTION, SOURCE, EFFORT, OUTPUT, LOG = "Target", "Selection", "Source", "Effort", "Output", "Log"
+
+
+EPILOG = (
+    "Exit codes: 0 success; 1 difference or finding; 2 usage; 3 source broken or incomplete; 4 target exists or in use; "
+    "5 no space or permission; 6 unsupported; 70 defect of reshard; 130 interrupted, 143 by SIGTERM."
+)
 
 
 class SectionedOption(click.Option):
@@ -29,12 +36,27 @@ class SectionedOption(click.Option):
         self.section = section
 
 
+def _log_option(*names: str, **settings: Any) -> SectionedOption:
+    """An option of the log. It is read before the command runs (logs.py), so that commands do not get its value."""
+    return SectionedOption(names, section=LOG, expose_value=False, **settings)
+
+
+LOG_OPTIONS = (
+    _log_option("-q", "--quiet", is_flag=True, help="Print only errors and a one-line result."),
+    _log_option("-v", "--verbose", is_flag=True, help="Log what is read, what is decided, and how long each phase takes."),
+    _log_option("--log-format", type=click.Choice(["text", "json"]), help="json: each line of the log is a JSON object, errors included."),
+    _log_option("--log-file", metavar="FILE", help="Append a copy of the log to this file."),
+    _log_option("--metrics-file", metavar="FILE", help="At the end, write metrics for Prometheus (node_exporter's textfile collector)."),
+)
+
+
 class Command(click.Command):
-    """A command whose --help has sections, and examples at the end."""
+    """A command with the options of the log, whose --help has sections, and examples at the end."""
 
     def __init__(self, *args: Any, examples: Iterable[str] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.examples = tuple(examples)
+        self.params += [param for param in LOG_OPTIONS if param.name != "metrics_file" or self.name in METERED]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -42,7 +64,7 @@ class Command(click.Command):
             if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None:
                 sections.setdefault(getattr(param, "section", "Options"), []).append(record)
         first = [title for title in ("Options", TARGET) if title in sections]
-        last = [title for title in (SELECTION, SOURCE, EFFORT, OUTPUT) if title in sections]
+        last = [title for title in (SELECTION, SOURCE, EFFORT, OUTPUT, LOG) if title in sections]
         for title in (*first, *(title for title in sections if title not in (*first, *last)), *last):
             with formatter.section(title):
                 formatter.write_dl(sections[title])
@@ -52,8 +74,6 @@ class Command(click.Command):
             with formatter.section("Examples"):
                 for example in self.examples:
                     formatter.write(f"{'':>{formatter.current_indent}}$ {example}\n")
-        from .main import EPILOG
-
         formatter.write_paragraph()
         formatter.write_text(EPILOG)
 

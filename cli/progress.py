@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar on a terminal, and elsewhere, as in the log of a nightly job, one line every 30 seconds."""
+"""Progress on stderr: a bar on a terminal, and elsewhere, as in the log of a nightly job, one line every 30 seconds, also in the log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from logging import INFO
 
+from reshard.engine.events import event
+
+from .invocation import current
+from .logs import NOTICE
 from .tables import nbytes_text
 
 SECONDS_BETWEEN_LINES = 30.0
@@ -15,23 +20,26 @@ SECONDS_BETWEEN_LINES = 30.0
 @contextmanager
 def bar(total: int, what: str, shown: bool | None = None) -> Iterator[Callable[[int], None]]:
     """A function to call with the bytes that have been done since the last call. `shown` forces or forbids progress."""
+    log = current().log
     if shown is False:
         yield lambda nbytes: None
-    elif shown or sys.stderr.isatty():
+    elif shown or (sys.stderr.isatty() and not (log.quiet or log.verbose or log.as_json)):
         from tqdm import tqdm
 
         with tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, smoothing=0.1) as progress:
+            advance_lines = lines(total, what, level=INFO)
 
             def advance(nbytes: int) -> None:
                 progress.update(nbytes)
+                advance_lines(nbytes)
 
             yield advance
     else:
         yield lines(total, what)
 
 
-def lines(total: int, what: str, clock: Callable[[], float] = time.monotonic) -> Callable[[int], None]:
-    """Prints a line at most every 30 seconds; a shorter run prints nothing."""
+def lines(total: int, what: str, *, level: int = NOTICE, clock: Callable[[], float] = time.monotonic) -> Callable[[int], None]:
+    """Logs a line at most every 30 seconds; a shorter run logs nothing."""
     began = printed = clock()
     done = 0
 
@@ -43,9 +51,11 @@ def lines(total: int, what: str, clock: Callable[[], float] = time.monotonic) ->
             return
         printed = now
         rate = done / (now - began)
-        left = f"{(total - done) / rate:.0f} s left" if rate else "time left unknown"
+        seconds_left = round((total - done) / rate) if rate else None
+        left = f"{seconds_left} s left" if seconds_left is not None else "time left unknown"
         percent = 100 * done // max(total, 1)
         amount = f"{nbytes_text(done)} of {nbytes_text(total)}, {nbytes_text(int(rate))}/s"
-        print(f"{what}: {percent} %, {amount}, {left}", file=sys.stderr, flush=True)
+        fields = {"percent": percent, "bytes": done, "total": total, "bytes_per_second": int(rate), "seconds_left": seconds_left}
+        event("progress", f"{what}: {percent} %, {amount}, {left}", level=level, **fields)
 
     return advance

@@ -24,6 +24,15 @@ def nbytes_text(nbytes: int, digits: int = 3) -> str:
     return f"{nbytes} B" if unit == "B" else f"{value:.{digits}g} {unit}"
 
 
+def duration_text(seconds: float) -> str:
+    """3 days, 5 h, 12 min, 40 s: whole units."""
+    for size, unit in ((86400, "day"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            number = int(seconds // size)
+            return f"{number} {unit}{'s' if unit == 'day' and number > 1 else ''}"
+    return f"{int(seconds)} s"
+
+
 def count_text(count: int) -> str:
     """8.03 B, 74,016: exact below a million."""
     for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):

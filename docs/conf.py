@@ -26,6 +26,7 @@ CONTENTS = {
     "Recipes": """
         recipes/serving recipes/serve-without-converting recipes/degrees recipes/fp8 recipes/hf recipes/merge-ranks recipes/deepspeed
         recipes/megatron recipes/optimizer-state recipes/training-memory recipes/undeclared-model recipes/doctor recipes/interrupted
+        recipes/nightly
     """,
     "Formats": """
         formats/index formats/dcp formats/dcp-safetensors formats/fsdp formats/fsdp-local formats/pt formats/torch-checkpointing
@@ -33,8 +34,8 @@ CONTENTS = {
     """,
     "Evidence": "verification benchmarks",
     "Reference": """
-        reference/cli reference/python reference/json reference/fingerprint reference/exit-codes reference/errors reference/versions
-        glossary
+        reference/cli reference/python reference/json reference/logs reference/fingerprint reference/exit-codes reference/errors
+        reference/versions glossary
     """,
     "Extending": "design extending/format extending/engine architectures extending/option extending/storage",
 }

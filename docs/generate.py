@@ -35,6 +35,7 @@ def command_line() -> str:
     """reference/cli.md: every command with its options, in the order of `reshard --help`."""
     main = import_module("reshard.cli.main")
     commands, cli = main.COMMANDS, main.cli
+    options = import_module("reshard.cli.options")
     context = click.Context(cli, info_name="reshard")
     parts = [
         GENERATED,
@@ -42,7 +43,9 @@ def command_line() -> str:
         "Every command has `--help`. Results go to stdout, messages to stderr. [Exit codes](exit-codes.md) tell success from failure, and "
         "`--json` prints one [JSON document](json.md).",
         _table(("command", "what it does"), [(f"[`{name}`](#{name})", text) for name, (_, text) in commands.items()]),
-        "Before the command stand `--debug`, which shows the traceback of an error, and `--version`.",
+        "Before the command stand `--debug`, which shows the traceback of an error, and `--version`. Every command has the options of the "
+        "[log](logs.md); `--metrics-file` belongs to `convert`, `verify` and `doctor`.",
+        _table((options.LOG, ""), [(_flags(option), _help(option)) for option in options.LOG_OPTIONS]),
     ]
     for name in commands:
         command = cli.get_command(context, name)
@@ -57,8 +60,9 @@ def _command(name: str, command: click.Command) -> Iterator[str]:
     yield f"`reshard {name} {' '.join(command.collect_usage_pieces(context))}`"
     yield _unwrapped(command.help or "")
     sections: dict[str, list[tuple[str, str]]] = {}
+    logged = import_module("reshard.cli.options").LOG_OPTIONS
     for param in command.params:
-        if isinstance(param, click.Option) and not param.hidden:
+        if isinstance(param, click.Option) and not param.hidden and param not in logged:
             sections.setdefault(getattr(param, "section", "Options"), []).append((_flags(param), _help(param)))
     for title, rows in sections.items():
         yield _table((title, ""), rows)

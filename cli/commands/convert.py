@@ -10,6 +10,7 @@ import click
 from reshard.geometry.quantities import plural
 
 from .. import options
+from ..invocation import current
 from ..json_output import show_json
 from ..plans import plan_document, show_drops, show_plan
 from ..progress import bar
@@ -17,6 +18,10 @@ from ..tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
     from reshard.engine.run import Conversion
+    from reshard.verbs.convert import Result
+
+# Files that are printed; --json prints all.
+_MOST = 20
 
 
 @click.command(
@@ -38,6 +43,12 @@ if TYPE_CHECKING:
 @options.option("--resume", section=options.OUTPUT, is_flag=True, help="Resume an interrupted conversion.")
 @options.option("--overwrite", section=options.OUTPUT, is_flag=True, help="Replace the checkpoint in TARGET once the new one is complete.")
 @options.option(
+    "--if-changed",
+    section=options.OUTPUT,
+    is_flag=True,
+    help="Do nothing if TARGET is up to date; otherwise replace what reshard wrote there.",
+)
+@options.option(
     "--checksums", section=options.OUTPUT, is_flag=True, help="Also write SHA256SUMS for `sha256sum -c`; reads the result once more."
 )
 @options.effort
@@ -49,13 +60,14 @@ def command(source: str, target: str, to: str, dry_run: bool, as_json: bool, ful
     """
     import reshard
     from reshard.engine.record import Provenance
-    from reshard.errors import RequestError
-    from reshard.verbs.convert import conversion, result_of
+    from reshard.verbs.convert import conversion, existing_target, result_of, target_folder, unchanged_result
     from reshard.verbs.request import Effort, EffortOptions, OpenOptions
 
-    resume, overwrite, checksums = (given.pop(name) for name in ("resume", "overwrite", "checksums"))
-    if resume and overwrite:
-        raise RequestError("--resume and --overwrite contradict each other", do="Give one of them")
+    metrics, arguments = current().metrics, current().arguments
+    metrics.label(target=target, format=to)
+    existing = existing_target(**{name: given.pop(name) for name in ("resume", "overwrite", "if_changed")})
+    provenance = Provenance(tuple(arguments[arguments.index("convert") :]), given.pop("checksums"))
+    target_folder(target)
     checkpoint = reshard.open(source, **options.take(given, OpenOptions))
     effort = Effort(**options.take(given, EffortOptions))
     plan = reshard.plan(checkpoint, to=to, **given)
@@ -63,32 +75,43 @@ def command(source: str, target: str, to: str, dry_run: bool, as_json: bool, ful
         show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)
         return
     began = time.monotonic()
-    arguments = click.get_current_context().find_root().obj
-    provenance = Provenance(tuple(arguments[arguments.index("convert") :]), checksums)
-    running = conversion(plan, target, resume=resume, overwrite=overwrite, effort=effort, provenance=provenance)
-    with bar(running.total, "convert", show_progress) as advance:
-        for done in running.run():
-            advance(done.nbytes)
-    seconds = time.monotonic() - began
+    result = unchanged_result(plan, target, provenance) if existing == "update" else None
+    metrics.record(tensors=len(plan.routes), dropped=len(plan.drops), unchanged=result is not None)
+    if result is None:
+        running = conversion(plan, target, existing=existing, effort=effort, provenance=provenance)
+        with bar(running.total, "convert", show_progress) as advance:
+            for done in running.run():
+                advance(done.nbytes)
+        result = result_of(running, target, time.monotonic() - began)
+        totals = plan.totals()
+        metrics.record(bytes_read=totals.read, bytes_written=totals.written)
     if as_json:
-        result = result_of(running, target, seconds).to_json()
-        show_json({**result, "plan": plan_document(plan, full=True)} if full else result)
-        return
-    _show_result(running, target, seconds)
+        show_json({**result.to_json(), "plan": plan_document(plan, full=True)} if full else result.to_json())
+    elif result.unchanged:
+        sizes = f"{plural(len(result.files), 'file')}, {nbytes_text(sum(result.files.values()))}"
+        show(f"{target}: unchanged, {sizes}, fingerprint {result.fingerprint.root}")
+    else:
+        _show_result(running, result)
 
 
-def _show_result(running: Conversion, target: str, seconds: float) -> None:
+def _show_result(running: Conversion, result: Result) -> None:
     """Which files were written, how fast, and what was left out."""
-    plan, resumed = running.plan, running.resumed_bytes
+    plan, resumed, target, seconds = running.plan, running.resumed_bytes, result.path, result.seconds
     totals = plan.totals()
     rate = nbytes_text(int((totals.written - resumed) / max(seconds, 1e-9)))
     show(
         f"{target}: {plural(totals.files, 'file')}, {nbytes_text(totals.written)} in {seconds:.1f} s ({rate}/s)"
         + (f", {nbytes_text(resumed)} of them from an earlier run" if resumed else "")
+        + (f", fingerprint {result.fingerprint.root}" if current().log.quiet else "")
     )
-    show(table([(file.path, nbytes_text(file.nbytes), len(file.tensors)) for file in plan.layout.files], ("file", "bytes", "tensors")))
+    if current().log.quiet:
+        return
+    files = plan.layout.files
+    listed = files if len(files) <= _MOST + 1 else files[:_MOST]  # A line saves none when it stands for one file.
+    show(table([(file.path, nbytes_text(file.nbytes), len(file.tensors)) for file in listed], ("file", "bytes", "tensors")))
+    if rest := files[len(listed) :]:
+        show(f"  and {plural(len(rest), 'more file')}, {nbytes_text(sum(file.nbytes for file in rest))}; --json lists all")
     show_drops(plan)
-    for note in (*plan.layout.notes, *running.notes):
+    for note in result.notes:
         show(f"  note      {note}")
-    assert running.fingerprint is not None
-    show(f"  fingerprint {running.fingerprint.root}")
+    show(f"  fingerprint {result.fingerprint.root}")

@@ -9,6 +9,7 @@ import click
 from reshard.geometry.quantities import plural
 
 from .. import options
+from ..invocation import current
 from ..json_output import show_json
 from ..progress import bar
 from ..tables import nbytes_text, show, table
@@ -41,17 +42,22 @@ def command(checkpoint: str | None, fail_on: str, list_kinds: bool, as_json: boo
     that --fail-on names.
     """
     import reshard
-    from reshard.health.findings import check_fail_on
+    from reshard.health.findings import SEVERITIES, check_fail_on
 
     if list_kinds:
         _show_kinds(as_json)
         return
     if checkpoint is None:
         raise click.UsageError("Missing argument 'CHECKPOINT'.", click.get_current_context())
+    metrics = current().metrics
+    metrics.label(target=checkpoint)
     words = tuple(word.strip() for word in fail_on.split(",") if word.strip())
     check_fail_on(words)
     with bar(_bytes_to_read(checkpoint, show_progress, given), "doctor", show_progress) as advance:
         report = reshard.doctor(checkpoint, **{**given, "progress": advance})
+    metrics.label(format=report.format)
+    metrics.record(bytes_read=report.nbytes, tensors=report.tensors)
+    metrics.record_findings({severity: report.count(severity) for severity in SEVERITIES})
     if as_json:
         show_json(document(report))
     else:
@@ -97,6 +103,8 @@ def document(report: Report) -> dict[str, Any]:
 def _show_report(report: Report) -> None:
     read = f", {nbytes_text(report.nbytes)} read" if report.nbytes else ""
     show(f"{report.path}: {report.counts_text()}; {plural(report.tensors, 'tensor')}, {plural(report.files, 'file')}{read}")
+    if current().log.quiet:
+        return
     by_id: dict[str, list[Finding]] = {}
     for finding in report.findings:
         by_id.setdefault(finding.id, []).append(finding)

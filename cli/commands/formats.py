@@ -9,7 +9,7 @@ from ..json_output import show_json
 from ..tables import show, table
 
 
-@click.command("formats")
+@click.command("formats", cls=options.Command)
 @options.as_json
 def command(as_json: bool) -> None:
     """List the formats that this installation reads and writes."""

@@ -96,7 +96,7 @@ def _details(opened: Checkpoint, tensors: list[Tensor]) -> dict[str, Any]:
 
 
 def _tensor(tensor: Tensor) -> dict[str, Any]:
-    from reshard.index.index import sharding_text
+    from reshard.index.coverage import sharding_text
 
     return {
         "name": tensor.name,
@@ -266,7 +266,7 @@ def _size_text(opened: Checkpoint) -> str:
 
 
 def _show_tensor(tensor: Tensor) -> None:
-    from reshard.index.index import sharding_text
+    from reshard.index.coverage import sharding_text
     from reshard.index.shards import primary_rows
 
     show(f"{tensor.name}  {tensor.kind} {tensor.dtype} {shape_text(tensor.shape)}, {sharding_text(tensor)}, {nbytes_text(tensor.nbytes)}")

@@ -9,6 +9,7 @@ import click
 from reshard.geometry.quantities import plural
 
 from .. import options
+from ..invocation import current
 from ..json_output import show_json
 from ..progress import bar
 from ..tables import nbytes_text, show, table
@@ -49,19 +50,24 @@ def command(left: str, right: str | None, cast: bool, as_json: bool, show_progre
     from reshard.verbs.request import Effort, EffortOptions, ModelOptions, selection_of
     from reshard.verbs.verify import verify_written
 
+    metrics = current().metrics
+    metrics.label(target=left if right is None else right)
     about_model, effort = options.take(given, ModelOptions), options.take(given, EffortOptions)
     if right is None:
         if cast or any(given.values()):
             raise RequestError("a cast or a selection needs a second checkpoint", do="Give RIGHT, or leave these options out")
         manifest = usable_manifest(open_tree(left))
+        metrics.label(format=manifest.format if manifest else None)
         total = sum(manifest.files.values()) if manifest and manifest.files else 0
         with bar(total, "verify", show_progress) as advance:
             result = verify_written(left, Effort(**{**effort, "progress": advance}), **about_model)
     else:
         a, b = open_both(left, right, **about_model)
+        metrics.label(format=b.format)
         total = sum(tensor.nbytes for tensor in b.index.tensors if tensor.kind == "weight")
         with bar(total, "verify", show_progress) as advance:
             result = reshard.verify(a, b, cast=cast, selection=selection_of(given), **{**effort, "progress": advance})
+    metrics.record(bytes_read=result.nbytes, tensors=result.tensors, differences=len(result.differences))
     if as_json:
         show_json(
             {
@@ -86,6 +92,7 @@ def _show(result: Comparison, *, with_manifest: bool) -> None:
         of_what = "from reshard.json" if with_manifest else f"in {plural(result.tensors, 'common tensor')}"
         show(f"different: {plural(len(result.differences), 'difference')} {of_what}")
         first = "tensor or file" if with_manifest else "tensor"
-        show(table([(d.name, d.kind, d.detail) for d in result.differences], (first, "what", "how")))
-    for note in result.notes:
+        if not current().log.quiet:
+            show(table([(d.name, d.kind, d.detail) for d in result.differences], (first, "what", "how")))
+    for note in result.notes if not current().log.quiet else ():
         show(f"  note      {note}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -15,7 +14,8 @@ from reshard.containers import safetensors
 from reshard.errors import CheckpointError, MissingFile
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.extents import Extent, Piece
-from reshard.index.index import Index, RunFacts, Tensor, check_coverage
+from reshard.index.coverage import check_coverage
+from reshard.index.index import Index, RunFacts, Tensor
 from reshard.index.shards import Shards
 from reshard.models.model import Model
 from reshard.storage.files import Files
@@ -107,7 +107,7 @@ def _tensor(name: str, ranks_and_pieces: Sequence[tuple[int, Piece]]) -> Tensor:
             )
     shape = tuple(max(stops) for stops in zip(*(piece.box.stops for piece in pieces), strict=True))
     ranks = np.array([rank for rank, _ in ranks_and_pieces], np.int64)
-    return Tensor(name, first.dtype, shape, "weight", replace(Shards.of(pieces), ranks=ranks))
+    return Tensor(name, first.dtype, shape, "weight", Shards.of(pieces).replaced(ranks=ranks))
 
 
 def _check_files(files: Files, shards: Sequence[ShardFile], tensors: Sequence[Tensor]) -> None:

@@ -14,10 +14,11 @@ from reshard.adapter.save_folders import step_of
 from reshard.adapter.state_dicts import group_numbers, model_part, optimizer_part, parameter_shapes, states
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import names_for, plain_groups, state_kind
-from reshard.containers import torch_zip
+from reshard.containers import alike_files, torch_zip
+from reshard.containers.alike_files import AlikeRanks, NotAlike, Parsed
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.errors import CheckpointError
-from reshard.index.index import Index, RunFacts
+from reshard.index.index import Index, Kind, RunFacts
 from reshard.storage.files import Files
 
 # What the names of unnamed state start with, as `state_kind` gives them.
@@ -59,8 +60,7 @@ def read(files: Files, hints: Hints) -> Index:
     first_optimizer: OptimizerFile | None = None
     if run.model:
         first_model = read_model_file(files, *run.model.first_item)
-        for part in in_processes(list(run.model.paths.items()), lambda ranks: weights_of_ranks(files, ranks)):
-            builder.join(part)
+        add_weights(builder, list(run.model.paths.items()), first_model)
     optimizer_files = run.optimizer or (run.model if first_model and first_model.has_optimizer else None)
     if optimizer_files:
         first_optimizer = read_optimizer_file(files, *optimizer_files.first_item)
@@ -108,6 +108,26 @@ def read_optimizer_file(files: Files, rank: int, path: str) -> OptimizerFile:
     return OptimizerFile(state_dict, tensors)
 
 
+def add_weights(builder: IndexBuilder, ranks: Sequence[tuple[int, str]], first: ModelFile) -> None:
+    """Add the weights of all ranks, given as (rank, path). `first` is the content of the first rank's file."""
+
+    def parse(rank: int, path: str) -> list[tuple[str, LocalTensor]]:
+        model = first if path == ranks[0][1] else read_model_file(builder.files, rank, path)
+        builder.add_objects(model.objects)
+        return model.tensors
+
+    for found in alike_files.read_ranks(builder.files, ranks, parse):
+        match found:
+            case AlikeRanks():
+                builder.add_alike(found, lambda name: ("weight", name))
+            case Parsed(rank, path, entries):
+                for name, local in entries:
+                    builder.add("weight", name, local, path, rank)
+            case NotAlike(left):
+                for part in in_processes(left, lambda some: weights_of_ranks(builder.files, some)):
+                    builder.join(part)
+
+
 def weights_of_ranks(files: Files, ranks: Sequence[tuple[int, str]]) -> IndexBuilder:
     """The weights of some ranks, given as (rank, path)."""
     builder = IndexBuilder("fsdp", files)
@@ -124,15 +144,35 @@ def add_optimizer(builder: IndexBuilder, rank_files: RankFiles, first: Optimizer
     names, notes = parameter_names(first, first_model)
     builder.add_notes(notes)
     builder.param_groups = plain_groups(first.state_dict["param_groups"], names)
-    parts = in_processes(
-        list(rank_files.paths.items()), lambda ranks: states_of_ranks(builder.files, ranks, names, first, rank_files.first)
-    )
-    for part in parts:
-        builder.join(part)
-    if any(name.startswith(_UNNAMED) for part in parts for name in part.objects):
+    add_states(builder, rank_files, names, first)
+    if any(name.startswith(_UNNAMED) for name in builder.objects):
         builder.add_notes(
             ["the optimizer's state is left out: each rank holds its run of flat parameters, and no file tells which parameters they are"]
         )
+
+
+def add_states(builder: IndexBuilder, rank_files: RankFiles, names: Mapping[Any, str], first: OptimizerFile) -> None:
+    """Add the optimizer's state of all ranks under the parameters' names. `first` is the content of the first rank's file."""
+    ranks = list(rank_files.paths.items())
+
+    def parse(rank: int, path: str) -> list[tuple[Any, LocalTensor]]:
+        optimizer = first if path == rank_files.first else _of_same_run(builder.files, rank, path, first, rank_files.first)
+        return [((parameter, kind, _is_unnamed(parameter, local, names)), local) for parameter, kind, local in optimizer.tensors]
+
+    def kind_and_name(key: tuple[Any, str, bool]) -> tuple[Kind, str] | None:
+        parameter, kind, is_unnamed = key
+        return None if is_unnamed else state_kind(names.get(parameter), parameter, kind)
+
+    for found in alike_files.read_ranks(builder.files, ranks, parse):
+        match found:
+            case AlikeRanks():
+                builder.add_alike(found, kind_and_name)
+            case Parsed(rank, path, entries):
+                for (parameter, kind, _), local in entries:
+                    _add_state(builder, names, (parameter, kind, local), path, rank)
+            case NotAlike(left):
+                for part in in_processes(left, lambda some: states_of_ranks(builder.files, some, names, first, rank_files.first)):
+                    builder.join(part)
 
 
 def parameter_names(optimizer: OptimizerFile, model: ModelFile | None) -> tuple[Mapping[Any, str], list[str]]:
@@ -163,22 +203,36 @@ def states_of_ranks(
     Raises: CheckpointError if a rank's param groups list other parameters than those of the first rank.
     """
     builder = IndexBuilder("fsdp", files)
-    numbers = group_numbers(first.state_dict)
     for rank, path in ranks:
-        optimizer = read_optimizer_file(files, rank, path)
-        if group_numbers(optimizer.state_dict) != numbers:
-            raise CheckpointError(
-                f"its param groups list other parameters than those in {first_path}",
-                where=path,
-                why="The files are from different runs",
-                do="Keep the files of one save only",
-            )
-        for parameter, kind, local in optimizer.tensors:
-            if parameter not in names and local.shape and local.distribution is None and local.rank is None:
-                builder.add_objects([f"{_UNNAMED}{parameter}.{kind}"])  # FSDP1's raw state: a run of elements, not a tensor
-            else:
-                builder.add(*state_kind(names.get(parameter), parameter, kind), local, path, rank)
+        for state in _of_same_run(files, rank, path, first, first_path).tensors:
+            _add_state(builder, names, state, path, rank)
     return builder
+
+
+def _of_same_run(files: Files, rank: int, path: str, first: OptimizerFile, first_path: str) -> OptimizerFile:
+    """The content of a rank's file. Raises CheckpointError if its param groups list other parameters than those of the first rank."""
+    optimizer = read_optimizer_file(files, rank, path)
+    if group_numbers(optimizer.state_dict) != group_numbers(first.state_dict):
+        raise CheckpointError(
+            f"its param groups list other parameters than those in {first_path}",
+            where=path,
+            why="The files are from different runs",
+            do="Keep the files of one save only",
+        )
+    return optimizer
+
+
+def _add_state(builder: IndexBuilder, names: Mapping[Any, str], state: tuple[Any, str, LocalTensor], path: str, rank: int) -> None:
+    parameter, kind, local = state
+    if _is_unnamed(parameter, local, names):
+        builder.add_objects([f"{_UNNAMED}{parameter}.{kind}"])
+    else:
+        builder.add(*state_kind(names.get(parameter), parameter, kind), local, path, rank)
+
+
+def _is_unnamed(parameter: Any, local: LocalTensor, names: Mapping[Any, str]) -> bool:
+    """Whether it is FSDP1's raw state: a run of elements, not a tensor."""
+    return parameter not in names and bool(local.shape) and local.distribution is None and local.rank is None
 
 
 def _with_checked_rank(local: LocalTensor, rank: int, path: str) -> LocalTensor:

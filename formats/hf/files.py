@@ -102,7 +102,9 @@ def _weight_map(files: Files, path: str) -> dict[str, str]:
         raise CheckpointError(
             "it has no weight_map from names to files", where=path, do="Get the index again, or remove it to read all files"
         )
-    return {name: inside(file, where=path) for name, file in value.items()}
+    for file in dict.fromkeys(value.values()):
+        inside(file, where=path)
+    return value
 
 
 def _check_numbering(files: Files, paths: Sequence[str]) -> None:

@@ -6,16 +6,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.containers import safetensors, torch_zip
 from reshard.errors import CheckpointError, IncompleteError
-from reshard.geometry.boxes import Box, row_major
+from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent, Piece
 from reshard.geometry.quantities import plural
 from reshard.index.index import Index, RunFacts, Tensor
-from reshard.index.shards import Shards
+from reshard.index.shards import Located, PieceTable, Shards
 from reshard.storage.files import Files
 
 from .files import SAFETENSORS, files_to_read
@@ -137,7 +139,34 @@ def _safetensors_content(files: Files, path: str, headers_only: bool) -> list[Te
     header = safetensors.read_header(files, path, header_only=headers_only)
     if "DCP_SHARDING_INFO" in header.metadata and len(files.list()) > 1 and re.match(r"shard-", path):
         raise CheckpointError("it is one rank's part of a distributed save, not a Hugging Face checkpoint", where=path)
-    return [_tensor(entry.name, path, entry.byte_offset, entry.dtype, entry.shape, row_major(entry.shape)) for entry in header.entries]
+    return list(_whole_tensors(header.entries, path))
+
+
+def _whole_tensors(entries: Sequence[safetensors.TensorEntry], path: str) -> Iterator[Tensor]:
+    """The tensors of a header. Those with the same number of axes are windows on one table."""
+    of_ndim: dict[int, list[safetensors.TensorEntry]] = {}
+    for entry in entries:
+        of_ndim.setdefault(len(entry.shape), []).append(entry)
+    tables = {ndim: _table(alike, path, ndim) for ndim, alike in of_ndim.items()}
+    rows = dict.fromkeys(tables, 0)
+    for entry in entries:
+        ndim = len(entry.shape)
+        row = rows[ndim]
+        rows[ndim] = row + 1
+        yield Tensor(entry.name, entry.dtype, entry.shape, "weight", Shards(tables[ndim], row, row + 1))
+
+
+def _table(entries: Sequence[safetensors.TensorEntry], path: str, ndim: int) -> PieceTable:
+    """Whole tensors with `ndim` axes, which lie row-major in a file."""
+    sizes = np.array([entry.shape for entry in entries], np.int64).reshape(len(entries), ndim)
+    strides = np.ones_like(sizes)
+    for axis in reversed(range(ndim - 1)):
+        strides[:, axis] = strides[:, axis + 1] * np.maximum(sizes[:, axis + 1], 1)
+    byte_offsets, files = np.array([entry.byte_offset for entry in entries], np.int64), np.zeros(len(entries), np.int32)
+    dtypes = np.empty(len(entries), np.object_)
+    dtypes[:] = [entry.dtype for entry in entries]
+    located = Located((path,), files, byte_offsets, strides, dtypes)
+    return PieceTable((path,), np.zeros_like(sizes), sizes, files, byte_offsets, located)
 
 
 def _pickle_content(files: Files, path: str) -> tuple[list[Tensor], list[str]]:

@@ -1,4 +1,5 @@
-"""How SGLang stores a model: the differences between its model classes, and the EngineRules.
+"""How SGLang stores a model: the EngineRules. The differences between its model classes stand in the declarations of the models, under
+`engines: sglang`.
 
 Measured on 0.5.23 (fixtures/sglang: the tensors of real ranks).
 """
@@ -8,45 +9,12 @@ from __future__ import annotations
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32
 from reshard.models.model import Model
+from reshard.models.quirks import ModelQuirks
 from reshard.plans.target import Target
-from reshard.serving.rules import LATENT_BIASES, EngineRules, Fusion, ModelQuirks, normalizer
+from reshard.serving.rules import EngineRules, Fusion, normalizer
 from reshard.serving.versions import about_version, version_numbers
 
 OLDEST, NEWEST = "0.5.10", "0.5.23"
-
-_MLP_BIASES = frozenset((role, "bias") for role in ("mlp.gate", "mlp.up", "mlp.down"))
-_ALWAYS_TIED = (("tie_word_embeddings", True),)
-_START_UNFUSED = "start SGLang with --disable-shared-experts-fusion: otherwise it may take a shared expert for one more routed expert"
-QUIRKS = {
-    "llama": ModelQuirks(unsupported=_MLP_BIASES),
-    "mistral": ModelQuirks(unsupported=_MLP_BIASES),
-    "qwen2": ModelQuirks(),
-    "qwen3": ModelQuirks(),
-    "phi3": ModelQuirks(),
-    "gemma2": ModelQuirks(
-        tied_table_stored_as="embedding",
-        stores_normalizer=True,
-        config_defaults=(("hidden_act", "gelu_pytorch_tanh"),),
-        assumed_settings=_ALWAYS_TIED,
-    ),
-    "gpt2": ModelQuirks(assumed_settings=_ALWAYS_TIED),
-    "mixtral": ModelQuirks(tied_table_stored_as="both", derives_head_dim=True),
-    "qwen2_moe": ModelQuirks(tied_table_stored_as="both", derives_head_dim=True, all_layers_sparse=True, tp_at_most_experts=True),
-    "qwen3_moe": ModelQuirks(tied_table_stored_as="both", all_layers_sparse=True, tp_at_most_experts=True),
-    "deepseek_v2": ModelQuirks(
-        config_defaults=(("moe_layer_freq", 1), ("scoring_func", "softmax")),
-        unsupported=LATENT_BIASES,
-        tp_at_most_experts=True,
-        notes=(_START_UNFUSED,),
-    ),
-    "deepseek_v3": ModelQuirks(
-        config_defaults=(("moe_layer_freq", 1), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
-        unsupported=LATENT_BIASES,
-        tp_at_most_experts=True,
-        notes=(_START_UNFUSED,),
-    ),
-    "gpt_neox": ModelQuirks(not_loadable="it has no class for them, and the names in its Transformers backend were not measured"),
-}
 
 _FUSIONS = (
     Fusion(("attention.q", "attention.k", "attention.v"), "qkv_proj"),
@@ -66,7 +34,7 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
             f"--engine-version {version}: the oldest SGLang whose files are known is {OLDEST}",
             do="Convert to hf, which every version loads",
         )
-    quirks = QUIRKS.get(model.architecture.family, ModelQuirks())
+    quirks = model.architecture.engines.get("sglang", ModelQuirks())
     return EngineRules(
         engine="SGLang",
         fusions=_FUSIONS,
@@ -83,4 +51,4 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
 
 def notes(model: Model, target: Target) -> tuple[str, ...]:
     """Notes about a version or a model class that was not measured."""
-    return about_version("SGLang", target.engine_version or NEWEST, NEWEST, model, is_known=model.architecture.family in QUIRKS)
+    return about_version("SGLang", target.engine_version or NEWEST, NEWEST, model, is_known="sglang" in model.architecture.engines)

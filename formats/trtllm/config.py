@@ -68,6 +68,8 @@ _CLASSES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GPT2LMHeadModel": "gpt2",
 }
+# The models whose config is known.
+MODEL_TYPES = tuple(_CLASSES.values())
 # TensorRT-LLM's key -> Hugging Face's.
 _SHARED_KEYS = {
     "vocab_size": "vocab_size",

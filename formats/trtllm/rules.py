@@ -1,4 +1,5 @@
-"""How TensorRT-LLM stores a model: the differences between its model classes, and the EngineRules.
+"""How TensorRT-LLM stores a model: the EngineRules. The differences between its model classes stand in the declarations of the models,
+under `engines: trtllm`.
 
 Compared with the files of NVIDIA's own writer, ModelOpt 0.47 (fixtures/trtllm).
 """
@@ -10,7 +11,9 @@ from reshard.geometry.dtypes import F32
 from reshard.geometry.parallel import Parallel
 from reshard.models.model import Model
 from reshard.models.roles import Vocabulary
-from reshard.serving.rules import EngineRules, Fusion, ModelQuirks
+from reshard.serving.rules import EngineRules, Fusion
+
+from .config import MODEL_TYPES
 
 _LAYER = "transformer.layers.{layer}."
 _NAMES = {
@@ -41,24 +44,15 @@ _FUSIONS = (
     Fusion(("expert.down",), "proj"),
 )
 
-_USUAL = ModelQuirks(tied_table_stored_as="both")
-_SPARSE = ModelQuirks(tied_table_stored_as="both", all_layers_sparse=True)
-QUIRKS = {
-    **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3"), _USUAL),
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), _SPARSE),
-    # Its MLP has no gate.
-    "gpt2": ModelQuirks(tied_table_stored_as="both", module_names={"mlp.up": _LAYER + "mlp.fc"}),
-}
-
 
 def rules_for_sizes(model: Model, parallel: Parallel) -> EngineRules:
     """The rules for the model. Raises RequestError if they are not known for the model, or a stage would have no layer."""
-    quirks, what = QUIRKS.get(model.architecture.family), f"a {model.architecture.model_type} model"
-    if quirks is None:
+    quirks, what = model.architecture.engines.get("trtllm"), f"a {model.architecture.model_type} model"
+    if quirks is None or model.architecture.family not in MODEL_TYPES:
         raise UnsupportedError(
             f"how TensorRT-LLM names and fuses the weights of {what} is not known here",
             why="Only models whose files were compared with those of NVIDIA's own writer are written",
-            do=f"Known models are {', '.join(QUIRKS)}. Convert to hf, which current releases load",
+            do=f"Known models are {', '.join(MODEL_TYPES)}. Convert to hf, which current releases load",
         )
     fused_roles = {role for fusion in _FUSIONS for role in fusion.roles}
     if unnamed := sorted({part.role for part in model.parts() if part.scale is None} - _NAMES.keys() - fused_roles):

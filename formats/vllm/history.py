@@ -1,11 +1,11 @@
-"""What changed in the keys of vLLM's state dicts between versions, for all models (RELEASES) and for single ones (HISTORY).
+"""What changed in the keys of vLLM's state dicts between versions, for all models. Changes in the class of one
+model stand in its declaration.
 
 Measured on the model classes of ten older versions (fixtures/vllm_versions) and on 0.32.0 (fixtures/vllm).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -52,117 +52,6 @@ RELEASES = (
 )
 # The first version with today's placeholder scales in the attention of a quantized model.
 QUANTIZED_SINCE = (0, 15)
-
-
-@dataclass(frozen=True, slots=True)
-class Rename:
-    """A pattern of Hugging Face names, and what replaces it in which versions."""
-
-    pattern: str
-    """The pattern."""
-
-    replacements: tuple[tuple[Numbers, str], ...]
-    """(first version, replacement), oldest first. Before the first version, and where the replacement is "", the name stays."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelHistory:
-    """What changed in vLLM's class of one model."""
-
-    renames: tuple[Rename, ...] = ()
-    """Names that changed."""
-
-    keeps_fused: tuple[tuple[Numbers, str], ...] = ()
-    """(first version, role) of fused weights that stay as the model stores them."""
-
-    normalizer_until: Numbers = ()
-    """The first version that no longer stores the normalizer, the factor of the embeddings; () if no version stores it."""
-
-    @property
-    def changes(self) -> set[Numbers]:
-        """The versions in which something changed."""
-        renamed = {since for rename in self.renames for since, _ in rename.replacements}
-        return renamed | {since for since, _ in self.keeps_fused} | {self.normalizer_until}
-
-    def renames_at(self, version: Numbers) -> Iterator[tuple[str, str]]:
-        """(pattern, replacement) of the names that a version changes."""
-        for rename in self.renames:
-            replacements = [replacement for since, replacement in rename.replacements if since <= version]
-            if replacements and replacements[-1]:
-                yield rename.pattern, replacements[-1]
-
-    def keeps_fused_at(self, version: Numbers) -> frozenset[str]:
-        """The roles of the fused weights that a version stores as the model does."""
-        return frozenset(role for since, role in self.keeps_fused if since <= version)
-
-
-_LATENT = ModelHistory(
-    renames=(
-        Rename(r"\.self_attn\.attn\.", (((0, 14), ".self_attn.mla_attn.mla_attn."),)),
-        Rename(r"\.self_attn\.(q_a_layernorm|q_b_proj|q_proj|o_proj)\.", (((0, 10, 2), r".self_attn.mla_attn.\1."),)),
-        Rename(
-            r"\.mlp\.gate\.weight$",
-            (
-                ((0, 11, 1), ".mlp.experts._gate.weight"),
-                ((0, 20), ""),
-                ((0, 21), ".mlp.experts.runner.gate.weight"),
-                ((0, 24), ".mlp.experts.gate.weight"),
-            ),
-        ),
-        Rename(
-            r"\.mlp\.gate\.(e_score_correction_bias)$",
-            (
-                ((0, 8, 5), r".mlp.experts.\1"),
-                ((0, 11, 1), r".mlp.experts._gate.\1"),
-                ((0, 20), r".mlp.experts.\1"),
-                ((0, 24), r".mlp.experts.gate.\1"),
-            ),
-        ),
-        Rename(
-            r"\.mlp\.shared_experts\.",
-            (((0, 10, 2), ".mlp.experts._shared_experts."), ((0, 20), ""), ((0, 24), ".mlp.experts._shared_experts._layer.")),
-        ),
-    )
-)
-HISTORY = {
-    "gemma2": ModelHistory(normalizer_until=(0, 9, 2)),
-    # Served by the Transformers backend since 0.32: q, k and v of each head stay together.
-    "gpt_neox": ModelHistory(
-        renames=(Rename(r"^gpt_neox\.", (((0, 32), "model."),)), Rename(r"^embed_out\.", (((0, 32), "lm_head."),))),
-        keeps_fused=(((0, 32), "attention.qkv"),),
-    ),
-    "qwen2_moe": ModelHistory(
-        renames=(
-            Rename(
-                r"\.mlp\.shared_expert_gate\.",
-                (
-                    ((0, 11, 1), ".mlp.experts._shared_experts.expert_gate."),
-                    ((0, 20), ".mlp.shared_expert.expert_gate."),
-                    ((0, 24), ".mlp.experts._shared_experts._layer.expert_gate."),
-                ),
-            ),
-            Rename(
-                r"\.mlp\.shared_expert\.(?!expert_gate)",
-                (((0, 11, 1), ".mlp.experts._shared_experts."), ((0, 20), ""), ((0, 24), ".mlp.experts._shared_experts._layer.")),
-            ),
-        )
-    ),
-    "qwen3_moe": ModelHistory(
-        renames=(
-            Rename(
-                r"\.mlp\.gate\.",
-                (
-                    ((0, 15), ".mlp.experts._gate."),
-                    ((0, 20), ""),
-                    ((0, 21), ".mlp.experts.runner.gate."),
-                    ((0, 24), ".mlp.experts.gate."),
-                ),
-            ),
-        )
-    ),
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-}
 
 
 def first_with_stages() -> str:

@@ -1,4 +1,5 @@
-"""How vLLM stores a model, by model and by version: the differences between its model classes, and the EngineRules of each version.
+"""How vLLM stores a model: the EngineRules of each version. The differences between its model classes stand in the declarations of the
+models, under `engines: vllm`.
 
 Measured on 0.32.0 (fixtures/vllm: the tensors of real ranks) and on the model classes of older versions (fixtures/vllm_versions).
 """
@@ -6,51 +7,25 @@ Measured on 0.32.0 (fixtures/vllm: the tensors of real ranks) and on the model c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32
 from reshard.models.model import Model
+from reshard.models.quirks import ModelQuirks
 from reshard.plans.target import Target
-from reshard.serving.rules import LATENT_BIASES, EngineRules, ExtraTensor, Fusion, ModelQuirks, normalizer
+from reshard.serving.rules import EngineRules, ExtraTensor, Fusion, normalizer
 from reshard.serving.versions import Numbers, about_version, version_numbers
 
 from .history import (
-    HISTORY,
     NEWEST,
     QUANTIZED_SINCE,
     RELEASES,
-    ModelHistory,
     Release,
     as_text,
     first_with_stages,
     first_without_expert_map,
 )
-
-_ALL_ENDS = frozenset({"embedding", "position_embedding", "final_norm", "head"})
-_OUTPUT_BIAS = frozenset({("attention.o", "bias")})
-QUIRKS = {
-    "llama": ModelQuirks(),
-    "mistral": ModelQuirks(),
-    "qwen2": ModelQuirks(),
-    "qwen3": ModelQuirks(unsupported=_OUTPUT_BIAS),
-    "phi3": ModelQuirks(),
-    "gemma2": ModelQuirks(every_stage=_ALL_ENDS, tied_table_stored_as="embedding", assumed_settings=(("tie_word_embeddings", True),)),
-    "gpt2": ModelQuirks(every_stage=_ALL_ENDS),
-    "gpt_neox": ModelQuirks(),
-    "mixtral": ModelQuirks(every_stage=_ALL_ENDS, stages_need_experts=True),
-    "qwen2_moe": ModelQuirks(every_stage=_ALL_ENDS, tp_at_most_experts=True, assumed_settings=(("qkv_bias", True),)),
-    "qwen3_moe": ModelQuirks(
-        every_stage=_ALL_ENDS,
-        tp_at_most_experts=True,
-        stages_need_experts=True,
-        quantizes_router=True,
-        unsupported=_OUTPUT_BIAS,
-    ),
-    "deepseek_v2": ModelQuirks(tied_table_stored_as="both", unsupported=LATENT_BIASES),
-    # Published configs have topk_method. Without it the class has no slot for the router's correction.
-    "deepseek_v3": ModelQuirks(tied_table_stored_as="both", unsupported=LATENT_BIASES, config_defaults=(("topk_method", "noaux_tc"),)),
-}
 
 _FUSIONS = (
     Fusion(("attention.q", "attention.k", "attention.v"), "qkv_proj"),
@@ -102,15 +77,15 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
 
 def notes(model: Model, target: Target) -> tuple[str, ...]:
     """Notes about a version or a model class that was not measured."""
-    return about_version("vLLM", target.engine_version or NEWEST, NEWEST, model, is_known=model.architecture.family in QUIRKS)
+    return about_version("vLLM", target.engine_version or NEWEST, NEWEST, model, is_known="vllm" in model.architecture.engines)
 
 
 def all_rules(model: Model) -> tuple[VersionRules, ...]:
     """The rules for the model, one for each version that changed something, oldest first."""
-    history = HISTORY.get(model.architecture.family, ModelHistory())
-    first = QUANTIZED_SINCE if model.quantization else RELEASES[0].since
-    since = sorted({first, *history.changes, *(release.since for release in RELEASES)})
-    return tuple(_rules(model, numbers, history) for numbers in since if numbers >= first)
+    quirks = model.architecture.engines.get("vllm", ModelQuirks())
+    first = max(quirks.since, QUANTIZED_SINCE if model.quantization else RELEASES[0].since)
+    since = sorted({first, *quirks.changes, *(release.since for release in RELEASES)})
+    return tuple(_rules(model, numbers, quirks) for numbers in since if numbers >= first)
 
 
 def remainder_before_last_stage(layers: int, pp: int) -> tuple[int, ...]:
@@ -135,19 +110,19 @@ def _rules_of_version(model: Model, version: str) -> VersionRules:
     return until[-1]
 
 
-def _rules(model: Model, version: Numbers, history: ModelHistory) -> VersionRules:
+def _rules(model: Model, version: Numbers, quirks: ModelQuirks) -> VersionRules:
     release = [release for release in RELEASES if release.since <= version][-1]
-    quirks = replace(QUIRKS.get(model.architecture.family, ModelQuirks()), stores_normalizer=version < history.normalizer_until)
     rules = EngineRules(
         engine="vLLM",
-        fusions=tuple(_fusions(release)),
-        extra_tensors=tuple(_extra_tensors(model, release, quirks)),
+        fusions=(*(Fusion(roles, module) for module, roles in quirks.fusions.items()), *_fusions(release)),
+        extra_tensors=tuple(_extra_tensors(model, release, stores_normalizer=quirks.stores_normalizer_at(version))),
         vocabulary_multiple=model.architecture.vocabulary_multiple or 64,
         layers_per_stage=remainder_before_last_stage,
         quirks=quirks,
-        keep_fused=history.keeps_fused_at(version),
-        renames=((r"(?<!\.attn)\.([kv]_scale)$", r".attn.\1"), *history.renames_at(version)),
-        dtypes={"scale": F32, "router.correction": F32 if release.wide_correction else None},
+        keep_fused=quirks.keeps_fused_at(version),
+        renames=((r"(?<!\.attn)\.([kv]_scale)$", r".attn.\1"), *quirks.renames_at(version)),
+        splits=quirks.splits,
+        dtypes={"scale": F32, "router.correction": F32 if release.wide_correction else None, **quirks.dtypes},
         scales_kept_once=frozenset({"input_scale"}),
     )
     return VersionRules(release, version, rules)
@@ -158,11 +133,13 @@ def _fusions(release: Release) -> Iterator[Fusion]:
     if release.fuses_latent:
         yield Fusion(("mla.q_a", "mla.kv_a"), "fused_qkv_a_proj")
     yield Fusion(("expert.gate", "expert.up"), f"{release.experts}w13")
+    yield Fusion(("expert.gate_up",), f"{release.experts}w13")
     yield Fusion(("expert.down",), f"{release.experts}w2")
+    yield Fusion(("expert.down_bias",), f"{release.experts}w2")
 
 
-def _extra_tensors(model: Model, release: Release, quirks: ModelQuirks) -> Iterator[ExtraTensor]:
-    if quirks.stores_normalizer:
+def _extra_tensors(model: Model, release: Release, *, stores_normalizer: bool) -> Iterator[ExtraTensor]:
+    if stores_normalizer:
         yield normalizer(model)
     if release.attention_scales:
         yield from _SCALES

@@ -20,7 +20,7 @@ from reshard.containers.dcp_metadata import BytesItem, DcpMetadata, TensorItem
 from reshard.errors import CheckpointError, IncompleteError, MissingFile, TruncatedFile
 from reshard.geometry.extents import Extent
 from reshard.index.index import StoredFile
-from reshard.index.shards import Shards
+from reshard.index.shards import PieceTable, Shards
 from reshard.storage.decoded_ranges import check_known
 from reshard.storage.files import Files, inside, read_whole
 
@@ -55,7 +55,7 @@ class DcpFolder:
         """The stored boxes of a tensor. Raises CheckpointError if its entries went through an unknown transform."""
         check_known(item.transforms, where=item.fqn)
         chunks = item.chunks
-        return Shards(self.paths, chunks.offsets, chunks.sizes, chunks.files, chunks.entry_offsets, self._extent(item))
+        return Shards(PieceTable(self.paths, chunks.offsets, chunks.sizes, chunks.files, chunks.entry_offsets, self._extent(item)))
 
     def value(self, item: BytesItem) -> Any:
         """The object in an entry, as the inert unpickler reads it."""

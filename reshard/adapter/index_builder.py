@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
+from reshard.containers.alike_files import AlikeRanks, boxes_of_ranks
 from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import Locations, UnlocatedTensor
 from reshard.errors import CheckpointError
@@ -20,8 +20,9 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent
 from reshard.geometry.meshes import Distribution, Mesh
+from reshard.geometry.sections import Columns
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, StoredFile, Tensor
-from reshard.index.shards import Shards
+from reshard.index.shards import PieceTable, Shards
 from reshard.storage.files import Files
 
 T = TypeVar("T")
@@ -71,6 +72,45 @@ class IndexBuilder:
         if local.distribution:
             self.add_mesh(local.distribution.mesh)
 
+    def add_alike(self, alike: AlikeRanks, kind_and_name: Callable[[Any], tuple[Kind, str] | None]) -> None:
+        """Add the boxes of all tensors of ranks whose files are alike.
+
+        kind_and_name: what the key of an entry stands for; None if it is not a tensor of the index.
+
+        Raises: CheckpointError as `add` does.
+        """
+        count = len(alike.ranks)
+        ranks, members = np.array(alike.ranks, np.int64), np.stack(alike.members, axis=1)
+        files = np.array([self._path_numbers.setdefault(path, len(self._path_numbers)) for path in alike.paths], np.int64)
+        # Tensors of one shape share their columns.
+        boxes: dict[object, tuple[Columns, Columns]] = {}
+        strides: dict[tuple[int, ...], Columns] = {}
+        skipped: dict[int, Columns] = {}
+        for (key, local), headers in zip(alike.entries, members, strict=True):
+            known_as = kind_and_name(key)
+            if known_as is None:
+                continue
+            kind, name = known_as
+            columns, ndim = self._columns_of(kind, name, local, alike.paths[0]), len(local.shape)
+            cut = local.distribution, local.shape
+            if cut not in boxes:
+                of_ranks = boxes_of_ranks(local, alike.ranks)
+                boxes[cut] = (
+                    np.array([box.offsets for box in of_ranks], np.int64).reshape(count, ndim),
+                    np.array([box.sizes for box in of_ranks], np.int64).reshape(count, ndim),
+                )
+            stored = local.shards[0][1]
+            assert isinstance(stored, UnlocatedTensor)
+            if stored.strides not in strides:
+                strides[stored.strides] = np.broadcast_to(np.array(stored.strides, np.int64).reshape(1, ndim), (count, ndim))
+            if stored.skipped not in skipped:
+                skipped[stored.skipped] = np.broadcast_to(np.int64(stored.skipped), count)
+            row_strides, row_skipped = strides[stored.strides], skipped[stored.skipped]
+            columns.blocks.append(_Rows(*boxes[cut], row_strides, files, ranks, headers, row_skipped))
+        for _, local in alike.entries:
+            if local.distribution:
+                self.add_mesh(local.distribution.mesh)
+
     def add_tensor(self, tensor: Tensor) -> None:
         """Add a tensor whose shards are all known."""
         self._whole_tensors.append(tensor)
@@ -117,6 +157,7 @@ class IndexBuilder:
             columns.ranks.extend(added.ranks)
             columns.members.extend(added.members)
             columns.offsets.extend(added.offsets)
+            columns.blocks.extend(replace(block, files=numbers[block.files]) for block in added.blocks)
         self._whole_tensors.extend(other._whole_tensors)
         self.add_objects(other._objects)
         self.add_notes(other._notes)
@@ -126,9 +167,9 @@ class IndexBuilder:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors so far, in the order in which they were added. Each call makes their arrays anew."""
-        paths = tuple(self._path_numbers)
+        paths, shared = tuple(self._path_numbers), dict[object, Columns]()
         boxed = (
-            Tensor(name, columns.dtype, columns.shape, kind, columns.shards(self.files, paths), columns.distribution)
+            Tensor(name, columns.dtype, columns.shape, kind, columns.shards(self.files, paths, shared), columns.distribution)
             for (kind, name), columns in self._columns.items()
         )
         return (*boxed, *self._whole_tensors)
@@ -161,9 +202,29 @@ class IndexBuilder:
         return self._shared.setdefault(value, value)  # type: ignore[return-value]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """Boxes of one tensor as columns. Row i of every column belongs to the same box."""
+
+    offsets: Columns
+    """[n, ndim]: where each box starts."""
+    sizes: Columns
+    """[n, ndim]: how long it is."""
+    strides: Columns
+    """[n, ndim]: distances in elements between neighbours in the file, per axis."""
+    files: Columns
+    """[n]: number of the file, as the builder numbers paths."""
+    ranks: Columns
+    """[n]: the rank whose file it is."""
+    members: Columns
+    """[n]: byte offset of the zip member's local header; -1 if the byte offset of the data is known."""
+    skipped: Columns
+    """[n]: byte offset of the first element, counted from the member's payload; from the start of the file if `members` is -1."""
+
+
 @dataclass(slots=True)
 class _Columns:
-    """The boxes of one tensor as columns. Row i of every column belongs to the same box."""
+    """The boxes of one tensor, as they were added: one by one, then in blocks."""
 
     dtype: DType
     """The tensor's element type."""
@@ -174,48 +235,68 @@ class _Columns:
     first_path: str
     """The file that named the tensor first, for messages."""
     boxes: list[Box] = field(default_factory=list)
-    """[n] Each box, in elements of the whole tensor."""
+    """[n] Each box that was added alone, in elements of the whole tensor."""
     strides: list[tuple[int, ...]] = field(default_factory=list)
-    """[n] Distances in elements between neighbours in the file, per axis."""
+    """[n] Its strides; the other columns follow _Rows."""
     files: array[int] = field(default_factory=lambda: array("q"))
-    """[n] Number of the file, as the builder numbers paths."""
+    """[n] As in _Rows."""
     ranks: array[int] = field(default_factory=lambda: array("q"))
-    """[n] The rank whose file it is."""
+    """[n] As in _Rows."""
     members: array[int] = field(default_factory=lambda: array("q"))
-    """[n] Byte offset of the zip member's local header; -1 if the byte offset of the data is known."""
+    """[n] As in _Rows."""
     offsets: array[int] = field(default_factory=lambda: array("q"))
-    """[n] Byte offset of the first element, counted from the member's payload; from the start of the file if `members` is -1."""
+    """[n] `skipped` of _Rows."""
+    blocks: list[_Rows] = field(default_factory=list)
+    """Boxes that were added for many ranks at once."""
 
-    def shards(self, files: Files, paths: tuple[str, ...]) -> Shards:
+    def rows(self, shared: dict[object, Columns]) -> _Rows:
+        """All boxes. With blocks, they are in the order of the ranks. shared: columns that tensors share if they are equal."""
         ndim, count = len(self.shape), len(self.boxes)
-        members, offsets = np.array(self.members, np.int64), np.array(self.offsets, np.int64)
-        numbers = np.array(self.files, np.int64)
-        return Shards(
-            paths,
+        alone = _Rows(
             np.array([box.offsets for box in self.boxes], np.int64).reshape(count, ndim),
             np.array([box.sizes for box in self.boxes], np.int64).reshape(count, ndim),
-            numbers,
-            np.where(members >= 0, members, 0) + offsets,
-            _extent(files, paths, numbers, members, offsets, self.strides, self.dtype),
-            ranks=np.array(self.ranks, np.int64),
+            np.array(self.strides, np.int64).reshape(count, ndim),
+            np.array(self.files, np.int64),
+            np.array(self.ranks, np.int64),
+            np.array(self.members, np.int64),
+            np.array(self.offsets, np.int64),
         )
+        if not self.blocks:
+            return alone
+        parts = [alone, *self.blocks]
+
+        def joined(name: str) -> Columns:
+            columns = [getattr(part, name) for part in parts]
+            key = name, id(order), alone_key(columns[0]), *map(id, columns[1:])
+            if key not in shared:
+                shared[key] = np.concatenate(columns)[order]
+            return shared[key]
+
+        def alone_key(column: Columns) -> bytes:
+            return column.tobytes()
+
+        ranks_key = "order", alone_key(alone.ranks), *(id(part.ranks) for part in self.blocks)
+        if ranks_key not in shared:
+            shared[ranks_key] = np.argsort(np.concatenate([part.ranks for part in parts]), kind="stable")
+        order = shared[ranks_key]
+        return _Rows(*map(joined, _Rows.__slots__))
+
+    def shards(self, files: Files, paths: tuple[str, ...], shared: dict[object, Columns]) -> Shards:
+        """The boxes as the pieces of a tensor. shared: columns that tensors share if they are equal."""
+        rows = self.rows(shared)
+        starts_at_member = bool((rows.skipped == 0).all() and (rows.members >= 0).all())
+        positions = rows.members if starts_at_member else np.where(rows.members >= 0, rows.members, 0) + rows.skipped
+        extent = _extent(Locations(files), paths, rows, self.dtype)
+        return Shards(PieceTable(paths, rows.offsets, rows.sizes, rows.files, positions, extent, ranks=rows.ranks))
 
 
-def _extent(
-    files: Files,
-    paths: tuple[str, ...],
-    numbers: npt.NDArray[np.int64],
-    members: npt.NDArray[np.int64],
-    offsets: npt.NDArray[np.int64],
-    strides: list[tuple[int, ...]],
-    dtype: DType,
-) -> Callable[[int], Extent]:
+def _extent(locations: Locations, paths: tuple[str, ...], rows: _Rows, dtype: DType) -> Callable[[int], Extent]:
     """A function from the row of a box to where its bytes lie. It looks up the start of a zip member's payload once, on first use."""
-    locations = Locations(files)
 
     def extent(i: int) -> Extent:
-        path, member = paths[numbers[i]], int(members[i])
-        return Extent(path, (locations.start(path, member) if member >= 0 else 0) + int(offsets[i]), strides[i], dtype)
+        path, member = paths[rows.files[i]], int(rows.members[i])
+        start = locations.start(path, member) if member >= 0 else 0
+        return Extent(path, start + int(rows.skipped[i]), tuple(rows.strides[i].tolist()), dtype)
 
     return extent
 

@@ -168,7 +168,7 @@ def notes_on_missing_ranks(run: RunFiles, ranks: int) -> list[str]:
 
 def check_missing_ranks(run: RunFiles, ranks: int, tensors: Sequence[Tensor]) -> None:
     """Raises CheckpointError if a rank has no file, and a part of a tensor is in no other rank's file."""
-    from reshard.index.index import check_coverage
+    from reshard.index.coverage import check_coverage
 
     for rank_files in run.with_tensors:
         if not (missing := _missing(rank_files, ranks)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from reshard.canonical.optimizer_state import ROOTS
 from reshard.canonical.tensor_classes import MODEL_ROOTS
@@ -16,6 +17,8 @@ from reshard.storage.files import Files
 # FSDP1's name for the one flat parameter of a wrapped module in LOCAL_STATE_DICT.
 FLAT = "_flat_param"
 
+# The last file that `_model_of_file` read of each tree: several formats look at the same file.
+_LAST_READ: WeakKeyDictionary[Files, tuple[str, Mapping[Any, Any]]] = WeakKeyDictionary()
 _DISTRIBUTED = ("DTensor", "ShardedTensor")
 # Limits the nesting that is followed: the dict of a hostile file can hold itself.
 _DEEPEST = 8
@@ -38,11 +41,14 @@ def holds_flat_parameters(files: Files, path: str) -> bool:
 
 def _model_of_file(files: Files, path: str) -> Mapping[Any, Any]:
     """The model's state dict in a torch.save file. Empty if there is none, or if the file cannot be read: the reader reports that."""
-    try:
-        model, _ = model_part(torch_zip.read(files, path, locate=False))
-    except CheckpointError:
-        return {}
-    return model or {}
+    last = _LAST_READ.get(files)
+    if last is None or last[0] != path:
+        try:
+            model, _ = model_part(torch_zip.read(files, path, locate=False))
+        except CheckpointError:
+            model = None
+        last = _LAST_READ[files] = path, model or {}
+    return last[1]
 
 
 def is_tensor(value: Any) -> bool:

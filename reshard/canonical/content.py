@@ -225,7 +225,7 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
     missing = [
         name for name, weight in model.weights.items() if name not in content.tensors and name not in optional and not weight.optional
     ]
-    carried = [name for name in content.weights if name not in model.weights]
+    carried = [name for name in content.weights if name not in model.weights and not model.reason_not_served(name)]
     unknown = [*carried, *content.unknown]
     for name, weight in model.weights.items():
         tensor = content.tensors.get(name)
@@ -369,7 +369,8 @@ def _take_unknown(chosen: dict[str, Tensor], model: Model) -> Iterator[Drop]:
     """
     names, model_type = Names(model), model.architecture.model_type
     head = model.architecture.tied[0]
-    unknown = [name for name in chosen if name not in model.weights and name != head and names.array(name) is None]
+    known = {head, *model.weights}
+    unknown = [name for name in chosen if name not in known and not model.reason_not_served(name) and names.array(name) is None]
     if unknown and all(chosen[name].kind == "adapter" for name in chosen):
         raise UnsupportedError(
             f"the checkpoint holds a LoRA adapter and no base weights, for example {unknown[0]}",

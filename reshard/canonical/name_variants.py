@@ -44,6 +44,10 @@ NAME_VARIANTS = (
     NameVariant("mlp.experts.gate_up_proj_scale_inv", ("expert.gate", "expert.up"), stacked="weight_scale_inv"),
     NameVariant("mlp.experts.down_proj_scale_inv", ("expert.down",), stacked="weight_scale_inv"),
     NameVariant("mlp.gate.{kind}", ("router",)),
+    NameVariant("mlp.router.{kind}", ("router",)),
+    NameVariant("mlp.gate.e_score_correction_bias", ("router.correction",)),
+    NameVariant("mlp.gate.moe_statics.e_score_correction_bias", ("router.correction",)),
+    NameVariant("mlp.e_score_correction_bias", ("router.correction",)),
     NameVariant("mlp.experts.{expert}.gate_proj.{kind}", ("expert.gate",)),
     NameVariant("mlp.experts.{expert}.up_proj.{kind}", ("expert.up",)),
     NameVariant("mlp.experts.{expert}.down_proj.{kind}", ("expert.down",)),
@@ -61,7 +65,7 @@ NAME_VARIANTS = (
 )
 _BY_NAME = {variant.name: variant for variant in NAME_VARIANTS}
 # (prefix of the stored name, prefix of the canonical name). {base} is the first part of the model's names: "model.", "transformer.", ...
-PREFIXES = (("", "{base}"), ("language_model.", ""), ("model.language_model.", "{base}"))
+PREFIXES = (("", "{base}"), ("language_model.", ""), ("model.language_model.", "{base}"), ("model.visual.", "visual."))
 # What PEFT adds to the names of a model with adapters (peft 0.17, BaseTuner and BaseTunerLayer).
 _PEFT_PREFIX, _PEFT_BASE = "base_model.model.", ".base_layer."
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
@@ -114,7 +118,7 @@ class Names:
         number = _EXPERT.search(inner)
         expert = int(number[0]) if number else None
         module, _, kind = _EXPERT.sub("{expert}", inner).rpartition(".")
-        variant = _BY_NAME.get(f"{module}.{{kind}}") or _BY_NAME.get(inner)
+        variant = _BY_NAME.get(inner) or _BY_NAME.get(f"{module}.{{kind}}")
         if variant is None:
             return None
         if not variant.stacked:
@@ -128,6 +132,8 @@ class Names:
             self._parts = {(part.layer, part.expert, part.role, part.parameter): part for part in self._model.parts()}
         parts = [self._parts.get((layer, expert, role, kind)) for role in variant.roles]
         arrays = [part.array for part in parts if part is not None]
+        if len(parts) == 1 and parts[0] is not None and len(arrays[0].shape) < len(self._shapes[parts[0].tensor]):
+            return Mosaic.of(parts[0].tensor, Box.whole(self._shapes[parts[0].tensor]))  # a vector that is stored as [1, n]
         if len(arrays) < len(parts) or (len(arrays) > 1 and not arrays[0].shape):
             return None  # scales without axes cannot be concatenated
         return joined(arrays)

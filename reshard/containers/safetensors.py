@@ -230,11 +230,13 @@ def _check_tiling(entries: list[TensorEntry], data: int, size: int | None, path:
 
 def _are_counts(claim: object) -> bool:
     """Whether a claim is a list of at most 64 non-negative integers below 2**63. JSON's true and false are not integers."""
-    return isinstance(claim, list) and len(claim) <= 64 and all(type(number) is int and 0 <= number < 1 << 63 for number in claim)
+    if not isinstance(claim, list) or len(claim) > 64:
+        return False
+    return not claim or ({*map(type, claim)} == {int} and min(claim) >= 0 and max(claim) < 1 << 63)
 
 
 def _printable(name: str, path: str) -> str:
-    if any("\ud800" <= character <= "\udfff" for character in name):
+    if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
         _refuse(path, f"the tensor name {name!r} is not valid Unicode")
     return name
 

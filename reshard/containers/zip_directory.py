@@ -105,6 +105,25 @@ def read_directory(source: Range) -> Directory:
 
     Raises: CheckpointError. If the bytes are not a zip, the message says what they look like.
     """
+    count, byte_offset, directory = read_records(source)
+    members: dict[str, Member] = {}
+    for member in members_of(source, directory, count):
+        if member.name in members:
+            source.refuse(f"the zip holds two members called {member.name!r}")
+        if member.header_offset + 30 + member.nbytes > byte_offset:
+            source.refuse(
+                f"the zip's member {member.name!r} claims {member.nbytes:,} bytes from {member.header_offset:,} on, "
+                f"the payloads end at {byte_offset:,}"
+            )
+        members[member.name] = member
+    return Directory(members, byte_offset)
+
+
+def read_records(source: Range) -> tuple[int, int, bytes]:
+    """The records of the directory of the zip that fills `source`: their number, where they start, and their bytes, which are not checked.
+
+    Raises: CheckpointError. If the bytes are not a zip, the message says what they look like.
+    """
     tail_offset = max(0, source.nbytes - _TAIL)
     tail = source.read(tail_offset, source.nbytes - tail_offset)
     end = _find_end(tail)
@@ -115,17 +134,7 @@ def read_directory(source: Range) -> Directory:
         source.refuse(f"the zip's directory claims bytes {byte_offset:,}..{byte_offset + size:,}, but must end at {stop:,}")
     if size > _MAX_DIRECTORY or 46 * count > size:
         source.refuse(f"the zip's directory claims {count:,} members in {size:,} bytes")
-    members: dict[str, Member] = {}
-    for member in _members(source, source.read(byte_offset, size), count):
-        if member.name in members:
-            source.refuse(f"the zip holds two members called {member.name!r}")
-        if member.header_offset + 30 + member.nbytes > byte_offset:
-            source.refuse(
-                f"the zip's member {member.name!r} claims {member.nbytes:,} bytes from {member.header_offset:,} on, "
-                f"the payloads end at {byte_offset:,}"
-            )
-        members[member.name] = member
-    return Directory(members, byte_offset)
+    return count, byte_offset, source.read(byte_offset, size)
 
 
 def payload(source: Range, directory: Directory, member: Member) -> int:
@@ -202,7 +211,8 @@ def _end_record(source: Range, tail: bytes, tail_offset: int, end: int) -> tuple
     return *wide, stop
 
 
-def _members(source: Range, directory: bytes, count: int) -> Iterator[Member]:
+def members_of(source: Range, directory: bytes, count: int) -> Iterator[Member]:
+    """The members that the records of a directory list, each checked. Raises: CheckpointError."""
     at = 0
     for number in range(count):
         if directory[at : at + 4] != _CENTRAL or len(directory) < at + 46:

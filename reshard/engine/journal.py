@@ -70,7 +70,7 @@ class JournalHeader:
         # The arguments come from a file. The name of the command does not, and the shell gets each argument quoted.
         if self.arguments[:1] != ("convert",):
             return "Repeat the conversion with --resume (in Python: resume=True)"
-        options = [argument for argument in self.arguments if argument not in ("--resume", "--overwrite")]
+        options = [argument for argument in self.arguments if argument not in ("--resume", "--overwrite", "--if-changed")]
         return f"Finish it with `reshard {shlex.join([*options, '--resume'])}`"
 
 

@@ -99,18 +99,8 @@ def _without_replicas(tensor: Tensor) -> Tensor:
     shards, primary = tensor.shards, primary_rows(tensor.shards)
     rows = np.flatnonzero(primary)
     if len(rows) == len(shards):
-        return replace(tensor, shards=replace(shards, primary=primary))
-    only_primary = replace(
-        shards,
-        offsets=shards.offsets[rows],
-        sizes=shards.sizes[rows],
-        files=shards.files[rows],
-        positions=shards.positions[rows],
-        extent=lambda i: shards.extent(int(rows[i])),
-        primary=primary[rows],
-        ranks=None,
-    )
-    return replace(tensor, shards=only_primary)
+        return replace(tensor, shards=shards.replaced(primary=primary))
+    return replace(tensor, shards=shards.taken(rows, primary=primary[rows]))
 
 
 def _first_elements(shards: Shards, paths: Collection[str]) -> Iterator[Box]:

@@ -9,8 +9,8 @@ from itertools import islice
 import numpy as np
 
 from reshard.errors import MixedSaves
+from reshard.geometry.sections import Columns
 from reshard.index.index import Index, Tensor
-from reshard.index.shards import Columns
 from reshard.storage.files import Files, read_range
 
 # A file of another step is recognized by this many counts that agree among themselves. More than `_MOST_COUNTS` of a file are not read.

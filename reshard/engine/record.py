@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from reshard.canonical.content import Drop
 from reshard.engine.pool import run_jobs
 from reshard.index.index import Constant
 from reshard.plans.digests import CURRENT, Fingerprint, content_digest
-from reshard.plans.fixed_bytes import fixed_ranges, parts, planned_bytes
+from reshard.plans.fixed_bytes import Ranges, fixed_ranges, parts, planned_bytes
 from reshard.plans.layout import Sidecar, TargetFile
 from reshard.plans.manifest import (
     CHECKSUMS,
@@ -61,15 +63,21 @@ def records(plan: Plan, identity: str, fingerprint: Fingerprint, read: Read, pro
     if provenance.checksums:
         small_files.append(Sidecar(CHECKSUMS, _checksums(layout.files, layout.sidecars, read, workers)))
         yield small_files[-1]
+    fixed = _fixed_bytes(plan)
     digests = Digests(
-        files=_file_records(plan, read),
+        files=_file_records(plan, fixed, read),
         small_files={sidecar.path: content_digest(sidecar.content) for sidecar in small_files},
         tensors=dict(fingerprint.tensors),
         aliases={alias: name for alias, name in layout.aliases.items() if alias in fingerprint.tensors},
     )
     content = digests_bytes(digests)
     yield Sidecar(DIGESTS, content)
-    document = {**_document(plan, identity, provenance), "fingerprint": fingerprint.root, "digests": content_digest(content)}
+    document = {
+        **_document(plan, identity, provenance),
+        "request": _request_digest(plan, fixed),
+        "fingerprint": fingerprint.root,
+        "digests": content_digest(content),
+    }
     yield Sidecar(MANIFEST, manifest_bytes(document, {file.path: file.nbytes for file in layout.files}))
 
 
@@ -81,7 +89,40 @@ def samples(path: str, nbytes: int, read: Read) -> str:
     return CURRENT.text(running.digest())
 
 
-def _file_records(plan: Plan, read: Read) -> dict[str, FileRecord]:
+def source_state(plan: Plan) -> str:
+    """A digest of where the source lies, and of the names, lengths and modification times of its files."""
+    state: list[object] = [os.path.abspath(plan.source_files.root), plan.source.facts.step]
+    state += [(file.path, file.nbytes, plan.source_files.stamp(file.path)) for file in plan.source.files]
+    return content_digest(json.dumps(state).encode())
+
+
+def request_digest(plan: Plan) -> str:
+    """A digest of what determines the result besides the content of the source files: the options, the model, and all bytes of the result
+    that the plan knows, such as headers and small files."""
+    return _request_digest(plan, _fixed_bytes(plan))
+
+
+_FixedBytes = dict[str, tuple[Ranges, str]]
+"""The ranges of the fixed bytes of each file, and their digest."""
+
+
+def _request_digest(plan: Plan, fixed: _FixedBytes) -> str:
+    document, model, target = plan.to_json(tensors=False), plan.content.model, plan.target
+    declared_in = model.architecture.declared_in if model else None
+    request = {
+        "target": document["target"],
+        "totals": document["totals"],
+        "keep_dtype": [*target.keep_dtype, *sorted(target.dtype_kept_for)],
+        "selection": asdict(plan.content.selection),
+        "config": dict(model.config) if model else None,
+        "architecture": Path(declared_in).read_text() if declared_in else model.architecture.model_type if model else None,
+        "files": fixed,
+        "small_files": {sidecar.path: content_digest(sidecar.content) for sidecar in plan.layout.sidecars},
+    }
+    return content_digest(json.dumps(request, sort_keys=True, default=str).encode())
+
+
+def _fixed_bytes(plan: Plan) -> _FixedBytes:
     constants: dict[str, list[Constant]] = {}
     for constant in plan.target_index.constants:
         constants.setdefault(constant.path, []).append(constant)
@@ -91,8 +132,12 @@ def _file_records(plan: Plan, read: Read) -> dict[str, FileRecord]:
         ranges, running = fixed_ranges(file, of_file), CURRENT.new()
         for part in planned_bytes(file, of_file, ranges):
             running.update(part)
-        found[file.path] = FileRecord(file.nbytes, ranges, CURRENT.text(running.digest()), samples(file.path, file.nbytes, read))
+        found[file.path] = ranges, CURRENT.text(running.digest())
     return found
+
+
+def _file_records(plan: Plan, fixed: _FixedBytes, read: Read) -> dict[str, FileRecord]:
+    return {file.path: FileRecord(file.nbytes, *fixed[file.path], samples(file.path, file.nbytes, read)) for file in plan.layout.files}
 
 
 def _checksums(files: Sequence[TargetFile], sidecars: Sequence[Sidecar], read: Read, workers: int) -> bytes:
@@ -129,6 +174,7 @@ def _document(plan: Plan, identity: str, provenance: Provenance) -> dict[str, An
             "format": plan.source.format,
             "step": plan.source.facts.step,
             "fingerprint": source_manifest.fingerprint if source_manifest else None,
+            "state": source_state(plan),
         },
         "command": command if command is None or len(command) <= _LONGEST_TEXT else command[:_LONGEST_TEXT] + " ...",
         "versions": {"reshard": reshard.__version__, "python": platform.python_version(), "numpy": np.__version__},

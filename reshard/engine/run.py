@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from reshard.engine.events import event
 from reshard.engine.journal import BlockKey, Journal, JournalHeader, Unfinished, progress, read_journal
 from reshard.engine.pool import run_jobs, workers_within
 from reshard.engine.record import Provenance, records
@@ -132,12 +134,17 @@ class Conversion:
         digests = dict(resumed.blocks) if resumed else {}
         header = resumed.header if resumed else self._header(replaces)
         journal = Journal(staging, None if resumed else header, finished=resumed.nbytes if resumed else 0)
+        began = time.monotonic()
+        self._log_begin(resumed, header.replaces)
         try:
             yield from self._blocks(digests, journal)
+            copied = time.monotonic()
+            event("copied", f"copied all blocks in {copied - began:.2f} s", seconds=round(copied - began, 3))
             self._check_source_is_unchanged()
             self._check_source(digests)
             self.fingerprint = self._fingerprint(digests)
             self._finish(journal, header.replaces, again=resumed is not None and resumed.committing)
+            self._log_end(time.monotonic() - began, time.monotonic() - copied)
         except CheckpointError:
             # The input is wrong, so this run can never be resumed.
             journal.stop()
@@ -146,6 +153,38 @@ class Conversion:
         except BaseException:
             journal.stop()
             raise
+
+    def _log_begin(self, resumed: Unfinished | None, replaces: tuple[str, ...]) -> None:
+        files, earlier = self.plan.layout.files, resumed.nbytes if resumed else 0
+        event(
+            "writing",
+            f"writing {plural(len(files), 'file')} to {self._staging.root} with {plural(self._workers, 'thread')}"
+            + (f", which replace {plural(len(replaces), 'file')}" if replaces else "")
+            + (f"; {earlier:,} bytes are there from an earlier run" if resumed else ""),
+            target=str(self._staging.root),
+            files=len(files),
+            bytes=self.total,
+            resumed_bytes=earlier,
+            replaces=len(replaces),
+            workers=self._workers,
+        )
+
+    def _log_end(self, seconds: float, finishing: float) -> None:
+        assert self.fingerprint is not None
+        files = self.plan.layout.files
+        nbytes = sum(file.nbytes for file in files)
+        event(
+            "converted",
+            f"completed {self._staging.root} in {seconds:.2f} s, of which {finishing:.2f} s to sync, record and rename; "
+            f"fingerprint {self.fingerprint.root}",
+            target=str(self._staging.root),
+            format=self.plan.layout.format,
+            files=len(files),
+            bytes=nbytes,
+            fingerprint=self.fingerprint.root,
+            notes=list(self.notes),
+            seconds=round(seconds, 3),
+        )
 
     def _is_finished(self, earlier: Unfinished | None) -> bool:
         """Whether an earlier run has finished this conversion. Until its last rename, the target holds what it is about to replace."""

@@ -5,14 +5,15 @@ array (cut, join, stack, transpose, reshape) is done to the description.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
-from reshard.geometry.stored import Section, StoredTensor
+from reshard.geometry.sections import Section, Sections
+from reshard.geometry.stored import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,13 @@ class Mosaic:
         """The same array, with the name of every canonical tensor replaced by new(name)."""
         return Mosaic(self.shape, tuple(Tile(new(tile.name), tile.box, tile.at, tile.axes) for tile in self.tiles))
 
+    def is_like(self, other: Mosaic) -> bool:
+        """Whether the two arrays hold the same boxes at the same places, of tensors with whatever names."""
+        tiles, others = self.tiles, other.tiles
+        return (self.shape, len(tiles)) == (other.shape, len(others)) and all(
+            (a.box, a.at, a.axes) == (b.box, b.at, b.axes) for a, b in zip(tiles, others, strict=True)
+        )
+
     def cut(self, axis: int, start: int, stop: int) -> Mosaic:
         """The slice start..stop along an axis."""
         tiles = (tile.cut(axis, start, stop) for tile in self.tiles)
@@ -101,6 +109,14 @@ class Mosaic:
         """The array with its axes in reverse order."""
         last = len(self.shape) - 1
         return Mosaic(self.shape[::-1], tuple(tile.renumbered(lambda axis: last - axis, tile.at[::-1]) for tile in self.tiles))
+
+    def item(self, number: int) -> Mosaic:
+        """The array at one index of the first axis, without that axis: what `stacked` put there."""
+        tiles: list[Tile] = []
+        for tile in self.cut(0, number, number + 1).tiles:
+            axes = tuple(None if axis in (0, None) else axis - 1 for axis in tile.axes)
+            tiles.append(Tile(tile.name, tile.box, tile.at[1:], axes))
+        return Mosaic(self.shape[1:], tuple(tiles))
 
     def flattened(self) -> Mosaic:
         """This array, which must have exactly one element, as an array of shape [1]."""
@@ -137,18 +153,21 @@ class Mosaic:
                 tiles.append(Tile(row.name, row.box, row.at, axes).renumbered(lambda old: old - (old > axis), at))
         return Mosaic((*self.shape[:axis], self.shape[axis] * inner, *self.shape[axis + 2 :]), tuple(tiles))
 
-    def sections(self, strides: tuple[int, ...] | None = None) -> Iterator[Section]:
+    def sections(self, strides: tuple[int, ...] | None = None) -> Sections:
         """Every tile as a section of the array, stored with these strides, in elements; None: row-major."""
         steps = row_major(self.shape) if strides is None else strides
-        for tile in self.tiles:
+
+        def section(tile: Tile) -> Section:
             start = sum(at * step for at, step in zip(tile.at, steps, strict=True))
             # The stride of an axis of one element is never used.
-            yield Section(tile.name, tile.box, start, tuple(1 if axis is None else steps[axis] for axis in tile.axes))
+            return Section(tile.name, tile.box, start, tuple(1 if axis is None else steps[axis] for axis in tile.axes))
+
+        return Sections.of(map(section, self.tiles))
 
     def stored(self, name: str, dtype: DType, shape: tuple[int, ...] | None = None) -> StoredTensor:
         """The array as a stored tensor called `name`. shape: another shape with the same number of elements; None: that of the array."""
         assert shape is None or math.prod(shape) == math.prod(self.shape)
-        return StoredTensor(name, dtype, self.shape if shape is None else shape, tuple(self.sections()))
+        return StoredTensor(name, dtype, self.shape if shape is None else shape, self.sections())
 
 
 def joined(parts: Sequence[Mosaic], axis: int = 0) -> Mosaic:
@@ -157,6 +176,8 @@ def joined(parts: Sequence[Mosaic], axis: int = 0) -> Mosaic:
     Raises: CheckpointError if the arrays differ in another axis.
     """
     first = parts[0]
+    if len(parts) == 1:
+        return first
     tiles: list[Tile] = []
     end = 0
     for part in parts:

@@ -9,20 +9,7 @@ from dataclasses import dataclass
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.quantities import plural
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A box of a canonical tensor inside a stored tensor."""
-
-    name: str
-    """The canonical tensor."""
-    box: Box
-    """The box, in the coordinates of the canonical tensor."""
-    start: int
-    """Where the box starts, in elements from the start of the stored tensor."""
-    strides: tuple[int, ...]
-    """The distance between neighbours of the box along each canonical axis, in stored elements."""
+from reshard.geometry.sections import NO_SECTIONS, Section, Sections
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +22,7 @@ class StoredTensor:
     """Its element type."""
     shape: tuple[int, ...]
     """Its shape in the file; the elements are row-major."""
-    sections: tuple[Section, ...]
+    sections: Sections = NO_SECTIONS
     """The boxes of canonical tensors that it holds."""
     fill: bytes = b"\0"
     """The bytes of an element that is in no section: one byte, which is repeated, or a whole element."""
@@ -48,7 +35,7 @@ class StoredTensor:
     @property
     def filled(self) -> int:
         """The number of elements that hold the fill."""
-        return math.prod(self.shape) - sum(section.box.volume for section in self.sections)
+        return math.prod(self.shape) - self.sections.pattern.elements
 
     def __repr__(self) -> str:
         return f"StoredTensor({self.name!r}, {self.dtype}, {list(self.shape)}, {plural(len(self.sections), 'section')})"
@@ -56,7 +43,7 @@ class StoredTensor:
 
 def whole(name: str, dtype: DType, shape: tuple[int, ...]) -> StoredTensor:
     """A canonical tensor, stored unchanged."""
-    return StoredTensor(name, dtype, shape, (Section(name, Box.whole(shape), 0, row_major(shape)),))
+    return StoredTensor(name, dtype, shape, Sections.of([Section(name, Box.whole(shape), 0, row_major(shape))]))
 
 
 def part(name: str, canonical: str, dtype: DType, shape: tuple[int, ...], box: Box) -> StoredTensor:
@@ -64,8 +51,8 @@ def part(name: str, canonical: str, dtype: DType, shape: tuple[int, ...], box: B
 
     canonical, shape: the name and the global shape of the canonical tensor. An empty box has a section only if the whole tensor is empty.
     """
-    sections = (Section(canonical, box, 0, row_major(box.sizes)),) if box.volume or 0 in shape else ()
-    return StoredTensor(name, dtype, box.sizes, sections)
+    sections = [Section(canonical, box, 0, row_major(box.sizes))] if box.volume or 0 in shape else []
+    return StoredTensor(name, dtype, box.sizes, Sections.of(sections))
 
 
 def step_count(name: str, number: int) -> StoredTensor:
@@ -75,4 +62,4 @@ def step_count(name: str, number: int) -> StoredTensor:
 
 def constant(name: str, dtype: DType, shape: tuple[int, ...], element: bytes) -> StoredTensor:
     """A stored tensor that holds no weight: the bytes of one element, repeated."""
-    return StoredTensor(name, dtype, shape, (), element)
+    return StoredTensor(name, dtype, shape, fill=element)

@@ -105,16 +105,7 @@ def without_replicas(tensor: Tensor) -> Tensor:
     shards, rows = tensor.shards, primary_rows(tensor.shards).nonzero()[0]
     return replace(
         tensor,
-        shards=replace(
-            shards,
-            offsets=shards.offsets[rows],
-            sizes=shards.sizes[rows],
-            files=shards.files[rows],
-            positions=shards.positions[rows],
-            extent=lambda i: shards.extent(int(rows[i])),
-            primary=None,
-            ranks=None if shards.ranks is None else shards.ranks[rows],
-        ),
+        shards=shards.taken(rows, primary=None),
     )
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.geometry.boxes import Box
-from reshard.index.shards import Columns, Shards
+from reshard.geometry.sections import Columns
+from reshard.index.shards import Shards
 
 
 def rows_meeting(offsets: Columns, stops: Columns, box: Box) -> npt.NDArray[np.int64]:

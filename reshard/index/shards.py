@@ -1,6 +1,7 @@
 """Shards: the pieces of one tensor as columns of numbers. A Piece object is made only on demand.
 
-A thousand ranks times a thousand tensors are then a thousand small arrays. Tensors that are cut in the same way share their arrays.
+A thousand ranks times a thousand tensors are a few tables of a million rows. The shards of a tensor are a window on such a table, so a
+tensor costs a few words, however many pieces it has.
 """
 
 from __future__ import annotations
@@ -14,20 +15,19 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.geometry.boxes import Box
+from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent, Piece
 from reshard.geometry.mosaics import Tile
 from reshard.geometry.quantities import plural
-from reshard.geometry.stored import Section
-
-Columns = npt.NDArray[np.int64]
+from reshard.geometry.sections import Columns, Section
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shards:
-    """The pieces of one tensor as columns, one row per stored box."""
+class PieceTable:
+    """Pieces of one or more tensors with the same number of axes as columns, one row per stored box."""
 
     paths: tuple[str, ...]
-    """The files that hold the pieces."""
+    """The files that `files` numbers."""
     offsets: Columns
     """[n, ndim]: where each box starts, in elements of the whole tensor."""
     sizes: Columns
@@ -40,9 +40,49 @@ class Shards:
     """extent(i) is where exactly row i lies. The call may read a small header."""
     primary: npt.NDArray[np.bool_] | None = None
     """[n]: whether each row counts for coverage. The other rows are replicas and are compared with the primary ones. None: the first row of
-    each box is primary."""
+    each box of a tensor is primary."""
     ranks: Columns | None = None
     """[n]: the rank that held each row during training; None if the files do not say."""
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __repr__(self) -> str:
+        return f"PieceTable({plural(len(self), 'piece')} in {plural(len(self.paths), 'file')})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Located:
+    """Where each row of a PieceTable lies, if that is known without a read: the `extent` of the table."""
+
+    paths: tuple[str, ...]
+    """The paths of the table."""
+    files: npt.NDArray[np.integer[Any]]
+    """[n]: the file of each row."""
+    byte_offsets: Columns
+    """[n]: where each row starts in its file."""
+    strides: Columns
+    """[n, ndim]: the distance between neighbours along each axis, in elements."""
+    dtype: DType | npt.NDArray[np.object_]
+    """The stored element type: of all rows, or [n] of each row."""
+
+    def __call__(self, row: int) -> Extent:
+        dtype = self.dtype if isinstance(self.dtype, DType) else self.dtype[row]
+        return Extent(self.paths[self.files[row]], int(self.byte_offsets[row]), tuple(self.strides[row].tolist()), dtype)
+
+
+class Shards:
+    """The pieces of one tensor: all rows of a table, or rows start..stop of it."""
+
+    __slots__ = ("start", "stop", "table")
+
+    def __init__(self, table: PieceTable, start: int = 0, stop: int | None = None) -> None:
+        self.table = table
+        """The columns."""
+        self.start = start
+        """The first row of the table that is a piece of the tensor."""
+        self.stop = len(table) if stop is None else stop
+        """The row after the last."""
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> Shards:
@@ -51,7 +91,7 @@ class Shards:
         ndim = len(rows[0].box.sizes) if rows else 0
         paths = tuple(dict.fromkeys(piece.extent.path for piece in rows))
         numbers = {path: i for i, path in enumerate(paths)}
-        return cls(
+        table = PieceTable(
             paths=paths,
             offsets=np.array([piece.box.offsets for piece in rows], np.int64).reshape(len(rows), ndim),
             sizes=np.array([piece.box.sizes for piece in rows], np.int64).reshape(len(rows), ndim),
@@ -59,31 +99,97 @@ class Shards:
             positions=np.array([piece.extent.byte_offset for piece in rows], np.int64),
             extent=tuple(piece.extent for piece in rows).__getitem__,
         )
+        return cls(table)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files that `files` numbers. A window on a table of many tensors has those of all tensors; see `holders`."""
+        return self.table.paths
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        """The files that hold the pieces, in the order in which they are numbered."""
+        return tuple(self.paths[number] for number in dict.fromkeys(sorted(self.files.tolist())))
+
+    @property
+    def offsets(self) -> Columns:
+        """[n, ndim]: where each box starts, in elements of the whole tensor."""
+        return self.table.offsets[self.start : self.stop]
+
+    @property
+    def sizes(self) -> Columns:
+        """[n, ndim]: how long each box is."""
+        return self.table.sizes[self.start : self.stop]
+
+    @property
+    def files(self) -> npt.NDArray[np.integer[Any]]:
+        """[n]: the file of each row, as an index into `paths`."""
+        return self.table.files[self.start : self.stop]
+
+    @property
+    def positions(self) -> Columns:
+        """[n]: a byte offset near the data of each row, known without a read."""
+        return self.table.positions[self.start : self.stop]
+
+    @property
+    def primary(self) -> npt.NDArray[np.bool_] | None:
+        """[n]: whether each row counts for coverage; None: the first row of each box is primary."""
+        return None if self.table.primary is None else self.table.primary[self.start : self.stop]
+
+    @property
+    def ranks(self) -> Columns | None:
+        """[n]: the rank that held each row during training; None if the files do not say."""
+        return None if self.table.ranks is None else self.table.ranks[self.start : self.stop]
 
     def __len__(self) -> int:
-        return len(self.files)
+        return self.stop - self.start
 
     def __repr__(self) -> str:
-        return f"Shards({plural(len(self), 'piece')} in {plural(len(self.paths), 'file')})"
+        return f"Shards({plural(len(self), 'piece')} in {plural(len(self.holders), 'file')})"
 
     def box(self, i: int) -> Box:
         """The box of row i."""
-        return Box(tuple(self.offsets[i].tolist()), tuple(self.sizes[i].tolist()))
+        row = self._row(i)
+        return Box(tuple(self.table.offsets[row].tolist()), tuple(self.table.sizes[row].tolist()))
 
     def path(self, i: int) -> str:
         """The file of row i. Reads nothing."""
-        return self.paths[int(self.files[i])]
+        return self.paths[int(self.table.files[self._row(i)])]
+
+    def extent(self, i: int) -> Extent:
+        """Where exactly row i lies. May read a small header."""
+        return self.table.extent(self._row(i))
 
     def piece(self, i: int) -> Piece:
         """The piece of row i. May read a small header."""
         return Piece(self.box(i), self.extent(i))
 
+    def replaced(self, **columns: Any) -> Shards:
+        """These pieces with other columns, named as in PieceTable."""
+        own = {name: getattr(self, name) for name in ("paths", "offsets", "sizes", "files", "positions", "extent", "primary", "ranks")}
+        return Shards(PieceTable(**{**own, **columns}))
+
+    def taken(self, rows: npt.NDArray[np.integer[Any]], **columns: Any) -> Shards:
+        """The pieces of these rows, with other columns, named as in PieceTable."""
+        own: dict[str, Any] = {
+            name: None if column is None else column[rows]
+            for name, column in (
+                ("offsets", self.offsets),
+                ("sizes", self.sizes),
+                ("files", self.files),
+                ("positions", self.positions),
+                ("primary", self.primary),
+                ("ranks", self.ranks),
+            )
+        }
+        return Shards(PieceTable(**{"paths": self.paths, "extent": lambda i: self.extent(int(rows[i])), **own, **columns}))
+
     def with_copies(self, others: Sequence[Shards]) -> Shards:
         """These pieces and, as replicas, the pieces of other tensors that hold the same values."""
         if not others:
             return self
-        copies = [replace(other, primary=np.zeros(len(other), np.bool_)) for other in others]
-        return concatenated([replace(self, primary=primary_rows(self)), *copies])
+        copies = [other.replaced(primary=np.zeros(len(other), np.bool_)) for other in others]
+        return concatenated([self.replaced(primary=primary_rows(self)), *copies])
 
     def moved(self, inner: Box, offsets: tuple[int, ...]) -> Shards:
         """These pieces clipped to the box `inner`, as pieces of another tensor in which that box starts at `offsets`."""
@@ -98,16 +204,13 @@ class Shards:
             elements = sum(step * stride for step, stride in zip(steps[i].tolist(), outer.strides, strict=True))
             return replace(outer, byte_offset=outer.byte_offset + elements * outer.dtype.itemsize)
 
-        return replace(
-            self,
-            offsets=(first + by)[rows],
-            sizes=sizes[rows],
-            files=self.files[rows],
-            positions=self.positions[rows],
-            extent=extent,
-            primary=None if self.primary is None else self.primary[rows],
-            ranks=None if self.ranks is None else self.ranks[rows],
-        )
+        return self.taken(rows, offsets=(first + by)[rows], sizes=sizes[rows], extent=extent)
+
+    def _row(self, i: int) -> int:
+        """The row of the table that is row i of the tensor. Raises: IndexError."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        return self.start + i
 
 
 def concatenated(parts: Sequence[Shards]) -> Shards:
@@ -126,7 +229,7 @@ def concatenated(parts: Sequence[Shards]) -> Shards:
 
     ranks = [part.ranks for part in parts if part.ranks is not None]
     has_primary = any(part.primary is not None for part in parts)
-    return Shards(
+    table = PieceTable(
         paths=paths,
         offsets=np.concatenate([part.offsets for part in parts]),
         sizes=np.concatenate([part.sizes for part in parts]),
@@ -136,6 +239,7 @@ def concatenated(parts: Sequence[Shards]) -> Shards:
         primary=np.concatenate([primary_rows(part) for part in parts]) if has_primary else None,
         ranks=np.concatenate(ranks) if len(ranks) == len(parts) else None,
     )
+    return Shards(table)
 
 
 def primary_rows(shards: Shards) -> npt.NDArray[np.bool_]:
@@ -189,7 +293,7 @@ def _within(outer: Extent, elements: int, strides: tuple[int, ...]) -> Extent:
 def _of_boxes(shards: Shards, rows: Sequence[int], boxes: Sequence[Box], extent: Callable[[int], Extent]) -> Shards:
     """Pieces with these boxes, each inside a row of `shards`."""
     numbers, ndim = np.array(rows, np.int64), len(boxes[0].sizes) if boxes else 0
-    return Shards(
+    table = PieceTable(
         shards.paths,
         np.array([box.offsets for box in boxes], np.int64).reshape(len(boxes), ndim),
         np.array([box.sizes for box in boxes], np.int64).reshape(len(boxes), ndim),
@@ -198,3 +302,4 @@ def _of_boxes(shards: Shards, rows: Sequence[int], boxes: Sequence[Box], extent:
         extent,
         ranks=None if shards.ranks is None else shards.ranks[numbers],
     )
+    return Shards(table)

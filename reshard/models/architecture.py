@@ -6,16 +6,18 @@ The declarations of the built-in models are reshard/architectures/<model_type>.y
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from reshard.errors import RequestError
+from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import Split
 
-# A dense layer has one MLP, a sparse layer has experts. Layers for multi-token prediction ("mtp") follow the last layer of the
-# model; each of them is also dense or sparse.
-LayerKind = Literal["dense", "sparse", "mtp"]
+# The sets of layers that every model has. A dense layer has one MLP, a sparse layer has experts. Layers for multi-token prediction ("mtp")
+# follow the last layer of the model; each of them is also dense or sparse. A declaration can add sets under `layer_sets`.
+LAYER_SETS = ("dense", "sparse", "mtp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,8 @@ class Weight:
     """The declaration of one weight, or of one weight per layer and per expert."""
 
     name: str
-    """The canonical name. {layer} stands for the index of the layer, {expert} for the index of the expert."""
+    """The canonical name. {layer} stands for the index of the layer, {expert} for the index of the expert. Another word in braces is a
+    dimension: there is one such weight for each number below it, as for the blocks of a vision tower."""
     role: str
     """What the weight does, such as "attention.q". For a fused weight: "attention.qkv", or its roles joined by "+"."""
     shape: tuple[str, ...]
@@ -31,8 +34,9 @@ class Weight:
     when: str | None = None
     """A key of the config: the weight exists unless the value is missing, false, 0 or null. "not KEY": the weight exists if it is
     one of these. None: the weight always exists."""
-    layers: LayerKind | None = None
-    """The kind of layers that have the weight; None: all layers. `SparseLayers` says which layers are sparse."""
+    layers: tuple[str, ...] = ()
+    """The sets of layers that have the weight, such as "sparse" or "not full_attention": a layer that is in all of them has it. Empty: all
+    layers. `LayerRule` says which layers are in a set."""
     fuses: Mapping[str, str] = field(default_factory=dict)
     """Role -> number of output features, as an expression, in the order of the rows. Empty: the weight is not fused."""
     interleaved_by: str | None = None
@@ -41,6 +45,13 @@ class Weight:
     """Whether the weight is stored as [in, out], as by a Conv1D."""
     split: Split | None = None
     """How tensor-parallel ranks share the weight; None: as its role says."""
+    stacked: bool = False
+    """Whether the weights of all experts are one tensor, along its first axis. `transposed` and `fuses` are about one expert's weight."""
+
+    @property
+    def counted_by(self) -> str | None:
+        """The dimension that the name counts, apart from layers and experts; None if it counts none."""
+        return next((word for word in re.findall(r"\{(\w+)\}", self.name) if word not in ("layer", "expert")), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,29 +64,50 @@ class Dimension:
     """An expression of other dimensions, used if the config sets none of the keys."""
     optional: bool = False
     """Whether a model may lack it. If the config gives no number, or 0, the weights whose shape depends on the dimension do not exist."""
+    counts: bool = False
+    """Whether the keys name a list, and the dimension is the number of its entries."""
 
 
 @dataclass(frozen=True, slots=True)
-class SparseLayers:
-    """Which layers are sparse: layer i, if i >= first, (i + offset) % step == 0, and `dense` does not list i."""
+class LayerRule:
+    """Which layers are in a set, such as the sparse layers.
 
+    If the config has the list `key`: the layers whose entry is one of `entries`. Otherwise layer i, if first <= i <= last,
+    (i + offset) % step == 0, and `dense` does not list i.
+    """
+
+    key: str | None = None
+    """The config's key for a list with an entry for each layer, or a text with a letter for each; None: there is no list."""
+    entries: tuple[str | int, ...] = ()
+    """The entries of the list that stand for a layer of the set."""
     first: str | None = None
-    """The config's key for the index of the first sparse layer; None: 0."""
+    """The config's key for the index of the first layer of the set; None: 0."""
+    last: str | None = None
+    """The config's key for the index of the last layer of the set, which may be negative; None, or below 0: the last layer."""
     step: str | None = None
     """The config's key for the step; None: 1."""
     offset: int = 0
     """Added to the index of the layer before it is divided by the step."""
     dense: str | None = None
-    """The config's key for a list of dense layers; None: there is no list."""
+    """The config's key for a list of layers that are not in the set; None: there is no list."""
 
     def among(self, config: Mapping[str, Any], layers: int) -> frozenset[int]:
-        """The indices of the sparse layers of a model with `layers` layers. Raises RequestError if a value has the wrong type."""
+        """The indices of the layers of the set in a model with `layers` layers. Raises RequestError if a value has the wrong type.
+
+        A layer beyond the end of the list, as for multi-token prediction, is like the last one of the list.
+        """
+        if self.key and (listed := config.get(self.key)) is not None:
+            if not isinstance(listed, list | tuple | str) or not listed:
+                raise RequestError(f"config.json gives {listed!r} for {self.key}; a list is expected", why="It says what each layer is")
+            return frozenset(layer for layer in range(layers) if listed[min(layer, len(listed) - 1)] in self.entries)
         first = whole_number(config, self.first) or 0
         step = whole_number(config, self.step) or 1
+        last = config.get(self.last) if self.last else None
+        stop = last + 1 if isinstance(last, int) and 0 <= last < layers else layers
         dense = (config.get(self.dense) if self.dense else None) or ()
         if not isinstance(dense, list | tuple):
             raise RequestError(f"config.json gives {dense!r} for {self.dense}; a list is expected", why="It says which layers are dense")
-        return frozenset(layer for layer in range(first, layers) if (layer + self.offset) % step == 0 and layer not in dense)
+        return frozenset(layer for layer in range(first, stop) if (layer + self.offset) % step == 0 and layer not in dense)
 
 
 def whole_number(config: Mapping[str, Any], key: str | None) -> int | None:
@@ -100,14 +132,24 @@ class Architecture:
     """The names of the head and of the embedding. They are one tensor if tie_word_embeddings is true."""
     dropped: Mapping[str, str] = field(default_factory=dict)
     """Tensors that a checkpoint may contain and that are not converted: regular expression of the name -> reason."""
-    sparse_layers: SparseLayers | None = None
+    carried: Mapping[str, str] = field(default_factory=dict)
+    """Further tensors that a checkpoint may contain, such as a draft model: regular expression of the name -> why serving engines leave them
+    out. All other formats carry them unchanged."""
+    sparse_layers: LayerRule | None = None
     """Which layers have experts; None: no layer."""
+    layer_sets: Mapping[str, LayerRule] = field(default_factory=dict)
+    """Further sets of layers by name, such as "full_attention"."""
+    text_config: str | None = None
+    """The config's key for an inner config, which is that of the language model; None: the config itself is."""
     mtp_layers: str | None = None
     """The config's key for the number of layers for multi-token prediction. A checkpoint may lack their weights."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of config keys that a config does not set."""
     vocabulary_multiple: int | None = None
     """Engines pad the vocabulary of this model to a multiple of this; None: to the engine's own multiple."""
+    engines: Mapping[str, ModelQuirks] = field(default_factory=dict)
+    """What the classes of serving engines do differently for this model, by the name of the engine's format. The classes of the engines
+    that are listed were compared with the declaration."""
     like: str | None = None
     """The model_type that engines and frameworks treat this model as; None: its own."""
     class_name: str | None = None
@@ -130,23 +172,29 @@ class Architecture:
     ) -> Architecture:
         """This architecture under another model_type, with more weights and dimensions, without some weights, and with other `fields`.
 
-        A weight replaces the one with the same name. A weight with a new name comes after the last weight of the module that contains its
-        own module: a subclass registers a new module there, so the order remains that of the model's parameters. without: names of
-        weights. `like` and the class are not inherited: engines may know this model and not the new one.
+        A weight replaces the one with the same name. A new bias comes after the weight of its module. Any other weight with a new name
+        comes after the last weight of the module that contains its own module: a subclass registers a new module there, so the order
+        remains that of the model's parameters. without: names of weights, whose places count for that. `like`, `engines` and the class are
+        not inherited: engines may know this model and not the new one.
         """
-        declared = [weight for weight in self.weights if weight.name not in without]
+        declared = list(self.weights)
         for weight in weights:
             names = [other.name for other in declared]
-            if weight.name in names:
+            if weight.name in names and weight.name not in without:
                 declared[names.index(weight.name)] = weight
             else:
-                declared.insert(1 + _last_of_module(weight.name, names), weight)
-        fields = {"like": None, "class_name": None, "declared_in": None, **fields}
+                declared.insert(1 + _predecessor(weight.name, names), weight)
+        removed = {id(weight) for weight in self.weights if weight.name in without}
+        declared = [weight for weight in declared if id(weight) not in removed]
+        fields = {"like": None, "engines": {}, "class_name": None, "declared_in": None, **fields}
         return replace(self, model_type=model_type, weights=tuple(declared), dimensions={**self.dimensions, **(dimensions or {})}, **fields)
 
 
-def _last_of_module(name: str, names: list[str]) -> int:
-    """The index of the last of `names` in the module around the module of `name`, or in the next outer module that has any of them."""
+def _predecessor(name: str, names: list[str]) -> int:
+    """The index of the one of `names` that a new weight follows: of a bias its weight; otherwise the last in the module around the module of
+    `name`, or in the next outer module that has any of them."""
+    if name.endswith(".bias") and (weight := name.removesuffix("bias") + "weight") in names:
+        return names.index(weight)
     module = name.rpartition(".")[0]
     while module:
         module = module.rpartition(".")[0]

@@ -10,7 +10,7 @@ Engines and training frameworks work on parts: what a part does decides how rank
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -19,7 +19,7 @@ from typing import Any
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, joined
-from reshard.models.architecture import Architecture, Weight, whole_number
+from reshard.models.architecture import Architecture, LayerRule, Weight, whole_number
 from reshard.models.quantization import BlockShape, Quantization, Scale, quantization_of
 from reshard.models.roles import ROLES, Split
 
@@ -38,6 +38,8 @@ class ModelWeight:
     """The index of its layer; None outside of the layers."""
     declared: Weight
     """The declaration that it follows from."""
+    pattern: str
+    """The name with {layer} and {expert} in place of these numbers."""
     expert: int | None = None
     """The index of its expert; None outside of the experts."""
     optional: bool = False
@@ -46,6 +48,16 @@ class ModelWeight:
     """The scales that are stored beside it."""
     scale: Scale | None = None
     """If this tensor is itself a scale: which scale. None: it is not a scale."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerKind:
+    """Layers whose weights are alike but for the number of the layer."""
+
+    layers: tuple[int, ...]
+    """The indices of the layers, in order."""
+    weights: tuple[ModelWeight, ...]
+    """The weights of the first of them, in the model's order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +74,8 @@ class Part:
     """The index of its expert; None outside of the experts."""
     tensor: str
     """The canonical tensor that it is a part of."""
+    pattern: str
+    """Its name with {layer} and {expert} in place of these numbers."""
     array: Mosaic
     """The array, as boxes of that tensor in the order of the part's rows."""
     split: Split
@@ -74,12 +88,19 @@ class Part:
     scale: Scale | None = None
     """If the part is itself a scale: which scale. None: it is not a scale."""
 
+    def is_like(self, other: Part) -> bool:
+        """Whether the two differ only in their layer, their expert and the name of their tensor."""
+        return (
+            (self.role, self.parameter, self.split, self.block_shape, self.blocks, self.scale)
+            == (other.role, other.parameter, other.split, other.block_shape, other.blocks, other.scale)
+        ) and self.array.is_like(other.array)
+
 
 # The largest dimensions of a config that are believed. The largest published models have some 130 layers, 2,048 experts, 31,000 experts in
 # all layers together, and a vocabulary of 300,000. `degrees` and `estimate` look at each layer and expert, and take 6 s for 50,000 experts;
 # products of the others stay below 2^63.
 _MOST = {"layers": 4_096, "experts": 4_096, "heads": 100_000, "kv_heads": 100_000}
-_MOST_EXPERTS_OF_ALL_LAYERS = 50_000
+_MOST_EXPERTS_OF_ALL_LAYERS = 250_000
 _MOST_OF_OTHERS = 100_000_000
 
 
@@ -123,7 +144,9 @@ class Model:
         """
         values = Dimensions(self.architecture.model_type)
         for name, dimension in self.architecture.dimensions.items():
-            value = next((self.config[key] for key in dimension.keys if self.config.get(key) is not None), None)
+            value = next((value for key in dimension.keys if (value := self.stated(key)) is not None), None)
+            if dimension.counts and isinstance(value, list):
+                value = len(value)
             if value is None and dimension.default:
                 value = evaluate(dimension.default, values)
             if dimension.optional and not value:
@@ -152,9 +175,22 @@ class Model:
         """Whether the head and the embedding are one tensor."""
         return bool(self.setting("tie_word_embeddings"))
 
+    @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """The values of the config's keys, those of the inner config of the language model included."""
+        inner = self.config.get(self.architecture.text_config) if self.architecture.text_config else None
+        return {**self.config, **inner} if isinstance(inner, Mapping) else self.config
+
+    def stated(self, key: str) -> Any:
+        """What the config says for a key; None if it does not have the key. A dot leads into an inner config: vision_config.depth."""
+        value: Any = self.settings
+        for word in key.split("."):
+            value = value.get(word) if isinstance(value, Mapping) else None
+        return value
+
     def setting(self, key: str) -> Any:
         """The value of a key of the config; the architecture's default if the config does not set it."""
-        value = self.config.get(key)
+        value = self.stated(key)
         return self.architecture.defaults.get(key) if value is None else value
 
     @cached_property
@@ -169,8 +205,23 @@ class Model:
     @cached_property
     def sparse_layers(self) -> frozenset[int]:
         """The indices of the layers with experts, layers for multi-token prediction included."""
-        sparse, layers = self.architecture.sparse_layers, self.dimensions["layers"] + self.mtp_layers
-        return sparse.among({**self.architecture.defaults, **self.config}, layers) if sparse else frozenset()
+        return self._among(self.architecture.sparse_layers) if self.architecture.sparse_layers else frozenset()
+
+    @cached_property
+    def layer_sets(self) -> dict[str, frozenset[int]]:
+        """The indices of the layers of each set that a declaration can name under `layers`."""
+        layers = self.dimensions["layers"]
+        every = range(layers + self.mtp_layers)
+        declared = {name: self._among(rule) for name, rule in self.architecture.layer_sets.items()}
+        sets = {"sparse": self.sparse_layers, "mtp": frozenset(every[layers:]), **declared}
+        return {
+            **sets,
+            "dense": frozenset(every) - self.sparse_layers,
+            **{f"not {name}": frozenset(every) - of for name, of in sets.items()},
+        }
+
+    def _among(self, rule: LayerRule) -> frozenset[int]:
+        return rule.among({**self.architecture.defaults, **self.settings}, self.dimensions["layers"] + self.mtp_layers)
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
@@ -185,11 +236,37 @@ class Model:
 
     def parts(self, *, keep_fused: frozenset[str] = frozenset()) -> tuple[Part, ...]:
         """The parts of all weights. keep_fused: roles of fused weights, such as "attention.qkv", that stay one part."""
-        return tuple(self._parts(keep_fused)) if keep_fused else self._separate_parts
+        return self.parts_of(self.weights.values(), keep_fused=keep_fused) if keep_fused else self._separate_parts
+
+    def parts_of(self, weights: Iterable[ModelWeight], *, keep_fused: frozenset[str] = frozenset()) -> tuple[Part, ...]:
+        """The parts of some weights of the model. keep_fused: as for `parts`."""
+        return tuple(part for weight in weights for part in self._parts_of(weight, weight.role in keep_fused))
+
+    @cached_property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The layers in groups whose weights are alike, layers for multi-token prediction included."""
+        rows: dict[int, list[ModelWeight]] = {}
+        for weight in self.weights.values():
+            if weight.layer is not None:
+                rows.setdefault(weight.layer, []).append(weight)
+        kinds: dict[tuple[object, ...], list[int]] = {}
+        for layer, weights in rows.items():
+            form = tuple((w.pattern, w.expert, w.shape, w.declared.split, w.scales, w.scale) for w in weights)
+            kinds.setdefault(form, []).append(layer)
+        return tuple(LayerKind(tuple(layers), tuple(rows[layers[0]])) for layers in kinds.values())
+
+    @cached_property
+    def weights_outside_layers(self) -> tuple[ModelWeight, ...]:
+        """The weights that are in no numbered layer, such as the embedding."""
+        return tuple(weight for weight in self.weights.values() if weight.layer is None)
 
     def reason_to_drop(self, name: str) -> str | None:
         """Why a tensor of that name is left out on purpose; None if it is not."""
         return next((reason for pattern, reason in self.architecture.dropped.items() if re.fullmatch(pattern, name)), None)
+
+    def reason_not_served(self, name: str) -> str | None:
+        """If `name` is a further tensor that the architecture lets a checkpoint contain: why serving engines leave it out. Otherwise None."""
+        return next((reason for pattern, reason in self.architecture.carried.items() if re.fullmatch(pattern, name)), None)
 
     def is_in_layer(self, name: str) -> bool:
         """Whether a name lies in one of the numbered layers that the architecture declares."""
@@ -201,18 +278,22 @@ class Model:
         in_layers = [(weight, shape) for weight, shape in present if "{layer}" in weight.name]
         layers = self.dimensions["layers"]
         done = False
-        for weight, shape in present:
-            if "{layer}" not in weight.name:
-                yield from self._numbered([(weight, shape)], None)
+        for (counted_by, is_in_layer), run in groupby(present, key=lambda item: (item[0].counted_by, "{layer}" in item[0].name)):
+            if counted_by:
+                of_block = list(run)
+                for number in range(self.dimensions[counted_by]):
+                    yield from self._numbered(of_block, None, {counted_by: number})
+            elif not is_in_layer:
+                yield from self._numbered(list(run), None)
             elif not done:
                 done = True
                 for layer in range(layers + self.mtp_layers):
-                    kinds = {None, "sparse" if layer in self.sparse_layers else "dense", "mtp" if layer >= layers else None}
-                    yield from self._numbered([(weight, shape) for weight, shape in in_layers if weight.layers in kinds], layer)
+                    present_here = [item for item in in_layers if all(layer in self.layer_sets[name] for name in item[0].layers)]
+                    yield from self._numbered(present_here, layer)
 
     def _is_present(self, weight: Weight) -> bool:
         missing = self.architecture.dimensions.keys() - self.dimensions.keys()
-        if missing & set(re.findall(r"\w+", " ".join(weight.shape))):
+        if missing & {weight.counted_by, *re.findall(r"\w+", " ".join(weight.shape))}:
             return False
         if weight.when is None:
             return True
@@ -222,9 +303,10 @@ class Model:
     def _shape(self, weight: Weight) -> tuple[int, ...]:
         shape = tuple(evaluate(axis, self.dimensions) for axis in weight.shape)
         if weight.fuses:
+            own = shape[1:] if weight.stacked else shape
             rows = {role: evaluate(expression, self.dimensions) for role, expression in weight.fuses.items()}
             rounds = self.dimensions[weight.interleaved_by] if weight.interleaved_by else 1
-            out_features = shape[-1 if weight.transposed else 0]
+            out_features = own[-1 if weight.transposed else 0]
             if sum(rows.values()) != out_features or any(count % rounds for count in rows.values()):
                 interleaved = f" in {rounds} equal runs each, one per {weight.interleaved_by}" if weight.interleaved_by else ""
                 raise RequestError(
@@ -236,26 +318,32 @@ class Model:
                 )
         return shape
 
-    def _numbered(self, weights: list[tuple[Weight, tuple[int, ...]]], layer: int | None) -> Iterator[ModelWeight]:
-        """The tensors of one layer (None: outside of the layers), each weight followed by its scales, the experts one after the other."""
+    def _numbered(
+        self, weights: list[tuple[Weight, tuple[int, ...]]], layer: int | None, numbers: Mapping[str, int] | None = None
+    ) -> Iterator[ModelWeight]:
+        """The tensors of one layer (None: outside of the layers), each weight followed by its scales, the experts one after the other.
+
+        numbers: of other words in braces, such as the block of a vision tower.
+        """
         optional = layer is not None and layer >= self.dimensions["layers"]
         for is_expert, run in groupby(weights, key=lambda item: "{expert}" in item[0].name):
             declared = list(run)
             for expert in range(self.dimensions["experts"]) if is_expert else (None,):
                 for weight, shape in declared:
-                    name = weight.name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+                    pattern = weight.name.format(layer="{layer}", expert="{expert}", **numbers) if numbers else weight.name
+                    name = numbered(pattern, layer, expert)
                     scales = self._scales(weight, name)
-                    yield ModelWeight(name, weight.role, shape, layer, weight, expert, optional, scales)
+                    yield ModelWeight(name, weight.role, shape, layer, weight, pattern, expert, optional, scales)
                     for scale in scales:
-                        scale_name = name.removesuffix("weight") + scale.kind
-                        yield ModelWeight(scale_name, weight.role, scale.shape(shape), layer, weight, expert, optional, scale=scale)
+                        beside = pattern.removesuffix("weight") + scale.kind
+                        name, of_scale = numbered(beside, layer, expert), scale.shape(shape)
+                        yield ModelWeight(name, weight.role, of_scale, layer, weight, beside, expert, optional, scale=scale)
                     if weight.role == "attention.o" and scales and self.quantization:
-                        module = name.removesuffix(".weight").rpartition(".")[0]
+                        module = pattern.removesuffix(".weight").rpartition(".")[0]
                         for scale in self.quantization.cache_scales:
-                            role = f"attention.{scale.kind}"
-                            yield ModelWeight(
-                                f"{module}.{scale.kind}", role, scale.single_shape, layer, weight, expert, optional, scale=scale
-                            )
+                            beside, role = f"{module}.{scale.kind}", f"attention.{scale.kind}"
+                            name, of_scale = numbered(beside, layer, expert), scale.single_shape
+                            yield ModelWeight(name, role, of_scale, layer, weight, beside, expert, optional, scale=scale)
 
     def _scales(self, weight: Weight, name: str) -> tuple[Scale, ...]:
         if self.quantization is None or not name.endswith(".weight"):
@@ -265,20 +353,28 @@ class Model:
 
     @cached_property
     def _separate_parts(self) -> tuple[Part, ...]:
-        return tuple(self._parts(frozenset()))
-
-    def _parts(self, keep_fused: frozenset[str]) -> Iterator[Part]:
-        for weight in self.weights.values():
-            yield from self._parts_of(weight, weight.role in keep_fused)
+        return self.parts_of(self.weights.values())
 
     def _parts_of(self, weight: ModelWeight, keep_fused: bool) -> Iterator[Part]:
+        whole = Mosaic.of(weight.name, Box.whole(weight.shape))
+        if not weight.declared.stacked:
+            yield from self._parts_of_array(weight, whole, weight.expert, keep_fused)
+            return
+        for expert in range(weight.shape[0]):
+            yield from self._parts_of_array(weight, whole.item(expert), expert, keep_fused)
+
+    def _parts_of_array(self, weight: ModelWeight, array: Mosaic, expert: int | None, keep_fused: bool) -> Iterator[Part]:
+        """The parts of a weight, or of one expert's weight in a tensor of all experts."""
         declared, parameter = weight.declared, weight.name.rpartition(".")[2]
-        array = Mosaic.of(weight.name, Box.whole(weight.shape))
-        if declared.transposed and len(weight.shape) == 2:
+        if declared.stacked:
+            parameter = "bias" if parameter.endswith("bias") else "weight"
+        if declared.transposed and len(array.shape) == 2:
             array = array.transposed()
-        block_shape: BlockShape = weight.scale.block_shape if weight.scale else (1,) * len(weight.shape)
+        if len(array.shape) == 2 and array.shape[0] == 1 and weight.role in ROLES and len(ROLES[weight.role].shape) == 1:
+            array = array.merged(0)  # a vector that is stored as [1, n]
+        block_shape: BlockShape = weight.scale.block_shape if weight.scale else (1,) * len(array.shape)
         blocks = next((scale.block_shape for scale in weight.scales if scale.is_blocked), None)
-        place = (weight.layer, weight.expert, weight.name)
+        place = (weight.layer, expert, weight.name, weight.pattern)
 
         def part(role: str, rows: Mosaic) -> Part:
             return Part(role, parameter, *place, rows, declared.split or ROLES[role].split, block_shape, blocks, weight.scale)
@@ -299,6 +395,11 @@ class Model:
             starts = [i * round_length + start for i in range(rounds)]
             yield part(role, joined([array.cut(0, first, first + length) for first in starts]))
             start += length
+
+
+def numbered(pattern: str, layer: int | None, expert: int | None) -> str:
+    """The name that a pattern with {layer} and {expert} stands for."""
+    return pattern.replace("{layer}", str(layer)).replace("{expert}", str(expert))
 
 
 def evaluate(expression: str, values: Mapping[str, int]) -> int:

@@ -47,7 +47,13 @@ class Heads:
     """Whether there may be fewer heads than ranks. Then tp / heads neighbouring ranks hold the same head (KV replication)."""
 
 
-Split = Replicate | Column | Row | Vocabulary | Heads
+@dataclass(frozen=True, slots=True)
+class FirstRank:
+    """Rank 0 holds the whole tensor, the others hold zeros in its place: the bias of a row-parallel layer, where the ranks' outputs are
+    added up afterwards."""
+
+
+Split = Replicate | Column | Row | Vocabulary | Heads | FirstRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +110,7 @@ _ROWS = (
     # Before and after the layers.
     Role("embedding", Vocabulary(), ("vocab", "hidden"), in_layer=False, names="embed_tokens wte embed_in word_embeddings tok_embeddings"),
     Role("position_embedding", Replicate(), ("positions", "hidden"), in_layer=False, names="wpe embed_positions position_embeddings"),
+    Role("embedding_norm", Replicate(), ("hidden",), in_layer=False, names="word_embeddings_layernorm"),
     Role("final_norm", Replicate(), ("hidden",), in_layer=False, names="norm ln_f final_layernorm final_layer_norm norm_f"),
     Role("head", Vocabulary(), ("vocab", "hidden"), in_layer=False, names="lm_head embed_out"),
     # Attention.
@@ -123,6 +130,7 @@ _ROWS = (
     Role("attention.q_norm", Replicate(), ("head_dim",), names="q_norm q_layernorm", saved=SavedForBackward(divided_in=1, per="heads")),
     Role("attention.k_norm", Replicate(), ("head_dim",), names="k_norm k_layernorm", saved=SavedForBackward(divided_in=1, per="kv_heads")),
     Role("attention.post_norm", Replicate(), ("hidden",)),
+    Role("attention.sink", Heads("heads"), ("heads",), names="sinks"),
     # Scales of cached keys and values. They follow from the config's quantization_config and are never declared.
     Role("attention.k_scale", Replicate()),
     Role("attention.v_scale", Replicate()),
@@ -134,13 +142,36 @@ _ROWS = (
     Role("mla.kv_a", Replicate(), ("kv_rank + rope_dim", "hidden"), saved=SavedForBackward(whole_out=1), quantized=True),
     Role("mla.kv_a_norm", Replicate(), ("kv_rank",)),
     Role("mla.kv_b", Heads("heads"), ("heads * kv_b_dim", "kv_rank"), saved=_INPUT_AND_OUTPUT, quantized=True),
+    # Linear attention with a gated delta rule: fewer heads of q and k than of v and of the output gate z; b and a are a number per head.
+    # delta.qkvz and delta.ba are stored head of k by head of k. delta.a_log and delta.dt_bias are a number per head.
+    Role(
+        "delta.qkvz",
+        Heads("delta_k_heads"),
+        ("2 * delta_k_heads * delta_k_dim + 2 * delta_v_heads * delta_v_dim", "hidden"),
+        saved=_INPUT_AND_OUTPUT,
+        quantized=True,
+    ),
+    Role("delta.ba", Heads("delta_k_heads"), ("2 * delta_v_heads", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("delta.q", Heads("delta_k_heads"), ("delta_k_heads * delta_k_dim", "hidden"), saved=_INPUT_AND_OUTPUT, quantized=True),
+    Role("delta.k", Heads("delta_k_heads"), ("delta_k_heads * delta_k_dim", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("delta.v", Heads("delta_v_heads"), ("delta_v_heads * delta_v_dim", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("delta.z", Heads("delta_v_heads"), ("delta_v_heads * delta_v_dim", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("delta.b", Heads("delta_v_heads"), ("delta_v_heads", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("delta.a", Heads("delta_v_heads"), ("delta_v_heads", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
+    Role("delta.conv_q", Heads("delta_k_heads"), ("delta_k_heads * delta_k_dim", "1", "delta_kernel"), saved=_DIVIDED_OUTPUT),
+    Role("delta.conv_k", Heads("delta_k_heads"), ("delta_k_heads * delta_k_dim", "1", "delta_kernel"), saved=_DIVIDED_OUTPUT),
+    Role("delta.conv_v", Heads("delta_v_heads"), ("delta_v_heads * delta_v_dim", "1", "delta_kernel"), saved=_DIVIDED_OUTPUT),
+    Role("delta.a_log", Heads("delta_v_heads"), ("delta_v_heads",)),
+    Role("delta.dt_bias", Heads("delta_v_heads"), ("delta_v_heads",)),
+    Role("delta.norm", Replicate(), ("delta_v_dim",), saved=_DIVIDED_INPUT),
+    Role("delta.out", Row(), ("hidden", "delta_v_heads * delta_v_dim"), saved=_DIVIDED_INPUT, quantized=True),
     # The MLP of a dense layer.
     Role(
         "mlp.norm", Replicate(), ("hidden",), names="post_attention_layernorm ln_2 ffn_norm pre_feedforward_layernorm", saved=_WHOLE_INPUT
     ),
     Role("mlp.gate", Column(), ("intermediate", "hidden"), names="gate_proj", saved=_DIVIDED_OUTPUT, quantized=True),
     Role("mlp.up", Column(), ("intermediate", "hidden"), names="up_proj c_fc dense_h_to_4h fc1", saved=_INPUT_AND_OUTPUT, quantized=True),
-    # This split is correct only if the rows of gate and up alternate. No engine keeps the two fused today, so it is not used.
+    # For an engine that keeps the two fused and gathers the output before it separates them.
     Role("mlp.gate_up", Column(), quantized=True, fuses=("mlp.gate", "mlp.up")),
     Role(
         "mlp.down", Row(), ("hidden", "intermediate"), names="down_proj dense_4h_to_h fc2 mlp.c_proj", saved=_DIVIDED_INPUT, quantized=True
@@ -157,11 +188,25 @@ _ROWS = (
     Role("router.correction", Replicate(), ("experts",)),
     Role("expert.gate", Column(), ("expert_intermediate", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
     Role("expert.up", Column(), ("expert_intermediate", "hidden"), saved=_INPUT_AND_OUTPUT, quantized=True),
+    # Gate and up in alternating rows, so that a run of rows holds a run of each.
+    Role("expert.gate_up", Column(), ("2 * expert_intermediate", "hidden"), saved=_INPUT_AND_OUTPUT, quantized=True),
     Role("expert.down", Row(), ("hidden", "expert_intermediate"), saved=_DIVIDED_INPUT, quantized=True),
+    Role("expert.down_bias", FirstRank(), ("hidden",)),
     Role("shared_expert.gate", Column(), ("shared_intermediate", "hidden"), saved=_DIVIDED_OUTPUT, quantized=True),
     Role("shared_expert.up", Column(), ("shared_intermediate", "hidden"), saved=_INPUT_AND_OUTPUT, quantized=True),
     Role("shared_expert.down", Row(), ("hidden", "shared_intermediate"), saved=_DIVIDED_INPUT, quantized=True),
     Role("shared_expert.score", Replicate(), ("1", "hidden")),
+    # The vision tower of a multimodal model, with blocks of its own beside the layers.
+    Role("vision.q", Heads("vision_heads"), ("vision_hidden", "vision_hidden"), in_layer=False),
+    Role("vision.k", Heads("vision_heads"), ("vision_hidden", "vision_hidden"), in_layer=False),
+    Role("vision.v", Heads("vision_heads"), ("vision_hidden", "vision_hidden"), in_layer=False),
+    # Kept fused, a rank holds a run of the rows of [q; k; v], whichever they are; they are exchanged when the tower runs.
+    Role("vision.qkv", Heads("vision_heads"), fuses=("vision.q", "vision.k", "vision.v"), in_layer=False),
+    Role("vision.o", Row(), ("vision_hidden", "vision_hidden"), in_layer=False),
+    Role("vision.gate", Column(), ("vision_intermediate", "vision_hidden"), in_layer=False),
+    Role("vision.up", Column(), ("vision_intermediate", "vision_hidden"), in_layer=False),
+    Role("vision.down", Row(), ("vision_hidden", "vision_intermediate"), in_layer=False),
+    Role("vision.whole", Replicate(), ("vision_hidden",), in_layer=False),
     # Multi-token prediction: layers after the last one, with copies of the embedding and the head.
     Role("mtp.embedding", Vocabulary(), ("vocab", "hidden")),
     Role("mtp.embedding_norm", Replicate(), ("hidden",)),

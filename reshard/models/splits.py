@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 from reshard.geometry.mosaics import Mosaic
 from reshard.models.model import Part
-from reshard.models.roles import Column, Heads, Replicate, Row, Vocabulary
+from reshard.models.roles import Column, FirstRank, Heads, Replicate, Row, Vocabulary
+
+# Heads as a message names them, by the dimension that counts them.
+_HEADS = {
+    "heads": "attention heads",
+    "kv_heads": "key-value heads",
+    "delta_k_heads": "key heads of linear attention",
+    "delta_v_heads": "value heads of linear attention",
+    "vision_heads": "attention heads of the vision tower",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +52,7 @@ def cut_of(part: Part, tp: int, rules: SplitRules) -> Cut | None:
     part is not cut along an axis that it does not have (the bias of a row-parallel layer), nor along an axis with one scale for all of it.
     """
     match part.split:
-        case Replicate():
+        case Replicate() | FirstRank():
             return None
         case Row():
             cut = Cut(1, tp)
@@ -60,7 +69,7 @@ def problem(part: Part, tp: int, rules: SplitRules) -> str | None:
     if isinstance(part.split, Heads):
         heads = rules.dimensions[part.split.count]
         if heads % tp and not (part.split.copies and tp % heads == 0):
-            return f"{tp} ranks do not divide its {heads} {'key-value' if part.split.copies else 'attention'} heads"
+            return f"{tp} ranks do not divide its {heads} {_HEADS.get(part.split.count, part.split.count)}"
     cut = cut_of(part, tp, rules)
     if cut is None or part.scale:
         return None
@@ -74,8 +83,10 @@ def problem(part: Part, tp: int, rules: SplitRules) -> str | None:
 
 
 def shard(part: Part, tp: int, tp_rank: int, rules: SplitRules) -> Mosaic:
-    """What `tp_rank` of `tp` ranks holds of a part, rows of padding at its end included. `problem` must be None for the part."""
+    """What `tp_rank` of `tp` ranks holds of a part, padding included. `problem` must be None for the part."""
     cut, array = cut_of(part, tp, rules), _padded(part, rules)
+    if isinstance(part.split, FirstRank) and tp_rank:
+        return Mosaic(array.shape, ())
     return array if cut is None else array.part(cut.axis, cut.runs, tp_rank // cut.copies)
 
 

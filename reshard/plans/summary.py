@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.canonical.content import Content, Drop
-from reshard.index.index import Index, Tensor, sharding_text
+from reshard.index.coverage import sharding_text
+from reshard.index.fold import folded_name, name_pattern
+from reshard.index.index import Index, Tensor
 from reshard.models.model import Model
 from reshard.plans.layout import TargetFile
 from reshard.plans.plan import Plan
@@ -149,7 +151,7 @@ def groups(tensors: Iterable[Tensor]) -> tuple[TensorGroup, ...]:
     similar: dict[tuple[object, ...], list[Tensor]] = {}
     for same_name in by_name.values():
         for first, state in _with_state(same_name):
-            pattern = first.kind if first.kind == "step" else re.sub(r"\d+", "#", first.name)
+            pattern = first.kind if first.kind == "step" else name_pattern(first.name)
             similar.setdefault((pattern, first.kind, first.dtype, first.shape, sharding_text(first), state), []).append(first)
     rows = [_group(same, str(key[-1])) for key, same in similar.items()]
     return tuple(sorted(rows, key=lambda row: row.kind != "weight"))
@@ -157,7 +159,7 @@ def groups(tensors: Iterable[Tensor]) -> tuple[TensorGroup, ...]:
 
 def _group(same: list[Tensor], state: str) -> TensorGroup:
     first = same[0]
-    name = "(of each weight)" if first.kind == "step" and len(same) > 1 else _common_name([tensor.name for tensor in same])
+    name = "(of each weight)" if first.kind == "step" and len(same) > 1 else folded_name([tensor.name for tensor in same])
     return TensorGroup(name, first.kind, first.dtype.name, first.shape, sharding_text(first), state, len(same))
 
 
@@ -172,24 +174,6 @@ def _with_state(same_name: list[Tensor]) -> Iterator[tuple[Tensor, str]]:
     yield first, "; ".join(f"{', '.join(kinds)} ({dtype})" for dtype, kinds in by_dtype.items())
     listed = {id(tensor) for tensor in (first, *states)}
     yield from ((tensor, "") for tensor in same_name if id(tensor) not in listed)
-
-
-def _common_name(names: list[str]) -> str:
-    """One name for several: a number that varies becomes {first..last}, or {a,b} if its values are not consecutive."""
-    rows = [re.findall(r"\d+", name) for name in names]
-    words = re.split(r"\d+", names[0])
-    text = words[0]
-    for column, word in zip(zip(*rows, strict=True), words[1:], strict=True):
-        text += _range_text(sorted({int(number) for number in column})) + word
-    return text
-
-
-def _range_text(numbers: list[int]) -> str:
-    if len(numbers) == 1:
-        return str(numbers[0])
-    if numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{{{numbers[0]}..{numbers[-1]}}}"
-    return "{" + ",".join(map(str, numbers[:6])) + (",..." if len(numbers) > 6 else "") + "}"
 
 
 def drops(plan: Plan) -> tuple[DropSummary, ...]:
@@ -207,28 +191,40 @@ def ranks(plan: Plan) -> tuple[RankSummary, ...]:
     by_rank: dict[tuple[tuple[str, int], ...], list[TargetFile]] = {}
     for file in plan.layout.files:
         by_rank.setdefault(tuple(file.ranks.items()), []).append(file)
-    return tuple(_rank(dict(key), files, plan.content.model) for key, files in by_rank.items())
+    facts = _WeightFacts(plan.content.model)
+    return tuple(_rank(dict(key), files, plan.content.model, facts) for key, files in by_rank.items())
 
 
-def _rank(numbers: dict[str, int], files: list[TargetFile], model: Model | None) -> RankSummary:
-    stored = [item.tensor for file in files for item in file.tensors]
+class _WeightFacts:
+    """What the summary of a rank needs to know about the weights of a model."""
+
+    def __init__(self, model: Model | None) -> None:
+        weights = model.weights.values() if model else ()
+        self.layers = {weight.name: weight.layer for weight in weights if weight.layer is not None}
+        """Weight -> its layer."""
+        self.roles = {weight.name: weight.role for weight in weights if weight.role in _ROLES_OF_RANKS}
+        """Weight -> its role, for the roles whose rows are listed."""
+
+
+_ROLES_OF_RANKS = ("attention.q", "attention.k", "embedding", "head")
+
+
+def _rank(numbers: dict[str, int], files: list[TargetFile], model: Model | None, facts: _WeightFacts) -> RankSummary:
     rows: dict[str, list[tuple[int, int]]] = {}
     layers: set[int] = set()
-    padding = 0
-    for tensor in stored:
-        for section in tensor.sections:
-            weight = model.weights.get(section.name) if model else None
-            if weight is None or not section.box.sizes:
-                continue
-            rows.setdefault(weight.role, []).append((section.box.offsets[0], section.box.stops[0]))
-            layers |= {weight.layer} if weight.layer is not None else set()
-        if len(tensor.shape) > 1:
-            padding = max(padding, tensor.filled // max(1, _row_length(tensor.shape)))
+    for sections in (each for file in files for each in file.sections()):
+        layers.update(layer for layer in set(map(facts.layers.get, sections.names)) if layer is not None)
+        for row, role in enumerate(map(facts.roles.get, sections.names)):
+            if role is not None and sections.pattern.ndim_of(row):
+                start = int(sections.pattern.offsets[row, 0])
+                rows.setdefault(role, []).append((start, start + int(sections.pattern.sizes[row, 0])))
+    padded = (item.tensor for file in files for item in file.filled if len(item.tensor.shape) > 1)
+    padding = max((tensor.filled // max(1, _row_length(tensor.shape)) for tensor in padded), default=0)
     head_dim = model.dimensions.get("head_dim", 1) if model else 1
     return RankSummary(
         ranks=numbers,
         files=tuple(file.path for file in files),
-        tensors=len(stored),
+        tensors=sum(len(file.tensors) for file in files),
         nbytes=sum(file.nbytes for file in files),
         layers=(min(layers), max(layers) + 1) if layers else None,
         query_heads=_hull(rows.get("attention.q"), head_dim),

@@ -1,36 +1,45 @@
 """EngineRank: the tensors in the state dict of one rank of a serving engine.
 
-the model's parts -> those of this rank's stage -> the shard of each -> joined as the engine fuses them -> under the engine's names
+the parts of one layer of each kind -> the shard of each -> joined as the engine fuses them -> in every layer, under the engine's names
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32, DType
 from reshard.geometry.mosaics import Mosaic, joined, stacked
 from reshard.geometry.parallel import Parallel, stage_layers
+from reshard.geometry.sections import Sections
 from reshard.geometry.stored import StoredTensor, constant
-from reshard.models.model import Model, Part
+from reshard.models.model import LayerKind, Model, Part
 from reshard.models.splits import shard
 from reshard.serving.rules import EngineRules, Fusion
-from reshard.serving.weights import model_dtype, parts_by_layer
+from reshard.serving.weights import model_dtype, parts_by_kind
 
 
 @dataclass(frozen=True, slots=True)
 class RankTensor:
-    """A tensor in a rank's state dict."""
+    """A tensor in a rank's state dict, as it is in every layer of one kind. Its names have {layer} in place of the number of the layer."""
 
     name: str
-    """The engine's name."""
+    """Its name before the engine's own naming."""
 
-    array: Mosaic
-    """The boxes of canonical tensors that it holds, and their places in it."""
+    first: Part
+    """The first part that it is made of, which decides its name in the engine."""
 
-    parts: tuple[Part, ...]
-    """The parts that it is made of."""
+    shape: tuple[int, ...]
+    """Its shape."""
+
+    sections: Sections
+    """The boxes of canonical tensors that it holds."""
+
+    origins: tuple[str, ...]
+    """The canonical tensors of the parts that it is made of, those included of which this rank holds nothing."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +61,12 @@ class EngineRank:
     pp_rank: int = 0
     """Its pipeline stage."""
 
-    @property
+    @cached_property
     def layers(self) -> range:
         """The layers of its stage."""
         return stage_layers(self.rules.layers_per_stage(self.model.dimensions["layers"], self.parallel.pp), self.pp_rank)
 
-    @property
+    @cached_property
     def experts(self) -> range:
         """The experts of each layer that the rank holds: all, or one run of them with expert parallelism.
 
@@ -73,50 +82,86 @@ class EngineRank:
     def tensors(self, dtypes: Mapping[str, DType]) -> Iterator[StoredTensor]:
         """The tensors of the state dict, in the model's order. dtypes: canonical name -> the element type to store.
 
+        Layers of one kind are laid out once; the others take over the boxes and get names of their own.
+
         Raises: RequestError if parts of one tensor have different element types.
         """
         compute_dtype = model_dtype(self.model, dtypes)
-        by_layer = parts_by_layer(self.model, self.rules)
-        ends = by_layer.get(None, ())
-        groups = [[part] for part in ends if part.role == "embedding"]
-        groups += [list(by_layer.get(layer, ())) for layer in self.layers]
-        groups += [[part] for part in ends if part.role != "embedding"]
-        for group in groups:
-            tensors = list(self.rank_tensors_of(group))
-            names = {tensor.name for tensor in tensors}
-            for tensor in tensors:
-                yield tensor.array.stored(tensor.name, _one_dtype(tensor, dtypes, self.rules.engine))
-                yield from (extra for extra in self._extra_tensors(tensor, compute_dtype) if extra.name not in names)
+        by_kind = parts_by_kind(self.model, self.rules)
+        kind_of = {layer: kind for kind in by_kind if kind for layer in kind.layers}
+        laid_out: dict[LayerKind, list[RankTensor]] = {}
+        ends = by_kind[None]
+        embeddings = [self.rank_tensors_of([part]) for part in ends if part.role == "embedding"]
+        yield from (tensor for each in embeddings for tensor in self._in_layer(list(each), None, dtypes, compute_dtype))
+        for layer in self.layers:
+            kind = kind_of.get(layer)
+            if kind is None:
+                continue
+            if kind not in laid_out:
+                laid_out[kind] = list(self.rank_tensors_of(list(by_kind[kind])))
+            yield from self._in_layer(laid_out[kind], layer, dtypes, compute_dtype)
+        others = self.rank_tensors_of([part for part in ends if part.role != "embedding"])
+        yield from self._in_layer(list(others), None, dtypes, compute_dtype)
 
     def rank_tensors_of(self, parts: list[Part]) -> Iterator[RankTensor]:
         """The tensors that some parts of the model become. All parts are of one layer, or all are outside of the layers."""
-        fusion_of = {role: fusion for fusion in self.rules.fusions for role in fusion.roles}
+        fusion_of = {role: fusion for fusion in reversed(self.rules.fusions) for role in fusion.roles}
         groups: dict[tuple[object, ...], list[Part]] = {}
         for part in parts:
             fusion = fusion_of.get(part.role)
-            # The parts of a fused tensor are one group, all experts included; any other tensor is a group of its own.
-            groups.setdefault((fusion.roles, part.parameter) if fusion else (part.tensor, part.role), []).append(part)
+            # The parts of a fused tensor are one group, all experts included. Any other tensor of the model is a group of its own: its
+            # sections, such as [z; x; b; c; dt], stay one tensor, in which a rank holds its share of each.
+            block = part.tensor.rsplit(".", 2)[0] if part.layer is None else None
+            groups.setdefault((fusion.roles, part.parameter, block) if fusion else (part.tensor,), []).append(part)
         for group in groups.values():
             first, fusion = group[0], fusion_of.get(group[0].role)
             if first.expert is not None:
                 if self.experts:
                     yield self._stacked_experts(group, fusion)
-            elif first.layer is None:
-                yield from self._end(first)
-            else:
+            elif first.layer is None and self.model.is_tied and first.tensor == self.model.architecture.tied[1]:
+                yield from self._tied_embedding(first)
+            elif first.layer is not None or self._is_on_stage(first.role):
                 ordered = sorted(group, key=lambda part: fusion.roles.index(part.role)) if fusion else group
                 is_fused = fusion is not None and len({part.tensor for part in group}) > 1
-                name = _with_component(first.tensor, fusion.component) if is_fused and fusion else first.tensor
-                shards = [self._shard(part) for part in ordered]
-                yield RankTensor(self._engine_name(name, ordered[0]), joined(shards), tuple(ordered))
+                name = _with_component(ordered[0].pattern, fusion.component) if is_fused and fusion else first.pattern
+                yield self._rank_tensor(name, ordered)
 
-    def _engine_name(self, name: str, first: Part) -> str:
-        """The engine's name of a tensor whose Hugging Face name is `name` and whose first part is `first`."""
-        module_name = self.rules.module_name(first.role)
+    def _in_layer(
+        self, tensors: list[RankTensor], layer: int | None, dtypes: Mapping[str, DType], compute_dtype: DType
+    ) -> Iterator[StoredTensor]:
+        """The tensors as they are in one layer (None: outside of the layers), each with the constants beside it."""
+        stored = [
+            StoredTensor(
+                self._engine_name(tensor, layer),
+                _one_dtype(tensor, layer, dtypes, self.rules.engine),
+                tensor.shape,
+                tensor.sections.with_names(in_layer(tensor.sections.names, layer)),
+            )
+            for tensor in tensors
+        ]
+        names = {each.name for each in stored}
+        for tensor, each in zip(tensors, stored, strict=True):
+            yield each
+            yield from (extra for extra in self._extra_tensors(tensor, layer, compute_dtype) if extra.name not in names)
+
+    def _engine_name(self, tensor: RankTensor, layer: int | None) -> str:
+        """The engine's name of a tensor in a layer."""
+        module_name = self.rules.module_name(tensor.first.role)
         if module_name is None:
-            return self.rules.renamed(name)
-        layer = None if first.layer is None else first.layer - self.layers.start
-        return f"{module_name.format(layer=layer)}.{first.parameter}"
+            return self.rules.renamed(tensor.name.replace("{layer}", str(layer)))
+        number = None if layer is None else layer - self.layers.start
+        return f"{module_name.format(layer=number)}.{tensor.first.parameter}"
+
+    def _rank_tensor(self, name: str, parts: list[Part]) -> RankTensor:
+        """The shards of some parts, joined to one tensor."""
+        array = joined([self._shard(part) for part in parts])
+        return RankTensor(name, parts[0], array.shape, self._sections(array, parts), tuple(part.pattern for part in parts))
+
+    def _sections(self, array: Mosaic, parts: list[Part]) -> Sections:
+        """The sections of an array of these parts, with {layer} in the names."""
+        patterns = {part.tensor: part.pattern.replace("{expert}", str(part.expert)) for part in parts}
+        sections = array.sections()
+        return sections.with_names(tuple(patterns[name] for name in sections.names))
 
     def _shard(self, part: Part) -> Mosaic:
         tp = 1 if part.expert is not None and self.parallel.ep > 1 else self.parallel.tp
@@ -125,49 +170,52 @@ class EngineRank:
         return array.flattened() if part.scale and not any(part.block_shape) else array
 
     def _stacked_experts(self, group: list[Part], fusion: Fusion | None) -> RankTensor:
-        """One tensor for all experts of this rank: [experts, ...]."""
+        """One tensor for all experts of this rank: [experts, ...]. Experts that are alike are laid out once."""
         assert fusion is not None, "experts are stacked, so each of their roles is in a fusion"
         in_order = sorted(group, key=lambda part: fusion.roles.index(part.role))
         by_expert: dict[int, list[Part]] = {expert: [] for expert in self.experts}
         for part in in_order:
             if part.expert in by_expert:
                 by_expert[part.expert].append(part)
-        first, shards = group[0], []
-        for parts in by_expert.values():
-            stored_parts = parts[-1:] if first.parameter in self.rules.scales_kept_once else parts
-            shards.append(joined([self._shard(part) for part in stored_parts]))
-        array = stacked(shards)
-        has_one_scale_per_expert = len(array.shape) == 2 and array.shape[1] == 1 and first.scale is not None
-        module = first.tensor.rpartition(f".{first.expert}.")[0]
-        name = self._engine_name(f"{module}.{fusion.component}_{first.parameter}", in_order[0])
-        parts_here = tuple(part for parts in by_expert.values() for part in parts)
-        return RankTensor(name, array.merged(0) if has_one_scale_per_expert else array, parts_here)
+        keeps_one = group[0].parameter in self.rules.scales_kept_once
+        stored = [parts[-1:] if keeps_one else parts for parts in by_expert.values()]
+        first = stored[0]
+        array = joined([self._shard(part) for part in first])
+        if all(len(parts) == len(first) and all(map(Part.is_like, first, parts)) for parts in stored):
+            of_one = self._sections(array, first)
+            shape, sections = (len(stored), *array.shape), _repeated(of_one, math.prod(array.shape), stored)
+        else:
+            array = stacked([joined([self._shard(part) for part in parts]) for parts in stored])
+            shape, sections = array.shape, self._sections(array, [part for parts in stored for part in parts])
+        if len(shape) == 2 and shape[1] == 1 and group[0].scale is not None:
+            shape = shape[:1]  # one scale for each expert
+        is_stacked = self.model.weights[group[0].tensor].declared.stacked
+        module = group[0].pattern.rpartition("." if is_stacked else ".{expert}.")[0]
+        origins = tuple(part.pattern.replace("{expert}", str(expert)) for expert, parts in by_expert.items() for part in parts)
+        return RankTensor(f"{module}.{fusion.component}_{group[0].parameter}", in_order[0], shape, sections, origins)
 
-    def _end(self, part: Part) -> Iterator[RankTensor]:
-        """A weight outside of the layers, if this stage holds it; a tied embedding under the name or names that the engine stores."""
+    def _tied_embedding(self, part: Part) -> Iterator[RankTensor]:
+        """The tied embedding, if this stage holds it, under the name or names that the engine stores."""
         head, embedding = self.model.architecture.tied
-        if not (self.model.is_tied and part.tensor == embedding):
-            if self._is_on_stage(part.role):
-                yield RankTensor(self._engine_name(part.tensor, part), self._shard(part), (part,))
-            return
         names = {"head": head, "embedding": embedding}
         roles = [role for role in names if self._is_on_stage(role)]
         stored_as = self.rules.quirks.tied_table_stored_as
         if roles and stored_as != "both":
             roles = [stored_as if stored_as in roles or stored_as == "embedding" else roles[0]]
         for role in roles:
-            yield RankTensor(self._engine_name(names[role], replace(part, role=role)), self._shard(part), (part,))
+            yield replace(self._rank_tensor(names[role], [part]), first=replace(part, role=role))
 
     def _is_on_stage(self, role: str) -> bool:
-        stage = 0 if role in ("embedding", "position_embedding") else self.parallel.pp - 1
-        return self.pp_rank == stage or role in self.rules.quirks.every_stage
+        stage = 0 if role in ("embedding", "position_embedding", "embedding_norm") else self.parallel.pp - 1
+        every_stage = self.rules.quirks.every_stage
+        return self.pp_rank == stage or role in every_stage or role.partition(".")[0] in every_stage
 
-    def _extra_tensors(self, tensor: RankTensor, compute_dtype: DType) -> Iterator[StoredTensor]:
+    def _extra_tensors(self, tensor: RankTensor, layer: int | None, compute_dtype: DType) -> Iterator[StoredTensor]:
         """The constants that the engine expects beside a tensor."""
-        first = tensor.parts[0] if tensor.parts else None
-        if first is None or first.parameter != "weight":
+        first = tensor.first
+        if first.parameter != "weight":
             return
-        parent = first.tensor.removesuffix(".weight").rpartition(".")[0]
+        parent = first.pattern.removesuffix(".weight").rpartition(".")[0].replace("{layer}", str(layer))
         for extra in self.rules.extra_tensors:
             if extra.role == first.role:
                 dtype = extra.dtype or compute_dtype
@@ -186,16 +234,35 @@ def placeholder_dtypes(model: Model) -> dict[str, DType]:
     return dict.fromkeys(model.weights, F32)
 
 
-def _one_dtype(tensor: RankTensor, dtypes: Mapping[str, DType], engine: str) -> DType:
-    by_dtype = {dtypes[part.tensor]: part.tensor for part in tensor.parts}
+@lru_cache(maxsize=1 << 16)
+def in_layer(patterns: tuple[str, ...], layer: int | None) -> tuple[str, ...]:
+    """The names of the tensors of one layer. Ranks that hold parts of the same tensors share the tuple."""
+    return tuple(pattern.replace("{layer}", str(layer)) for pattern in patterns)
+
+
+def _repeated(of_one: Sections, elements: int, experts: list[list[Part]]) -> Sections:
+    """The sections of one expert's array of so many elements, repeated for all experts, which are alike. experts: the parts of each."""
+    numbers = {part.pattern.replace("{expert}", str(part.expert)): i for i, part in enumerate(experts[0])}
+    order = [numbers[name] for name in of_one.names]
+    names = tuple(parts[i].pattern.replace("{expert}", str(parts[i].expert)) for parts in experts for i in order)
+    return Sections(names, of_one.pattern.repeated(len(experts), elements))
+
+
+def _one_dtype(tensor: RankTensor, layer: int | None, dtypes: Mapping[str, DType], engine: str) -> DType:
+    """The element type of all parts of a tensor in a layer. Raises: UnsupportedError if they have several."""
+    names = in_layer(tensor.origins, layer)
+    first = dtypes[names[0]]
+    if len(set(map(id, map(dtypes.__getitem__, names)))) == 1:
+        return first
+    by_dtype = {dtypes[name]: name for name in names}
     if len(by_dtype) > 1:
         raise UnsupportedError(
             f"its parts have different element types: {', '.join(f'{name} {dtype}' for dtype, name in by_dtype.items())}",
-            where=tensor.name,
+            where=tensor.name.replace("{layer}", str(layer)),
             why=f"{engine} stores them as one tensor",
             do="Choose one for all with --dtype",
         )
-    return next(iter(by_dtype))
+    return first
 
 
 def _with_component(name: str, component: str) -> str:

@@ -1,5 +1,5 @@
-"""EngineRules: how a serving engine stores one model, as data per role. ModelQuirks: what the engine's class of the model does differently
-from the engine's other classes.
+"""EngineRules: how a serving engine stores one model, as data per role. What the engine's class of the model does differently from the
+engine's other classes are its ModelQuirks, from the model's declaration (models/quirks.py).
 
     served_model.py    whether the engine serves the model as its config describes it
     legality.py        the parallel sizes at which the engine serves the model
@@ -16,11 +16,9 @@ from dataclasses import dataclass, field, replace
 
 from reshard.geometry.dtypes import DType
 from reshard.models.model import Model, Part
+from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import Split
 from reshard.models.splits import SplitRules
-
-# Biases of DeepSeek's attention. No published checkpoint has them, and the engines' classes have no slot for them.
-LATENT_BIASES = frozenset({("mla.q_a", "bias"), ("mla.kv_a", "bias"), ("attention.o", "bias")})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,54 +62,6 @@ def normalizer(model: Model) -> ExtraTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelQuirks:
-    """What an engine's class of one model does differently from the engine's other classes."""
-
-    tied_table_stored_as: str = "head"
-    """The name under which a stage with embedding and head stores the tied tensor: "head", "embedding" or "both" (two copies). With
-    "embedding", a stage that holds only the head uses the embedding's name, too."""
-
-    every_stage: frozenset[str] = frozenset()
-    """Roles outside of the layers that every pipeline stage holds. Other embeddings are on the first stage, the rest on the last."""
-
-    module_names: Mapping[str, str] = field(default_factory=dict)
-    """Module names by role, which take precedence over EngineRules.module_names."""
-
-    unsupported: frozenset[tuple[str, str]] = frozenset()
-    """(role, "weight" or "bias") pairs that the class has no slot for."""
-
-    tp_at_most_experts: bool = False
-    """Whether the class refuses more tensor-parallel ranks than experts."""
-
-    stages_need_experts: bool = False
-    """Whether the class refuses a pipeline stage without a layer that has experts."""
-
-    stores_normalizer: bool = False
-    """Whether the factor of the embeddings (`normalizer`) is a tensor of the state dict."""
-
-    quantizes_router: bool = False
-    """Whether the class of a quantized model quantizes the router, too, unless the config excludes it."""
-
-    derives_head_dim: bool = False
-    """Whether the class computes the head dimension as hidden size / heads and ignores the config's head_dim."""
-
-    all_layers_sparse: bool = False
-    """Whether the class has experts in every layer and ignores the config's dense layers."""
-
-    config_defaults: tuple[tuple[str, object], ...] = ()
-    """Config keys that the class needs, each with the value that is written if the config does not have the key."""
-
-    assumed_settings: tuple[tuple[str, object], ...] = ()
-    """Config keys that the class ignores, each with the value that it assumes. A model with another value is refused."""
-
-    not_loadable: str | None = None
-    """Why the engine does not load this model from files of this format; None if it does."""
-
-    notes: tuple[str, ...] = ()
-    """Sentences for the person who starts the engine."""
-
-
-@dataclass(frozen=True, slots=True)
 class EngineRules:
     """How a serving engine stores the weights of one model, the same for every rank."""
 
@@ -124,7 +74,7 @@ class EngineRules:
     layers_per_stage: Callable[[int, int], tuple[int, ...]]
     """(number of layers, pp) -> number of layers on each pipeline stage."""
 
-    quirks: ModelQuirks = ModelQuirks()
+    quirks: ModelQuirks = field(default_factory=ModelQuirks)
     """What the engine's class of this model does differently."""
 
     extra_tensors: tuple[ExtraTensor, ...] = ()
@@ -171,7 +121,8 @@ class EngineRules:
 
     def with_split(self, part: Part) -> Part:
         """The part with the split that this engine uses for its role."""
-        return replace(part, split=self.splits[part.role]) if part.role in self.splits else part
+        split = self.quirks.splits.get(part.role, self.splits.get(part.role))
+        return replace(part, split=split) if split else part
 
     def module_name(self, role: str) -> str | None:
         """The engine's name for the module of a role; None if the engine uses Hugging Face's name."""

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from reshard.geometry.dtypes import DType
-from reshard.models.model import Model, Part
+from reshard.models.model import LayerKind, Model, ModelWeight, Part
 from reshard.models.roles import Heads
 from reshard.serving.rules import EngineRules
 
 
-def parts_by_layer(model: Model, rules: EngineRules) -> dict[int | None, tuple[Part, ...]]:
-    """Layer -> its parts that the engine has a slot for, in the model's order; None -> the parts outside of the layers."""
-    return _parts_by_layer(model, rules.keep_fused, rules.quirks.unsupported)
+def parts_by_kind(model: Model, rules: EngineRules) -> dict[LayerKind | None, tuple[Part, ...]]:
+    """Kind of layer -> the parts of its first layer that the engine has a slot for, in the model's order; None -> the parts outside of the
+    layers. What is true of the first layer of a kind is true of all its layers."""
+    return _parts_by_kind(model, rules.keep_fused, rules.quirks.unsupported)
 
 
 def distinct_parts(model: Model, rules: EngineRules) -> tuple[Part, ...]:
@@ -25,20 +26,21 @@ def distinct_parts(model: Model, rules: EngineRules) -> tuple[Part, ...]:
 
 
 @lru_cache(maxsize=16)
-def _parts_by_layer(
+def _parts_by_kind(
     model: Model, keep_fused: frozenset[str], unsupported: frozenset[tuple[str, str]]
-) -> dict[int | None, tuple[Part, ...]]:
-    by_layer: dict[int | None, list[Part]] = {}
-    for part in model.parts(keep_fused=keep_fused):
-        if (part.role, part.parameter) not in unsupported:
-            by_layer.setdefault(part.layer, []).append(part)
-    return {layer: tuple(parts) for layer, parts in by_layer.items()}
+) -> dict[LayerKind | None, tuple[Part, ...]]:
+    weights: dict[LayerKind | None, tuple[ModelWeight, ...]] = {None: model.weights_outside_layers}
+    weights.update({kind: kind.weights for kind in model.layer_kinds})
+    return {
+        kind: tuple(part for part in model.parts_of(alike, keep_fused=keep_fused) if (part.role, part.parameter) not in unsupported)
+        for kind, alike in weights.items()
+    }
 
 
 @lru_cache(maxsize=16)
 def _distinct_parts(model: Model, keep_fused: frozenset[str], unsupported: frozenset[tuple[str, str]]) -> tuple[Part, ...]:
     first: dict[tuple[object, ...], Part] = {}
-    for parts in _parts_by_layer(model, keep_fused, unsupported).values():
+    for parts in _parts_by_kind(model, keep_fused, unsupported).values():
         for part in parts:
             first.setdefault((part.role, part.parameter, part.array.shape), part)
     return tuple(sorted(first.values(), key=lambda part: not isinstance(part.split, Heads)))
@@ -46,8 +48,11 @@ def _distinct_parts(model: Model, keep_fused: frozenset[str], unsupported: froze
 
 def weights_without_slot(model: Model, rules: EngineRules) -> tuple[str, ...]:
     """The weights that the engine's class of the model has no slot for, although the model's answers depend on them."""
-    stored = {part.tensor for parts in parts_by_layer(model, rules).values() for part in parts}
-    return tuple(name for name in model.weights if name not in stored)
+    slots: dict[int | None, set[str]] = {}
+    for kind, parts in parts_by_kind(model, rules).items():
+        patterns = {part.pattern for part in parts}
+        slots.update(dict.fromkeys(kind.layers if kind else (None,), patterns))
+    return tuple(weight.name for weight in model.weights.values() if weight.pattern not in slots[weight.layer])
 
 
 def layers_not_served(model: Model) -> dict[str, str]:
@@ -59,6 +64,9 @@ def layers_not_served(model: Model) -> dict[str, str]:
 
 def scale_aliases(model: Model, rules: EngineRules) -> dict[str, str]:
     """Scale -> the equal scale that an engine stores in its place, where it stores one scale for the fused weights of an expert."""
+    kept_once = any(part.parameter in rules.scales_kept_once for parts in parts_by_kind(model, rules).values() for part in parts)
+    if not kept_once:
+        return {}
     last_role = {role: fusion.roles[-1] for fusion in rules.fusions for role in fusion.roles}
     not_served = layers_not_served(model)
     expert_parts = (part for part in model.parts(keep_fused=rules.keep_fused) if part.expert is not None and part.tensor not in not_served)
@@ -76,5 +84,5 @@ def model_dtype(model: Model, dtypes: Mapping[str, DType]) -> DType:
 def stored_dtypes(model: Model, rules: EngineRules, dtypes: Mapping[str, DType]) -> dict[str, DType]:
     """Canonical tensor -> the element type that the engine stores. `dtypes` are those that the conversion asks for."""
     roles = {weight.name: "scale" if weight.scale else weight.role for weight in model.weights.values()}
-    fixed = {role: dtype or model_dtype(model, dtypes) for role, dtype in rules.dtypes.items()}
+    fixed = {role: dtype or model_dtype(model, dtypes) for role, dtype in {**rules.dtypes, **rules.quirks.dtypes}.items()}
     return {name: fixed.get(roles.get(name, ""), dtype) for name, dtype in dtypes.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,14 +20,17 @@ from reshard.canonical.optimizer_state import is_state_key, master_key
 from reshard.canonical.tensor_classes import StoredModel, classified, one_model, stored_models
 from reshard.canonical.wrappers import without_wrappers
 from reshard.containers.inert_pickle import gc_paused
+from reshard.engine.events import details, event
 from reshard.engine.journal import read_journal
 from reshard.engine.one_save import check_copied_files, check_steps
 from reshard.engine.views import View
 from reshard.errors import CheckpointError, RequestError, UnexpectedContentError
+from reshard.geometry.quantities import plural
 from reshard.geometry.stored import whole
+from reshard.index.coverage import check_index
 from reshard.index.index import Index
 from reshard.models.architecture import Architecture
-from reshard.models.lookup import find_model, named_architecture
+from reshard.models.lookup import find_model, model_type_of, named_architecture
 from reshard.models.model import Model
 from reshard.plans.manifest import DIGESTS, MANIFEST, listed_files, read_digests, usable_manifest
 from reshard.storage.files import Files, LocalFiles
@@ -83,7 +87,7 @@ class Checkpoint:
         selection = selection or Selection()
         found = with_canonical_names(self.of_model(selection, model=model), model or self.model, selection.strip_prefix)
         if found is not self.index:
-            found.check()
+            check_index(found)
         return found
 
     def content(self, selection: Selection | None = None, *, model: Model | None = None) -> Content:
@@ -171,12 +175,49 @@ def open_both(left: PathLike, right: PathLike, **options: Unpack[ModelOptions]) 
 
 
 def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
+    began = time.monotonic()
     format, checkpoint = unchecked(path, options)
     files, index = checkpoint.files, checkpoint.index
-    index.check()
+    check_index(index)
     check_steps(files, index)
     check_copied_files(files, index)
-    return classified_checkpoint(replace(checkpoint, index=format.check_values(files, index)))
+    checkpoint = classified_checkpoint(replace(checkpoint, index=format.check_values(files, index)))
+    _log_opened(checkpoint, time.monotonic() - began)
+    return checkpoint
+
+
+def _log_opened(checkpoint: Checkpoint, seconds: float) -> None:
+    index = checkpoint.index
+    nbytes = sum(file.nbytes for file in index.files)
+    event(
+        "opened",
+        f"opened {checkpoint.path}: {index.format} ({checkpoint.detected}), {plural(len(index.files), 'file')}, {nbytes:,} bytes, "
+        f"{plural(len(index.tensors), 'tensor')} in {seconds:.2f} s",
+        path=checkpoint.path,
+        format=index.format,
+        detected_by=checkpoint.detected,
+        producer=index.facts.producer,
+        step=index.facts.step,
+        parallel=dict(index.facts.parallel),
+        files=len(index.files),
+        bytes=nbytes,
+        tensors=len(index.tensors),
+        seconds=round(seconds, 3),
+    )
+    details("model", lambda: _about_model(checkpoint))
+    details(
+        "file", lambda: ((f"reads {file.path}, {file.nbytes:,} bytes", {"path": file.path, "bytes": file.nbytes}) for file in index.files)
+    )
+    details("note", lambda: ((f"note: {note}", {"note": note}) for note in index.facts.notes))
+
+
+def _about_model(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
+    config = checkpoint.model_files.config
+    model_type = model_type_of(config or {})
+    yield f"the config is of the model type {model_type}" if config else "there is no config", {"model_type": model_type}
+    for stored in checkpoint.models:
+        text = f"holds the model {stored.root}: {plural(stored.tensors, 'tensor')}, {stored.nbytes:,} bytes"
+        yield text, {"root": stored.root, "main": stored.is_main, "tensors": stored.tensors, "bytes": stored.nbytes}
 
 
 def classified_checkpoint(checkpoint: Checkpoint) -> Checkpoint:

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import CARRIED, CONFIG
-from reshard.engine.journal import read_journal
+from reshard.engine.events import event
+from reshard.engine.journal import Unfinished, read_journal
 from reshard.engine.record import Provenance
-from reshard.engine.run import Conversion
-from reshard.errors import RequestError, TargetError
+from reshard.engine.run import Conversion, recorded_fingerprint
+from reshard.errors import CheckpointError, RequestError, TargetError
 from reshard.geometry.quantities import plural
 from reshard.plans.digests import Fingerprint
-from reshard.plans.manifest import MANIFEST, RECORDS
+from reshard.plans.manifest import MANIFEST, RECORDS, listed_files, read_digests, usable_manifest
 from reshard.plans.plan import Plan
 from reshard.plans.summary import DropSummary, drops
+from reshard.storage.files import LocalFiles
 from reshard.storage.local_path import local_path
 from reshard.storage.lock import is_locked
 from reshard.storage.staging import LOCK, WORK_FOLDER
 from reshard.storage.system_calls import system_errors
 from reshard.verbs.request import Effort, EffortOptions, PathLike
+from reshard.verbs.unchanged import reason_to_convert
 
+Existing = Literal["refuse", "resume", "overwrite", "update"]
+"""What happens to what lies in the target: nothing, it is finished, any checkpoint is replaced, or what reshard wrote is."""
 _NO_LIMITS = Effort()
 _NO_PROVENANCE = Provenance()
 
@@ -46,6 +52,8 @@ class Result:
     """The digests of the weights that were written."""
     seconds: float
     """How long the conversion took."""
+    unchanged: bool = False
+    """Whether the target was the result of this conversion already, so that nothing was written (`if_changed`)."""
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain values with stable keys."""
@@ -56,6 +64,7 @@ class Result:
             "notes": list(self.notes),
             "fingerprint": self.fingerprint.root,
             "seconds": round(self.seconds, 3),
+            "unchanged": self.unchanged,
         }
 
     def __str__(self) -> str:
@@ -72,19 +81,24 @@ def convert(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    if_changed: bool = False,
     checksums: bool = False,
     **options: Unpack[EffortOptions],
 ) -> Result:
     """Run a plan into the directory `target`; returns what was written and what was left out.
 
-    resume: finish an interrupted conversion. overwrite: replace the checkpoint in `target` once the new one is complete. checksums: also
-    write SHA256SUMS for `sha256sum -c`, which reads the result once more.
+    resume: finish an interrupted conversion. overwrite: replace the checkpoint in `target` once the new one is complete. if_changed: do
+    nothing if `target` holds the result of this plan for the source as it is now; otherwise resume or replace what reshard wrote there.
+    checksums: also write SHA256SUMS for `sha256sum -c`, which reads the result once more.
 
     Raises: RequestError if the target exists and neither was said, or the disk has no room. CheckpointError if reshard wrote the source,
     and its weights are not those that it wrote.
     """
     effort, began = Effort(**options), time.monotonic()
-    running = conversion(plan, target, resume=resume, overwrite=overwrite, effort=effort, provenance=Provenance(checksums=checksums))
+    existing, provenance = existing_target(resume=resume, overwrite=overwrite, if_changed=if_changed), Provenance(checksums=checksums)
+    if existing == "update" and (result := unchanged_result(plan, target, provenance)):
+        return result
+    running = conversion(plan, target, existing=existing, effort=effort, provenance=provenance)
     for done in running.run():
         effort.report(done.nbytes)
     return result_of(running, target, time.monotonic() - began)
@@ -98,42 +112,75 @@ def result_of(running: Conversion, target: PathLike, seconds: float) -> Result:
     return Result(os.fspath(target), files, drops(plan), (*plan.layout.notes, *running.notes), running.fingerprint, seconds)
 
 
+def existing_target(*, resume: bool, overwrite: bool, if_changed: bool) -> Existing:
+    """What the caller allows. Raises RequestError if the keywords contradict each other."""
+    chosen: dict[Existing, bool] = {"resume": resume, "overwrite": overwrite, "update": if_changed}
+    given = [name for name, is_given in chosen.items() if is_given]
+    if len(given) > 1:
+        flags = ["--if-changed" if name == "update" else f"--{name}" for name in given]
+        raise RequestError(f"{flags[0]} and {flags[1]} contradict each other", do="Give one of them")
+    return given[0] if given else "refuse"
+
+
+def unchanged_result(plan: Plan, target: PathLike, provenance: Provenance) -> Result | None:
+    """The result of an earlier conversion, if the target holds what this one would write; None if it must be written."""
+    root, began = target_folder(target), time.monotonic()
+    with system_errors("read", root):
+        reason = reason_to_convert(plan, root, checksums=provenance.checksums)
+        if reason is not None:
+            event("changed", f"{root} is written: {reason}", target=str(root), reason=reason)
+            return None
+        fingerprint = recorded_fingerprint(root)
+    event("unchanged", f"{root} is unchanged: nothing was written", target=str(root), fingerprint=fingerprint.root)
+    files = {file.path: file.nbytes for file in plan.layout.files}
+    return Result(os.fspath(target), files, drops(plan), plan.layout.notes, fingerprint, time.monotonic() - began, unchanged=True)
+
+
+def target_folder(target: PathLike) -> Path:
+    """The path of the target directory. Raises RequestError if its name cannot be that of a local directory."""
+    root = local_path(target)
+    if "\0" in str(root):
+        raise RequestError(f"the name of the target, {str(root)!r}, contains NUL", do="Choose another name")
+    return root
+
+
 def conversion(
     plan: Plan,
     target: PathLike,
     *,
-    resume: bool = False,
-    overwrite: bool = False,
+    existing: Existing = "refuse",
     effort: Effort = _NO_LIMITS,
     provenance: Provenance = _NO_PROVENANCE,
 ) -> Conversion:
     """A conversion that has not begun, for callers that run it block by block. `convert` runs it to the end."""
     if plan.target.only_rank:
         raise RequestError(f"this is a plan of {dict(plan.target.only_rank)} alone", do="Plan without `only` what is to be written")
-    root = local_path(target)
-    if "\0" in str(root):
-        raise RequestError(f"the name of the target, {str(root)!r}, contains NUL", do="Choose another name")
+    root = target_folder(target)
+    if existing == "update":
+        interrupted = read_journal(root)
+        existing = "resume" if interrupted and interrupted.header.identity == plan.identity() else "update"
 
     def replaces() -> tuple[str, ...]:
         with system_errors("read", root):
-            return _replaceable(root, plan, resume=resume, overwrite=overwrite)
+            return _replaceable(root, plan, existing)
 
     # Asked now, before anything is created, and again when no other run can write there. Whoever writes there now is named by `run`.
     if not is_locked(root / WORK_FOLDER / LOCK):
         replaces()
+    resume = existing == "resume"
     return Conversion(plan, root, resume=resume, replaces=replaces, workers=effort.workers, memory=effort.memory, provenance=provenance)
 
 
-def _replaceable(root: Path, plan: Plan, *, resume: bool, overwrite: bool) -> tuple[str, ...]:
+def _replaceable(root: Path, plan: Plan, existing: Existing) -> tuple[str, ...]:
     """The files in the target directory that a conversion may replace. Raises RequestError if it may not write there."""
     _check_place(root, Path(plan.source_files.root))
     entries = sorted(entry.name for entry in root.iterdir() if entry.name != WORK_FOLDER) if root.exists() else []
     interrupted = read_journal(root)
     if not entries and not interrupted:
         return ()
-    if resume and (interrupted or MANIFEST in entries):
+    if existing == "resume" and (interrupted or MANIFEST in entries):
         return ()
-    if not overwrite:
+    if existing in ("refuse", "resume"):
         found = f"an interrupted conversion to {interrupted.header.to}{interrupted.progress}" if interrupted else None
         raise TargetError(
             f"{found} lies here" if found else f"the target exists and holds {len(entries)} entries",
@@ -147,6 +194,8 @@ def _replaceable(root: Path, plan: Plan, *, resume: bool, overwrite: bool) -> tu
     folders = {file.path.partition("/")[0] for file in plan.layout.files if "/" in file.path}
     inner = sorted(str(path.relative_to(root)) for folder in folders for path in (root / folder).rglob("*") if path.is_file())
     weights = [name for name in (*entries, *inner) if any(fnmatchcase(name, glob) for glob in globs)]
+    if existing == "update":
+        return _own_files(root, plan, entries, weights, interrupted)
     if not weights and not interrupted:
         raise TargetError(
             f"--overwrite: {', '.join(entries[:3])} and what else lies there is no checkpoint",
@@ -156,6 +205,32 @@ def _replaceable(root: Path, plan: Plan, *, resume: bool, overwrite: bool) -> tu
         )
     carried = [name for name in entries if any(fnmatchcase(name, glob) for glob in (*CARRIED, CONFIG, *RECORDS))]
     return tuple(name for name in weights + carried if not (root / name).is_dir())
+
+
+def _own_files(root: Path, plan: Plan, entries: list[str], weights: list[str], interrupted: Unfinished | None) -> tuple[str, ...]:
+    """The files in the target directory that reshard wrote. Raises TargetError if it holds weights that reshard did not write."""
+    files = LocalFiles(root)
+    manifest = usable_manifest(files)
+    if manifest is None and not interrupted:
+        raise TargetError(
+            f"--if-changed: there is no {MANIFEST}, so reshard did not write what lies here, such as {entries[0]}",
+            where=str(root),
+            why="Only what reshard wrote is replaced",
+            do="Choose another directory, or say --overwrite to replace another checkpoint",
+        )
+    small_files = [sidecar.path for sidecar in plan.layout.sidecars]
+    with suppress(CheckpointError):  # Without reshard.digests the small files are those that are about to be written.
+        small_files += read_digests(files, manifest).small_files if manifest and manifest.digests else ()
+    own = dict.fromkeys((*(listed_files(files, manifest) if manifest else ()), *small_files, *RECORDS))
+    others = [name for name in weights if name not in own]
+    if others:
+        raise TargetError(
+            f"--if-changed: {MANIFEST} does not list {others[0]}, so reshard did not write it here",
+            where=str(root),
+            why="Only what reshard wrote is replaced",
+            do="Remove the file, or say --overwrite to replace everything that lies here",
+        )
+    return tuple(name for name in own if (root / name).is_file())
 
 
 def _check_place(root: Path, source: Path) -> None:

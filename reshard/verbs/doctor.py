@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Unpack
 
 from reshard.adapter.format import Format
 from reshard.engine.compare import wrong_constants
+from reshard.engine.events import details, event
 from reshard.engine.one_save import check_copied_files, check_steps
 from reshard.engine.pool import workers_within
 from reshard.errors import CheckpointError, RequestError, ReshardError
+from reshard.geometry.quantities import plural
 from reshard.health import distributions, elements, experts, files, movement, optimizer, structure, values
-from reshard.health.findings import Finding, Report, found, of_error, sorted_findings
+from reshard.health.findings import SEVERITIES, Finding, Report, found, of_error, sorted_findings
 from reshard.index.index import Index, Tensor
 from reshard.storage.files import Files
 from reshard.storage.tar import open_tree
@@ -67,7 +69,7 @@ def doctor(path: PathLike, *, deep: bool = False, since: PathLike | None = None,
             findings += _values(patient, patient.index, effort, read)
     if since is not None and patient.index:
         findings += _movement(patient, patient.index, since, opening, effort, read)
-    return Report(
+    report = Report(
         path=str(path),
         format=patient.format.name if patient.format else None,
         deep=deep,
@@ -76,6 +78,23 @@ def doctor(path: PathLike, *, deep: bool = False, since: PathLike | None = None,
         nbytes=read.nbytes,
         findings=sorted_findings(findings),
     )
+    _log_checked(report)
+    return report
+
+
+def _log_checked(report: Report) -> None:
+    event(
+        "checked",
+        f"checked {report.path}: {report.counts_text()}; {plural(report.tensors, 'tensor')}, {plural(report.files, 'file')}",
+        path=report.path,
+        format=report.format,
+        deep=report.deep,
+        tensors=report.tensors,
+        files=report.files,
+        bytes=report.nbytes,
+        **{severity: report.count(severity) for severity in SEVERITIES},
+    )
+    details("finding", lambda: ((f"{each.severity} {each.id}: {each.detail}", asdict(each)) for each in report.findings))
 
 
 class _Counter:

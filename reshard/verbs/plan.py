@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Unpack
 
+from reshard.engine.events import details, event
+from reshard.geometry.quantities import plural
 from reshard.plans.plan import Plan
+from reshard.plans.summary import drops
 from reshard.verbs.checkpoint import Checkpoint, opened
 from reshard.verbs.planning import plan_conversion
 from reshard.verbs.request import ConversionRequest, ModelOptions, PathLike, PlanOptions
@@ -21,4 +25,31 @@ def plan(source: Checkpoint | PathLike, *, to: str, **options: Unpack[PlanOption
     """
     about_source = {name: value for name, value in options.items() if name in _OF_THE_SOURCE}
     about_target = {name: value for name, value in options.items() if name not in _OF_THE_SOURCE}
-    return plan_conversion(opened(source, **about_source), ConversionRequest.of(to, about_target))  # type: ignore[arg-type]
+    request, checkpoint = ConversionRequest.of(to, about_target), opened(source, **about_source)  # type: ignore[arg-type]
+    began = time.monotonic()
+    found = plan_conversion(checkpoint, request)
+    _log_planned(found, time.monotonic() - began)
+    return found
+
+
+def _log_planned(plan: Plan, seconds: float) -> None:
+    layout, casts = plan.layout, sum(route.is_cast for route in plan.routes)
+    nbytes = sum(file.nbytes for file in layout.files)
+    event(
+        "planned",
+        f"planned and proved {plan.source.format} -> {layout.format} for {layout.parallel}: {plural(len(plan.routes), 'tensor')} into "
+        f"{plural(len(layout.files), 'file')}, {nbytes:,} bytes, {casts} cast, {len(plan.drops)} left out, in {seconds:.2f} s",
+        source_format=plan.source.format,
+        format=layout.format,
+        parallel={axis: getattr(layout.parallel, axis) for axis in ("tp", "pp", "ep", "dp")},
+        tensors=len(plan.routes),
+        files=len(layout.files),
+        bytes=nbytes,
+        cast=casts,
+        dropped=len(plan.drops),
+        seconds=round(seconds, 3),
+    )
+    details(
+        "dropped", lambda: ((f"leaves out {plural(group.tensors, group.kind)}: {group.reason}", group.to_json()) for group in drops(plan))
+    )
+    details("note", lambda: ((f"note: {note}", {"note": note}) for note in layout.notes))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Unpack
 
 from reshard.adapter import registry
 from reshard.canonical.content import Content, Selection, check_selected, content_of, tensors_by_key
 from reshard.engine.compare import BlockDigests, Comparison, Difference, Side, compare
+from reshard.engine.events import details, event
 from reshard.engine.folder import (
     check_fixed_bytes,
     check_nothing_was_added,
@@ -20,6 +21,8 @@ from reshard.engine.folder import (
     root_of,
 )
 from reshard.errors import CheckpointError, RequestError, ReshardError
+from reshard.geometry.quantities import plural
+from reshard.index.coverage import check_index
 from reshard.index.index import Index, Tensor
 from reshard.plans.digests import VERSION_1
 from reshard.plans.manifest import MANIFEST, Digests, Manifest, read_digests, read_manifest
@@ -61,6 +64,7 @@ def verify(
         effort.report(nbytes)
     for side in (left_side, right_side):
         result.notes.extend(_not_compared(side.files.root, side.content))
+    _log_compared(result)
     return result
 
 
@@ -113,13 +117,27 @@ def verify_written(source: Checkpoint | PathLike, effort: Effort, **options: Unp
         if result.equal:
             result.differences.append(_as_difference(error, files))
         result.notes.append(f"the tensors were not compared: {error}")
+    _log_compared(result)
     return result
+
+
+def _log_compared(result: Comparison) -> None:
+    outcome = "equal" if result.equal else plural(len(result.differences), "difference")
+    event(
+        "compared",
+        f"compared {plural(result.tensors, 'tensor')}, {result.nbytes:,} bytes: {outcome}",
+        equal=result.equal,
+        tensors=result.tensors,
+        bytes=result.nbytes,
+        differences=len(result.differences),
+    )
+    details("difference", lambda: ((f"{each.name}: {each.kind}: {each.detail}", asdict(each)) for each in result.differences))
 
 
 def _unchecked(path: PathLike, options: OpenOptions) -> Checkpoint:
     """The checkpoint as its files describe it: values that contradict each other are found by their digests."""
     _, checkpoint = unchecked(path, options)
-    checkpoint.index.check()
+    check_index(checkpoint.index)
     return classified_checkpoint(checkpoint)
 
 

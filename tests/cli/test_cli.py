@@ -100,7 +100,7 @@ def test_converts_document_has_stable_keys(tmp_path):
     done = reshard(*arguments).document
     assert list(planned) == ["schema_version", "source", "target", "totals", "files", "sidecars", "notes", "dropped", "ranks"]
     assert list(full) == [*planned, "tensors", "tasks", "dropped_tensors"]
-    assert list(done) == ["schema_version", "path", "files", "dropped", "notes", "fingerprint", "seconds"]
+    assert list(done) == ["schema_version", "path", "files", "dropped", "notes", "fingerprint", "seconds", "unchanged"]
     assert [rank["query_heads"] for rank in planned["ranks"]] == [[0, 4], [4, 8]]
     assert [rank["padding_rows"] for rank in planned["ranks"]] == [0, 6]
     everything = reshard(*arguments, "--overwrite", "--full").document
@@ -263,3 +263,22 @@ def test_python_and_the_command_line_return_the_same_result(tmp_path):
     groups = {(group.reason, group.kind): group.tensors for group in result.dropped}
     assert len(groups) == len(result.dropped) >= 2 and all(number > 1 for number in groups.values())
     assert result.files == {path.name: path.stat().st_size for path in (tmp_path / "a").glob("*.safetensors")}
+
+
+def test_a_dry_run_to_a_url_is_refused_like_a_conversion(tmp_path):
+    for target in ("s3://bucket/out", "file:///tmp/out"):
+        codes = {reshard("convert", HF / "llama", target, "--to", "hf", *options).code for options in ((), ("--dry-run",))}
+        assert codes == {6}
+    assert reshard("convert", HF / "llama", "a\0b", "--to", "hf", "--dry-run").code == 2
+
+
+@pytest.mark.parametrize("count, listed", [(21, 21), (30, 20)])
+def test_a_long_list_of_files_is_cut_and_json_has_all(tmp_path, count, listed):
+    """One file above the limit is listed, too: the sentence about it would take the same line."""
+    arguments = ("convert", HF / "llama", tmp_path / "out", "--to", "fsdp", "--dp", count)
+    shown = reshard(*arguments)
+    files = sorted((tmp_path / "out").glob("*.pt"), key=lambda path: int(path.stem.rpartition("_")[2]))
+    assert len(files) == count and len([line for line in shown.out.splitlines() if ".pt " in line]) == listed
+    rest = sum(path.stat().st_size for path in files[listed:])
+    assert (f"  and {count - listed} more files, {rest / 1000:.3g} kB; --json lists all\n" in shown.out) == (count > listed)
+    assert len(reshard(*arguments, "--overwrite", "--json").document["files"]) == count

@@ -7,7 +7,8 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import from_safetensors
 from reshard.geometry.extents import Extent, Piece
-from reshard.index.index import Tensor, check_coverage, sharding_text
+from reshard.index.coverage import check_coverage, sharding_text
+from reshard.index.index import Tensor
 from reshard.index.shards import Shards, primary_rows
 
 BF16 = from_safetensors("BF16", where="test")

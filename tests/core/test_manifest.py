@@ -31,7 +31,9 @@ def test_the_manifest_says_from_what_and_how_the_result_was_made(tmp_path):
     assert reshard(*arguments).code == 0
     document = json.loads((out / MANIFEST).read_text())
     assert document["command"].split() == ["reshard", *map(str, arguments)]
+    state = document["source"].pop("state")
     assert document["source"] == {"path": str(FSDP2 / "checkpoint"), "format": "dcp", "step": None, "fingerprint": None}
+    assert state.startswith("blake3:") and document["request"].startswith("blake3:")
     assert document["versions"]["reshard"] == library.__version__ and document["time"].endswith("Z")
     assert document["files"] == {"model.safetensors": (out / "model.safetensors").stat().st_size}
     assert {each["kind"]: each["tensors"] for each in document["dropped"]} == {"moment1": 21, "moment2": 21, "step": 21}

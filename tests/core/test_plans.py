@@ -9,9 +9,10 @@ from places import HF, open_case
 import reshard
 from reshard.geometry.boxes import Box
 from reshard.geometry.extents import Extent, Piece
-from reshard.geometry.stored import Section
+from reshard.geometry.sections import Section, Sections
 from reshard.index.shards import Shards
-from reshard.plans.layout import PlacedTensor
+from reshard.plans.layout_index import index_of_layout
+from reshard.plans.placed import PlacedTensor
 from reshard.plans.proof import ProofFailed, compose, prove
 
 
@@ -97,7 +98,7 @@ def test_two_sections_in_one_place_are_refused(plan):
     number, stored = next((i, item.tensor) for i, item in enumerate(plan.layout.files[0].tensors) if len(item.tensor.sections) == 3)
     first, second, third = stored.sections
     with pytest.raises(ProofFailed, match="same bytes"):
-        prove(with_stored(plan, number, sections=(first, replace(second, start=second.start - 32), third)))
+        prove(with_stored(plan, number, sections=Sections.of([first, replace(second, start=second.start - 32), third])))
 
 
 def test_a_weight_without_a_place_is_refused(plan):
@@ -114,7 +115,7 @@ def test_a_source_tensor_that_is_neither_used_nor_dropped_is_refused():
 
 def read_back(plan, change):
     """The target's index, as a reader would make it, with the first piece of one tensor changed."""
-    index = plan.layout.index(plan.content.shapes)
+    index = index_of_layout(plan.layout, plan.content.shapes)
     tensors = []
     for tensor in index.tensors:
         if tensor.name.endswith("layers.0.self_attn.k_proj.weight"):

@@ -12,6 +12,9 @@ from command import reshard
 from doc_pages import FIXTURES, ROOT
 from published import LLAMA_70B
 
+import reshard as library
+from reshard.verbs.convert import conversion
+
 FSDP2, VERL = FIXTURES / "dcp" / "fsdp2", FIXTURES / "fsdp" / "verl" / "checkpoint"
 MODEL = ("--model", FSDP2 / "model")
 SCHEMAS = ROOT / "docs" / "reference" / "schemas"
@@ -146,6 +149,14 @@ def test_learn():
 def test_lists():
     check("formats", printed("formats"))
     check("architectures", printed("architectures"), printed("architectures", "--start", LLAMA))
+
+
+def test_env_and_clean(tmp_path, monkeypatch):
+    monkeypatch.setenv("LANG", "C.UTF-8")
+    check("env", printed("env"))
+    stopped = conversion(library.plan(LLAMA, to="hf"), tmp_path / "out").run()
+    next(stopped), stopped.close()
+    check("clean", printed("clean", tmp_path), printed("clean", tmp_path, "--yes"))
 
 
 def test_errors():

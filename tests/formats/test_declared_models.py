@@ -269,7 +269,8 @@ def test_megatron_settings_are_not_guessed_without_like(files, tmp_path):
 
 def test_vllm_notes_that_the_class_was_not_compared_without_like(files, tmp_path):
     source = renamed(HF / "qwen3", tmp_path / "m")
-    plan = library.plan(source, to="vllm", architecture=files["qwen3"])
+    (tmp_path / "alone.yaml").write_text(alone("qwen3"))
+    plan = library.plan(source, to="vllm", architecture=tmp_path / "alone.yaml")
     assert any("class for mymodel was not compared" in note for note in plan.layout.notes)
     like = library.plan(renamed(HF / "qwen2", tmp_path / "n"), to="vllm", architecture=files["qwen2"])
     assert not any("not compared" in note for note in like.layout.notes)

@@ -100,7 +100,7 @@ def test_a_second_run_is_told_who_writes_and_how_far_it_is(plan, tmp_path, optio
 def test_a_second_run_finds_what_the_first_has_made_before_it_got_the_lock(plan, tmp_path):
     """It is made before the first run begins, when the target is empty, and begins when the first has ended."""
     second = conversion(reshard.plan(HF / "qwen2", to="hf"), tmp_path / "out").run()
-    overwriting = conversion(reshard.plan(HF / "qwen2", to="hf"), tmp_path / "out", overwrite=True).run()
+    overwriting = conversion(reshard.plan(HF / "qwen2", to="hf"), tmp_path / "out", existing="overwrite").run()
     reshard.convert(plan, tmp_path / "out")
     written = tree(tmp_path / "out")
     with pytest.raises(TargetError, match="the target exists"):
@@ -246,7 +246,7 @@ def test_readers_refuse_a_target_whose_commit_was_stopped_and_name_the_command(p
 
 def test_until_the_commit_the_old_checkpoint_is_read(plan, tmp_path):
     reshard.convert(reshard.plan(HF / "qwen2", to="vllm", tp=2), tmp_path / "out")
-    blocks = begun(plan, tmp_path / "out", overwrite=True)
+    blocks = begun(plan, tmp_path / "out", existing="overwrite")
     assert reshard.verify(HF / "qwen2", tmp_path / "out").equal
     blocks.close()
     assert reshard.verify(HF / "qwen2", tmp_path / "out").equal
@@ -308,7 +308,7 @@ def test_overwriting_a_checkpoint_by_the_same_plan_is_resumed_and_not_taken_for_
     expected = tree(target)
     damaged = target / "model-rank-0-part-0.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-4] + b"\0\1\2\3")
-    begun(plan, target, overwrite=True).close()
+    begun(plan, target, existing="overwrite").close()
     reshard.convert(plan, target, resume=True)
     assert tree(target) == expected
 

@@ -14,7 +14,8 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import flat_boxes, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent
-from reshard.index.shards import Columns, Shards
+from reshard.geometry.sections import Columns
+from reshard.index.shards import PieceTable, Shards
 
 from ..layout.partitions import FlatSlice, zero3_slice
 from ..layout.states import Shape
@@ -69,7 +70,7 @@ class FlatBuffer:
             element = (parameter.first_offset if run == 0 else parameter.later_offset) + int(boxes.skips[i])
             return Extent(row.path, self.locations.of(row) + element * itemsize, strides, self.dtype)
 
-        return Shards(
+        table = PieceTable(
             paths=self.paths,
             offsets=boxes.offsets,
             sizes=boxes.sizes,
@@ -78,6 +79,7 @@ class FlatBuffer:
             extent=extent,
             ranks=self.ranks[rows],
         )
+        return Shards(table)
 
 
 def _column(ranks: Iterable[int]) -> Columns:
@@ -126,7 +128,7 @@ def pieces_of_whole(tensor: AnyTensor, locations: Locations) -> Shards:
         return Extent(tensor.path, locations.of(tensor), tensor.strides, tensor.dtype)
 
     position = tensor.byte_offset if isinstance(tensor, LocatedTensor) else tensor.member + tensor.skipped
-    return Shards(
+    table = PieceTable(
         paths=(tensor.path,),
         offsets=np.zeros((1, len(tensor.shape)), np.int64),
         sizes=np.array([tensor.shape], np.int64).reshape(1, -1),
@@ -135,6 +137,7 @@ def pieces_of_whole(tensor: AnyTensor, locations: Locations) -> Shards:
         extent=extent,
         ranks=_column([0]),
     )
+    return Shards(table)
 
 
 def pieces_of_copies(copies: Mapping[int, AnyTensor], locations: Locations) -> Shards:
@@ -144,7 +147,7 @@ def pieces_of_copies(copies: Mapping[int, AnyTensor], locations: Locations) -> S
     def extent(i: int) -> Extent:
         return Extent(tensors[i].path, locations.of(tensors[i]), tensors[i].strides, tensors[i].dtype)
 
-    return Shards(
+    table = PieceTable(
         paths=tuple(tensor.path for tensor in tensors),
         offsets=np.zeros((len(tensors), len(shape)), np.int64),
         sizes=np.tile(np.array(shape, np.int64), (len(tensors), 1)),
@@ -153,3 +156,4 @@ def pieces_of_copies(copies: Mapping[int, AnyTensor], locations: Locations) -> S
         extent=extent,
         ranks=_column(copies),
     )
+    return Shards(table)

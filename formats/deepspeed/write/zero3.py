@@ -20,7 +20,8 @@ from reshard.canonical.content import Content
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box, flat_boxes, row_major
 from reshard.geometry.dtypes import DType
-from reshard.geometry.stored import Section, StoredTensor
+from reshard.geometry.sections import Section, Sections
+from reshard.geometry.stored import StoredTensor
 from reshard.index.index import ParamGroup
 from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.target import Target
@@ -132,7 +133,7 @@ def _model_file(path: str, training: TrainingState, sub_groups: Sequence[SubGrou
     """A rank's model states: empty tensors in place of the parameters, which are partitioned; whole buffers; its part of frozen weights."""
     file, content = TorchFile(path, {"dp": rank.number}), training.content
     frozen = _frozen_names(training)
-    empty = StoredTensor("", F32, (0,), ())
+    empty = StoredTensor("", F32, (0,))
     module = {
         name: file.whole(name, content.tensors[name]) if name in training.untrained and name not in frozen else file.tensor(empty)
         for name in dict.fromkeys((*content.weights, *training.aliases))
@@ -214,7 +215,7 @@ def _row(name: str, parameters: Mapping[str, FlatSlice], training: TrainingState
         if math.prod(parameter.shape) == 0 and rank.number == 0:
             sections.append(Section(key, Box.whole(parameter.shape), start, strides))
         end = parameter.first_offset + zero3_part_size(parameter.shape, rank.count)
-    return StoredTensor(name, dtype or F32, (end,), tuple(sections))
+    return StoredTensor(name, dtype or F32, (end,), Sections.of(sections))
 
 
 def _row_dtype(key: str, training: TrainingState) -> DType:

@@ -18,6 +18,11 @@ from reshard.models.model import Model
 from .chunks import Chunk
 from .parallel_sizes import ParallelSizes
 
+# The models whose settings and computation were compared with Megatron-Core's.
+COMPARED_MODELS = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt2", "gpt_neox", "gemma2",
+    "phi3",
+)  # fmt: skip
 # For a source without args: the values with which Megatron's check of a checkpoint against a new run passes.
 _DEFAULTS: dict[str, Any] = {
     "make_vocab_size_divisible_by": 128,

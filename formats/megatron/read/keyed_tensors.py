@@ -21,7 +21,7 @@ from reshard.canonical.optimizer_state import state_kind
 from reshard.containers.dcp_metadata import TensorItem
 from reshard.errors import CheckpointError
 from reshard.geometry.mosaics import Mosaic, Tile
-from reshard.geometry.stored import Section
+from reshard.geometry.sections import Section
 from reshard.index.index import Tensor
 from reshard.index.shards import subviews, subviews_of_flat
 

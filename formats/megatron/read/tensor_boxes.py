@@ -11,7 +11,7 @@ from reshard.containers.torch_zip import AnyTensor, LocatedTensor
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, flat_boxes, row_major
 from reshard.geometry.mosaics import Mosaic
-from reshard.geometry.stored import Section
+from reshard.geometry.sections import Section
 
 from ..layout.tensors import MegatronTensor, Tensors
 
@@ -103,6 +103,5 @@ def flat_sections(array: Mosaic, start: int, stop: int, position: int) -> Iterat
         for axis, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
             part = part.cut(axis, offset, offset + size)
         # Each box is contiguous in the array's memory, so the sections of the part are row-major.
-        for section in part.sections(row_major(part.shape)):
-            yield Section(section.name, section.box, position + section.start, section.strides)
+        yield from part.sections(row_major(part.shape)).moved(position)
         position += box.volume

@@ -26,7 +26,7 @@ from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.extents import Extent
 from reshard.index.index import StoredFile
-from reshard.index.shards import Shards
+from reshard.index.shards import PieceTable, Shards
 from reshard.storage.files import Files, read_whole
 
 _DTYPES = {"<f4": "float32", "<f2": "float16", "<f8": "float64", "<i8": "int64", "<i4": "int32", "|u1": "uint8", "bfloat16": "bfloat16"}
@@ -57,7 +57,7 @@ class ZarrFolder:
         """The stored boxes of a tensor."""
         array = self._arrays[item.fqn]
         paths, strides, dtype = array.paths, row_major(array.box_shape), item.dtype
-        return Shards(
+        table = PieceTable(
             paths,
             item.chunks.offsets,
             item.chunks.sizes,
@@ -65,6 +65,7 @@ class ZarrFolder:
             np.zeros(len(paths), np.int64),
             lambda i: Extent(paths[i], 0, strides, dtype),
         )
+        return Shards(table)
 
     def value(self, item: BytesItem) -> Any:
         """An object, as an inert unpickler reads it."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from reshard.canonical.content import Content
 from reshard.errors import RequestError, UnsupportedError
-from reshard.models.lookup import built_in_model_types, known_model_types
+from reshard.models.lookup import known_model_types
 from reshard.models.model import Model
 
 from ..layout.parallel_sizes import ParallelSizes
+from ..layout.settings import COMPARED_MODELS
 from ..layout.tensors import ROLES
 
 _LINEAR_ROLES = ("attention.o", "mlp.up", "mlp.down", "expert.up", "expert.down", "shared_expert.up", "shared_expert.down")
@@ -46,11 +47,11 @@ def megatron_compatible_model(content: Content) -> Model:
 
 def _check_computation(model: Model) -> None:
     """Raises RequestError if it is not known that Megatron-Core computes what the model computes."""
-    if model.architecture.family not in built_in_model_types():
+    if model.architecture.family not in COMPARED_MODELS:
         raise UnsupportedError(
             f"it is not known which of Megatron's norms, positions and routers a {model.architecture.model_type} model has",
             why="Its declaration describes the weights; Megatron's settings also describe what is computed with them",
-            do="If it computes the same as a built-in model, add `like:` and that model's name to the declaration",
+            do=f"If it computes the same as one of {', '.join(COMPARED_MODELS)}, add `like:` and that model's name to the declaration",
         )
     if model.config.get("use_parallel_residual", model.architecture.family == "gpt_neox"):
         raise UnsupportedError(

@@ -22,7 +22,8 @@ from reshard.containers.pickle_writer import Name
 from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.mosaics import Mosaic
-from reshard.geometry.stored import Section, StoredTensor
+from reshard.geometry.sections import Section, Sections
+from reshard.geometry.stored import StoredTensor
 from reshard.plans.layout import Layout, TargetFile
 from reshard.plans.target import Target
 
@@ -247,9 +248,8 @@ def _flat_tensor(save: MegatronSave, name: str, kind: str, parameters: Sequence[
     sections: list[Section] = []
     for parameter, offset in zip(parameters, layout.offsets, strict=True):
         array = save.optimizer.state_array(parameter.array, kind)
-        for section in array.sections(row_major(array.shape)):
-            sections.append(Section(section.name, section.box, offset + section.start, section.strides))
-    return StoredTensor(name, F32, (layout.elements,), tuple(sections))
+        sections.extend(array.sections(row_major(array.shape)).moved(offset))
+    return StoredTensor(name, F32, (layout.elements,), Sections.of(sections))
 
 
 def _bucket_size(rank: _SavedRank) -> int | None:

@@ -12,11 +12,14 @@ from reshard.containers import safetensors
 from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.parallel import Parallel
+from reshard.geometry.sections import Sections
 from reshard.geometry.stored import StoredTensor
 from reshard.index.index import Index, RunFacts
 from reshard.models.lookup import find_model
 from reshard.models.model import Model
-from reshard.plans.layout import PlacedTensor, TargetFile, index_of
+from reshard.plans.layout import TargetFile
+from reshard.plans.layout_index import index_of
+from reshard.plans.placed import PlacedTensor
 from reshard.serving.legality import check_degrees
 from reshard.serving.ranks import placeholder_dtypes, rank_tensors
 from reshard.serving.rules import EngineRules
@@ -205,9 +208,11 @@ def _matched(expected: tuple[StoredTensor, ...], headers: Headers, rank: str) ->
 
 def _aliases_of(item: PlacedTensor, aliases: Mapping[str, str]) -> Iterator[PlacedTensor]:
     """The tensor again, under the names of its aliases: canonical tensors with the same values that are not stored."""
-    sections = tuple(replace(section, name=aliases[section.name]) for section in item.tensor.sections if section.name in aliases)
+    sections = (
+        [replace(section, name=aliases[section.name]) for section in item.tensor.sections if section.name in aliases] if aliases else []
+    )
     if sections:
-        yield replace(item, tensor=replace(item.tensor, sections=sections))
+        yield replace(item, tensor=replace(item.tensor, sections=Sections.of(sections)))
 
 
 def _with_stored_dtype(tensor: StoredTensor, dtype: DType) -> StoredTensor:

@@ -45,7 +45,7 @@ def lay_out(serving_format: ServingFormat, content: Content, target: Target, com
     engine_config = serving_format.engine_config(model, target.parallel, dtypes)
     companions, class_notes = companions.completed(model.architecture)
     companions, config_notes = _with_config_defaults(companions, rules)
-    left_out = layers_not_served(model)
+    left_out = layers_not_served(model) | {name: reason for name in content.tensors if (reason := model.reason_not_served(name))}
     return Layout(
         serving_format.name,
         tuple(rank_files(serving_format, target, lambda tp, pp: rank_tensors(model, stored, rules, target.parallel, tp, pp))),
@@ -106,9 +106,10 @@ def _sidecars(companions: ModelFiles, dtypes: Mapping[str, DType], engine_config
 
 def _about_left_out(left_out: Mapping[str, str], content: Content) -> tuple[str, ...]:
     """A note that says how to compare the result with its source where layers are left out."""
-    layers = sorted({name.split(".")[2] for name in left_out if name in content.tensors}, key=int)
-    globs = " ".join(f"--exclude 'model.layers.{layer}.*'" for layer in layers)
-    return (f"layers are left out; `reshard verify {globs}` compares all others with the source",) if layers else ()
+    left = [name for name in left_out if name in content.tensors]
+    globs = dict.fromkeys(re.sub(r"^((?:[a-z_]+\.)*?layers\.\d+|[^.]+)\..*", r"\1.*", name) for name in left)
+    excluded = " ".join(f"--exclude '{glob}'" for glob in globs)
+    return (f"layers are left out; `reshard verify {excluded}` compares all others with the source",) if globs else ()
 
 
 def rank_files(

@@ -86,6 +86,12 @@ class Node:
             raise self.unexpected("true or false")
         return self.value
 
+    def setting(self) -> bool | int | str:
+        """The value, a setting of a config."""
+        if not isinstance(self.value, bool | int | str):
+            raise self.unexpected("true, false, a whole number or a word")
+        return self.value
+
     def number(self, least: int) -> int:
         """The value, a whole number of at least `least`."""
         if isinstance(self.value, bool) or not isinstance(self.value, int) or not least <= self.value < 1 << 31:

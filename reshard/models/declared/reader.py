@@ -21,8 +21,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from reshard.errors import RequestError
-from reshard.models.architecture import Architecture, Dimension, SparseLayers, Weight
+from reshard.models.architecture import LAYER_SETS, Architecture, Dimension, LayerRule, Weight
 from reshard.models.declared import yaml_data
+from reshard.models.declared.engines import engines_of
 from reshard.models.declared.node import Node, expression
 from reshard.models.declared.version_1 import in_version_2
 from reshard.models.declared.weights import NUMBER, WeightReader, overlap
@@ -35,8 +36,8 @@ UNKNOWN = "?"
 # The declaration of a model_type; None if there is none.
 Find = Callable[[str], Architecture | None]
 KEYS = (
-    "language", "model_type", "class", "extends", "like", "without", "dimensions", "weights", "tied", "sparse_layers", "mtp_layers",
-    "dropped", "defaults", "vocabulary_multiple",
+    "language", "model_type", "class", "extends", "like", "text_config", "without", "renamed", "towers", "dimensions", "weights", "tied", "sparse_layers",
+    "layer_sets", "mtp_layers", "dropped", "carried", "defaults", "vocabulary_multiple", "engines",
 )  # fmt: skip
 
 
@@ -58,12 +59,16 @@ def parse_declaration(content: bytes, where: str, find: Find) -> Architecture:
     if "layers" not in dimensions:
         raise root.error("no dimension is called layers", do="Add it under `dimensions`, such as `layers: num_hidden_layers`")
     reader = WeightReader(dimensions)
+    towers = [(node, reader.weight(name, node)) for name, node in keys["towers"].mapping().items()] if "towers" in keys else []
     nodes = [(node, reader.weight(name, node)) for name, node in keys["weights"].mapping().items()] if "weights" in keys else []
     weights, fields = [weight for _, weight in nodes], _fields(keys, base, find)
     if base:
-        made = base.extended(*weights, model_type=model_type, dimensions=dimensions, without=_without(keys, base), **fields)
+        made = base.extended(*weights, model_type=model_type, without=_without(keys, base), **fields)
+        made = replace(made, dimensions=dimensions)
     else:
         made = Architecture(model_type, dimensions, tuple(weights), **fields)
+    made = replace(made, weights=(*(weight for _, weight in towers), *made.weights))
+    nodes = [*towers, *nodes]
     if not made.weights:
         raise root.error("it declares no weights", do="Name them under `weights`, or take over those of another model with `extends:`")
     for node, weight in nodes:
@@ -120,10 +125,31 @@ def _declared(node: Node, find: Find) -> Architecture:
 
 def _extended(keys: Mapping[str, Node], find: Find) -> Architecture | None:
     if "extends" in keys:
-        return _declared(keys["extends"], find)
-    if "without" in keys:
-        raise keys["without"].error("it removes weights of the model that `extends:` names, and there is no `extends:`")
+        base = _declared(keys["extends"], find)
+        return _renamed(base, keys["renamed"]) if "renamed" in keys else base
+    if needless := next((key for key in ("without", "renamed") if key in keys), None):
+        raise keys[needless].error(f"`{needless}` is about the weights of the model that `extends:` names, and there is no `extends:`")
     return None
+
+
+def _renamed(base: Architecture, node: Node) -> Architecture:
+    """The declaration with other first words in the names of its tensors."""
+    words = {old: inner.word() for old, inner in node.mapping().items()}
+
+    def renamed(name: str, escaped: Callable[[str], str] = str) -> str:
+        """The name, or with re.escape the regular expression, with its first words replaced."""
+        for old, new in words.items():
+            if name.startswith(escaped(old + ".")):
+                return escaped(new + ".") + name.removeprefix(escaped(old + "."))
+        return name
+
+    return replace(
+        base,
+        weights=tuple(replace(weight, name=renamed(weight.name)) for weight in base.weights),
+        tied=(renamed(base.tied[0]), renamed(base.tied[1])),
+        dropped={renamed(pattern, re.escape): reason for pattern, reason in base.dropped.items()},
+        carried={renamed(pattern, re.escape): reason for pattern, reason in base.carried.items()},
+    )
 
 
 def _without(keys: Mapping[str, Node], base: Architecture) -> frozenset[str]:
@@ -142,11 +168,16 @@ def _without(keys: Mapping[str, Node], base: Architecture) -> frozenset[str]:
 
 def _dimensions(node: Node, base: Architecture | None) -> dict[str, Dimension]:
     own_dimensions: dict[str, Dimension] = {}
+    inherited = dict(base.dimensions if base else {})
     for name, inner in node.mapping().items():
+        if inner.value == "none":
+            if inherited.pop(name, None) is None:
+                raise inner.error("`none` removes a dimension of the extended model, and it has no such dimension")
+            continue
         if not re.fullmatch(r"[a-z_][a-z0-9_]*", name):
             raise inner.error("the name of a dimension is a word in lower case")
         own_dimensions[name] = _dimension(inner)
-    dimensions = {**(base.dimensions if base else {}), **own_dimensions}
+    dimensions = {**inherited, **own_dimensions}
     # A default may use the dimensions before it. Those of the extended declaration keep their places.
     before: dict[str, Dimension] = {}
     for name, dimension in dimensions.items():
@@ -164,8 +195,12 @@ def _dimension(node: Node) -> Dimension:
         return Dimension((), default=str(node.number(1)))
     if not isinstance(node.value, dict):
         return Dimension(_config_keys(node))
-    keys = node.mapping(("keys", "default", "optional"))
+    keys = node.mapping(("keys", "default", "optional", "entries_of"))
     config_keys = _config_keys(keys["keys"]) if "keys" in keys else ()
+    if "entries_of" in keys:
+        if "keys" in keys or "default" in keys:
+            raise node.error("`entries_of` counts the entries of a list of the config", do="Leave out `keys` and `default`")
+        return Dimension(_config_keys(keys["entries_of"]), optional=True, counts=True)
     default = str(keys["default"].value) if "default" in keys else None
     if default is not None and not isinstance(keys["default"].value, str | int):
         raise keys["default"].unexpected("an expression of dimensions")
@@ -184,16 +219,27 @@ def _fields(keys: Mapping[str, Node], base: Architecture | None, find: Find) -> 
     if "class" in keys:
         fields["class_name"] = keys["class"].word(r"[A-Za-z_]\w*")
     if "like" in keys:
-        fields["like"] = _declared(keys["like"], find).family
-    if "dropped" in keys:
-        dropped = {_regex(glob): _reason(node) for glob, node in keys["dropped"].mapping().items()}
-        fields["dropped"] = {**(base.dropped if base else {}), **dropped}
+        like = _declared(keys["like"], find)
+        fields["like"], fields["engines"] = like.family, like.engines
+    if "engines" in keys:
+        fields["engines"] = {**fields.get("engines", {}), **engines_of(keys["engines"])}
+    for key in ("dropped", "carried"):
+        if key in keys:
+            reasons = {_regex(glob): _reason(node) for glob, node in keys[key].mapping().items()}
+            fields[key] = {**(getattr(base, key) if base else {}), **reasons}
     if "sparse_layers" in keys:
-        fields["sparse_layers"] = _sparse_layers(keys["sparse_layers"])
+        fields["sparse_layers"] = _layer_rule(keys["sparse_layers"])
+    if "layer_sets" in keys:
+        declared = {name: _layer_rule(node) for name, node in keys["layer_sets"].mapping().items()}
+        if strange := next((name for name in declared if name in LAYER_SETS or not re.fullmatch(r"[a-z_][a-z0-9_]*", name)), None):
+            raise keys["layer_sets"].error(f"a set of layers cannot be called {strange!r}", do="Name it by another word in lower case")
+        fields["layer_sets"] = {**(base.layer_sets if base else {}), **declared}
+    if "text_config" in keys:
+        fields["text_config"] = keys["text_config"].config_key()
     if "mtp_layers" in keys:
         fields["mtp_layers"] = keys["mtp_layers"].config_key()
     if "defaults" in keys:
-        defaults = {key: _setting(node) for key, node in keys["defaults"].mapping().items()}
+        defaults = {key: node.setting() for key, node in keys["defaults"].mapping().items()}
         fields["defaults"] = {**(base.defaults if base else {}), **defaults}
     if "vocabulary_multiple" in keys:
         fields["vocabulary_multiple"] = keys["vocabulary_multiple"].number(1)
@@ -212,18 +258,23 @@ def _reason(node: Node) -> str:
     return node.value
 
 
-def _setting(node: Node) -> Any:
-    if not isinstance(node.value, bool | int | str):
-        raise node.unexpected("true, false, a whole number or a word")
-    return node.value
-
-
-def _sparse_layers(node: Node) -> SparseLayers:
+def _layer_rule(node: Node) -> LayerRule:
     if node.value == "all":
-        return SparseLayers()
-    keys = node.mapping(("first", "step", "offset", "dense"))
-    config_keys = {key: keys[key].config_key() for key in ("first", "step", "dense") if key in keys}
-    return SparseLayers(offset=keys["offset"].number(0) if "offset" in keys else 0, **config_keys)
+        return LayerRule()
+    keys = node.mapping(("list", "entries", "first", "last", "step", "offset", "dense"))
+    if ("list" in keys) != ("entries" in keys):
+        raise node.error("`list` names a list of the config and `entries` which of its entries count", do="Write both, or none of them")
+    config_keys = {key: keys[key].config_key() for key in ("first", "last", "step", "dense") if key in keys}
+    return LayerRule(
+        key=keys["list"].config_key() if "list" in keys else None,
+        entries=tuple(_entry(item) for item in keys["entries"].items()) if "entries" in keys else (),
+        offset=keys["offset"].number(0) if "offset" in keys else 0,
+        **config_keys,
+    )
+
+
+def _entry(node: Node) -> str | int:
+    return node.number(0) if isinstance(node.value, int) else node.word()
 
 
 def _tied(keys: Mapping[str, Node], made: Architecture, base: Architecture | None) -> tuple[str, str]:
@@ -240,7 +291,7 @@ def _tied(keys: Mapping[str, Node], made: Architecture, base: Architecture | Non
     usual = base.tied if base else Architecture.tied
     if base and set(usual) <= set(names):
         return usual
-    heads = [weight.name for weight in made.weights if weight.role == "head"] or [usual[0]]
+    heads = [weight.name for weight in made.weights if weight.role == "head" and not weight.name.endswith(".bias")] or [usual[0]]
     embeddings = [weight.name for weight in made.weights if weight.role == "embedding"]
     if len(heads) == 1 and len(embeddings) == 1:
         return heads[0], embeddings[0]
@@ -257,14 +308,22 @@ def _tied(keys: Mapping[str, Node], made: Architecture, base: Architecture | Non
 def _check_layers(weight: Weight, made: Architecture, node: Node) -> None:
     """Raises RequestError if a weight belongs to layers or experts that its name has no index for, or that are not declared."""
     if weight.layers and "{layer}" not in weight.name:
-        raise node.error(f"`layers: {weight.layers}` needs the number of the layer in the name, and the name has none")
-    if weight.layers == "mtp" and made.mtp_layers is None:
+        raise node.error(f"`layers: {', '.join(weight.layers)}` needs the number of the layer in the name, and the name has none")
+    sets = [name.removeprefix("not ") for name in weight.layers]
+    if strange := next((name for name in sets if name not in (*LAYER_SETS, *made.layer_sets)), None):
+        raise node.error(
+            f"no set of layers is called {strange!r}",
+            do=f"The sets are {', '.join((*LAYER_SETS, *made.layer_sets))}; declare another one under `layer_sets`",
+        )
+    if "mtp" in sets and made.mtp_layers is None:
         raise node.error("the number of layers for multi-token prediction is not declared", do="Add `mtp_layers:` and the config's key")
     if "{expert}" in weight.name and "experts" not in made.dimensions:
         raise node.error(
             "the name contains the number of an expert, and no dimension is called experts", do="Add `experts:` under `dimensions`"
         )
-    if (weight.layers == "sparse" or "{expert}" in weight.name) and made.sparse_layers is None:
+    if weight.stacked and "experts" not in made.dimensions:
+        raise node.error("its first axis counts the experts, and no dimension is called experts", do="Add `experts:` under `dimensions`")
+    if ("sparse" in sets or weight.stacked or "{expert}" in weight.name) and made.sparse_layers is None:
         raise node.error(
             "it belongs to a sparse layer, and the sparse layers are not declared",
             do="Add `sparse_layers:`, or `sparse_layers: all` if all layers have experts",

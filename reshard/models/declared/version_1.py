@@ -21,7 +21,7 @@ from reshard.models.declared.yaml_data import Document, Path
 
 _KEYS = {"extra_layers": "mtp_layers", "sparse": "sparse_layers"}
 _WEIGHT_KEYS = {"holds": "fuses", "by": "interleaved_by"}
-_NEW_KEYS = ("extends", "class", *_KEYS.values(), *_WEIGHT_KEYS.values())
+_NEW_KEYS = ("extends", "class", "engines", *_KEYS.values(), *_WEIGHT_KEYS.values())
 
 
 def in_version_2(document: Document, file: str) -> Document:

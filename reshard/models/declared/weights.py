@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard.models.architecture import Dimension, Weight
 from reshard.models.declared.node import CONFIG_KEY, Node, expression
-from reshard.models.roles import DECLARED_ROLES, ROLES, Column, Heads, Replicate, Row, Split, Vocabulary
+from reshard.models.roles import DECLARED_ROLES, ROLES, Column, FirstRank, Heads, Replicate, Row, Split, Vocabulary
 
-WEIGHT_KEYS = ("role", "shape", "split", "fuses", "interleaved_by", "transposed", "when", "layers")
+WEIGHT_KEYS = ("role", "shape", "split", "fuses", "interleaved_by", "transposed", "stacked", "when", "layers")
 _FUSED_ROLES = {role.fuses: role.name for role in ROLES.values() if role.fuses}
-_SPLITS: dict[str, Split] = {"column": Column(), "row": Row(), "vocabulary": Vocabulary(), "replicate": Replicate()}
+SPLITS: dict[str, Split] = {
+    "column": Column(),
+    "row": Row(),
+    "vocabulary": Vocabulary(),
+    "replicate": Replicate(),
+    "first_rank": FirstRank(),
+}
 # A number in a name, or its placeholder.
-NUMBER = r"\{layer\}|\{expert\}|\d+"
+NUMBER = r"\{\w+\}|\d+"
 _ROLE = r"[\w.-]+"
 
 
@@ -27,7 +33,7 @@ class WeightReader:
 
     def weight(self, written: str, node: Node) -> Weight:
         """One weight. written: its name in the file; node: its role, or the mapping of its keys."""
-        name = pattern_of(written, node)
+        name = pattern_of(written, node, self.dimensions)
         keys = {"role": node} if isinstance(node.value, str) else node.mapping(WEIGHT_KEYS)
         transposed = keys["transposed"].flag() if "transposed" in keys else False
         rows = self._fused_rows(keys["fuses"]) if "fuses" in keys else self._rows_of_role(node, keys)
@@ -38,11 +44,12 @@ class WeightReader:
             role,
             self._shape(node, keys, name, rows, transposed=transposed),
             keys["when"].word(rf"(not )?{CONFIG_KEY}", "a key of the config, or `not` and a key") if "when" in keys else None,
-            keys["layers"].one_of(("dense", "sparse", "mtp")) if "layers" in keys else None,  # type: ignore[arg-type]
+            tuple(_layer_set(item) for item in keys["layers"].items()) if "layers" in keys else (),
             rows if "fuses" in keys else {},
             self._interleaved_by(keys) if "interleaved_by" in keys else None,
             transposed,
             split,
+            keys["stacked"].flag() if "stacked" in keys else False,
         )
 
     def _rows_of_role(self, node: Node, keys: Mapping[str, Node]) -> dict[str, str]:
@@ -100,35 +107,32 @@ class WeightReader:
             if new_roles:
                 raise node.error(
                     f"there is no role {new_roles[0]!r}",
-                    do=f"The roles are {', '.join(DECLARED_ROLES)}. For a new role add `split:` with {', '.join(_SPLITS)} or "
+                    do=f"The roles are {', '.join(DECLARED_ROLES)}. For a new role add `split:` with {', '.join(SPLITS)} or "
                     "{heads: DIMENSION}",
                 )
             return None
         if len(new_roles) < len(roles):
             with_split = next(role for role in roles if role in ROLES)
             raise keys["split"].error(f"the role {with_split} has a split already", do="Leave out `split:`, or give the weight a new role")
-        return self._new_split(keys["split"])
-
-    def _new_split(self, node: Node) -> Split:
-        if not isinstance(node.value, dict):
-            return _SPLITS[node.one_of(tuple(_SPLITS))]
-        keys = node.mapping(("heads", "copies"))
-        if "heads" not in keys:
-            raise node.error("it does not name the dimension", do="Write {heads: DIMENSION}, with `copies: true` if ranks may share a head")
-        count = keys["heads"].word(r"[a-z_][a-z0-9_]*", "a dimension")
-        expression(keys["heads"], self.dimensions)
-        return Heads(count, keys["copies"].flag() if "copies" in keys else False)
+        split = split_of(keys["split"])
+        if isinstance(split, Heads):
+            expression(keys["split"].mapping()["heads"], self.dimensions)
+        return split
 
     def _shape(self, node: Node, keys: Mapping[str, Node], name: str, rows: Mapping[str, str], *, transposed: bool) -> tuple[str, ...]:
         """The shape that is written, or the usual shape of the roles; a bias has only the output features."""
         if "shape" in keys:
             axes = keys["shape"].items()
-            if not 1 <= len(axes) <= 4:
-                raise keys["shape"].error(f"expected 1 to 4 axes, found {len(axes)}")
-            if "fuses" in keys and transposed and len(axes) != 2:
-                raise keys["shape"].error(f"a fused weight that is transposed has 2 axes, found {len(axes)}")
+            if len(axes) > 5:
+                raise keys["shape"].error(f"expected at most 5 axes, found {len(axes)}")
+            own = len(axes) - (1 if "stacked" in keys else 0)
+            if "fuses" in keys and transposed and own != 2:
+                raise keys["shape"].error(f"a fused weight that is transposed has 2 axes, found {own}")
             return tuple(expression(axis, self.dimensions, optional=True) for axis in axes)
+        stacked = "stacked" in keys and keys["stacked"].flag()
         parameter = name.rpartition(".")[2]
+        if stacked:  # such as experts.down_proj and experts.down_proj_bias
+            parameter = "bias" if parameter.endswith("bias") else "weight"
         if parameter not in ("weight", "bias") or any(role not in DECLARED_ROLES for role in rows):
             raise node.error("it has no `shape`, and none follows from its role and name", do="Add `shape:` and a list of its axes")
         inputs = {role: () if parameter == "bias" else ROLES[role].shape[1:] for role in rows}
@@ -137,17 +141,39 @@ class WeightReader:
             raise node.error(f"it has no `shape`, and {first} and {different} have different input features", do="Add `shape:`")
         shape = (" + ".join(rows.values()), *inputs[first])
         shape = shape[::-1] if transposed else shape
+        shape = ("experts", *shape) if stacked else shape
         why = f"The usual shape of {first} is [{', '.join(shape)}]; `shape:` sets another one"
         return tuple(expression(node.inner("shape", axis), self.dimensions, why=why, optional=True) for axis in shape)
 
 
-def pattern_of(written: str, node: Node) -> str:
-    """The name with {layer} and {expert}. The first * is the index of the layer, the second that of the expert, each between two dots."""
+def split_of(node: Node) -> Split:
+    """A split: a word, or {heads: DIMENSION}."""
+    if not isinstance(node.value, dict):
+        return SPLITS[node.one_of(tuple(SPLITS))]
+    keys = node.mapping(("heads", "copies"))
+    if "heads" not in keys:
+        raise node.error("it does not name the dimension", do="Write {heads: DIMENSION}, with `copies: true` if ranks may share a head")
+    count = keys["heads"].word(r"[a-z_][a-z0-9_]*", "a dimension")
+    return Heads(count, keys["copies"].flag() if "copies" in keys else False)
+
+
+def _layer_set(node: Node) -> str:
+    return node.word(r"(not )?[a-z_][a-z0-9_]*", "a set of layers, or `not` and a set of layers")
+
+
+def pattern_of(written: str, node: Node, dimensions: Collection[str] = ()) -> str:
+    """The name with {layer} and {expert}. The first * is the index of the layer, the second that of the expert, each between two dots.
+
+    dimensions: further words that may stand in braces.
+    """
     words = written.split(".")
     stars, braces = words.count("*"), re.findall(r"\{[^{}]*\}", written)
-    if strange := next((brace for brace in braces if brace not in ("{layer}", "{expert}") or braces.count(brace) > 1), None):
-        raise node.error(f"a name cannot contain {strange} here", do="It may contain {layer} and {expert}, once each")
-    rest = written.replace("{layer}", "").replace("{expert}", "")
+    allowed = ("layer", "expert", *dimensions)
+    if strange := next((brace for brace in braces if brace[1:-1] not in allowed or braces.count(brace) > 1), None):
+        raise node.error(f"a name cannot contain {strange} here", do="It may contain {layer}, {expert} or a dimension, once each")
+    if len(braces) > 1 and set(braces) != {"{layer}", "{expert}"}:
+        raise node.error("a name that counts a dimension cannot contain the number of a layer or an expert")
+    rest = re.sub(r"\{\w+\}", "", written)
     if re.search(r"[\s{}?\[\]]", rest) or not rest:
         raise node.error(
             "this is not the name of a weight", do="A name may contain {layer} and {expert}, or * in place of a number between two dots"

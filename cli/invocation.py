@@ -1,0 +1,29 @@
+"""One run of the command line: what commands know about it besides their own options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import click
+
+from .logs import LogOptions
+from .metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Invocation:
+    """One run of the command line."""
+
+    arguments: list[str]
+    """The command line, which `convert` records."""
+    log: LogOptions
+    """What it says about the log."""
+    metrics: Metrics
+    """What becomes known about the run."""
+
+
+def current() -> Invocation:
+    """The run to which the command belongs."""
+    found = click.get_current_context().find_root().obj
+    assert isinstance(found, Invocation)
+    return found

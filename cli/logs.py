@@ -1,0 +1,192 @@
+"""The log of a command line: which events go to stderr and to --log-file, and what a line of them looks like.
+
+The events come from Python's logger `reshard` (reshard/engine/events.py). By default stderr shows errors and progress alone; the file, and
+stderr with --log-format json, get all events; with --verbose the details, too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from reshard.engine.events import LOGGER
+from reshard.errors import RequestError, printable
+from reshard.storage.system_calls import system_errors
+
+NOTICE = 25
+"""The level of progress, between INFO and WARNING: stderr shows it by default."""
+_NEVER = logging.CRITICAL + 1
+
+
+@dataclass(frozen=True, slots=True)
+class LogOptions:
+    """What the command line says about the log."""
+
+    quiet: bool = False
+    """Only errors go to stderr, and the result is one line."""
+    verbose: bool = False
+    """Details are logged, too."""
+    as_json: bool = False
+    """A line of the log is a JSON object."""
+    file: str | None = None
+    """A copy of the log is appended to this file."""
+    metrics_file: str | None = None
+    """Metrics are written to this file at the end."""
+
+    @property
+    def on_stderr(self) -> int:
+        """The level from which on events go to stderr."""
+        if self.quiet:
+            return logging.ERROR
+        return logging.DEBUG if self.verbose else logging.INFO if self.as_json else NOTICE
+
+
+def log_options(arguments: Sequence[str], params: Sequence[click.Option]) -> LogOptions:
+    """The options of the log in a command line, wherever they stand and whatever else is wrong with it: errors of usage are logged, too."""
+    reader = click.Command("log", params=list(params), add_help_option=False)
+    context = click.Context(reader, ignore_unknown_options=True, allow_extra_args=True, resilient_parsing=True)
+    given: dict[str, Any] = {}
+    with suppress(click.ClickException):  # The command itself says what is wrong.
+        given, _, _ = reader.make_parser(context).parse_args(list(arguments))
+    return LogOptions(
+        quiet=bool(given.get("quiet")),
+        verbose=bool(given.get("verbose")),
+        as_json=given.get("log_format") == "json",
+        file=given.get("log_file"),
+        metrics_file=given.get("metrics_file"),
+    )
+
+
+@contextmanager
+def logging_to_stderr(log: LogOptions) -> Iterator[None]:
+    """Inside this context events go to stderr. Afterwards the logger has the handlers and the level that it had before."""
+    handlers, level = list(LOGGER.handlers), LOGGER.level
+    LOGGER.setLevel(logging.DEBUG if log.verbose else logging.INFO)
+    _add(_Handler(sys.stderr), _JsonLines() if log.as_json else _TerminalLines(), log.on_stderr)
+    try:
+        yield
+    finally:
+        for handler in [handler for handler in LOGGER.handlers if handler not in handlers]:
+            LOGGER.removeHandler(handler)
+            if isinstance(handler, _FileHandler):
+                handler.close()
+        LOGGER.setLevel(level)
+
+
+def log_to_file(log: LogOptions) -> None:
+    """From now on, until `logging_to_stderr` ends, events also go to --log-file.
+
+    Raises: RequestError or SystemRefusal if the file cannot be written.
+    """
+    if log.quiet and log.verbose:
+        raise RequestError("--quiet and --verbose contradict each other", do="Give one of them")
+    if log.file is None:
+        return
+    check_folder("--log-file", Path(log.file))
+    with system_errors("written", log.file):
+        handler = _FileHandler(open(log.file, "a", encoding="utf-8"))  # noqa: SIM115  (closed by `logging_to_stderr`)
+    _add(handler, _JsonLines() if log.as_json else _FileLines(), logging.DEBUG)
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Raises RequestError if a file cannot be written at this path because its directory does not exist, or because it is a directory."""
+    if path.is_dir():
+        raise RequestError(f"{option} {path} is a directory", do="Give the path of a file")
+    if not path.parent.is_dir():
+        raise RequestError(f"the directory of {option} {path} does not exist", do=f"Create it: mkdir -p {path.parent}", id="not-found")
+
+
+def _add(handler: logging.Handler, formatter: logging.Formatter, level: int) -> None:
+    handler.setFormatter(formatter)
+    handler.setLevel(level)
+    LOGGER.addHandler(handler)
+
+
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg,unused-ignore]  # generic in newer versions of Python's stubs
+    """Writes lines. A stream that cannot be written any more does not stop the run."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        self.setLevel(_NEVER)
+
+
+class _FileHandler(_Handler):
+    """Appends lines to the log file, and says once on stderr when that is not possible any more."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        super().handleError(record)
+        LOGGER.warning(f"the log file cannot be written any more: {sys.exception()}", extra={"event": "log-file-lost", "fields": {}})
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self.stream.close()
+        super().close()
+
+
+class _Lines(logging.Formatter):
+    """One line for each event; a traceback follows its error."""
+
+    def line(self, record: logging.LogRecord) -> str:
+        raise NotImplementedError
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _traceback(record) + self.line(record)
+
+
+class _TerminalLines(_Lines):
+    """Lines for people who watch. Only details have a time: the seconds since the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._began = datetime.now(UTC).timestamp()
+
+    def line(self, record: logging.LogRecord) -> str:
+        text = printable(record.getMessage())
+        if record.levelno >= logging.ERROR:
+            return f"reshard: {text}"
+        if record.levelno >= logging.WARNING:
+            return f"reshard: warning: {text}"
+        return text if record.levelno == NOTICE else f"[{max(record.created - self._began, 0):.2f} s] {text}"
+
+
+class _FileLines(_Lines):
+    """Lines for a file: time in UTC, level, message."""
+
+    def line(self, record: logging.LogRecord) -> str:
+        return f"{_time(record)} {_level(record):<7} {printable(record.getMessage())}"
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object for each event."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = dict(record.__dict__.get("fields", {}))
+        if text := _traceback(record):
+            fields["traceback"] = text
+        name = record.__dict__.get("event", "log")
+        line = {"time": _time(record), "level": _level(record), "event": name, "message": record.getMessage(), "fields": fields}
+        return json.dumps(line, default=str)
+
+
+def _traceback(record: logging.LogRecord) -> str:
+    if not record.exc_info or record.exc_info[1] is None:
+        return ""
+    return "".join(traceback.format_exception(record.exc_info[1]))
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _level(record: logging.LogRecord) -> str:
+    names = ((logging.ERROR, "error"), (logging.WARNING, "warning"), (logging.INFO, "info"))
+    return next((name for level, name in names if record.levelno >= level), "debug")

@@ -1,0 +1,391 @@
+"""Files of ranks that are alike: torch.save files that differ from an earlier rank's only where the rank stands are recognised, not parsed.
+
+A rank's file of an FSDP run has a pickle of some 400 kB, and those of two ranks differ in a few bytes: the number of the rank, and its
+coordinates on the mesh. A file is recognised if
+
+- its pickle is, byte for byte, the known pickle with this rank's numbers in those places;
+- the directory of its zip is that of the known file but for times, checksums, the name of the root folder and the places of the members.
+
+Then it holds the tensors of the known file, with the boxes that follow from the rank's coordinates. Anything else is parsed in full, and
+may become a known form itself: numbers above 255 take two bytes, and the last ranks may hold fewer rows.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.containers.distributed_tensors import LocalTensor
+from reshard.containers.torch_zip import UnlocatedTensor
+from reshard.containers.zip_directory import Directory, Range, members_of, payload, read_records
+from reshard.errors import CheckpointError
+from reshard.geometry.boxes import Box
+from reshard.geometry.sections import Columns
+from reshard.storage.files import Files
+
+Entry = tuple[Any, LocalTensor]
+"""A tensor of a file, with any key that tells what it is."""
+Parse = Callable[[int, str], Sequence[Entry]]
+"""(rank, path) -> the tensors of the rank's file, parsed in full."""
+
+_Number = str | int
+"""A number that depends on the rank: "rank", or a dimension of the mesh, which stands for the rank's coordinate."""
+
+# Opcodes of a pickle before a number of one and of two bytes.
+_NUMBER_OF_1, _NUMBER_OF_2 = 0x4B, 0x4D
+# Forms that are remembered; files that are parsed in a row before it is given up to recognise the others.
+_MOST_FORMS, _PATIENCE = 32, 24
+_LONGEST_PICKLE = 1 << 28
+
+
+@dataclass(slots=True)
+class AlikeRanks:
+    """Ranks whose files hold the same tensors in the same places but for the ranks' coordinates."""
+
+    entries: Sequence[Entry]
+    """The tensors of the first of them."""
+    ranks: list[int] = field(default_factory=list)
+    """The ranks."""
+    paths: list[str] = field(default_factory=list)
+    """The file of each rank."""
+    members: list[Columns] = field(default_factory=list)
+    """For each rank: [number of entries], the byte offset of the local header of the zip member that holds each tensor; -1: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A file that was parsed in full."""
+
+    rank: int
+    """Its rank."""
+    path: str
+    """The file."""
+    entries: Sequence[Entry]
+    """Its tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotAlike:
+    """The ranks that are left when the files turn out not to be alike."""
+
+    ranks: Sequence[tuple[int, str]]
+    """(rank, path) of each."""
+
+
+def boxes_of_ranks(local: LocalTensor, ranks: Sequence[int]) -> Sequence[Box]:
+    """The box of a tensor that each rank holds."""
+    if local.distribution is None:
+        return [local.shards[0][0]] * len(ranks)
+    return [local.distribution.box(local.shape, coordinates(local, rank)) for rank in ranks]
+
+
+def coordinates(local: LocalTensor, rank: int) -> tuple[int, ...]:
+    """The coordinates of a rank on the mesh of a distributed tensor, if the mesh numbers its ranks row by row."""
+    assert local.distribution is not None
+    found = []
+    for size in reversed(local.distribution.mesh.sizes):
+        rank, at = divmod(rank, size)
+        found.append(at)
+    return tuple(reversed(found))
+
+
+def read_ranks(files: Files, ranks: Sequence[tuple[int, str]], parse: Parse) -> Iterator[Parsed | AlikeRanks | NotAlike]:
+    """The content of the files of some ranks, given as (rank, path): those that are parsed, those that are recognised, and, if the files
+    turn out not to be alike, the ranks that are left for the caller to parse."""
+    forms: list[_Form] = []
+    failures = 0
+    for number, (rank, path) in enumerate(ranks):
+        raw = _raw(files, path)
+        if raw is not None and any(form.recognise(raw, rank, path) for form in forms):
+            failures = 0
+            continue
+        if failures == _PATIENCE:
+            yield from (form.alike for form in forms if form.alike.ranks)
+            yield NotAlike(ranks[number:])
+            return
+        failures += 1
+        entries = parse(rank, path)
+        yield Parsed(rank, path, entries)
+        if raw is None or any(form.learn(raw, rank, entries) for form in forms):
+            continue
+        if (form := _Form.of(raw, rank, entries)) and len(forms) < _MOST_FORMS:
+            forms.append(form)
+    yield from (form.alike for form in forms if form.alike.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Raw:
+    """What two files are compared by."""
+
+    source: Range
+    """The file."""
+    pickle: bytes
+    """The content of data.pkl."""
+    order: bytes
+    """The content of byteorder."""
+    count: int
+    """The number of members of the zip."""
+    directory: bytes
+    """The central directory of the zip."""
+    directory_offset: int
+    """Where it starts in the file."""
+    root: bytes
+    """The folder inside the zip, with a slash at its end."""
+
+
+def _raw(files: Files, path: str) -> _Raw | None:
+    """The parts of a file that tell its form; None if it is not an ordinary file of torch.save, which the parser then reads or refuses."""
+    try:
+        source = Range(files, path)
+        count, start, directory = read_records(source)
+        first = {member.name.rpartition("/")[2]: member for member in islice(members_of(source, directory, count), 8)}
+        content = {
+            name: source.read(payload(source, Directory({}, start), first[name]), first[name].nbytes)
+            for name in ("data.pkl", "byteorder")
+            if name in first and first[name].nbytes < _LONGEST_PICKLE
+        }
+    except CheckpointError:
+        return None
+    if len(content) < 2:
+        return None
+    root = first["data.pkl"].name.removesuffix("data.pkl").encode()
+    return _Raw(source, content["data.pkl"], content["byteorder"], count, directory, start, root)
+
+
+def numbered_bytes(known: bytes, number: int, others: Mapping[int, bytes]) -> Callable[[int], bytes] | None:
+    """A function from the number of a rank to its pickle, given that of rank `number` and those of some other ranks; None if pickles differ
+    in anything but this number.
+
+    others: by rank. The first tells where the number stands; the function gives all of them exactly.
+    """
+    own, places = np.frombuffer(known, np.uint8), dict[tuple[int, int], set[_Number]]()
+    for rank, pickle in others.items():
+        if len(pickle) != len(known):
+            return None
+        found = _differing_numbers(own, np.frombuffer(pickle, np.uint8), {"rank": number}, {"rank": rank})
+        if found is None:
+            return None
+        places |= found
+
+    def of(rank: int) -> bytes:
+        pickle = bytearray(known)
+        for position, width in places:
+            pickle[position : position + width] = rank.to_bytes(width, "little")
+        return bytes(pickle)
+
+    return of if all(of(rank) == pickle for rank, pickle in others.items()) else None
+
+
+class _Form:
+    """A known file, and where another rank's file may differ from it."""
+
+    def __init__(self, raw: _Raw, rank: int, entries: Sequence[Entry]) -> None:
+        self.alike = AlikeRanks(entries)
+        self._raw, self._rank = raw, rank
+        self._pickle = np.frombuffer(raw.pickle, np.uint8)
+        # (position of a number in the pickle, its bytes) -> the numbers of a rank that it may be: "rank", or a dimension of the mesh.
+        self._fields: dict[tuple[int, int], set[_Number]] = {}
+        records = _Records(raw)
+        # By the lengths of the directory and of the root folder's name, which has the rank's number in it.
+        self._records = {(len(raw.directory), len(raw.root)): records}
+        rows = {offset: row for row, offset in enumerate(records.own.tolist())}
+        self._rows = np.array([rows.get(_member(local), -1) for _, local in entries], np.int64)
+        self._mesh = next(local for _, local in entries if local.distribution is not None)
+
+    @classmethod
+    def of(cls, raw: _Raw, rank: int, entries: Sequence[Entry]) -> _Form | None:
+        """The form of a file that was parsed; None if its boxes do not follow from the rank alone."""
+        meshes = set()
+        for _, local in entries:
+            if len(local.shards) != 1 or not isinstance(local.shards[0][1], UnlocatedTensor):
+                return None
+            if local.distribution is not None:
+                meshes.add(local.distribution.mesh)
+            elif local.rank is not None or local.shards[0][0] != Box.whole(local.shape):
+                return None
+        if len(meshes) != 1 or rank >= next(iter(meshes)).ranks:
+            return None
+        return cls(raw, rank, entries)
+
+    def recognise(self, raw: _Raw, rank: int, path: str) -> bool:
+        """Whether this file has the form; then it is added to `alike`."""
+        if not self._fields or len(raw.pickle) != len(self._pickle) or raw.order != self._raw.order:
+            return False
+        expected, numbers = self._pickle.copy(), self._numbers(rank)
+        if numbers is None or not self._tells(numbers):
+            return False
+        for (position, width), candidates in self._fields.items():
+            values = {numbers[name] for name in candidates}
+            if len(values) > 1 or (value := values.pop()) >= 1 << 8 * width:
+                return False
+            expected[position : position + width] = list(value.to_bytes(width, "little"))
+        if expected.tobytes() != raw.pickle:
+            return False
+        offsets = self._offsets_in(raw)
+        if offsets is None:
+            return False
+        self.alike.ranks.append(rank)
+        self.alike.paths.append(path)
+        self.alike.members.append(np.where(self._rows < 0, -1, offsets[self._rows]))
+        return True
+
+    def learn(self, raw: _Raw, rank: int, entries: Sequence[Entry]) -> bool:
+        """Take over from a file that was parsed what may differ. Whether it has this form."""
+        numbers = self._numbers(rank)
+        if len(raw.pickle) != len(self._pickle) or numbers is None or not self._predicts(rank, entries):
+            return False
+        fields = _differing_numbers(self._pickle, np.frombuffer(raw.pickle, np.uint8), self._numbers(self._rank) or {}, numbers)
+        if fields is None or self._offsets_in(raw) is None:
+            return False
+        for place, candidates in fields.items():
+            known = self._fields.get(place)
+            self._fields[place] = candidates if known is None else known & candidates
+        return all(self._fields.values())
+
+    def _offsets_in(self, raw: _Raw) -> Columns | None:
+        """[members]: the places of the members' local headers in a file, if it has the members of the known file; otherwise None."""
+        lengths = len(raw.directory), len(raw.root)
+        known = self._records.get(lengths)
+        offsets = known.offsets_in(raw) if known else None
+        if offsets is not None or len(self._records) > _MOST_FORMS:
+            return offsets
+        sizes = _sizes_by_name(raw)
+        if sizes is None or len(sizes) < raw.count or sizes != _sizes_by_name(self._raw):
+            return None
+        self._records[lengths] = records = _Records(raw)
+        return records.offsets_in(raw)
+
+    def _numbers(self, rank: int) -> dict[_Number, int] | None:
+        """What a rank's file has where its rank stands; None if the mesh does not have the rank."""
+        assert self._mesh.distribution is not None
+        if rank >= self._mesh.distribution.mesh.ranks:
+            return None
+        return {"rank": rank, **dict(enumerate(coordinates(self._mesh, rank)))}
+
+    def _tells(self, numbers: dict[_Number, int]) -> bool:
+        """Whether every coordinate that differs from the known file's stands in the pickle at a known place."""
+        own = self._numbers(self._rank) or {}
+        told = set().union(*self._fields.values())
+        return all(name in told for name, number in numbers.items() if number != own[name])
+
+    def _predicts(self, rank: int, entries: Sequence[Entry]) -> bool:
+        """Whether the tensors of a rank's file are those of the known file at the coordinates of the rank."""
+        known = self.alike.entries
+        if len(known) != len(entries):
+            return False
+        for (key, local), (other_key, other) in zip(known, entries, strict=True):
+            if key != other_key or len(other.shards) != 1 or not isinstance(other.shards[0][1], UnlocatedTensor):
+                return False
+            (_, stored), (box, other_stored) = local.shards[0], other.shards[0]
+            assert isinstance(stored, UnlocatedTensor) and isinstance(other_stored, UnlocatedTensor)
+            same = (local.dtype, local.shape, local.distribution, stored.skipped, stored.shape, stored.strides, stored.storage)
+            others = other_stored.skipped, other_stored.shape, other_stored.strides, other_stored.storage
+            if same != (other.dtype, other.shape, other.distribution, *others) or boxes_of_ranks(local, [rank])[0] != box:
+                return False
+            if local.rank is not None and other.rank != rank:
+                return False
+        return True
+
+
+def _differing_numbers(
+    known: npt.NDArray[np.uint8], pickle: npt.NDArray[np.uint8], own: Mapping[_Number, int], numbers: Mapping[_Number, int]
+) -> dict[tuple[int, int], set[_Number]] | None:
+    """The numbers in which two pickles of one length differ: (position, bytes) -> which of the ranks' numbers each can be. None if they
+    differ in anything else. own, numbers: those of the known pickle's rank and of the other's."""
+    fields: dict[tuple[int, int], set[_Number]] = {}
+    for at in np.flatnonzero(pickle != known).tolist():
+        for position, width in ((at, 1), (at, 2), (at - 1, 2)):
+            opcode = _NUMBER_OF_1 if width == 1 else _NUMBER_OF_2
+            if position < 1 or known[position - 1] != opcode or pickle[position - 1] != opcode:
+                continue
+            mine, its = (int.from_bytes(data[position : position + width].tobytes(), "little") for data in (known, pickle))
+            candidates = {name for name in numbers if (own[name], numbers[name]) == (mine, its)}
+            if candidates:
+                fields[position, width] = candidates
+                break
+        else:
+            return None
+    return fields
+
+
+class _Records:
+    """The records of a known file's directory, and which of their bytes may differ in another rank's: times, the checksum, the name of
+    the root folder (of the same length), and the place of the member."""
+
+    def __init__(self, raw: _Raw) -> None:
+        directory, at = raw.directory, 0
+        starts, name_lengths = [], []
+        for _ in range(raw.count):
+            name_length, extra_length, comment_length = struct.unpack_from("<HHH", directory, at + 28)
+            starts.append(at)
+            name_lengths.append(name_length)
+            at += 46 + name_length + extra_length + comment_length
+        self._starts, self._root = np.array(starts, np.int64), len(raw.root)
+        self._stops = self._starts + 46 + np.array(name_lengths, np.int64)
+        self._bytes = np.frombuffer(directory, np.uint8)
+        self._is_wide = self._numbers(self._bytes, self._starts + 42, 4) == 0xFFFFFFFF
+        fixed = np.ones(len(directory), np.bool_)
+        for first, last in ((12, 20), (42, 46), (46, 46 + self._root)):
+            fixed[(self._starts[:, None] + np.arange(first, last)).reshape(-1)] = False
+        fixed[(self._stops[self._is_wide][:, None] + np.arange(4, 12)).reshape(-1)] = False
+        self._fixed = fixed
+        self._sizes = self._numbers(self._bytes, self._starts + 24, 4)
+        self.own = self._places(self._bytes)
+        """[members]: the places of the members' local headers in the known file."""
+
+    def offsets_in(self, raw: _Raw) -> Columns | None:
+        """[members]: the places of their local headers in a file whose records are these but for what may differ; None if they are not.
+
+        Every member has been checked to lie before the directory.
+        """
+        found = np.frombuffer(raw.directory, np.uint8)
+        if raw.count != len(self._starts) or len(found) != len(self._bytes) or len(raw.root) != self._root:
+            return None
+        if not np.array_equal(found[self._fixed], self._bytes[self._fixed]):
+            return None
+        roots = found[self._starts[:, None] + np.arange(46, 46 + self._root)]
+        if not (roots == np.frombuffer(raw.root, np.uint8)).all():
+            return None
+        is_wide = self._numbers(found, self._starts + 42, 4) == 0xFFFFFFFF
+        if not np.array_equal(is_wide, self._is_wide) or (self._sizes == 0xFFFFFFFF).any():
+            return None
+        # A 64-bit field of one number, which is the place.
+        if (self._numbers(found, self._stops[is_wide], 4) != 0x00080001).any():
+            return None
+        offsets = self._places(found)
+        return offsets if (offsets >= 0).all() and (offsets + 30 + self._sizes <= raw.directory_offset).all() else None
+
+    def _places(self, directory: npt.NDArray[np.uint8]) -> Columns:
+        offsets = self._numbers(directory, self._starts + 42, 4)
+        offsets[self._is_wide] = self._numbers(directory, self._stops[self._is_wide] + 4, 8)
+        return offsets
+
+    @staticmethod
+    def _numbers(directory: npt.NDArray[np.uint8], starts: Columns, width: int) -> Columns:
+        """The little-endian numbers of `width` bytes that start at these bytes."""
+        rows = directory[starts[:, None] + np.arange(width)].astype(np.uint64)
+        numbers: Columns = (rows << (8 * np.arange(width, dtype=np.uint64))).sum(axis=1, dtype=np.uint64).astype(np.int64)
+        return numbers
+
+
+def _sizes_by_name(raw: _Raw) -> list[tuple[str, int]] | None:
+    """Of each member, in order: its name in the root folder, and its size; None if the directory is damaged."""
+    root = raw.root.decode("utf-8", "replace")
+    try:
+        members = list(members_of(raw.source, raw.directory, raw.count))
+    except CheckpointError:
+        return None
+    return [(member.name.removeprefix(root), member.nbytes) for member in members if member.name.startswith(root)]
+
+
+def _member(local: LocalTensor) -> int:
+    """The byte offset of the local header of the member that holds a tensor; -1 if it has no shard."""
+    stored = local.shards[0][1]
+    assert isinstance(stored, UnlocatedTensor)
+    return stored.member

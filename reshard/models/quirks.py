@@ -1,0 +1,126 @@
+"""ModelQuirks: what a serving engine's class of one model does differently from the engine's other classes, as its declaration says it.
+
+    engines:
+      vllm: {every_stage: [final_norm, head], names: {mlp.gate: {"0.24": mlp.experts.gate}}}
+
+An engine's file holds what is the same for all models; what is special about one model stands here. declared/engines.py reads it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from reshard.geometry.dtypes import DType
+from reshard.models.roles import Split
+
+# The numbers of a version: (0, 32).
+Version = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineName:
+    """Words of Hugging Face names, and the words that an engine has in their place in which versions."""
+
+    words: str
+    """The words, with dots between them, such as "mlp.gate". They may stand anywhere in a name."""
+
+    replacements: tuple[tuple[Version, str], ...]
+    """(first version, words in their place), oldest first. Before the first version the name stays as it is."""
+
+    def at(self, version: Version) -> tuple[str, str] | None:
+        """A regular expression and its replacement in one version; None if the version keeps the name."""
+        words = [words for since, words in self.replacements if since <= version]
+        return (rf"(?<![^.]){re.escape(self.words)}(?![^.])", words[-1]) if words and words[-1] != self.words else None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelQuirks:
+    """What an engine's class of one model does differently from the engine's other classes."""
+
+    since: Version = ()
+    """The first version of the engine whose class was compared; (): the oldest version that the engine's own file knows."""
+
+    names: tuple[EngineName, ...] = ()
+    """Other names, which are applied to every Hugging Face name in this order."""
+
+    fusions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Module -> roles that the class stores as one tensor of that module, in this order, besides those that the engine always joins."""
+
+    keep_fused: Mapping[str, Version] = field(default_factory=dict)
+    """Role of a fused weight -> the first version that stores it as the model does."""
+
+    tied_table_stored_as: str = "head"
+    """The name under which a stage with embedding and head stores the tied tensor: "head", "embedding" or "both" (two copies). With
+    "embedding", a stage that holds only the head uses the embedding's name, too."""
+
+    every_stage: frozenset[str] = frozenset()
+    """Roles outside of the layers that every pipeline stage holds; "vision" stands for all roles of the vision tower. Other embeddings are
+    on the first stage, the rest on the last."""
+
+    module_names: Mapping[str, str] = field(default_factory=dict)
+    """Module names by role, which take precedence over EngineRules.module_names."""
+
+    unsupported: frozenset[tuple[str, str]] = frozenset()
+    """(role, "weight" or "bias") pairs that the class has no slot for."""
+
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    """Splits by role, where ranks share a weight in another way than usual."""
+
+    dtypes: Mapping[str, DType] = field(default_factory=dict)
+    """Element types that the class prescribes, by role, whatever the source has."""
+
+    tp_at_most_experts: bool = False
+    """Whether the class refuses more tensor-parallel ranks than experts."""
+
+    stages_need_experts: bool = False
+    """Whether the class refuses a pipeline stage without a layer that has experts."""
+
+    tied_refuses_stages: bool = False
+    """Whether the class refuses several pipeline stages if head and embedding are one tensor."""
+
+    stores_normalizer: bool = False
+    """Whether the factor of gemma's embeddings is a tensor of the state dict."""
+
+    normalizer_until: Version | None = None
+    """With `stores_normalizer`: the first version that no longer stores the factor; None: every version does."""
+
+    quantizes_router: bool = False
+    """Whether the class of a quantized model quantizes the router, too, unless the config excludes it."""
+
+    derives_head_dim: bool = False
+    """Whether the class computes the head dimension as hidden size / heads and ignores the config's head_dim."""
+
+    all_layers_sparse: bool = False
+    """Whether the class has experts in every layer and ignores the config's dense layers."""
+
+    config_defaults: tuple[tuple[str, object], ...] = ()
+    """Config keys that the class needs, each with the value that is written if the config does not have the key."""
+
+    assumed_settings: tuple[tuple[str, object], ...] = ()
+    """Config keys that the class ignores, each with the value that it assumes. A model with another value is refused."""
+
+    not_loadable: str | None = None
+    """Why the engine does not load this model from files of its format; None if it does."""
+
+    notes: tuple[str, ...] = ()
+    """Sentences for the person who starts the engine."""
+
+    @property
+    def changes(self) -> set[Version]:
+        """The versions in which something changed."""
+        renamed = {since for name in self.names for since, _ in name.replacements}
+        return {*renamed, *self.keep_fused.values(), *((self.normalizer_until,) if self.normalizer_until else ())}
+
+    def renames_at(self, version: Version) -> Iterator[tuple[str, str]]:
+        """(pattern, replacement) of the names that a version changes."""
+        return (rename for name in self.names if (rename := name.at(version)))
+
+    def keeps_fused_at(self, version: Version) -> frozenset[str]:
+        """The roles of the fused weights that a version stores as the model does."""
+        return frozenset(role for role, since in self.keep_fused.items() if since <= version)
+
+    def stores_normalizer_at(self, version: Version) -> bool:
+        """Whether a version stores the factor of the embeddings."""
+        return self.stores_normalizer and (self.normalizer_until is None or version < self.normalizer_until)

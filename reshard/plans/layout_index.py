@@ -1,0 +1,177 @@
+"""The index of stored tensors: every section becomes a piece of its canonical tensor, every fill a constant.
+
+A plan for many ranks has a million sections. They are collected as columns and sorted once; no object is made per section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.geometry.dtypes import DType
+from reshard.geometry.sections import Columns, Pattern
+from reshard.index.index import Constant, Index, RunFacts, StoredFile, Tensor
+from reshard.index.shards import Located, PieceTable, Shards
+from reshard.plans.layout import Layout, TargetFile
+from reshard.plans.placed import FileSections, PlacedTensor
+
+
+def index_of(
+    format_name: str,
+    placed: Iterable[tuple[TargetFile, PlacedTensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    files: tuple[TargetFile, ...],
+    facts: RunFacts | None = None,
+) -> Index:
+    """The index of stored tensors.
+
+    placed: each tensor with the file that holds it. shapes: the global shapes of the canonical tensors. files: all files of the index.
+    """
+    tables = _Tables(tuple(file.path for file in files))
+    constants: list[Constant] = []
+    for file, item in placed:
+        constants.extend(_constants(file.path, item))
+        sections = item.tensor.sections
+        tables.add(file.path, FileSections(sections.names, sections.pattern, item.tensor.dtype, item.byte_offset))
+    return _index(format_name, tables, constants, shapes, files, facts or RunFacts())
+
+
+def _index(
+    format_name: str,
+    tables: _Tables,
+    constants: list[Constant],
+    shapes: Mapping[str, tuple[int, ...]],
+    files: tuple[TargetFile, ...],
+    facts: RunFacts,
+) -> Index:
+    stored_files = tuple(StoredFile(file.path, file.nbytes) for file in files)
+    return Index(format_name, tables.tensors(shapes), stored_files, facts, constants=tuple(constants))
+
+
+def index_of_layout(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> Index:
+    """The index of the files of a layout once they are written. shapes: the global shapes of the canonical tensors."""
+    tables = _Tables(tuple(file.path for file in layout.files))
+    constants: list[Constant] = []
+    for file in layout.files:
+        for item in file.filled:
+            constants.extend(_constants(file.path, item))
+        if file.form:
+            tables.number(file.form.names)
+        for sections in file.sections():
+            tables.add(file.path, sections)
+    return _index(layout.format, tables, constants, shapes, layout.files, RunFacts())
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The sections of tensors with one number of axes, as lists of columns; item i of each list belongs to the same sections."""
+
+    tensors: list[Columns] = field(default_factory=list)
+    """The number of the canonical tensor of each section."""
+    patterns: list[Pattern] = field(default_factory=list)
+    """Where the sections lie in their stored tensor."""
+    byte_offsets: list[int] = field(default_factory=list)
+    """Where the stored tensor starts in its file."""
+    dtypes: list[DType] = field(default_factory=list)
+    """The element type of the stored tensor."""
+    files: list[int] = field(default_factory=list)
+    """The number of its file."""
+
+
+class _Tables:
+    """Collects stored tensors, and sorts their sections by canonical tensor at the end."""
+
+    def __init__(self, paths: tuple[str, ...]) -> None:
+        self._paths = paths
+        self._files = {path: i for i, path in enumerate(paths)}
+        self._numbers: dict[str, int] = {}
+        # Ranks share their lists of names.
+        self._numbers_of: dict[tuple[str, ...], Columns] = {}
+        self._rows: dict[int, _Rows] = {}
+
+    def add(self, path: str, sections: FileSections) -> None:
+        """Add some sections of a file."""
+        if not len(sections.names):
+            return
+        numbers = self._numbers_of_names(sections.names)
+        for ndim, chosen, pattern in sections.pattern.with_ndim():
+            rows = self._rows.setdefault(ndim, _Rows())
+            rows.tensors.append(numbers[chosen])
+            rows.patterns.append(pattern)
+            rows.byte_offsets.append(sections.byte_offset)
+            rows.dtypes.append(sections.dtype)
+            rows.files.append(self._files[path])
+
+    def number(self, names: tuple[str, ...]) -> None:
+        """Number canonical tensors in this order, which `tensors` follows, if they are new."""
+        self._numbers_of_names(names)
+
+    def tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tensor, ...]:
+        """The canonical tensors, in the order in which they were first added."""
+        names, found = list(self._numbers), dict[int, Tensor]()
+        while self._rows:
+            _, rows = self._rows.popitem()
+            for number, dtype, shards in _sorted(rows, self._paths):
+                name = names[number]
+                found[number] = Tensor(name, dtype, shapes[name], "weight", shards)
+        return tuple(found[number] for number in range(len(names)))
+
+    def _numbers_of_names(self, names: tuple[str, ...]) -> Columns:
+        numbers = self._numbers_of.get(names)
+        if numbers is None:
+            known = self._numbers
+            numbers = np.array([known.setdefault(name, len(known)) for name in names], np.int64)
+            self._numbers_of[names] = numbers
+        return numbers
+
+
+def _sorted(rows: _Rows, paths: tuple[str, ...]) -> Iterator[tuple[int, DType, Shards]]:
+    """For each canonical tensor: its number, its element type and its pieces. They are windows on one table."""
+    counts = np.array([len(pattern) for pattern in rows.patterns])
+    tensors = np.concatenate(rows.tensors)
+    order = np.argsort(tensors, kind="stable")
+    tensors = tensors[order]
+    byte_offsets = np.concatenate(
+        [base + pattern.starts * dtype.itemsize for base, pattern, dtype in zip(rows.byte_offsets, rows.patterns, rows.dtypes, strict=True)]
+    )[order]
+    files = np.repeat(np.array(rows.files, np.int32), counts)[order]
+    dtypes = _dtype_column(rows.dtypes, counts, order)
+    offsets, sizes, strides = (
+        np.concatenate([getattr(pattern, column) for pattern in rows.patterns])[order] for column in ("offsets", "sizes", "strides")
+    )
+    located = Located(paths, files, byte_offsets, strides, dtypes)
+    table = PieceTable(paths, offsets, sizes, files, byte_offsets, located)
+    starts = np.flatnonzero(np.concatenate([[True], tensors[1:] != tensors[:-1]]))
+    stops = np.append(starts[1:], len(tensors))
+    for number, start, stop in zip(tensors[starts].tolist(), starts.tolist(), stops.tolist(), strict=True):
+        yield number, dtypes if isinstance(dtypes, DType) else dtypes[start], Shards(table, start, stop)
+
+
+def _dtype_column(dtypes: list[DType], counts: Columns, order: Columns) -> DType | npt.NDArray[np.object_]:
+    """The element type of all rows if they have one, otherwise that of each row."""
+    if len(set(dtypes)) == 1:
+        return dtypes[0]
+    column = np.empty(len(dtypes), np.object_)
+    column[:] = dtypes
+    of_rows: npt.NDArray[np.object_] = np.repeat(column, counts)[order]
+    return of_rows
+
+
+def _constants(path: str, item: PlacedTensor) -> Iterator[Constant]:
+    """The ranges of a stored tensor that hold its fill: the bytes before, between and after the spans of its sections. Sections that are
+    interleaved, such as gate and up of transposed experts, fill their common span."""
+    stored, itemsize = item.tensor, item.tensor.dtype.itemsize
+    if not stored.filled:
+        return
+    fill = stored.fill * itemsize if len(stored.fill) == 1 else stored.fill
+    pattern, end = stored.sections.pattern, 0
+    rows = np.flatnonzero(pattern.volumes > 0)
+    ranges = sorted(zip(pattern.starts[rows].tolist(), (pattern.lasts[rows] + 1).tolist(), strict=True))
+    for start, stop in [*ranges, (stored.nbytes // itemsize,) * 2]:
+        if start > end:
+            yield Constant(stored.name, path, item.byte_offset + end * itemsize, (start - end) * itemsize, fill)
+        end = max(end, stop)

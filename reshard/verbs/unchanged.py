@@ -1,0 +1,64 @@
+"""Whether a target still is what a conversion would write: the question of `convert --if-changed`.
+
+Compared are: the options and what the plan knows of the result (`request` in reshard.json); path, names, lengths and modification times of
+the source files (`source.state`); and the target's own files with what was recorded of them: lengths and samples of the files of weights,
+the content of small files. No weight is read but for the samples, 64 KiB of each file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reshard.engine.compare import Comparison
+from reshard.engine.folder import check_nothing_was_added, check_small_files
+from reshard.engine.record import request_digest, source_state
+from reshard.engine.recorded import changed_files
+from reshard.errors import CheckpointError
+from reshard.plans.digests import CURRENT
+from reshard.plans.manifest import CHECKSUMS, MANIFEST, Manifest, read_digests, read_manifest
+from reshard.plans.plan import Plan
+from reshard.storage.files import Files, LocalFiles
+from reshard.storage.staging import WORK_FOLDER
+
+
+def reason_to_convert(plan: Plan, root: Path, *, checksums: bool = False) -> str | None:
+    """Why the target must be written, as a part of a sentence; None if it holds the result of this plan for the source as it is now.
+
+    checksums: whether SHA256SUMS is wanted, too.
+    """
+    if not root.is_dir():
+        return "there is no target yet"
+    if (root / WORK_FOLDER).exists():
+        return "an earlier run has not ended"
+    files = LocalFiles(root)
+    try:
+        manifest = read_manifest(files)
+        if manifest is None:
+            return f"there is no {MANIFEST}"
+        return _change(plan, manifest) or _damage(files, manifest, checksums)
+    except CheckpointError as error:
+        return f"{error.where}: {error.what}"
+
+
+def _change(plan: Plan, manifest: Manifest) -> str | None:
+    """What has changed since the manifest was written; None if nothing has."""
+    if manifest.version is not CURRENT or not manifest.is_unchanged:
+        return f"{MANIFEST} is of another version, or was edited"
+    source = manifest.document.get("source")
+    if not isinstance(source, dict) or source.get("state") != source_state(plan):
+        return "the source files have changed, or are others"
+    if manifest.document.get("request") != request_digest(plan):
+        return "the options or the model have changed, or this version of reshard writes other files"
+    return None
+
+
+def _damage(files: Files, manifest: Manifest, checksums: bool) -> str | None:
+    """What is not as reshard wrote it, or is lacking, in the target; None if nothing is."""
+    digests, result = read_digests(files, manifest), Comparison()
+    if checksums and CHECKSUMS not in digests.small_files:
+        return f"there is no {CHECKSUMS}"
+    for path, change in changed_files(files, digests.files).items():
+        return f"{path} {change}"
+    check_small_files(files, digests.small_files, result)
+    check_nothing_was_added(files, manifest, digests, result)
+    return f"{result.differences[0].name}: {result.differences[0].detail}" if result.differences else None

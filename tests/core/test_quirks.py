@@ -1,0 +1,98 @@
+"""What a declaration says about serving engines: the section `engines`, and the names of an engine in one version."""
+
+from pathlib import Path
+
+import pytest
+
+from reshard.adapter import registry
+from reshard.errors import RequestError
+from reshard.models.declared.reader import parse_declaration
+from reshard.models.lookup import built_in_model_types, find_architecture
+from reshard.models.quirks import EngineName, ModelQuirks
+from reshard.serving.rules import EngineRules
+
+
+def declared(text):
+    return parse_declaration(f"language: 2\nmodel_type: mymodel\nextends: llama\n{text}".encode(), "my.yaml", find_architecture)
+
+
+def renamed(name, quirks, version):
+    rules = EngineRules("an engine", (), lambda layers, pp: (layers,), renames=tuple(quirks.renames_at(version)))
+    return rules.renamed(name)
+
+
+def test_a_name_is_words_between_dots_in_the_versions_that_have_it():
+    quirks = ModelQuirks(names=(EngineName("mlp.gate", (((0, 15), "mlp.experts._gate"), ((0, 20), "mlp.gate"), ((0, 24), "x.gate"))),))
+    names = [renamed("model.layers.0.mlp.gate.weight", quirks, version) for version in ((0, 14), (0, 15), (0, 19, 1), (0, 20), (0, 32))]
+    inner = ["mlp.gate", "mlp.experts._gate", "mlp.experts._gate", "mlp.gate", "x.gate"]
+    assert names == [f"model.layers.0.{words}.weight" for words in inner]
+    assert renamed("model.mlp.gate_proj.weight", quirks, (0, 32)) == "model.mlp.gate_proj.weight"
+    assert renamed("model.amlp.gate.weight", quirks, (0, 32)) == "model.amlp.gate.weight"
+    assert quirks.changes == {(0, 15), (0, 20), (0, 24)}
+
+
+def test_a_section_is_read_into_quirks():
+    quirks = declared(
+        """engines:
+  vllm:
+    since: "0.32"
+    names: {model.norm: model.last, lm_head: {"0.30": head, "0.9": out}}
+    keep_fused: {attention.qkv: "0.31"}
+    every_stage: [final_norm, head]
+    unsupported: [attention.o.bias]
+    assumed_settings: {a: 1}
+    stores_normalizer: true
+    normalizer_until: "0.9.2"
+    notes: one
+"""
+    ).engines["vllm"]
+    assert quirks.since == (0, 32) and quirks.every_stage == {"final_norm", "head"} and quirks.notes == ("one",)
+    assert quirks.unsupported == {("attention.o", "bias")} and quirks.assumed_settings == (("a", 1),)
+    assert renamed("model.norm.weight", quirks, (0, 32)) == "model.last.weight"
+    assert [renamed("lm_head.weight", quirks, (0, minor)) for minor in (8, 9, 30)] == ["lm_head.weight", "out.weight", "head.weight"]
+    assert [quirks.keeps_fused_at((0, minor)) for minor in (30, 31)] == [frozenset(), {"attention.qkv"}]
+    assert [quirks.stores_normalizer_at(version) for version in ((0, 9, 1), (0, 9, 2))] == [True, False]
+
+
+def test_engines_are_taken_over_by_like_and_not_by_extends():
+    assert declared("").engines == {}
+    assert declared("like: qwen2_moe").engines == find_architecture("qwen2_moe").engines
+    own = declared("like: qwen2_moe\nengines: {vllm: {}}").engines
+    assert own["vllm"] == ModelQuirks() and own["sglang"] == find_architecture("qwen2_moe").engines["sglang"]
+
+
+@pytest.mark.parametrize(
+    "section, complaint",
+    [
+        (
+            "{vllm: {every_stages: [head]}}",
+            r"line 4: engines > vllm > every_stages: there is no key 'every_stages' here\. The keys are since,",
+        ),
+        ("{vllm: {since: 0.32}}", r"line 4: engines > vllm > since: expected a version in quotes, such as \"0\.32\", found 0\.32"),
+        ("{vllm: {names: {mlp.gate: {1.x: a}}}}", "expected a version in quotes"),
+        ("{vllm: {names: {'mlp.(gate)': a}}}", "expected words of a name, with dots between them, found 'mlp.\\(gate\\)'"),
+        (
+            "{vllm: {every_stage: [mlp.up]}}",
+            "expected one of embedding, position_embedding, embedding_norm, final_norm, head, found 'mlp.up'",
+        ),
+        ("{vllm: {unsupported: [attention.o]}}", "'attention.o' does not end in .weight or .bias"),
+        ("{vllm: {tied_table_stored_as: none}}", "expected one of head, embedding, both"),
+        ("{vllm: {assumed_settings: {a: [1]}}}", "expected true, false, a whole number or a word, found a list"),
+        ("[vllm]", "expected a mapping"),
+    ],
+)
+def test_what_is_not_understood_is_refused_with_its_line(section, complaint):
+    with pytest.raises(RequestError, match=complaint):
+        declared(f"engines: {section}")
+
+
+def test_the_built_in_declarations_name_engines_that_exist():
+    named = {engine for model_type in built_in_model_types() for engine in find_architecture(model_type).engines}
+    assert named == set(registry.serving_formats())
+
+
+def test_no_file_of_an_engine_has_a_table_by_model_type():
+    formats = Path(__file__).resolve().parents[2] / "formats"
+    for file in (path for engine in ("vllm", "sglang") for path in (formats / engine).glob("*.py")):
+        text = file.read_text()
+        assert [model_type for model_type in built_in_model_types() if f'"{model_type}"' in text] == [], file.name
