@@ -68,7 +68,6 @@ def test_the_result_is_read_by_the_layout_beside_it(models, tmp_path):
     assert reshard.verify(source, out, cast=True).equal and reshard.verify(out).equal
     assert reshard.open(out).index.facts.parallel == {"tp": 2, "pp": 1}
     (out / "reshard.layout.json").rename(tmp_path / "layout.json")
-    assert command("verify", source, out).code == 6
     assert command("verify", source, out, "--cast", "--layout", tmp_path / "layout.json").code == 0
 
 
