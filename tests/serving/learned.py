@@ -2,10 +2,11 @@
 
     python tests/serving/learned.py [--long] [--reshard PATH] [--python PATH]
 
-1. For every declared model in fixtures/hf: the layout that is learned at TP 2 (with --long: also at TP 1 and 4, with EP 2 and with PP 2)
-   writes the same bytes as the declaration, on all ranks. Where a version of vLLM has other names, the row to add is printed.
-2. Tiny models that are not declared, saved by transformers (tiny_models.py): files converted by a learned layout hold what real ranks hold,
-   at TP 1 and 2, bit for bit.
+1. For every declared model (those in fixtures/hf, tiny ones of all other types): the layout that is learned at TP 2 writes the same bytes as
+   the declaration, on all ranks. With --long those in fixtures/hf also at TP 1 and 4, with EP 2 and with PP 2. Where a version of vLLM has
+   other names, the row to add is printed.
+2. Tiny models of many kinds of loaders, saved by transformers (tiny_models.py): files converted by a learned layout hold what real ranks
+   hold, at TP 1 and 2, bit for bit.
 3. A layout of TP 1, 2 and 4 covers TP 8, and equals the layout that is traced there.
 4. With --long: every type that tiny_models.py makes is traced at TP 1 and 2. At least 70 types are, and the rows of
    docs/reference/traced-models.md are printed.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from check import HF, VLLM, asked, held, installed, served  # noqa: E402
 from environments import run_checks  # noqa: E402
 from places import ranks  # noqa: E402
 from questions import Ask  # noqa: E402
+from tiny_models import TYPES  # noqa: E402
 
+from reshard.models.lookup import built_in_model_types  # noqa: E402
 from reshard.serving.learned.learn import LearnedLayout, learned_layout, traced_rank  # noqa: E402
 from reshard.verbs.learn import answered, config_of, write_layout  # noqa: E402
 
@@ -72,7 +75,7 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
 def all_types(python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
     """Every type that transformers can make small, as rows of a table."""
     models = work / "types"
-    subprocess.run([python, HERE / "tiny_models.py", models], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    make_tiny(python, models, TYPES)
     folders = sorted(path for path in models.iterdir() if (path / "config.json").exists())
     layouts = learned(python, {folder: [{"tp": 1}, {"tp": 2}] for folder in folders})
     for folder, layout in layouts.items():
@@ -95,10 +98,13 @@ def row_of(name: str, layout: LearnedLayout | str) -> str:
 
 def declared(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
     """Trace against declaration."""
-    cases = {name: cases_of(name) for name in DECLARED}
-    layouts = learned(python, {HF / name: sizes for name, sizes in cases.items()})
+    cases = {HF / name: cases_of(name) for name in DECLARED}
+    others = [name for name in built_in_model_types() if name in TYPES and name not in DECLARED]
+    make_tiny(python, work / "declared", others)
+    cases |= {work / "declared" / name: [{"tp": 2}] for name in others if (work / "declared" / name / "config.json").exists()}
+    layouts = learned(python, cases)
     for name, layout in layouts.items():
-        for sizes in cases[name.name]:
+        for sizes in cases[name]:
             what = f"{name.name} at {spelled(sizes)}: the layout that vLLM's loader makes is the declared one"
             if not isinstance(layout, LearnedLayout):
                 yield what, False, layout
@@ -115,6 +121,11 @@ def declared(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, boo
                 yield what, by_rule == by_layout, "\n".join(differences(by_layout, by_rule, layout))
 
 
+def make_tiny(python: Path, folder: Path, types: Iterable[str]) -> None:
+    """Tiny models of these types, in folders of their names; those that transformers cannot make are left out."""
+    subprocess.run([python, HERE / "tiny_models.py", folder, *types], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
 def cases_of(name: str) -> list[Sizes]:
     if not LONG:
         return [{"tp": 2}]
@@ -125,7 +136,7 @@ def cases_of(name: str) -> list[Sizes]:
 def undeclared(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
     """Files by a learned layout against real ranks."""
     models = work / "tiny"
-    subprocess.run([python, HERE / "tiny_models.py", models, *UNDECLARED], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    make_tiny(python, models, UNDECLARED)
     cases = {models / name: [{"tp": tp} for tp in ((1, 2) if name in TWO_SIZES else (1, 2, 4))] for name in UNDECLARED}
     layouts = learned(python, cases)
     with served(python, work / "hub") as ask:
