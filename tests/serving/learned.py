@@ -3,8 +3,8 @@
     python tests/serving/learned.py [--long] [--reshard PATH] [--python PATH]
 
 1. For every declared model (those in fixtures/hf, tiny ones of all other types): the layout that is learned at TP 2 writes the same bytes
-   as the declaration, on all ranks. With --long those in fixtures/hf also at TP 1 and 4, with EP 2 and with PP 2. Where a version of vLLM has
-   other names, the row to add is printed.
+   as the declaration, on all ranks. With --long those in fixtures/hf also at TP 1 and 4, with EP 2 and with PP 2. Where a version of vLLM
+   has other names, the row to add is printed.
 2. Tiny models of many kinds of loaders, saved by transformers (tiny_models.py): files converted by a learned layout hold what real ranks
    hold, at TP 1 and 2, bit for bit.
 3. A layout of TP 1, 2 and 4 covers TP 8, and equals the layout that is traced there.
