@@ -33,6 +33,7 @@ COMMANDS = {
     "fingerprint": (".commands.fingerprint", "Digest a checkpoint's weights, whatever their layout."),
     "roundtrip": (".commands.roundtrip", "Prove that a conversion and its way back lose nothing."),
     "degrees": (".commands.degrees", "List the valid TP/PP sizes and the memory each GPU needs."),
+    "learn": (".commands.learn", "Learn how a serving engine lays out a model, from the engine's own loader."),
     "estimate": (".commands.estimate", "Estimate training memory per rank before you launch."),
     "formats": (".commands.formats", "List the formats that can be read and written."),
     "architectures": (".commands.architectures", "List supported architectures, or draft a file for a new one."),

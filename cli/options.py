@@ -251,14 +251,14 @@ def _options_of_formats() -> Iterable[Decorator[Any]]:
         title = f"Only for {', '.join(users)}"
         if each.type == "switch":
             off = f"/--{each.opposite.replace('_', '-')}" if each.opposite else ""
-            yield option(f"{each.flag}{off}", each.name, section=title, default=None, help=each.help)
+            yield option(f"{each.flag}{off}", each.name, section=title, is_flag=True, default=None, help=each.help)
         elif each.type == "choice":
             yield option(each.flag, section=title, type=click.Choice(list(each.choices)), help=each.help)
         else:
             yield option(each.flag, section=title, metavar=_METAVARS[each.type], help=each.help)
 
 
-_METAVARS: Mapping[str, str] = {"number": "N", "numbers": "N,N,..", "size": "SIZE", "path": "DIR", "text": "V"}
+_METAVARS: Mapping[str, str] = {"number": "N", "numbers": "N,N,..", "size": "SIZE", "path": "PATH", "text": "V"}
 
 effort = together(
     option("--workers", section=EFFORT, type=click.IntRange(1), metavar="N", help="Threads (default: one per processor, at most 8)."),

@@ -4,10 +4,12 @@
     vllm serve DIR --load-format reshard --model-loader-extra-config '{"checkpoint": "CKPT"}'
 
 vLLM finds `register` through the entry-point group vllm.general_plugins and calls it in each of its processes. Weights are loaded in one of
-two ways, and the log says in which:
+these ways, and the log says in which:
 
 - by rank: what a conversion would write for this worker's rank is read straight into the parameters. Names, shapes and element types of the
   parameters must be exactly those of the conversion.
+- by rank by a learned layout: for a model that is not declared, by a file that `reshard learn` has written: the key `layout`, or
+  reshard.layout.json beside the checkpoint or the model.
 - whole: where vLLM's layout of the model or of this version is not known, whole tensors go to the model's own load_weights, which splits
   them. The parameters are filled with a marker NaN first; a parameter that still holds this NaN afterwards was not loaded completely.
 
@@ -81,6 +83,9 @@ class Options:
 
     strip_prefix: str = ""
     """A prefix to remove from tensor names, as --strip-prefix."""
+
+    layout: str = ""
+    """The path of a layout file that `reshard learn` has written; empty: reshard.layout.json, if there is one."""
 
     threads: int = 4
     """Number of threads that read."""
@@ -195,6 +200,9 @@ def load(model: Any, model_config: Any, options: Options) -> None:
     checkpoint = replace(opened, files=files)
     selection: dict[str, Any] = {"weights": options.weights or None, "strip_prefix": options.strip_prefix}
     reason = options.reason_for_whole_tensors or worker.unusual_experts
+    layout = options.layout or _layout_beside(path, _config_folder(model_config))
+    # The shapes of the parameters are compared with it, so a platform that allocates other ones is noticed.
+    by_layout: dict[str, Any] = {"layout": layout, "accept_platform": True} if layout else {}
     if reason is None:
         try:
             view = checkpoint.view(
@@ -206,12 +214,13 @@ def load(model: Any, model_config: Any, options: Options) -> None:
                 ep=worker.ep,
                 engine_version=vllm.__version__,
                 **selection,
+                **by_layout,
             )
         except RequestError as error:
             reason = str(error)
     tied = checkpoint.model.architecture.tied if checkpoint.model and checkpoint.model.is_tied else None
     if reason is None:
-        way = "read by rank"
+        way = "read by rank by a learned layout" if layout else "read by rank"
         fill(_parameters(model), view, options.threads, tied)
     else:
         way = "read whole"
@@ -223,6 +232,14 @@ def load(model: Any, model_config: Any, options: Options) -> None:
     seconds = time.monotonic() - began
     nbytes = f"{files.nbytes:,}"
     _log().info("reshard: %s: %s from %s (%s), %s bytes in %.1f s", worker, way, path, checkpoint.format, nbytes, seconds)
+
+
+def _layout_beside(*folders: str | Path | None) -> str:
+    """The layout file in one of these folders; empty if there is none."""
+    from reshard.serving.learned.document import LAYOUT_FILE
+
+    paths = (Path(folder) / LAYOUT_FILE for folder in folders if folder)
+    return next((str(path) for path in paths if path.is_file()), "")
 
 
 def fill(parameters: Mapping[str, Any], view: Mapping[str, Any], threads: int, tied: tuple[str, str] | None = None) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from reshard.verbs.doctor import doctor
     from reshard.verbs.estimate import estimate
     from reshard.verbs.fingerprint import fingerprint
+    from reshard.verbs.learn import learn
     from reshard.verbs.plan import plan
     from reshard.verbs.roundtrip import roundtrip
     from reshard.verbs.verify import verify
@@ -37,6 +38,7 @@ __all__ = [
     "doctor",
     "estimate",
     "fingerprint",
+    "learn",
     "open",
     "plan",
     "roundtrip",

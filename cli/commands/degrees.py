@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 @click.option("--dequantize", is_flag=True, help="Dequantize weights to --dtype (default: bf16).")
 @click.option("--kv-dtype", metavar="DTYPE", help="Element type of the KV cache: fp8 ... (default: the model's).")
 @click.option("--engine-version", metavar="V", help="Version of the serving engine (default: the newest known).")
+@click.option("--layout", metavar="FILE", help="A layout file that `reshard learn` has written, for a model that is not declared.")
 @click.option("--weights", type=click.Choice(["model", "master"]), help="Which copy of the weights: the model's, or the optimizer's.")
 @options.model
 @options.as_json

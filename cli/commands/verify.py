@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 @click.argument("left")
 @click.argument("right", required=False)
 @click.option("--cast", is_flag=True, help="Where element types differ, cast LEFT's values to RIGHT's before comparing.")
+@click.option(
+    "--layout", "stored_layout", metavar="FILE", help="The learned layout that a serving engine's files follow, if none lies beside them."
+)
 @options.selection("Compare")
 @options.model
 @options.effort

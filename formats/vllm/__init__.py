@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from reshard.adapter.option import ENGINE_VERSION, MAX_SHARD_SIZE
+from reshard.adapter.option import ACCEPT_PLATFORM, ENGINE_VERSION, LAYOUT, MAX_SHARD_SIZE
 from reshard.adapter.serving_format import ServingFormat
 
 if TYPE_CHECKING:
@@ -37,10 +37,11 @@ if TYPE_CHECKING:
 class Vllm(ServingFormat):
     name = "vllm"
     summary = "vLLM sharded_state: pre-sharded for tensor, pipeline and expert parallel ranks"
-    owns = ("model-rank-*-part-*.safetensors", "model-pp-*-tp-*-part-*.safetensors")
-    options = (ENGINE_VERSION, MAX_SHARD_SIZE)
+    owns = ("model-rank-*-part-*.safetensors", "model-pp-*-tp-*-part-*.safetensors", "reshard.layout.json")
+    options = (ENGINE_VERSION, MAX_SHARD_SIZE, LAYOUT, ACCEPT_PLATFORM)
     engine = "vLLM"
     producer = "vLLM sharded_state"
+    tracer = "reshard.plugins.vllm_tracer"
     file_pattern = re.compile(r"model-(?:rank-(?P<rank>\d+)|pp-(?P<pp>\d+)-tp-(?P<tp>\d+))-part-[^/]*\.safetensors")
 
     def read(self, files: Files, hints: Hints) -> Index:

@@ -38,6 +38,9 @@ class Hints:
     architecture: Architecture | None = None
     """The architecture, if it is not the one that the config's model_type names."""
 
+    layout: str | None = None
+    """The path of the learned layout that a serving engine's files follow, if none lies beside them."""
+
     @property
     def model(self) -> Model | None:
         """The model, if there is a config and its architecture is declared."""

@@ -81,3 +81,5 @@ class Option:
 # Options that several formats understand, with one meaning everywhere.
 MAX_SHARD_SIZE = Option("max_shard_size", "size", "Start a new file when one would grow beyond SIZE.")
 ENGINE_VERSION = Option("engine_version", "text", "Write for this version of the serving engine (default: the newest known).")
+LAYOUT = Option("layout", "path", "Follow a layout file that `reshard learn` has written.")
+ACCEPT_PLATFORM = Option("accept_platform", "switch", "Also write tensors whose shape depends on the platform that was traced.")

@@ -12,8 +12,11 @@ from reshard.models.quantization import unknown_quantization
 from reshard.serving.rules import EngineRules
 
 
-def require_model(model: Model | None, config: Mapping[str, object] | None, engine: str) -> Model:
-    """The model, which must not be None. Raises RequestError if it is, with the reason, which follows from the config."""
+def require_model(model: Model | None, config: Mapping[str, object] | None, engine: str, *, can_learn: bool = False) -> Model:
+    """The model, which must not be None. Raises RequestError if it is, with the reason, which follows from the config.
+
+    can_learn: whether `reshard learn` can trace the engine's loader.
+    """
     if model is not None:
         return model
     if config is None:
@@ -28,7 +31,10 @@ def require_model(model: Model | None, config: Mapping[str, object] | None, engi
             why="How packed weights and their scales split over ranks is not guessed",
             do=f"Convert to hf, which keeps them unchanged and which {engine} loads as well",
         )
-    raise unknown_architecture(config)
+    error = unknown_architecture(config)
+    if can_learn:
+        error.do = f"{error.do}. Or learn the layout from {engine}'s own loader with `reshard learn`, and add --layout FILE"
+    raise error
 
 
 def check_served(model: Model, rules: EngineRules) -> None:

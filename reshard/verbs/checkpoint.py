@@ -246,12 +246,18 @@ def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Check
         raise
     model_files = find_model_files_near(files) if model is None else _model_files_at(model)
     with _read_as_claims(os.fspath(path)), gc_paused(), blaming_the_parent(model_files):
-        index = without_wrappers(format.read(files, Hints(model_files.config, options.get("vocab_size"), declared)))
+        index = without_wrappers(format.read(files, _hints(model_files, options, declared)))
     if index.facts.config is not None and index.facts.config != model_files.config:
         model_files = replace(model_files, config=index.facts.config, derived=True)
     if model_files.note:
         index = replace(index, facts=replace(index.facts, notes=(*index.facts.notes, model_files.note)))
     return format, Checkpoint(os.fspath(path), files, index, model_files, reason, declared)
+
+
+def _hints(model_files: ModelFiles, options: Mapping[str, Any], declared: Architecture | None) -> Hints:
+    """What the user says about a checkpoint."""
+    layout = options.get("stored_layout")
+    return Hints(model_files.config, options.get("vocab_size"), declared, None if layout is None else os.fspath(layout))
 
 
 @contextmanager

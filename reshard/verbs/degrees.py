@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard, Unpack
@@ -9,6 +10,7 @@ from typing import Any, TypeGuard, Unpack
 from reshard.adapter import registry
 from reshard.adapter.model_files import find_model_files
 from reshard.adapter.serving_format import ServingFormat
+from reshard.adapter.serving_format.learned import read_layout
 from reshard.canonical.content import Selection, check_against_model
 from reshard.canonical.dequantization import quantized_names, with_scales_attached, without_quantization
 from reshard.canonical.globs import check_globs, matches
@@ -18,6 +20,8 @@ from reshard.geometry.parallel import Parallel
 from reshard.models.model import Model
 from reshard.plans.target import Target
 from reshard.serving.capacity import DegreeReport, GpuMemory, degree_report
+from reshard.serving.learned.degrees import learned_degree_report
+from reshard.serving.learned.fit import check_config, check_engine
 from reshard.storage.tar import open_tree
 from reshard.verbs.checkpoint import Checkpoint, opened
 from reshard.verbs.models import model_at, model_of
@@ -48,6 +52,8 @@ class DegreeOptions(ModelOptions, total=False):
     """Turn quantized weights into values."""
     engine_version: str | None
     """The serving engine's version (default: the newest known)."""
+    layout: PathLike | None
+    """A layout file that `learn` has written, for a model that is not declared."""
 
 
 def degrees(
@@ -66,6 +72,9 @@ def degrees(
     Raises: RequestError if the format is not a serving engine's, or the engine does not serve the model.
     """
     engine, memory = _engine(to), _memory(options)
+    parallels = [Parallel(each_tp, each_pp, each_tp if ep else 1) for each_pp in pp for each_tp in tp]
+    if (path := options.get("layout")) is not None:
+        return _by_layout(source, to, os.fspath(path), parallels, options)
     version, dtype = options.get("engine_version"), dtype_named(options.get("dtype"))
     target = Target(
         to,
@@ -87,11 +96,25 @@ def degrees(
         model,
         dtypes,
         lambda parallel: engine.engine_rules(model, replace(target, parallel=parallel)),
-        [Parallel(each_tp, each_pp, each_tp if ep else 1) for each_pp in pp for each_tp in tp],
+        parallels,
         cache_dtype=dtype_named(options.get("kv_dtype"), "--kv-dtype"),
         memory=memory,
     )
     return replace(report, assumptions=(*report.assumptions, *notes))
+
+
+def _by_layout(source: Checkpoint | PathLike, to: str, path: str, parallels: Sequence[Parallel], options: DegreeOptions) -> DegreeReport:
+    """The sizes that a learned layout covers. Raises RequestError for options that say something about the KV cache or the weights."""
+    layout = read_layout(path)
+    unused = sorted(name for name, value in options.items() if name not in ("layout", "engine_version") and value)
+    if unused:
+        raise RequestError(
+            f"--{unused[0].replace('_', '-')} does not apply with --layout", why="A layout says only what ranks hold", do="Leave it out"
+        )
+    check_engine(layout, to, options.get("engine_version"))
+    files = source.model_files if isinstance(source, Checkpoint) else find_model_files(open_tree(source))
+    check_config(layout, files.config)
+    return learned_degree_report(layout, str((files.config or {}).get("model_type")), parallels)
 
 
 def _engine(to: str) -> ServingFormat:

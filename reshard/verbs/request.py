@@ -36,6 +36,8 @@ class ModelOptions(TypedDict, total=False):
     """Vocabulary size without padding, if neither the checkpoint nor the config says it."""
     architecture: Architecture | PathLike | None
     """A declared model type, or a file that declares one, instead of the one that the config names."""
+    stored_layout: PathLike | None
+    """The learned layout that a serving engine's files follow, if none lies beside them."""
 
 
 class OpenOptions(ModelOptions, total=False):

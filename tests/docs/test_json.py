@@ -131,6 +131,21 @@ def test_estimate(config):
     check("estimate", printed("estimate", config, "--gpus", 8, "--seq-len", 128, "--link", "1GB"))
 
 
+def test_learn():
+    """The document of a layout that lies in the fixtures: the command itself needs vLLM."""
+    from importlib import import_module
+
+    from reshard.adapter.serving_format.learned import read_layout
+
+    document = import_module("reshard.cli.commands.learn").document
+    layouts = sorted((FIXTURES / "learned").glob("*/layout.json"))
+    documents = [{"schema_version": 1, **document(read_layout(str(path)), "layout.json", 1.0)} for path in layouts]
+    # No model of the fixtures has a tensor that the engine computes.
+    check("learn", *documents, {**documents[0], "problems": {"a": "b"}})
+    schema = json.loads((SCHEMAS / "layout.json").read_text())
+    assert not [wrong for path in layouts for wrong in violations(json.loads(path.read_text()), schema)]
+
+
 def test_lists():
     check("formats", printed("formats"))
     check("architectures", printed("architectures"), printed("architectures", "--start", LLAMA))

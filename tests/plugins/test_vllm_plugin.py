@@ -126,7 +126,10 @@ def test_what_has_no_nan_is_left_as_it_is():
 @pytest.mark.parametrize(
     "given, told",
     [
-        ({"path": "x"}, "names 'path'.*checkpoint, format, architecture, vocab_size, weights, strip_prefix, threads, whole_tensors"),
+        (
+            {"path": "x"},
+            "names 'path'.*checkpoint, format, architecture, vocab_size, weights, strip_prefix, layout, threads, whole_tensors",
+        ),
         ({"vocab_size": "250"}, "vocab_size is '250', a value of type int"),
         ({"whole_tensors": 1}, "whole_tensors is 1, a value of type bool"),
         ({"threads": 0}, "at least 1"),
@@ -169,3 +172,13 @@ def test_the_config_is_that_of_the_directory_that_vllm_was_told(tmp_path, monkey
     folder = plugin._config_folder
     assert folder(SimpleNamespace(model=str(HF / "llama"), hf_config_path=None)) == str(HF / "llama")
     assert folder(SimpleNamespace(model="org/name", hf_config_path=str(HF / "qwen3"))) == str(HF / "qwen3")
+
+
+def test_a_layout_beside_the_checkpoint_or_the_model_is_found(tmp_path):
+    checkpoint, model = tmp_path / "checkpoint", tmp_path / "model"
+    checkpoint.mkdir(), model.mkdir()
+    assert plugin._layout_beside(checkpoint, model) == ""
+    (model / "reshard.layout.json").touch()
+    assert plugin._layout_beside(checkpoint, model) == str(model / "reshard.layout.json")
+    (checkpoint / "reshard.layout.json").touch()
+    assert plugin._layout_beside(str(checkpoint), model) == str(checkpoint / "reshard.layout.json")

@@ -2,6 +2,7 @@
 
     writing.py    from a model's content to the files of all ranks
     reading.py    from the files of all ranks to an Index
+    learned.py    both by a layout that was learned from the engine's own loader
 
 An engine gives its name, its rules and the names of its files. Everything else is the same for all engines.
 """
@@ -56,6 +57,9 @@ class ServingFormat(Format):
         Raises: RequestError for sizes, versions or models that the engine's files cannot have.
         """
 
+    tracer: ClassVar[str | None] = None
+    """The package with the program that traces the engine's own loader (`reshard learn`); None if there is none."""
+
     # Writing: what a subclass may override.
 
     def notes(self, model: Model, target: Target) -> tuple[str, ...]:
@@ -108,6 +112,10 @@ class ServingFormat(Format):
         return reading.read(self, files, hints)
 
     def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
+        if path := target.options.get("layout"):
+            from reshard.adapter.serving_format import learned
+
+            return learned.lay_out(self, learned.read_layout(path), content, target, companions)
         from reshard.adapter.serving_format import writing
 
         return writing.lay_out(self, content, target, companions)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from reshard.adapter.serving_format import learned
 from reshard.containers import safetensors
 from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.dtypes import DType
@@ -29,6 +30,7 @@ from reshard.storage.files import Files
 if TYPE_CHECKING:
     from reshard.adapter.format import Hints
     from reshard.adapter.serving_format import ServingFormat
+    from reshard.serving.learned.layout import LearnedLayout
 
 # (pp_rank, tp_rank)
 StageRank = tuple[int, int]
@@ -44,7 +46,11 @@ def read(serving_format: ServingFormat, files: Files, hints: Hints) -> Index:
     engine does not serve it at the stored sizes.
     """
     config = serving_format.stored_config(files, hints)
-    model = require_model(find_model(config, hints.architecture), config, serving_format.engine)
+    if layout := learned.stored_layout(files, hints):
+        return _read_learned(serving_format, files, layout, config)
+    model = require_model(
+        find_model(config, hints.architecture), config, serving_format.engine, can_learn=serving_format.tracer is not None
+    )
     stated = serving_format.stored_sizes(files)
     paths = _paths_by_rank(serving_format, files, stated)
     parallel = stated or Parallel(tp=1 + max(tp for _, tp in paths), pp=1 + max(pp for pp, _ in paths))
@@ -57,6 +63,28 @@ def read(serving_format: ServingFormat, files: Files, hints: Hints) -> Index:
     sizes = {size: getattr(parallel, size) for size in serving_format.sizes if size != "ep" or parallel.ep > 1}
     facts = RunFacts(serving_format.producer, version, parallel=sizes, config=config)
     return _index(serving_format.name, model, rules, parallel, headers, facts)
+
+
+def _read_learned(serving_format: ServingFormat, files: Files, layout: LearnedLayout, config: Mapping[str, Any] | None) -> Index:
+    """The index of files that follow a learned layout."""
+    paths = _paths_by_rank(serving_format, files, None)
+    parallel = Parallel(tp=1 + max(tp for _, tp in paths), pp=1 + max(pp for pp, _ in paths))
+    _check_complete(serving_format, paths, parallel)
+    headers = {rank: _headers(files, paths[rank]) for rank in _ranks(parallel)}
+    parallel = learned.stored_sizes(layout, parallel, {name: entry.shape for name, (_, entry) in headers[0, 0].items()})
+    sizes = {size: getattr(parallel, size) for size in serving_format.sizes if size != "ep" or parallel.ep > 1}
+    facts = RunFacts(serving_format.producer, f"=={layout.engine_version}", parallel=sizes, config=config)
+    placed: list[tuple[TargetFile, PlacedTensor]] = []
+    for (pp_rank, tp_rank), rank_headers in headers.items():
+        expected = layout.rank_tensors(parallel, tp_rank, pp_rank, {})
+        placed.extend(_matched(expected, rank_headers, f"stage {pp_rank}, rank {tp_rank}" if parallel.pp > 1 else f"rank {tp_rank}"))
+    shapes = {name: source.shape for name, source in layout.source_entries.items()}
+    return index_of(serving_format.name, iter(placed), shapes, files=_files(headers), facts=facts)
+
+
+def _files(headers: RankHeaders) -> tuple[TargetFile, ...]:
+    """The files of all ranks."""
+    return tuple({file.path: file for rank_headers in headers.values() for file, _ in rank_headers.values()}.values())
 
 
 def _ranks(parallel: Parallel) -> Iterator[StageRank]:
@@ -78,7 +106,11 @@ def _paths_by_rank(serving_format: ServingFormat, files: Files, stated: Parallel
             rank = _rank(numbers, stated)
             paths.setdefault(rank, []).append(path)
     if not paths:
-        raise IncompleteError(f"no file here is called {' or '.join(serving_format.owns)}", where=files.root, do="Give another --format")
+        raise IncompleteError(
+            f"no file here is called {' or '.join(glob for glob in serving_format.owns if '*' in glob)}",
+            where=files.root,
+            do="Give another --format",
+        )
     if len(numberings) > 1:
         raise CheckpointError(
             "the directory holds files of a run with pipeline stages and files of a run without",
@@ -141,8 +173,7 @@ def _index(format_name: str, model: Model, rules: EngineRules, parallel: Paralle
             placed.append((file, item))
             placed.extend((file, alias) for alias in _aliases_of(item, aliases))
     shapes = {weight.name: weight.shape for weight in model.weights.values()}
-    files = tuple({file.path: file for rank_headers in headers.values() for file, _ in rank_headers.values()}.values())
-    return index_of(format_name, iter(placed), shapes, files=files, facts=facts)
+    return index_of(format_name, iter(placed), shapes, files=_files(headers), facts=facts)
 
 
 def _matched(expected: tuple[StoredTensor, ...], headers: Headers, rank: str) -> Iterator[tuple[TargetFile, PlacedTensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ def lay_out(serving_format: ServingFormat, content: Content, target: Target, com
 
     Raises: RequestError or CheckpointError if the engine does not serve the content at the target's sizes.
     """
-    model = require_model(content.model, companions.config, serving_format.engine)
+    model = require_model(content.model, companions.config, serving_format.engine, can_learn=serving_format.tracer is not None)
     rules = serving_format.engine_rules(model, target)
     _check_dtype(target, model, rules)
     _check_content(content, model, rules)
@@ -48,7 +48,7 @@ def lay_out(serving_format: ServingFormat, content: Content, target: Target, com
     left_out = layers_not_served(model) | {name: reason for name in content.tensors if (reason := model.reason_not_served(name))}
     return Layout(
         serving_format.name,
-        tuple(_files(serving_format, model, rules, stored, target)),
+        tuple(rank_files(serving_format, target, lambda tp, pp: rank_tensors(model, stored, rules, target.parallel, tp, pp))),
         _sidecars(companions, stored, engine_config),
         target.parallel,
         (*serving_format.notes(model, target), *rules.quirks.notes, *class_notes, *config_notes, *_about_left_out(left_out, content)),
@@ -112,17 +112,19 @@ def _about_left_out(left_out: Mapping[str, str], content: Content) -> tuple[str,
     return (f"layers are left out; `reshard verify {excluded}` compares all others with the source",) if globs else ()
 
 
-def _files(
-    serving_format: ServingFormat, model: Model, rules: EngineRules, dtypes: Mapping[str, DType], target: Target
+def rank_files(
+    serving_format: ServingFormat, target: Target, tensors_of: Callable[[int, int], tuple[StoredTensor, ...]]
 ) -> Iterator[TargetFile]:
-    """The files of every rank that the target asks for. A rank starts a new file before the current one exceeds the target's limit."""
+    """The files of every rank that the target asks for. A rank starts a new file before the current one exceeds the target's limit.
+
+    tensors_of: the tensors of a rank, by tp_rank and pp_rank.
+    """
     parallel = target.parallel
     for pp_rank in range(parallel.pp):
         for tp_rank in range(parallel.tp):
             ranks = {axis: rank for axis, rank in (("pp", pp_rank), ("tp", tp_rank)) if axis in serving_format.sizes}
             if target.wants(ranks):
-                tensors = rank_tensors(model, dtypes, rules, parallel, tp_rank, pp_rank)
-                for number, part in enumerate(_parts(tensors, target.max_shard_size)):
+                for number, part in enumerate(_parts(tensors_of(tp_rank, pp_rank), target.max_shard_size)):
                     yield framed(serving_format.file_name(parallel, pp_rank, tp_rank, number), part, ranks)
 
 

@@ -1,0 +1,239 @@
+"""From requests to an answer: every rank of every case is traced in a forked process of its own."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from .ranks import Case, LoadedRank, engine_config, loaded_rank, prepare
+
+# Names of element types in the headers of safetensors files, and in torch.
+TORCH_NAMES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+# The elements of a tensor that the model computes are given up to this number.
+MOST_VALUES = 4096
+
+Header = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def main(requests_path: Path, answer_path: Path) -> None:
+    """Answer a list of requests. A line with "failed" says why a rank could not be traced."""
+    requests = json.loads(requests_path.read_text())
+    with answer_path.open("w") as answer:
+        prepare()
+        import torch
+        import vllm
+        from vllm.platforms import current_platform
+
+        about = {"engine": "vllm", "version": vllm.__version__, "torch": torch.__version__, "platform": current_platform.device_name}
+        for request in requests:
+            sources = headers(Path(request["model"]))
+            _say(answer, {**about, "sources": {name: [dtype, list(shape)] for name, (dtype, shape) in sources.items()}})
+            for case in (Case(**each) for each in request["cases"]):
+                _answer_case(answer, request, case, sources)
+
+
+def _answer_case(answer: TextIO, request: dict[str, Any], case: Case, sources: Header) -> None:
+    """Trace the ranks of one choice of sizes."""
+    try:
+        config = engine_config(request["model"], case, trust_remote_code=request["trust_remote_code"])
+        _import_class(config)
+    except Exception as error:
+        _say(answer, {"case": asdict(case), "failed": _reason(error)})
+        return
+    gc.collect()
+    gc.freeze()
+    for rank in request["ranks"] or range(case.world):
+        _in_a_fork(answer, case, rank, lambda: trace(config, case, rank, sources))  # noqa: B023  called at once
+
+
+def _say(answer: TextIO, document: dict[str, Any]) -> None:
+    answer.write(json.dumps(document, separators=(",", ":")) + "\n")
+    answer.flush()
+
+
+def _import_class(config: Any) -> None:
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+
+    get_model_architecture(config.model_config)
+
+
+def _reason(error: BaseException) -> str:
+    """An error in one line: of an assertion without a text, the statement."""
+    text = " ".join(str(error).split())[:400]
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {text or place.line} ({Path(place.filename).name}:{place.lineno})"
+
+
+def _in_a_fork(answer: TextIO, case: Case, rank: int, work: Any) -> None:
+    """Write what `work` returns, made in a forked process: whatever vLLM keeps for a rank ends with it."""
+    answer.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if not child:
+        try:
+            # The process ends soon, and a rank of a large model makes millions of objects that stay.
+            gc.disable()
+            began = time.process_time()
+            try:
+                document = {"case": asdict(case), "rank": rank, **work()}
+            except BaseException as error:
+                if os.environ.get("RESHARD_TRACER_DEBUG"):
+                    traceback.print_exc()
+                document = {"case": asdict(case), "rank": rank, "failed": _reason(error)}
+            _say(answer, {**document, "seconds": round(time.process_time() - began, 2)})
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if status:
+        _say(answer, {"case": asdict(case), "rank": rank, "failed": f"its process ended with status {status}"})
+
+
+def headers(folder: Path) -> Header:
+    """Name -> element type and shape of every tensor in a folder's safetensors files, by their headers alone."""
+    found: Header = {}
+    for path in _weight_files(folder):
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                found[name] = entry["dtype"], tuple(entry["shape"])
+    return found
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that vLLM reads: those of the index, where there is one."""
+    paths = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if len(paths) > 1 and index.exists():
+        named = set(json.loads(index.read_text())["weight_map"].values())
+        paths = [path for path in paths if path.name in named]
+    return paths
+
+
+def trace(config: Any, case: Case, rank: int, sources: Header) -> dict[str, Any]:
+    """What one rank holds after loading: its tensors, and what was left out or softened on the way."""
+    import torch
+
+    from .recorder import Recorder
+
+    recorder = Recorder()
+    with torch.device("meta"):
+        tensors = {name: torch.empty(shape, dtype=getattr(torch, TORCH_NAMES[dtype])) for name, (dtype, shape) in sources.items()}
+    for name, tensor in tensors.items():
+        recorder.root(tensor, name)
+    with loaded_rank(config, case, rank, recorder, tensors) as loaded:
+        found = dict(_tensors(loaded, recorder, sources))
+        dtype = str(config.model_config.dtype).removeprefix("torch.")
+        return {
+            "class": type(loaded.model).__name__,
+            "dtype": dtype,
+            "tensors": found,
+            "softened": loaded.softened,
+            "operations": recorder.operations,
+        }
+
+
+def _tensors(loaded: LoadedRank, recorder: Any, sources: Header) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every tensor of the state dict that vLLM would save: of those that share memory, the one with the smallest name."""
+    from .recorder import number_of, section
+
+    state = loaded.model.state_dict()
+    chosen_by_kernel = dict(_kernel_choices(loaded.model))
+    shapes = {name: shape for name, (_, shape) in sources.items()}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name in sorted(state):
+        tensor = state[name]
+        if tensor.numel() and seen.setdefault((number_of(tensor), *section(tensor)), name) == name:
+            module = name.rpartition(".")[0]
+            reasons = {"kernel": chosen_by_kernel[module]} if module in chosen_by_kernel else {}
+            yield name, {**_described(tensor, recorder, shapes), **reasons}
+
+
+def _kernel_choices(model: Any) -> Iterator[tuple[str, str]]:
+    """Module -> why the shapes of its tensors depend on the kernel that the platform chooses."""
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is None:
+            continue
+        kind = type(method).__name__
+        if kind == "UnquantizedFusedMoEMethod":
+            if rounded := _rounded_by_a_kernel(module):
+                yield name, rounded
+        elif not kind.startswith("Unquantized"):
+            yield name, f"{kind} allocates it for the kernel of this platform"
+
+
+def _rounded_by_a_kernel(module: Any) -> str | None:
+    """Why another kernel for unquantized experts would allocate other sizes; None if all kernels allocate the same."""
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    sizes = module.hidden_size, module.moe_config.intermediate_size_per_partition
+    for backend in unquantized.UnquantizedMoeBackend:
+        try:
+            others = unquantized.unquantized_round_up_hidden_size_and_intermediate_size(backend, *sizes)
+        except Exception:  # a backend that this build lacks
+            continue
+        if tuple(others) != sizes:
+            return f"the kernel {backend.name} would round the experts' width up"
+    return None
+
+
+def _described(tensor: Any, recorder: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """A tensor of a rank: its element type, its shape, and where each of its elements comes from."""
+    from .contents import one_cast, pieces_of, settled, whole_section
+    from .recorder import number_of, section
+    from .strided import NotABox
+
+    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    about: dict[str, Any] = {"dtype": dtype, "shape": list(shape)}
+    recorder.note(tensor)
+    offset, _, strides = section(tensor)
+    try:
+        pieces = pieces_of(recorder.arrays, number_of(tensor), whole_section(shape, offset, strides))
+        found = settled(pieces, shape or (1,), shapes)
+    except NotABox as error:
+        return {**about, "unknown": str(error)}
+    parts, rest = [], []
+    for each in found:
+        piece, placed = each.piece, each.placed
+        at = list(placed.at) if shape else []
+        if piece.kind == "weight":
+            functions = [name for name in piece.functions if name]
+            if not one_cast((*piece.dtypes, dtype), dtype):
+                functions.append(f"cast by way of {', '.join(piece.dtypes[1:])}")
+            start = list(placed.start) if shapes[piece.name] else []
+            parts.append([piece.name, start, at, [list(axis) for axis in placed.axes], functions])
+        else:
+            rest.append([piece.kind, placed.volume, piece.value if piece.kind == "fill" else piece.name])
+    if any(kind == "real" for kind, _, _ in rest):
+        about["values"] = _values(tensor, parts)
+    return {**about, "parts": parts, "rest": rest}
+
+
+def _values(tensor: Any, parts: list[Any]) -> list[float] | str:
+    """The tensor's own elements: one value if all are equal, otherwise each in turn."""
+    import torch
+
+    if tensor.device.type == "meta":
+        return "values that are not in memory"
+    flat = tensor.detach().reshape(-1)
+    if not parts and bool((flat.view(torch.uint8) == flat[:1].view(torch.uint8).repeat(len(flat))).all()):
+        return [float(flat[0])]
+    if math.prod(tensor.shape) > MOST_VALUES or parts:
+        return f"{math.prod(tensor.shape)} different values"
+    return [float(each) for each in flat]

@@ -1,0 +1,178 @@
+"""A serving engine's checkpoint by a layout that was learned from the engine's own loader, in place of the rules for a declared model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard.adapter.model_files import ModelFiles
+from reshard.canonical.content import Content
+from reshard.errors import CheckpointError, RequestError, UnsupportedError
+from reshard.geometry.dtypes import DType
+from reshard.geometry.parallel import Parallel
+from reshard.plans.layout import Layout, Sidecar
+from reshard.plans.target import Target
+from reshard.serving.learned.document import LAYOUT_FILE, layout_of, text_of
+from reshard.serving.learned.fit import (
+    check_config,
+    check_engine,
+    check_known,
+    check_sizes,
+    check_sources,
+    size_problem,
+    sources_of,
+    used_sources,
+)
+from reshard.serving.learned.layout import LearnedLayout, TensorTemplate
+from reshard.storage.files import Files, LocalFiles, read_whole
+
+if TYPE_CHECKING:
+    from reshard.adapter.format import Hints
+    from reshard.adapter.serving_format import ServingFormat
+
+# Layout files have a few kB, of models with many towers some hundred.
+_MOST_BYTES = 1 << 26
+
+
+def read_layout(path: str) -> LearnedLayout:
+    """The layout in a file. Raises RequestError if there is none, or it is no layout file."""
+    if not os.path.isfile(path):
+        raise RequestError(f"--layout {path}: there is no such file", do="Write it with `reshard learn`", id="not-found")
+    return layout_of(read_whole(LocalFiles(Path(path)), os.path.basename(path), limit=_MOST_BYTES).decode("utf-8", "replace"), path)
+
+
+def stored_layout(files: Files, hints: Hints) -> LearnedLayout | None:
+    """The layout that an engine's files follow: the one that the user names, or the one beside them."""
+    if hints.layout is not None:
+        return read_layout(hints.layout)
+    if files.size(LAYOUT_FILE) is None:
+        return None
+    return layout_of(read_whole(files, LAYOUT_FILE, limit=_MOST_BYTES).decode("utf-8", "replace"), LAYOUT_FILE)
+
+
+def stored_sizes(layout: LearnedLayout, parallel: Parallel, shapes: Mapping[str, tuple[int, ...]]) -> Parallel:
+    """The parallel sizes of files, with the expert-parallel size, which the shapes tell. shapes: those of the first rank's tensors.
+
+    Raises: CheckpointError if the layout does not cover the sizes, or has other shapes.
+    """
+    for ep in dict.fromkeys((1, parallel.tp)):
+        candidate = Parallel(parallel.tp, parallel.pp, ep)
+        if size_problem(layout, candidate) is None:
+            found = layout.rank_templates(candidate, 0, 0)
+            expected = {name: tuple(number.at(candidate.tp, 0) for number in template.shape) for name, _, template in found}
+            if all(shapes.get(name, shape) == shape for name, shape in expected.items()):
+                return candidate
+    raise CheckpointError(
+        f"the files are those of {parallel}, with other shapes than the layout has at these sizes",
+        why=f"The layout was learned from {layout.engine} {layout.engine_version}",
+        do="Give the layout that the files were written with: --layout FILE",
+    )
+
+
+def lay_out(serving_format: ServingFormat, layout: LearnedLayout, content: Content, target: Target, companions: ModelFiles) -> Layout:
+    """The files of all ranks, and the small files beside them.
+
+    Raises: RequestError if the layout does not fit the content, the config or the sizes.
+    """
+    from reshard.adapter.serving_format.writing import rank_files
+
+    parallel = target.parallel
+    parallel.allow(
+        *serving_format.sizes, what=f"{serving_format.engine}'s files, which are split by {', '.join(serving_format.sizes)} only"
+    )
+    check_engine(layout, serving_format.name, target.engine_version)
+    if content.states:
+        raise RequestError(f"{serving_format.engine} loads weights, no optimizer state", do="Leave out --optimizer")
+    check_config(layout, companions.config)
+    check_sizes(layout, parallel)
+    used = used_sources(layout, parallel)
+    check_sources(layout, {name: tensor.shape for name, tensor in content.weights.items()}, used, partial=False)
+    templates = {name: template for name, _, template in _all_templates(layout, parallel)}
+    check_known(layout, templates, accept_platform=bool(target.options.get("accept_platform")))
+    dtypes = _stored_dtypes(layout, content, target)
+    files = rank_files(serving_format, target, lambda tp_rank, pp_rank: layout.rank_tensors(parallel, tp_rank, pp_rank, dtypes))
+    stored = {dtypes.get(name, template.dtype): None for name, template in templates.items() if template.parts}
+    sidecars = companions.sidecars(stored, target.dtype or layout.dtype)
+    unused = {name: f"{serving_format.engine}'s own loader does not read it" for name in content.weights if name not in used}
+    note = f"by a layout learned from {serving_format.engine} {layout.engine_version} ({layout.model_class}, build for {layout.platform})"
+    return Layout(
+        serving_format.name,
+        tuple(files),
+        (Sidecar(LAYOUT_FILE, text_of(layout).encode()), *sidecars),
+        parallel,
+        (note, *_about_platform(templates), *_about_casts(layout, content, target, dtypes)),
+        left_out=unused,
+    )
+
+
+def _about_platform(templates: Mapping[str, TensorTemplate]) -> Iterator[str]:
+    if touched := [name for name, template in templates.items() if template.kernel]:
+        yield f"the shapes of {len(touched)} tensors depend on the platform that was traced, for example {touched[0]}"
+
+
+def _about_casts(layout: LearnedLayout, content: Content, target: Target, dtypes: Mapping[str, DType]) -> Iterator[str]:
+    """A note about weights that the engine keeps in another element type."""
+    cast: dict[str, DType] = {}
+    for name, numbers, template in layout.rank_templates(target.parallel, 0, 0):
+        for source in sources_of(template, numbers, (target.parallel.tp, 0)) if target.dtype is None else ():
+            if content.tensors[source].dtype != dtypes[name]:
+                cast[source] = dtypes[name]
+    if cast:
+        first, dtype = next(iter(cast.items()))
+        yield f"{len(cast)} weights are cast, as the engine does it: {first} to {dtype}; `reshard verify --cast` compares them"
+
+
+def _all_templates(layout: LearnedLayout, parallel: Parallel) -> Iterator[tuple[str, tuple[int, ...], TensorTemplate]]:
+    for pp_rank in range(parallel.pp):
+        for tp_rank in range(parallel.tp):
+            yield from layout.rank_templates(parallel, tp_rank, pp_rank)
+
+
+def _stored_dtypes(layout: LearnedLayout, content: Content, target: Target) -> dict[str, DType]:
+    """Tensor of a rank -> its element type.
+
+    A tensor that the engine keeps in another type than it computes in stays in that type. All others have the type that was traced, as
+    long as the checkpoint's tensors have the types that were traced and none is asked for.
+
+    Raises: UnsupportedError if the parts of a tensor have different types, or one checkpoint tensor would need two types.
+    """
+    found: dict[str, DType] = {}
+    of_source: dict[str, tuple[str, DType]] = {}
+    for pp_rank in range(target.parallel.pp):
+        for tp_rank in range(target.parallel.tp):
+            for name, numbers, template in layout.rank_templates(target.parallel, tp_rank, pp_rank):
+                sources = tuple(sources_of(template, numbers, (target.parallel.tp, tp_rank)))
+                if name not in found:
+                    found[name] = _stored_dtype(layout, name, template, sources, content, target)
+                for source in sources:
+                    other, dtype = of_source.setdefault(source, (name, found[name]))
+                    if dtype != found[name]:
+                        raise UnsupportedError(
+                            f"the engine keeps it in two element types, {dtype} as {other} and {found[name]} as {name}",
+                            where=source,
+                            do="Convert to hf, which the engine loads as well",
+                        )
+    return found
+
+
+def _stored_dtype(
+    layout: LearnedLayout, name: str, template: TensorTemplate, sources: tuple[str, ...], content: Content, target: Target
+) -> DType:
+    if template.dtype != layout.dtype:
+        return template.dtype
+    if not sources:
+        return target.dtype or template.dtype
+    traced = layout.source_entries
+    if target.dtype is None and all(content.tensors[source].dtype == traced[source].dtype for source in sources):
+        return template.dtype
+    asked = {target.dtype_of(content.tensors[source]): source for source in sources}
+    if len(asked) > 1:
+        raise UnsupportedError(
+            f"its parts have different element types: {', '.join(f'{source} {dtype}' for dtype, source in asked.items())}",
+            where=name,
+            why="The engine stores them as one tensor",
+            do="Choose one for all with --dtype",
+        )
+    return next(iter(asked))

@@ -1,0 +1,279 @@
+"""A layout file: a LearnedLayout as a JSON document (docs/reference/schemas/layout.json)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from reshard.errors import RequestError
+from reshard.geometry.dtypes import from_safetensors
+from reshard.serving.learned.layout import (
+    LearnedLayout,
+    LearnedSizes,
+    LearnedSources,
+    LearnedStage,
+    NamedTemplate,
+    Ranges,
+    TemplateAxis,
+    TemplatePart,
+    TemplateRun,
+    TensorTemplate,
+)
+from reshard.serving.learned.numbers import Fixed, Listed, Number, OnFirst, Rest, Share, Sum
+
+SCHEMA_VERSION = 1
+LAYOUT_FILE = "reshard.layout.json"
+"""The name under which a conversion puts the layout beside the files that follow it."""
+
+
+def text_of(layout: LearnedLayout) -> str:
+    """The layout as a document, with one line for each template and each row."""
+    document = _document(layout)
+    lines = []
+    for key, value in document.items():
+        if isinstance(value, list) and value and key in ("templates", "sources", "stages"):
+            rows = ",\n  ".join(_compact(row) for row in value) if key != "stages" else ",\n  ".join(map(_stage_text, value))
+            lines.append(f"{json.dumps(key)}: [\n  {rows}\n ]")
+        else:
+            lines.append(f"{json.dumps(key)}: {_compact(value)}")
+    return "{\n " + ",\n ".join(lines) + "\n}\n"
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, separators=(", ", ": "))
+
+
+def _stage_text(stage: Mapping[str, Any]) -> str:
+    head = _compact({key: value for key, value in stage.items() if key != "tensors"})
+    rows = ",\n   ".join(_compact(row) for row in stage["tensors"])
+    return f'{head[:-1]}, "tensors": [\n   {rows}\n  ]}}'
+
+
+def _document(layout: LearnedLayout) -> dict[str, Any]:
+    templates: dict[TensorTemplate, int] = {}
+    stages = []
+    for stage in layout.stages:
+        rows = []
+        for each in stage.tensors:
+            row = [each.name, _ranges_text(each.ranges), templates.setdefault(each.template, len(templates))]
+            rows.append(row if each.ranks is None else [*row, {str(tp): list(ranks) for tp, ranks in each.ranks.items()}])
+        stages.append({"pp": stage.pp, "pp_rank": stage.pp_rank, "ep": stage.has_ep, "tensors": rows})
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "engine": layout.engine,
+        "engine_version": layout.engine_version,
+        "platform": layout.platform,
+        "model_class": layout.model_class,
+        "dtype": layout.dtype.name,
+        "config": dict(layout.config),
+        "counts": dict(layout.counts),
+        "sizes": [{"tp": list(each.tp), "pp": each.pp, "ep": each.has_ep, "withheld": each.withheld} for each in layout.sizes],
+        "softened": list(layout.softened),
+        "sources": [[each.name, _ranges_text(each.ranges), each.dtype.name, list(each.shape)] for each in layout.sources],
+        "templates": [_template_json(template) for template in templates],
+        "stages": stages,
+    }
+
+
+def _ranges_text(ranges: Ranges) -> list[str]:
+    return [_range_text(values) for values in ranges]
+
+
+def _range_text(values: tuple[int, ...]) -> str:
+    """Numbers as runs: 0-3,5."""
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _template_json(template: TensorTemplate) -> dict[str, Any]:
+    found: dict[str, Any] = {"dtype": template.dtype.name, "shape": _numbers_json(template.shape)}
+    if template.parts:
+        found["parts"] = [_part_json(part) for part in template.parts]
+    for key in ("fill", "problem", "kernel"):
+        value = getattr(template, key)
+        if value not in (None, ""):
+            found[key] = value
+    return found
+
+
+def _part_json(part: TemplatePart) -> dict[str, Any]:
+    axes = [_numbers_json((axis.size, Fixed(axis.axis), axis.step, Fixed(axis.source_axis), axis.source_step)) for axis in part.axes]
+    found: dict[str, Any] = {"from": part.source, "start": _numbers_json(part.start), "at": _numbers_json(part.at), "axes": axes}
+    if part.run:
+        found["run"] = _numbers_json((part.run.first, part.run.count, Fixed(part.run.axis), part.run.step))
+    return found
+
+
+def _numbers_json(numbers: Iterable[Number]) -> list[Any]:
+    return [_number_json(number) for number in numbers]
+
+
+def _number_json(number: Number) -> Any:
+    match number:
+        case Fixed():
+            return number.number
+        case Share():
+            heads = [number.heads] if number.heads else []
+            return ["share", number.total, *heads] if number.base is None else ["start", number.total, number.base, *heads]
+        case Rest():
+            return ["rest", number.total, number.padded]
+        case Sum():
+            return ["sum", _number_json(number.first), _number_json(number.second)]
+        case OnFirst():
+            return ["first", number.number]
+        case Listed():
+            return {str(tp): list(numbers) for tp, numbers in sorted(number.numbers.items())}
+
+
+# ---- reading
+
+
+def layout_of(text: str, where: str) -> LearnedLayout:
+    """The layout in a document. where: the file, for messages.
+
+    Raises: RequestError if the document is no layout file, or of a version that this reshard does not know.
+    """
+    try:
+        document = json.loads(text)
+        version = document["schema_version"]
+    except (ValueError, TypeError, LookupError, RecursionError):
+        raise _damaged(where, "it is not a JSON document with a schema_version") from None
+    if version != SCHEMA_VERSION:
+        raise RequestError(
+            f"the layout file has version {version}, this reshard reads version {SCHEMA_VERSION}",
+            where=where,
+            do="Learn it again with `reshard learn`, or use the reshard that wrote it",
+        )
+    try:
+        return _layout(document)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise _damaged(where, f"{type(error).__name__}: {str(error)[:100]}") from error
+
+
+def _damaged(where: str, reason: str) -> RequestError:
+    return RequestError("this is not a layout file as `reshard learn` writes it", where=where, why=reason, do="Learn it again")
+
+
+def _layout(document: Mapping[str, Any]) -> LearnedLayout:
+    sources = tuple(
+        LearnedSources(_text(name), _ranges(ranges), from_safetensors(dtype, where=name), tuple(map(_count, shape)))
+        for name, ranges, dtype, shape in document["sources"]
+    )
+    templates = [_template(each) for each in document["templates"]]
+    stages = tuple(
+        LearnedStage(
+            _count(stage["pp"]), _count(stage["pp_rank"]), bool(stage["ep"]), tuple(_row(row, templates) for row in stage["tensors"])
+        )
+        for stage in document["stages"]
+    )
+    sizes = tuple(
+        LearnedSizes(tuple(map(_count, each["tp"])), _count(each["pp"]), bool(each["ep"]), each["withheld"]) for each in document["sizes"]
+    )
+    return LearnedLayout(
+        engine=_text(document["engine"]),
+        engine_version=_text(document["engine_version"]),
+        platform=_text(document["platform"]),
+        model_class=_text(document["model_class"]),
+        dtype=from_safetensors(document["dtype"], where="dtype"),
+        config={_text(key): _text(value) for key, value in document["config"].items()},
+        counts={_text(key): _count(value) for key, value in document["counts"].items()},
+        sizes=sizes,
+        sources=sources,
+        stages=stages,
+        softened=tuple(map(_text, document["softened"])),
+    )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a text")
+    return value
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise TypeError(f"{value!r} is not a whole number")
+    return value
+
+
+# No model has more layers or experts.
+_MOST = 1 << 20
+
+
+def _ranges(texts: list[str]) -> Ranges:
+    found = []
+    for text in texts:
+        values: list[int] = []
+        for run in text.split(","):
+            first, _, last = run.partition("-")
+            if int(last or first) - int(first) > _MOST:
+                raise ValueError(f"{run} is too long")
+            values.extend(range(int(first), int(last or first) + 1))
+        found.append(tuple(values))
+    return tuple(found)
+
+
+def _row(row: list[Any], templates: list[TensorTemplate]) -> NamedTemplate:
+    name, ranges, number, *rest = row
+    ranks = {int(tp): tuple(map(_count, ranks)) for tp, ranks in rest[0].items()} if rest else None
+    return NamedTemplate(_text(name), _ranges(ranges), templates[_count(number)], ranks)
+
+
+def _template(document: Mapping[str, Any]) -> TensorTemplate:
+    fill = document.get("fill")
+    return TensorTemplate(
+        dtype=from_safetensors(document["dtype"], where="a template"),
+        shape=_numbers(document["shape"]),
+        parts=tuple(_part(part) for part in document.get("parts", ())),
+        fill=None if fill is None else float(fill),
+        problem=_text(document.get("problem", "")),
+        kernel=_text(document.get("kernel", "")),
+    )
+
+
+def _part(document: Mapping[str, Any]) -> TemplatePart:
+    axes = tuple(
+        TemplateAxis(_number(size), _count(axis), _number(step), _count(source_axis), _number(source_step))
+        for size, axis, step, source_axis, source_step in document["axes"]
+    )
+    run = None
+    if "run" in document:
+        first, count, axis, step = document["run"]
+        run = TemplateRun(_number(first), _number(count), _count(axis), _number(step))
+    return TemplatePart(_text(document["from"]), _numbers(document["start"]), _numbers(document["at"]), axes, run)
+
+
+def _numbers(values: list[Any]) -> tuple[Number, ...]:
+    return tuple(map(_number, values))
+
+
+def _number(value: Any) -> Number:
+    match value:
+        case int():
+            return Fixed(_count(value))
+        case ["share", total, *heads]:
+            return Share(_count(total), None, *map(_count, heads))
+        case ["start", total, base, *heads]:
+            return Share(_count(total), _count(base), *map(_count, heads))
+        case ["rest", total, padded]:
+            return Rest(_count(total), _count(padded))
+        case ["sum", first, second]:
+            return Sum(_share(first), _share(second))
+        case ["first", number]:
+            return OnFirst(_count(number))
+        case dict():
+            return Listed({int(tp): tuple(map(_count, numbers)) for tp, numbers in value.items()})
+    raise ValueError(f"{value!r} is no number")
+
+
+def _share(value: Any) -> Share:
+    number = _number(value)
+    if not isinstance(number, Share):
+        raise ValueError(f"{value!r} is no share")
+    return number

@@ -1,0 +1,191 @@
+"""Whether a learned layout can be used: for this checkpoint, at these sizes, for this engine, on this platform."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from reshard.errors import RequestError, UnsupportedError
+from reshard.geometry.parallel import Parallel
+from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, TensorTemplate, filled
+from reshard.serving.learned.learn import config_digests
+from reshard.serving.learned.numbers import NoRule
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def relearn(layout: LearnedLayout, parallel: Parallel | None = None) -> str:
+    """The command that makes a layout in place of this one."""
+    tp = str(parallel.tp) if parallel else ",".join(map(str, layout.sizes[0].tp))
+    pp = f" --pp {parallel.pp}" if parallel and parallel.pp > 1 else ""
+    ep = f" --ep {parallel.ep}" if parallel and parallel.ep > 1 else ""
+    return f"`reshard learn MODEL --engine {layout.engine} --tp {tp}{pp}{ep} -o layout.json`"
+
+
+def check_engine(layout: LearnedLayout, engine: str, version: str | None) -> None:
+    """Raises RequestError if the layout is another engine's, or was learned from another version than the user asks for."""
+    if layout.engine != engine:
+        raise RequestError(f"--layout: the layout was learned from {layout.engine}, the target is {engine}", do=f"Use --to {layout.engine}")
+    if version is not None and version != layout.engine_version:
+        raise RequestError(
+            f"--layout: it was learned from {engine} {layout.engine_version}, --engine-version asks for {version}",
+            why="Other versions may name and fuse tensors in another way",
+            do=f"Leave out --engine-version, or learn the layout from {engine} {version} with {relearn(layout)}",
+        )
+
+
+def check_config(layout: LearnedLayout, config: Mapping[str, Any] | None) -> None:
+    """Raises RequestError, naming the first key, if the model's config is not the one that the layout was learned from."""
+    if config is None:
+        raise RequestError(
+            "there is no config.json in the checkpoint or in its parent directory",
+            why=f"{layout.engine} needs it, and the layout was learned from one",
+            do="Add --model DIR, the directory with the model's config",
+        )
+    found = config_digests(config)
+    if different := sorted(key for key in layout.config.keys() | found.keys() if layout.config.get(key) != found.get(key)):
+        key = different[0]
+        others = f", and {len(different) - 1} more" if len(different) > 1 else ""
+        state = "is not in this config" if key not in found else "is not in that config" if key not in layout.config else "differs"
+        raise RequestError(
+            f"the layout was learned from another config.json: {key} {state}{others}",
+            why="How ranks share the weights may depend on it",
+            do=f"Learn the layout of this model with {relearn(layout)}",
+        )
+
+
+def check_sources(layout: LearnedLayout, shapes: Shapes, used: frozenset[str], *, partial: bool) -> None:
+    """Raises RequestError, naming the first tensor, unless the checkpoint has the tensors that the layout was learned from.
+
+    shapes: the checkpoint's tensors. used: those that the engine loads. partial: whether tensors may be missing on purpose.
+    """
+    for name, source in layout.source_entries.items():
+        if name in shapes and shapes[name] != source.shape:
+            raise _does_not_fit(layout, name, f"it is {list(shapes[name])}, the layout was learned from {list(source.shape)}")
+        if name not in shapes and name in used and not partial:
+            raise _does_not_fit(layout, name, "the checkpoint has no such tensor, the one that the layout was learned from has it")
+    if surplus := [name for name in shapes if name not in layout.source_entries]:
+        raise _does_not_fit(
+            layout,
+            surplus[0],
+            f"the checkpoint that the layout was learned from has no such tensor (nor {len(surplus) - 1} more)"
+            if len(surplus) > 1
+            else "the checkpoint that the layout was learned from has no such tensor",
+        )
+
+
+def _does_not_fit(layout: LearnedLayout, name: str, what: str) -> RequestError:
+    return RequestError(
+        what,
+        where=name,
+        why="The layout does not fit this checkpoint",
+        do=f"Learn the layout of this one with {relearn(layout)}; if the names differ by a prefix only, add --strip-prefix",
+    )
+
+
+def check_sizes(layout: LearnedLayout, parallel: Parallel) -> None:
+    """Raises RequestError, with the reason, if the layout does not say what ranks hold at these sizes."""
+    if parallel.ep > 1 and parallel.ep != parallel.tp:
+        raise RequestError(
+            f"--ep {parallel.ep} with --tp {parallel.tp}: {layout.engine} distributes experts over the tensor-parallel ranks",
+            do=f"Give --ep {parallel.tp}, or leave it out",
+            id="illegal-sizes",
+        )
+    if reason := size_problem(layout, parallel):
+        raise RequestError(
+            f"the layout does not cover {parallel}: {reason}",
+            why=f"It covers {coverage(layout)}",
+            do=f"Use one of these sizes, or learn the layout with {relearn(layout, parallel)}",
+            id="illegal-sizes",
+        )
+
+
+def size_problem(layout: LearnedLayout, parallel: Parallel) -> str | None:
+    """Why the layout does not say what ranks hold at these sizes; None if it does."""
+    traced = next((each for each in layout.sizes if (each.pp, each.has_ep) == (parallel.pp, parallel.ep > 1)), None)
+    if traced is None:
+        with_ep = " with expert parallelism" if parallel.ep > 1 else ""
+        return f"pipeline-parallel size {parallel.pp}{with_ep} was not traced"
+    if parallel.tp in traced.tp:
+        return None
+    if traced.withheld is None:
+        return f"TP {parallel.tp} was not traced, and the traced sizes do not tell it"
+    return _count_problem(layout, traced, parallel.tp) or _rule_problem(layout, parallel)
+
+
+def _count_problem(layout: LearnedLayout, traced: LearnedSizes, tp: int) -> str | None:
+    """Why the ranks may share heads or groups in a way that no traced size has shown."""
+    for key, count in layout.counts.items():
+        replication_was_seen = any(size > count for size in traced.tp)
+        if count % tp and not (replication_was_seen and tp % count == 0):
+            return f"{tp} ranks share {key} = {count} in a way that no traced size shows"
+    return None
+
+
+def _rule_problem(layout: LearnedLayout, parallel: Parallel) -> str | None:
+    """Why a number has no value at these sizes."""
+    for pp_rank in range(parallel.pp):
+        for each in layout.stage(parallel, pp_rank).tensors:
+            try:
+                template = each.template
+                for rank in range(parallel.tp):
+                    for number in (*template.shape, *(n for part in template.parts for n in (*part.start, *part.at))):
+                        number.at(parallel.tp, rank)
+            except NoRule as error:
+                return f"{each.name}: {error}"
+    return None
+
+
+def coverage(layout: LearnedLayout) -> str:
+    """The sizes that a layout covers, in words."""
+    words = []
+    for each in layout.sizes:
+        tp = f"TP {', '.join(map(str, each.tp))}" + (" and sizes that divide the heads in the same way" if each.withheld else "")
+        words.append(tp + (f" with PP {each.pp}" if each.pp > 1 else "") + (" with EP" if each.has_ep else ""))
+    return "; ".join(words)
+
+
+def check_known(layout: LearnedLayout, templates: Mapping[str, TensorTemplate], *, accept_platform: bool) -> None:
+    """Raises UnsupportedError for the first tensor whose elements are not known, or whose shape depends on the platform."""
+    for name, template in templates.items():
+        if template.problem:
+            raise UnsupportedError(
+                template.problem,
+                where=name,
+                why="Only copies, casts and constants are converted; anything else is not guessed",
+                do=f"Convert to hf, which {layout.engine} loads as well",
+            )
+    touched = {name: template.kernel for name, template in templates.items() if template.kernel}
+    if touched and not accept_platform:
+        name, reason = next(iter(touched.items()))
+        others = f" (and {len(touched) - 1} more tensors)" if len(touched) > 1 else ""
+        raise UnsupportedError(
+            f"its shape depends on the platform{others}: {reason}",
+            where=name,
+            why=f"The layout was learned on {layout.platform}; another platform may expect another shape",
+            do="If the engine allocates the same shapes where it will run, add --accept-platform. Otherwise learn the layout there",
+        )
+
+
+def used_sources(layout: LearnedLayout, parallel: Parallel) -> frozenset[str]:
+    """The checkpoint tensors that the ranks hold a part of."""
+    return frozenset(_used(layout, parallel))
+
+
+def _used(layout: LearnedLayout, parallel: Parallel) -> Iterator[str]:
+    for pp_rank in range(parallel.pp):
+        for tp_rank in range(parallel.tp):
+            for _, numbers, template in layout.rank_templates(parallel, tp_rank, pp_rank):
+                yield from sources_of(template, numbers, (parallel.tp, tp_rank))
+
+
+def sources_of(template: TensorTemplate, numbers: tuple[int, ...], rank: tuple[int, int]) -> Iterator[str]:
+    """The checkpoint tensors that a tensor holds parts of on a rank."""
+    for part in template.parts:
+        if any(axis.size.at(*rank) == 0 for axis in part.axes):
+            continue
+        if part.run is None:
+            yield filled(part.source, numbers)
+        else:
+            first = part.run.first.at(*rank)
+            yield from (filled(part.source, numbers, first + number) for number in range(part.run.count.at(*rank)))

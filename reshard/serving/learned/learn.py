@@ -1,0 +1,186 @@
+"""From what a tracer says about ranks to a LearnedLayout.
+
+Sizes that were not traced are legal only after a traced size has been withheld, and the rules of the other sizes have predicted it exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.errors import ReshardError, UnsupportedError
+from reshard.geometry.dtypes import DType, from_safetensors
+from reshard.serving.learned.fold import TracedRanks, folded_stage
+from reshard.serving.learned.layers import folded_names
+from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, LearnedSources, LearnedStage, NamedTemplate, dtype_of
+from reshard.serving.learned.numbers import Listed, NoRule, Number, heads_of
+from reshard.serving.learned.parts import TracedTensor, traced_tensor
+from reshard.serving.learned.unfold import plain, unfolded
+
+# Keys of a config that do not change what an engine loads.
+UNIMPORTANT_KEYS = frozenset({"transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype"})
+_COUNTS = re.compile(r"((num|n)_(.*_)?|.*_)(heads?|groups?)(_kv)?|n_heads?")
+Sizes = tuple[int, int]
+"""(pp, ep): a pipeline-parallel size, and 1 or 2 for ranks that hold whole experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRank:
+    """One rank of a traced run."""
+
+    tp: int
+    """Tensor-parallel size."""
+    pp: int
+    """Pipeline-parallel size."""
+    has_ep: bool
+    """Whether the ranks hold whole experts."""
+    rank: int
+    """Its number: pp_rank * tp + tp_rank."""
+    model_class: str
+    """The engine's class of the model."""
+    dtype: DType
+    """The element type in which the engine computes."""
+    tensors: Mapping[str, TracedTensor]
+    """Its tensors."""
+    softened: tuple[str, ...]
+    """What the engine could not choose on that platform."""
+
+
+def traced_rank(document: Mapping[str, Any]) -> TracedRank:
+    """One line of a tracer's answer. Raises UnsupportedError if the rank could not be traced."""
+    case, number = document["case"], document.get("rank", 0)
+    if "failed" in document:
+        sizes = " ".join(f"{name.upper()} {size}" for name, size in case.items() if size > 1) or "one rank"
+        raise UnsupportedError(
+            f"the engine does not load the model at {sizes}, rank {number}: {document['failed']}",
+            why="A layout states what the engine loads, and nothing else",
+            do="Leave out these sizes, or check with the engine itself that it serves the model at them",
+        )
+    tensors = {name: traced_tensor(each) for name, each in document["tensors"].items()}
+    about = document["class"], dtype_of(document["dtype"]), tensors, tuple(document["softened"])
+    return TracedRank(case["tp"], case["pp"], case["ep"] > 1, number, *about)
+
+
+def learned_layout(about: Mapping[str, Any], ranks: Iterable[TracedRank], config: Mapping[str, Any]) -> LearnedLayout:
+    """The layout of everything that was traced. about: the first line of the tracer's answer. config: the model's Hugging Face config.
+
+    Raises: ReshardError if a fold does not give back what was traced, which is a defect.
+    """
+    traced = list(ranks)
+    stages, sizes = [], []
+    for pp, has_ep in sorted({(rank.pp, rank.has_ep) for rank in traced}):
+        chosen = [rank for rank in traced if (rank.pp, rank.has_ep) == (pp, has_ep)]
+        by_stage: dict[int, dict[tuple[int, int], Mapping[str, TracedTensor]]] = {}
+        for rank in chosen:
+            by_stage.setdefault(rank.rank // rank.tp, {})[rank.tp, rank.rank % rank.tp] = rank.tensors
+        folded = {pp_rank: folded_stage(of_stage) for pp_rank, of_stage in sorted(by_stage.items())}
+        for pp_rank, templates in folded.items():
+            _check_fold(templates, by_stage[pp_rank])
+            stages.append(LearnedStage(pp, pp_rank, has_ep, templates))
+        tps = tuple(sorted({rank.tp for rank in chosen}))
+        withheld = _withheld(tps, by_stage, folded) if _counted(folded.values(), counts_of(config)) else None
+        sizes.append(LearnedSizes(tps, pp, has_ep, withheld))
+    return LearnedLayout(
+        engine=about["engine"],
+        engine_version=about["version"],
+        platform=about["platform"],
+        model_class=traced[0].model_class,
+        dtype=traced[0].dtype,
+        config=config_digests(config),
+        counts=counts_of(config),
+        sizes=tuple(sizes),
+        sources=_sources(about["sources"]),
+        stages=tuple(stages),
+        softened=tuple(dict.fromkeys(line for rank in traced for line in rank.softened)),
+    )
+
+
+def config_digests(config: Mapping[str, Any]) -> dict[str, str]:
+    """Key -> a digest of its value, for the keys that may change what an engine loads."""
+
+    def digest(value: object) -> str:
+        return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+
+    return {key: digest(value) for key, value in sorted(config.items()) if key not in UNIMPORTANT_KEYS}
+
+
+def counts_of(config: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers of heads and groups in a config and in the configs inside of it."""
+    found: dict[str, int] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found |= {f"{key}.{inner}": number for inner, number in counts_of(value).items()}
+        elif isinstance(value, int) and not isinstance(value, bool) and value > 0 and _COUNTS.fullmatch(key):
+            found[key] = value
+    return found
+
+
+def _sources(documents: Mapping[str, Any]) -> tuple[LearnedSources, ...]:
+    named = ((name, from_safetensors(dtype, where=name), tuple(shape)) for name, (dtype, shape) in documents.items())
+    return tuple(LearnedSources(*each) for each in folded_names(named))
+
+
+def _check_fold(templates: tuple[NamedTemplate, ...], ranks: TracedRanks) -> None:
+    """Raises ReshardError unless the templates give back every rank."""
+    if difference := _difference(templates, ranks):
+        raise ReshardError(
+            f"folding the layout changed it: {difference}",
+            why="This is a defect of reshard, not of your input",
+            do="Please report it with the model's config.json",
+            id="defect",
+        )
+
+
+def _difference(templates: tuple[NamedTemplate, ...], ranks: TracedRanks) -> str | None:
+    """The first tensor that the templates give otherwise than it was traced; None if there is none."""
+    for rank, traced in ranks.items():
+        try:
+            found = unfolded(templates, rank)
+        except NoRule as error:
+            return f"TP {rank[0]}: {error}"
+        if found.keys() != traced.keys():
+            return f"{min(found.keys() ^ traced.keys())} at TP {rank[0]}, rank {rank[1]}"
+        for name, tensor in traced.items():
+            if plain(found[name]) != plain(tensor):
+                return f"{name} at TP {rank[0]}, rank {rank[1]}"
+    return None
+
+
+def _withheld(tps: tuple[int, ...], by_stage: Mapping[int, TracedRanks], folded: Mapping[int, tuple[NamedTemplate, ...]]) -> int | None:
+    """A traced size that the rules of the others predict exactly, if all numbers follow rules; None if there is none."""
+    if len(tps) < 3 or any(_has_lists(templates) for templates in folded.values()):
+        return None
+    for size in reversed(tps):
+        if all(_predicts(of_stage, size) for of_stage in by_stage.values()):
+            return size
+    return None
+
+
+def _counted(folded: Iterable[tuple[NamedTemplate, ...]], counts: Mapping[str, int]) -> bool:
+    """Whether every number of heads in the rules is one that the config states. Others may be an accident of the traced sizes."""
+    known = {0, 1, *counts.values()}
+    return all(heads in known for templates in folded for each in templates for n in _numbers(each) for heads in heads_of(n))
+
+
+def _predicts(ranks: TracedRanks, size: int) -> bool:
+    others = folded_stage({rank: tensors for rank, tensors in ranks.items() if rank[0] != size})
+    return _difference(others, {rank: tensors for rank, tensors in ranks.items() if rank[0] == size}) is None
+
+
+def _has_lists(templates: tuple[NamedTemplate, ...]) -> bool:
+    """Whether a number follows no rule, or a tensor is not on all ranks."""
+    return any(each.ranks is not None or any(isinstance(number, Listed) for number in _numbers(each)) for each in templates)
+
+
+def _numbers(named: NamedTemplate) -> Iterable[Number]:
+    template = named.template
+    yield from template.shape
+    for part in template.parts:
+        yield from (*part.start, *part.at)
+        yield from (number for axis in part.axes for number in (axis.size, axis.step, axis.source_step))
+        if part.run:
+            yield from (part.run.first, part.run.count, part.run.step)

@@ -1,0 +1,197 @@
+"""Numbers that depend on the tensor-parallel size and rank: a position, a size or a step in a learned layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+TpRank = tuple[int, int]
+"""A tensor-parallel size and a rank: (tp, tp_rank)."""
+
+
+class NoRule(Exception):
+    """A rule has no value at a tensor-parallel size."""
+
+
+def _exact(number: int, parts: int) -> int:
+    if number % parts:
+        raise NoRule(f"{number} is not a multiple of {parts}")
+    return number // parts
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """The same number on all ranks."""
+
+    number: int
+
+    def at(self, tp: int, tp_rank: int) -> int:
+        """The number on a rank."""
+        return self.number
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """An equal share of `total`, or the position where the rank's share starts, counted from `base`.
+
+    With `heads`, there are at most so many shares: more ranks than heads hold the same share several times.
+    """
+
+    total: int
+    base: int | None
+    """None: the size of a share. Otherwise the position of the rank's share, where rank 0 has `base`."""
+    heads: int = 0
+
+    def at(self, tp: int, tp_rank: int) -> int:
+        """The number on a rank. Raises NoRule if the ranks do not share the total equally."""
+        if self.heads and tp % self.heads and self.heads % tp:
+            raise NoRule(f"{tp} ranks do not share {self.heads} heads")
+        parts = min(tp, self.heads) if self.heads else tp
+        share = _exact(self.total, parts)
+        return share if self.base is None else self.base + tp_rank * parts // tp * share
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What padding leaves of a rank's share: `total` rows, padded to `padded`, are cut into equal shares."""
+
+    total: int
+    padded: int
+
+    def at(self, tp: int, tp_rank: int) -> int:
+        """The number of rows on a rank that are no padding. Raises NoRule if the ranks do not share the padded rows equally."""
+        share = _exact(self.padded, tp)
+        return max(0, min(share, self.total - tp_rank * share))
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """The sum of two shares, as where key heads that several ranks hold follow query heads."""
+
+    first: Share
+    second: Share
+
+    def at(self, tp: int, tp_rank: int) -> int:
+        """The number on a rank. Raises NoRule if the ranks do not share one of the two equally."""
+        return self.first.at(tp, tp_rank) + self.second.at(tp, tp_rank)
+
+
+@dataclass(frozen=True, slots=True)
+class OnFirst:
+    """A number on rank 0, and 0 on all other ranks, such as the size of a bias that only one rank adds."""
+
+    number: int
+
+    def at(self, tp: int, tp_rank: int) -> int:
+        """The number on a rank."""
+        return 0 if tp_rank else self.number
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A number that follows no rule: one for each rank of the traced sizes."""
+
+    numbers: Mapping[int, tuple[int, ...]]
+    """Tensor-parallel size -> the number on each rank."""
+
+    def __hash__(self) -> int:
+        return hash(tuple(sorted(self.numbers.items())))
+
+    def at(self, tp: int, tp_rank: int) -> int:
+        """The number on a rank. Raises NoRule for a size that was not traced."""
+        if tp not in self.numbers:
+            raise NoRule(f"the layout was traced at TP {', '.join(map(str, sorted(self.numbers)))}")
+        return self.numbers[tp][tp_rank]
+
+
+Number = Fixed | Share | Rest | Sum | OnFirst | Listed
+
+
+def fitted(points: Mapping[TpRank, int]) -> Number | None:
+    """The simplest rule that gives these numbers; None if no rule does."""
+    return _fitted(tuple(sorted(points.items())))
+
+
+@lru_cache(maxsize=1 << 16)
+def _fitted(points: tuple[tuple[TpRank, int], ...]) -> Number | None:
+    values = {value for _, value in points}
+    if len(values) == 1:
+        return Fixed(values.pop())
+    most = max(tp for (tp, _), _ in points)
+    for heads in (0, *range(1, most)):
+        for rule in _shares(points, heads):
+            if _gives(rule, points):
+                return rule
+    if (both := _sum(points, most)) is not None:
+        return both
+    total = max(_sums(points))
+    if _gives(OnFirst(points[0][1]), points):
+        return OnFirst(points[0][1])
+    for padded in (-(-total // 64) * 64, *(-(-total // multiple) * multiple for multiple in sorted({tp for (tp, _), _ in points}))):
+        if _gives(Rest(total, padded), points):
+            return Rest(total, padded)
+    return None
+
+
+def _shares(points: tuple[tuple[TpRank, int], ...], heads: int) -> list[Share]:
+    """The sizes and positions with that number of heads that give the first points that tell them."""
+    (tp, _), first = points[0]
+    found = [Share(first * (min(tp, heads) if heads else tp), None, heads)]
+    bases = {rank[0]: value for rank, value in points if rank[1] == 0}
+    for (tp, rank), value in points:
+        parts = min(tp, heads) if heads else tp
+        number = rank * parts // tp
+        if number and tp in bases and value > bases[tp] and (value - bases[tp]) % number == 0:
+            found.append(Share((value - bases[tp]) // number * parts, bases[tp], heads))
+            break
+    return found
+
+
+def _sum(points: tuple[tuple[TpRank, int], ...], most: int) -> Sum | None:
+    """The sum of a share of all ranks and a share of some heads that gives these numbers; None if there is none."""
+    sizes = {tp: value for (tp, _), value in points}
+    if len(sizes) < 2:
+        return None
+    (one, first), *_, (other, last) = sorted(sizes.items())
+    for heads in range(1, most):
+        # first = a / one + b / min(one, heads), last = a / other + b / min(other, heads)
+        few, many = min(one, heads), min(other, heads)
+        if not (factor := one * many - other * few):
+            continue
+        second, rest = divmod((first * one - last * other) * few * many, factor)
+        total = first * one - second * one // few
+        if rest or second <= 0 or total <= 0:
+            continue
+        rule = Sum(Share(total, None), Share(second, None, heads))
+        if _gives(rule, points):
+            return rule
+    return None
+
+
+def heads_of(number: Number) -> tuple[int, ...]:
+    """The numbers of heads that a rule assumes."""
+    if isinstance(number, Sum):
+        return number.first.heads, number.second.heads
+    return (number.heads,) if isinstance(number, Share) else ()
+
+
+def _sums(points: tuple[tuple[TpRank, int], ...]) -> list[int]:
+    """For each size, the sum of the numbers on all its ranks."""
+    sums: dict[int, int] = {}
+    for (tp, _), value in points:
+        sums[tp] = sums.get(tp, 0) + value
+    return list(sums.values())
+
+
+def _gives(rule: Number, points: tuple[tuple[TpRank, int], ...]) -> bool:
+    try:
+        return all(rule.at(*rank) == value for rank, value in points)
+    except NoRule:
+        return False
+
+
+def listed(points: Mapping[TpRank, int]) -> Listed:
+    """The numbers themselves. Ranks without a number get 0, which nothing uses."""
+    sizes = sorted({tp for tp, _ in points})
+    return Listed({tp: tuple(points.get((tp, rank), 0) for rank in range(tp)) for tp in sizes})

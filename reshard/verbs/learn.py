@@ -1,0 +1,107 @@
+"""The verb `learn`: ask a serving engine's own loader which box of which weight goes where, on which rank. No weight is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from reshard.adapter import registry
+from reshard.adapter.model_files import CONFIG, find_model_files
+from reshard.errors import RequestError, UnsupportedError
+from reshard.serving.learned.document import text_of
+from reshard.serving.learned.layout import LearnedLayout
+from reshard.serving.learned.learn import learned_layout, traced_rank
+from reshard.storage.tar import open_tree
+from reshard.verbs.request import PathLike
+
+
+def learn(
+    model: PathLike,
+    *,
+    engine: str,
+    tp: Sequence[int] = (1,),
+    pp: Sequence[int] = (1,),
+    ep: Sequence[int] = (1,),
+    engine_python: PathLike | None = None,
+    trust_remote_code: bool = False,
+) -> LearnedLayout:
+    """The layout that the engine's own loader makes of a model, traced on every rank of every choice of sizes.
+
+    model: a folder with config.json and safetensors files, of which only the headers are read. ep: 1, or a size of `tp`: the ranks then
+    hold whole experts. engine_python: the Python that has the engine; None: this one.
+
+    Raises: UnsupportedError if the engine does not load the model at these sizes, or a tensor cannot be followed.
+    """
+    folder = Path(os.fspath(model)).resolve()
+    config = config_of(folder)
+    cases = [{"tp": t, "pp": p, "ep": t if e > 1 else 1} for p in pp for e in ep for t in tp if e in (1, t)]
+    if not cases:
+        raise RequestError(
+            f"--ep {','.join(map(str, ep))}: experts are distributed over the tensor-parallel ranks", do="Give it sizes of --tp"
+        )
+    request = {"model": str(folder), "cases": cases, "ranks": None, "trust_remote_code": trust_remote_code}
+    lines = answered(engine, engine_python or sys.executable, [request])
+    about = next(lines)
+    return learned_layout(about, map(traced_rank, lines), config)
+
+
+def write_layout(layout: LearnedLayout, path: PathLike) -> None:
+    """Write the layout file."""
+    Path(path).write_text(text_of(layout))
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """The model's config. Raises RequestError if the folder has no config or no safetensors file."""
+    config = find_model_files(open_tree(folder)).config
+    if config is None:
+        raise RequestError(f"there is no {CONFIG}", where=str(folder), do="Give the directory of the model's Hugging Face files")
+    if not any(folder.glob("*.safetensors")):
+        raise RequestError(
+            "there is no safetensors file",
+            where=str(folder),
+            why="The names and shapes of the published weights are taken from their headers",
+            do="Copy the files there; the first bytes of each, up to the end of its header, are enough",
+        )
+    return dict(config)
+
+
+def _tracer(engine: str) -> Path:
+    """The program that traces an engine's loader. Raises RequestError, listing the engines that have one, if it has none."""
+    tracers = {name: found.tracer for name, found in registry.serving_formats().items() if found.tracer}
+    if engine not in tracers:
+        raise RequestError(f"--engine {engine}: reshard cannot trace its loader", do=f"Engines that can be traced: {', '.join(tracers)}")
+    spec = find_spec(tracers[engine])
+    assert spec is not None and spec.origin is not None, f"{tracers[engine]} is a package of reshard"
+    return Path(spec.origin).parent
+
+
+def answered(engine: str, engine_python: PathLike, requests: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The lines of a tracer's answer to several requests (plugins/vllm_tracer/__main__.py)."""
+    tracer, python = _tracer(engine), os.fspath(engine_python)
+    with tempfile.TemporaryDirectory() as work:
+        asked, answer = Path(work, "requests.json"), Path(work, "answer.jsonl")
+        asked.write_text(json.dumps(requests))
+        try:
+            done = subprocess.run([python, tracer, asked, answer], capture_output=True, text=True)
+        except OSError as error:
+            raise RequestError(f"--engine-python {python}: {error.strerror}", do="Give the path of a Python interpreter") from error
+        if done.returncode or not answer.exists():
+            raise UnsupportedError(
+                f"the tracer did not finish (exit code {done.returncode}): {_last_line(done.stderr)}",
+                where=python,
+                why="It runs inside the engine's Python, which must have the engine and torch",
+                do="Name that Python with --engine-python PATH",
+            )
+        with answer.open() as lines:
+            yield from map(json.loads, lines)
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "no message")

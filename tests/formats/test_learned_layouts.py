@@ -1,0 +1,189 @@
+"""Models that are not declared, by layouts learned from vLLM's own loader, against digests of real ranks (fixtures/learned)."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from command import reshard as command
+from learned_models import digest_of_rank, write_weights
+from places import FIXTURES, HF, patch_stored, ranks
+
+import reshard
+from reshard.adapter.serving_format.learned import read_layout
+from reshard.errors import CheckpointError, RequestError, UnsupportedError
+
+LEARNED = FIXTURES / "learned"
+MODELS = sorted(path.name for path in LEARNED.iterdir() if path.is_dir())
+assert len(MODELS) >= 4, "without fixtures these tests would pass by testing nothing"
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Model -> its Hugging Face folder, made again from the names and shapes in its layout."""
+    folder = tmp_path_factory.mktemp("learned")
+
+    def made(name):
+        target = folder / name
+        if not target.exists():
+            target.mkdir()
+            shutil.copy(LEARNED / name / "config.json", target)
+            write_weights(read_layout(str(LEARNED / name / "layout.json")), target)
+        return target
+
+    return made
+
+
+def layout_of(name):
+    return str(LEARNED / name / "layout.json")
+
+
+def convert(source, target, **options):
+    return reshard.convert(reshard.plan(source, to="vllm", **options), target)
+
+
+def edited(name, tmp_path, change):
+    """The layout of a model with a change in its document."""
+    document = json.loads((LEARNED / name / "layout.json").read_text())
+    change(document)
+    path = tmp_path / "edited.json"
+    path.write_text(json.dumps(document))
+    return str(path)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_converted_files_hold_what_real_ranks_hold(models, name, tp, tmp_path):
+    convert(models(name), tmp_path / "out", tp=tp, layout=layout_of(name), accept_platform=True)
+    expected = json.loads((LEARNED / name / "ranks.json").read_text())[f"tp{tp}"]
+    assert {rank: digest_of_rank(state) for rank, state in ranks(tmp_path / "out").items()} == expected
+
+
+def test_the_result_is_read_by_the_layout_beside_it(models, tmp_path):
+    source, out = models("qwen3_next"), tmp_path / "out"
+    result = convert(source, out, tp=2, layout=layout_of("qwen3_next"), accept_platform=True)
+    # vLLM keeps A_log in float32.
+    assert any("3 weights are cast" in note and "A_log to F32" in note for note in result.notes)
+    assert reshard.verify(source, out, cast=True).equal and reshard.verify(out).equal
+    assert reshard.open(out).index.facts.parallel == {"tp": 2, "pp": 1}
+    (out / "reshard.layout.json").rename(tmp_path / "layout.json")
+    assert command("verify", source, out, "--cast", "--layout", tmp_path / "layout.json").code == 0
+
+
+def test_a_changed_byte_in_a_rank_is_a_difference(models, tmp_path):
+    source, out = models("olmo2"), tmp_path / "out"
+    convert(source, out, tp=2, layout=layout_of("olmo2"))
+    patch_stored(out / "model-rank-1-part-0.safetensors", "model.layers.1.mlp.down_proj.weight")
+    assert not reshard.verify(source, out).equal and not reshard.verify(out).equal
+
+
+def test_a_training_checkpoint_with_the_same_names_gives_the_same_files(models, tmp_path):
+    """Names are all that a learned layout needs of a source."""
+    source = models("olmo2")
+    reshard.convert(reshard.plan(source, to="dcp"), tmp_path / "dcp")
+    for name, given in (("hf", source), ("dcp", tmp_path / "dcp")):
+        options = {} if name == "hf" else {"model": source}
+        convert(given, tmp_path / f"from-{name}", tp=2, layout=layout_of("olmo2"), **options)
+    assert ranks(tmp_path / "from-hf") == ranks(tmp_path / "from-dcp")
+
+
+def test_a_round_trip_loses_nothing(models):
+    plan = reshard.plan(models("gpt_oss"), to="vllm", tp=2, layout=layout_of("gpt_oss"), accept_platform=True)
+    assert reshard.roundtrip(plan).losses == ()
+
+
+def test_a_tensor_whose_shape_depends_on_the_platform_is_refused(models, tmp_path):
+    with pytest.raises(UnsupportedError, match=r"experts.*depends on the platform.*FLASHINFER.*--accept-platform"):
+        reshard.plan(models("gpt_oss"), to="vllm", tp=2, layout=layout_of("gpt_oss"))
+    # Without experts nothing depends on it.
+    assert reshard.plan(models("olmo2"), to="vllm", tp=2, layout=layout_of("olmo2")).layout.files
+
+
+def test_another_model_is_refused_with_the_first_difference_and_the_command(models):
+    with pytest.raises(RequestError, match=r"another config\.json: architectures differs.*reshard learn MODEL --engine vllm --tp 1,2,4"):
+        reshard.plan(models("qwen3_next"), to="vllm", tp=2, layout=layout_of("olmo2"))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda d: d["sources"][1][3].__setitem__(0, 999), r"model.*: it is \[\d+, 64\], the layout was learned from \[999, 64\]"),
+        (lambda d: d["sources"].pop(2), r"model\.layers\.0.*has no such tensor"),
+        (lambda d: d["config"].update(hidden_size="00000000"), "hidden_size differs"),
+        (lambda d: d["config"].update(new_key="00000000"), "new_key is not in this config"),
+        (lambda d: d.update(engine="sglang"), "learned from sglang"),
+    ],
+    ids=["shape", "surplus", "config", "key", "engine"],
+)
+def test_a_layout_that_does_not_fit_is_refused(models, change, words, tmp_path):
+    with pytest.raises(RequestError, match=words):
+        reshard.plan(models("olmo2"), to="vllm", tp=2, layout=edited("olmo2", tmp_path, change))
+
+
+def test_a_weight_that_the_checkpoint_lacks_is_named(models, tmp_path):
+    with pytest.raises(RequestError, match=r"model\.layers\.2\.mlp\.up_proj\.weight.*no such tensor"):
+        reshard.plan(models("olmo2"), to="vllm", tp=2, layout=layout_of("olmo2"), exclude="model.layers.2.mlp.up_proj.weight")
+
+
+def test_sizes_that_the_layout_does_not_cover_are_refused_with_those_that_it_covers(models):
+    with pytest.raises(RequestError, match=r"TP 3.*It covers TP 1, 2, 4.*--tp 3 -o"):
+        reshard.plan(models("olmo2"), to="vllm", tp=3, layout=layout_of("olmo2"))
+    with pytest.raises(RequestError, match=r"pipeline-parallel size 2 was not traced"):
+        reshard.plan(models("olmo2"), to="vllm", tp=2, pp=2, layout=layout_of("olmo2"))
+
+
+def test_another_version_of_the_engine_is_refused(models):
+    with pytest.raises(RequestError, match=r"learned from vllm 0\.32\.0, --engine-version asks for 0\.31\.0"):
+        reshard.plan(models("olmo2"), to="vllm", tp=2, layout=layout_of("olmo2"), engine_version="0.31.0")
+
+
+def test_degrees_lists_the_sizes_that_the_layout_covers(models):
+    report = reshard.degrees(models("olmo2"), to="vllm", tp=(1, 2, 3, 4, 8), layout=layout_of("olmo2"))
+    problems = {row.parallel.tp: row.problem for row in report.rows}
+    assert problems[1] is problems[2] is problems[4] is problems[8] is None
+    assert "TP 3" not in (problems[3] or "") and problems[3]
+    plan = reshard.plan(models("olmo2"), to="vllm", tp=2, layout=layout_of("olmo2"))
+    written = max(sum(item.tensor.nbytes for item in file.tensors) for file in plan.layout.files)
+    assert {row.parallel.tp: row.fullest and row.fullest.weights for row in report.rows}[2] == written
+
+
+def test_other_formats_refuse_a_layout():
+    with pytest.raises(RequestError, match="--layout does not apply to hf"):
+        reshard.plan(HF / "llama", to="hf", layout=layout_of("olmo2"))
+
+
+def test_a_layout_that_is_not_there_is_an_error_of_the_option(models):
+    with pytest.raises(RequestError, match="there is no such file"):
+        reshard.plan(models("olmo2"), to="vllm", layout="nowhere.json")
+
+
+def test_files_of_another_size_than_the_layout_are_refused(models, tmp_path):
+    convert(models("olmo2"), tmp_path / "out", tp=2, layout=layout_of("olmo2"))
+    (tmp_path / "out" / "reshard.json").unlink()
+    shutil.copy(tmp_path / "out" / "model-rank-1-part-0.safetensors", tmp_path / "out" / "model-rank-2-part-0.safetensors")
+    with pytest.raises(CheckpointError, match="other shapes than the layout"):
+        reshard.open(tmp_path / "out")
+
+
+def test_conversion_by_a_layout_imports_neither_torch_nor_vllm(models, tmp_path):
+    script = (
+        "import sys, reshard\n"
+        f"plan = reshard.plan({str(models('olmo2'))!r}, to='vllm', tp=2, layout={layout_of('olmo2')!r})\n"
+        f"reshard.convert(plan, {str(tmp_path / 'out')!r})\n"
+        "assert not {'torch', 'vllm'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_learn_needs_a_model_an_engine_and_a_python_that_has_it(models, tmp_path):
+    with pytest.raises(RequestError, match=r"no config\.json"):
+        reshard.learn(tmp_path, engine="vllm")
+    with pytest.raises(RequestError, match=r"cannot trace its loader.*vllm"):
+        reshard.learn(models("olmo2"), engine="sglang")
+    with pytest.raises(RequestError, match="--engine-python"):
+        reshard.learn(models("olmo2"), engine="vllm", engine_python="/nowhere/python")
+    with pytest.raises(UnsupportedError, match="must have the engine and torch"):
+        reshard.learn(models("olmo2"), engine="vllm", engine_python=sys.executable)
+    with pytest.raises(RequestError, match="Give it sizes of --tp"):
+        reshard.learn(models("olmo2"), engine="vllm", tp=(2,), ep=(4,))

@@ -1,0 +1,172 @@
+"""The tracer's arithmetic without vLLM: what is recorded on tensors without elements, against what the same code does to real elements."""
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+
+torch = pytest.importorskip("torch")
+assert find_spec("reshard.plugins.vllm_tracer")
+contents, recorder, strided = (import_module(f"reshard.plugins.vllm_tracer.{name}") for name in ("contents", "recorder", "strided"))
+SHAPES = {"a": (8, 6), "b": (8, 6), "c": (4, 4, 6), "d": (12,)}
+UNSET, FILL = -7.0, -1.0
+
+
+def halves(target, a, b, **_):
+    target[:8].copy_(a)
+    target[8:].copy_(b)
+
+
+def transposed(target, a, c, **_):
+    target[:6, :].copy_(a.t()[:, :6])
+    target[6:10].copy_(c[1])
+
+
+def stacked_and_cut(target, a, b, **_):
+    both = torch.stack([a, b])
+    target[:8].copy_(both[1].narrow(0, 2, 4).repeat_interleave(1, 0).expand(4, 6).new_empty(8, 6).copy_(a))
+    target[8:12].copy_(torch.cat([a[:1], b[:3]]))
+
+
+def overwritten(target, a, b, **_):
+    target.zero_().fill_(FILL)
+    target[:8].copy_(a)
+    target[4:12].copy_(b)
+    target[15:].fill_(FILL)
+
+
+def filled_afterwards(target, a, **_):
+    target[:8].copy_(a)
+    target[2:5].fill_(FILL)
+
+
+def every_second_row(target, a, b, **_):
+    target[0:16:2].copy_(a)
+    target[1:16:2].copy_(b)
+
+
+def through_interleaved(target, a, b, **_):
+    mixed = torch.empty(16, 6, dtype=a.dtype, device=a.device)
+    mixed[0::2].copy_(a)
+    mixed[1::2].copy_(b)
+    target[:10].copy_(mixed[3:13])
+
+
+def heads_permuted(target, a, **_):
+    target[:8].copy_(a.view(2, 2, 2, 6).transpose(1, 2).reshape(8, 6))
+
+
+def flattened(target, d, **_):
+    target[3:5].copy_(d.view(2, 6))
+    target.view(-1)[60:72].copy_(d)
+
+
+def source_changed_first(target, a, **_):
+    a[:3].zero_().fill_(FILL)
+    target[:8].copy_(a)
+
+
+PROGRAMS = (
+    *(
+        halves,
+        transposed,
+        stacked_and_cut,
+        overwritten,
+        filled_afterwards,
+        every_second_row,
+        through_interleaved,
+        heads_permuted,
+        flattened,
+    ),
+    source_changed_first,
+)
+
+
+def real(program):
+    """What the program leaves in the target, where every element of a source is its own number."""
+    start, sources = 0, {}
+    for name, shape in SHAPES.items():
+        count = int(torch.tensor(shape).prod())
+        sources[name] = torch.arange(start, start + count, dtype=torch.float64).reshape(shape)
+        start += 100
+    target = torch.full((16, 6), UNSET, dtype=torch.float64)
+    program(target, **sources)
+    return target
+
+
+def recorded(program):
+    """The same from what was recorded on meta tensors."""
+    recording = recorder.Recorder()
+    sources = {name: torch.empty(shape, dtype=torch.float64, device="meta") for name, shape in SHAPES.items()}
+    for name, tensor in sources.items():
+        recording.root(tensor, name)
+    with recording:
+        target = torch.empty(16, 6, dtype=torch.float64, device="meta")
+        program(target, **sources)
+    whole = contents.whole_section((16, 6), 0, (6, 1))
+    pieces = contents.pieces_of(recording.arrays, recorder.number_of(target), whole)
+    return played([*contents.settled(pieces, (16, 6), SHAPES)])
+
+
+def played(pieces):
+    target, written = torch.full((16, 6), UNSET, dtype=torch.float64), torch.zeros(16, 6)
+    for each in pieces:
+        sizes = [axis.size for axis in each.placed.axes]
+        for index in torch.cartesian_prod(*map(torch.arange, sizes)).reshape(-1, len(sizes)) if sizes else torch.zeros(1, 0).long():
+            at, start = list(each.placed.at), list(each.placed.start)
+            for i, axis in zip(index.tolist(), each.placed.axes, strict=True):
+                at[axis.target_axis] += i * axis.target_step
+                start[axis.source_axis] += i * axis.source_step
+            written[tuple(at)] += 1
+            if each.piece.kind == "weight":
+                flat = sum(s * step for s, step in zip(start, strided.row_major(SHAPES[each.piece.name]), strict=True))
+                target[tuple(at)] = 100 * list(SHAPES).index(each.piece.name) + flat
+            elif each.piece.kind == "fill":
+                target[tuple(at)] = each.piece.value
+    assert bool((written == 1).all()), "every element is accounted for once"
+    return target
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_what_is_recorded_is_what_happens_to_elements(program):
+    assert recorded(program).equal(real(program))
+
+
+def kinds(program):
+    recording = recorder.Recorder()
+    source = torch.empty(8, 6, dtype=torch.bfloat16, device="meta")
+    recording.root(source, "a")
+    with recording:
+        target = torch.empty(8, 6, dtype=torch.float32, device="meta")
+        program(target, source)
+    pieces = contents.pieces_of(recording.arrays, recorder.number_of(target), contents.whole_section((8, 6), 0, (6, 1)))
+    return [each.piece for each in contents.settled(pieces, (8, 6), {"a": (8, 6)})]
+
+
+def test_a_function_of_each_element_is_named():
+    (piece,) = kinds(lambda target, a: target.copy_(-torch.exp(a.float())))
+    assert piece.functions == ("exp(x)", "neg(x)")
+
+
+def test_an_operation_in_place_is_named():
+    (piece,) = kinds(lambda target, a: target.copy_(a).mul_(2))
+    assert (piece.kind, piece.name) == ("operation", "mul_")
+
+
+def test_two_casts_are_only_one_if_the_first_loses_nothing():
+    (piece,) = kinds(lambda target, a: target.copy_(a.float()))
+    assert contents.one_cast((*piece.dtypes, "float32"), "float32")
+    (piece,) = kinds(lambda target, a: target.copy_(a.to(torch.float16)))
+    assert not contents.one_cast((*piece.dtypes, "float32"), "float32")
+
+
+def test_elements_that_nobody_set_are_unset():
+    assert [piece.kind for piece in kinds(lambda target, a: target[:3].copy_(a[:3]))] == ["weight", "unset"]
+
+
+def test_the_tracer_imports_nothing_of_reshard():
+    for path in (find_spec("reshard.plugins.vllm_tracer").submodule_search_locations or [""])[:1]:
+        for file in sorted(__import__("pathlib").Path(path).glob("*.py")):
+            assert "import reshard" not in file.read_text() and "from reshard" not in file.read_text()
+    assert "vllm" not in sys.modules

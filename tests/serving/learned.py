@@ -1,0 +1,254 @@
+"""The slow check of learned layouts: what vLLM's own loader says, against declarations and against real ranks.
+
+    python tests/serving/learned.py [--long] [--reshard PATH] [--python PATH]
+
+1. For every declared model (those in fixtures/hf, tiny ones of all other types): the layout that is learned at TP 2 writes the same bytes
+   as the declaration, on all ranks. With --long those in fixtures/hf also at TP 1 and 4, with EP 2 and with PP 2. Where a version of vLLM
+   has other names, the row to add is printed.
+2. Tiny models of many kinds of loaders, saved by transformers (tiny_models.py): files converted by a learned layout hold what real ranks
+   hold, at TP 1 and 2, bit for bit.
+3. A layout of TP 1, 2 and 4 covers TP 8, and equals the layout that is traced there.
+4. With --long: every type that tiny_models.py makes is traced at TP 1 and 2. At least 70 types are, and the rows of
+   docs/reference/traced-models.md are printed.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from check import HF, VLLM, asked, held, installed, served  # noqa: E402
+from environments import run_checks  # noqa: E402
+from places import ranks  # noqa: E402
+from questions import Ask  # noqa: E402
+from tiny_models import TYPES  # noqa: E402
+
+from reshard.models.lookup import built_in_model_types  # noqa: E402
+from reshard.serving.learned.learn import LearnedLayout, learned_layout, traced_rank  # noqa: E402
+from reshard.verbs.learn import answered, config_of, write_layout  # noqa: E402
+
+LONG = "--long" in sys.argv
+DECLARED = (
+    *("llama", "llama-tied", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2", "gpt_neox", "gemma2", "phi3"),
+    *("qwen2_moe", "deepseek_v2", "llama-biased"),
+)
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "qwen2_moe", "deepseek_v2")
+# Not declared, one for each kind of loader: fused and stacked experts, convolutions, segments of one tensor, vision towers, vLLM's
+# Transformers backend.
+UNDECLARED = (
+    *(
+        "gpt_oss",
+        "qwen3_next",
+        "gemma3_text",
+        "glm4_moe",
+        "olmo2",
+        "granite",
+        "phi",
+        "cohere2",
+        "lfm2",
+        "exaone4",
+        "stablelm",
+        "starcoder2",
+    ),
+    *("seed_oss", "llama4_text", "qwen3_5_text", "minimax_m2", "granitemoe", "bloom", "qwen2_5_vl"),
+)
+# vLLM's own class fails where ranks share two KV heads.
+TWO_SIZES = ("gpt_oss",)
+Sizes = dict[str, int]
+
+
+def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
+    """Each check as (what, passed, detail)."""
+    yield from declared(reshard, python, work)
+    yield from undeclared(reshard, python, work)
+    if LONG:
+        yield from all_types(python, work)
+
+
+def all_types(python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
+    """Every type that transformers can make small, as rows of a table."""
+    models = work / "types"
+    make_tiny(python, models, TYPES)
+    folders = sorted(path for path in models.iterdir() if (path / "config.json").exists())
+    layouts = learned(python, {folder: [{"tp": 1}, {"tp": 2}] for folder in folders})
+    for folder, layout in layouts.items():
+        print(row_of(folder.name, layout))
+    traced = [folder for folder, layout in layouts.items() if isinstance(layout, LearnedLayout)]
+    yield "70 types are traced", len(traced) >= 70, f"{len(traced)}"
+
+
+def row_of(name: str, layout: LearnedLayout | str) -> str:
+    """A row of docs/reference/traced-models.md."""
+    if not isinstance(layout, LearnedLayout):
+        return f"| {name} | - | {layout.partition('rank 0: ')[2][:90]} |"
+    problems = {each.template.problem for stage in layout.stages for each in stage.tensors if each.template.problem}
+    kernels = any(each.template.kernel for stage in layout.stages for each in stage.tensors)
+    about = "; ".join(
+        [*sorted({problem.partition(" to ")[0] for problem in problems}), *(["experts depend on the platform"] if kernels else [])]
+    )
+    return f"| {name} | {layout.model_class} | {about} |"
+
+
+def declared(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
+    """Trace against declaration."""
+    cases = {HF / name: cases_of(name) for name in DECLARED}
+    others = [name for name in built_in_model_types() if name in TYPES and name not in DECLARED]
+    make_tiny(python, work / "declared", others)
+    cases |= {work / "declared" / name: [{"tp": 2}] for name in others if (work / "declared" / name / "config.json").exists()}
+    layouts = learned(python, cases)
+    for name, layout in layouts.items():
+        for sizes in cases[name]:
+            what = f"{name.name} at {spelled(sizes)}: the layout that vLLM's loader makes is the declared one"
+            if not isinstance(layout, LearnedLayout):
+                yield what, False, layout
+                continue
+            write_layout(layout, work / f"{name.name}.json")
+            options = [word for size, number in sizes.items() for word in (f"--{size}", str(number))]
+            by_rule = convert(reshard, name, work / "by-rule", *options)
+            by_layout = convert(
+                reshard, name, work / "by-layout", *options, "--layout", str(work / f"{name.name}.json"), "--accept-platform"
+            )
+            if isinstance(by_rule, str) or isinstance(by_layout, str):
+                yield what, False, f"{by_rule} {by_layout}"[:1500]
+            else:
+                yield what, by_rule == by_layout, "\n".join(differences(by_layout, by_rule, layout))
+
+
+def make_tiny(python: Path, folder: Path, types: Iterable[str]) -> None:
+    """Tiny models of these types, in folders of their names; those that transformers cannot make are left out."""
+    subprocess.run([python, HERE / "tiny_models.py", folder, *types], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def cases_of(name: str) -> list[Sizes]:
+    if not LONG:
+        return [{"tp": 2}]
+    experts: list[Sizes] = [{"tp": 2, "ep": 2}, {"tp": 4, "ep": 4}] if name in WITH_EXPERTS else []
+    return [{"tp": 1}, {"tp": 2}, {"tp": 4}, {"tp": 2, "pp": 2}, *experts]
+
+
+def undeclared(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
+    """Files by a learned layout against real ranks."""
+    models = work / "tiny"
+    make_tiny(python, models, UNDECLARED)
+    cases = {models / name: [{"tp": tp} for tp in ((1, 2) if name in TWO_SIZES else (1, 2, 4))] for name in UNDECLARED}
+    layouts = learned(python, cases)
+    with served(python, work / "hub") as ask:
+        for folder, layout in layouts.items():
+            for tp in (1, 2):
+                what = f"{folder.name} at TP {tp}: files by a learned layout hold what real ranks hold"
+                if not isinstance(layout, LearnedLayout):
+                    yield what, False, layout
+                    continue
+                write_layout(layout, work / f"{folder.name}.json")
+                options = ("--tp", str(tp), "--layout", str(work / f"{folder.name}.json"), "--accept-platform")
+                found = convert(reshard, folder, work / "learned", *options)
+                real, messages = asked(ask, "ranks", {"model": str(folder), "tensor_parallel_size": tp}, None)
+                if isinstance(found, str) or real is None:
+                    yield what, False, f"{found if isinstance(found, str) else messages[-1500:]}"
+                else:
+                    yield what, found == real, "\n".join(differences(real, found, layout))
+        yield from read_by_the_plugin(reshard, python, work, ask)
+    yield from closed(python, {folder: layout for folder, layout in layouts.items() if isinstance(layout, LearnedLayout)})
+
+
+def read_by_the_plugin(reshard: Path, python: Path, work: Path, ask: Ask) -> Iterator[tuple[str, bool, str]]:
+    """--load-format reshard of a model that is not declared: with a layout each worker reads its own bytes, and holds what vLLM loads."""
+    folder, plugin = work / "tiny" / "granite", installed(python, work)
+    found, messages = held(ask, folder, plugin, {"layout": str(work / "granite.json")}, tensor_parallel_size=2)
+    expected, _ = held(ask, folder, None, {}, tensor_parallel_size=2)
+    yield "granite by --load-format reshard with a layout: ranks hold what vLLM loads", found == expected is not None, messages[-1500:]
+    yield "the log says that it was read by a learned layout", "read by rank by a learned layout" in messages, messages[-1500:]
+
+
+def closed(python: Path, layouts: dict[Path, LearnedLayout]) -> Iterator[tuple[str, bool, str]]:
+    """The rules of TP 1, 2 and 4 at TP 8, against a trace at TP 8."""
+    from reshard.geometry.parallel import Parallel
+    from reshard.serving.learned.fit import size_problem
+
+    legal = [folder for folder, layout in layouts.items() if size_problem(layout, Parallel(8)) is None]
+    traced = learned(python, {folder: [{"tp": 8}] for folder in legal})
+    for folder, layout in traced.items():
+        if isinstance(layout, LearnedLayout):
+            found, expected = ([each.rank_tensors(Parallel(8), rank, 0, {}) for rank in range(8)] for each in (layouts[folder], layout))
+            same = [sorted(map(str, rank)) for rank in found] == [sorted(map(str, rank)) for rank in expected]
+            yield f"{folder.name}: TP 8 follows from TP 1, 2 and 4", same and sections(found) == sections(expected), ""
+        else:
+            yield f"{folder.name}: TP 8 follows from TP 1, 2 and 4", False, layout
+    yield "ten models have closed rules", len(legal) >= 10, f"{len(legal)}"
+
+
+def sections(found: list[Any]) -> list[Any]:
+    """The boxes of every tensor of every rank, in an order of their own."""
+    return [sorted((tensor.name, sorted(map(str, tensor.sections))) for tensor in rank) for rank in found]
+
+
+def learned(python: Path, cases: dict[Path, list[Sizes]]) -> dict[Path, LearnedLayout | str]:
+    """The layout of each model at these sizes, traced in one process; or why there is none."""
+    requests = [{"model": str(folder), "cases": sizes, "ranks": None, "trust_remote_code": False} for folder, sizes in cases.items()]
+    answers: list[list[dict[str, Any]]] = []
+    for line in answered("vllm", python, requests):
+        if "engine" in line:
+            answers.append([])
+        answers[-1].append(line)
+    found: dict[Path, LearnedLayout | str] = {}
+    for folder, (about, *lines) in zip(cases, answers, strict=True):
+        try:
+            found[folder] = learned_layout(about, map(traced_rank, lines), config_of(folder))
+        except Exception as error:
+            found[folder] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def convert(reshard: Path, source: Path, target: Path, *options: str) -> dict[str, Any] | str:
+    """What the ranks' files hold after a conversion; or the error."""
+    command = [reshard, "convert", source, target, "--to", "vllm", "--overwrite", *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return ranks(target) if done.returncode == 0 else done.stderr[-1500:]
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any], layout: LearnedLayout) -> Iterator[str]:
+    """What vLLM has, and a conversion does not have in this way. Of tensors that have only another name, the row to add."""
+    for rank in sorted(found.keys() | expected.keys()):
+        theirs, ours = found.get(rank, {}), expected.get(rank, {})
+        missing = {name: tensor for name, tensor in theirs.items() if name not in ours}
+        surplus = {name: tensor for name, tensor in ours.items() if name not in theirs}
+        for name, tensor in missing.items():
+            same = [other for other, each in surplus.items() if each == tensor]
+            if same:
+                yield f"{rank}: {same[0]} is now called {name}. {row_to_add(same[0], name, layout.engine_version)}"
+            else:
+                yield f"{rank}: vLLM {layout.engine_version} has {name} {tensor['dtype']} {tensor['shape']}, which is not written"
+        for name in surplus.keys() - {each for name, tensor in missing.items() for each, other in surplus.items() if other == tensor}:
+            yield f"{rank}: {name} is written, which vLLM {layout.engine_version} does not have"
+        for name in theirs.keys() & ours.keys():
+            if theirs[name] != ours[name]:
+                yield f"{rank}: {name} is {json.dumps(theirs[name])}, written is {json.dumps(ours[name])}"
+
+
+def row_to_add(ours: str, theirs: str, version: str) -> str:
+    """The row of formats/vllm/history.py that gives a tensor its new name."""
+    words, others = ours.split("."), theirs.split(".")
+    start = next((i for i, (a, b) in enumerate(zip(words, others, strict=False)) if a != b), min(len(words), len(others)))
+    ends = zip(reversed(words[start:]), reversed(others[start:]), strict=False)
+    end = next((i for i, (a, b) in enumerate(ends) if a != b), min(len(words), len(others)) - start)
+    old, new = (".".join(each[start : len(each) - end]) for each in (words, others))
+    tail = f"(?=\\.{words[-end]})" if end else "$"
+    numbers = ", ".join(version.split(".")[:2])
+    return f'Row for the model in formats/vllm/history.py: Rename(r"\\.{old}{tail}", ((({numbers}), ".{new}"),))'
+
+
+def spelled(sizes: Sizes) -> str:
+    return " ".join(f"{size.upper()} {number}" for size, number in sizes.items())
+
+
+if __name__ == "__main__":
+    if LONG:
+        sys.argv.remove("--long")
+    raise SystemExit(run_checks(checks, VLLM, __doc__))
