@@ -117,10 +117,3 @@ def is_row_major(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether a box with those strides lies in the file as one row-major array without gaps."""
     expected = row_major(sizes)
     return all(size <= 1 or a == b for size, a, b in zip(sizes, strides, expected, strict=True))
-
-
-def runs(piece: Piece) -> Iterator[tuple[int, int]]:
-    """The contiguous byte ranges (start, stop) of a piece, in file order."""
-    itemsize = piece.extent.dtype.itemsize
-    for span in spans(piece, piece.box, limit=1 << 62, dense=True):
-        yield span.byte_offset, span.byte_offset + math.prod(span.box.sizes) * itemsize
