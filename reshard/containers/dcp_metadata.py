@@ -115,7 +115,8 @@ def parse(data: bytes, *, where: str) -> DcpMetadata:
     Raises: CheckpointError, naming the tensor and the offsets.
     """
     try:
-        return _of_objects(*load_objects(data, _CHUNK, (_INDEX, _INFO), where=where), where)
+        root, objects = load_objects(data, _CHUNK, (_INDEX, _INFO), where=where)
+        return _of_objects(root, objects, where)
     except NotColumnsError:
         return _of_values(load(data, where=where), where)
 
@@ -238,7 +239,7 @@ def _chunk_boxes(listed: list[Any], objects: ObjectTable) -> _Boxes:
             raise NotColumnsError
         for chunk in chunks:
             if isinstance(chunk, Run):
-                runs.append(np.arange(chunk.first, chunk.first + chunk.count))
+                runs.append(np.arange(chunk.first, chunk.first + chunk.count, dtype=np.int32))
                 of_runs.append(np.full(chunk.count, number, np.int32))
             elif isinstance(chunk, Inert) and _are_counts(offsets := chunk.get("offsets")) and _are_counts(sizes := chunk.get("sizes")):
                 rows.append((number, offsets, sizes))
@@ -265,7 +266,7 @@ def _entry_boxes(
     runs, rows, others = [], [], {}
     for index, info in storage.items():
         if isinstance(index, Run):
-            runs.append(np.arange(index.first, index.first + index.count, 2))
+            runs.append(np.arange(index.first, index.first + index.count, 2, dtype=np.int32))
             continue
         if not isinstance(index, Inert) or not isinstance(info, Inert):
             raise NotColumnsError
@@ -282,13 +283,13 @@ def _entry_boxes(
     values = keys + 1
     if objects.has(values, "transform_descriptors"):
         raise NotColumnsError
-    tensors = np.full(len(objects.texts), -1, np.int64)
+    tensors = np.full(len(objects.texts), -1, np.int32)
     known = [(i, numbers[text]) for i, text in enumerate(objects.texts) if text in numbers]
     if known:
         tensors[[i for i, _ in known]] = [number for _, number in known]
     of_runs = tensors[objects.text_numbers(keys, "fqn")]
     texts = objects.text_numbers(values, "relative_path")
-    files = np.full(len(objects.texts), -1, np.int64)
+    files = np.full(len(objects.texts), -1, np.int32)
     for text in np.unique(texts).tolist():
         files[text] = _file_number(paths, objects.texts[text])
     if (of_runs < 0).any():
@@ -320,7 +321,7 @@ def _boxes_of_rows(rows: list[tuple[int, tuple[int, ...], tuple[int, ...]]], axe
         raise NotColumnsError
     table = [(number, len(offsets), *_filled(offsets, axes), *_filled(values, width)) for number, offsets, values in rows]
     columns = np.array(table, np.int64).reshape(len(rows), 2 + axes + width)
-    return _Boxes(columns[:, 0], columns[:, 1], columns[:, 2 : 2 + axes], columns[:, 2 + axes :])
+    return _Boxes(columns[:, 0].astype(np.int32), columns[:, 1].astype(np.int32), columns[:, 2 : 2 + axes], columns[:, 2 + axes :])
 
 
 def _filled(values: tuple[int, ...], length: int) -> tuple[int, ...]:
@@ -328,7 +329,7 @@ def _filled(values: tuple[int, ...], length: int) -> tuple[int, ...]:
 
 
 def _joined(columns: list[Numbers]) -> Numbers:
-    return np.concatenate(columns) if columns else np.zeros(0, np.int64)
+    return np.concatenate(columns) if columns else np.zeros(0, np.int32)
 
 
 def _paired(chunks: _Boxes, entries: _Boxes, shapes: list[tuple[int, ...]]) -> list[Chunks]:

@@ -94,6 +94,13 @@ class _Form:
     """[n]: the memo number of each object."""
 
 
+    def release(self) -> None:
+        """Drop the memo numbers."""
+        self.memos = self.memos[:0]
+        for values in self.attributes:
+            values.memo = values.memo[:0]
+
+
 @dataclass(slots=True, eq=False)
 class _Block:
     """Objects as they were read, of any form."""
@@ -148,7 +155,8 @@ class ObjectTable:
     def _column(self, objects: Columns, attribute: str, kinds: tuple[int, ...]) -> tuple[Columns, Columns]:
         forms = self._form_of[objects]
         axes = max((values.sizes.shape[1] for form in self._forms for values in form.attributes), default=0) if _SIZE in kinds else 0
-        numbers, sizes = np.zeros(len(objects), np.int64), np.zeros((len(objects), axes), np.int64)
+        dtype = np.result_type(np.int32, *(values.numbers for form in self._forms for values in form.attributes))
+        numbers, sizes = np.zeros(len(objects), dtype), np.zeros((len(objects), axes), np.int64)
         for form in np.unique(forms).tolist():
             names = self._names[form][1:]
             if attribute not in names:
@@ -201,6 +209,8 @@ def load_objects(data: bytes, items: str, pairs: tuple[str, str], *, where: str)
         names.append(_names(of_rest, form.key, rest.classes_of_forms.get(number)))
         for values in form.attributes if names[-1] else ():
             earlier.resolve(values, lambda number: memo.get(rest.shifted(number)))
+    for form in forms:
+        form.release()
     return root, ObjectTable(forms, names, reading.texts, form_of, row_of)
 
 
