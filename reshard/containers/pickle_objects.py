@@ -536,7 +536,7 @@ class _Rest:
                 continue
             try:
                 opcode, end = data[at], after_opcode(data, at) if data[at] != pickle.STOP[0] else at + 1
-            except (IndexError, pickle.UnpicklingError):
+            except (IndexError, ValueError, pickle.UnpicklingError):
                 raise NotColumnsError from None
             if opcode in (_GET, _LONG_GET):
                 yield data[kept:at]
@@ -549,6 +549,8 @@ class _Rest:
             elif opcode == pickle.FRAME[0]:
                 yield data[kept:at]
                 kept = end
+                if int.from_bytes(data[at + 1 : end], "little") > len(data) - end:
+                    raise NotColumnsError
             elif opcode in _REFUSED:
                 raise NotColumnsError
             elif opcode == _SHORT_TEXT:
