@@ -40,7 +40,13 @@ CONFIG = {
     "torch_dtype": "bfloat16",
 }
 
-LLAMA_70B = CONFIG | {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+LLAMA_70B = CONFIG | {
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
 
 
 def main() -> None:

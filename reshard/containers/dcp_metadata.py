@@ -348,7 +348,9 @@ def _paired(chunks: _Boxes, entries: _Boxes, shapes: list[tuple[int, ...]]) -> l
         raise NotColumnsError
     repeats = (tensors[1:] == tensors[:-1]) & (offsets[1:] == offsets[:-1]).all(axis=1)
     axes = offsets.shape[1]
-    whole = np.array([_filled(shape, axes) if len(shape) <= axes else (-1,) * axes for shape in shapes], np.int64).reshape(len(shapes), axes)
+    whole = np.array([_filled(shape, axes) if len(shape) <= axes else (-1,) * axes for shape in shapes], np.int64).reshape(
+        len(shapes), axes
+    )
     dimensions = np.array([len(shape) for shape in shapes], np.int64)
     if repeats.any() or (chunks.axes[chunk_order] != dimensions[tensors]).any() or (offsets > whole[tensors] - sizes).any():
         raise NotColumnsError

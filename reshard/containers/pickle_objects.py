@@ -93,7 +93,6 @@ class _Form:
     memos: Columns
     """[n]: the memo number of each object."""
 
-
     def release(self) -> None:
         """Drop the memo numbers."""
         self.memos = self.memos[:0]
@@ -446,7 +445,9 @@ def _scattered(values: _Values, rows: Columns, count: int) -> _Values:
     """The values in these rows of `count` rows."""
     if len(rows) == count:
         return values
-    result = _Values(np.full(count, -1, np.int8), np.zeros(count, np.int64), np.zeros((count, _AXES), np.int64), np.full(count, -1, np.int8))
+    result = _Values(
+        np.full(count, -1, np.int8), np.zeros(count, np.int64), np.zeros((count, _AXES), np.int64), np.full(count, -1, np.int8)
+    )
     result.kinds[rows], result.numbers[rows], result.sizes[rows], result.memo[rows] = (
         values.kinds, values.numbers, values.sizes, values.memo
     )  # fmt: skip
