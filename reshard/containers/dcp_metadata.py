@@ -295,7 +295,7 @@ def _entry_boxes(
     if (of_runs < 0).any():
         raise NotColumnsError
     axes, offsets_of_runs = objects.sizes(keys, "offset")
-    columns = [files[texts], objects.numbers(values, "offset"), objects.numbers(values, "length")]
+    columns: list[Any] = [files[texts], objects.numbers(values, "offset"), objects.numbers(values, "length")]
     inert = _boxes_of_rows(rows, offsets_of_runs.shape[1], 3)
     return _Boxes(
         np.concatenate([of_runs, inert.tensors]),
@@ -315,7 +315,7 @@ def _file_number(paths: dict[str, int], path: str) -> int:
         raise NotColumnsError from None
 
 
-def _boxes_of_rows(rows: list[tuple[int, tuple[int, ...], tuple[int, ...]]], axes: int, width: int) -> _Boxes:
+def _boxes_of_rows(rows: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]], axes: int, width: int) -> _Boxes:
     """(tensor, offsets, values) as columns: the offsets of `axes` axes, `width` values."""
     if any(len(offsets) > axes for _, offsets, _ in rows):
         raise NotColumnsError
@@ -328,7 +328,7 @@ def _filled(values: tuple[int, ...], length: int) -> tuple[int, ...]:
     return values + (0,) * (length - len(values))
 
 
-def _joined(columns: list[Numbers]) -> Numbers:
+def _joined(columns: list[Any]) -> Numbers:
     return np.concatenate(columns) if columns else np.zeros(0, np.int32)
 
 

@@ -130,9 +130,13 @@ def write_zero3(folder, ranks=3):
             "optimizer_state_dict": {"state": {0: moments}, "param_groups": [{"lr": 0.1, "params": [0]}]},
             "fp32_flat_groups": [torch.randn(part)],
         }
-        torch.save(model, tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        # A long name of the folder in the zip moves its members.
+        archive = tag / f"{'x' * (1 + 90 * (rank % 2))}.pt"
+        torch.save(model, archive)
+        archive.replace(tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
         optimizer = {"optimizer_state_dict": states, "ds_config": {}, "ds_version": "0.19.8"}
-        torch.save(optimizer, tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        torch.save(optimizer, archive)
+        archive.replace(tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
 
 def all_parsed(monkeypatch):

@@ -186,9 +186,8 @@ def _read_optimizers(files: Files, tag: Tag) -> dict[tuple[int, ...], OptimizerS
 
     def of_rank(numbers: Numbers, optimizer: _Optimizer) -> OptimizerStates:
         states, attributes = optimizer
-        if not has_swap_folders or states.zero_stage != 3:
-            return states
-        return _with_swap_files(files, states, attributes, tag.swap_folder(numbers[0]))
+        folder = tag.swap_folder(numbers[0]) if has_swap_folders and states.zero_stage == 3 else None
+        return states if folder is None else _with_swap_files(files, states, attributes, folder)
 
     return _read_ranks(files, list(tag.optimizers.items()), parse, moved, of_rank)
 
