@@ -25,9 +25,10 @@ import numpy.typing as npt
 
 from reshard.containers.inert_pickle import Function, Inert, after_opcode, load_with_memo
 from reshard.errors import CheckpointError
-from reshard.geometry.sections import Columns
 
 Bytes = npt.NDArray[np.uint8]
+Integers = npt.NDArray[Any]
+"""Integers of any width: most columns are narrow, because there are millions of rows."""
 
 # A smaller pickle is not read in columns, and neither is one of which less than this share are such objects.
 SMALLEST, _SHARE = 1 << 20, 0.6
@@ -74,9 +75,9 @@ class _Values:
 
     kinds: npt.NDArray[np.int8]
     """[n]: the kind of each value."""
-    numbers: Columns
+    numbers: Integers
     """[n]: a number, the number of a text in the list of texts, the number of axes of a size, or the memo number of an earlier value."""
-    sizes: Columns
+    sizes: Integers
     """[n, axes]: the numbers of a size."""
     memo: npt.NDArray[np.int8]
     """[n]: the memo number of a text or size that stands here, counted from that of the object; -1 for other kinds."""
@@ -90,7 +91,7 @@ class _Form:
     """Memo numbers: the class, torch.Size (-1: no size), and the names of the attributes."""
     attributes: list[_Values]
     """In the order of their names."""
-    memos: Columns
+    memos: Integers
     """[n]: the memo number of each object."""
 
     def release(self) -> None:
@@ -104,7 +105,7 @@ class _Form:
 class _Block:
     """Objects as they were read, of any form."""
 
-    starts: Columns
+    starts: Integers
     """[n]: the byte at which each starts."""
     lengths: npt.NDArray[np.int16]
     """[n]: how many bytes it takes."""
@@ -117,7 +118,7 @@ class _Block:
 class ObjectTable:
     """The objects that were cut out of a pickle."""
 
-    def __init__(self, forms: list[_Form], names: list[tuple[str, ...]], texts: list[str], form_of: Columns, row_of: Columns) -> None:
+    def __init__(self, forms: list[_Form], names: list[tuple[str, ...]], texts: list[str], form_of: Integers, row_of: Integers) -> None:
         self._forms, self._names, self.texts = forms, names, texts
         self._form_of, self._row_of = form_of, row_of
 
@@ -125,15 +126,15 @@ class ObjectTable:
         """The class of an object, without its module."""
         return self._names[int(self._form_of[number])][0]
 
-    def numbers(self, objects: Columns, attribute: str) -> Columns:
+    def numbers(self, objects: Integers, attribute: str) -> Integers:
         """[n]: the values of an attribute that is a number in all of these objects, or None in all of them, for which they are -1."""
         return self._column(objects, attribute, (_NUMBER,))[0]
 
-    def text_numbers(self, objects: Columns, attribute: str) -> Columns:
+    def text_numbers(self, objects: Integers, attribute: str) -> Integers:
         """[n]: the values of an attribute that is a text in all of these objects, as numbers in `texts`."""
         return self._column(objects, attribute, (_TEXT,))[0]
 
-    def sizes(self, objects: Columns, attribute: str) -> tuple[Columns, Columns]:
+    def sizes(self, objects: Integers, attribute: str) -> tuple[Integers, Integers]:
         """[n], [n, axes]: the number of axes, and the numbers, of an attribute that is a size in all of these objects."""
         return self._column(objects, attribute, (_SIZE,))
 
@@ -141,7 +142,7 @@ class ObjectTable:
         """Release the columns."""
         self._forms.clear()
 
-    def has(self, objects: Columns, attribute: str) -> bool:
+    def has(self, objects: Integers, attribute: str) -> bool:
         """Whether any of these objects has a value other than None for an attribute."""
         for form in np.unique(self._form_of[objects]).tolist():
             names = self._names[form][1:]
@@ -151,7 +152,7 @@ class ObjectTable:
                     return True
         return False
 
-    def _column(self, objects: Columns, attribute: str, kinds: tuple[int, ...]) -> tuple[Columns, Columns]:
+    def _column(self, objects: Integers, attribute: str, kinds: tuple[int, ...]) -> tuple[Integers, Integers]:
         forms = self._form_of[objects]
         axes = max((values.sizes.shape[1] for form in self._forms for values in form.attributes), default=0) if _SIZE in kinds else 0
         dtype = np.result_type(np.int32, *(values.numbers for form in self._forms for values in form.attributes))
@@ -191,7 +192,7 @@ def load_objects(data: bytes, items: str, pairs: tuple[str, str], *, where: str)
     earlier, memo = _Earlier(forms, reading.texts), dict[int, object]()
 
     def value(pid: tuple[Any, ...]) -> object:
-        kind, number = pid if len(pid) == 2 else (None, None)
+        kind, number = pid
         if kind == _RUN:
             return rest.runs[number]
         return earlier.value(number)
@@ -228,7 +229,7 @@ def _names(values: list[object], key: tuple[int, ...], expected: str | None) -> 
 # ---- reading in lockstep ----
 
 
-def _starts(data: Bytes) -> Iterator[Columns]:
+def _starts(data: Bytes) -> Iterator[Integers]:
     """Where objects may start, in order, in blocks."""
     end = len(data) - _LONGEST
     for first in range(0, end, _WINDOW):
@@ -257,7 +258,7 @@ class _Reading:
         """The memo number of the class of each form."""
         return [key[0] for key in self._forms]
 
-    def finished(self, form_of: Columns, memos: Columns) -> tuple[list[_Form], Columns]:
+    def finished(self, form_of: Integers, memos: Integers) -> tuple[list[_Form], Integers]:
         """The forms, and the row of each object in its form. memos: the memo number of each object. Empties this."""
         forms, row_of = [], np.zeros(len(form_of), np.int32)
         for key, (number, parts) in self._forms.items():
@@ -267,7 +268,7 @@ class _Reading:
             forms.append(_Form(key, [_joined(values) for values in _emptied(parts)], memos[rows]))
         return forms, row_of
 
-    def block(self, starts: Columns) -> _Block:
+    def block(self, starts: Integers) -> _Block:
         """Read the objects that start at these bytes. What is not an object is left out."""
         data = self.data
         at, classes, good = _reference(data, starts)
@@ -296,7 +297,7 @@ class _Reading:
             starts[rows], (at[rows] + 2 - starts[rows]).astype(np.int16), self._add(rows, keys, columns), counts[rows].astype(np.int8)
         )
 
-    def _add(self, rows: Columns, keys: Columns, columns: list[_Values]) -> npt.NDArray[np.int16]:
+    def _add(self, rows: Integers, keys: Integers, columns: list[_Values]) -> npt.NDArray[np.int16]:
         """Add the objects in these rows to their forms. The number of the form of each."""
         forms = np.zeros(len(rows), np.int16)
         left = np.arange(len(rows))
@@ -313,7 +314,7 @@ class _Reading:
                 part.append(_taken(values, rows[chosen]))
         return forms
 
-    def _values(self, at: Columns) -> _Read:
+    def _values(self, at: Integers) -> _Read:
         """The values that start at these bytes."""
         data, count = self.data, len(at)
         opcodes = data[at]
@@ -349,7 +350,7 @@ class _Reading:
                 read.counts[rows], read.ends[rows], read.size_class[rows] = counts, ends, np.where(is_size, references, -1)
         return read
 
-    def _text_numbers(self, starts: Columns, lengths: Columns) -> Columns:
+    def _text_numbers(self, starts: Integers, lengths: Integers) -> Integers:
         """The numbers of the texts at these bytes. Equal texts of a block are looked up once."""
         numbers = np.zeros(len(starts), np.int64)
         for length in np.unique(lengths).tolist():
@@ -378,15 +379,15 @@ class _Read:
 
     values: _Values
     """The values; kind -1: it is none of these kinds."""
-    ends: Columns
+    ends: Integers
     """[n]: the byte after each."""
-    counts: Columns
+    counts: Integers
     """[n]: how many values the pickle numbers there."""
-    size_class: Columns
+    size_class: Integers
     """[n]: the memo number of torch.Size; -1 if it is not a size."""
 
 
-def _reference(data: Bytes, at: Columns) -> tuple[Columns, Columns, npt.NDArray[np.bool_]]:
+def _reference(data: Bytes, at: Integers) -> tuple[Integers, Integers, npt.NDArray[np.bool_]]:
     """The references (GET) at these bytes: the byte after each, its memo number, and whether it is one."""
     opcodes, numbers = data[at], data[at + 1].astype(np.int64)
     is_long = opcodes == _LONG_GET
@@ -395,7 +396,7 @@ def _reference(data: Bytes, at: Columns) -> tuple[Columns, Columns, npt.NDArray[
     return at + np.where(is_long, 5, 2), numbers, is_long | (opcodes == _GET)
 
 
-def _integers(data: Bytes, at: Columns) -> tuple[Columns, Columns, npt.NDArray[np.bool_]]:
+def _integers(data: Bytes, at: Integers) -> tuple[Integers, Integers, npt.NDArray[np.bool_]]:
     """The integers at these bytes: their values, the byte after each, and whether it is one, and not negative."""
     opcodes = data[at]
     values, ends, good = data[at + 1].astype(np.int64), at + 2, opcodes == pickle.BININT1[0]
@@ -413,7 +414,7 @@ def _integers(data: Bytes, at: Columns) -> tuple[Columns, Columns, npt.NDArray[n
     return values, ends, good
 
 
-def _sizes(data: Bytes, at: Columns) -> tuple[Columns, Columns, Columns, Columns, npt.NDArray[np.bool_]]:
+def _sizes(data: Bytes, at: Integers) -> tuple[Integers, Integers, Integers, Integers, npt.NDArray[np.bool_]]:
     """The tuples of numbers at these bytes, as arguments of a call: the numbers, the number of axes, the byte after the call, how many
     values the pickle numbers, and whether it is such a call."""
     opens = data[at]
@@ -434,14 +435,14 @@ def _sizes(data: Bytes, at: Columns) -> tuple[Columns, Columns, Columns, Columns
     return sizes, axes, at + len(_CALL), np.where(is_empty, 2, 3), good
 
 
-def _little_endian(data: Bytes, at: Columns, width: int) -> Columns:
+def _little_endian(data: Bytes, at: Integers, width: int) -> Integers:
     value = data[at].astype(np.int64)
     for i in range(1, width):
         value |= data[at + i].astype(np.int64) << (8 * i)
     return value
 
 
-def _scattered(values: _Values, rows: Columns, count: int) -> _Values:
+def _scattered(values: _Values, rows: Integers, count: int) -> _Values:
     """The values in these rows of `count` rows."""
     if len(rows) == count:
         return values
@@ -454,14 +455,14 @@ def _scattered(values: _Values, rows: Columns, count: int) -> _Values:
     return result
 
 
-def _taken(values: _Values, rows: Columns) -> _Values:
+def _taken(values: _Values, rows: Integers) -> _Values:
     """The values in these rows, with as many axes as they need."""
     kinds, numbers = values.kinds[rows], values.numbers[rows]
     axes = int(numbers[kinds == _SIZE].max(initial=0))
     return _Values(kinds, _narrow(numbers), _narrow(values.sizes[rows, :axes]), values.memo[rows])
 
 
-def _narrow(numbers: Columns) -> Columns:
+def _narrow(numbers: Integers) -> Integers:
     """The numbers in 4 bytes each, if they fit."""
     return numbers.astype(np.int32) if not numbers.size or numbers.max() < 1 << 31 else numbers
 
@@ -579,7 +580,7 @@ class _Rest:
                 return (self._stop(self._breaks[1], number) + 2 - number) // 2 * 2
         return 0
 
-    def _stop(self, breaks: Columns, number: int) -> int:
+    def _stop(self, breaks: Integers, number: int) -> int:
         at = int(np.searchsorted(breaks, number))
         return int(breaks[at]) if at < len(breaks) else len(self._objects.starts) - (1 if breaks is self._breaks[0] else 2)
 
@@ -611,7 +612,7 @@ class _Earlier:
 
     def __init__(self, forms: list[_Form], texts: list[str]) -> None:
         self._texts, self._number_of = texts, {text: i for i, text in enumerate(texts)}
-        self._sources: list[tuple[Columns, Columns, _Values]] = []
+        self._sources: list[tuple[Integers, Integers, _Values]] = []
         for form in forms:
             for values in form.attributes:
                 rows = np.flatnonzero((values.memo >= 0) & (form.memos > 0))
