@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from reshard.containers import dcp_metadata, torch_zip
 from reshard.containers.dcp_metadata import BytesItem, DcpMetadata, TensorItem
 from reshard.errors import CheckpointError, IncompleteError, MissingFile, TruncatedFile
@@ -108,13 +110,11 @@ def _metadata(files: Files, folder: str) -> DcpMetadata:
 
 def _checked_files(files: Files, folder: str, metadata: DcpMetadata, paths: tuple[str, ...]) -> Iterator[StoredFile]:
     """The files that the metadata names. Raises CheckpointError if a file is missing, or ends before its last entry."""
-    needed = [0] * len(paths)
+    needed = np.zeros(len(paths), np.int64)
     for item in metadata.tensors.values():
         chunks = item.chunks
-        for i in set(chunks.files.tolist()):
-            rows = chunks.files == i
-            needed[i] = max(needed[i], int((chunks.entry_offsets[rows] + chunks.entry_nbytes[rows]).max()))
-    for path, nbytes in zip(paths, needed, strict=True):
+        np.maximum.at(needed, chunks.files, chunks.entry_offsets + chunks.entry_nbytes)
+    for path, nbytes in zip(paths, needed.tolist(), strict=True):
         size = files.size(path)
         if size is None or size < nbytes:
             error = MissingFile if size is None else TruncatedFile

@@ -8,27 +8,30 @@ coordinates on the mesh. A file is recognised if
 
 Then it holds the tensors of the known file, with the boxes that follow from the rank's coordinates. Anything else is parsed in full, and
 may become a known form itself: numbers above 255 take two bytes, and the last ranks may hold fewer rows.
+
+The files of ZeRO's ranks do not even hold the rank: their pickles are equal (`EqualFiles`).
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.containers.distributed_tensors import LocalTensor
-from reshard.containers.torch_zip import UnlocatedTensor
+from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor
 from reshard.containers.zip_directory import Directory, Range, members_of, payload, read_records
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.sections import Columns
 from reshard.storage.files import Files
 
+T = TypeVar("T")
 Entry = tuple[Any, LocalTensor]
 """A tensor of a file, with any key that tells what it is."""
 Parse = Callable[[int, str], Sequence[Entry]]
@@ -119,6 +122,42 @@ def read_ranks(files: Files, ranks: Sequence[tuple[int, str]], parse: Parse) -> 
     yield from (form.alike for form in forms if form.alike.ranks)
 
 
+Move = Callable[[AnyTensor], AnyTensor]
+"""A tensor of a known file -> the same tensor in another file."""
+
+
+class EqualFiles(Generic[T]):
+    """Files whose pickles are equal byte for byte: one of them is parsed, and the others hold the same values in their own members."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._known: dict[tuple[bytes, bytes], tuple[_Directories, T]] = {}
+        self._failures = 0
+
+    def read(self, path: str, parse: Callable[[str], T], moved: Callable[[T, str, Move], T | None]) -> T:
+        """What a file holds.
+
+        parse: reads a file that is equal to none so far. moved: (what an equal file holds, this path, where its tensors are here) -> what
+        this file holds, or None to have it parsed.
+        """
+        raw = _raw(self._files, path) if self.is_useful else None
+        known = self._known.get((raw.pickle, raw.order)) if raw else None
+        offsets = known[0].offsets_in(raw) if raw and known else None
+        if known and offsets is not None and (value := moved(known[1], path, known[0].move(path, offsets))) is not None:
+            self._failures = 0
+            return value
+        self._failures += 1
+        value = parse(path)
+        if raw and known is None and len(self._known) < _MOST_FORMS:
+            self._known[raw.pickle, raw.order] = _Directories(raw), value
+        return value
+
+    @property
+    def is_useful(self) -> bool:
+        """Whether it is worth while to compare more files. If not, they are parsed, best in several processes."""
+        return self._failures < _PATIENCE
+
+
 @dataclass(frozen=True, slots=True)
 class _Raw:
     """What two files are compared by."""
@@ -191,11 +230,8 @@ class _Form:
         self._pickle = np.frombuffer(raw.pickle, np.uint8)
         # (position of a number in the pickle, its bytes) -> the numbers of a rank that it may be: "rank", or a dimension of the mesh.
         self._fields: dict[tuple[int, int], set[_Number]] = {}
-        records = _Records(raw)
-        # By the lengths of the directory and of the root folder's name, which has the rank's number in it.
-        self._records = {(len(raw.directory), len(raw.root)): records}
-        rows = {offset: row for row, offset in enumerate(records.own.tolist())}
-        self._rows = np.array([rows.get(_member(local), -1) for _, local in entries], np.int64)
+        self._directories = _Directories(raw)
+        self._rows = np.array([self._directories.rows.get(_member(local), -1) for _, local in entries], np.int64)
         self._mesh = next(local for _, local in entries if local.distribution is not None)
 
     @classmethod
@@ -227,7 +263,7 @@ class _Form:
             expected[position : position + width] = list(value.to_bytes(width, "little"))
         if expected.tobytes() != raw.pickle:
             return False
-        offsets = self._offsets_in(raw)
+        offsets = self._directories.offsets_in(raw)
         if offsets is None:
             return False
         self.alike.ranks.append(rank)
@@ -241,25 +277,12 @@ class _Form:
         if len(raw.pickle) != len(self._pickle) or numbers is None or not self._predicts(rank, entries):
             return False
         fields = _differing_numbers(self._pickle, np.frombuffer(raw.pickle, np.uint8), self._numbers(self._rank) or {}, numbers)
-        if fields is None or self._offsets_in(raw) is None:
+        if fields is None or self._directories.offsets_in(raw) is None:
             return False
         for place, candidates in fields.items():
             known = self._fields.get(place)
             self._fields[place] = candidates if known is None else known & candidates
         return all(self._fields.values())
-
-    def _offsets_in(self, raw: _Raw) -> Columns | None:
-        """[members]: the places of the members' local headers in a file, if it has the members of the known file; otherwise None."""
-        lengths = len(raw.directory), len(raw.root)
-        known = self._records.get(lengths)
-        offsets = known.offsets_in(raw) if known else None
-        if offsets is not None or len(self._records) > _MOST_FORMS:
-            return offsets
-        sizes = _sizes_by_name(raw)
-        if sizes is None or len(sizes) < raw.count or sizes != _sizes_by_name(self._raw):
-            return None
-        self._records[lengths] = records = _Records(raw)
-        return records.offsets_in(raw)
 
     def _numbers(self, rank: int) -> dict[_Number, int] | None:
         """What a rank's file has where its rank stands; None if the mesh does not have the rank."""
@@ -312,6 +335,41 @@ def _differing_numbers(
         else:
             return None
     return fields
+
+
+class _Directories:
+    """The directories of a known file and of files with the same members."""
+
+    def __init__(self, raw: _Raw) -> None:
+        self._raw = raw
+        records = _Records(raw)
+        # By the lengths of the directory and of the root folder's name, which has the rank's number in it.
+        self._records = {(len(raw.directory), len(raw.root)): records}
+        self.rows = {offset: row for row, offset in enumerate(records.own.tolist())}
+        """Place of a member in the known file -> its row."""
+
+    def move(self, path: str, offsets: Columns) -> Move:
+        """Where the tensors of the known file are in a file with its members at these offsets."""
+
+        def moved(tensor: AnyTensor) -> AnyTensor:
+            if not isinstance(tensor, UnlocatedTensor):
+                return tensor
+            return replace(tensor, path=path, member=int(offsets[self.rows[tensor.member]]))
+
+        return moved
+
+    def offsets_in(self, raw: _Raw) -> Columns | None:
+        """[members]: the places of the members' local headers in a file, if it has the members of the known file; otherwise None."""
+        lengths = len(raw.directory), len(raw.root)
+        known = self._records.get(lengths)
+        offsets = known.offsets_in(raw) if known else None
+        if offsets is not None or len(self._records) > _MOST_FORMS:
+            return offsets
+        sizes = _sizes_by_name(raw)
+        if sizes is None or len(sizes) < raw.count or sizes != _sizes_by_name(self._raw):
+            return None
+        self._records[lengths] = records = _Records(raw)
+        return records.offsets_in(raw)
 
 
 class _Records:

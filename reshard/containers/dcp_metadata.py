@@ -23,12 +23,15 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.containers.inert_pickle import Inert, load, shown
+from reshard.containers.pickle_objects import NotColumnsError, ObjectTable, Run, load_objects
 from reshard.errors import CheckpointError
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.quantities import plural
 from reshard.storage.files import inside
 
 Numbers = npt.NDArray[np.int64]
+
+_CHUNK, _INDEX, _INFO = "ChunkStorageMetadata", "MetadataIndex", "_StorageInfo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,15 @@ def parse(data: bytes, *, where: str) -> DcpMetadata:
 
     Raises: CheckpointError, naming the tensor and the offsets.
     """
-    root = load(data, where=where)
+    try:
+        root, objects = load_objects(data, _CHUNK, (_INDEX, _INFO), where=where)
+        return _of_objects(root, objects, where)
+    except NotColumnsError:
+        return _of_values(load(data, where=where), where)
+
+
+def _of_values(root: Any, where: str) -> DcpMetadata:
+    """The content of a .metadata file whose objects are values."""
     items = _attribute(root, "state_dict_metadata", where)
     entries, paths = _entries(_attribute(root, "storage_data", where), where)
     tensors: dict[str, TensorItem] = {}
@@ -163,6 +174,197 @@ def merge(parts: Sequence[DcpMetadata]) -> DcpMetadata:
     merged = {fqn: _merged(items) for fqn, items in tensors.items()}
     return DcpMetadata(merged, objects, tuple(paths), planner if has_planner else None, version)
 
+
+# ---- objects as columns ----
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Boxes:
+    """Chunks, or entries, of several tensors."""
+
+    tensors: Numbers
+    """[n]: the number of the tensor."""
+    axes: Numbers
+    """[n]: the number of axes of the offsets."""
+    offsets: Numbers
+    """[n, axes]: where each box starts."""
+    values: Numbers
+    """[n, any]: of a chunk, its sizes; of an entry, its file, its byte offset and its length."""
+
+
+def _of_objects(root: Any, objects: ObjectTable, where: str) -> DcpMetadata:
+    """The content of a .metadata file whose chunks and entries are columns.
+
+    Raises: NotColumnsError if anything needs a closer look: then `_of_values` says what is wrong, or takes it as it is.
+    """
+    items, storage = _attribute(root, "state_dict_metadata", where), _attribute(root, "storage_data", where)
+    if not all(type(fqn) is str and isinstance(item, Inert) for fqn, item in items.items()):
+        raise NotColumnsError
+    heads = {fqn: item for fqn, item in items.items() if item.class_name.endswith(".TensorStorageMetadata")}
+    numbers = {fqn: number for number, fqn in enumerate(heads)}
+    shapes = [item.get("size") for item in heads.values()]
+    if not all(_are_counts(shape) for shape in shapes):
+        raise NotColumnsError
+    chunks = _chunk_boxes([item.get("chunks") for item in heads.values()], objects)
+    paths: dict[str, int] = {}
+    entries, of_values = _entry_boxes(storage, numbers, paths, objects)
+    objects.clear()
+    tensors = _paired(chunks, entries, shapes)
+    del chunks, entries
+    found: dict[str, TensorItem] = {}
+    for (fqn, item), shape, of_tensor in zip(heads.items(), shapes, tensors, strict=True):
+        found[fqn] = TensorItem(fqn, _dtype(item, f"{where}: {fqn}"), shape, of_tensor)
+    entries_of_objects, listed = _entries(of_values, where)
+    for path in listed:
+        _file_number(paths, path)
+    found_objects = {}
+    for fqn, item in items.items():
+        if fqn in heads:
+            continue
+        entry = entries_of_objects.get(fqn, {}).get(None)
+        if not item.class_name.endswith(".BytesStorageMetadata") or entry is None:
+            raise NotColumnsError
+        found_objects[fqn] = BytesItem(fqn, listed[entry[0]], entry[1], entry[2], entry[3])
+    if len(entries_of_objects) > len(found_objects) or any(len(of_fqn) > 1 for of_fqn in entries_of_objects.values()):
+        raise NotColumnsError
+    version, planner = root.get("version"), _planner(root.get("planner_data"), where)
+    return DcpMetadata(found, found_objects, tuple(paths), planner, version if isinstance(version, str) else None)
+
+
+def _chunk_boxes(listed: list[Any], objects: ObjectTable) -> _Boxes:
+    """The chunks of all tensors. listed: the list of each tensor's chunks: Inerts and runs."""
+    runs, of_runs, rows = [], [], []
+    for number, chunks in enumerate(listed):
+        if not isinstance(chunks, list):
+            raise NotColumnsError
+        for chunk in chunks:
+            if isinstance(chunk, Run):
+                runs.append(np.arange(chunk.first, chunk.first + chunk.count, dtype=np.int32))
+                of_runs.append(np.full(chunk.count, number, np.int32))
+            elif isinstance(chunk, Inert) and _are_counts(offsets := chunk.get("offsets")) and _are_counts(sizes := chunk.get("sizes")):
+                rows.append((number, offsets, sizes))
+            else:
+                raise NotColumnsError
+    numbers, of_rows = _joined(runs), _joined(of_runs)
+    axes, offsets_of_runs = objects.sizes(numbers, "offsets")
+    axes_of_sizes, sizes_of_runs = objects.sizes(numbers, "sizes")
+    if not np.array_equal(axes, axes_of_sizes) or any(len(offsets) != len(sizes) for _, offsets, sizes in rows):
+        raise NotColumnsError
+    inert = _boxes_of_rows(rows, offsets_of_runs.shape[1], offsets_of_runs.shape[1])
+    return _Boxes(
+        np.concatenate([of_rows, inert.tensors]),
+        np.concatenate([axes, inert.axes]),
+        np.concatenate([offsets_of_runs, inert.offsets]),
+        np.concatenate([sizes_of_runs, inert.values]),
+    )
+
+
+def _entry_boxes(
+    storage: dict[Any, Any], numbers: dict[str, int], paths: dict[str, int], objects: ObjectTable
+) -> tuple[_Boxes, dict[Any, Any]]:
+    """The entries of tensors, and the items of `storage` that are entries of other objects. Numbers the files in `paths`."""
+    runs, rows, others = [], [], {}
+    for index, info in storage.items():
+        if isinstance(index, Run):
+            runs.append(np.arange(index.first, index.first + index.count, 2, dtype=np.int32))
+            continue
+        if not isinstance(index, Inert) or not isinstance(info, Inert):
+            raise NotColumnsError
+        fqn, offsets = index.get("fqn"), index.get("offset")
+        if offsets is None:
+            others[index] = info
+            continue
+        path, start, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
+        is_plain = type(path) is str and _are_counts(offsets) and _are_counts((start, nbytes)) and not info.get("transform_descriptors")
+        if not is_plain or type(fqn) is not str or fqn not in numbers:
+            raise NotColumnsError
+        rows.append((numbers[fqn], offsets, (_file_number(paths, path), start, nbytes)))
+    keys = _joined(runs)
+    values = keys + 1
+    if objects.has(values, "transform_descriptors"):
+        raise NotColumnsError
+    tensors = np.full(len(objects.texts), -1, np.int32)
+    known = [(i, numbers[text]) for i, text in enumerate(objects.texts) if text in numbers]
+    if known:
+        tensors[[i for i, _ in known]] = [number for _, number in known]
+    of_runs = tensors[objects.text_numbers(keys, "fqn")]
+    texts = objects.text_numbers(values, "relative_path")
+    files = np.full(len(objects.texts), -1, np.int32)
+    for text in np.unique(texts).tolist():
+        files[text] = _file_number(paths, objects.texts[text])
+    if (of_runs < 0).any():
+        raise NotColumnsError
+    axes, offsets_of_runs = objects.sizes(keys, "offset")
+    columns: list[Any] = [files[texts], objects.numbers(values, "offset"), objects.numbers(values, "length")]
+    inert = _boxes_of_rows(rows, offsets_of_runs.shape[1], 3)
+    return _Boxes(
+        np.concatenate([of_runs, inert.tensors]),
+        np.concatenate([axes, inert.axes]),
+        np.concatenate([offsets_of_runs, inert.offsets]),
+        np.concatenate([np.stack(columns, axis=1), inert.values]),
+    ), others
+
+
+def _file_number(paths: dict[str, int], path: str) -> int:
+    number = paths.get(path)
+    if number is not None:
+        return number
+    try:
+        return paths.setdefault(inside(path, where=path), len(paths))
+    except CheckpointError:
+        raise NotColumnsError from None
+
+
+def _boxes_of_rows(rows: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]], axes: int, width: int) -> _Boxes:
+    """(tensor, offsets, values) as columns: the offsets of `axes` axes, `width` values."""
+    if any(len(offsets) > axes for _, offsets, _ in rows):
+        raise NotColumnsError
+    table = [(number, len(offsets), *_filled(offsets, axes), *_filled(values, width)) for number, offsets, values in rows]
+    columns = np.array(table, np.int64).reshape(len(rows), 2 + axes + width)
+    return _Boxes(columns[:, 0].astype(np.int32), columns[:, 1].astype(np.int32), columns[:, 2 : 2 + axes], columns[:, 2 + axes :])
+
+
+def _filled(values: tuple[int, ...], length: int) -> tuple[int, ...]:
+    return values + (0,) * (length - len(values))
+
+
+def _joined(columns: list[Any]) -> Numbers:
+    return np.concatenate(columns) if columns else np.zeros(0, np.int32)
+
+
+def _paired(chunks: _Boxes, entries: _Boxes, shapes: list[tuple[int, ...]]) -> list[Chunks]:
+    """The chunks of each tensor with their entries. Raises NotColumnsError unless they belong together one by one."""
+    if len(chunks.tensors) != len(entries.tensors):
+        raise NotColumnsError
+    chunk_order, entry_order = (np.lexsort((*boxes.offsets.T[::-1], boxes.tensors)) for boxes in (chunks, entries))
+    tensors = chunks.tensors[chunk_order]
+    offsets, sizes = chunks.offsets[chunk_order], chunks.values[chunk_order]
+    is_same = (
+        np.array_equal(tensors, entries.tensors[entry_order])
+        and np.array_equal(offsets, entries.offsets[entry_order])
+        and np.array_equal(chunks.axes[chunk_order], entries.axes[entry_order])
+    )
+    if not is_same:
+        raise NotColumnsError
+    repeats = (tensors[1:] == tensors[:-1]) & (offsets[1:] == offsets[:-1]).all(axis=1)
+    axes = offsets.shape[1]
+    whole = np.array([_filled(shape, axes) if len(shape) <= axes else (-1,) * axes for shape in shapes], np.int64).reshape(
+        len(shapes), axes
+    )
+    dimensions = np.array([len(shape) for shape in shapes], np.int64)
+    if repeats.any() or (chunks.axes[chunk_order] != dimensions[tensors]).any() or (offsets > whole[tensors] - sizes).any():
+        raise NotColumnsError
+    of_entries = entries.values[entry_order]
+    files = of_entries[:, 0].astype(np.int32)
+    bounds = np.searchsorted(tensors, np.arange(len(shapes) + 1))
+    found = []
+    for shape, start, stop in zip(shapes, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        rows, ndim = slice(start, stop), len(shape)
+        found.append(Chunks(offsets[rows, :ndim], sizes[rows, :ndim], files[rows], of_entries[rows, 1], of_entries[rows, 2]))
+    return found
+
+
+# ---- objects as values ----
 
 # The content of storage_data: fqn -> offsets (None: an object) -> (file number, byte offset, length, transforms).
 _Entry = tuple[int, int, int, tuple[str, ...]]

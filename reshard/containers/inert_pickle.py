@@ -233,6 +233,18 @@ def load(data: bytes, *, where: str, storage: Callable[[tuple[Any, ...]], object
 
     Raises: CheckpointError, naming `where`, if the unpickler fails, or for a persistent id if `storage` is None.
     """
+    return load_with_memo(data, where=where, storage=storage, rebuild=rebuild, memo=None)
+
+
+def load_with_memo(
+    data: bytes,
+    *,
+    where: str,
+    storage: Callable[[tuple[Any, ...]], object] | None,
+    memo: dict[int, object] | None,
+    rebuild: Rebuild | None = None,
+) -> Any:
+    """`load`, which also puts the values that the pickle numbers into `memo`, by number."""
     try:
         stop, shown_values = _walk(data)
         if stop != len(data):
@@ -240,7 +252,10 @@ def load(data: bytes, *, where: str, storage: Callable[[tuple[Any, ...]], object
         with gc_paused():
             unpickler = _Unpickler(_showing(data, shown_values), storage, rebuild or {})
             try:
-                return unpickler.load()
+                root = unpickler.load()
+                if memo is not None:
+                    memo.update(unpickler.memo.copy())
+                return root
             finally:
                 unpickler.close()
     except ReshardError:
@@ -394,6 +409,12 @@ _LINES = {
     for opcode in pickletools.opcodes
     if opcode.arg and opcode.arg.n == pickletools.UP_TO_NEWLINE
 }
+
+
+def after_opcode(data: bytes, at: int) -> int:
+    """The byte after the opcode at `at`. Raises: IndexError if the data ends first; pickle.UnpicklingError as `_walk` does."""
+    length = _LENGTHS[data[at]]
+    return at + length if length else _after(data, at)
 
 
 def _after(data: bytes, at: int) -> int:

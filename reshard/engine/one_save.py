@@ -55,8 +55,11 @@ def check_steps(files: Files, index: Index) -> None:
 def _rows_of_counts(index: Index) -> dict[str, list[tuple[Tensor, int]]]:
     """By file, some of the step counts that it holds: each as a tensor and a row of its shards."""
     rows: dict[str, list[tuple[Tensor, int]]] = {}
+    # Parameters of one flat buffer share their counts.
+    seen: Counter[int] = Counter()
     for tensor in index.tensors:
-        if tensor.kind == "step" and not tensor.shape:
+        if tensor.kind == "step" and not tensor.shape and seen[id(tensor.shards)] < _MOST_COUNTS:
+            seen[id(tensor.shards)] += 1
             for row, file in enumerate(tensor.shards.files.tolist()):
                 of_file = rows.setdefault(tensor.shards.paths[file], [])
                 if len(of_file) < _MOST_COUNTS:

@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.canonical.content import Content, Drop
 from reshard.index.coverage import sharding_text
-from reshard.index.fold import folded_name, name_pattern
+from reshard.index.fold import cut_of, folded_name, name_pattern
 from reshard.index.index import Index, Tensor
 from reshard.models.model import Model
 from reshard.plans.layout import TargetFile
@@ -148,26 +148,44 @@ def groups(tensors: Iterable[Tensor]) -> tuple[TensorGroup, ...]:
     by_name: dict[str, list[Tensor]] = {}
     for tensor in tensors:
         by_name.setdefault(tensor.name, []).append(tensor)
+    text_of = _Cuts()
     similar: dict[tuple[object, ...], list[Tensor]] = {}
     for same_name in by_name.values():
-        for first, state in _with_state(same_name):
+        for first, state in _with_state(same_name, text_of):
             pattern = first.kind if first.kind == "step" else name_pattern(first.name)
-            similar.setdefault((pattern, first.kind, first.dtype, first.shape, sharding_text(first), state), []).append(first)
-    rows = [_group(same, str(key[-1])) for key, same in similar.items()]
+            similar.setdefault((pattern, first.kind, first.dtype, first.shape, text_of[first], state), []).append(first)
+    rows = [_group(same, text_of[same[0]], str(key[-1])) for key, same in similar.items()]
     return tuple(sorted(rows, key=lambda row: row.kind != "weight"))
 
 
-def _group(same: list[Tensor], state: str) -> TensorGroup:
+class _Cuts:
+    """The text of how each tensor is cut. Tensors that are cut in the same way are looked at once."""
+
+    def __init__(self) -> None:
+        self._texts: dict[tuple[object, ...], str] = {}
+
+    def __getitem__(self, tensor: Tensor) -> str:
+        cut = cut_of(tensor)
+        text = self._texts.get(cut)
+        if text is None:
+            text = self._texts[cut] = sharding_text(tensor)
+        return text
+
+
+def _group(same: list[Tensor], cut: str, state: str) -> TensorGroup:
     first = same[0]
     name = "(of each weight)" if first.kind == "step" and len(same) > 1 else folded_name([tensor.name for tensor in same])
-    return TensorGroup(name, first.kind, first.dtype.name, first.shape, sharding_text(first), state, len(same))
+    return TensorGroup(name, first.kind, first.dtype.name, first.shape, cut, state, len(same))
 
 
-def _with_state(same_name: list[Tensor]) -> Iterator[tuple[Tensor, str]]:
+def _with_state(same_name: list[Tensor], text_of: _Cuts) -> Iterator[tuple[Tensor, str]]:
     """The weight of one name, with the kinds of optimizer state that have its shape and cut, as text; then the other tensors one by one."""
     first = next((tensor for tensor in same_name if tensor.kind == "weight"), same_name[0])
-    form = first.shape, sharding_text(first)
-    states = [t for t in same_name if t is not first and t.kind != "step" and (t.shape, sharding_text(t)) == form]
+    states = [
+        tensor
+        for tensor in same_name
+        if tensor is not first and tensor.kind != "step" and tensor.shape == first.shape and text_of[tensor] == text_of[first]
+    ]
     by_dtype: dict[str, list[str]] = {}
     for tensor in states:
         by_dtype.setdefault(tensor.dtype.name, []).append(tensor.kind)

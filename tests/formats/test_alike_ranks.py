@@ -6,7 +6,7 @@ from collections import OrderedDict
 import pytest
 
 import reshard
-from reshard.containers import alike_files
+from reshard.containers import alike_files, torch_zip
 from reshard.containers.alike_files import AlikeRanks, NotAlike
 
 torch = pytest.importorskip("torch", reason="torch writes the files")
@@ -103,3 +103,77 @@ def test_a_file_under_another_ranks_name_is_refused(tmp_path):
     write_rank(tmp_path, 3)
     with pytest.raises(reshard.CheckpointError, match="its name says rank 2"):
         reshard.open(tmp_path)
+
+
+def write_zero3(folder, ranks=3):
+    """The files of ZeRO-3's ranks, as benchmarks/scale.py writes them, with other values on each rank."""
+    tag = folder / "global_step0"
+    tag.mkdir(exist_ok=True)
+    (folder / "latest").write_text("global_step0")
+    shapes = OrderedDict((name, torch.Size(shape)) for name, shape in SHAPES.items())
+    part = sum(-(-shape.numel() // ranks) for shape in shapes.values())
+    for rank in range(ranks):
+        model = {
+            "module": OrderedDict((name, torch.empty(0)) for name in shapes),
+            "buffer_names": [],
+            "param_shapes": [shapes],
+            "frozen_param_shapes": OrderedDict(frozen=torch.Size((ranks * 2,))),
+            "frozen_param_fragments": OrderedDict(frozen=torch.full((2,), float(rank))),
+            "global_steps": 5,
+            "dp_world_size": ranks,
+            "mp_world_size": 1,
+            "ds_version": "0.19.8",
+        }
+        moments = {"step": torch.tensor(5.0), "exp_avg": torch.randn(part), "exp_avg_sq": torch.rand(part)}
+        states = {
+            "partition_count": ranks,
+            "optimizer_state_dict": {"state": {0: moments}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+            "fp32_flat_groups": [torch.randn(part)],
+        }
+        # A long name of the folder in the zip moves its members.
+        archive = tag / f"{'x' * (1 + 90 * (rank % 2))}.pt"
+        torch.save(model, archive)
+        archive.replace(tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        optimizer = {"optimizer_state_dict": states, "ds_config": {}, "ds_version": "0.19.8"}
+        torch.save(optimizer, archive)
+        archive.replace(tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+
+
+def all_parsed(monkeypatch):
+    """From now on no file is taken for equal to another."""
+    monkeypatch.setattr(alike_files.EqualFiles, "is_useful", False)
+
+
+def parsed_paths(monkeypatch, folder):
+    """The files that are parsed when a folder is opened."""
+    paths = []
+    read = torch_zip.read
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_zip, "read", lambda files, path, **options: paths.append(path) or read(files, path, **options))
+        pieces(folder)
+    return paths
+
+
+@pytest.mark.parametrize("ranks", [2, 12])
+def test_zero3_files_with_equal_pickles_give_the_same_index(tmp_path, monkeypatch, ranks):
+    write_zero3(tmp_path, ranks)
+    assert len(parsed_paths(monkeypatch, tmp_path)) == 2
+    found = pieces(tmp_path)
+    all_parsed(monkeypatch)
+    assert len(parsed_paths(monkeypatch, tmp_path)) == 2 * ranks
+    assert found == pieces(tmp_path) and len(found) >= 3
+
+
+@pytest.mark.parametrize("victim", ["zero_pp_rank_1_mp_rank_00_model_states.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"])
+def test_a_changed_byte_of_a_zero3_file_is_never_taken_for_an_equal_one(tmp_path, monkeypatch, victim):
+    write_zero3(tmp_path)
+    path = tmp_path / "global_step0" / victim
+    good, dice, results = path.read_bytes(), random.Random(1), {}
+    for change in [(dice.randrange(len(good)), dice.randrange(1, 256)) for _ in range(150)]:
+        at, bits = change
+        path.write_bytes(good[:at] + bytes([good[at] ^ bits]) + good[at + 1 :])
+        results[change] = pieces(tmp_path)
+    all_parsed(monkeypatch)
+    for (at, bits), found in results.items():
+        path.write_bytes(good[:at] + bytes([good[at] ^ bits]) + good[at + 1 :])
+        assert found == pieces(tmp_path), f"byte {at} changed by {bits:#x}"

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from reshard.errors import CheckpointError
 
@@ -77,9 +78,13 @@ def zero3_slices(parameters: Parameters, ranks: int) -> Iterator[FlatSlice]:
 
 def zero3_slice(name: str, shape: Shape, ranks: int, start: int = 0) -> FlatSlice:
     """A parameter split over `ranks` ranks; its part starts at element `start` of each rank's row (ZeRO-3)."""
-    elements, part = math.prod(shape), zero3_part_size(shape, ranks)
-    bounds = tuple(min(rank * part, elements) for rank in range(ranks + 1))
-    return FlatSlice(name, shape, bounds, first_rank=0, first_offset=start, later_offset=start)
+    return FlatSlice(name, shape, _zero3_bounds(math.prod(shape), ranks), first_rank=0, first_offset=start, later_offset=start)
+
+
+@lru_cache(maxsize=4096)
+def _zero3_bounds(elements: int, ranks: int) -> tuple[int, ...]:
+    part = -(-elements // ranks)
+    return tuple(min(rank * part, elements) for rank in range(ranks + 1))
 
 
 def zero3_part_size(shape: Shape, ranks: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from reshard.adapter.state_dicts import flat
 from reshard.canonical.optimizer_state import is_plain, plain_settings
+from reshard.containers.alike_files import Move
 from reshard.containers.inert_pickle import DTypeName, Inert, shown
 from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
 from reshard.errors import CheckpointError
@@ -82,6 +83,16 @@ class ModelStates:
         """The states without what is equal on all data-parallel ranks, such as the module, which is kept for the first rank only."""
         return replace(self, module=None, optimizer=None, universal_info={}, client_keys=())
 
+    def moved(self, path: str, move: Move) -> ModelStates:
+        """The states of another file with an equal pickle. move: where its tensors are."""
+        return replace(
+            self,
+            path=path,
+            module=_moved(self.module, move),
+            frozen_fragments={name: move(part) for name, part in self.frozen_fragments.items()},
+            optimizer=_moved(self.optimizer, move),
+        )
+
     def __repr__(self) -> str:
         return f"<model states of step {self.step} in {self.path}>"
 
@@ -146,6 +157,10 @@ class OptimizerStates:
     """The loss scaler's class and attributes as plain values; not per group."""
     version: str | None
     """DeepSpeed's version."""
+
+    def moved(self, path: str, move: Move) -> OptimizerStates:
+        """The states of another file with an equal pickle. move: where its tensors are."""
+        return replace(self, path=path, masters=tuple(map(move, self.masters)), states=tuple(_moved(state, move) for state in self.states))
 
     def __repr__(self) -> str:
         return f"<ZeRO-{'3' if self.zero_stage == 3 else '1/2'} optimizer states of {len(self.masters)} groups in {self.path}>"
@@ -262,6 +277,15 @@ def _parameters(shapes: Any, path: str) -> Parameters:
 def _pp_and_tp(dimensions: Any) -> tuple[int, int] | None:
     pp, tp = _count(_mapping(dimensions).get("pp_degree")), _count(_mapping(dimensions).get("tp_degree"))
     return (pp, tp) if pp and tp else None
+
+
+def _moved(value: Any, move: Move) -> Any:
+    """A value with all tensors in it moved."""
+    if is_plain_tensor(value):
+        return move(value)
+    if isinstance(value, Mapping):
+        return {key: _moved(item, move) for key, item in value.items()}
+    return type(value)(_moved(item, move) for item in value) if type(value) in (list, tuple) else value
 
 
 # A pickle may hold anything under a key. These give the value of the expected type, or an empty one.

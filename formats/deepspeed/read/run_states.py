@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 from reshard.adapter.processes import in_processes
 from reshard.containers import torch_zip
+from reshard.containers.alike_files import EqualFiles, Move
 from reshard.containers.torch_zip import AnyTensor, LocatedTensor, is_plain_tensor
 from reshard.errors import IncompleteError, MixedSaves
 from reshard.storage.files import Files
@@ -17,6 +19,12 @@ from reshard.storage.files import Files
 from ..layout.states import ModelStates, OptimizerStates, Shape, model_states, optimizer_states
 from ..layout.tag import Tag
 
+T = TypeVar("T")
+R = TypeVar("R")
+Numbers = tuple[int, ...]
+"""The numbers in the name of a rank's file."""
+# The states of an optimizer, and the attributes of its tensors by storage.
+_Optimizer = tuple[OptimizerStates, dict[str, Any]]
 # Name -> tensor, from one file.
 Tensors = Mapping[str, AnyTensor]
 
@@ -124,32 +132,64 @@ def _read_models(files: Files, tag: Tag) -> dict[tuple[int, ...], ModelStates]:
             do="Copy the file from where the checkpoint was written",
         )
 
-    def read(some: Sequence[tuple[tuple[int, ...], str]]) -> dict[tuple[int, ...], ModelStates]:
-        models: dict[tuple[int, ...], ModelStates] = {}
-        for (dp, mp), path in some:
-            states = model_states(torch_zip.read(files, path, locate=False), path)
-            models[dp, mp] = states if dp == 0 else states.without_module()
-        return models
+    def parse(path: str) -> ModelStates:
+        return model_states(torch_zip.read(files, path, locate=False), path)
 
-    return dict(chain.from_iterable(models.items() for models in in_processes(paths, read)))
+    def moved(numbers: Numbers, states: ModelStates, path: str, move: Move) -> ModelStates | None:
+        # The optimizer of a run without ZeRO may be an object of any form.
+        return None if states.optimizer is not None else of_rank(numbers, states).moved(path, move)
+
+    def of_rank(numbers: Numbers, states: ModelStates) -> ModelStates:
+        return states if numbers[0] == 0 else states.without_module()
+
+    return _read_ranks(files, paths, parse, moved, of_rank)
+
+
+def _read_ranks(
+    files: Files,
+    paths: Sequence[tuple[Numbers, str]],
+    parse: Callable[[str], T],
+    moved: Callable[[Numbers, T, str, Move], T | None],
+    of_rank: Callable[[Numbers, T], R],
+) -> dict[Numbers, R]:
+    """What the files of all ranks hold. Files with equal pickles are parsed once; if they are not equal, in several processes.
+
+    moved: see `EqualFiles`. of_rank: what is kept of a file.
+    """
+    found: dict[Numbers, R] = {}
+    equal: EqualFiles[T] = EqualFiles(files)
+    for numbers, path in paths:
+        if not equal.is_useful:
+            break
+        found[numbers] = of_rank(numbers, equal.read(path, parse, partial(moved, numbers)))
+    left = paths[len(found) :]
+
+    def read(some: Sequence[tuple[Numbers, str]]) -> dict[Numbers, R]:
+        return {numbers: of_rank(numbers, parse(path)) for numbers, path in some}
+
+    if left:
+        found.update(chain.from_iterable(results.items() for results in in_processes(left, read)))
+    return found
 
 
 def _read_optimizers(files: Files, tag: Tag) -> dict[tuple[int, ...], OptimizerStates]:
     # A swap folder has the number of a global rank. With model parallelism nothing tells which rank that is.
     has_swap_folders = all(mp == 0 for _, mp in tag.optimizers)
 
-    def read(some: Sequence[tuple[tuple[int, ...], str]]) -> dict[tuple[int, ...], OptimizerStates]:
-        return {(dp, mp): _read_optimizer(files, path, tag.swap_folder(dp) if has_swap_folders else None) for (dp, mp), path in some}
+    def parse(path: str) -> _Optimizer:
+        attributes: dict[str, Any] = {}
+        return optimizer_states(torch_zip.read(files, path, locate=False, attributes=attributes), path), attributes
 
-    return dict(chain.from_iterable(optimizers.items() for optimizers in in_processes(list(tag.optimizers.items()), read)))
+    def moved(_: Numbers, optimizer: _Optimizer, path: str, move: Move) -> _Optimizer:
+        states, attributes = optimizer
+        return states.moved(path, move), attributes
 
+    def of_rank(numbers: Numbers, optimizer: _Optimizer) -> OptimizerStates:
+        states, attributes = optimizer
+        folder = tag.swap_folder(numbers[0]) if has_swap_folders and states.zero_stage == 3 else None
+        return states if folder is None else _with_swap_files(files, states, attributes, folder)
 
-def _read_optimizer(files: Files, path: str, swap_folder: str | None) -> OptimizerStates:
-    attributes: dict[str, Any] = {}
-    states = optimizer_states(torch_zip.read(files, path, locate=False, attributes=attributes), path)
-    if swap_folder is None or states.zero_stage != 3:
-        return states
-    return _with_swap_files(files, states, attributes, swap_folder)
+    return _read_ranks(files, list(tag.optimizers.items()), parse, moved, of_rank)
 
 
 def _with_swap_files(files: Files, states: OptimizerStates, attributes: Mapping[str, Any], folder: str) -> OptimizerStates:
