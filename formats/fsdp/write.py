@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 from reshard.adapter.model_files import ModelFiles
 from reshard.canonical.content import Content
 from reshard.canonical.optimizer_state import parameter_and_kind
 from reshard.containers import torch_frame, torch_pickle
+from reshard.containers.alike_files import numbered_bytes
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import chunk
 from reshard.geometry.stored import StoredTensor, part, step_count
 from reshard.index.index import ParamGroup, Tensor
-from reshard.plans.layout import Layout, PlacedTensor, Sidecar, TargetFile
+from reshard.plans.alike_files import AlikeTensors, FileForm, LazyFraming
+from reshard.plans.layout import Layout, Sidecar, TargetFile
+from reshard.plans.placed import PlacedTensor
 from reshard.plans.target import Target
 
 # verl's name for the only dimension of its mesh.
@@ -35,7 +40,8 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     groups = _param_groups(content)
     dtypes = {key: target.dtype_of(tensor) for key, tensor in content.tensors.items()}
     ranks = target.parallel.dp
-    files = tuple(file for rank in range(ranks) for file in _rank_files(content, dtypes, groups, ranks, rank))
+    of_kinds = [list(_rank_files(content, dtypes, groups, ranks, kind)) for kind in (("model", "optim") if groups else ("model",))]
+    files = tuple(file for of_rank in zip(*of_kinds, strict=True) for file in of_rank)
     config = json.dumps({"FSDP_version": 2, "world_size": ranks}, indent=2).encode() + b"\n"
     model_files = (Sidecar(f"huggingface/{sidecar.path}", sidecar.content) for sidecar in companions.sidecars(dtypes.values()))
     return Layout("fsdp", files, (*model_files, Sidecar("fsdp_config.json", config)), target.parallel)
@@ -56,13 +62,61 @@ def _param_groups(content: Content) -> tuple[ParamGroup, ...]:
 
 
 def _rank_files(
-    content: Content, dtypes: Mapping[str, DType], groups: tuple[ParamGroup, ...], ranks: int, rank: int
+    content: Content, dtypes: Mapping[str, DType], groups: tuple[ParamGroup, ...], ranks: int, kind: str
 ) -> Iterator[TargetFile]:
-    tensors = _RankTensors(ranks, rank)
-    yield _framed(f"model_world_size_{ranks}_rank_{rank}.pt", _model_state_dict(content, dtypes, tensors), tensors)
-    if groups:
-        state_dict = _optimizer_state_dict(content, dtypes, groups, tensors)
-        yield _framed(f"optim_world_size_{ranks}_rank_{rank}.pt", state_dict, tensors)
+    """The files of one kind, "model" or "optim", of all ranks. Ranks whose files are alike are laid out once."""
+
+    def described(rank: int) -> tuple[Mapping[str, Any], _RankTensors]:
+        tensors = _RankTensors(ranks, rank)
+        if kind == "model":
+            return _model_state_dict(content, dtypes, tensors), tensors
+        return _optimizer_state_dict(content, dtypes, groups, tensors), tensors
+
+    tensors_of_kind = content.weights if kind == "model" else content.states
+    lengths = sorted({tensor.shape[0] for tensor in tensors_of_kind.values() if tensor.shape})
+
+    def form(rank: int) -> tuple[object, ...]:
+        # Ranks that hold as many rows of every tensor, and whose number takes as many bytes in a pickle.
+        return rank > 255, *(chunk(length, ranks, rank)[1] for length in lengths)
+
+    for _, alike in groupby(range(ranks), key=form):
+        yield from _files_of_alike_ranks(f"{kind}_world_size_{ranks}_rank_", list(alike), described)
+
+
+def _files_of_alike_ranks(
+    stem: str, alike: list[int], described: Callable[[int], tuple[Mapping[str, Any], _RankTensors]]
+) -> Iterator[TargetFile]:
+    """The files of consecutive ranks whose pickles differ in their number only. stem: what precedes the rank in the names of the files."""
+    first = alike[0]
+    state_dict, tensors = described(first)
+    pickle, storages = torch_pickle.state_dict_pickle(state_dict)
+    # The pickles of two more ranks tell where the number stands.
+    others = {
+        rank: torch_pickle.state_dict_pickle(described(rank)[0])[0] for rank in dict.fromkeys(alike[1:2] + alike[-1:]) if rank != first
+    }
+    pickles = numbered_bytes(pickle, first, others)
+    if pickles is None:  # torch pickles something else that differs from rank to rank
+        for rank in alike:
+            yield from _files_of_alike_ranks(stem, [rank], described)
+        return
+    # The places in the file depend on the length of its name.
+    for _, of_length in groupby(alike, key=lambda rank: len(str(rank))):
+        named = list(of_length)
+        frame = torch_frame.frame(f"{stem}{named[0]}", pickles(named[0]), storages)
+        held = [(storage, at) for at, storage in zip(frame.storages, storages, strict=True) if isinstance(storage, torch_pickle.Plain)]
+        placed = tuple(PlacedTensor(tensors.stored[storage], at) for storage, at in held)
+        steps = tuple(tensors.steps[storage] for storage, _ in held)
+        form = FileForm(placed, steps, tuple((offset, len(data)) for offset, data in frame.literals))
+        for rank in named:
+            framing = LazyFraming(form.framing, partial(_framing, f"{stem}{rank}", pickles, rank, storages))
+            yield TargetFile(f"{stem}{rank}.pt", frame.nbytes, framing, AlikeTensors(form, rank - first), {"dp": rank})
+
+
+def _framing(
+    root: str, pickles: Callable[[int], bytes], rank: int, storages: Sequence[torch_pickle.Plain | bytes]
+) -> Sequence[tuple[int, bytes]]:
+    """The bytes around the tensors of a rank's file."""
+    return torch_frame.frame(root, pickles(rank), storages).literals
 
 
 class _RankTensors:
@@ -73,6 +127,8 @@ class _RankTensors:
         self.rank = rank
         self.stored: dict[torch_pickle.Plain, StoredTensor] = {}
         """What fills each local tensor."""
+        self.steps: dict[torch_pickle.Plain, int] = {}
+        """How many rows of its canonical tensor the next rank's part lies further."""
         self._mesh = _device_mesh(ranks, rank)
 
     def distributed(self, key: str, name: str, tensor: Tensor, dtype: DType) -> torch_pickle.Distributed | torch_pickle.Plain:
@@ -86,16 +142,16 @@ class _RankTensors:
         start, size = chunk(tensor.shape[0], self.ranks, self.rank)
         box = Box.whole(tensor.shape).narrow(0, start, start + size)
         meta = TensorMeta(torch.Size(tensor.shape), row_major(tensor.shape), getattr(torch, dtype.torch))
-        local = self._plain(part(name, key, dtype, tensor.shape, box))
+        local = self._plain(part(name, key, dtype, tensor.shape, box), step=chunk(tensor.shape[0], self.ranks, 0)[1])
         return torch_pickle.Distributed(local, tensor.shape, DTensorSpec(self._mesh, (Shard(0),), tensor_meta=meta))
 
     def count(self, name: str, steps: int) -> torch_pickle.Plain:
         """A count of steps, which every rank holds."""
         return self._plain(step_count(name, steps))
 
-    def _plain(self, stored: StoredTensor) -> torch_pickle.Plain:
+    def _plain(self, stored: StoredTensor, step: int = 0) -> torch_pickle.Plain:
         plain = torch_pickle.Plain(stored.dtype, stored.shape)
-        self.stored[plain] = stored
+        self.stored[plain], self.steps[plain] = stored, step
         return plain
 
 
@@ -138,15 +194,3 @@ def _optimizer_state_dict(
         {**group.settings, "params": [numbers[name] for name in group.names], "param_names": list(group.names)} for group in groups
     ]
     return {"state": state, "param_groups": param_groups}
-
-
-def _framed(path: str, root: Mapping[str, Any], tensors: _RankTensors) -> TargetFile:
-    """The file around the tensors in `root`."""
-    pickle, storages = torch_pickle.state_dict_pickle(root)
-    frame = torch_frame.frame(path.removesuffix(".pt"), pickle, storages)
-    placed = tuple(
-        PlacedTensor(tensors.stored[storage], byte_offset)
-        for byte_offset, storage in zip(frame.storages, storages, strict=True)
-        if isinstance(storage, torch_pickle.Plain)
-    )
-    return TargetFile(path, frame.nbytes, frame.literals, placed, {"dp": tensors.rank})

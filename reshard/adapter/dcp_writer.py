@@ -13,7 +13,8 @@ from reshard.containers import pickle_writer, torch_frame, torch_pickle
 from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.geometry.dtypes import DType
 from reshard.geometry.stored import StoredTensor
-from reshard.plans.layout import PlacedTensor, TargetFile
+from reshard.plans.layout import TargetFile
+from reshard.plans.placed import PlacedTensor
 
 Shape = tuple[int, ...]
 

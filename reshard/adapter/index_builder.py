@@ -82,7 +82,10 @@ class IndexBuilder:
         count = len(alike.ranks)
         ranks, members = np.array(alike.ranks, np.int64), np.stack(alike.members, axis=1)
         files = np.array([self._path_numbers.setdefault(path, len(self._path_numbers)) for path in alike.paths], np.int64)
+        # Tensors of one shape share their columns.
         boxes: dict[object, tuple[Columns, Columns]] = {}
+        strides: dict[tuple[int, ...], Columns] = {}
+        skipped: dict[int, Columns] = {}
         for (key, local), headers in zip(alike.entries, members, strict=True):
             known_as = kind_and_name(key)
             if known_as is None:
@@ -98,9 +101,12 @@ class IndexBuilder:
                 )
             stored = local.shards[0][1]
             assert isinstance(stored, UnlocatedTensor)
-            strides = np.broadcast_to(np.array(stored.strides, np.int64).reshape(1, ndim), (count, ndim))
-            skipped = np.broadcast_to(np.int64(stored.skipped), count)
-            columns.blocks.append(_Rows(*boxes[cut], strides, files, ranks, headers, skipped))
+            if stored.strides not in strides:
+                strides[stored.strides] = np.broadcast_to(np.array(stored.strides, np.int64).reshape(1, ndim), (count, ndim))
+            if stored.skipped not in skipped:
+                skipped[stored.skipped] = np.broadcast_to(np.int64(stored.skipped), count)
+            row_strides, row_skipped = strides[stored.strides], skipped[stored.skipped]
+            columns.blocks.append(_Rows(*boxes[cut], row_strides, files, ranks, headers, row_skipped))
         for _, local in alike.entries:
             if local.distribution:
                 self.add_mesh(local.distribution.mesh)
@@ -161,9 +167,9 @@ class IndexBuilder:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors so far, in the order in which they were added. Each call makes their arrays anew."""
-        paths = tuple(self._path_numbers)
+        paths, shared = tuple(self._path_numbers), dict[object, Columns]()
         boxed = (
-            Tensor(name, columns.dtype, columns.shape, kind, columns.shards(self.files, paths), columns.distribution)
+            Tensor(name, columns.dtype, columns.shape, kind, columns.shards(self.files, paths, shared), columns.distribution)
             for (kind, name), columns in self._columns.items()
         )
         return (*boxed, *self._whole_tensors)
@@ -243,8 +249,8 @@ class _Columns:
     blocks: list[_Rows] = field(default_factory=list)
     """Boxes that were added for many ranks at once."""
 
-    def rows(self) -> _Rows:
-        """All boxes. With blocks, they are in the order of the ranks."""
+    def rows(self, shared: dict[object, Columns]) -> _Rows:
+        """All boxes. With blocks, they are in the order of the ranks. shared: columns that tensors share if they are equal."""
         ndim, count = len(self.shape), len(self.boxes)
         alone = _Rows(
             np.array([box.offsets for box in self.boxes], np.int64).reshape(count, ndim),
@@ -258,14 +264,28 @@ class _Columns:
         if not self.blocks:
             return alone
         parts = [alone, *self.blocks]
-        order = np.argsort(np.concatenate([part.ranks for part in parts]), kind="stable")
-        columns = (np.concatenate([getattr(part, name) for part in parts])[order] for name in _Rows.__slots__)
-        return _Rows(*columns)
 
-    def shards(self, files: Files, paths: tuple[str, ...]) -> Shards:
-        """The boxes as the pieces of a tensor."""
-        rows = self.rows()
-        positions = np.where(rows.members >= 0, rows.members, 0) + rows.skipped
+        def joined(name: str) -> Columns:
+            columns = [getattr(part, name) for part in parts]
+            key = name, id(order), alone_key(columns[0]), *map(id, columns[1:])
+            if key not in shared:
+                shared[key] = np.concatenate(columns)[order]
+            return shared[key]
+
+        def alone_key(column: Columns) -> bytes:
+            return column.tobytes()
+
+        ranks_key = "order", alone_key(alone.ranks), *(id(part.ranks) for part in self.blocks)
+        if ranks_key not in shared:
+            shared[ranks_key] = np.argsort(np.concatenate([part.ranks for part in parts]), kind="stable")
+        order = shared[ranks_key]
+        return _Rows(*map(joined, _Rows.__slots__))
+
+    def shards(self, files: Files, paths: tuple[str, ...], shared: dict[object, Columns]) -> Shards:
+        """The boxes as the pieces of a tensor. shared: columns that tensors share if they are equal."""
+        rows = self.rows(shared)
+        starts_at_member = bool((rows.skipped == 0).all() and (rows.members >= 0).all())
+        positions = rows.members if starts_at_member else np.where(rows.members >= 0, rows.members, 0) + rows.skipped
         extent = _extent(Locations(files), paths, rows, self.dtype)
         return Shards(PieceTable(paths, rows.offsets, rows.sizes, rows.files, positions, extent, ranks=rows.ranks))
 

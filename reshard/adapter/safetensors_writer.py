@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from reshard.containers import safetensors
 from reshard.geometry.stored import StoredTensor
-from reshard.plans.layout import PlacedTensor, TargetFile
+from reshard.plans.layout import TargetFile
+from reshard.plans.placed import PlacedTensor
 
 # transformers and the serving engines look for it; "pt" stands for torch.
 _METADATA = {"format": "pt"}

@@ -10,7 +10,8 @@ from reshard.containers.torch_pickle import Plain
 from reshard.geometry.dtypes import DType
 from reshard.geometry.stored import StoredTensor, whole
 from reshard.index.index import Tensor
-from reshard.plans.layout import PlacedTensor, TargetFile
+from reshard.plans.layout import TargetFile
+from reshard.plans.placed import PlacedTensor
 
 
 class TorchFile:

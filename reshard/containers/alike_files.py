@@ -13,7 +13,7 @@ may become a known form itself: numbers above 255 take two bytes, and the last r
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -158,6 +158,30 @@ def _raw(files: Files, path: str) -> _Raw | None:
     return _Raw(source, content["data.pkl"], content["byteorder"], count, directory, start, root)
 
 
+def numbered_bytes(known: bytes, number: int, others: Mapping[int, bytes]) -> Callable[[int], bytes] | None:
+    """A function from the number of a rank to its pickle, given that of rank `number` and those of some other ranks; None if pickles differ
+    in anything but this number.
+
+    others: by rank. The first tells where the number stands; the function gives all of them exactly.
+    """
+    own, places = np.frombuffer(known, np.uint8), dict[tuple[int, int], set[_Number]]()
+    for rank, pickle in others.items():
+        if len(pickle) != len(known):
+            return None
+        found = _differing_numbers(own, np.frombuffer(pickle, np.uint8), {"rank": number}, {"rank": rank})
+        if found is None:
+            return None
+        places |= found
+
+    def of(rank: int) -> bytes:
+        pickle = bytearray(known)
+        for position, width in places:
+            pickle[position : position + width] = rank.to_bytes(width, "little")
+        return bytes(pickle)
+
+    return of if all(of(rank) == pickle for rank, pickle in others.items()) else None
+
+
 class _Form:
     """A known file, and where another rank's file may differ from it."""
 
@@ -216,7 +240,7 @@ class _Form:
         numbers = self._numbers(rank)
         if len(raw.pickle) != len(self._pickle) or numbers is None or not self._predicts(rank, entries):
             return False
-        fields = self._differing(np.frombuffer(raw.pickle, np.uint8), self._numbers(self._rank) or {}, numbers)
+        fields = _differing_numbers(self._pickle, np.frombuffer(raw.pickle, np.uint8), self._numbers(self._rank) or {}, numbers)
         if fields is None or self._offsets_in(raw) is None:
             return False
         for place, candidates in fields.items():
@@ -268,25 +292,26 @@ class _Form:
                 return False
         return True
 
-    def _differing(
-        self, pickle: npt.NDArray[np.uint8], own: dict[_Number, int], numbers: dict[_Number, int]
-    ) -> dict[tuple[int, int], set[_Number]] | None:
-        """The numbers in which two pickles differ: (position, bytes) -> which of the rank's numbers each can be. None if they differ in
-        anything else."""
-        fields: dict[tuple[int, int], set[_Number]] = {}
-        for at in np.flatnonzero(pickle != self._pickle).tolist():
-            for position, width in ((at, 1), (at, 2), (at - 1, 2)):
-                opcode = _NUMBER_OF_1 if width == 1 else _NUMBER_OF_2
-                if position < 1 or self._pickle[position - 1] != opcode or pickle[position - 1] != opcode:
-                    continue
-                mine, its = (int.from_bytes(data[position : position + width].tobytes(), "little") for data in (self._pickle, pickle))
-                candidates = {name for name in numbers if (own[name], numbers[name]) == (mine, its)}
-                if candidates:
-                    fields[position, width] = candidates
-                    break
-            else:
-                return None
-        return fields
+
+def _differing_numbers(
+    known: npt.NDArray[np.uint8], pickle: npt.NDArray[np.uint8], own: Mapping[_Number, int], numbers: Mapping[_Number, int]
+) -> dict[tuple[int, int], set[_Number]] | None:
+    """The numbers in which two pickles of one length differ: (position, bytes) -> which of the ranks' numbers each can be. None if they
+    differ in anything else. own, numbers: those of the known pickle's rank and of the other's."""
+    fields: dict[tuple[int, int], set[_Number]] = {}
+    for at in np.flatnonzero(pickle != known).tolist():
+        for position, width in ((at, 1), (at, 2), (at - 1, 2)):
+            opcode = _NUMBER_OF_1 if width == 1 else _NUMBER_OF_2
+            if position < 1 or known[position - 1] != opcode or pickle[position - 1] != opcode:
+                continue
+            mine, its = (int.from_bytes(data[position : position + width].tobytes(), "little") for data in (known, pickle))
+            candidates = {name for name in numbers if (own[name], numbers[name]) == (mine, its)}
+            if candidates:
+                fields[position, width] = candidates
+                break
+        else:
+            return None
+    return fields
 
 
 class _Records:

@@ -5,24 +5,15 @@ A format makes a layout from a Content and a Target. Nothing here reads or write
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reshard.geometry.boxes import Box
 from reshard.geometry.meshes import chunk
 from reshard.geometry.parallel import ONE_RANK, Parallel
 from reshard.geometry.quantities import plural
-from reshard.geometry.stored import StoredTensor
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedTensor:
-    """A stored tensor in a file."""
-
-    tensor: StoredTensor
-    """The tensor."""
-    byte_offset: int
-    """Where it starts in the file."""
+from reshard.plans.alike_files import AlikeTensors, FileForm
+from reshard.plans.placed import FileSections, Literal, PlacedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +24,36 @@ class TargetFile:
     """Its path, relative to the target."""
     nbytes: int
     """Its length in bytes."""
-    literals: tuple[tuple[int, bytes], ...]
+    literals: Sequence[Literal]
     """The framing, as (byte offset, bytes)."""
-    tensors: tuple[PlacedTensor, ...]
+    tensors: Sequence[PlacedTensor]
     """The tensors that it holds."""
     ranks: Mapping[str, int] = field(default_factory=dict)
     """The rank that reads it, such as {"pp": 0, "tp": 3}; empty if the file belongs to no rank."""
+
+    @property
+    def form(self) -> FileForm | None:
+        """What the file has in common with those of other ranks; None if it was laid out alone."""
+        return self.tensors.form if isinstance(self.tensors, AlikeTensors) else None
+
+    @property
+    def stored_nbytes(self) -> int:
+        """The bytes of its tensors."""
+        return self.form.nbytes if self.form else sum(item.tensor.nbytes for item in self.tensors)
+
+    @property
+    def filled(self) -> Sequence[PlacedTensor]:
+        """Its tensors that hold fill."""
+        return self.form.filled if self.form else [item for item in self.tensors if item.tensor.filled]
+
+    def sections(self) -> Iterator[FileSections]:
+        """The sections of its tensors, as columns."""
+        if isinstance(self.tensors, AlikeTensors):
+            yield from self.tensors.sections()
+            return
+        for item in self.tensors:
+            if len(item.tensor.sections):
+                yield FileSections(item.tensor.sections.names, item.tensor.sections.pattern, item.tensor.dtype, item.byte_offset)
 
     def __repr__(self) -> str:
         ranks = "".join(f", {axis} rank {number}" for axis, number in self.ranks.items())

@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.geometry.dtypes import DType
-from reshard.geometry.sections import Columns, Pattern, Sections
+from reshard.geometry.sections import Columns, Pattern
 from reshard.index.index import Constant, Index, RunFacts, StoredFile, Tensor
 from reshard.index.shards import Located, PieceTable, Shards
-from reshard.plans.layout import Layout, PlacedTensor, TargetFile
+from reshard.plans.layout import Layout, TargetFile
+from reshard.plans.placed import FileSections, PlacedTensor
 
 
 def index_of(
@@ -34,15 +35,33 @@ def index_of(
     constants: list[Constant] = []
     for file, item in placed:
         constants.extend(_constants(file.path, item))
-        tables.add(file.path, item)
+        sections = item.tensor.sections
+        tables.add(file.path, FileSections(sections.names, sections.pattern, item.tensor.dtype, item.byte_offset))
+    return _index(format_name, tables, constants, shapes, files, facts or RunFacts())
+
+
+def _index(
+    format_name: str,
+    tables: _Tables,
+    constants: list[Constant],
+    shapes: Mapping[str, tuple[int, ...]],
+    files: tuple[TargetFile, ...],
+    facts: RunFacts,
+) -> Index:
     stored_files = tuple(StoredFile(file.path, file.nbytes) for file in files)
-    return Index(format_name, tables.tensors(shapes), stored_files, facts or RunFacts(), constants=tuple(constants))
+    return Index(format_name, tables.tensors(shapes), stored_files, facts, constants=tuple(constants))
 
 
 def index_of_layout(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> Index:
     """The index of the files of a layout once they are written. shapes: the global shapes of the canonical tensors."""
-    placed = ((file, item) for file in layout.files for item in file.tensors)
-    return index_of(layout.format, placed, shapes, files=layout.files)
+    tables = _Tables(tuple(file.path for file in layout.files))
+    constants: list[Constant] = []
+    for file in layout.files:
+        for item in file.filled:
+            constants.extend(_constants(file.path, item))
+        for sections in file.sections():
+            tables.add(file.path, sections)
+    return _index(layout.format, tables, constants, shapes, layout.files, RunFacts())
 
 
 @dataclass(slots=True)
@@ -72,18 +91,17 @@ class _Tables:
         self._numbers_of: dict[tuple[str, ...], Columns] = {}
         self._rows: dict[int, _Rows] = {}
 
-    def add(self, path: str, item: PlacedTensor) -> None:
-        """Add the sections of a stored tensor."""
-        sections = item.tensor.sections
-        if not len(sections):
+    def add(self, path: str, sections: FileSections) -> None:
+        """Add some sections of a file."""
+        if not len(sections.names):
             return
-        numbers = self._numbers_of_names(sections)
+        numbers = self._numbers_of_names(sections.names)
         for ndim, chosen, pattern in sections.pattern.with_ndim():
             rows = self._rows.setdefault(ndim, _Rows())
             rows.tensors.append(numbers[chosen])
             rows.patterns.append(pattern)
-            rows.byte_offsets.append(item.byte_offset)
-            rows.dtypes.append(item.tensor.dtype)
+            rows.byte_offsets.append(sections.byte_offset)
+            rows.dtypes.append(sections.dtype)
             rows.files.append(self._files[path])
 
     def tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Tensor, ...]:
@@ -96,12 +114,12 @@ class _Tables:
                 found[number] = Tensor(name, dtype, shapes[name], "weight", shards)
         return tuple(found[number] for number in range(len(names)))
 
-    def _numbers_of_names(self, sections: Sections) -> Columns:
-        numbers = self._numbers_of.get(sections.names)
+    def _numbers_of_names(self, names: tuple[str, ...]) -> Columns:
+        numbers = self._numbers_of.get(names)
         if numbers is None:
             known = self._numbers
-            numbers = np.array([known.setdefault(name, len(known)) for name in sections.names], np.int64)
-            self._numbers_of[sections.names] = numbers
+            numbers = np.array([known.setdefault(name, len(known)) for name in names], np.int64)
+            self._numbers_of[names] = numbers
         return numbers
 
 

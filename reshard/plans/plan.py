@@ -22,8 +22,9 @@ from reshard.index.index import Index, Tensor
 from reshard.index.join import meetings
 from reshard.index.shards import primary_rows
 from reshard.plans.digests import CURRENT
-from reshard.plans.layout import Layout, PlacedTensor
+from reshard.plans.layout import Layout
 from reshard.plans.layout_index import index_of_layout
+from reshard.plans.placed import PlacedTensor
 from reshard.plans.target import Target
 from reshard.storage.files import Files
 
@@ -163,7 +164,7 @@ class Plan:
                 read += route.source.scaling.scales.nbytes
             copied += int(route.target.shards.sizes.prod(axis=1).sum()) * route.target.dtype.itemsize
         written = sum(file.nbytes for file in self.layout.files)
-        stored = sum(item.tensor.nbytes for file in self.layout.files for item in file.tensors)
+        stored = sum(file.stored_nbytes for file in self.layout.files)
         return Totals(
             tensors=len(self.routes),
             files=len(self.layout.files),
@@ -265,7 +266,17 @@ class Plan:
         A conversion may only be resumed by a plan with the same identity.
         """
         # The journal and the manifest hold digests of this version.
-        digest = hashlib.sha256(f"digests {CURRENT.number}\0{json.dumps(self.to_json(), sort_keys=True)}".encode())
+        about = {**self.to_json(tensors=False), "dropped": [_fields(drop) for drop in self.drops]}
+        digest = hashlib.sha256(f"digests {CURRENT.number}\0{json.dumps(about, sort_keys=True)}".encode())
+        for route in self.routes:
+            source, target = route.source, route.target
+            scales = source.scaling.scales.name if source.scaling else ""
+            text = f"{route.name}\0{source.dtype}\0{target.dtype}\0{source.shape}\0{scales}\0{len(source.shards)}\0{len(target.shards)}\0"
+            digest.update(text.encode("utf-8", "surrogatepass"))
+        # Windows on a table are rows of it, and the routes together have all rows.
+        for table in {id(route.target.shards.table): route.target.shards.table for route in self.routes}.values():
+            for column in (table.offsets, table.sizes, table.files, table.positions):
+                digest.update(np.ascontiguousarray(column).tobytes())
         for file in self.source.files:
             digest.update(f"{file.path}\0{file.nbytes}\0{self.source_files.stamp(file.path)}\0".encode("utf-8", "surrogatepass"))
         return digest.hexdigest()

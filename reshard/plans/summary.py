@@ -191,28 +191,40 @@ def ranks(plan: Plan) -> tuple[RankSummary, ...]:
     by_rank: dict[tuple[tuple[str, int], ...], list[TargetFile]] = {}
     for file in plan.layout.files:
         by_rank.setdefault(tuple(file.ranks.items()), []).append(file)
-    return tuple(_rank(dict(key), files, plan.content.model) for key, files in by_rank.items())
+    facts = _WeightFacts(plan.content.model)
+    return tuple(_rank(dict(key), files, plan.content.model, facts) for key, files in by_rank.items())
 
 
-def _rank(numbers: dict[str, int], files: list[TargetFile], model: Model | None) -> RankSummary:
-    stored = [item.tensor for file in files for item in file.tensors]
+class _WeightFacts:
+    """What the summary of a rank needs to know about the weights of a model."""
+
+    def __init__(self, model: Model | None) -> None:
+        weights = model.weights.values() if model else ()
+        self.layers = {weight.name: weight.layer for weight in weights if weight.layer is not None}
+        """Weight -> its layer."""
+        self.roles = {weight.name: weight.role for weight in weights if weight.role in _ROLES_OF_RANKS}
+        """Weight -> its role, for the roles whose rows are listed."""
+
+
+_ROLES_OF_RANKS = ("attention.q", "attention.k", "embedding", "head")
+
+
+def _rank(numbers: dict[str, int], files: list[TargetFile], model: Model | None, facts: _WeightFacts) -> RankSummary:
     rows: dict[str, list[tuple[int, int]]] = {}
     layers: set[int] = set()
-    padding = 0
-    for tensor in stored:
-        for section in tensor.sections:
-            weight = model.weights.get(section.name) if model else None
-            if weight is None or not section.box.sizes:
-                continue
-            rows.setdefault(weight.role, []).append((section.box.offsets[0], section.box.stops[0]))
-            layers |= {weight.layer} if weight.layer is not None else set()
-        if len(tensor.shape) > 1:
-            padding = max(padding, tensor.filled // max(1, _row_length(tensor.shape)))
+    for sections in (each for file in files for each in file.sections()):
+        layers.update(layer for layer in set(map(facts.layers.get, sections.names)) if layer is not None)
+        for row, role in enumerate(map(facts.roles.get, sections.names)):
+            if role is not None and sections.pattern.ndim_of(row):
+                start = int(sections.pattern.offsets[row, 0])
+                rows.setdefault(role, []).append((start, start + int(sections.pattern.sizes[row, 0])))
+    padded = (item.tensor for file in files for item in file.filled if len(item.tensor.shape) > 1)
+    padding = max((tensor.filled // max(1, _row_length(tensor.shape)) for tensor in padded), default=0)
     head_dim = model.dimensions.get("head_dim", 1) if model else 1
     return RankSummary(
         ranks=numbers,
         files=tuple(file.path for file in files),
-        tensors=len(stored),
+        tensors=sum(len(file.tensors) for file in files),
         nbytes=sum(file.nbytes for file in files),
         layers=(min(layers), max(layers) + 1) if layers else None,
         query_heads=_hull(rows.get("attention.q"), head_dim),

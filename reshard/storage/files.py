@@ -311,7 +311,7 @@ class VirtualFiles:
         self._sizes: dict[str, int] = {}
         self._literals: dict[str, list[tuple[int, bytes]]] = {}
 
-    def add(self, path: str, nbytes: int, literals: tuple[tuple[int, bytes], ...]) -> None:
+    def add(self, path: str, nbytes: int, literals: Sequence[tuple[int, bytes]]) -> None:
         """Add a file of that length. literals: the bytes that are known, as (byte offset, bytes)."""
         self._sizes[path] = nbytes
         self._literals[path] = sorted(literals)

@@ -16,8 +16,9 @@ from reshard.geometry.stored import StoredTensor
 from reshard.index.index import Index, RunFacts
 from reshard.models.lookup import find_model
 from reshard.models.model import Model
-from reshard.plans.layout import PlacedTensor, TargetFile
+from reshard.plans.layout import TargetFile
 from reshard.plans.layout_index import index_of
+from reshard.plans.placed import PlacedTensor
 from reshard.serving.legality import check_degrees
 from reshard.serving.ranks import placeholder_dtypes, rank_tensors
 from reshard.serving.rules import EngineRules

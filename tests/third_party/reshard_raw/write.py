@@ -7,7 +7,8 @@ import json
 from reshard.adapter.model_files import ModelFiles
 from reshard.canonical.content import Content
 from reshard.geometry.stored import whole
-from reshard.plans.layout import Layout, PlacedTensor, Sidecar, TargetFile
+from reshard.plans.layout import Layout, Sidecar, TargetFile
+from reshard.plans.placed import PlacedTensor
 from reshard.plans.target import Target
 
 from . import TABLE, WEIGHTS
