@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.canonical.content import Content, Drop
 from reshard.index.coverage import sharding_text
-from reshard.index.fold import folded_name, name_pattern
+from reshard.index.fold import cut_of, folded_name, name_pattern
 from reshard.index.index import Index, Tensor
 from reshard.models.model import Model
 from reshard.plans.layout import TargetFile
@@ -149,10 +149,11 @@ def groups(tensors: Iterable[Tensor]) -> tuple[TensorGroup, ...]:
     for tensor in tensors:
         by_name.setdefault(tensor.name, []).append(tensor)
     similar: dict[tuple[object, ...], list[Tensor]] = {}
+    texts = _ShardingTexts()
     for same_name in by_name.values():
-        for first, state in _with_state(same_name):
+        for first, state in _with_state(same_name, texts):
             pattern = first.kind if first.kind == "step" else name_pattern(first.name)
-            similar.setdefault((pattern, first.kind, first.dtype, first.shape, sharding_text(first), state), []).append(first)
+            similar.setdefault((pattern, first.kind, first.dtype, first.shape, texts.of(first), state), []).append(first)
     rows = [_group(same, str(key[-1])) for key, same in similar.items()]
     return tuple(sorted(rows, key=lambda row: row.kind != "weight"))
 
@@ -163,11 +164,27 @@ def _group(same: list[Tensor], state: str) -> TensorGroup:
     return TensorGroup(name, first.kind, first.dtype.name, first.shape, sharding_text(first), state, len(same))
 
 
-def _with_state(same_name: list[Tensor]) -> Iterator[tuple[Tensor, str]]:
+class _ShardingTexts:
+    """How tensors are cut, as text. Tensors that are cut in the same way are looked at once."""
+
+    def __init__(self) -> None:
+        self._texts: dict[tuple[object, ...], str] = {}
+
+    def of(self, tensor: Tensor) -> str:
+        cut = cut_of(tensor)
+        if cut not in self._texts:
+            self._texts[cut] = sharding_text(tensor)
+        return self._texts[cut]
+
+
+def _with_state(same_name: list[Tensor], texts: _ShardingTexts) -> Iterator[tuple[Tensor, str]]:
     """The weight of one name, with the kinds of optimizer state that have its shape and cut, as text; then the other tensors one by one."""
     first = next((tensor for tensor in same_name if tensor.kind == "weight"), same_name[0])
-    form = first.shape, sharding_text(first)
-    states = [t for t in same_name if t is not first and t.kind != "step" and (t.shape, sharding_text(t)) == form]
+    if len(same_name) == 1:
+        yield first, ""
+        return
+    form = first.shape, texts.of(first)
+    states = [t for t in same_name if t is not first and t.kind != "step" and (t.shape, texts.of(t)) == form]
     by_dtype: dict[str, list[str]] = {}
     for tensor in states:
         by_dtype.setdefault(tensor.dtype.name, []).append(tensor.kind)
