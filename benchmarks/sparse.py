@@ -1,10 +1,10 @@
 """A checkpoint of any size without its data: the framing of a planned conversion in sparse files. What is measured on it is metadata.
 
-    python benchmarks/sparse.py hf DIR [--layers N] [--experts N]                      DeepSeek-V3's config and sparse safetensors files
-    python benchmarks/sparse.py plan SOURCE DIR FORMAT [NAME=NUMBER[,NUMBER...] ...]   the target of that plan
+python benchmarks/sparse.py hf DIR [--layers N] [--experts N]                      DeepSeek-V3's config and sparse safetensors files
+python benchmarks/sparse.py plan SOURCE DIR FORMAT [NAME=NUMBER[,NUMBER...] ...]   the target of that plan
 
-    python benchmarks/sparse.py plan deepseek dist megatron-dist pp=16 ep=64 stage_layers=4,4,4,4,4,4,4,4,4,4,4,4,4,3,3,3
-    python benchmarks/sparse.py plan deepseek ranks megatron pp=16 ep=64 stage_layers=4,4,4,4,4,4,4,4,4,4,4,4,4,3,3,3
+python benchmarks/sparse.py plan deepseek dist megatron-dist pp=16 ep=64 stage_layers=4,4,4,4,4,4,4,4,4,4,4,4,4,3,3,3
+python benchmarks/sparse.py plan deepseek ranks megatron pp=16 ep=64 stage_layers=4,4,4,4,4,4,4,4,4,4,4,4,4,3,3,3
 """
 
 from __future__ import annotations

@@ -159,6 +159,20 @@ class Shards:
         """Where exactly row i lies. May read a small header."""
         return self.table.extent(self._row(i))
 
+    def located(self) -> Located:
+        """Where exactly all rows lie, as columns. May read a small header per row."""
+        paths, rows, extent = self.table.paths, slice(self.start, self.stop), self.table.extent
+        if isinstance(extent, Located):
+            dtype = extent.dtype if isinstance(extent.dtype, DType) else extent.dtype[rows]
+            return Located(extent.paths, extent.files[rows], extent.byte_offsets[rows], extent.strides[rows], dtype)
+        numbers = {path: i for i, path in enumerate(paths)}
+        found = [extent(row) for row in range(self.start, self.stop)]
+        files = np.array([numbers.setdefault(each.path, len(numbers)) for each in found], np.int64)
+        dtypes = np.empty(len(found), np.object_)
+        dtypes[:] = [each.dtype for each in found]
+        strides = np.array([each.strides for each in found], np.int64).reshape(self.sizes.shape)
+        return Located(tuple(numbers), files, np.array([each.byte_offset for each in found], np.int64), strides, dtypes)
+
     def piece(self, i: int) -> Piece:
         """The piece of row i. May read a small header."""
         return Piece(self.box(i), self.extent(i))

@@ -95,9 +95,7 @@ class SubviewsBuilder:
     def add_section(self, piece: int, section: Section, ndim: int = 1) -> None:
         """Add a section of a piece whose array has `ndim` axes and is a flat run along the last one."""
         axes = (ndim - 1,) * len(section.strides)
-        self._add(
-            piece, section.name, section.box.offsets, section.box.sizes, (*(0,) * (ndim - 1), section.start), axes, section.strides
-        )
+        self._add(piece, section.name, section.box.offsets, section.box.sizes, (*(0,) * (ndim - 1), section.start), axes, section.strides)
 
     def build(self) -> SubviewsByTensor:
         """What was added."""

@@ -268,7 +268,8 @@ def _boxes(tensors: Sequence[StoredTensor], numbers: dict[str, int]) -> dict[int
             boxes = np.concatenate([names[rows, None], pattern.offsets, pattern.sizes], axis=1)
             found.setdefault(ndim, []).append((boxes, pattern.volumes * tensor.dtype.itemsize))
     return {
-        ndim: (np.concatenate([boxes for boxes, _ in parts]), np.concatenate([nbytes for _, nbytes in parts])) for ndim, parts in found.items()
+        ndim: (np.concatenate([boxes for boxes, _ in parts]), np.concatenate([nbytes for _, nbytes in parts]))
+        for ndim, parts in found.items()
     }
 
 

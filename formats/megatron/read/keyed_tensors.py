@@ -37,6 +37,7 @@ _STATE_KEY = re.compile(
 )
 _RUN_KEYS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine", "opt_param_scheduler")
 
+
 def is_run_key(key: str) -> bool:
     """Whether a key belongs to the state of the run, and not to the model."""
     return key.startswith(_RUN_KEYS)
@@ -141,9 +142,7 @@ class _Locator:
             return found
         layer = _layer_of(self.model, parsed)
         weights = [self.model.model.weights[name] for name in found.names]
-        return found.renamed(
-            {w.name: numbered(w.pattern, layer, w.expert if parsed.expert is None else parsed.expert) for w in weights}
-        )
+        return found.renamed({w.name: numbered(w.pattern, layer, w.expert if parsed.expert is None else parsed.expert) for w in weights})
 
     def _first_alike(self, parsed: ParsedKey) -> ParsedKey:
         """The key of the first layer and expert that are like those of a key."""
