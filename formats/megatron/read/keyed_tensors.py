@@ -146,9 +146,9 @@ class _Locator:
 
     def _first_alike(self, parsed: ParsedKey) -> ParsedKey:
         """The key of the first layer and expert that are like those of a key."""
-        if parsed.layer is None and parsed.mtp_layer is None:
-            return parsed
         layer = _layer_of(self.model, parsed)
+        if layer is None:
+            return parsed
         first = self.model.first_alike(layer)
         expert = None if parsed.expert is None else self.model.first_expert_alike(layer, parsed.expert)
         if parsed.mtp_layer is not None:
