@@ -3,7 +3,7 @@
     python benchmarks/planning_growth.py [--work DIR]
 
 The checkpoints are DeepSeek-V3 with other numbers of layers and experts, without data (sparse.py). Every row is a process of its own.
-`grown` is its processor time over that of the row before it, both less that of `reshard --version`. It stays at or below 2 where the cost is
+`grown` is its processor time over that of the row before it, less that of `reshard --version`. It stays at or below 2 where the cost is
 linear; where ranks are alike, it stays near 1.
 """
 
