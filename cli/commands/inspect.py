@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -137,6 +138,7 @@ def _placements(tensor: Tensor) -> list[dict[str, Any]] | None:
     ]
 
 
+@lru_cache(maxsize=1)
 def _content(opened: Checkpoint) -> Content | None:
     """What a conversion would take; None if it would be refused, for example because none of several models is the main one."""
     from reshard.errors import ReshardError

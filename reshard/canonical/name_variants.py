@@ -22,7 +22,8 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, Tile, joined, stacked
 from reshard.index.index import Index, Kind, ParamGroup, Tensor
 from reshard.index.join import rows_meeting
-from reshard.index.shards import Shards, concatenated, subviews
+from reshard.index.shards import Shards, concatenated
+from reshard.index.subviews import SubviewsBuilder, SubviewsByTensor
 from reshard.models.model import Model, Part
 
 
@@ -236,10 +237,11 @@ def _shares(tensor: Tensor, array: Callable[[str], Mosaic | None], names: Names,
         unneeded = None if names.is_canonical(short) or tensor.kind not in ("weight", "buffer") else names.unneeded(short)
         yield unneeded or tensor.name, _Share(tensor, tensor.shape, tensor.shards)
     elif tensor.shape == mosaic.shape:
-        for name, rows in _located(tensor.shards, mosaic).items():
+        located = dict(_located(tensor.shards, mosaic).of(tensor.shards))
+        for name in mosaic.names:
             # A tied head is not among the weights of the model. Its shape is that of the embedding, which is the shape of this tensor.
             shape = model.weights[name].shape if name in model.weights else tensor.shape
-            yield name + suffix, _Share(tensor, shape, subviews(tensor.shards, rows))
+            yield name + suffix, _Share(tensor, shape, located.get(name) or Shards.of(()))
     elif tensor.elements == 1:  # a step count of a fused parameter counts for each of its weights
         for name in mosaic.names:
             yield name + suffix, _Share(tensor, tensor.shape, tensor.shards)
@@ -256,13 +258,10 @@ def _shares(tensor: Tensor, array: Callable[[str], Mosaic | None], names: Names,
         )
 
 
-def _located(shards: Shards, array: Mosaic) -> dict[str, list[tuple[int, Tile]]]:
-    """For every canonical tensor in an array, its tiles in the rows of `shards`: (row, tile in the coordinates of that row's array).
-
-    shards: the pieces of the stored tensor, which is `array`.
-    """
+def _located(shards: Shards, array: Mosaic) -> SubviewsByTensor:
+    """The tiles of an array in the pieces of the stored tensor that is this array."""
     starts, stops = shards.offsets, shards.offsets + shards.sizes
-    tiles: dict[str, list[tuple[int, Tile]]] = {name: [] for name in array.names}
+    found = SubviewsBuilder()
     for tile in array.tiles:
         spans = [tile.span(axis) for axis in range(len(array.shape))]
         box = Box(tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans))
@@ -271,8 +270,8 @@ def _located(shards: Shards, array: Mosaic) -> dict[str, list[tuple[int, Tile]]]
             for axis, (start, stop) in enumerate(zip(starts[row].tolist(), stops[row].tolist(), strict=True)):
                 part = part.cut(axis, start, stop) if part else None
             assert part is not None
-            tiles[tile.name].append((row, part))
-    return tiles
+            found.add_tile(row, part.name, part)
+    return found.build()
 
 
 def _combined(name: str, shares: Sequence[_Share]) -> Tensor:

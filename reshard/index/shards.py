@@ -17,9 +17,8 @@ import numpy.typing as npt
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent, Piece
-from reshard.geometry.mosaics import Tile
 from reshard.geometry.quantities import plural
-from reshard.geometry.sections import Columns, Section
+from reshard.geometry.sections import Columns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,6 +159,20 @@ class Shards:
         """Where exactly row i lies. May read a small header."""
         return self.table.extent(self._row(i))
 
+    def located(self) -> Located:
+        """Where exactly all rows lie, as columns. May read a small header per row."""
+        paths, rows, extent = self.table.paths, slice(self.start, self.stop), self.table.extent
+        if isinstance(extent, Located):
+            dtype = extent.dtype if isinstance(extent.dtype, DType) else extent.dtype[rows]
+            return Located(extent.paths, extent.files[rows], extent.byte_offsets[rows], extent.strides[rows], dtype)
+        numbers = {path: i for i, path in enumerate(paths)}
+        found = [extent(row) for row in range(self.start, self.stop)]
+        files = np.array([numbers.setdefault(each.path, len(numbers)) for each in found], np.int64)
+        dtypes = np.empty(len(found), np.object_)
+        dtypes[:] = [each.dtype for each in found]
+        strides = np.array([each.strides for each in found], np.int64).reshape(self.sizes.shape)
+        return Located(tuple(numbers), files, np.array([each.byte_offset for each in found], np.int64), strides, dtypes)
+
     def piece(self, i: int) -> Piece:
         """The piece of row i. May read a small header."""
         return Piece(self.box(i), self.extent(i))
@@ -252,54 +265,3 @@ def primary_rows(shards: Shards) -> npt.NDArray[np.bool_]:
     primary = np.zeros(len(shards), np.bool_)
     primary[first] = True
     return primary
-
-
-def subviews_of_flat(shards: Shards, rows: Sequence[tuple[int, Section]]) -> Shards:
-    """The pieces of a canonical tensor inside the rows of `shards`, where each row is a flat run along its last axis.
-
-    rows: (row of `shards`, the section of that row that holds a box of the canonical tensor).
-    """
-
-    def extent(i: int) -> Extent:
-        row, section = rows[i]
-        flat = shards.extent(row)
-        step = flat.strides[-1]
-        return _within(flat, section.start * step, tuple(stride * step for stride in section.strides))
-
-    return _of_boxes(shards, [row for row, _ in rows], [section.box for _, section in rows], extent)
-
-
-def subviews(shards: Shards, rows: Sequence[tuple[int, Tile]]) -> Shards:
-    """The pieces of a canonical tensor inside the rows of `shards`, where each row is an array.
-
-    rows: (row of `shards`, the tile of that row's array that holds a box of the canonical tensor).
-    """
-
-    def extent(i: int) -> Extent:
-        row, tile = rows[i]
-        array = shards.extent(row)
-        elements = sum(at * stride for at, stride in zip(tile.at, array.strides, strict=True))
-        # The stride of an axis of one element is never used.
-        return _within(array, elements, tuple(1 if axis is None else array.strides[axis] for axis in tile.axes))
-
-    return _of_boxes(shards, [row for row, _ in rows], [tile.box for _, tile in rows], extent)
-
-
-def _within(outer: Extent, elements: int, strides: tuple[int, ...]) -> Extent:
-    """The extent that starts `elements` after the start of `outer`, with its own strides."""
-    return replace(outer, byte_offset=outer.byte_offset + elements * outer.dtype.itemsize, strides=strides)
-
-
-def _of_boxes(shards: Shards, rows: Sequence[int], boxes: Sequence[Box], extent: Callable[[int], Extent]) -> Shards:
-    """Pieces with these boxes, each inside a row of `shards`."""
-    numbers, ndim = np.array(rows, np.int64), len(boxes[0].sizes) if boxes else 0
-    table = PieceTable(
-        shards.paths,
-        np.array([box.offsets for box in boxes], np.int64).reshape(len(boxes), ndim),
-        np.array([box.sizes for box in boxes], np.int64).reshape(len(boxes), ndim),
-        shards.files[numbers],
-        shards.positions[numbers],
-        extent,
-        ranks=None if shards.ranks is None else shards.ranks[numbers],
-    )
-    return Shards(table)

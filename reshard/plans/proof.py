@@ -7,19 +7,20 @@ identity: it composes the plan with the index that the target's own reader makes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from reshard.canonical.content import tensors_by_key
 from reshard.canonical.optimizer_state import is_master_key
 from reshard.errors import ReshardError
-from reshard.geometry.boxes import Box
-from reshard.geometry.extents import Piece
+from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
-from reshard.geometry.sections import first_overlap
+from reshard.geometry.sections import Columns, first_overlap
 from reshard.index.coverage import check_all_covered, check_coverage
 from reshard.index.index import Index, Tensor
-from reshard.index.join import rows_meeting
+from reshard.index.shards import Shards
 from reshard.plans.layout import TargetFile
 from reshard.plans.placed import PlacedTensor
 from reshard.plans.plan import Plan, Route
@@ -129,17 +130,19 @@ def compose(plan: Plan, read_back: Index) -> RoundTrip:
             losses.append(f"{route.name}: written as {route.target.dtype} {route.target.shape}, read as {returned.dtype} {returned.shape}")
             continue
         check_coverage(returned)
-        for box, same in _compared(route.target, returned):
-            boxes += 1
-            nbytes += box.volume * returned.dtype.itemsize
-            if not same:
-                losses.append(f"{route.name} {box}: it is read from other bytes than it is written to")
+        volumes = returned.shards.sizes.prod(axis=1)
+        boxes += int((volumes > 0).sum())
+        nbytes += int(volumes.sum()) * returned.dtype.itemsize
+        losses.extend(
+            f"{route.name} {returned.shards.box(row)}: it is read from other bytes than it is written to"
+            for row in np.flatnonzero(volumes != _matched(route.target, returned)).tolist()
+        )
     written = {route.name: route.target for route in plan.routes}
     for alias, stored in plan.layout.aliases.items():
         if is_master_key(alias) and alias not in back:
             continue  # the weight is its own full-precision copy
         returned = back.pop(alias, None)
-        if returned is None or not all(same for _, same in _compared(written[stored], returned)):
+        if returned is None or (returned.shards.sizes.prod(axis=1) != _matched(written[stored], returned)).any():
             losses.append(f"{alias}: the reader does not find it in the bytes of {stored}, under which it is stored")
     constants = {(constant.path, constant.byte_offset) for constant in plan.target_index.constants}
     for name, returned in back.items():
@@ -159,23 +162,62 @@ _EXACT = {
 }  # fmt: skip
 
 
-def _compared(written: Tensor, returned: Tensor) -> Iterator[tuple[Box, bool]]:
-    """The box of each returned piece, and whether the plan writes the box to exactly the bytes from which the piece is read."""
-    offsets, stops = written.shards.offsets, written.shards.offsets + written.shards.sizes
-    for piece in returned.pieces():
-        if not piece.box.volume:
-            continue
-        matched = 0
-        for j in rows_meeting(offsets, stops, piece.box).tolist():
-            if written.shards.path(j) != piece.extent.path:
-                continue
-            other = written.shards.piece(j)
-            shared = piece.box.intersect(other.box)
-            if shared and _address(piece, shared) == _address(other, shared):
-                matched += shared.volume
-        yield piece.box, matched == piece.box.volume
+# Pairs of a written and a returned box that are compared at once.
+_MOST_PAIRS = 1 << 20
 
 
-def _address(piece: Piece, box: Box) -> tuple[int, tuple[int, ...]]:
-    """The byte offset and the strides of a box of a piece. The stride of an axis of one element is never used, and counts as 0."""
-    return piece.byte_offset_of(box), tuple(stride if size > 1 else 0 for stride, size in zip(piece.extent.strides, box.sizes, strict=True))
+def _matched(written: Tensor, returned: Tensor) -> Columns:
+    """[n]: for each returned piece, how many of its elements are read from exactly the bytes to which the plan writes them."""
+    numbers: dict[str, int] = {}
+    ours, theirs = _Places.of(written.shards, numbers), _Places.of(returned.shards, numbers)
+    matched = np.zeros(len(theirs.files), np.int64)
+    if not len(ours.files):
+        return matched
+    block = max(1, _MOST_PAIRS // len(ours.files))
+    for first in range(0, len(matched), block):
+        rows = slice(first, first + block)
+        meets = (theirs.starts[rows, None] < ours.stops).all(axis=2) & (ours.starts < theirs.stops[rows, None]).all(axis=2)
+        i, j = np.nonzero(meets & (theirs.files[rows, None] == ours.files))
+        i += first
+        starts = np.maximum(theirs.starts[i], ours.starts[j])
+        sizes = np.minimum(theirs.stops[i], ours.stops[j]) - starts
+        # The stride of an axis of one element is never used.
+        same_strides = ((theirs.steps[i] == ours.steps[j]) | (sizes <= 1)).all(axis=1)
+        same = same_strides & (theirs.byte_offsets(i, starts) == ours.byte_offsets(j, starts))
+        # A box that is shared in part, or by an empty piece, has no elements.
+        np.add.at(matched, i, np.where(same & (sizes > 0).all(axis=1), sizes.prod(axis=1), 0))
+    return matched
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Places:
+    """Where the pieces of a tensor lie, as columns."""
+
+    starts: Columns
+    """[n, ndim]: where each box starts."""
+    stops: Columns
+    """[n, ndim]: where it ends."""
+    files: npt.NDArray[np.int64]
+    """[n]: the number of its file."""
+    firsts: Columns
+    """[n]: the byte at which its first element starts."""
+    steps: Columns
+    """[n, ndim]: the bytes from one element to the next along each axis."""
+
+    @classmethod
+    def of(cls, shards: Shards, numbers: dict[str, int]) -> _Places:
+        """The places of some pieces. numbers: path -> its number, which grows."""
+        located = shards.located()
+        if isinstance(located.dtype, DType):
+            itemsizes = np.full(len(shards), located.dtype.itemsize, np.int64)
+        else:
+            itemsizes = np.array([dtype.itemsize for dtype in located.dtype], np.int64)
+        used, which = np.unique(located.files, return_inverse=True)
+        files = np.array([numbers.setdefault(located.paths[file], len(numbers)) for file in used.tolist()], np.int64)
+        starts = shards.offsets
+        return cls(starts, starts + shards.sizes, files[which], located.byte_offsets, located.strides * itemsizes[:, None])
+
+    def byte_offsets(self, rows: npt.NDArray[np.intp], elements: Columns) -> Columns:
+        """The bytes at which elements of these rows start. elements: [k, ndim], their coordinates in the tensor."""
+        offsets: Columns = self.firsts[rows] + ((elements - self.starts[rows]) * self.steps[rows]).sum(axis=1)
+        return offsets

@@ -181,6 +181,9 @@ def _group(same: list[Tensor], cut: str, state: str) -> TensorGroup:
 def _with_state(same_name: list[Tensor], text_of: _Cuts) -> Iterator[tuple[Tensor, str]]:
     """The weight of one name, with the kinds of optimizer state that have its shape and cut, as text; then the other tensors one by one."""
     first = next((tensor for tensor in same_name if tensor.kind == "weight"), same_name[0])
+    if len(same_name) == 1:
+        yield first, ""
+        return
     states = [
         tensor
         for tensor in same_name

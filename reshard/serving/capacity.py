@@ -14,10 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.parallel import Parallel, stage_layers
 from reshard.geometry.quantities import plural
+from reshard.geometry.sections import Columns
 from reshard.geometry.stored import StoredTensor
 from reshard.models.model import Model
 from reshard.serving import kv_cache
@@ -236,31 +239,50 @@ class _Measure:
         sizes = replace(self.parallel, pp=len(counts))
         ranks = (EngineRank(self.model, rules, sizes, tp_rank, pp_rank) for tp_rank in range(min(2, sizes.tp)))
         first, *others = (tuple(rank.tensors(self.dtypes)) for rank in ranks)
-        elsewhere = {origin for tensors in others for tensor in tensors for origin, _ in _origins(tensor)}
-        replicated = sum(nbytes for tensor in first for origin, nbytes in _origins(tensor) if origin in elsewhere)
-        return _Bytes(sum(tensor.nbytes for tensor in first), replicated)
+        return _Bytes(sum(tensor.nbytes for tensor in first), sum(_shared_bytes(first, other) for other in others))
 
 
-def _origins(tensor: StoredTensor) -> Iterator[tuple[object, int]]:
-    """What a stored tensor holds, each with its bytes: boxes of weights, or the tensor itself if it holds none.
+def _shared_bytes(first: Sequence[StoredTensor], second: Sequence[StoredTensor]) -> int:
+    """The bytes of a rank that its neighbour holds as well: boxes of weights, and tensors that hold none.
 
     Replicas sit on neighbouring ranks, and the boxes of two ranks are equal or disjoint. So the second rank is enough to find replicas of
     what the first one holds.
     """
-    if not tensor.sections:
-        yield tensor.name, tensor.nbytes
-    for section in tensor.sections:
-        yield (section.name, section.box), section.box.volume * tensor.dtype.itemsize
+    constants = {tensor.name for tensor in second if not tensor.sections}
+    shared = sum(tensor.nbytes for tensor in first if not tensor.sections and tensor.name in constants)
+    numbers: dict[str, int] = {}
+    of_first, of_second = _boxes(first, numbers), _boxes(second, numbers)
+    for ndim, (boxes, nbytes) in of_first.items():
+        if ndim in of_second:
+            elsewhere = set(map(bytes, of_second[ndim][0]))
+            shared += sum(size for box, size in zip(map(bytes, boxes), nbytes.tolist(), strict=True) if box in elsewhere)
+    return shared
+
+
+def _boxes(tensors: Sequence[StoredTensor], numbers: dict[str, int]) -> dict[int, tuple[Columns, Columns]]:
+    """The boxes of weights in stored tensors by their number of axes: [n, 1 + 2 * ndim], the number of the weight, offsets and sizes; and
+    [n], the bytes of each. numbers: weight -> its number, which grows."""
+    found: dict[int, list[tuple[Columns, Columns]]] = {}
+    for tensor in tensors:
+        names = np.array([numbers.setdefault(name, len(numbers)) for name in tensor.sections.names], np.int64)
+        for ndim, rows, pattern in tensor.sections.pattern.with_ndim():
+            boxes = np.concatenate([names[rows, None], pattern.offsets, pattern.sizes], axis=1)
+            found.setdefault(ndim, []).append((boxes, pattern.volumes * tensor.dtype.itemsize))
+    return {
+        ndim: (np.concatenate([boxes for boxes, _ in parts]), np.concatenate([nbytes for _, nbytes in parts]))
+        for ndim, parts in found.items()
+    }
 
 
 def _kinds_of_layers(model: Model, dtypes: Mapping[str, DType]) -> list[int]:
     """The kind of each layer, as an index. Layers of one kind have the same weights, of the same shapes and element types."""
-    rows: list[list[object]] = [[] for _ in range(model.dimensions["layers"])]
+    dtypes_of: list[list[int]] = [[] for _ in range(model.dimensions["layers"])]
     for weight in model.weights.values():
-        if weight.layer is not None and weight.layer < len(rows):
-            rows[weight.layer].append((weight.declared.name, weight.shape, weight.name.rpartition(".")[2], dtypes[weight.name]))
+        if weight.layer is not None and weight.layer < len(dtypes_of):
+            dtypes_of[weight.layer].append(id(dtypes[weight.name]))
+    alike = {layer: number for number, kind in enumerate(model.layer_kinds) for layer in kind.layers}
     numbers: dict[tuple[object, ...], int] = {}
-    return [numbers.setdefault(tuple(row), len(numbers)) for row in rows]
+    return [numbers.setdefault((alike.get(layer), *row), len(numbers)) for layer, row in enumerate(dtypes_of)]
 
 
 def _stages(

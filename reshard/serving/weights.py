@@ -83,6 +83,6 @@ def model_dtype(model: Model, dtypes: Mapping[str, DType]) -> DType:
 
 def stored_dtypes(model: Model, rules: EngineRules, dtypes: Mapping[str, DType]) -> dict[str, DType]:
     """Canonical tensor -> the element type that the engine stores. `dtypes` are those that the conversion asks for."""
-    roles = {weight.name: "scale" if weight.scale else weight.role for weight in model.weights.values()}
     fixed = {role: dtype or model_dtype(model, dtypes) for role, dtype in {**rules.dtypes, **rules.quirks.dtypes}.items()}
-    return {name: fixed.get(roles.get(name, ""), dtype) for name, dtype in dtypes.items()}
+    roles = ((weight.name, "scale" if weight.scale else weight.role) for weight in model.weights.values())
+    return {**dtypes, **{name: fixed[role] for name, role in roles if role in fixed and name in dtypes}}

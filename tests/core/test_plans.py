@@ -141,11 +141,30 @@ def transposed(pieces):
     return [Piece(piece.box, replace(piece.extent, strides=tuple(reversed(piece.extent.strides)))) for piece in pieces]
 
 
-def test_the_composition_with_the_own_reader_is_the_identity(plan):
-    assert compose(plan, read_back(plan, lambda pieces: pieces)).losses == ()
+def elsewhere(pieces):
+    """A piece at the right place of another file."""
+    return [Piece(pieces[0].box, replace(pieces[0].extent, path="other.safetensors")), *pieces[1:]]
 
 
-@pytest.mark.parametrize("change", [shifted, exchanged, transposed])
+def halved(pieces):
+    """The same bytes, cut in two along the rows."""
+    return [Piece(box, replace(piece.extent, byte_offset=piece.byte_offset_of(box))) for piece in pieces for box in piece.box.split(0, 2)]
+
+
+@pytest.mark.parametrize("change", [list, halved])
+def test_the_composition_with_the_own_reader_is_the_identity(plan, change):
+    composed = compose(plan, read_back(plan, change))
+    whole = compose(plan, read_back(plan, list))
+    assert composed.losses == ()
+    assert composed.nbytes == whole.nbytes == plan.totals().copied
+    assert composed.boxes - whole.boxes == (len(route_of_k_proj(plan).target.shards) if change is halved else 0)
+
+
+def route_of_k_proj(plan):
+    return next(route for route in plan.routes if route.name.endswith("layers.0.self_attn.k_proj.weight"))
+
+
+@pytest.mark.parametrize("change", [shifted, exchanged, transposed, elsewhere])
 def test_a_reader_that_understands_otherwise_is_found(plan, change):
     losses = compose(plan, read_back(plan, change)).losses
     assert losses and all("k_proj" in loss for loss in losses)

@@ -494,3 +494,9 @@ def test_sizes_that_do_not_fit_are_refused(options, text):
 def test_options_of_megatron_are_refused_elsewhere(tmp_path):
     result = run("convert", LEGACY / "llama-tp2" / "checkpoint", tmp_path / "out", "--to", "hf", "--vocab-size", "50", "--vp", "2")
     assert result.code == 2 and "--vp does not apply to hf" in result.err
+
+
+def test_layers_that_are_alike_keep_their_own_names():
+    # Layers 1 and 2 have experts and are alike. Their keys have numbers, because layer 0 has none.
+    plan = reshard.plan(FIXTURES / "hf" / "deepseek_v3", to="megatron-dist")
+    assert reshard.roundtrip(plan).losses == ()

@@ -14,13 +14,13 @@ measured on fixtures/megatron and fixtures/megatron_dist.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from reshard.geometry.mosaics import Mosaic, joined, stacked
-from reshard.models.model import Model, Part
+from reshard.models.model import Model, Part, numbered
 
 _Sharding = Literal["replicated", "column", "row", "query_groups"]
 
@@ -57,6 +57,10 @@ class MegatronTensor:
         if self.axis is None:
             return self.whole
         return joined([block.part(self.axis, tp, tp_rank) for block in self.blocks])
+
+    def renamed(self, new: Callable[[str], str]) -> MegatronTensor:
+        """The same tensor of other canonical tensors."""
+        return MegatronTensor(tuple(block.renamed(new) for block in self.blocks), self.axis)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -142,10 +146,11 @@ class MegatronModel:
 
     def __init__(self, model: Model, padded_vocab: int, qkv_order: QkvOrder = "by_group") -> None:
         self.model, self._padded_vocab, self._qkv_order = model, padded_vocab, qkv_order
-        self._parts: dict[tuple[int | None, int | None], list[Part]] = {}
-        for part in model.parts():
-            self._parts.setdefault((part.layer, part.expert), []).append(part)
+        self._kind_of = {layer: kind for kind in model.layer_kinds for layer in kind.layers}
+        # By the first layer of a kind (None: outside of the layers), then by expert.
+        self._parts: dict[int | None, dict[int | None, list[Part]]] = {}
         self._cache: dict[tuple[object, ...], Tensors] = {}
+        self._experts_alike: dict[int, list[int]] = {}
 
     def __repr__(self) -> str:
         return f"<Megatron's {self.model.architecture.model_type} model: {self.layers} layers, vocabulary padded to {self._padded_vocab}>"
@@ -203,11 +208,53 @@ class MegatronModel:
         name = {"weight1": "linear_fc1.weight", "weight2": "linear_fc2.weight"}[which]
         return stacked(self.expert(layer, expert)[name].shard(etp, etp_rank).transposed() for expert in experts)
 
+    def first_alike(self, layer: int) -> int:
+        """The first layer whose weights are like those of `layer`."""
+        kind = self._kind_of.get(layer)
+        return kind.layers[0] if kind else layer
+
+    def first_expert_alike(self, layer: int, expert: int) -> int:
+        """The first expert of a layer whose weights are like those of `expert`."""
+        first = self.first_alike(layer)
+        if first not in self._experts_alike:
+            forms: dict[tuple[object, ...], int] = {}
+            self._experts_alike[first] = [forms.setdefault(self._form(first, number), number) for number in range(self.experts)]
+        alike = self._experts_alike[first]
+        return alike[expert] if 0 <= expert < len(alike) else expert
+
+    def _form(self, layer: int, expert: int) -> tuple[object, ...]:
+        """What experts that are alike share."""
+        return tuple(
+            (name, block.shape, tuple((self.model.weights[tile.name].pattern, tile.box, tile.at, tile.axes) for tile in block.tiles))
+            for name, tensor in self.expert(layer, expert).items()
+            for block in tensor.blocks
+        )
+
     def _tensors(self, rules: Sequence[_TensorRule], layer: int | None, expert: int | None) -> Tensors:
+        """The tensors of a layer or expert. Those of layers that are alike are made once, and get the names of each layer."""
         key = (rules, layer, expert)
         if key not in self._cache:
-            self._cache[key] = self._apply(rules, self._parts.get((layer, expert), ()))
+            first = None if layer is None else self.first_alike(layer)
+            if layer == first:
+                self._cache[key] = self._apply(rules, self._parts_in(layer).get(expert, ()))
+            else:
+                weights = self.model.weights
+                self._cache[key] = {
+                    name: tensor.renamed(lambda own: numbered(weights[own].pattern, layer, weights[own].expert))
+                    for name, tensor in self._tensors(rules, first, expert).items()
+                }
         return self._cache[key]
+
+    def _parts_in(self, layer: int | None) -> dict[int | None, list[Part]]:
+        """The parts of the first layer of a kind by expert; with None, those outside of the layers."""
+        if layer not in self._parts:
+            kind = None if layer is None else self._kind_of.get(layer)
+            weights = self.model.weights_outside_layers if layer is None else kind.weights if kind else ()
+            found: dict[int | None, list[Part]] = {}
+            for part in self.model.parts_of(weights):
+                found.setdefault(part.expert, []).append(part)
+            self._parts[layer] = found
+        return self._parts[layer]
 
     def _apply(self, rules: Sequence[_TensorRule], parts: Iterable[Part]) -> Tensors:
         by_role: dict[str, dict[str, Part]] = {}

@@ -20,9 +20,9 @@ from reshard.canonical.optimizer_state import state_kind
 from reshard.containers.dcp_metadata import TensorItem
 from reshard.errors import CheckpointError
 from reshard.geometry.mosaics import Mosaic
-from reshard.geometry.sections import Section
 from reshard.index.index import Tensor
-from reshard.index.shards import Shards, concatenated, subviews_of_flat
+from reshard.index.shards import Shards, concatenated
+from reshard.index.subviews import SubviewsBuilder
 
 from ..layout.arguments import Args, parallel_size
 from ..layout.chunks import Chunk, ChunkEntry, chunk_entries, split_into_chunks
@@ -183,12 +183,12 @@ def _state_pieces(
 def _array_pieces(array_name: str, array: Mosaic, bucket: Shards, offset: int) -> Iterator[_StatePieces]:
     """The pieces of an array in the stored boxes of a bucket. The array starts at element `offset` of the bucket."""
     end = offset + math.prod(array.shape)
-    rows: dict[str, list[tuple[int, Section]]] = {}
+    found = SubviewsBuilder()
     for row in range(len(bucket)):
         box_start, box_size = int(bucket.offsets[row, 0]), int(bucket.sizes[row, 0])
         start, stop = max(offset, box_start), min(end, box_start + box_size)
         if start < stop:
             for section in flat_sections(array, start - offset, stop - offset, start - box_start):
-                rows.setdefault(section.name, []).append((row, section))
-    for name, sections in rows.items():
-        yield _StatePieces(name, array_name, subviews_of_flat(bucket, sections))
+                found.add_section(row, section)
+    for name, shards in found.build().of(bucket):
+        yield _StatePieces(name, array_name, shards)

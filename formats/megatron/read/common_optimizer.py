@@ -49,6 +49,8 @@ def read_common_optimizer(
     groups: list[ParamGroup] = []
     steps: list[Tensor] = []
     for number, link in enumerate(links):
+        if not link.get("param_groups") and not link.get("state"):
+            continue
         # Experts have an optimizer to themselves, the second one of the chain.
         parts = [part for part in model.parts() if len(links) == 1 or (part.expert is not None) is bool(number)]
         groups.extend(_param_groups(link, parts))

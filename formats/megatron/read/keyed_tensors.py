@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 from reshard.canonical.optimizer_state import state_kind
 from reshard.containers.dcp_metadata import TensorItem
 from reshard.errors import CheckpointError
-from reshard.geometry.mosaics import Mosaic, Tile
-from reshard.geometry.sections import Section
+from reshard.geometry.mosaics import Mosaic
 from reshard.index.index import Tensor
-from reshard.index.shards import subviews, subviews_of_flat
+from reshard.index.subviews import SubviewsBuilder, SubviewsByTensor
+from reshard.models.model import numbered
 
 from ..layout.names import ParsedKey, is_weight_name, parse_key
 from ..layout.tensors import MASTER_KINDS, MegatronModel
@@ -36,9 +37,6 @@ _STATE_KEY = re.compile(
 )
 _RUN_KEYS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine", "opt_param_scheduler")
 
-TileRows = Mapping[str, Sequence[tuple[int, Tile]]]
-"""Canonical name -> (number of a stored box, tile of the canonical tensor in that box)."""
-
 
 def is_run_key(key: str) -> bool:
     """Whether a key belongs to the state of the run, and not to the model."""
@@ -50,29 +48,31 @@ def keyed_tensors(stored: StoredFolder, model: RunModel) -> Iterator[Tensor]:
 
     Raises: CheckpointError if the model does not have the tensor that a key names, or has it with another shape.
     """
+    locator = _Locator(stored, model.megatron)
     for key, item in stored.metadata.tensors.items():
         if is_weight_name(key):
             if match := _STATE_KEY.fullmatch(key):
-                yield from _state_tensors(stored, model, MASTER_KINDS.get(match["kind"], match["kind"]), match["key"], item)
+                yield from _state_tensors(locator, model, MASTER_KINDS.get(match["kind"], match["kind"]), match["key"], item)
             elif not is_run_key(key):
-                yield from canonical_tensors(stored, item, _tile_rows(model.megatron, parse_key(key), item, _where(stored, key)), model)
+                yield from canonical_tensors(stored, item, locator.subviews(parse_key(key), item), model)
 
 
-def canonical_tensors(stored: StoredFolder, item: TensorItem, rows: TileRows, model: RunModel, kind: str | None = None) -> Iterator[Tensor]:
+def canonical_tensors(
+    stored: StoredFolder, item: TensorItem, subviews: SubviewsByTensor, model: RunModel, kind: str | None = None
+) -> Iterator[Tensor]:
     """The canonical tensors in a stored tensor: weights, or optimizer state if `kind`, torch's name for a kind of state, is given."""
-    shards = stored.shards(item)
-    for name, tiles in rows.items():
+    for name, pieces in subviews.of(stored.shards(item)):
         tensor_kind, known_as = state_kind(name, name, kind) if kind else ("weight", name)
-        yield Tensor(known_as, item.dtype, model.shapes[name], tensor_kind, subviews(shards, tiles))
+        yield Tensor(known_as, item.dtype, model.shapes[name], tensor_kind, pieces)
 
 
-def array_rows(array: Mosaic, item: TensorItem) -> TileRows:
+def array_subviews(array: Mosaic, item: TensorItem) -> SubviewsByTensor:
     """The tiles in each stored box of a tensor that holds this array."""
-    rows: dict[str, list[tuple[int, Tile]]] = {}
-    for i in range(len(item.chunks)):
-        for tile in _cut(array, item.chunks.offsets[i].tolist(), item.chunks.sizes[i].tolist()).tiles:
-            rows.setdefault(tile.name, []).append((i, tile))
-    return rows
+    found = SubviewsBuilder()
+    for i, (offsets, sizes) in enumerate(zip(item.chunks.offsets.tolist(), item.chunks.sizes.tolist(), strict=True)):
+        for tile in _cut(array, offsets, sizes).tiles:
+            found.add_tile(i, tile.name, tile)
+    return found.build()
 
 
 def _cut(array: Mosaic, offsets: Sequence[int], sizes: Sequence[int]) -> Mosaic:
@@ -83,92 +83,149 @@ def _cut(array: Mosaic, offsets: Sequence[int], sizes: Sequence[int]) -> Mosaic:
     return array
 
 
-def _where(stored: StoredFolder, key: str) -> str:
-    return f"{key} in {stored.prefix}.metadata"
-
-
-def _state_tensors(stored: StoredFolder, model: RunModel, kind: str, weight_key: str, item: TensorItem) -> Iterator[Tensor]:
-    weight, parsed, where = stored.metadata.tensors.get(weight_key), parse_key(weight_key), _where(stored, item.fqn)
+def _state_tensors(locator: _Locator, model: RunModel, kind: str, weight_key: str, item: TensorItem) -> Iterator[Tensor]:
+    stored, parsed = locator.stored, parse_key(weight_key)
+    weight = stored.metadata.tensors.get(weight_key)
     if weight is not None and len(item.shape) == len(weight.shape) + 1:
-        yield from _blocked_state(stored, model, kind, parsed, weight, item)
+        subviews = locator.blocked_subviews(parsed, weight, item)
     else:
-        yield from canonical_tensors(stored, item, _tile_rows(model.megatron, parsed, item, where), model, kind)
+        subviews = locator.subviews(parsed, item)
+    yield from canonical_tensors(stored, item, subviews, model, kind)
 
 
-def _blocked_state(
-    stored: StoredFolder, model: RunModel, kind: str, parsed: ParsedKey, weight: TensorItem, item: TensorItem
-) -> Iterator[Tensor]:
-    """Optimizer state in fully_sharded_model_space, the default until 2025: [layer, .., block of rows, block of columns, element].
+class _Locator:
+    """Finds the canonical tensors in the stored boxes of keyed tensors. What layers and experts that are alike share is found once."""
 
-    The blocks are the shards in which tensor-parallel ranks saved the weight; data-parallel ranks split a block between elements.
-    """
-    where, lead = _where(stored, item.fqn), parsed.stacked_axes
-    block_counts, weight_shape = item.shape[lead:-1], weight.shape[lead:]
-    if (
-        0 in block_counts
-        or any(size % count for size, count in zip(weight_shape, block_counts, strict=True))
-        or math.prod(block_counts) * item.shape[-1] != math.prod(weight_shape)
-    ):
-        raise CheckpointError(
-            f"it has {list(block_counts)} blocks of {item.shape[-1]} elements each, the weight's shape is {list(weight_shape)}",
-            where=where,
-            why="In this form the blocks are equal parts of the weight",
-            do="Copy the files of one save again",
-        )
-    block_shape = [size // count for size, count in zip(weight_shape, block_counts, strict=True)]
-    shards, rows = stored.shards(item), dict[str, list[tuple[int, Section]]]()
-    for i in range(len(shards)):
-        offsets = shards.offsets[i].tolist()
-        array = _array(model.megatron, parsed, offsets[:lead], where)
-        block = _cut(array, [number * size for number, size in zip(offsets[lead:-1], block_shape, strict=True)], block_shape)
-        for section in flat_sections(block, offsets[-1], offsets[-1] + int(shards.sizes[i, -1]), 0):
-            rows.setdefault(section.name, []).append((i, section))
-    for name, sections in rows.items():
-        tensor_kind, known_as = state_kind(name, name, kind)
-        yield Tensor(known_as, item.dtype, model.shapes[name], tensor_kind, subviews_of_flat(shards, sections))
+    def __init__(self, stored: StoredFolder, model: MegatronModel) -> None:
+        self.stored, self.model = stored, model
+        self._found: dict[tuple[object, ...], SubviewsByTensor] = {}
+
+    def subviews(self, parsed: ParsedKey, item: TensorItem) -> SubviewsByTensor:
+        """The tiles in each stored box of a tensor with this key. A box can span several layers and experts.
+
+        Raises: CheckpointError if the model does not have the tensor, or has it with another shape.
+        """
+        where = self._where(item)
+        self._check_stacked_axes(parsed, item, where)
+        return self._of_alike(parsed, item, lambda first: self._tiles(first, item, where))
+
+    def blocked_subviews(self, parsed: ParsedKey, weight: TensorItem, item: TensorItem) -> SubviewsByTensor:
+        """Optimizer state in fully_sharded_model_space, the default until 2025: [layer, .., block of rows, block of columns, element].
+
+        The blocks are the shards in which tensor-parallel ranks saved the weight; data-parallel ranks split a block between elements.
+        """
+        where, lead = self._where(item), parsed.stacked_axes
+        block_counts, weight_shape = item.shape[lead:-1], weight.shape[lead:]
+        if (
+            0 in block_counts
+            or any(size % count for size, count in zip(weight_shape, block_counts, strict=True))
+            or math.prod(block_counts) * item.shape[-1] != math.prod(weight_shape)
+        ):
+            raise CheckpointError(
+                f"it has {list(block_counts)} blocks of {item.shape[-1]} elements each, the weight's shape is {list(weight_shape)}",
+                where=where,
+                why="In this form the blocks are equal parts of the weight",
+                do="Copy the files of one save again",
+            )
+        block_shape = [size // count for size, count in zip(weight_shape, block_counts, strict=True)]
+        return self._of_alike(parsed, item, lambda first: self._flat_runs(first, item, block_shape, where))
+
+    def _of_alike(self, parsed: ParsedKey, item: TensorItem, find: Callable[[ParsedKey], SubviewsByTensor]) -> SubviewsByTensor:
+        """What `find` finds for a key; for the first one of the keys of layers and experts that are alike and cut alike, under the names
+        of this one."""
+        first = self._first_alike(parsed)
+        form = (first, item.shape, item.chunks.offsets.tobytes(), item.chunks.sizes.tobytes())
+        if form not in self._found:
+            self._found[form] = find(first)
+        found = self._found[form]
+        if first == parsed:
+            return found
+        layer = _layer_of(self.model, parsed)
+        weights = [self.model.model.weights[name] for name in found.names]
+        return found.renamed({w.name: numbered(w.pattern, layer, w.expert if parsed.expert is None else parsed.expert) for w in weights})
+
+    def _first_alike(self, parsed: ParsedKey) -> ParsedKey:
+        """The key of the first layer and expert that are like those of a key."""
+        layer = _layer_of(self.model, parsed)
+        if layer is None:
+            return parsed
+        first = self.model.first_alike(layer)
+        expert = None if parsed.expert is None else self.model.first_expert_alike(layer, parsed.expert)
+        if parsed.mtp_layer is not None:
+            return replace(parsed, mtp_layer=first - self.model.layers, expert=expert)
+        return replace(parsed, layer=first, expert=expert)
+
+    def _tiles(self, parsed: ParsedKey, item: TensorItem, where: str) -> SubviewsByTensor:
+        lead, found = parsed.stacked_axes, SubviewsBuilder()
+        parts: dict[tuple[object, ...], Mosaic] = {}
+        for i, (offsets, sizes) in enumerate(zip(item.chunks.offsets.tolist(), item.chunks.sizes.tolist(), strict=True)):
+            inner = *offsets[lead:], *sizes[lead:]
+            for position in product(*(range(size) for size in sizes[:lead])):
+                layer, expert = self._numbers(parsed, [offset + step for offset, step in zip(offsets, position, strict=False)])
+                first = self._first_numbers(layer, expert)
+                if (first, inner) not in parts:
+                    array = self._array(parsed, *first, where)
+                    if array.shape != item.shape[lead:]:
+                        raise wrong_shape(array, item.shape[lead:], where)
+                    parts[first, inner] = _cut(array, offsets[lead:], sizes[lead:])
+                for tile in parts[first, inner].tiles:
+                    found.add_tile(i, self._name(tile.name, layer, expert), tile, position)
+        return found.build()
+
+    def _flat_runs(self, parsed: ParsedKey, item: TensorItem, block_shape: Sequence[int], where: str) -> SubviewsByTensor:
+        lead, found = parsed.stacked_axes, SubviewsBuilder()
+        for i, (offsets, sizes) in enumerate(zip(item.chunks.offsets.tolist(), item.chunks.sizes.tolist(), strict=True)):
+            layer, expert = self._numbers(parsed, offsets[:lead])
+            array = self._array(parsed, layer, expert, where)
+            block = _cut(array, [number * size for number, size in zip(offsets[lead:-1], block_shape, strict=True)], block_shape)
+            for section in flat_sections(block, offsets[-1], offsets[-1] + sizes[-1], 0):
+                found.add_section(i, section, len(offsets))
+        return found.build()
+
+    def _check_stacked_axes(self, parsed: ParsedKey, item: TensorItem, where: str) -> None:
+        """Raises CheckpointError unless the stacked axes count the layers and experts of the model."""
+        model, stacked = self.model, item.shape[: parsed.stacked_axes]
+        expected = ((model.layers,) if parsed.stacks_layers else ()) + ((model.experts,) if parsed.stacks_experts else ())
+        if stacked != expected:
+            raise CheckpointError(
+                f"its first axes are {list(stacked)}, but the model has {list(expected)} layers or experts",
+                where=where,
+                why="The settings, or the config given with --model, belong to another model",
+                do="Give the config that this model was trained with by --model DIR",
+            )
+
+    def _numbers(self, parsed: ParsedKey, stacked: Sequence[int]) -> tuple[int | None, int | None]:
+        """The layer and the expert that a key has at these positions of its stacked axes."""
+        layer = stacked[0] if parsed.stacks_layers else _layer_of(self.model, parsed)
+        return layer, stacked[-1] if parsed.stacks_experts else parsed.expert
+
+    def _first_numbers(self, layer: int | None, expert: int | None) -> tuple[int | None, int | None]:
+        """The first layer and expert that are like these."""
+        if layer is None:
+            return None, expert
+        return self.model.first_alike(layer), None if expert is None else self.model.first_expert_alike(layer, expert)
+
+    def _name(self, name: str, layer: int | None, expert: int | None) -> str:
+        """The name in this layer and expert of a weight of the first ones that are like them."""
+        weight = self.model.model.weights[name]
+        return numbered(weight.pattern, layer, weight.expert if expert is None else expert)
+
+    def _array(self, parsed: ParsedKey, layer: int | None, expert: int | None, where: str) -> Mosaic:
+        """The array of a key in one layer and expert. Raises CheckpointError if there is none."""
+        model = self.model
+        if parsed.is_expert:
+            tensors = model.expert(layer or 0, expert or 0)
+        elif layer is None:
+            tensors = model.outside_layers
+        else:
+            tensors = {**model.layer(layer), **(model.mtp_module(layer - model.layers) if parsed.mtp_layer is not None else {})}
+        tensor = named_tensor(tensors, parsed.name, where)
+        return tensor.whole if parsed.half is None else tensor.blocks[parsed.half]
+
+    def _where(self, item: TensorItem) -> str:
+        return f"{item.fqn} in {self.stored.prefix}.metadata"
 
 
-def _tile_rows(model: MegatronModel, parsed: ParsedKey, item: TensorItem, where: str) -> TileRows:
-    """The tiles in each stored box of a tensor with this key. A box can span several layers and experts.
-
-    Raises: CheckpointError if the model does not have the tensor, or has it with another shape.
-    """
-    lead = parsed.stacked_axes
-    expected = ((model.layers,) if parsed.stacks_layers else ()) + ((model.experts,) if parsed.stacks_experts else ())
-    if item.shape[:lead] != expected:
-        raise CheckpointError(
-            f"its first axes are {list(item.shape[:lead])}, but the model has {list(expected)} layers or experts",
-            where=where,
-            why="The settings, or the config given with --model, belong to another model",
-            do="Give the config that this model was trained with by --model DIR",
-        )
-    arrays: dict[tuple[int, ...], Mosaic] = {}
-    rows: dict[str, list[tuple[int, Tile]]] = {}
-    for i in range(len(item.chunks)):
-        offsets, sizes = item.chunks.offsets[i].tolist(), item.chunks.sizes[i].tolist()
-        for position in product(*(range(size) for size in sizes[:lead])):
-            numbers = tuple(offset + step for offset, step in zip(offsets, position, strict=False))
-            if numbers not in arrays:
-                arrays[numbers] = _array(model, parsed, numbers, where)
-                if arrays[numbers].shape != item.shape[lead:]:
-                    raise wrong_shape(arrays[numbers], item.shape[lead:], where)
-            for tile in _cut(arrays[numbers], offsets[lead:], sizes[lead:]).tiles:
-                stacked = tile.renumbered(lambda axis: axis + lead, (*position, *tile.at))
-                rows.setdefault(tile.name, []).append((i, stacked))
-    return rows
-
-
-def _array(model: MegatronModel, parsed: ParsedKey, numbers: Sequence[int], where: str) -> Mosaic:
-    """The array of one layer and expert, whose numbers along the stacked axes are given. Raises CheckpointError if there is none."""
-    layer = numbers[0] if parsed.stacks_layers else parsed.layer
-    if parsed.mtp_layer is not None:
-        layer = model.layers + parsed.mtp_layer
-    if parsed.is_expert:
-        expert = numbers[-1] if parsed.stacks_experts else parsed.expert
-        tensors = model.expert(layer or 0, expert or 0)
-    elif layer is None:
-        tensors = model.outside_layers
-    else:
-        tensors = {**model.layer(layer), **(model.mtp_module(parsed.mtp_layer) if parsed.mtp_layer is not None else {})}
-    tensor = named_tensor(tensors, parsed.name, where)
-    return tensor.whole if parsed.half is None else tensor.blocks[parsed.half]
+def _layer_of(model: MegatronModel, parsed: ParsedKey) -> int | None:
+    """The layer whose number a key has, as the model numbers layers."""
+    return parsed.layer if parsed.mtp_layer is None else model.layers + parsed.mtp_layer

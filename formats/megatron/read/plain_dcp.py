@@ -28,7 +28,7 @@ from ..layout.layer_spec import LayerSpec
 from ..layout.names import strip_wrappers
 from ..layout.parallel_sizes import ParallelSizes, StageRank
 from ..layout.tensors import MegatronModel, is_decayed
-from .keyed_tensors import array_rows, canonical_tensors
+from .keyed_tensors import array_subviews, canonical_tensors
 from .run_model import RunModel
 from .zarr import StoredFolder
 
@@ -96,7 +96,7 @@ def numbered_tensors(stored: StoredFolder, optimizer: NumberedOptimizer, model: 
         if entry.array is None:
             continue
         if item.shape == entry.array.shape:
-            yield from canonical_tensors(stored, item, array_rows(entry.array, item), model, kind)
+            yield from canonical_tensors(stored, item, array_subviews(entry.array, item), model, kind)
         else:
             for name in entry.array.names:
                 tensor_kind, known_as = state_kind(name, name, kind)
