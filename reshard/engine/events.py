@@ -16,8 +16,23 @@ _MOST = 1000
 
 
 def event(name: str, message: str, /, *, level: int = logging.INFO, **fields: Any) -> None:
-    """Log what has happened. fields: its values, which JSON can express."""
-    LOGGER.log(level, message, extra={"event": name, "fields": fields}, stacklevel=2)
+    """Log what has happened. fields: its values, which JSON can express.
+
+    Names of files and tensors may hold bytes that are not UTF-8; these are escaped, so that every handler can write the record.
+    """
+    if LOGGER.isEnabledFor(level):
+        LOGGER.log(level, _printable(message), extra={"event": name, "fields": _printable(fields)}, stacklevel=2)
+
+
+def _printable(value: Any) -> Any:
+    """A value of an event with every text as valid Unicode."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_printable(key): _printable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_printable(each) for each in value]
+    return value
 
 
 def details(name: str, items: Callable[[], Iterable[tuple[str, dict[str, Any]]]]) -> None:

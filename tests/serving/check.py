@@ -197,11 +197,11 @@ def cached_as_by_the_hub(folder: Path, cache: Path) -> None:
 
 
 def undeclared(folder: Path, target: Path) -> Path:
-    """A llama under a name that vLLM knows as one, and reshard does not."""
+    """A llama under a name that transformers, through which vLLM runs it, knows as one, and reshard does not."""
     shutil.copytree(folder, target)
     config = json.loads((target / "config.json").read_text())
-    names = {"model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"]}
-    (target / "config.json").write_text(json.dumps({**config, **names, "attention_out_bias": False, "residual_dropout": 0.0}))
+    names = {"model_type": "helium", "architectures": ["HeliumForCausalLM"]}
+    (target / "config.json").write_text(json.dumps({**config, **names}))
     return target
 
 
