@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import os
 import re
 import shlex
@@ -172,7 +173,13 @@ class Session:
     def python(self, code: str) -> None:
         """Run Python code in the folder."""
         with contextlib.chdir(self._folder), contextlib.redirect_stdout(io.StringIO()):
-            exec(compile(code, "page", "exec"), {"__name__": "page"})
+            logger = logging.getLogger("reshard")
+            level, handlers = logger.level, list(logger.handlers)
+            try:
+                exec(compile(code, "page", "exec"), {"__name__": "page"})
+            finally:  # what a page listens to must not be heard in other tests
+                logger.setLevel(level)
+                logger.handlers[:] = handlers
 
     def _place(self, name: str, what: str) -> None:
         target = self._folder / name
