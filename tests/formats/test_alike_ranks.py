@@ -67,7 +67,7 @@ def recognised(monkeypatch, folder):
     return ranks
 
 
-@pytest.mark.parametrize(("ranks", "sizes", "at_least"), [(6, None, 2), (12, None, 6), (40, None, 25), (300, None, 200), (12, (3, 4), 4)])
+@pytest.mark.parametrize(("ranks", "sizes", "at_least"), [(6, None, 2), (14, None, 6), (262, None, 200), (12, (3, 4), 4)])
 def test_recognised_files_give_the_same_index(tmp_path, monkeypatch, ranks, sizes, at_least):
     for rank in range(ranks):
         write_rank(tmp_path, rank, ranks, sizes)
@@ -83,7 +83,7 @@ def test_a_changed_byte_is_never_taken_for_a_known_form(tmp_path, monkeypatch):
     victim = tmp_path / f"model_world_size_{RANKS}_rank_3.pt"
     good, dice, results = victim.read_bytes(), random.Random(0), {}
     assert 3 in recognised(monkeypatch, tmp_path)
-    changes = [(dice.randrange(len(good)), dice.randrange(1, 256)) for _ in range(150)]
+    changes = [(dice.randrange(len(good)), dice.randrange(1, 256)) for _ in range(60)]
     # The rank and the coordinate are the numbers that may differ: other values must not pass.
     changes += [(at, 3 ^ other) for at in range(len(good) - 1) if good[at : at + 2] == b"K\x03" for at, other in ((at + 1, 2), (at + 1, 4))]
     for change in changes:
@@ -169,7 +169,7 @@ def test_a_changed_byte_of_a_zero3_file_is_never_taken_for_an_equal_one(tmp_path
     write_zero3(tmp_path)
     path = tmp_path / "global_step0" / victim
     good, dice, results = path.read_bytes(), random.Random(1), {}
-    for change in [(dice.randrange(len(good)), dice.randrange(1, 256)) for _ in range(150)]:
+    for change in [(dice.randrange(len(good)), dice.randrange(1, 256)) for _ in range(60)]:
         at, bits = change
         path.write_bytes(good[:at] + bytes([good[at] ^ bits]) + good[at + 1 :])
         results[change] = pieces(tmp_path)
