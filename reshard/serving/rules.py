@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from reshard.geometry.dtypes import DType
 from reshard.models.model import Model, Part
@@ -130,6 +131,12 @@ class EngineRules:
 
     def renamed(self, name: str) -> str:
         """The engine's name for a Hugging Face name."""
-        for pattern, replacement in self.renames:
-            name = re.sub(pattern, replacement, name)
-        return name
+        return _renamed(name, self.renames)
+
+
+@lru_cache(maxsize=1 << 16)
+def _renamed(name: str, renames: tuple[tuple[str, str], ...]) -> str:
+    """A name after (pattern, replacement) pairs. The ranks of a run have the same names."""
+    for pattern, replacement in renames:
+        name = re.sub(pattern, replacement, name)
+    return name
