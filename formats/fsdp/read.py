@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from reshard.adapter.format import Hints
@@ -21,6 +22,10 @@ from reshard.errors import CheckpointError
 from reshard.index.index import Index, Kind, RunFacts
 from reshard.storage.files import Files
 
+Parse = Callable[[IndexBuilder, int, str], Sequence[tuple[Any, LocalTensor]]]
+"""(builder, rank, path) -> the tensors of the rank's file by key. Adds the file's objects to the builder."""
+KindAndName = Callable[[Any], tuple[Kind, str]]
+"""The key of a tensor -> its kind and name in the index."""
 # What the names of unnamed state start with, as `state_kind` gives them.
 _UNNAMED = "optim.state."
 
@@ -111,32 +116,36 @@ def read_optimizer_file(files: Files, rank: int, path: str) -> OptimizerFile:
 def add_weights(builder: IndexBuilder, ranks: Sequence[tuple[int, str]], first: ModelFile) -> None:
     """Add the weights of all ranks, given as (rank, path). `first` is the content of the first rank's file."""
 
-    def parse(rank: int, path: str) -> list[tuple[str, LocalTensor]]:
-        model = first if path == ranks[0][1] else read_model_file(builder.files, rank, path)
-        builder.add_objects(model.objects)
+    def parse(into: IndexBuilder, rank: int, path: str) -> list[tuple[str, LocalTensor]]:
+        model = first if path == ranks[0][1] else read_model_file(into.files, rank, path)
+        into.add_objects(model.objects)
         return model.tensors
 
-    for found in alike_files.read_ranks(builder.files, ranks, parse):
+    add_ranks(builder, ranks, parse, lambda name: ("weight", name))
+
+
+def add_ranks(builder: IndexBuilder, ranks: Sequence[tuple[int, str]], parse: Parse, kind_and_name: KindAndName) -> None:
+    """Add the tensors of all ranks, given as (rank, path). kind_and_name: what the key of an entry stands for."""
+
+    def add(into: IndexBuilder, rank: int, path: str, entries: Sequence[tuple[Any, LocalTensor]]) -> None:
+        for key, local in entries:
+            into.add(*kind_and_name(key), local, path, rank)
+
+    def in_full(some: Sequence[tuple[int, str]]) -> IndexBuilder:
+        part = IndexBuilder("fsdp", builder.files)
+        for rank, path in some:
+            add(part, rank, path, parse(part, rank, path))
+        return part
+
+    for found in alike_files.read_ranks(builder.files, ranks, partial(parse, builder)):
         match found:
             case AlikeRanks():
-                builder.add_alike(found, lambda name: ("weight", name))
+                builder.add_alike(found, kind_and_name)
             case Parsed(rank, path, entries):
-                for name, local in entries:
-                    builder.add("weight", name, local, path, rank)
+                add(builder, rank, path, entries)
             case NotAlike(left):
-                for part in in_processes(left, lambda some: weights_of_ranks(builder.files, some)):
+                for part in in_processes(left, in_full):
                     builder.join(part)
-
-
-def weights_of_ranks(files: Files, ranks: Sequence[tuple[int, str]]) -> IndexBuilder:
-    """The weights of some ranks, given as (rank, path)."""
-    builder = IndexBuilder("fsdp", files)
-    for rank, path in ranks:
-        model = read_model_file(files, rank, path)
-        builder.add_objects(model.objects)
-        for name, local in model.tensors:
-            builder.add("weight", name, local, path, rank)
-    return builder
 
 
 def add_optimizer(builder: IndexBuilder, rank_files: RankFiles, first: OptimizerFile, first_model: ModelFile | None) -> None:
@@ -153,26 +162,18 @@ def add_optimizer(builder: IndexBuilder, rank_files: RankFiles, first: Optimizer
 
 def add_states(builder: IndexBuilder, rank_files: RankFiles, names: Mapping[Any, str], first: OptimizerFile) -> None:
     """Add the optimizer's state of all ranks under the parameters' names. `first` is the content of the first rank's file."""
-    ranks = list(rank_files.paths.items())
 
-    def parse(rank: int, path: str) -> list[tuple[Any, LocalTensor]]:
-        optimizer = first if path == rank_files.first else _of_same_run(builder.files, rank, path, first, rank_files.first)
-        return [((parameter, kind, _is_unnamed(parameter, local, names)), local) for parameter, kind, local in optimizer.tensors]
+    def parse(into: IndexBuilder, rank: int, path: str) -> list[tuple[tuple[Any, str], LocalTensor]]:
+        optimizer = first if path == rank_files.first else _of_same_run(into.files, rank, path, first, rank_files.first)
+        unnamed = [state for state in optimizer.tensors if _is_unnamed(state[0], state[2], names)]
+        into.add_objects(f"{_UNNAMED}{parameter}.{kind}" for parameter, kind, _ in unnamed)
+        return [((parameter, kind), local) for parameter, kind, local in optimizer.tensors if not _is_unnamed(parameter, local, names)]
 
-    def kind_and_name(key: tuple[Any, str, bool]) -> tuple[Kind, str] | None:
-        parameter, kind, is_unnamed = key
-        return None if is_unnamed else state_kind(names.get(parameter), parameter, kind)
+    def kind_and_name(key: tuple[Any, str]) -> tuple[Kind, str]:
+        parameter, kind = key
+        return state_kind(names.get(parameter), parameter, kind)
 
-    for found in alike_files.read_ranks(builder.files, ranks, parse):
-        match found:
-            case AlikeRanks():
-                builder.add_alike(found, kind_and_name)
-            case Parsed(rank, path, entries):
-                for (parameter, kind, _), local in entries:
-                    _add_state(builder, names, (parameter, kind, local), path, rank)
-            case NotAlike(left):
-                for part in in_processes(left, lambda some: states_of_ranks(builder.files, some, names, first, rank_files.first)):
-                    builder.join(part)
+    add_ranks(builder, list(rank_files.paths.items()), parse, kind_and_name)
 
 
 def parameter_names(optimizer: OptimizerFile, model: ModelFile | None) -> tuple[Mapping[Any, str], list[str]]:
@@ -195,20 +196,6 @@ def parameter_names(optimizer: OptimizerFile, model: ModelFile | None) -> tuple[
     return names, notes
 
 
-def states_of_ranks(
-    files: Files, ranks: Sequence[tuple[int, str]], names: Mapping[Any, str], first: OptimizerFile, first_path: str
-) -> IndexBuilder:
-    """The optimizer state of some ranks, given as (rank, path), under the parameters' names.
-
-    Raises: CheckpointError if a rank's param groups list other parameters than those of the first rank.
-    """
-    builder = IndexBuilder("fsdp", files)
-    for rank, path in ranks:
-        for state in _of_same_run(files, rank, path, first, first_path).tensors:
-            _add_state(builder, names, state, path, rank)
-    return builder
-
-
 def _of_same_run(files: Files, rank: int, path: str, first: OptimizerFile, first_path: str) -> OptimizerFile:
     """The content of a rank's file. Raises CheckpointError if its param groups list other parameters than those of the first rank."""
     optimizer = read_optimizer_file(files, rank, path)
@@ -220,14 +207,6 @@ def _of_same_run(files: Files, rank: int, path: str, first: OptimizerFile, first
             do="Keep the files of one save only",
         )
     return optimizer
-
-
-def _add_state(builder: IndexBuilder, names: Mapping[Any, str], state: tuple[Any, str, LocalTensor], path: str, rank: int) -> None:
-    parameter, kind, local = state
-    if _is_unnamed(parameter, local, names):
-        builder.add_objects([f"{_UNNAMED}{parameter}.{kind}"])
-    else:
-        builder.add(*state_kind(names.get(parameter), parameter, kind), local, path, rank)
 
 
 def _is_unnamed(parameter: Any, local: LocalTensor, names: Mapping[Any, str]) -> bool:

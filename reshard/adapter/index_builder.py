@@ -72,10 +72,10 @@ class IndexBuilder:
         if local.distribution:
             self.add_mesh(local.distribution.mesh)
 
-    def add_alike(self, alike: AlikeRanks, kind_and_name: Callable[[Any], tuple[Kind, str] | None]) -> None:
+    def add_alike(self, alike: AlikeRanks, kind_and_name: Callable[[Any], tuple[Kind, str]]) -> None:
         """Add the boxes of all tensors of ranks whose files are alike.
 
-        kind_and_name: what the key of an entry stands for; None if it is not a tensor of the index.
+        kind_and_name: what the key of an entry stands for.
 
         Raises: CheckpointError as `add` does.
         """
@@ -87,10 +87,7 @@ class IndexBuilder:
         strides: dict[tuple[int, ...], Columns] = {}
         skipped: dict[int, Columns] = {}
         for (key, local), headers in zip(alike.entries, members, strict=True):
-            known_as = kind_and_name(key)
-            if known_as is None:
-                continue
-            kind, name = known_as
+            kind, name = kind_and_name(key)
             columns, ndim = self._columns_of(kind, name, local, alike.paths[0]), len(local.shape)
             cut = local.distribution, local.shape
             if cut not in boxes:
@@ -266,16 +263,14 @@ class _Columns:
         parts = [alone, *self.blocks]
 
         def joined(name: str) -> Columns:
+            # Blocks are alive, so their columns are told apart by id; the boxes that were added alone are few.
             columns = [getattr(part, name) for part in parts]
-            key = name, id(order), alone_key(columns[0]), *map(id, columns[1:])
+            key = name, id(order), columns[0].tobytes(), *map(id, columns[1:])
             if key not in shared:
                 shared[key] = np.concatenate(columns)[order]
             return shared[key]
 
-        def alone_key(column: Columns) -> bytes:
-            return column.tobytes()
-
-        ranks_key = "order", alone_key(alone.ranks), *(id(part.ranks) for part in self.blocks)
+        ranks_key = "order", alone.ranks.tobytes(), *(id(part.ranks) for part in self.blocks)
         if ranks_key not in shared:
             shared[ranks_key] = np.argsort(np.concatenate([part.ranks for part in parts]), kind="stable")
         order = shared[ranks_key]

@@ -7,7 +7,7 @@ name shows that a file of another rank, step or run lies among them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from reshard.engine.transfer import Pieces, Worker
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.index.index import Index, Tensor
-from reshard.index.shards import Shards, primary_rows
+from reshard.index.shards import Shards
 from reshard.storage.files import Files
 
 # The elements of a sample, at most.
@@ -51,7 +51,7 @@ def wrong_master(files: Files, index: Index, *, per_file: int, tolerance: int = 
     itemsize = max((tensor.dtype.itemsize for pair in pairs.values() for tensor in pair), default=1)
     workers = Worker(files, itemsize), Worker(files, itemsize)
     for name, paths in sampled_files(pairs, per_file).items():
-        weight, master = (_without_replicas(tensor) for tensor in pairs[name])
+        weight, master = (tensor.without_replicas() for tensor in pairs[name])
         pieces = Pieces(weight), Pieces(master)
         both = Box.whole(tuple(map(min, weight.shape, master.shape)))
         for box in dict.fromkeys(box for tensor in (weight, master) for box in _first_elements(tensor.shards, paths) if both.contains(box)):
@@ -92,15 +92,6 @@ def sampled_files(pairs: Mapping[str, tuple[Tensor, Tensor]], per_file: int) -> 
         for _, name in names:
             paths.setdefault(name, set()).add(path)
     return paths
-
-
-def _without_replicas(tensor: Tensor) -> Tensor:
-    """The tensor with its primary pieces only."""
-    shards, primary = tensor.shards, primary_rows(tensor.shards)
-    rows = np.flatnonzero(primary)
-    if len(rows) == len(shards):
-        return replace(tensor, shards=shards.replaced(primary=primary))
-    return replace(tensor, shards=shards.taken(rows, primary=primary[rows]))
 
 
 def _first_elements(shards: Shards, paths: Collection[str]) -> Iterator[Box]:

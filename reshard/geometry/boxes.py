@@ -6,10 +6,13 @@ Coordinates are literal: nothing clamps, wraps or rounds. The intersection of tw
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from types import EllipsisType
+
+import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,19 @@ def row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def contiguous_runs(sizes: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], int, npt.NDArray[np.int64]]:
+    """The contiguous runs of a strided box: (its axes, outermost first; the elements in each run; where each run starts, in elements from
+    the start of the box)."""
+    order = tuple(sorted(range(len(sizes)), key=lambda axis: (-strides[axis], sizes[axis] == 1)))
+    outer, elements = list(order), 1
+    while outer and (sizes[outer[-1]] == 1 or strides[outer[-1]] == elements):
+        elements *= sizes[outer.pop()]
+    starts = np.zeros(1, np.int64)
+    for axis in outer:
+        starts = (starts[:, None] + np.arange(sizes[axis], dtype=np.int64) * strides[axis]).reshape(-1)
+    return order, elements, starts
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

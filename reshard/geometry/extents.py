@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import CheckpointError
-from reshard.geometry.boxes import Box, row_major
+from reshard.geometry.boxes import Box, contiguous_runs, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 
@@ -101,14 +101,7 @@ class Runs:
 
 def dense_runs(piece: Piece, box: Box) -> Runs:
     """The contiguous runs of a box inside a piece, in file order."""
-    strides, sizes = piece.extent.strides, box.sizes
-    order = tuple(sorted(range(len(sizes)), key=lambda axis: (-strides[axis], sizes[axis] == 1)))
-    outer, elements = list(order), 1
-    while outer and (sizes[outer[-1]] == 1 or strides[outer[-1]] == elements):
-        elements *= sizes[outer.pop()]
-    starts = np.zeros(1, np.int64)
-    for axis in outer:
-        starts = (starts[:, None] + np.arange(sizes[axis], dtype=np.int64) * strides[axis]).reshape(-1)
+    order, elements, starts = contiguous_runs(box.sizes, piece.extent.strides)
     return Runs(order, elements, piece.byte_offset_of(box) + starts * piece.extent.dtype.itemsize)
 
 

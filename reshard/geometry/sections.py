@@ -14,7 +14,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from reshard.geometry.boxes import Box
+from reshard.geometry.boxes import Box, contiguous_runs
 
 Columns = npt.NDArray[np.int64]
 """Numbers, one row per box."""
@@ -192,7 +192,7 @@ def _first_overlap(starts: Columns, sizes: Columns, strides: Columns, rows: Colu
     begins, ends, owners = [], [], []
     for form in np.unique(np.concatenate([sizes, strides], axis=1), axis=0):
         alike = np.flatnonzero((sizes == form[: len(form) // 2]).all(axis=1) & (strides == form[len(form) // 2 :]).all(axis=1))
-        run, outer = _runs(form[: len(form) // 2].tolist(), form[len(form) // 2 :].tolist())
+        _, run, outer = contiguous_runs(form[: len(form) // 2].tolist(), form[len(form) // 2 :].tolist())
         begin = (starts[alike][:, None] + outer).reshape(-1)
         begins.append(begin)
         ends.append(begin + run)
@@ -202,14 +202,3 @@ def _first_overlap(starts: Columns, sizes: Columns, strides: Columns, rows: Colu
     begin, end, owner = begin[order], end[order], owner[order]
     meeting = np.flatnonzero(begin[1:] < end[:-1])
     return (int(owner[meeting[0]]), int(owner[meeting[0] + 1])) if len(meeting) else None
-
-
-def _runs(sizes: list[int], strides: list[int]) -> tuple[int, Columns]:
-    """The contiguous runs of a strided box: the elements in each, and where each starts, counted from the start of the box."""
-    outer, run = sorted((axis for axis in range(len(sizes)) if sizes[axis] > 1), key=lambda axis: -strides[axis]), 1
-    while outer and strides[outer[-1]] == run:
-        run *= sizes[outer.pop()]
-    starts = np.zeros(1, np.int64)
-    for axis in outer:
-        starts = (starts[:, None] + np.arange(sizes[axis], dtype=np.int64) * strides[axis]).reshape(-1)
-    return run, starts

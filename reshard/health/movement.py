@@ -14,7 +14,6 @@ from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.quantities import plural
 from reshard.health.findings import Finding, found, of_error
 from reshard.health.roles import expert_of, is_scale, is_stacked_experts
-from reshard.health.values import without_replicas
 from reshard.index.index import Index, Kind, Tensor
 from reshard.storage.files import Files
 
@@ -48,7 +47,7 @@ def pairs_of(now: Index, before: Index) -> tuple[list[Pair], list[Finding]]:
         # One copy may be in another precision.
         x, y = next(((x, y) for x in a[name] for y in b[name] if (x.dtype, x.shape) == (y.dtype, y.shape)), (a[name][0], b[name][0]))
         if (x.dtype, x.shape) == (y.dtype, y.shape):
-            pairs.append(Pair(without_replicas(x), without_replicas(y)))
+            pairs.append(Pair(x.without_replicas(), y.without_replicas()))
         else:
             detail = f"it is {x.dtype} {list(x.shape)}, in the earlier save {y.dtype} {list(y.shape)}"
             findings.append(found("other-weights", detail, tensor=name))

@@ -95,18 +95,9 @@ def _gathered(worker: Worker, job: _Job) -> tuple[Block | None, Finding | None]:
     try:
         return worker.gather(job.pieces, job.box), None
     except ReplicasDiffer as error:
-        return worker.gather(Pieces(without_replicas(job.pieces.tensor)), job.box), of_error(error)
+        return worker.gather(Pieces(job.pieces.tensor.without_replicas()), job.box), of_error(error)
     except CheckpointError as error:
         return None, replace(of_error(error), tensor=job.pieces.tensor.name)
-
-
-def without_replicas(tensor: Tensor) -> Tensor:
-    """The tensor with its primary pieces alone."""
-    shards, rows = tensor.shards, primary_rows(tensor.shards).nonzero()[0]
-    return replace(
-        tensor,
-        shards=shards.taken(rows, primary=None),
-    )
 
 
 def place_of(tensor: Tensor, element: tuple[int, ...]) -> tuple[str | None, int | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from reshard.geometry.boxes import Box
@@ -62,6 +62,10 @@ class Tensor:
     def nbytes(self) -> int:
         """The bytes of the whole tensor, stored once."""
         return self.elements * self.dtype.itemsize
+
+    def without_replicas(self) -> Tensor:
+        """The tensor with its primary pieces alone."""
+        return replace(self, shards=self.shards.without_replicas())
 
     def pieces(self) -> Iterator[Piece]:
         """Its pieces, made one at a time. Raises CheckpointError if a header that tells where a piece lies cannot be read."""

@@ -197,6 +197,14 @@ class Shards:
         }
         return Shards(PieceTable(**{"paths": self.paths, "extent": lambda i: self.extent(int(rows[i])), **own, **columns}))
 
+    def without_replicas(self) -> Shards:
+        """The primary pieces alone."""
+        primary = primary_rows(self)
+        if primary.all():
+            return self.replaced(primary=primary)
+        rows = np.flatnonzero(primary)
+        return self.taken(rows, primary=primary[rows])
+
     def with_copies(self, others: Sequence[Shards]) -> Shards:
         """These pieces and, as replicas, the pieces of other tensors that hold the same values."""
         if not others:

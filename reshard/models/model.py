@@ -89,6 +89,11 @@ class Part:
     scale: Scale | None = None
     """If the part is itself a scale: which scale. None: it is not a scale."""
 
+    @property
+    def layer_pattern(self) -> str:
+        """Its tensor's name with {layer} in place of the number of the layer."""
+        return self.pattern.replace("{expert}", str(self.expert))
+
     def is_like(self, other: Part) -> bool:
         """Whether the two differ only in their layer, their expert and the name of their tensor."""
         return (

@@ -159,7 +159,7 @@ class EngineRank:
 
     def _sections(self, array: Mosaic, parts: list[Part]) -> Sections:
         """The sections of an array of these parts, with {layer} in the names."""
-        patterns = {part.tensor: part.pattern.replace("{expert}", str(part.expert)) for part in parts}
+        patterns = {part.tensor: part.layer_pattern for part in parts}
         sections = array.sections()
         return sections.with_names(tuple(patterns[name] for name in sections.names))
 
@@ -194,7 +194,7 @@ class EngineRank:
             shape = shape[:1]  # one scale for each expert
         is_stacked = self.model.weights[group[0].tensor].declared.stacked
         module = group[0].pattern.rpartition("." if is_stacked else ".{expert}.")[0]
-        origins = tuple(part.pattern.replace("{expert}", str(expert)) for expert, parts in by_expert.items() for part in parts)
+        origins = tuple(part.layer_pattern for parts in by_expert.values() for part in parts)
         return RankTensor(f"{module}.{fusion.component}_{group[0].parameter}", in_order[0], shape, sections, origins)
 
     def _tied_embedding(self, part: Part) -> Iterator[RankTensor]:
@@ -245,9 +245,9 @@ def in_layer(patterns: tuple[str, ...], layer: int | None) -> tuple[str, ...]:
 
 def _repeated(of_one: Sections, elements: int, experts: list[list[Part]]) -> Sections:
     """The sections of one expert's array of so many elements, repeated for all experts, which are alike. experts: the parts of each."""
-    numbers = {part.pattern.replace("{expert}", str(part.expert)): i for i, part in enumerate(experts[0])}
+    numbers = {part.layer_pattern: i for i, part in enumerate(experts[0])}
     order = [numbers[name] for name in of_one.names]
-    names = tuple(parts[i].pattern.replace("{expert}", str(parts[i].expert)) for parts in experts for i in order)
+    names = tuple(parts[i].layer_pattern for parts in experts for i in order)
     return Sections(names, of_one.pattern.repeated(len(experts), elements))
 
 
