@@ -71,6 +71,7 @@ NAME_VARIANTS = (
     NameVariant("self_attn.q_proj.{kind}", ("attention.q",)),
     NameVariant("self_attn.k_proj.{kind}", ("attention.k",)),
     NameVariant("self_attn.v_proj.{kind}", ("attention.v",)),
+    NameVariant("self_attn.sinks", ("attention.sink",)),
     NameVariant("mlp.gate_up_proj.{kind}", ("mlp.gate", "mlp.up")),
     NameVariant("mlp.gate_proj.{kind}", ("mlp.gate",)),
     NameVariant("mlp.up_proj.{kind}", ("mlp.up",)),

@@ -72,6 +72,22 @@ class Dimension:
     """A key of the config, or "not KEY", as for a weight: if it is not set, `otherwise` is used. None: this dimension always holds."""
     otherwise: Dimension | None = None
     """The dimension of the models for which `when` does not hold."""
+    per_layer: bool = False
+    """Whether the config may give a list with an entry for each layer."""
+    in_sets: Mapping[str, Dimension] = field(default_factory=dict)
+    """Set of layers, or "not" and a set -> the dimension in its layers. The first set that a layer is in counts; elsewhere, and outside of
+    the layers, this dimension holds."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether it can have other values in other layers."""
+        return any(form.per_layer or form.in_sets for form in self.forms)
+
+    @property
+    def forms(self) -> tuple[Dimension, ...]:
+        """This dimension, and all others that hold in its place."""
+        inner = (*self.in_sets.values(), *((self.otherwise,) if self.otherwise else ()))
+        return (self, *(form for other in inner for form in other.forms))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, joined
-from reshard.models.architecture import Architecture, LayerRule, Weight, whole_number
+from reshard.models.architecture import Architecture, Dimension, LayerRule, Weight, whole_number
 from reshard.models.quantization import BlockShape, Quantization, Scale, quantization_of
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import ROLES, Split
@@ -88,6 +88,8 @@ class Part:
     """If block scales are stored beside this weight: weight elements per scale, along each axis. None: there are no block scales."""
     scale: Scale | None = None
     """If the part is itself a scale: which scale. None: it is not a scale."""
+    dimensions: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """The dimensions in its layer, which give the number of its heads."""
 
     @property
     def layer_pattern(self) -> str:
@@ -144,22 +146,49 @@ class Model:
 
     @cached_property
     def dimensions(self) -> dict[str, int]:
-        """The value of each dimension, without the optional ones that this model does not have.
+        """The value of each dimension, without the optional ones that this model does not have. Of a dimension that differs between layers,
+        the value outside of the layers.
 
         Raises: RequestError, naming the key, if the config does not give a dimension.
         """
+        return self._dimensions(None)
+
+    def dimensions_in(self, layer: int | None) -> dict[str, int]:
+        """The value of each dimension in one layer; None: outside of the layers. Layers with the same values share one mapping."""
+        return self.dimensions if layer is None or not self._dimensions_by_layer else self._dimensions_by_layer[layer]
+
+    @cached_property
+    def _dimensions_by_layer(self) -> tuple[dict[str, int], ...]:
+        """The dimensions in each layer; empty if they are the same in all layers."""
+        if not any(dimension.differs for dimension in self.architecture.dimensions.values()):
+            return ()
+        distinct: dict[tuple[tuple[str, int], ...], dict[str, int]] = {tuple(self.dimensions.items()): self.dimensions}
+        layers = range(self.dimensions["layers"] + self.mtp_layers)
+        return tuple(distinct.setdefault(tuple(values.items()), values) for values in map(self._dimensions, layers))
+
+    def _form_of(self, dimension: Dimension, layer: int | None) -> Dimension:
+        """The form of a dimension that holds in a layer of this model; None: outside of the layers."""
+        inner = next((form for name, form in dimension.in_sets.items() if layer is not None and layer in self.layer_sets[name]), None)
+        inner = inner or (dimension.otherwise if dimension.otherwise and not self.holds(dimension.when) else None)
+        return self._form_of(inner, layer) if inner else dimension
+
+    def _dimensions(self, layer: int | None) -> dict[str, int]:
         values = Dimensions(self.architecture.model_type)
         for name, declared in self.architecture.dimensions.items():
-            dimension = declared
-            while dimension.otherwise and not self.holds(dimension.when):
-                dimension = dimension.otherwise
+            dimension = self._form_of(declared, layer)
+            if layer is not None and name in self.dimensions:
+                values[name] = self.dimensions[name]  # a default in a set of layers may use the value elsewhere
             value = next((value for key in dimension.keys if (value := self.stated(key)) is not None), None)
             if dimension.counts and isinstance(value, list | str):
                 value = len(value)
+            if dimension.per_layer and isinstance(value, list) and value:
+                # A layer beyond the end of the list, as for multi-token prediction, is like the last one of the list.
+                value = max(value, key=_size) if layer is None else value[min(layer, len(value) - 1)]
             if value is None and dimension.default:
                 step = values[dimension.multiple_of] if dimension.multiple_of else 1
                 value = -(-evaluate(dimension.default, values, exact=dimension.multiple_of is None) // step) * step
             if dimension.optional and not value:
+                values.pop(name, None)
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise RequestError(
@@ -277,7 +306,7 @@ class Model:
         kinds: dict[tuple[object, ...], list[int]] = {}
         for layer, weights in rows.items():
             form = tuple((w.pattern, w.expert, w.shape, w.declared.split, w.scales, w.scale) for w in weights)
-            kinds.setdefault(form, []).append(layer)
+            kinds.setdefault((id(self.dimensions_in(layer)), *form), []).append(layer)
         return tuple(LayerKind(tuple(layers), tuple(rows[layers[0]])) for layers in kinds.values())
 
     @cached_property
@@ -299,8 +328,8 @@ class Model:
         return any(name.startswith(front) and name.removeprefix(front)[:1].isdecimal() for front in fronts)
 
     def _all_weights(self) -> Iterator[ModelWeight]:
-        present = [(weight, self._shape(weight)) for weight in self.architecture.weights if self._is_present(weight)]
-        in_layers = [(weight, shape) for weight, shape in present if "{layer}" in weight.name]
+        present = self._present(self.dimensions)
+        in_layers = {id(self.dimensions): present}
         layers = self.dimensions["layers"]
         done = False
         for (counted_by, is_in_layer), run in groupby(present, key=lambda item: (item[0].counted_by, "{layer}" in item[0].name)):
@@ -313,21 +342,31 @@ class Model:
             elif not done:
                 done = True
                 for layer in range(layers + self.mtp_layers):
-                    present_here = [item for item in in_layers if all(layer in self.layer_sets[name] for name in item[0].layers)]
-                    yield from self._numbered(present_here, layer)
+                    here = self.dimensions_in(layer)
+                    if id(here) not in in_layers:
+                        in_layers[id(here)] = self._present(here)
+                    yield from self._numbered([item for item in in_layers[id(here)] if self._is_in(layer, item[0])], layer)
 
-    def _is_present(self, weight: Weight) -> bool:
-        missing = self.architecture.dimensions.keys() - self.dimensions.keys()
-        if missing & {weight.counted_by, *re.findall(r"\w+", " ".join(weight.shape))}:
-            return False
-        return self.holds(weight.when)
+    def _is_in(self, layer: int, weight: Weight) -> bool:
+        """Whether a layer has a weight."""
+        return "{layer}" in weight.name and all(layer in self.layer_sets[name] for name in weight.layers)
 
-    def _shape(self, weight: Weight) -> tuple[int, ...]:
-        shape = tuple(evaluate(axis, self.dimensions) for axis in weight.shape)
+    def _present(self, dimensions: Mapping[str, int]) -> list[tuple[Weight, tuple[int, ...]]]:
+        """The weights that exist where these dimensions hold, with their shapes there."""
+        missing = self.architecture.dimensions.keys() - dimensions.keys()
+        present = [
+            weight
+            for weight in self.architecture.weights
+            if not missing & {weight.counted_by, *re.findall(r"\w+", " ".join(weight.shape))} and self.holds(weight.when)
+        ]
+        return [(weight, self._shape(weight, dimensions)) for weight in present]
+
+    def _shape(self, weight: Weight, dimensions: Mapping[str, int]) -> tuple[int, ...]:
+        shape = tuple(evaluate(axis, dimensions) for axis in weight.shape)
         if weight.fuses:
             own = shape[1:] if weight.stacked else shape
-            rows = {role: evaluate(expression, self.dimensions) for role, expression in weight.fuses.items()}
-            rounds = self.dimensions[weight.interleaved_by] if weight.interleaved_by else 1
+            rows = {role: evaluate(expression, dimensions) for role, expression in weight.fuses.items()}
+            rounds = dimensions[weight.interleaved_by] if weight.interleaved_by else 1
             out_features = own[-1 if weight.transposed else 0]
             if sum(rows.values()) != out_features or any(count % rounds for count in rows.values()):
                 interleaved = f" in {rounds} equal runs each, one per {weight.interleaved_by}" if weight.interleaved_by else ""
@@ -397,15 +436,16 @@ class Model:
         block_shape: BlockShape = weight.scale.block_shape if weight.scale else (1,) * len(array.shape)
         blocks = next((scale.block_shape for scale in weight.scales if scale.is_blocked), None)
         place = (weight.layer, expert, weight.name, weight.pattern)
+        dimensions = self.dimensions_in(weight.layer)
 
         def part(role: str, rows: Mosaic) -> Part:
-            return Part(role, parameter, *place, rows, declared.split or ROLES[role].split, block_shape, blocks, weight.scale)
+            return Part(role, parameter, *place, rows, declared.split or ROLES[role].split, block_shape, blocks, weight.scale, dimensions)
 
         if keep_fused or not declared.fuses:
             yield part(weight.role, array)
             return
-        rounds = self.dimensions[declared.interleaved_by] if declared.interleaved_by else 1
-        rows = {role: evaluate(expression, self.dimensions) // rounds for role, expression in declared.fuses.items()}
+        rounds = dimensions[declared.interleaved_by] if declared.interleaved_by else 1
+        rows = {role: evaluate(expression, dimensions) // rounds for role, expression in declared.fuses.items()}
         if block_shape[0] is None:
             yield from (part(role, array) for role in rows)
             return
@@ -417,6 +457,11 @@ class Model:
             starts = [i * round_length + start for i in range(rounds)]
             yield part(role, joined([array.cut(0, first, first + length) for first in starts]))
             start += length
+
+
+def _size(value: object) -> int:
+    """An entry of a list of sizes; entries that are no numbers come last."""
+    return value if isinstance(value, int) else -1
 
 
 def numbered(pattern: str, layer: int | None, expert: int | None) -> str:

@@ -169,7 +169,7 @@ class EngineRank:
         array = shard(self.rules.with_split(part), tp, self.tp_rank if tp > 1 else 0, split_rules)
         run = self.rules.quirks.even_rows_first.get(part.role)
         if run and part.parameter == "weight":
-            array = array.with_even_first(0, self.model.dimensions[run])
+            array = array.with_even_first(0, part.dimensions[run])
         return array.flattened() if part.scale and not any(part.block_shape) else array
 
     def _stacked_experts(self, group: list[Part], fusion: Fusion | None) -> RankTensor:

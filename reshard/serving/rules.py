@@ -114,8 +114,8 @@ class EngineRules:
     """Why the engine's files cannot hold quantized weights; None if they can."""
 
     def split_rules(self, model: Model, tp: int) -> SplitRules:
-        """The dimensions and the vocabulary padding by which `tp` ranks split the model."""
-        rules = SplitRules(model.dimensions, self.vocabulary_multiple or tp)
+        """The vocabulary padding by which `tp` ranks split the model."""
+        rules = SplitRules(self.vocabulary_multiple or tp)
         if self.pads_vocabulary_for_tp and rules.padded_vocabulary(model.dimensions.get("vocab", 0)) % tp:
             return replace(rules, vocabulary_multiple=rules.vocabulary_multiple * tp)
         return rules

@@ -15,7 +15,7 @@ declarations of other models come from the function `find`, so that this file kn
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -26,7 +26,7 @@ from reshard.models.declared import yaml_data
 from reshard.models.declared.engines import engines_of
 from reshard.models.declared.node import CONFIG_KEY, Node, expression
 from reshard.models.declared.version_1 import in_version_2
-from reshard.models.declared.weights import NUMBER, WeightReader, overlap
+from reshard.models.declared.weights import NUMBER, WeightReader, layer_set, overlap
 from reshard.models.roles import DECLARED_ROLES
 
 # The version of the language that is described in docs/architectures.md and that drafts are written in.
@@ -73,6 +73,8 @@ def parse_declaration(content: bytes, where: str, find: Find) -> Architecture:
         raise root.error("it declares no weights", do="Name them under `weights`, or take over those of another model with `extends:`")
     for node, weight in nodes:
         _check_layers(weight, made, node)
+    for name, dimension in dimensions.items():
+        _check_sets([of for form in dimension.forms for of in form.in_sets], made, root.inner(name, None))
     _check_names(made, nodes)
     return replace(made, tied=_tied(keys, made, base))
 
@@ -181,17 +183,19 @@ def _dimensions(node: Node, base: Architecture | None) -> dict[str, Dimension]:
     # A default may use the dimensions before it. Those of the extended declaration keep their places.
     before: dict[str, Dimension] = {}
     for name, dimension in dimensions.items():
-        form: Dimension | None = dimension if name in own_dimensions else None
-        while form:
+        for form in dimension.forms if name in own_dimensions else ():
             if form.multiple_of:
                 expression(node.inner(name, form.multiple_of), before, why="A default is rounded to a multiple of a dimension before it")
             if form.default:
-                expression(node.inner(name, form.default), before, why="A default is an expression of the dimensions before it")
-            form = form.otherwise
+                itself = {} if form is dimension else {name: dimension}
+                why = "A default is an expression of the dimensions before it"
+                expression(node.inner(name, form.default), {**before, **itself}, why=why)
         before[name] = dimension
     for name in ("layers", "experts"):
         if name in dimensions and dimensions[name].optional and not dimensions[name].counts:
             raise node.inner(name, None).error(f"{name} cannot be optional", why="It is the number of times that weights are repeated")
+        if name in dimensions and dimensions[name].differs:
+            raise node.inner(name, None).error(f"{name} is the same in all layers", do="Leave out `in` and `per_layer`")
     return dimensions
 
 
@@ -200,12 +204,13 @@ def _dimension(node: Node) -> Dimension:
         return Dimension((), default=str(node.number(1)))
     if not isinstance(node.value, dict):
         return Dimension(_config_keys(node))
-    keys = node.mapping(("keys", "default", "optional", "entries_of", "multiple_of", "when", "otherwise"))
+    keys = node.mapping(("keys", "default", "optional", "entries_of", "multiple_of", "when", "otherwise", "per_layer", "in"))
     config_keys = _config_keys(keys["keys"]) if "keys" in keys else ()
     if "entries_of" in keys:
         if "keys" in keys or "default" in keys:
             raise node.error("`entries_of` counts the entries of a list of the config", do="Leave out `keys` and `default`")
         return Dimension(_config_keys(keys["entries_of"]), optional=True, counts=True)
+    of_sets = keys["in"].mapping() if "in" in keys else {}
     default = str(keys["default"].value) if "default" in keys else None
     if default is not None and not isinstance(keys["default"].value, str | int):
         raise keys["default"].unexpected("an expression of dimensions")
@@ -220,6 +225,8 @@ def _dimension(node: Node) -> Dimension:
         multiple_of=keys["multiple_of"].word(r"[a-z_][a-z0-9_]*", "a dimension") if "multiple_of" in keys else None,
         when=keys["when"].word(rf"(not )?{CONFIG_KEY}", "a key of the config, or `not` and a key") if "when" in keys else None,
         otherwise=_dimension(keys["otherwise"]) if "otherwise" in keys else None,
+        per_layer=keys["per_layer"].flag() if "per_layer" in keys else False,
+        in_sets={layer_set(inner.inner("", name)): _dimension(inner) for name, inner in of_sets.items()},
     )
 
 
@@ -323,12 +330,7 @@ def _check_layers(weight: Weight, made: Architecture, node: Node) -> None:
     """Raises RequestError if a weight belongs to layers or experts that its name has no index for, or that are not declared."""
     if weight.layers and "{layer}" not in weight.name:
         raise node.error(f"`layers: {', '.join(weight.layers)}` needs the number of the layer in the name, and the name has none")
-    sets = [name.removeprefix("not ") for name in weight.layers]
-    if strange := next((name for name in sets if name not in (*LAYER_SETS, *made.layer_sets)), None):
-        raise node.error(
-            f"no set of layers is called {strange!r}",
-            do=f"The sets are {', '.join((*LAYER_SETS, *made.layer_sets))}; declare another one under `layer_sets`",
-        )
+    sets = _check_sets(weight.layers, made, node)
     if "mtp" in sets and made.mtp_layers is None:
         raise node.error("the number of layers for multi-token prediction is not declared", do="Add `mtp_layers:` and the config's key")
     if "{expert}" in weight.name and "experts" not in made.dimensions:
@@ -342,6 +344,17 @@ def _check_layers(weight: Weight, made: Architecture, node: Node) -> None:
             "it belongs to a sparse layer, and the sparse layers are not declared",
             do="Add `sparse_layers:`, or `sparse_layers: all` if all layers have experts",
         )
+
+
+def _check_sets(names: Iterable[str], made: Architecture, node: Node) -> list[str]:
+    """The names of sets of layers without `not`. Raises RequestError if one is not declared."""
+    sets = [name.removeprefix("not ") for name in names]
+    if strange := next((name for name in sets if name not in (*LAYER_SETS, *made.layer_sets)), None):
+        raise node.error(
+            f"no set of layers is called {strange!r}",
+            do=f"The sets are {', '.join((*LAYER_SETS, *made.layer_sets))}; declare another one under `layer_sets`",
+        )
+    return sets
 
 
 def _check_names(made: Architecture, nodes: Sequence[tuple[Node, Weight]]) -> None:

@@ -44,7 +44,7 @@ class WeightReader:
             role,
             self._shape(node, keys, name, rows, transposed=transposed),
             keys["when"].word(rf"(not )?{CONFIG_KEY}", "a key of the config, or `not` and a key") if "when" in keys else None,
-            tuple(_layer_set(item) for item in keys["layers"].items()) if "layers" in keys else (),
+            tuple(layer_set(item) for item in keys["layers"].items()) if "layers" in keys else (),
             rows if "fuses" in keys else {},
             self._interleaved_by(keys) if "interleaved_by" in keys else None,
             transposed,
@@ -157,7 +157,8 @@ def split_of(node: Node) -> Split:
     return Heads(count, keys["copies"].flag() if "copies" in keys else False)
 
 
-def _layer_set(node: Node) -> str:
+def layer_set(node: Node) -> str:
+    """The name of a set of layers, or `not` and the name."""
     return node.word(r"(not )?[a-z_][a-z0-9_]*", "a set of layers, or `not` and a set of layers")
 
 
