@@ -178,12 +178,9 @@ class Model:
             dimension = self._form_of(declared, layer)
             if layer is not None and name in self.dimensions:
                 values[name] = self.dimensions[name]  # a default in a set of layers may use the value elsewhere
-            value = next((value for key in dimension.keys if (value := self.stated(key)) is not None), None)
+            value = self._stated_size(dimension, layer)
             if dimension.counts and isinstance(value, list | str):
                 value = len(value)
-            if dimension.per_layer and isinstance(value, list) and value:
-                # A layer beyond the end of the list, as for multi-token prediction, is like the last one of the list.
-                value = max(value, key=_size) if layer is None else value[min(layer, len(value) - 1)]
             if value is None and dimension.default:
                 step = values[dimension.multiple_of] if dimension.multiple_of else 1
                 value = -(-evaluate(dimension.default, values, exact=dimension.multiple_of is None) // step) * step
@@ -204,6 +201,23 @@ class Model:
             raise _too_large(f"{count:,} experts in all layers", _MOST_EXPERTS_OF_ALL_LAYERS)
         return values
 
+    def _stated_size(self, dimension: Dimension, layer: int | None) -> Any:
+        """What the config says for a dimension in a layer (None: outside of the layers); None if it says nothing."""
+        of_layers = [key for key in dimension.keys if "{layer}" in key]
+        keys = dimension.keys if layer is not None else [key for key in dimension.keys if key not in of_layers]
+        stated = (self.stated(key.replace("{layer}", str(layer))) for key in keys)
+        value = next((value for value in stated if value is not None and not (of_layers and isinstance(value, list))), None)
+        if value is None and layer is None:
+            value = max((entry for key in of_layers for entry in self._entries(key) if isinstance(entry, int)), default=None)
+        return value
+
+    def _entries(self, key: str) -> list[Any]:
+        """What the config says for all layers, for a key with {layer}."""
+        front, _, inner = key.partition(".{layer}")
+        container = self.stated(front)
+        entries = container.values() if isinstance(container, Mapping) else container if isinstance(container, list) else ()
+        return [_at(entry, inner.split(".")[1:]) for entry in entries]
+
     @cached_property
     def quantization(self) -> Quantization | None:
         """How the weights are quantized; None if they are not."""
@@ -221,11 +235,8 @@ class Model:
         return {**self.config, **inner} if isinstance(inner, Mapping) else self.config
 
     def stated(self, key: str) -> Any:
-        """What the config says for a key; None if it does not have the key. A dot leads into an inner config: vision_config.depth."""
-        value: Any = self.settings
-        for word in key.split("."):
-            value = value.get(word) if isinstance(value, Mapping) else None
-        return value
+        """What the config says for a key; None if it does not have the key. A dot leads into an inner config or to the entry of a list."""
+        return _at(self.settings, key.split("."))
 
     def setting(self, key: str) -> Any:
         """The value of a key of the config; the architecture's default if the config does not set it."""
@@ -275,6 +286,8 @@ class Model:
         }
 
     def _among(self, rule: LayerRule) -> frozenset[int]:
+        if not self.holds(rule.when):
+            return frozenset()
         return rule.among({**self.architecture.defaults, **self.settings}, self.dimensions["layers"] + self.mtp_layers)
 
     @property
@@ -320,6 +333,8 @@ class Model:
 
     def reason_not_served(self, name: str) -> str | None:
         """Why serving engines leave out a tensor that a checkpoint may contain besides the weights; None for other names."""
+        if name in self.weights:
+            return None
         return next((reason for pattern, reason in self.architecture.carried.items() if re.fullmatch(pattern, name)), None)
 
     def is_in_layer(self, name: str) -> bool:
@@ -357,7 +372,9 @@ class Model:
         present = [
             weight
             for weight in self.architecture.weights
-            if not missing & {weight.counted_by, *re.findall(r"\w+", " ".join(weight.shape))} and self.holds(weight.when)
+            if not missing & {weight.counted_by, *re.findall(r"\w+", " ".join(weight.shape))}
+            and not ("experts" in missing and "{expert}" in weight.name)
+            and self.holds(weight.when)
         ]
         return [(weight, self._shape(weight, dimensions)) for weight in present]
 
@@ -459,9 +476,14 @@ class Model:
             start += length
 
 
-def _size(value: object) -> int:
-    """An entry of a list of sizes; entries that are no numbers come last."""
-    return value if isinstance(value, int) else -1
+def _at(value: Any, words: Iterable[str]) -> Any:
+    """The value inside nested mappings and lists; None if there is none."""
+    for word in words:
+        if isinstance(value, list) and value and word.isdecimal():
+            value = value[min(int(word), len(value) - 1)]  # a layer for multi-token prediction is like the last one of the list
+        else:
+            value = value.get(word) if isinstance(value, Mapping) else None
+    return value
 
 
 def numbered(pattern: str, layer: int | None, expert: int | None) -> str:
@@ -470,11 +492,12 @@ def numbered(pattern: str, layer: int | None, expert: int | None) -> str:
 
 
 def evaluate(expression: str, values: Mapping[str, int], *, exact: bool = True) -> int:
-    """The value of a sum of products such as "2 * heads * head_dim + rope_dim".
+    """The value of sums and differences of products such as "2 * heads * head_dim + rope_dim".
 
     Raises: RequestError if a division leaves a remainder. exact=False: divisions are rounded down instead.
     """
-    return sum(_product(summand, values, exact) for summand in expression.split("+"))
+    terms = re.findall(r"(^|[+-])([^+-]+)", expression)
+    return sum(_product(term, values, exact) * (-1 if sign == "-" else 1) for sign, term in terms)
 
 
 def _product(expression: str, values: Mapping[str, int], exact: bool) -> int:

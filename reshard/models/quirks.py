@@ -84,8 +84,14 @@ class ModelQuirks:
     stages_need_experts: bool = False
     """Whether the class refuses a pipeline stage without a layer that has experts."""
 
-    tied_refuses_stages: bool = False
-    """Whether the class refuses several pipeline stages if head and embedding are one tensor."""
+    one_stage_if: str | None = None
+    """A key of the config, or "not KEY": the class refuses several pipeline stages if the key is set, or not set. None: it takes them."""
+
+    layer_lists: Mapping[str, str] = field(default_factory=dict)
+    """Set of layers -> the engine's own list of these layers, in which it counts them from 0: model.decoder in place of model.layers."""
+
+    in_place_of: Mapping[str, str] = field(default_factory=dict)
+    """Role -> another role, whose weight the class stores also in the place of the first one, where a layer has no weight of that role."""
 
     stores_normalizer: bool = False
     """Whether the factor of gemma's embeddings is a tensor of the state dict."""

@@ -107,7 +107,7 @@ class EngineRank:
         """The tensors that some parts of the model become. All parts are of one layer, or all are outside of the layers."""
         fusion_of = {role: fusion for fusion in reversed(self.rules.fusions) for role in fusion.roles}
         groups: dict[tuple[object, ...], list[Part]] = {}
-        for part in parts:
+        for part in (*parts, *self._in_place_of_others(parts)):
             fusion = fusion_of.get(part.role)
             # The parts of a fused tensor are one group, all experts included. Any other tensor of the model is a group of its own: its
             # sections, such as [z; x; b; c; dt], stay one tensor, in which a rank holds its share of each.
@@ -125,6 +125,12 @@ class EngineRank:
                 is_fused = fusion is not None and len({part.tensor for part in group}) > 1
                 name = _with_component(ordered[0].pattern, fusion.component) if is_fused and fusion else first.pattern
                 yield self._rank_tensor(name, ordered)
+
+    def _in_place_of_others(self, parts: list[Part]) -> list[Part]:
+        """The parts that the engine stores a second time, in the place of weights that the layer does not have."""
+        roles = {part.role for part in parts}
+        absent = {used: role for role, used in self.rules.quirks.in_place_of.items() if role not in roles}
+        return [replace(part, role=absent[part.role]) for part in parts if part.role in absent]
 
     def _in_layer(
         self, tensors: list[RankTensor], layer: int | None, dtypes: Mapping[str, DType], compute_dtype: DType
@@ -148,9 +154,17 @@ class EngineRank:
         """The engine's name of a tensor in a layer."""
         module_name = self.rules.module_name(tensor.first.role)
         if module_name is None:
-            return self.rules.renamed(tensor.name.replace("{layer}", str(layer)))
+            return self.rules.renamed(self._in_list(tensor.name, layer).replace("{layer}", str(layer)))
         number = None if layer is None else layer - self.layers.start
         return f"{module_name.format(layer=number)}.{tensor.first.parameter}"
+
+    def _in_list(self, name: str, layer: int | None) -> str:
+        """The name with the engine's own list of a layer in place of the model's, if the engine has one."""
+        for of, module in self.rules.quirks.layer_lists.items() if layer is not None else ():
+            layers = self.model.layer_sets[of]
+            if layer in layers:
+                return f"{module}.{sorted(layers).index(layer)}.{name.partition('.{layer}.')[2]}"
+        return name
 
     def _rank_tensor(self, name: str, parts: list[Part]) -> RankTensor:
         """The shards of some parts, joined to one tensor."""
@@ -218,7 +232,7 @@ class EngineRank:
         first = tensor.first
         if first.parameter != "weight":
             return
-        parent = first.pattern.removesuffix(".weight").rpartition(".")[0].replace("{layer}", str(layer))
+        parent = self._in_list(first.pattern, layer).removesuffix(".weight").rpartition(".")[0].replace("{layer}", str(layer))
         for extra in self.rules.extra_tensors:
             if extra.role == first.role:
                 dtype = extra.dtype or compute_dtype

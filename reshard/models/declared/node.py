@@ -12,8 +12,10 @@ from reshard.models.architecture import Dimension
 from reshard.models.declared.yaml_data import Document, Path
 
 CONFIG_KEY = r"[\w.-]+"
+# A key of a dimension, which may name the entry of each layer: num_heads.{layer}.
+KEY_OF_LAYER = r"[\w-]+(\.([\w-]+|\{layer\}))*"
 _TERM = r"(?:[a-z_][a-z0-9_]*|[1-9][0-9]{0,9})"
-_EXPRESSION = re.compile(rf"\s*{_TERM}(?:\s*[*/+]\s*{_TERM})*\s*")
+_EXPRESSION = re.compile(rf"\s*{_TERM}(?:\s*[*/+-]\s*{_TERM})*\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def expression(node: Node, dimensions: Mapping[str, Dimension], *, why: str | No
     """
     text = str(node.value) if isinstance(node.value, int) and not isinstance(node.value, bool) else node.value
     if not isinstance(text, str) or not _EXPRESSION.fullmatch(text):
-        raise node.unexpected("a sum of products of dimensions and numbers, such as 2 * heads * head_dim + rope_dim")
+        raise node.unexpected("a sum or difference of products of dimensions and numbers, such as 2 * heads * head_dim + rope_dim")
     for word in re.findall(r"[a-z_][a-z0-9_]*", text):
         if word not in dimensions:
             raise node.error(f"no dimension is called {word!r}", why=why, do=f"Declared are {', '.join(dimensions) or 'none'}")

@@ -24,7 +24,7 @@ from reshard.errors import RequestError
 from reshard.models.architecture import LAYER_SETS, Architecture, Dimension, LayerRule, Weight
 from reshard.models.declared import yaml_data
 from reshard.models.declared.engines import engines_of
-from reshard.models.declared.node import CONFIG_KEY, Node, expression
+from reshard.models.declared.node import CONFIG_KEY, KEY_OF_LAYER, Node, expression
 from reshard.models.declared.version_1 import in_version_2
 from reshard.models.declared.weights import NUMBER, WeightReader, layer_set, overlap
 from reshard.models.roles import DECLARED_ROLES
@@ -191,11 +191,11 @@ def _dimensions(node: Node, base: Architecture | None) -> dict[str, Dimension]:
                 why = "A default is an expression of the dimensions before it"
                 expression(node.inner(name, form.default), {**before, **itself}, why=why)
         before[name] = dimension
+    if "layers" in dimensions and dimensions["layers"].optional and not dimensions["layers"].counts:
+        raise node.inner("layers", None).error("layers cannot be optional", why="It is the number of times that weights are repeated")
     for name in ("layers", "experts"):
-        if name in dimensions and dimensions[name].optional and not dimensions[name].counts:
-            raise node.inner(name, None).error(f"{name} cannot be optional", why="It is the number of times that weights are repeated")
         if name in dimensions and dimensions[name].differs:
-            raise node.inner(name, None).error(f"{name} is the same in all layers", do="Leave out `in` and `per_layer`")
+            raise node.inner(name, None).error(f"{name} is the same in all layers", do="Leave out `in` and {layer}")
     return dimensions
 
 
@@ -203,9 +203,9 @@ def _dimension(node: Node) -> Dimension:
     if isinstance(node.value, int) and not isinstance(node.value, bool):
         return Dimension((), default=str(node.number(1)))
     if not isinstance(node.value, dict):
-        return Dimension(_config_keys(node))
-    keys = node.mapping(("keys", "default", "optional", "entries_of", "multiple_of", "when", "otherwise", "per_layer", "in"))
-    config_keys = _config_keys(keys["keys"]) if "keys" in keys else ()
+        return Dimension(_keys_of_layers(node))
+    keys = node.mapping(("keys", "default", "optional", "entries_of", "multiple_of", "when", "otherwise", "in"))
+    config_keys = _keys_of_layers(keys["keys"]) if "keys" in keys else ()
     if "entries_of" in keys:
         if "keys" in keys or "default" in keys:
             raise node.error("`entries_of` counts the entries of a list of the config", do="Leave out `keys` and `default`")
@@ -225,9 +225,12 @@ def _dimension(node: Node) -> Dimension:
         multiple_of=keys["multiple_of"].word(r"[a-z_][a-z0-9_]*", "a dimension") if "multiple_of" in keys else None,
         when=keys["when"].word(rf"(not )?{CONFIG_KEY}", "a key of the config, or `not` and a key") if "when" in keys else None,
         otherwise=_dimension(keys["otherwise"]) if "otherwise" in keys else None,
-        per_layer=keys["per_layer"].flag() if "per_layer" in keys else False,
         in_sets={layer_set(inner.inner("", name)): _dimension(inner) for name, inner in of_sets.items()},
     )
+
+
+def _keys_of_layers(node: Node) -> tuple[str, ...]:
+    return tuple(item.word(KEY_OF_LAYER, "a key of the config, such as num_heads or num_heads.{layer}") for item in node.items())
 
 
 def _config_keys(node: Node) -> tuple[str, ...]:
@@ -279,14 +282,18 @@ def _reason(node: Node) -> str:
     return node.value
 
 
+_LAYER_KEYS = ("indices", "first", "last", "step", "every", "dense", "at_end")
+
+
 def _layer_rule(node: Node) -> LayerRule:
     if node.value == "all":
         return LayerRule()
-    keys = node.mapping(("list", "entries", "indices", "first", "last", "step", "every", "offset", "dense"))
+    keys = node.mapping(("when", "list", "entries", "offset", *_LAYER_KEYS))
     if ("list" in keys) != ("entries" in keys):
         raise node.error("`list` names a list of the config and `entries` which of its entries count", do="Write both, or none of them")
-    config_keys = {key: keys[key].config_key() for key in ("indices", "first", "last", "step", "every", "dense") if key in keys}
+    config_keys = {key: keys[key].config_key() for key in _LAYER_KEYS if key in keys}
     return LayerRule(
+        when=keys["when"].word(rf"(not )?{CONFIG_KEY}", "a key of the config, or `not` and a key") if "when" in keys else None,
         keys=_config_keys(keys["list"]) if "list" in keys else (),
         entries=tuple(_entry(item) for item in keys["entries"].items()) if "entries" in keys else (),
         offset=keys["offset"].number(0) if "offset" in keys else 0,
