@@ -255,8 +255,13 @@ class Model:
         return quirks.of_class.get(self.class_name or "", quirks) if quirks else None
 
     def holds(self, when: str | None) -> bool:
-        """Whether a condition of the declaration holds: a key of the config that is set, or "not KEY". None always holds."""
-        return when is None or bool(self.setting(when.removeprefix("not "))) is not when.startswith("not ")
+        """Whether a condition of the declaration holds: a key of the config that is set, "KEY is VALUE", or one of these after "not ". None
+        always holds."""
+        if when is None:
+            return True
+        key, _, value = when.removeprefix("not ").partition(" is ")
+        setting = self.setting(key)
+        return (str(setting) == value if value else bool(setting)) is not when.startswith("not ")
 
     @cached_property
     def mtp_layers(self) -> int:
@@ -347,7 +352,7 @@ class Model:
         in_layers = {id(self.dimensions): present}
         layers = self.dimensions["layers"]
         done = False
-        for (counted_by, is_in_layer), run in groupby(present, key=lambda item: (item[0].counted_by, "{layer}" in item[0].name)):
+        for (counted_by, is_in_layer, _), run in groupby(present, key=lambda item: _block_list(item[0])):
             if counted_by:
                 of_block = list(run)
                 for number in range(self.dimensions[counted_by]):
@@ -476,6 +481,11 @@ class Model:
             start += length
 
 
+def _block_list(weight: Weight) -> tuple[str | None, bool, str]:
+    """The dimension that a weight's name counts, whether it is in a layer, and the list of blocks that it belongs to."""
+    return weight.counted_by, "{layer}" in weight.name, weight.name.partition("{")[0] if weight.counted_by else ""
+
+
 def _at(value: Any, words: Iterable[str]) -> Any:
     """The value inside nested mappings and lists; None if there is none."""
     for word in words:
@@ -494,10 +504,13 @@ def numbered(pattern: str, layer: int | None, expert: int | None) -> str:
 def evaluate(expression: str, values: Mapping[str, int], *, exact: bool = True) -> int:
     """The value of sums and differences of products such as "2 * heads * head_dim + rope_dim".
 
-    Raises: RequestError if a division leaves a remainder. exact=False: divisions are rounded down instead.
+    Raises: RequestError if a division leaves a remainder, or if the value is below 0. exact=False: divisions are rounded down instead.
     """
     terms = re.findall(r"(^|[+-])([^+-]+)", expression)
-    return sum(_product(term, values, exact) * (-1 if sign == "-" else 1) for sign, term in terms)
+    result = sum(_product(term, values, exact) * (-1 if sign == "-" else 1) for sign, term in terms)
+    if result < 0:
+        raise RequestError(f"{expression!r} is below 0 for {dict(values)}", do="Check the config given with --model")
+    return result
 
 
 def _product(expression: str, values: Mapping[str, int], exact: bool) -> int:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from reshard.geometry.dtypes import DType
 from reshard.models.roles import Split
@@ -120,6 +121,13 @@ class ModelQuirks:
     notes: tuple[str, ...] = ()
     """Sentences for the person who starts the engine."""
 
+    def around(self, inner: ModelQuirks) -> ModelQuirks:
+        """These quirks, of a class that makes a language model by another class, with those of that class. Where both say something that
+        only one can say, the outer class counts."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(ModelQuirks(), f.name)}
+        both = {name: _joined(getattr(inner, name), value) for name, value in own.items()}
+        return replace(inner, **{**both, "since": max(self.since, inner.since), "of_class": {}})
+
     @property
     def changes(self) -> set[Version]:
         """The versions in which something changed."""
@@ -137,3 +145,15 @@ class ModelQuirks:
     def stores_normalizer_at(self, version: Version) -> bool:
         """Whether a version stores the factor of the embeddings."""
         return self.stores_normalizer and (self.normalizer_until is None or version < self.normalizer_until)
+
+
+def _joined(inner: Any, outer: Any) -> Any:
+    """The values of a field of two classes in one: collections are joined."""
+    match outer:
+        case Mapping():
+            return {**inner, **outer}
+        case tuple():
+            return (*inner, *outer)
+        case frozenset():
+            return inner | outer
+    return outer

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from reshard.geometry.dtypes import FLOATING_WORDS, from_user
-from reshard.models.declared.node import CONFIG_KEY, Node
+from reshard.models.declared.node import Node
 from reshard.models.declared.weights import layer_set, split_of
 from reshard.models.quirks import EngineName, ModelQuirks, Version
 from reshard.models.roles import ROLES
@@ -92,7 +92,7 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "unsupported": _unsupported,
     "tp_at_most_experts": Node.flag,
     "stages_need_experts": Node.flag,
-    "one_stage_if": lambda node: node.word(rf"(not )?{CONFIG_KEY}", "a key of the config, or `not` and a key"),
+    "one_stage_if": Node.condition,
     "layer_lists": lambda node: {layer_set(inner.inner("", name)): _engine_words(inner) for name, inner in node.mapping().items()},
     "in_place_of": lambda node: {role: inner.word(r"[\w.-]+", "a role") for role, inner in node.mapping().items()},
     "stores_normalizer": Node.flag,

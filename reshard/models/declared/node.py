@@ -76,6 +76,10 @@ class Node:
         """The value, a key of the config."""
         return self.word(CONFIG_KEY, "a key of the config")
 
+    def condition(self) -> str:
+        """The value, a condition on the config, as Model.holds takes it."""
+        return self.word(rf"(not )?{CONFIG_KEY}( is [\w.-]+)?", "a key of the config, KEY is VALUE, or `not` and one of these")
+
     def one_of(self, words: Sequence[str]) -> str:
         """The value, one of some words."""
         if self.value not in words or not isinstance(self.value, str):
@@ -119,7 +123,7 @@ def expression(node: Node, dimensions: Mapping[str, Dimension], *, why: str | No
     """
     text = str(node.value) if isinstance(node.value, int) and not isinstance(node.value, bool) else node.value
     if not isinstance(text, str) or not _EXPRESSION.fullmatch(text):
-        raise node.unexpected("a sum or difference of products of dimensions and numbers, such as 2 * heads * head_dim + rope_dim")
+        raise node.unexpected("a sum of products of dimensions and numbers, such as 2 * heads * head_dim + rope_dim")
     for word in re.findall(r"[a-z_][a-z0-9_]*", text):
         if word not in dimensions:
             raise node.error(f"no dimension is called {word!r}", why=why, do=f"Declared are {', '.join(dimensions) or 'none'}")

@@ -24,7 +24,7 @@ from reshard.errors import RequestError
 from reshard.models.architecture import LAYER_SETS, Architecture, Dimension, LayerRule, Weight
 from reshard.models.declared import yaml_data
 from reshard.models.declared.engines import engines_of
-from reshard.models.declared.node import CONFIG_KEY, KEY_OF_LAYER, Node, expression
+from reshard.models.declared.node import KEY_OF_LAYER, Node, expression
 from reshard.models.declared.version_1 import in_version_2
 from reshard.models.declared.weights import NUMBER, WeightReader, layer_set, overlap
 from reshard.models.roles import DECLARED_ROLES
@@ -41,10 +41,11 @@ KEYS = (
 )  # fmt: skip
 
 
-def parse_declaration(content: bytes, where: str, find: Find) -> Architecture:
+def parse_declaration(content: bytes, where: str, find: Find, language_model: str | None = None) -> Architecture:
     """The architecture that a declaration declares.
 
-    where: the file, as errors name it. find: returns the declarations of the models that `extends` and `like` name.
+    where: the file, as errors name it. find: returns the declarations of the models that `extends` and `like` name. language_model: the
+    model that is extended if `extends` leaves it to the config; None: the one that the declaration names for configs that name none.
 
     Raises: RequestError, naming the line, if any part of the declaration is not understood.
     """
@@ -54,7 +55,7 @@ def parse_declaration(content: bytes, where: str, find: Find) -> Architecture:
     if "model_type" not in keys:
         raise root.error("it has no model_type", do="Add `model_type:` and the model_type of the model's config")
     model_type = keys["model_type"].word(r"[A-Za-z][\w.-]*")
-    base = _extended(keys, find)
+    base = _extended(keys, find, language_model)
     dimensions = _dimensions(keys["dimensions"], base) if "dimensions" in keys else dict(base.dimensions if base else {})
     if "layers" not in dimensions:
         raise root.error("no dimension is called layers", do="Add it under `dimensions`, such as `layers: num_hidden_layers`")
@@ -125,9 +126,15 @@ def _declared(node: Node, find: Find) -> Architecture:
     return architecture
 
 
-def _extended(keys: Mapping[str, Node], find: Find) -> Architecture | None:
+def _extended(keys: Mapping[str, Node], find: Find, language_model: str | None) -> Architecture | None:
     if "extends" in keys:
-        base = _declared(keys["extends"], find)
+        node, inner_config = keys["extends"], None
+        if isinstance(node.value, dict):
+            if len(node.value) != 1:
+                raise node.unexpected("a model, or {KEY: MODEL} with the key of the config in which the language model is named")
+            [(inner_config, usual)] = node.mapping().items()
+            node = usual.inner("", language_model) if language_model else usual
+        base = replace(_declared(node, find), language_model_in=inner_config)
         return _renamed(base, keys["renamed"]) if "renamed" in keys else base
     if needless := next((key for key in ("without", "renamed") if key in keys), None):
         raise keys[needless].error(f"`{needless}` is about the weights of the model that `extends:` names, and there is no `extends:`")
@@ -223,14 +230,14 @@ def _dimension(node: Node) -> Dimension:
         default,
         keys["optional"].flag() if "optional" in keys else False,
         multiple_of=keys["multiple_of"].word(r"[a-z_][a-z0-9_]*", "a dimension") if "multiple_of" in keys else None,
-        when=keys["when"].word(rf"(not )?{CONFIG_KEY}", "a key of the config, or `not` and a key") if "when" in keys else None,
+        when=keys["when"].condition() if "when" in keys else None,
         otherwise=_dimension(keys["otherwise"]) if "otherwise" in keys else None,
         in_sets={layer_set(inner.inner("", name)): _dimension(inner) for name, inner in of_sets.items()},
     )
 
 
 def _keys_of_layers(node: Node) -> tuple[str, ...]:
-    return tuple(item.word(KEY_OF_LAYER, "a key of the config, such as num_heads or num_heads.{layer}") for item in node.items())
+    return tuple(item.word(KEY_OF_LAYER, "a key of the config") for item in node.items())
 
 
 def _config_keys(node: Node) -> tuple[str, ...]:
@@ -247,6 +254,9 @@ def _fields(keys: Mapping[str, Node], base: Architecture | None, find: Find) -> 
         fields["like"], fields["engines"] = like.family, like.engines
     if "engines" in keys:
         fields["engines"] = {**fields.get("engines", {}), **engines_of(keys["engines"])}
+    if base and base.language_model_in:
+        own = fields.get("engines", {})
+        fields["engines"] = {name: own[name].around(base.engines[name]) for name in base.engines if name in own}
     for key in ("dropped", "carried"):
         if key in keys:
             reasons = {_regex(glob): _reason(node) for glob, node in keys[key].mapping().items()}
@@ -258,8 +268,8 @@ def _fields(keys: Mapping[str, Node], base: Architecture | None, find: Find) -> 
         if strange := next((name for name in declared if name in LAYER_SETS or not re.fullmatch(r"[a-z_][a-z0-9_]*", name)), None):
             raise keys["layer_sets"].error(f"a set of layers cannot be called {strange!r}", do="Name it by another word in lower case")
         fields["layer_sets"] = {**(base.layer_sets if base else {}), **declared}
-    if "text_config" in keys:
-        fields["text_config"] = keys["text_config"].config_key()
+    if "text_config" in keys or (base and base.language_model_in):
+        fields["text_config"] = keys["text_config"].config_key() if "text_config" in keys else base and base.language_model_in
     if "mtp_layers" in keys:
         fields["mtp_layers"] = keys["mtp_layers"].config_key()
     if "defaults" in keys:
@@ -293,7 +303,7 @@ def _layer_rule(node: Node) -> LayerRule:
         raise node.error("`list` names a list of the config and `entries` which of its entries count", do="Write both, or none of them")
     config_keys = {key: keys[key].config_key() for key in _LAYER_KEYS if key in keys}
     return LayerRule(
-        when=keys["when"].word(rf"(not )?{CONFIG_KEY}", "a key of the config, or `not` and a key") if "when" in keys else None,
+        when=keys["when"].condition() if "when" in keys else None,
         keys=_config_keys(keys["list"]) if "list" in keys else (),
         entries=tuple(_entry(item) for item in keys["entries"].items()) if "entries" in keys else (),
         offset=keys["offset"].number(0) if "offset" in keys else 0,
