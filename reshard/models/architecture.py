@@ -104,7 +104,8 @@ class LayerRule:
     entries: tuple[str | int, ...] = ()
     """The entries of the list that stand for a layer of the set."""
     indices: str | None = None
-    """The config's key for a list of the indices of the layers of the set, which is used if there is none of the lists above."""
+    """The config's key for a list of the indices of the layers of the set, or a text with commas between them, which is used if there is
+    none of the lists above."""
     first: str | None = None
     """The config's key for the index of the first layer of the set; None: 0."""
     last: str | None = None
@@ -130,7 +131,10 @@ class LayerRule:
             if not isinstance(listed, list | tuple | str) or not listed:
                 raise RequestError(f"config.json gives {listed!r} for {self.keys[0]}; a list is expected", why="It says what each layer is")
             return frozenset(layer for layer in range(layers) if listed[min(layer, len(listed) - 1)] in self.entries)
-        if self.indices and isinstance(numbers := config.get(self.indices), list | tuple):
+        numbers = config.get(self.indices) if self.indices else None
+        if isinstance(numbers, str):
+            numbers = [int(number) for number in numbers.split(",") if number.strip().isdecimal()]
+        if isinstance(numbers, list | tuple):
             return frozenset(layer for layer in range(layers) if layer in numbers)
         if self.at_end:
             return frozenset(range(layers)[max(0, layers - (whole_number(config, self.at_end) or 0)) :])
