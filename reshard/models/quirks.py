@@ -49,6 +49,9 @@ class ModelQuirks:
     names: tuple[EngineName, ...] = ()
     """Other names, which are applied to every Hugging Face name in this order."""
 
+    names_in: Mapping[str, tuple[EngineName, ...]] = field(default_factory=dict)
+    """Set of layers -> further names, which are applied to the names of these layers before `names`."""
+
     fusions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Module -> roles that the class stores as one tensor of that module, in this order, besides those that the engine always joins."""
 
@@ -137,6 +140,10 @@ class ModelQuirks:
     def renames_at(self, version: Version) -> Iterator[tuple[str, str]]:
         """(pattern, replacement) of the names that a version changes."""
         return (rename for name in self.names if (rename := name.at(version)))
+
+    def renames_in_at(self, version: Version) -> dict[str, tuple[tuple[str, str], ...]]:
+        """Set of layers -> (pattern, replacement) of the names that a version changes in these layers only."""
+        return {of: tuple(rename for name in names if (rename := name.at(version))) for of, names in self.names_in.items()}
 
     def keeps_fused_at(self, version: Version) -> frozenset[str]:
         """The roles of the fused weights that a version stores as the model does."""

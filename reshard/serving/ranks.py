@@ -154,17 +154,20 @@ class EngineRank:
         """The engine's name of a tensor in a layer."""
         module_name = self.rules.module_name(tensor.first.role)
         if module_name is None:
-            return self.rules.renamed(self._in_list(tensor.name, layer).replace("{layer}", str(layer)))
+            return self._renamed(tensor.name, layer)
         number = None if layer is None else layer - self.layers.start
         return f"{module_name.format(layer=number)}.{tensor.first.parameter}"
 
-    def _in_list(self, name: str, layer: int | None) -> str:
-        """The name with the engine's own list of a layer in place of the model's, if the engine has one."""
-        for of, module in self.rules.quirks.layer_lists.items() if layer is not None else ():
-            layers = self.model.layer_sets[of]
-            if layer in layers:
-                return f"{module}.{sorted(layers).index(layer)}.{name.partition('.{layer}.')[2]}"
-        return name
+    def _renamed(self, name: str, layer: int | None) -> str:
+        """The engine's name of a tensor of a layer; in the engine's own list of such layers, if there is one."""
+        rules = self.rules
+        if layer is None or not (rules.quirks.layer_lists or rules.renames_in):
+            return rules.renamed(name.replace("{layer}", str(layer)))
+        sets = [of for of, layers in self.model.layer_sets.items() if layer in layers]
+        if found := next((of for of in rules.quirks.layer_lists if of in sets), None):
+            number = sorted(self.model.layer_sets[found]).index(layer)
+            name = f"{rules.quirks.layer_lists[found]}.{number}.{name.partition('.{layer}.')[2]}"
+        return rules.renamed(name.replace("{layer}", str(layer)), sets)
 
     def _rank_tensor(self, name: str, parts: list[Part]) -> RankTensor:
         """The shards of some parts, joined to one tensor."""
@@ -232,11 +235,11 @@ class EngineRank:
         first = tensor.first
         if first.parameter != "weight":
             return
-        parent = self._in_list(first.pattern, layer).removesuffix(".weight").rpartition(".")[0].replace("{layer}", str(layer))
+        parent = first.pattern.removesuffix(".weight").rpartition(".")[0]
         for extra in self.rules.extra_tensors:
             if extra.role == first.role:
                 dtype = extra.dtype or compute_dtype
-                yield constant(self.rules.renamed(f"{parent}.{extra.name}"), dtype, extra.shape, dtype.encoded(extra.value))
+                yield constant(self._renamed(f"{parent}.{extra.name}", layer), dtype, extra.shape, dtype.encoded(extra.value))
 
 
 def rank_tensors(

@@ -81,6 +81,7 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "of_class": lambda node: {name: _quirks(inner) for name, inner in node.mapping().items()},
     "since": _version,
     "names": _names,
+    "names_in": lambda node: {layer_set(inner.inner("", name)): _names(inner) for name, inner in node.mapping().items()},
     "fusions": lambda node: {module: _roles(inner) for module, inner in node.mapping().items()},
     "even_rows_first": lambda node: {role: inner.word(r"[a-z_][a-z0-9_]*", "a dimension") for role, inner in node.mapping().items()},
     "dtypes": lambda node: {role: from_user(inner.one_of(FLOATING_WORDS)) for role, inner in node.mapping().items()},
