@@ -115,3 +115,21 @@ def test_the_class_that_the_config_names_has_its_own_quirks():
     assert renamed("x.block_sparse_moe.gate.weight", saved, (0, 32)) == "x.mlp.router.weight"
     assert renamed("x.block_sparse_moe.gate.weight", published, (0, 32)) == "x.block_sparse_moe.gate.weight"
     assert Model(phimoe, {}).quirks_of("trtllm") is None
+
+
+def test_the_names_of_a_set_of_layers_come_before_the_others():
+    quirks = declared("""layer_sets: {odd: {first: start}}
+engines: {vllm: {names: {mlp.gate: mlp.last}, names_in: {odd: {attn: other, mlp.gate: {"0.30": mlp.gate.own}}}}}""").engines["vllm"]
+    rules = EngineRules(
+        "an engine", (), lambda layers, pp: (layers,), renames=tuple(quirks.renames_at((0, 32))), renames_in=quirks.renames_in_at((0, 32))
+    )
+    assert [rules.renamed("a.attn.mlp.gate", sets) for sets in ((), ("odd",))] == ["a.attn.mlp.last", "a.other.mlp.last.own"]
+    assert quirks.renames_in_at((0, 29))["odd"] == quirks.renames_in_at((0, 32))["odd"][:1] and (0, 30) in quirks.changes
+
+
+def test_quirks_of_a_class_around_a_language_model_join_those_of_its_class():
+    inner = ModelQuirks(every_stage=frozenset({"head"}), names=(EngineName("a", (((), "b"),)),), derives_head_dim=True, since=(0, 30))
+    outer = ModelQuirks(every_stage=frozenset({"vision"}), names=(EngineName("c", (((), "d"),)),), fusions={"x": ("y",)}, since=(0, 32))
+    joined = outer.around(inner)
+    assert joined.every_stage == {"head", "vision"} and [name.words for name in joined.names] == ["a", "c"]
+    assert joined.derives_head_dim and joined.since == (0, 32) and joined.fusions == {"x": ("y",)}
