@@ -703,4 +703,4 @@ def test_the_config_names_the_language_model_inside_a_declared_model():
     assert models["qwen3"].quirks_of("vllm").unsupported == find_architecture("qwen3").engines["vllm"].unsupported
     config = {"model_type": "internvl", "text_config": {**inner, "model_type": "mystery"}}
     assert find_model(config) is None
-    assert "the architecture 'internvl' is declared, its language model 'mystery' is not" in str(unknown_architecture(config))
+    assert "rchitecture 'internvl' is declared, its language model 'mystery' is not" in str(unknown_architecture(config))
