@@ -66,6 +66,8 @@ def prepare() -> None:
     from vllm.model_executor.models import registry
 
     torch.set_num_threads(1)
+    if not torch.cuda.is_available():  # layers make events and streams of a GPU, which loading does not use
+        torch.cuda.Event = torch.cuda.Stream = _Unused  # type: ignore[assignment, misc]
     # A process of its own for each model class would import everything again.
     registry._run_in_subprocess = lambda ask: ask()
     new_group, new_model_group = dist.new_group, state.init_model_parallel_group
@@ -81,6 +83,12 @@ def prepare() -> None:
     state.init_model_parallel_group = lonely_group
     state._node_count = lambda group: 1
     state.in_the_same_node_as = lambda group, source_rank=0: [True] * dist.get_world_size(group)
+
+
+class _Unused:
+    """What a layer makes and loading does not use."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
 
 
 def stand_in_for_torchvision() -> None:
