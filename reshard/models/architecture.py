@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.errors import RequestError
+from reshard.models.config_values import whole_number
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import Split
 
@@ -122,14 +123,6 @@ class LayerRule:
             raise RequestError(f"config.json gives {dense!r} for {self.dense}; a list is expected", why="It says which layers are dense")
         layers_of_set = (layer for layer in range(first, stop, every) if (layer + self.offset) % step == 0)
         return frozenset(layer for layer in layers_of_set if layer not in dense)
-
-
-def whole_number(config: Mapping[str, Any], key: str | None) -> int | None:
-    """The whole number that the config gives for a key; None if it gives none. Raises RequestError if the value is not one, or below 0."""
-    value = config.get(key) if key else None
-    if value is not None and (not isinstance(value, int) or value < 0):
-        raise RequestError(f"config.json gives {value!r} for {key}; a whole number is expected", why="It says which layers there are")
-    return value
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from typing import Any
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, joined
-from reshard.models.architecture import Architecture, LayerRule, Weight, whole_number
+from reshard.models.architecture import Architecture, LayerRule, Weight
+from reshard.models.config_values import whole_number
 from reshard.models.quantization import BlockShape, Quantization, Scale, quantization_of
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import ROLES, Split
