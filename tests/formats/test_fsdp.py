@@ -445,3 +445,8 @@ def test_the_default_is_the_installed_torch_or_else_the_newest(monkeypatch):
     for installed, expected in {"2.8.0+cu128": "2.8", "2.4.1": "2.13", "3.0.0": "2.13"}.items():
         monkeypatch.setattr("importlib.metadata.version", lambda name, installed=installed: installed)
         assert f"those of torch {expected};" in " ".join(reshard.plan(source, to="fsdp").layout.notes)
+
+
+def test_ranks_whose_files_are_alike_are_laid_out_once():
+    files = reshard.plan(open_case(FSDP / "verl"), to="fsdp", dp=600).layout.files
+    assert len(files) == 600 and len({id(file.tensors.form) for file in files}) < 30
