@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.errors import RequestError
@@ -24,6 +24,14 @@ def number(config: Mapping[str, Any], key: str) -> float | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)):
         raise _unexpected(key, value, "a number")
     return value
+
+
+def entries(config: Mapping[str, Any], key: str) -> Sequence[Any]:
+    """The list of a key; empty if the config sets none. Raises RequestError if the value is not a list."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, list | tuple):
+        raise _unexpected(key, value, "a list")
+    return value or ()
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

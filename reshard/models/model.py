@@ -204,6 +204,10 @@ class Model:
         value = self.stated(key)
         return self.architecture.defaults.get(key) if value is None else value
 
+    def count(self, key: str) -> int | None:
+        """The whole number that `setting` gives; None if there is none. Raises RequestError if it is not a whole number."""
+        return whole_number({key: self.setting(key)}, key)
+
     @property
     def class_name(self) -> str | None:
         """The class by which engines choose their own: the first of the config's `architectures`, or else the one of the declaration."""
@@ -223,7 +227,7 @@ class Model:
     def mtp_layers(self) -> int:
         """The number of layers for multi-token prediction, which follow the last layer."""
         key = self.architecture.mtp_layers
-        count = whole_number({key: self.setting(key)}, key) or 0 if key else 0
+        count = self.count(key) or 0 if key else 0
         if count > _MOST["layers"]:
             raise _too_large(f"{count:,} for {key}", _MOST["layers"])
         return count
