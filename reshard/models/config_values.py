@@ -54,7 +54,7 @@ def rotary_type(rope: Mapping[str, Any]) -> str:
 
 def _unexpected(key: str | None, value: object, expected: str) -> RequestError:
     return RequestError(
-        f"config.json gives {str(value)[:80]!r} for {key}; {expected} is expected",
+        f"config.json gives {repr(value)[:80]} for {key}; {expected} is expected",
         why="The model's layout and settings follow from it",
         do="Correct the config, or give the model's own with --model",
     )
