@@ -292,7 +292,11 @@ class Model:
 
     def reason_to_drop(self, name: str) -> str | None:
         """Why a tensor of that name is left out on purpose; None if it is not."""
-        return next((reason for pattern, reason in self.architecture.dropped.items() if re.fullmatch(pattern, name)), None)
+        return next((reason for pattern, reason in self._dropped if pattern.fullmatch(name)), None)
+
+    @cached_property
+    def _dropped(self) -> list[tuple[re.Pattern[str], str]]:
+        return [(re.compile(pattern), reason) for pattern, reason in self.architecture.dropped.items()]
 
     def reason_not_served(self, name: str) -> str | None:
         """Why serving engines leave out a tensor that a checkpoint may contain besides the weights; None for other names."""

@@ -156,13 +156,13 @@ class Plan:
         """The sums over the plan."""
         read = compared = copied = 0
         for route in self.routes:
-            volumes = route.source.shards.sizes.prod(axis=1)
-            is_primary = primary_rows(route.source.shards)
-            read += int(volumes[is_primary].sum()) * route.source.dtype.itemsize
-            compared += int(volumes[~is_primary].sum()) * route.source.dtype.itemsize
+            shards, itemsize = route.source.shards, route.source.dtype.itemsize
+            replicas = shards.elements - shards.without_replicas().elements if len(shards) > 1 else 0
+            read += (shards.elements - replicas) * itemsize
+            compared += replicas * itemsize
             if route.source.scaling:
                 read += route.source.scaling.scales.nbytes
-            copied += int(route.target.shards.sizes.prod(axis=1).sum()) * route.target.dtype.itemsize
+            copied += route.target.shards.elements * route.target.dtype.itemsize
         written = sum(file.nbytes for file in self.layout.files)
         stored = sum(file.stored_nbytes for file in self.layout.files)
         return Totals(
