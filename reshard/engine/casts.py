@@ -23,15 +23,15 @@ _STRIP = 1 << 15
 _SATURATING = {"F8_E4M3": 448.0}
 
 
-def cast(block: Block, source: DType, target: DType) -> Block:
+def cast(block: Block, source: DType, target: DType, out: Block | None = None) -> Block:
     """The values of a block in another element type, rounded to nearest, ties to even. Returns `block` itself if the types are equal.
 
-    block: words of `source`. Values that are too large become 448 in F8_E4M3, infinite in a type that has infinity, and otherwise NaN.
+    block: words of `source`. out: a row-major array of words of `target` for the result, which is a new array without it. Values that are too large become 448 in F8_E4M3, infinite in a type that has infinity, and otherwise NaN.
     """
     if source == target:
         return block
     words = block.reshape(-1)
-    result = np.empty(len(words), target.word)
+    result = np.empty(len(words), target.word) if out is None else out.reshape(-1)
     on_words = _ON_WORDS.get((source.name, target.name))
     table = _table(source, target) if source.itemsize <= 2 else None
     for start in range(0, len(words), _STRIP):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.engine.transfer import Block, Worker
+from reshard.engine.transfer import Block, Worker, strips
 from reshard.engine.values import Values
 from reshard.errors import RequestError, UnsupportedError, choices
 from reshard.geometry.boxes import blocks
@@ -121,9 +121,12 @@ class LazyTensor:
             source = self._sources[section.name]
             values, size = Values(source, dtype), max(stored.itemsize for stored in source.dtypes)
             worker = workers.get(size) or workers.setdefault(size, Worker(self._files, size))
-            for box in blocks(section.box.sizes):
-                start = section.start + sum(offset * stride for offset, stride in zip(box.offsets, section.strides, strict=True))
-                yield start, section.strides, values.read(worker, box.shifted(section.box.offsets))
+            for block in blocks(section.box.sizes):
+                for strip, (shares,) in strips(block.shifted(section.box.offsets), values):
+                    box = strip.box
+                    offsets = box.relative_to(section.box.offsets).offsets
+                    start = section.start + sum(offset * stride for offset, stride in zip(offsets, section.strides, strict=True))
+                    yield start, section.strides, values.read(worker, shares, strip).reshape(box.sizes)
 
 
 class NoSuchTensorError(KeyError):
