@@ -104,6 +104,10 @@ def _float32_by_table(table: Block, strip: Block, out: Block) -> None:
     np.add(words, _HALF_ONES, out=words)
     np.bitwise_or(words, strip, out=words)
     np.right_shift(words, np.uint32(16), out=words)
+    _by_table(table, words, out)
+
+
+def _by_table(table: Block, words: Block, out: Block) -> None:
     np.take(table, words, out=out, mode="clip")  # every word is in the table; "clip" saves the check
 
 
@@ -125,7 +129,7 @@ def _other_cast(source: DType, target: DType) -> Callable[[Block, Block], None]:
     """The function that casts words of `source` into an array of words of `target`."""
     if source.itemsize <= 2:
         table = _table(source, target)
-        return lambda strip, out: np.take(table, strip, out=out, mode="clip")
+        return partial(_by_table, table)
     if source == F32 and target.itemsize == 1:
         return partial(_float32_by_table, _table(BF16, target))
 

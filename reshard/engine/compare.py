@@ -181,8 +181,8 @@ def compare(
         def perform(job: _Job) -> tuple[_Job, int, Box | None, tuple[bytes | None, bytes | None]]:
             dtypes = job.sides[0].tensor.dtype, job.sides[1].tensor.dtype
             digests_of_block, element = _PairDigests([job.name in of_side for of_side in recorded]), None
-            for strip, shares in strips(job.box, *job.sides):
-                stored, b = (worker.read(each, strip) for worker, each in zip(workers_pair, shares, strict=True))
+            for strip, slab_pieces in strips(job.box, *job.sides):
+                stored, b = (worker.read(each, strip) for worker, each in zip(workers_pair, slab_pieces, strict=True))
                 a = cast(stored, *dtypes)
                 is_equal = _equal(a, b)
                 digests_of_block.add(stored, b, is_equal=is_equal and a is stored)

@@ -42,15 +42,15 @@ STRIP_BYTES = 1 << 19
 _LONG = 512
 
 
-class Share:
+class SlabPiece:
     """What one piece holds of a slab: the same part of consecutive lines."""
 
-    __slots__ = ("_runs", "box", "byte_offset", "inner", "is_dense", "is_primary", "is_transposed", "itemsize", "path", "piece", "sizes",
+    __slots__ = ("_runs", "box", "byte_offset", "extent", "inner", "is_dense", "is_primary", "is_transposed", "itemsize", "path", "sizes",
                  "start", "step", "stop", "strides")  # fmt: skip
 
     def __init__(self, piece: Piece, box: Box, slab: Box, axis: int, *, is_primary: bool) -> None:
         extent, inner = piece.extent, box.relative_to(slab.offsets).index[axis + 1 :]
-        self.piece, self.box, self.path, self.itemsize, self.is_primary = piece, box, extent.path, extent.dtype.itemsize, is_primary
+        self.extent, self.box, self.path, self.itemsize, self.is_primary = extent, box, extent.path, extent.dtype.itemsize, is_primary
         self.start = box.offsets[axis] - slab.offsets[axis] if box.sizes else 0
         """The first line of the slab that it holds a part of."""
         self.stop = self.start + (box.sizes[axis] if box.sizes else 1)
@@ -85,13 +85,13 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class SlabPieces:
     """What all pieces of a tensor hold of a slab."""
 
     tensor: Tensor
     """The tensor."""
-    of_pieces: tuple[Share, ...]
-    """The shares of the pieces, primary pieces first."""
+    of_pieces: tuple[SlabPiece, ...]
+    """One for each piece, primary pieces first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,27 +118,27 @@ class Strip:
         return self.slab.narrow(self.axis, self.start, self.stop) if self.slab.sizes else self.slab
 
 
-class Side(Protocol):
+class HasPieces(Protocol):
     """What strips are read from or written to."""
 
     itemsize: int
     """The bytes of its widest element."""
 
-    def within(self, slab: Box, axis: int) -> Shares:
+    def within(self, slab: Box, axis: int) -> SlabPieces:
         """What its pieces hold of a slab."""
 
 
-def strips(box: Box, *sides: Side) -> Iterator[tuple[Strip, list[Shares]]]:
-    """The strips of a block in row-major order, each with the shares of all sides."""
+def strips(box: Box, *sides: HasPieces) -> Iterator[tuple[Strip, list[SlabPieces]]]:
+    """The strips of a block in row-major order, each with what the pieces of all sides hold of its slab."""
     elements = max(1, STRIP_BYTES // max(side.itemsize for side in sides))
     for slab, axis in slabs(box, elements):
-        shares = [side.within(slab, axis) for side in sides]
+        slab_pieces = [side.within(slab, axis) for side in sides]
         lines = slab.sizes[axis] if slab.sizes else 1
         # Transposed pieces are read and written fastest in long runs, which only many lines have.
-        is_transposed = any(share.is_transposed for each in shares for share in each.of_pieces)
+        is_transposed = any(piece.is_transposed for each in slab_pieces for piece in each.of_pieces)
         step = lines if is_transposed else max(1, elements // math.prod(slab.sizes[axis + 1 :]))
         for start in range(0, lines, step):
-            yield Strip(slab, axis, start, min(start + step, lines)), shares
+            yield Strip(slab, axis, start, min(start + step, lines)), slab_pieces
 
 
 def slabs(box: Box, elements: int) -> Iterator[tuple[Box, int]]:
@@ -171,17 +171,17 @@ class Pieces:
             if shared is not None:
                 yield piece, shared, bool(self._primary[row])
 
-    def within(self, slab: Box, axis: int) -> Shares:
+    def within(self, slab: Box, axis: int) -> SlabPieces:
         """What the pieces hold of a slab. Raises CheckpointError if a piece has another element type than the tensor."""
-        shares = []
+        slab_pieces = []
         for piece, shared, is_primary in self.meeting(slab):
             if piece.extent.dtype != self.tensor.dtype:
                 raise CheckpointError(
                     f"{piece.box} is stored as {piece.extent.dtype}, but the tensor is {self.tensor.dtype}",
                     where=f"{self.tensor.name} in {piece.extent.path}",
                 )
-            shares.append(Share(piece, shared, slab, axis, is_primary=is_primary))
-        return Shares(self.tensor, tuple(shares))
+            slab_pieces.append(SlabPiece(piece, shared, slab, axis, is_primary=is_primary))
+        return SlabPieces(self.tensor, tuple(slab_pieces))
 
 
 class Worker:
@@ -198,13 +198,13 @@ class Worker:
         """An array for elements that were cast. It is overwritten by the next cast of this worker."""
         return _array(self._converted, sizes, dtype)
 
-    def read(self, shares: Shares, strip: Strip) -> Block:
+    def read(self, slab_pieces: SlabPieces, strip: Strip) -> Block:
         """The elements of a strip, as an array of lines. It is a view of this worker's buffer and is overwritten by the next read.
 
         Raises: CheckpointError if a replica differs from the primary piece, naming both files and the element; or if a file cannot be read.
         """
-        block = _array(self._block, strip.sizes, shares.tensor.dtype)
-        self._fill(block, shares, strip)
+        block = _array(self._block, strip.sizes, slab_pieces.tensor.dtype)
+        self._fill(block, slab_pieces, strip)
         return block
 
     def gather(self, pieces: Pieces, box: Box) -> Block:
@@ -214,100 +214,100 @@ class Worker:
         """
         block, done = _array(self._block, box.sizes, pieces.tensor.dtype), 0
         flat = block.reshape(-1)
-        for strip, (shares,) in strips(box, pieces):
+        for strip, (slab_pieces,) in strips(box, pieces):
             volume = math.prod(strip.sizes)
-            self._fill(flat[done : done + volume].reshape(strip.sizes), shares, strip)
+            self._fill(flat[done : done + volume].reshape(strip.sizes), slab_pieces, strip)
             done += volume
         return block
 
     def digest(self, pieces: Pieces, box: Box, running: Hash) -> bytes:
         """The digest of the elements of a block. running: a new hash. Raises: as `read` does."""
-        for strip, (shares,) in strips(box, pieces):
-            running.update(bytes_of(self.read(shares, strip)))
+        for strip, (slab_pieces,) in strips(box, pieces):
+            running.update(bytes_of(self.read(slab_pieces, strip)))
         return running.digest()
 
-    def write(self, block: Block, shares: Shares, strip: Strip) -> None:
-        """Write the elements of a strip to every piece that shares some of them. Raises SystemRefusal, for example if the disk is full."""
+    def write(self, block: Block, slab_pieces: SlabPieces, strip: Strip) -> None:
+        """Write the elements of a strip to every piece that has some of them. Raises SystemRefusal, for example if the disk is full."""
         assert self._write is not None and self._write_runs is not None
         lines = block.reshape(strip.sizes)
-        for share in shares.of_pieces:
-            first, last = max(strip.start, share.start), min(strip.stop, share.stop)
+        for piece in slab_pieces.of_pieces:
+            first, last = max(strip.start, piece.start), min(strip.stop, piece.stop)
             if first >= last:
                 continue
             part = lines[first - strip.start : last - strip.start]
-            if share.is_dense:
-                self._write(share.path, share.at(first), bytes_of(part))
+            if piece.is_dense:
+                self._write(piece.path, piece.at(first), bytes_of(part))
                 continue
-            order, _, starts = share.runs(last - first)
-            part = part[:, *share.inner].transpose(order)
+            order, _, starts = piece.runs(last - first)
+            part = part[:, *piece.inner].transpose(order)
             if not part.flags.c_contiguous:
-                staged = _array(self._scratch, part.shape, shares.tensor.dtype)
+                staged = _array(self._scratch, part.shape, slab_pieces.tensor.dtype)
                 staged[...] = part
                 part = staged
-            self._write_runs(share.path, (starts + share.at(first)).tolist(), bytes_of(part))
+            self._write_runs(piece.path, (starts + piece.at(first)).tolist(), bytes_of(part))
 
-    def _fill(self, block: Block, shares: Shares, strip: Strip) -> None:
-        for share in shares.of_pieces:
-            first, last = max(strip.start, share.start), min(strip.stop, share.stop)
+    def _fill(self, block: Block, slab_pieces: SlabPieces, strip: Strip) -> None:
+        for piece in slab_pieces.of_pieces:
+            first, last = max(strip.start, piece.start), min(strip.stop, piece.stop)
             if first >= last:
                 continue
             part = block[first - strip.start : last - strip.start]
-            if not share.is_primary:
-                self._compare(part[:, *share.inner], share, first, last, shares)
-            elif share.is_dense:
-                self._files.read_into(share.path, share.at(first), bytes_of(part))
+            if not piece.is_primary:
+                self._compare(part[:, *piece.inner], piece, first, last, slab_pieces)
+            elif piece.is_dense:
+                self._files.read_into(piece.path, piece.at(first), bytes_of(part))
             else:
-                self._read(part[:, *share.inner], share, first, last)
+                self._read(part[:, *piece.inner], piece, first, last)
 
-    def _read(self, part: Block, share: Share, first: int, last: int) -> None:
-        """Fill a view of a block with a share of some lines."""
-        order, nbytes, starts = share.runs(last - first)
+    def _read(self, part: Block, piece: SlabPiece, first: int, last: int) -> None:
+        """Fill a view of a block with what a piece holds of some lines."""
+        order, nbytes, starts = piece.runs(last - first)
         if nbytes >= _LONG and (ordered := part.transpose(order)).flags.c_contiguous:
-            self._files.read_runs(share.path, (starts + share.at(first)).tolist(), bytes_of(ordered))
+            self._files.read_runs(piece.path, (starts + piece.at(first)).tolist(), bytes_of(ordered))
             return
-        for box, staged in self._staged(share, first, last):
+        for box, staged in self._staged(piece, first, last):
             part[box.index] = staged
 
-    def _compare(self, part: Block, share: Share, first: int, last: int, shares: Shares) -> None:
-        """Compare a view of a block with a share of some lines, which is a replica."""
-        for box, staged in self._staged(share, first, last):
+    def _compare(self, part: Block, piece: SlabPiece, first: int, last: int, slab_pieces: SlabPieces) -> None:
+        """Compare a view of a block with what a piece holds of some lines, which is a replica."""
+        for box, staged in self._staged(piece, first, last):
             expected = part[box.index]
             if not np.array_equal(expected, staged):
                 at = np.argwhere(np.asarray(expected != staged))[0] + box.offsets
-                raise _replicas_differ(share, first, at.tolist(), shares)
+                raise _replicas_differ(piece, first, at.tolist(), slab_pieces)
 
-    def _staged(self, share: Share, first: int, last: int) -> Iterator[tuple[Box, Block]]:
-        """A share of some lines in parts, as (box, its elements). Each part is read into the scratch buffer, and the elements are a view of
-        it. A box counts from line `first` and the start of the share's part of a line.
+    def _staged(self, piece: SlabPiece, first: int, last: int) -> Iterator[tuple[Box, Block]]:
+        """What a piece holds of some lines, in parts, as (box, its elements). Each part is read into the scratch buffer, and the elements
+        are a view of it. A box counts from line `first` and the start of the piece's part of a line.
 
         Long runs are read one by one. Short runs that lie close together are read in one range with the bytes between them.
         """
-        (order, nbytes, starts), dtype = share.runs(last - first), share.piece.extent.dtype
-        box = Box.whole(sizes := (last - first, *share.sizes))
+        (order, nbytes, starts), dtype = piece.runs(last - first), piece.extent.dtype
+        box = Box.whole(sizes := (last - first, *piece.sizes))
         volume = box.volume
-        if nbytes >= _LONG or span_elements(sizes, share.strides) > 2 * volume:
-            self._files.read_runs(share.path, (starts + share.at(first)).tolist(), self._scratch.data[: volume * dtype.itemsize])
+        if nbytes >= _LONG or span_elements(sizes, piece.strides) > 2 * volume:
+            self._files.read_runs(piece.path, (starts + piece.at(first)).tolist(), self._scratch.data[: volume * dtype.itemsize])
             staged = _array(self._scratch, tuple(sizes[axis] for axis in order), dtype)
             yield box, staged.transpose(tuple(order.index(axis) for axis in range(len(sizes))))
             return
-        extent = replace(share.piece.extent, byte_offset=share.at(first), strides=share.strides)
+        extent = replace(piece.extent, byte_offset=piece.at(first), strides=piece.strides)
         for span in spans(Piece(box, extent), box, self._scratch.nbytes, dense=False):
-            self._files.read_into(share.path, span.byte_offset, self._scratch.data[: span.nbytes])
+            self._files.read_into(piece.path, span.byte_offset, self._scratch.data[: span.nbytes])
             yield span.box, _array(self._scratch, span.box.sizes, dtype, span.strides)
 
 
-def _replicas_differ(share: Share, first: int, at: list[int], shares: Shares) -> ReplicasDiffer:
-    """The error for a replica. at: the element, counted from line `first` of the slab and the start of the share's part of a line."""
-    start, axis = share.box.offsets, len(share.box.sizes) - len(share.sizes) - 1
+def _replicas_differ(piece: SlabPiece, first: int, at: list[int], slab_pieces: SlabPieces) -> ReplicasDiffer:
+    """The error for a replica. at: the element, counted from line `first` of the slab and the start of the piece's part of a line."""
+    start, axis = piece.box.offsets, len(piece.box.sizes) - len(piece.sizes) - 1
     element = list(start)
     if element:
         element[axis:] = [a + b for a, b in zip(element[axis:], at, strict=True)]
-        element[axis] += first - share.start
+        element[axis] += first - piece.start
     place = Box(tuple(element), (1,) * len(element))
-    filled = (other.path for other in shares.of_pieces if other.is_primary and other.box.contains(place))
+    filled = (other.path for other in slab_pieces.of_pieces if other.is_primary and other.box.contains(place))
     return ReplicasDiffer(
-        f"two copies of {share.box} disagree, first at element {element}: {next(filled, 'another file')} and {share.path}",
-        where=shares.tensor.name,
+        f"two copies of {piece.box} disagree, first at element {element}: {next(filled, 'another file')} and {piece.path}",
+        where=slab_pieces.tensor.name,
         why="Ranks that should hold the same values hold different ones, or a file is from another save; nothing tells which of the two "
         "is right",
         do="Find out which file is wrong and replace it",
@@ -315,7 +315,7 @@ def _replicas_differ(share: Share, first: int, at: list[int], shares: Shares) ->
 
 
 def bytes_of(part: Block) -> memoryview:
-    """The bytes of a row-major array. They share its memory."""
+    """The bytes of a row-major array. They piece its memory."""
     return part.reshape(-1).view(np.uint8).data
 
 

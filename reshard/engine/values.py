@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from reshard.engine.casts import cast, scaled
-from reshard.engine.transfer import Block, Pieces, Shares, Strip, Worker
+from reshard.engine.transfer import Block, Pieces, SlabPieces, Strip, Worker
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import F32, DType
 from reshard.index.index import Scaling, Tensor
@@ -19,24 +19,24 @@ class Values:
         self._scales = Pieces(tensor.scaling.scales) if tensor.scaling else None
         self.itemsize = max(dtype.itemsize, *(stored.itemsize for stored in tensor.dtypes))
 
-    def within(self, slab: Box, axis: int) -> Shares:
+    def within(self, slab: Box, axis: int) -> SlabPieces:
         """What the pieces of the tensor hold of a slab. Raises CheckpointError as `Pieces.within` does."""
         return self._pieces.within(slab, axis)
 
-    def read(self, worker: Worker, shares: Shares, strip: Strip) -> Block:
+    def read(self, worker: Worker, slab_pieces: SlabPieces, strip: Strip) -> Block:
         """The values of a strip, as an array of lines. It may be a view of the worker's buffers, which its next read overwrites.
 
         Raises: CheckpointError as `Worker.read` does.
         """
         source, scaling = self._tensor.dtype, self._tensor.scaling
         if self._scales is None or scaling is None:
-            stored = worker.read(shares, strip)
+            stored = worker.read(slab_pieces, strip)
             return stored if source == self._dtype else cast(stored, source, self._dtype, worker.converted(strip.sizes, self._dtype))
         box = strip.box
         scales_box = scaling.box_of(box)
         scales = cast(worker.gather(self._scales, scales_box), scaling.scales.dtype, F32).copy()
         factors = _factors(scales.view(np.float32), scaling, scales_box, box)
-        return scaled(worker.read(shares, strip).reshape(box.sizes), source, factors, self._dtype).reshape(strip.sizes)
+        return scaled(worker.read(slab_pieces, strip).reshape(box.sizes), source, factors, self._dtype).reshape(strip.sizes)
 
 
 def _factors(scales: Block, scaling: Scaling, scales_box: Box, box: Box) -> Block:

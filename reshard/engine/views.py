@@ -122,11 +122,11 @@ class LazyTensor:
             values, size = Values(source, dtype), max(stored.itemsize for stored in source.dtypes)
             worker = workers.get(size) or workers.setdefault(size, Worker(self._files, size))
             for block in blocks(section.box.sizes):
-                for strip, (shares,) in strips(block.shifted(section.box.offsets), values):
+                for strip, (slab_pieces,) in strips(block.shifted(section.box.offsets), values):
                     box = strip.box
                     offsets = box.relative_to(section.box.offsets).offsets
                     start = section.start + sum(offset * stride for offset, stride in zip(offsets, section.strides, strict=True))
-                    yield start, section.strides, values.read(worker, shares, strip).reshape(box.sizes)
+                    yield start, section.strides, values.read(worker, slab_pieces, strip).reshape(box.sizes)
 
 
 class NoSuchTensorError(KeyError):
