@@ -198,13 +198,23 @@ class Worker:
         """An array for elements that were cast. It is overwritten by the next cast of this worker."""
         return _array(self._converted, sizes, dtype)
 
-    def read(self, slab_pieces: SlabPieces, strip: Strip) -> Block:
-        """The elements of a strip, as an array of lines. It is a view of this worker's buffer and is overwritten by the next read.
+    def read(self, slab_pieces: SlabPieces, strip: Strip, out: Block | None = None) -> Block:
+        """The elements of a strip, as an array of lines: `out`, or a view of this worker's buffer, which its next read overwrites.
 
         Raises: CheckpointError if a replica differs from the primary piece, naming both files and the element; or if a file cannot be read.
         """
-        block = _array(self._block, strip.sizes, slab_pieces.tensor.dtype)
-        self._fill(block, slab_pieces, strip)
+        block = _array(self._block, strip.sizes, slab_pieces.tensor.dtype) if out is None else out
+        for piece in slab_pieces.of_pieces:
+            first, last = max(strip.start, piece.start), min(strip.stop, piece.stop)
+            if first >= last:
+                continue
+            part = block[first - strip.start : last - strip.start]
+            if not piece.is_primary:
+                self._compare(part[:, *piece.inner], piece, first, last, slab_pieces)
+            elif piece.is_dense and part.flags.c_contiguous:
+                self._files.read_into(piece.path, piece.at(first), bytes_of(part))
+            else:
+                self._read(part[:, *piece.inner], piece, first, last)
         return block
 
     def gather(self, pieces: Pieces, box: Box) -> Block:
@@ -216,7 +226,7 @@ class Worker:
         flat = block.reshape(-1)
         for strip, (slab_pieces,) in strips(box, pieces):
             volume = math.prod(strip.sizes)
-            self._fill(flat[done : done + volume].reshape(strip.sizes), slab_pieces, strip)
+            self.read(slab_pieces, strip, flat[done : done + volume].reshape(strip.sizes))
             done += volume
         return block
 
@@ -245,19 +255,6 @@ class Worker:
                 staged[...] = part
                 part = staged
             self._write_runs(piece.path, (starts + piece.at(first)).tolist(), bytes_of(part))
-
-    def _fill(self, block: Block, slab_pieces: SlabPieces, strip: Strip) -> None:
-        for piece in slab_pieces.of_pieces:
-            first, last = max(strip.start, piece.start), min(strip.stop, piece.stop)
-            if first >= last:
-                continue
-            part = block[first - strip.start : last - strip.start]
-            if not piece.is_primary:
-                self._compare(part[:, *piece.inner], piece, first, last, slab_pieces)
-            elif piece.is_dense:
-                self._files.read_into(piece.path, piece.at(first), bytes_of(part))
-            else:
-                self._read(part[:, *piece.inner], piece, first, last)
 
     def _read(self, part: Block, piece: SlabPiece, first: int, last: int) -> None:
         """Fill a view of a block with what a piece holds of some lines."""

@@ -23,20 +23,27 @@ class Values:
         """What the pieces of the tensor hold of a slab. Raises CheckpointError as `Pieces.within` does."""
         return self._pieces.within(slab, axis)
 
-    def read(self, worker: Worker, slab_pieces: SlabPieces, strip: Strip) -> Block:
-        """The values of a strip, as an array of lines. It may be a view of the worker's buffers, which its next read overwrites.
+    def read(self, worker: Worker, pieces: SlabPieces, strip: Strip, out: Block | None = None) -> Block:
+        """The values of a strip, as an array of lines: `out`, or an array that may be a view of the worker's buffers, which its next read
+        overwrites.
 
         Raises: CheckpointError as `Worker.read` does.
         """
         source, scaling = self._tensor.dtype, self._tensor.scaling
+        if self._scales is None and source == self._dtype:
+            return worker.read(pieces, strip, out)
         if self._scales is None or scaling is None:
-            stored = worker.read(slab_pieces, strip)
-            return stored if source == self._dtype else cast(stored, source, self._dtype, worker.converted(strip.sizes, self._dtype))
-        box = strip.box
-        scales_box = scaling.box_of(box)
-        scales = cast(worker.gather(self._scales, scales_box), scaling.scales.dtype, F32).copy()
-        factors = _factors(scales.view(np.float32), scaling, scales_box, box)
-        return scaled(worker.read(slab_pieces, strip).reshape(box.sizes), source, factors, self._dtype).reshape(strip.sizes)
+            values = cast(worker.read(pieces, strip), source, self._dtype, worker.converted(strip.sizes, self._dtype))
+        else:
+            box = strip.box
+            scales_box = scaling.box_of(box)
+            scales = cast(worker.gather(self._scales, scales_box), scaling.scales.dtype, F32).copy()
+            factors = _factors(scales.view(np.float32), scaling, scales_box, box)
+            values = scaled(worker.read(pieces, strip).reshape(box.sizes), source, factors, self._dtype).reshape(strip.sizes)
+        if out is None:
+            return values
+        out[...] = values
+        return out
 
 
 def _factors(scales: Block, scaling: Scaling, scales_box: Box, box: Box) -> Block:

@@ -18,7 +18,7 @@ from typing import Protocol
 from reshard.errors import CheckpointError, MissingFile, ReshardError, SystemRefusal, TruncatedFile
 from reshard.storage.decoded_ranges import DecodedRanges
 from reshard.storage.local_path import existing_path
-from reshard.storage.system_calls import open_files_at_once, read_at, system_errors, system_refusal
+from reshard.storage.system_calls import open_files_at_once, read_at, read_runs_at, system_errors, system_refusal
 
 # Errors that say what a path is. Any other error says that the system cannot look now.
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
@@ -241,10 +241,9 @@ class LocalFiles:
             return
         length = len(buffer) // len(byte_offsets)
         try:
-            file, start = self._descriptors.open(path), 0
-            for byte_offset in byte_offsets:
-                self._fill(file.descriptor, path, byte_offset, buffer[start : start + length])
-                start += length
+            file = self._descriptors.open(path)
+            for i in range(read_runs_at(file.descriptor, byte_offsets, buffer), len(byte_offsets)):
+                self._fill(file.descriptor, path, byte_offsets[i], buffer[i * length : (i + 1) * length])
         except OSError as error:
             raise self._unreadable(error, path) from error
 
