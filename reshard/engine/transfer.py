@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,10 @@ from reshard.geometry.extents import Piece, is_row_major, span_elements, spans
 from reshard.index.index import Tensor
 from reshard.index.join import rows_meeting
 from reshard.index.shards import primary_rows
-from reshard.plans.digests import Hash
 from reshard.storage.files import Files
+
+if TYPE_CHECKING:
+    from reshard.plans.digests import Hash
 
 Block = npt.NDArray[Any]
 """The elements of a box as unsigned words, row-major."""
