@@ -23,7 +23,8 @@ Columns = npt.NDArray[np.int64]
 def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The distinct values of an array, sorted. (`np.unique` imports numpy.ma first, which takes longer than opening a small checkpoint.)"""
     ordered = np.sort(values, axis=None)
-    return ordered[np.append(np.ones(min(1, len(ordered)), np.bool_), ordered[1:] != ordered[:-1])]
+    result: npt.NDArray[Any] = ordered[np.append(np.ones(min(1, len(ordered)), np.bool_), ordered[1:] != ordered[:-1])]
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,8 @@ def _first_overlap(starts: Columns, sizes: Columns, strides: Columns, rows: Colu
                 return found
         return None
     begins, ends, owners = [], [], []
-    for form in np.unique(np.concatenate([sizes, strides], axis=1), axis=0):
+    forms = sorted(set(map(tuple, np.concatenate([sizes, strides], axis=1).tolist())))
+    for form in map(np.array, forms):
         alike = np.flatnonzero((sizes == form[: len(form) // 2]).all(axis=1) & (strides == form[len(form) // 2 :]).all(axis=1))
         _, run, outer = contiguous_runs(form[: len(form) // 2].tolist(), form[len(form) // 2 :].tolist())
         begin = (starts[alike][:, None] + outer).reshape(-1)
