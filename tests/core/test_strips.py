@@ -26,11 +26,11 @@ from reshard.storage.system_calls import read_runs_at
 SHAPE = (6, 1000, 512)  # of bfloat16: 6 MB, and a line of the first axis is 1 MB
 
 
-@pytest.fixture
-def stored(tmp_path):
+@pytest.fixture(params=[1, 2], ids=["whole", "halves"])
+def stored(request, tmp_path):
     values = worlds.array(SHAPE, BF16, seed=1)
-    halves = Box.whole(SHAPE).split(axis=2, parts=2)
-    return values, worlds.store(tmp_path, "w", values, BF16, halves), LocalFiles(tmp_path)
+    parts = Box.whole(SHAPE).split(axis=2, parts=request.param)
+    return values, worlds.store(tmp_path, "w", values, BF16, parts), LocalFiles(tmp_path)
 
 
 @pytest.mark.parametrize("box", [Box.whole(SHAPE), Box((1, 0, 0), (1, 1000, 512)), Box((0, 990, 0), (6, 10, 512))], ids=str)
