@@ -77,7 +77,7 @@ def in_turn(commands: dict[str, list[object]], out: Path, turns: int, *, cold: P
     """The runs of each command, which take turns; one turn before them is not counted.
 
     Who goes first takes turns, too: on a virtual machine the second finds memory that the first has just used.
-    out: removed after each run. cold: a folder that is removed from the page cache before each run.
+    out: removed after each run, and so is a file of that name with .pt. cold: a folder that is removed from the page cache before each run.
     """
     found: dict[str, list[Run]] = {name: [] for name in commands}
     for turn in range(turns + 1):
@@ -85,7 +85,7 @@ def in_turn(commands: dict[str, list[object]], out: Path, turns: int, *, cold: P
             if cold:
                 drop_from_cache(cold)
             run = measured(commands[name], codes=(0, 1) if "doctor" in commands[name] else (0,))
-            remove(out)
+            remove(out, out.with_suffix(".pt"))
             if turn:
                 found[name].append(run)
     return found

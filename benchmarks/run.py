@@ -58,14 +58,19 @@ def speed(work: Path, gigabytes: float, pairs: int, peers: str | None) -> None:
     hf, sharded, dcp, parts, verl, out = (work / name for name in ("hf", "tp8", "dcp", "parts", "verl", "out"))
     write_hugging_face(llama(gigabytes), hf)
     measured([*RESHARD, "convert", hf, sharded, "--to", "vllm", "--tp", "8"])
-    cases = [("hf -> vllm tp8", hf, ["--to", "vllm", "--tp", "8"]), ("vllm tp8 -> vllm tp4", sharded, ["--to", "vllm", "--tp", "4"])]
     if peers:
         measured([peers, HERE / "peers.py", "save-dcp", hf, dcp])
-        cases.append(("dcp -> hf", dcp, ["--to", "hf", "--model", hf]))
         measured([peers, HERE / "peers.py", "save-verl", hf, verl])
-        cases.append(("fsdp -> hf", verl, ["--to", "hf"]))
-        cases.append(("fsdp -> dcp", verl, ["--to", "dcp"]))
-    cases.append(("hf -> hf", hf, ["--to", "hf"]))
+    else:  # reshard writes the same files
+        measured([*RESHARD, "convert", hf, dcp, "--to", "dcp", "--dp", "4"])
+    cases: list[tuple[str, Path, list[object]]] = [
+        ("hf -> vllm tp8", hf, ["--to", "vllm", "--tp", "8"]),
+        ("hf -> hf", hf, ["--to", "hf"]),
+        ("dcp -> hf", dcp, ["--to", "hf", "--model", hf]),
+        ("vllm tp8 -> vllm tp4", sharded, ["--to", "vllm", "--tp", "4"]),
+    ]
+    if peers:
+        cases += [("fsdp -> hf", verl, ["--to", "hf"]), ("fsdp -> dcp", verl, ["--to", "dcp"])]
     compared(cases, out, gigabytes, pairs)
     if peers:
         measured([peers, HERE / "peers.py", "save-hf-shards", hf, parts])
@@ -92,7 +97,6 @@ def whole_files(peers: str, sources: dict[str, Path], out: Path, turns: int) -> 
             commands[name] = command
         remove(out, target)
     found = in_turn(commands, out, turns)
-    target.unlink(missing_ok=True)
     ours = found["reshard, dcp to hf"]
     print("\n| the same weights into whole files | s | times reshard | CPU s | times reshard | peak MB |\n|---|---|---|---|---|---|")
     for name, runs in found.items():
