@@ -183,7 +183,7 @@ def compare(
             digests_of_block, element = _PairDigests([job.name in of_side for of_side in recorded]), None
             for strip, slab_pieces in strips(job.box, *job.sides):
                 stored, b = (worker.read(each, strip) for worker, each in zip(workers_pair, slab_pieces, strict=True))
-                a = cast(stored, *dtypes)
+                a = cast(stored, *dtypes, workers_pair[0].converted(strip.sizes, dtypes[1]))
                 is_equal = _equal(a, b)
                 digests_of_block.add(stored, b, is_equal=is_equal and a is stored)
                 if not is_equal and element is None:

@@ -314,7 +314,7 @@ def _replicas_differ(piece: SlabPiece, first: int, at: list[int], slab_pieces: S
 
 
 def bytes_of(part: Block) -> memoryview:
-    """The bytes of a row-major array. They piece its memory."""
+    """The bytes of a row-major array. They share its memory."""
     return part.reshape(-1).view(np.uint8).data
 
 
