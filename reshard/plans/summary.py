@@ -6,15 +6,17 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from reshard.canonical.content import Content, Drop
 from reshard.index.coverage import sharding_text
 from reshard.index.fold import cut_of, folded_name, name_pattern
 from reshard.index.index import Index, Tensor
-from reshard.models.model import Model
-from reshard.plans.layout import TargetFile
-from reshard.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from reshard.canonical.content import Content, Drop
+    from reshard.models.model import Model
+    from reshard.plans.layout import TargetFile
+    from reshard.plans.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
