@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.geometry.dtypes import F32, DType
+from reshard.geometry.functions import values_of
 
 Block = npt.NDArray[Any]
 
@@ -27,9 +28,17 @@ def cast(block: Block, source: DType, target: DType) -> Block:
     """The values of a block in another element type, rounded to nearest, ties to even. Returns `block` itself if the types are equal.
 
     block: words of `source`. Values that are too large become 448 in F8_E4M3, infinite in a type that has infinity, and otherwise NaN.
+    If the target's elements are the values of a function, it is computed in float32. The source's must not be (dtypes.can_cast).
     """
     if source == target:
         return block
+    if source.function:
+        assert source.function == target.function, "weights do not follow from the values of a function of them"
+        return cast(block, source.of(""), target.of(""))
+    if target.function:
+        values = values_of(target.function, cast(block, source, F32).reshape(-1).view("<f4"))
+        values[np.isnan(values)] = np.nan
+        return cast(values.view(F32.word).reshape(block.shape), F32, target.of(""))
     words = block.reshape(-1)
     result = np.empty(len(words), target.word)
     on_words = _ON_WORDS.get((source.name, target.name))

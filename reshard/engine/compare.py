@@ -14,6 +14,7 @@ from reshard.engine.recorded import mismatch
 from reshard.engine.transfer import Block, Pieces, Worker, bytes_of
 from reshard.errors import DifferenceFound
 from reshard.geometry.boxes import Box, blocks
+from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.index.index import Constant, Index, Tensor
 from reshard.plans.digests import CURRENT, DigestVersion, Fingerprint
@@ -160,7 +161,8 @@ def compare(
 ) -> Iterator[int]:
     """Compare every element of every tensor, including replicas and constants. Fills `result` and yields the bytes of each finished block.
 
-    with_cast: if element types differ, cast the left values to the right type, as torch does, and compare the bits.
+    with_cast: if element types differ, cast the left values to the right type, as torch does, and compare the bits. Where one side holds
+    the values of a function of the weights, they are computed of the other side.
 
     Raises: CheckpointError if a file cannot be read or replicas of one side differ, RequestError if `memory` is too small.
     """
@@ -181,8 +183,9 @@ def compare(
 
         def perform(job: _Job) -> tuple[_Job, int, Box | None, tuple[bytes | None, bytes | None]]:
             stored, b = (worker.gather(pieces, job.box) for worker, pieces in zip(workers_pair, job.sides, strict=True))
-            a = cast(stored, job.sides[0].tensor.dtype, job.sides[1].tensor.dtype)
-            element = None if np.array_equal(a, b) else _first_difference(a, b, job.box)
+            left_dtype, right_dtype = (pieces.tensor.dtype for pieces in job.sides)
+            a, other = cast(stored, left_dtype, _common(left_dtype, right_dtype)), cast(b, right_dtype, _common(left_dtype, right_dtype))
+            element = None if np.array_equal(a, other) else _first_difference(a, other, job.box)
             of_left = CURRENT.block(bytes_of(stored)) if job.name in recorded[0] else None
             # Equal bytes have equal digests.
             of_right = of_left if a is stored and element is None else None
@@ -223,11 +226,19 @@ def _comparable(left: Side, right: Side, result: Comparison, *, with_cast: bool)
         result.tensors += 1
         if x.shape != y.shape:
             result.differences.append(Difference(name, "shape", f"its shape is {list(x.shape)} on the left, {list(y.shape)} on the right"))
+        elif x.dtype.function != y.dtype.function and x.dtype.floating and y.dtype.floating:
+            yield x, y  # the function's type follows from the function, not from the weight
         elif x.dtype != y.dtype and not (with_cast and x.dtype.floating and y.dtype.floating):
             hint = " (--cast compares the values after a cast)" if x.dtype.floating and y.dtype.floating else ""
             result.differences.append(Difference(name, "dtype", f"it is {x.dtype} on the left, {y.dtype} on the right{hint}"))
         else:
             yield x, y
+
+
+def _common(left: DType, right: DType) -> DType:
+    """The type in which two tensors are compared: the right one's; or the left one's if the left one alone holds the values of a function,
+    which are computed of the other one."""
+    return left if left.function and not right.function else right
 
 
 def wrong_constants(files: Files, constants: Iterable[Constant]) -> Iterator[Difference]:

@@ -78,6 +78,9 @@ class ModelQuirks:
     dtypes: Mapping[str, DType] = field(default_factory=dict)
     """Element types that the class prescribes, by role, whatever the source has."""
 
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Role -> the function, one of functions.FUNCTIONS, whose values the class stores in place of such a weight."""
+
     tp_at_most_experts: bool = False
     """Whether the class refuses more tensor-parallel ranks than experts."""
 
@@ -86,6 +89,9 @@ class ModelQuirks:
 
     tied_refuses_stages: bool = False
     """Whether the class refuses several pipeline stages if head and embedding are one tensor."""
+
+    refuses_stages: bool = False
+    """Whether the class refuses several pipeline stages."""
 
     stores_normalizer: bool = False
     """Whether the factor of gemma's embeddings is a tensor of the state dict."""

@@ -58,8 +58,10 @@ def stage_problem(model: Model, rules: EngineRules, pp: int) -> str | None:
     """Why the engine refuses to distribute the layers over `pp` stages; None if it does not."""
     if pp > 1 and rules.quirks.tied_refuses_stages and model.is_tied:
         return "its class for this model cannot tie the head to an embedding on another stage"
+    if pp > 1 and rules.quirks.refuses_stages:
+        return "its class for this model cannot be divided into stages"
     counts = rules.layers_per_stage(model.dimensions["layers"], pp)
-    for pp_rank in range(pp if rules.quirks.stages_need_experts else 0):
+    for pp_rank in range(pp if rules.quirks.stages_need_experts and model.sparse_layers else 0):
         if not set(stage_layers(counts, pp_rank)) & model.sparse_layers:
             return f"stage {pp_rank} would have no layer with experts"
     return None

@@ -13,6 +13,7 @@ from reshard.adapter.safetensors_writer import framed
 from reshard.canonical.content import Content, check_against_model
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType
+from reshard.geometry.quantities import plural
 from reshard.geometry.stored import StoredTensor
 from reshard.models.model import Model
 from reshard.plans.layout import Layout, Sidecar, TargetFile
@@ -51,7 +52,14 @@ def lay_out(serving_format: ServingFormat, content: Content, target: Target, com
         tuple(rank_files(serving_format, target, lambda tp, pp: rank_tensors(model, stored, rules, target.parallel, tp, pp))),
         _sidecars(companions, stored, engine_config),
         target.parallel,
-        (*serving_format.notes(model, target), *rules.quirks.notes, *class_notes, *config_notes, *_about_left_out(left_out, content)),
+        (
+            *serving_format.notes(model, target),
+            *rules.quirks.notes,
+            *class_notes,
+            *config_notes,
+            *_about_left_out(left_out, content),
+            *_about_values(stored),
+        ),
         aliases=scale_aliases(model, rules),
         left_out=left_out,
     )
@@ -110,6 +118,16 @@ def _about_left_out(left_out: Mapping[str, str], content: Content) -> tuple[str,
     globs = dict.fromkeys(re.sub(r"^((?:[a-z_]+\.)*?layers\.\d+|[^.]+)\..*", r"\1.*", name) for name in left)
     excluded = " ".join(f"--exclude '{glob}'" for glob in globs)
     return (f"layers are left out; `reshard verify {excluded}` compares all others with the source",) if globs else ()
+
+
+def _about_values(stored: Mapping[str, DType]) -> Iterator[str]:
+    """A note about weights in whose place the engine stores a function of them."""
+    if computed := {name: dtype for name, dtype in stored.items() if dtype.function}:
+        name, dtype = next(iter(computed.items()))
+        yield (
+            f"of {plural(len(computed), 'weight')} such as {name} the engine stores {dtype.function}, so that the weight itself does not come "
+            "back from these files; `reshard verify` computes the same"
+        )
 
 
 def rank_files(

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from reshard.geometry.dtypes import FLOATING_WORDS, from_user
+from reshard.geometry.functions import FUNCTIONS
 from reshard.models.declared.node import Node
 from reshard.models.declared.weights import split_of
 from reshard.models.quirks import EngineName, ModelQuirks, Version
@@ -84,6 +85,7 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "fusions": lambda node: {module: _roles(inner) for module, inner in node.mapping().items()},
     "even_rows_first": lambda node: {role: inner.word(r"[a-z_][a-z0-9_]*", "a dimension") for role, inner in node.mapping().items()},
     "dtypes": lambda node: {role: from_user(inner.one_of(FLOATING_WORDS)) for role, inner in node.mapping().items()},
+    "values": lambda node: {role: inner.one_of(FUNCTIONS) for role, inner in node.mapping().items()},
     "splits": lambda node: {role: split_of(inner) for role, inner in node.mapping().items()},
     "keep_fused": lambda node: {role: _version(inner) for role, inner in node.mapping().items()},
     "tied_table_stored_as": lambda node: node.one_of(("head", "embedding", "both")),
@@ -93,6 +95,7 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "tp_at_most_experts": Node.flag,
     "stages_need_experts": Node.flag,
     "tied_refuses_stages": Node.flag,
+    "refuses_stages": Node.flag,
     "stores_normalizer": Node.flag,
     "normalizer_until": _version,
     "quantizes_router": Node.flag,
