@@ -58,7 +58,7 @@ def lay_out(serving_format: ServingFormat, content: Content, target: Target, com
             *class_notes,
             *config_notes,
             *_about_left_out(left_out, content),
-            *_about_values(stored),
+            *about_values(stored),
         ),
         aliases=scale_aliases(model, rules),
         left_out=left_out,
@@ -120,13 +120,13 @@ def _about_left_out(left_out: Mapping[str, str], content: Content) -> tuple[str,
     return (f"layers are left out; `reshard verify {excluded}` compares all others with the source",) if globs else ()
 
 
-def _about_values(stored: Mapping[str, DType]) -> Iterator[str]:
+def about_values(stored: Mapping[str, DType]) -> Iterator[str]:
     """A note about weights in whose place the engine stores a function of them."""
     if computed := {name: dtype for name, dtype in stored.items() if dtype.function}:
         name, dtype = next(iter(computed.items()))
         yield (
-            f"of {plural(len(computed), 'weight')} such as {name} the engine stores {dtype.function}, so that the weight itself does not come "
-            "back from these files; `reshard verify` computes the same"
+            f"of {plural(len(computed), 'weight')} such as {name} the engine stores {dtype.function}, so that the weight itself does not "
+            "come back from these files; `reshard verify` computes the same"
         )
 
 
