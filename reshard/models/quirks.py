@@ -75,8 +75,9 @@ class ModelQuirks:
     splits: Mapping[str, Split] = field(default_factory=dict)
     """Splits by role, where ranks share a weight in another way than usual."""
 
-    dtypes: Mapping[str, DType] = field(default_factory=dict)
-    """Element types that the class prescribes, by role, whatever the source has."""
+    dtypes: Mapping[str, DType | None] = field(default_factory=dict)
+    """Element types that the class prescribes, by role, whatever the source has. A value of None prescribes the element type that the model
+    computes in."""
 
     values: Mapping[str, str] = field(default_factory=dict)
     """Role -> the function, one of functions.FUNCTIONS, whose values the class stores in place of such a weight."""
@@ -109,7 +110,8 @@ class ModelQuirks:
     """Whether the class has experts in every layer and ignores the config's dense layers."""
 
     config_defaults: tuple[tuple[str, object], ...] = ()
-    """Config keys that the class needs, each with the value that is written if the config does not have the key."""
+    """Config keys that the class needs, each with the value that is written if the config does not have the key. A dot leads into an inner
+    config."""
 
     assumed_settings: tuple[tuple[str, object], ...] = ()
     """Config keys that the class ignores, each with the value that it assumes. A model with another value is refused."""

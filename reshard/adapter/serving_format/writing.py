@@ -95,12 +95,27 @@ def _check_content(content: Content, model: Model, rules: EngineRules) -> None:
 def _with_config_defaults(companions: ModelFiles, rules: EngineRules) -> tuple[ModelFiles, tuple[str, ...]]:
     """The config with the keys that the engine's class needs, and a note about the added keys."""
     config = companions.config or {}
-    added = {key: value for key, value in rules.quirks.config_defaults if key not in config}
+    added = {key: value for key, value in rules.quirks.config_defaults if not _is_stated(config, key.split("."))}
     if not added:
         return companions, ()
+    for key, value in added.items():
+        config = _with_key(config, key.split("."), value)
     settings = ", ".join(f"{key}: {value}" for key, value in added.items())
     note = f"added to config.json, since {rules.engine} needs it: {settings}"
-    return replace(companions, config={**config, **added}, derived=True), (note,)
+    return replace(companions, config=config, derived=True), (note,)
+
+
+def _is_stated(config: Mapping[str, Any], words: list[str]) -> bool:
+    """Whether a config has a key, given as the words on the way to it."""
+    first, *rest = words
+    inner = config.get(first)
+    return first in config and (not rest or (isinstance(inner, Mapping) and _is_stated(inner, rest)))
+
+
+def _with_key(config: Mapping[str, Any], words: list[str], value: object) -> dict[str, Any]:
+    """A config with a key, given as the words on the way to it."""
+    first, *rest = words
+    return {**config, first: _with_key(config.get(first) or {}, rest, value) if rest else value}
 
 
 def _sidecars(companions: ModelFiles, dtypes: Mapping[str, DType], engine_config: dict[str, Any] | None) -> tuple[Sidecar, ...]:
