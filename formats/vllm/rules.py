@@ -130,6 +130,7 @@ def _rules(model: Model, version: Numbers, quirks: ModelQuirks) -> VersionRules:
         keep_fused=quirks.keeps_fused_at(version),
         renames=((r"(?<!\.attn)\.([kv]_scale)$", r".attn.\1"), *quirks.renames_at(version)),
         splits=_GROUPS,
+        renames_in=quirks.renames_in_at(version),
         dtypes={"scale": F32, "router.correction": F32 if release.wide_correction else None},
         scales_kept_once=frozenset({"input_scale"}),
     )

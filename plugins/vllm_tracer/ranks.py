@@ -58,7 +58,7 @@ def prepare() -> None:
     """Import vLLM, and change what would need other processes, network or a GPU. Called once, before ranks are forked."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    _stand_in_for_torchvision()
+    stand_in_for_torchvision()
     import torch
     import torch.distributed as dist
     import vllm.distributed.parallel_state as state
@@ -83,7 +83,7 @@ def prepare() -> None:
     state.in_the_same_node_as = lambda group, source_rank=0: [True] * dist.get_world_size(group)
 
 
-def _stand_in_for_torchvision() -> None:
+def stand_in_for_torchvision() -> None:
     """Image processors import torchvision. Loading weights calls nothing of it."""
     if importlib.util.find_spec("torchvision") is not None:
         return

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from reshard.geometry.dtypes import DType
 from reshard.models.roles import Split
@@ -47,6 +48,9 @@ class ModelQuirks:
 
     names: tuple[EngineName, ...] = ()
     """Other names, which are applied to every Hugging Face name in this order."""
+
+    names_in: Mapping[str, tuple[EngineName, ...]] = field(default_factory=dict)
+    """Set of layers -> further names, which are applied to the names of these layers before `names`."""
 
     fusions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Module -> roles that the class stores as one tensor of that module, in this order, besides those that the engine always joins."""
@@ -88,10 +92,16 @@ class ModelQuirks:
     stages_need_experts: bool = False
     """Whether the class refuses a pipeline stage without a layer that has experts."""
 
-    tied_refuses_stages: bool = False
-    """Whether the class refuses several pipeline stages if head and embedding are one tensor."""
+    one_stage_if: str | None = None
+    """A key of the config, or "not KEY": the class refuses several pipeline stages if the key is set, or not set. None: it takes them."""
 
-    refuses_stages: bool = False
+    layer_lists: Mapping[str, str] = field(default_factory=dict)
+    """Set of layers -> the engine's own list of these layers, in which it counts them from 0: model.decoder in place of model.layers."""
+
+    in_place_of: Mapping[str, str] = field(default_factory=dict)
+    """Role -> another role, whose weight the class stores also in the place of the first one, where a layer has no weight of that role."""
+
+    one_stage: bool = False
     """Whether the class refuses several pipeline stages."""
 
     stores_normalizer: bool = False
@@ -122,6 +132,13 @@ class ModelQuirks:
     notes: tuple[str, ...] = ()
     """Sentences for the person who starts the engine."""
 
+    def around(self, inner: ModelQuirks) -> ModelQuirks:
+        """These quirks, of a class that makes a language model by another class, with those of that class. Where both say something that
+        only one can say, the outer class counts."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(ModelQuirks(), f.name)}
+        both = {name: _joined(getattr(inner, name), value) for name, value in own.items()}
+        return replace(inner, **{**both, "since": max(self.since, inner.since), "of_class": {}})
+
     @property
     def changes(self) -> set[Version]:
         """The versions in which something changed."""
@@ -132,6 +149,10 @@ class ModelQuirks:
         """(pattern, replacement) of the names that a version changes."""
         return (rename for name in self.names if (rename := name.at(version)))
 
+    def renames_in_at(self, version: Version) -> dict[str, tuple[tuple[str, str], ...]]:
+        """Set of layers -> (pattern, replacement) of the names that a version changes in these layers only."""
+        return {of: tuple(rename for name in names if (rename := name.at(version))) for of, names in self.names_in.items()}
+
     def keeps_fused_at(self, version: Version) -> frozenset[str]:
         """The roles of the fused weights that a version stores as the model does."""
         return frozenset(role for role, since in self.keep_fused.items() if since <= version)
@@ -139,3 +160,15 @@ class ModelQuirks:
     def stores_normalizer_at(self, version: Version) -> bool:
         """Whether a version stores the factor of the embeddings."""
         return self.stores_normalizer and (self.normalizer_until is None or version < self.normalizer_until)
+
+
+def _joined(inner: Any, outer: Any) -> Any:
+    """The values of a field of two classes in one: collections are joined."""
+    match outer:
+        case Mapping():
+            return {**inner, **outer}
+        case tuple():
+            return (*inner, *outer)
+        case frozenset():
+            return inner | outer
+    return outer

@@ -56,10 +56,10 @@ def check_stages(model: Model, pp: int) -> None:
 
 def stage_problem(model: Model, rules: EngineRules, pp: int) -> str | None:
     """Why the engine refuses to distribute the layers over `pp` stages; None if it does not."""
-    if pp > 1 and rules.quirks.tied_refuses_stages and model.is_tied:
-        return "its class for this model cannot tie the head to an embedding on another stage"
-    if pp > 1 and rules.quirks.refuses_stages:
+    if pp > 1 and rules.quirks.one_stage:
         return "its class for this model cannot be divided into stages"
+    if pp > 1 and (key := rules.quirks.one_stage_if) and model.holds(key):
+        return f"its class for this model takes one stage, since the config says {key.replace('not ', 'nothing for ')}"
     counts = rules.layers_per_stage(model.dimensions["layers"], pp)
     for pp_rank in range(pp if rules.quirks.stages_need_experts and model.sparse_layers else 0):
         if not set(stage_layers(counts, pp_rank)) & model.sparse_layers:

@@ -18,7 +18,7 @@ def parts_by_kind(model: Model, rules: EngineRules) -> dict[LayerKind | None, tu
 
 
 def distinct_parts(model: Model, rules: EngineRules) -> tuple[Part, ...]:
-    """One part for each role, parameter and shape. These decide whether a parallel size is legal.
+    """One part for each role, parameter, shape and number of heads. These decide whether a parallel size is legal.
 
     Attention heads come first, since people understand a size that does not divide the heads best.
     """
@@ -42,7 +42,7 @@ def _distinct_parts(model: Model, keep_fused: frozenset[str], unsupported: froze
     first: dict[tuple[object, ...], Part] = {}
     for parts in _parts_by_kind(model, keep_fused, unsupported).values():
         for part in parts:
-            first.setdefault((part.role, part.parameter, part.array.shape), part)
+            first.setdefault((part.role, part.parameter, part.array.shape, id(part.dimensions)), part)
     return tuple(sorted(first.values(), key=lambda part: not isinstance(part.split, Heads)))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from reshard.geometry.dtypes import FLOATING_WORDS, DType, from_user
 from reshard.geometry.functions import FUNCTIONS
 from reshard.models.declared.node import Node
-from reshard.models.declared.weights import split_of
+from reshard.models.declared.weights import layer_set, split_of
 from reshard.models.quirks import EngineName, ModelQuirks, Version
 from reshard.models.roles import ROLES
 
@@ -87,6 +87,7 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "of_class": lambda node: {name: _quirks(inner) for name, inner in node.mapping().items()},
     "since": _version,
     "names": _names,
+    "names_in": lambda node: {layer_set(inner.inner("", name)): _names(inner) for name, inner in node.mapping().items()},
     "fusions": lambda node: {module: _roles(inner) for module, inner in node.mapping().items()},
     "even_rows_first": lambda node: {role: inner.word(r"[a-z_][a-z0-9_]*", "a dimension") for role, inner in node.mapping().items()},
     "dtypes": lambda node: {role: _dtype(inner) for role, inner in node.mapping().items()},
@@ -99,8 +100,10 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "unsupported": _unsupported,
     "tp_at_most_experts": Node.flag,
     "stages_need_experts": Node.flag,
-    "tied_refuses_stages": Node.flag,
-    "refuses_stages": Node.flag,
+    "one_stage": Node.flag,
+    "one_stage_if": Node.condition,
+    "layer_lists": lambda node: {layer_set(inner.inner("", name)): _engine_words(inner) for name, inner in node.mapping().items()},
+    "in_place_of": lambda node: {role: inner.word(r"[\w.-]+", "a role") for role, inner in node.mapping().items()},
     "stores_normalizer": Node.flag,
     "normalizer_until": _version,
     "quantizes_router": Node.flag,
