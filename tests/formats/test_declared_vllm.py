@@ -58,7 +58,7 @@ def test_every_rank_of_a_declared_model_holds_what_real_vllm_holds(name, tmp_pat
         with pytest.raises(UnsupportedError, match=r"does not load a .* model from such files"):
             check_served(model, rules_of("vllm", model))
         return
-    weights = {name: named_weights.elements_of(name, shape) for name, shape in shapes.items()}
+    weights = named_weights.weights_of(shapes, reference.get("zeros"))
     model = Model(model.architecture, {**model.config, str(model.architecture.mtp_layers): 0})
     different = []
     for degree, expected in reference["degrees"].items():
@@ -68,7 +68,7 @@ def test_every_rank_of_a_declared_model_holds_what_real_vllm_holds(name, tmp_pat
         elif list(map(digest_of, laid_out(model, weights, sizes_of(degree), value_in_vllm))) != expected:
             different.append(degree)
     assert not different, "fixtures/vllm_declared/make.py --details shows every tensor of vLLM's ranks"
-    named_weights.write(tmp_path / "model", reference["config"], shapes)
+    named_weights.write(tmp_path / "model", reference["config"], shapes, reference.get("zeros"))
     exclude = weights_without_slot(model, rules_of("vllm", model))
     states = written(tmp_path / "model", {"tp": 2, "exclude": exclude}, tmp_path / "out")
     assert list(map(digest_of, states)) == list(map(digest_of, laid_out(model, weights, {"tp": 2}, our_value)))
