@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -186,7 +185,10 @@ def without_kernels(softened: list[str]) -> Iterator[None]:
                         softened.append(line)
                     return fallback(*args, **names)
 
-            setattr(owner, attribute, staticmethod(soft) if isinstance(stored, classmethod | staticmethod) else soft)
+            replacement: Any = staticmethod(soft) if isinstance(stored, classmethod | staticmethod) else soft
+            if isinstance(real, type):  # annotations name it
+                replacement = type(attribute, (real,), {"__new__": lambda _, *args, **names: soft(*args, **names)})
+            setattr(owner, attribute, replacement)
             undo.append(lambda: setattr(owner, attribute, stored))
 
     quantization = "vllm.model_executor.layers.quantization"

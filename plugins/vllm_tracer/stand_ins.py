@@ -1,5 +1,5 @@
-"""Stand-ins for packages that vLLM's model classes import, and of which loading weights calls nothing: image processing, and the languages in
-which kernels for GPUs are written. They are used only where the package is not installed."""
+"""Stand-ins for packages that vLLM's model classes import, and of which loading weights calls nothing: image processing, and the languages
+in which kernels for GPUs are written. They are used only where the package is not installed."""
 
 from __future__ import annotations
 

@@ -89,6 +89,9 @@ class ModelQuirks:
     tp_at_most_experts: bool = False
     """Whether the class refuses more tensor-parallel ranks than experts."""
 
+    least_expert_width: int = 0
+    """Ranks that share experts of a smaller width than this are refused: the class would round the width up, and leave the rest unset."""
+
     stages_need_experts: bool = False
     """Whether the class refuses a pipeline stage without a layer that has experts."""
 

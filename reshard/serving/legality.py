@@ -82,6 +82,10 @@ def degree_problem(model: Model, rules: EngineRules, tp: int, ep: int = 1) -> tu
             return part.tensor, reason
     if rules.quirks.tp_at_most_experts and model.sparse_layers and tp > experts:
         return "experts", f"{tp} ranks are more than its {experts} experts"
+    width = model.dimensions.get("expert_intermediate", 0) // tp
+    if tp > 1 and ep == 1 and model.sparse_layers and width < rules.quirks.least_expert_width:
+        least = rules.quirks.least_expert_width
+        return "experts", f"over {tp} ranks, experts have a width of {width}, which the engine would fill up to {least} with unset elements"
     if rules.equal_experts and experts % ep:
         return "experts", f"{ep} ranks do not divide its {experts} experts"
     return _unaligned(model, rules)

@@ -16,8 +16,10 @@ import reshard
 from reshard.canonical.name_variants import Names
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.dtypes import BF16, F32
+from reshard.geometry.parallel import Parallel
 from reshard.models.lookup import find_model
 from reshard.models.model import Model
+from reshard.serving.legality import check_degrees
 from reshard.serving.served_model import check_served
 from reshard.serving.weights import stored_dtypes, weights_without_slot
 
@@ -106,3 +108,25 @@ def test_an_element_type_can_be_that_of_the_model(tmp_path):
     router = next(weight.name for weight in model.weights.values() if weight.role == "router")
     dtypes = stored_dtypes(model, rules_of("vllm", model), {**dict.fromkeys(model.weights, BF16), router: F32})
     assert dtypes[router] == BF16
+
+
+def test_ranks_with_too_narrow_parts_of_experts_are_refused():
+    """vLLM's class of kimi_linear would round the width up to 256 and leave the rest unset. Whole experts are not rounded."""
+    reference = json.loads(REFERENCES["kimi_linear"].read_text())
+    model = find_model({**reference["config"], "moe_intermediate_size": 512})
+    rules = rules_of("vllm", model)
+    check_degrees(model, rules, Parallel(2))
+    check_degrees(model, rules, Parallel(4, ep=4))
+    with pytest.raises(RequestError, match="a width of 128") as refused:
+        check_degrees(model, rules, Parallel(4))
+    assert "Legal tensor-parallel sizes are 1, 2" in str(refused.value)
+
+
+def test_a_name_can_have_another_role_in_other_layers():
+    reference = json.loads(REFERENCES["kimi_linear"].read_text())
+    model = find_model(reference["config"])
+    assert [model.weights[f"model.layers.{layer}.self_attn.q_proj.weight"].role for layer in range(3)] == ["delta.q", "mla.q", "delta.q"]
+    by_layer_types = {key: value for key, value in reference["config"].items() if key != "linear_attn_config"}
+    sizes = {"linear_head_dim": 12, "linear_num_heads": 16, "linear_conv_kernel_dim": 4}
+    kinds = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "mlp_layer_types": ["dense", "sparse", "sparse"]}
+    assert find_model({**by_layer_types, **sizes, **kinds}).weights.keys() == model.weights.keys()

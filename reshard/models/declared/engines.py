@@ -99,6 +99,7 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "module_names": lambda node: {role: inner.word() for role, inner in node.mapping().items()},
     "unsupported": _unsupported,
     "tp_at_most_experts": Node.flag,
+    "least_expert_width": lambda node: node.number(1),
     "stages_need_experts": Node.flag,
     "one_stage": Node.flag,
     "one_stage_if": Node.condition,
