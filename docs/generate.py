@@ -215,7 +215,8 @@ def models() -> str:
             "How each was compared with vLLM: small models of that type were saved by transformers and loaded by real rank processes of "
             "vLLM, with its own class and loader. Every key, shape, element type and bit of every rank is what `convert --to vllm` "
             "writes, at the degrees below; degrees that vLLM refuses are refused. TP is the number of tensor-parallel ranks, PP that of "
-            "stages, EP that of ranks with whole experts. The last column names other engines whose files were compared.",
+            "stages, EP that of ranks with whole experts. The last column names other engines whose files were compared. Of "
+            "[values that vLLM computes](../architectures.md#values-that-an-engine-computes), the last bit depends on its platform.",
             _table(("model type", "models", "compared with vLLM", "also"), rows),
             "`reshard architectures NAME` shows a declaration. [Declaring a model](../architectures.md) explains how to add one, and "
             "`fixtures/vllm_declared/make.py` how to compare it.",

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.geometry.dtypes import BF16, F32, DType
+from reshard.geometry.functions import values_of
 
 Block = npt.NDArray[Any]
 
@@ -30,10 +31,18 @@ def cast(block: Block, source: DType, target: DType, out: Block | None = None) -
     """The values of a block in another element type, rounded to nearest, ties to even. Returns `block` itself if the types are equal.
 
     block: words of `source`. out: a row-major array of words of `target` for the result, which is a new array without it. Values that are
-    too large become 448 in F8_E4M3, infinite in a type that has infinity, and otherwise NaN.
+    too large become 448 in F8_E4M3, infinite in a type that has infinity, and otherwise NaN. If the target's elements are the values of a
+    function, it is computed in float32. The source's must not be (dtypes.can_cast).
     """
     if source == target:
         return block
+    if source.function:
+        assert source.function == target.function, "weights do not follow from the values of a function of them"
+        return cast(block, source.of(""), target.of(""), out)
+    if target.function:
+        values = values_of(target.function, cast(block, source, F32).reshape(-1).view("<f4"))
+        values[np.isnan(values)] = np.nan
+        return cast(values.view(F32.word).reshape(block.shape), F32, target.of(""), out)
     words = block.reshape(-1)
     result = np.empty(len(words), target.word) if out is None else out.reshape(-1)
     with np.errstate(all="ignore"):

@@ -14,6 +14,7 @@ from reshard.engine.recorded import mismatch
 from reshard.engine.transfer import Block, Pieces, Worker, bytes_of, strips
 from reshard.errors import DifferenceFound
 from reshard.geometry.boxes import Box, blocks
+from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.index.index import Constant, Index, Tensor
 from reshard.plans.digests import CURRENT, DigestVersion, Fingerprint
@@ -159,7 +160,8 @@ def compare(
 ) -> Iterator[int]:
     """Compare every element of every tensor, including replicas and constants. Fills `result` and yields the bytes of each finished block.
 
-    with_cast: if element types differ, cast the left values to the right type, as torch does, and compare the bits.
+    with_cast: if element types differ, cast the left values to the right type, as torch does, and compare the bits. Where one side holds
+    the values of a function of the weights, they are computed of the other side.
 
     Raises: CheckpointError if a file cannot be read or replicas of one side differ, RequestError if `memory` is too small.
     """
@@ -180,12 +182,16 @@ def compare(
 
         def perform(job: _Job) -> tuple[_Job, int, Box | None, tuple[bytes | None, bytes | None]]:
             dtypes = job.sides[0].tensor.dtype, job.sides[1].tensor.dtype
+            common = _common(*dtypes)
             digests_of_block, element = _PairDigests([job.name in of_side for of_side in recorded]), None
             for strip, slab_pieces in strips(job.box, *job.sides):
-                stored, b = (worker.read(each, strip) for worker, each in zip(workers_pair, slab_pieces, strict=True))
-                a = cast(stored, *dtypes, workers_pair[0].converted(strip.sizes, dtypes[1]))
+                stored = [worker.read(each, strip) for worker, each in zip(workers_pair, slab_pieces, strict=True)]
+                a, b = (
+                    cast(values, dtype, common, worker.converted(strip.sizes, common))
+                    for values, dtype, worker in zip(stored, dtypes, workers_pair, strict=True)
+                )
                 is_equal = _equal(a, b)
-                digests_of_block.add(stored, b, is_equal=is_equal and a is stored)
+                digests_of_block.add(*stored, is_equal=is_equal and a is stored[0] and b is stored[1])
                 if not is_equal and element is None:
                     element = _first_difference(a, b, strip.box)
             return job, job.box.volume * dtypes[1].itemsize, element, digests_of_block.result()
@@ -252,11 +258,19 @@ def _comparable(left: Side, right: Side, result: Comparison, *, with_cast: bool)
         result.tensors += 1
         if x.shape != y.shape:
             result.differences.append(Difference(name, "shape", f"its shape is {list(x.shape)} on the left, {list(y.shape)} on the right"))
+        elif x.dtype.function != y.dtype.function and x.dtype.floating and y.dtype.floating:
+            yield x, y  # the function's type follows from the function, not from the weight
         elif x.dtype != y.dtype and not (with_cast and x.dtype.floating and y.dtype.floating):
             hint = " (--cast compares the values after a cast)" if x.dtype.floating and y.dtype.floating else ""
             result.differences.append(Difference(name, "dtype", f"it is {x.dtype} on the left, {y.dtype} on the right{hint}"))
         else:
             yield x, y
+
+
+def _common(left: DType, right: DType) -> DType:
+    """The type in which two tensors are compared: the right one's; or the left one's if the left one alone holds the values of a function,
+    which are computed of the other one."""
+    return left if left.function and not right.function else right
 
 
 def wrong_constants(files: Files, constants: Iterable[Constant]) -> Iterator[Difference]:

@@ -96,7 +96,7 @@ class LazyTensor:
         """
         import torch
 
-        dtype = from_torch(str(target.dtype), where=self.name)
+        dtype = from_torch(str(target.dtype), where=self.name).of(self.dtype.function)
         if tuple(target.shape) != self.shape:
             raise RequestError(f"its shape is {list(self.shape)}, that of the target tensor {list(target.shape)}", where=self.name)
         if not self.fits(dtype):

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from reshard.errors import RequestError
+
+
+def value_at(value: Any, words: Iterable[str]) -> Any:
+    """The value inside nested mappings and lists; None if there is none."""
+    for word in words:
+        if isinstance(value, list) and value and word.isdecimal():
+            value = value[min(int(word), len(value) - 1)]  # a layer for multi-token prediction is like the last one of the list
+        else:
+            value = value.get(word) if isinstance(value, Mapping) else None
+    return value
 
 
 def whole_number(config: Mapping[str, Any], key: str | None) -> int | None:

@@ -1,6 +1,7 @@
 """Elements of the KV cache per token, layer and rank.
 
-    attention             2 x head_dim x KV heads of the rank, max(1, kv_heads / tp): with tp > kv_heads it shrinks no further
+    attention             2 x head_dim x KV heads of the rank, max(1, kv_heads / tp): with tp > kv_heads it shrinks no further;
+                          head_dim + value_dim, if values have another width
     latent (MLA)          kv_rank + rope_dim: one vector for all heads, the same on every rank
 
 A layer with a sliding window caches at most the window's tokens of a sequence. A layer without attention caches nothing for a token.
@@ -17,12 +18,13 @@ from reshard.models.config_values import entries
 from reshard.models.model import Model
 
 
-def layer_elements(model: Model, tp: int) -> int:
-    """Elements that one layer caches per token on one of `tp` ranks."""
-    dimensions = model.dimensions
+def layer_elements(model: Model, layer: int, tp: int) -> int:
+    """Elements that a layer caches per token on one of `tp` ranks."""
+    dimensions = model.dimensions_in(layer)
     if "kv_rank" in dimensions:
         return dimensions["kv_rank"] + dimensions["rope_dim"]
-    return 2 * dimensions["head_dim"] * max(1, dimensions["kv_heads"] // tp)
+    key_and_value = dimensions["head_dim"] + dimensions.get("value_dim", dimensions["head_dim"])
+    return key_and_value * max(1, dimensions["kv_heads"] // tp)
 
 
 def caching_layers(model: Model) -> frozenset[int]:
