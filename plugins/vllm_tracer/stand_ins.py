@@ -54,7 +54,7 @@ class Anything(metaclass=_AnyClass):
 
 _WORDS = ("nearest", "nearest-exact", "bilinear", "bicubic", "box", "hamming", "lanczos")
 # Attributes that are looked at when a module is imported.
-_KNOWN = {"InterpolationMode": enum.Enum("InterpolationMode", {word.upper().replace("-", "_"): word for word in _WORDS})}  # type: ignore[misc]
+_KNOWN = {"InterpolationMode": enum.Enum("InterpolationMode", {word.upper().replace("-", "_"): word for word in _WORDS})}
 
 
 class _StandInFinder(MetaPathFinder, Loader):

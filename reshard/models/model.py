@@ -472,8 +472,8 @@ class Model:
             parameter = "bias" if parameter.endswith("bias") else "weight"
         if declared.transposed and len(array.shape) == 2:
             array = array.transposed()
-        role = ROLES.get(weight.role)
-        if role and role.in_layer and len(role.shape) == 1 < len(array.shape) and math.prod(array.shape) == max(array.shape):
+        row = ROLES.get(weight.role)
+        if row and row.in_layer and len(row.shape) == 1 < len(array.shape) and math.prod(array.shape) == max(array.shape):
             array = array.squeezed()  # a vector that is stored as [1, n]
         block_shape: BlockShape = weight.scale.block_shape if weight.scale else (1,) * len(array.shape)
         blocks = next((scale.block_shape for scale in weight.scales if scale.is_blocked), None)
