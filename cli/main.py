@@ -29,6 +29,7 @@ COMMANDS = {
     "convert": (".commands.convert", "Convert a checkpoint for another engine, framework or parallel layout."),
     "plan": (".commands.plan", "Show the proven plan of one conversion; write nothing."),
     "verify": (".commands.verify", "Check that two checkpoints hold the same weights, or one folder what reshard wrote."),
+    "diff": (".commands.diff", "Show in numbers what changed between two checkpoints."),
     "doctor": (".commands.doctor", "Check a checkpoint after every save: files, structure, optimizer and, with --deep, values."),
     "fingerprint": (".commands.fingerprint", "Digest a checkpoint's weights, whatever their layout."),
     "roundtrip": (".commands.roundtrip", "Prove that a conversion and its way back lose nothing."),

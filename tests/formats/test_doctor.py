@@ -23,7 +23,7 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import _TABLE, F32
 from reshard.health import experts, optimizer, structure
 from reshard.health.findings import KINDS
-from reshard.health.statistics import Meter
+from reshard.measures.statistics import Meter
 from reshard.health.values import Measured
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards
