@@ -58,6 +58,12 @@ def shape_text(shape: Sequence[int]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
+def sparkline(counts: Sequence[int]) -> str:
+    """A histogram as one line; a bin that is not empty is never drawn as empty."""
+    highest = max(counts, default=0)
+    return "".join(" " if not count else "▁▂▃▄▅▆▇█"[min(7, count * 8 // highest)] for count in counts)
+
+
 def show(text: str = "") -> None:
     """Print lines; what comes from a file cannot act on the terminal."""
     with standard_output():

@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 @options.selection("Compare")
 @options.model
 @options.effort
-@options.as_json
+@options.summary_or_full
 def command(
-    left: str, right: str, headers: bool, thresholds: tuple[str, ...], limit: int, as_json: bool, show_progress: bool | None, **given: Any
+    left: str, right: str, headers: bool, thresholds: tuple[str, ...], limit: int, as_json: bool, full: bool, **given: Any
 ) -> None:
     """Show in numbers what changed from LEFT to RIGHT, whatever their formats and layouts.
 
@@ -66,11 +66,11 @@ def command(
     about_model, effort = options.take(given, ModelOptions), options.take(given, EffortOptions)
     a, b = open_both(left, right, **about_model)
     total = 0 if headers else sum(tensor.nbytes for tensor in b.index.tensors if tensor.kind == "weight")
-    with bar(total, "diff", show_progress) as advance:
+    with bar(total, "diff", given.pop("show_progress")) as advance:
         result = reshard.diff(a, b, headers=headers, selection=selection_of(given), **{**effort, "progress": advance})
     beyond = result.beyond(limits) if limits else None
     if as_json:
-        show_json(document(result, beyond))
+        show_json(document(result, beyond, full=full))
     else:
         _show(result, beyond, limit)
     # With a threshold, smaller changes of values pass.
@@ -78,8 +78,10 @@ def command(
     click.get_current_context().exit(1 if counted or beyond else 0)
 
 
-def document(result: Diff, beyond: list[Change] | None) -> dict[str, Any]:
-    """The result with stable keys."""
+def document(result: Diff, beyond: list[Change] | None, *, full: bool) -> dict[str, Any]:
+    """The result with stable keys. full: each tensor, too."""
+    from reshard.measures.changes import sum_of
+
     return {
         "equal": result.equal,
         "tensors": result.tensors,
@@ -88,8 +90,9 @@ def document(result: Diff, beyond: list[Change] | None) -> dict[str, Any]:
         "beyond_threshold": None if beyond is None else [change.name for change in beyond],
         "layers": [_row(change) for change in result.by_layer()],
         "roles": [_row(change) for change in result.by_role()],
-        "changes": [_row(change) for change in result.changes],
+        "total": _row(sum_of("all tensors", result.changes)),
         "notes": result.notes,
+        **({"changes": [_row(change) for change in result.changes]} if full else {}),
     }
 
 

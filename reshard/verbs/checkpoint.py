@@ -23,7 +23,7 @@ from reshard.containers.inert_pickle import gc_paused
 from reshard.engine.events import details, event
 from reshard.engine.journal import read_journal
 from reshard.engine.one_save import check_copied_files, check_steps
-from reshard.engine.views import View
+from reshard.engine.views import LazyTensor, View
 from reshard.errors import CheckpointError, RequestError, UnexpectedContentError
 from reshard.geometry.quantities import plural
 from reshard.geometry.stored import whole
@@ -115,8 +115,11 @@ class Checkpoint:
             if name in recorded and not (tensor.kind == "master" and not is_state_key(name) and master_key(name) in recorded)
         }
 
-    def tensors(self, selection: Selection | None = None) -> View:
-        """Every weight under its canonical name, read when asked for."""
+    def tensors(self, selection: Selection | str | None = None) -> View:
+        """The tensors under their canonical names, read when asked for: every weight, those whose names match a glob such as "*.q_proj*",
+        or those that a selection chooses."""
+        if isinstance(selection, str):
+            return self._everything.matching(selection)
         content = self.content(selection)
         check_selected(content)
         stored = {name: whole(name, tensor.dtype, tensor.shape) for name, tensor in content.tensors.items()}
@@ -137,6 +140,36 @@ class Checkpoint:
             raise RequestError(f"the target has no {missing or 'rank 0'}", why=f"It is laid out for {plan.layout.parallel}")
         stored = {item.tensor.name: item.tensor for file in files for item in file.tensors}
         return View(stored, plan.content.tensors, self.files)
+
+    @cached_property
+    def _everything(self) -> View:
+        """Every tensor that has a canonical name: weights, and optimizer state and run state where they can be named."""
+        try:
+            return self.tensors(Selection(optimizer=True, masters=True, keep_unknown=True))
+        except RequestError:  # several models and none chosen, or optimizer state of unknown parameters
+            return self.tensors()
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        """A tensor by its canonical name, read when asked for. Raises KeyError with the nearest names."""
+        return self._everything[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._everything
+
+    def __iter__(self) -> Iterator[str]:
+        """The canonical names of the tensors."""
+        return iter(self._everything)
+
+    def __len__(self) -> int:
+        return len(self._everything)
+
+    def __bool__(self) -> bool:
+        """An opened checkpoint is true, even without tensors."""
+        return True
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame with one row per tensor. pandas must be installed."""
+        return self._everything.to_pandas()
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.path!r}, {self.format}, {len(self.index.tensors)} tensors)"
