@@ -70,7 +70,9 @@ def sliced(tensor: LazyTensor, text: str) -> LazyTensor:
     try:
         return tensor[tuple(_index(word.strip()) for word in text.split(","))]
     except (ValueError, IndexError) as error:
-        raise RequestError(f"--slice {text}: {error}", where=f"{tensor.name} {shape_text(tensor.shape)}", do="Use for example 0:4,:8") from None
+        raise RequestError(
+            f"--slice {text}: {error}", where=f"{tensor.name} {shape_text(tensor.shape)}", do="Use for example 0:4,:8"
+        ) from None
 
 
 def _index(word: str) -> Any:

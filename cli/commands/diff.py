@@ -38,16 +38,14 @@ if TYPE_CHECKING:
     "thresholds",
     multiple=True,
     metavar="[MEASURE=]N",
-    help="Exit with 0 if no tensor changed by more than N: its `relative` L2 difference, or `largest`, `mean`, `changed`, `ulps`.",
+    help="Allow changes up to N: of `relative` L2 (default), `largest`, `mean`, `changed`, `ulps`.",
 )
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(0), metavar="N", help="Show N tensors; 0 for all.")
 @options.selection("Compare")
 @options.model
 @options.effort
 @options.summary_or_full
-def command(
-    left: str, right: str, headers: bool, thresholds: tuple[str, ...], limit: int, as_json: bool, full: bool, **given: Any
-) -> None:
+def command(left: str, right: str, headers: bool, thresholds: tuple[str, ...], limit: int, as_json: bool, full: bool, **given: Any) -> None:
     """Show in numbers what changed from LEFT to RIGHT, whatever their formats and layouts.
 
     For every tensor: the share of the elements that differ, the relative L2 difference, the largest and the mean absolute difference, the

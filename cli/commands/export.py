@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +13,9 @@ from ..json_output import show_json
 from ..progress import bar
 from ..tables import nbytes_text, shape_text, show
 from .cat import named, sliced
+
+if TYPE_CHECKING:
+    from reshard.engine.views import LazyTensor
 
 
 @click.command(
@@ -31,9 +34,7 @@ from .cat import named, sliced
 @options.format_name
 @options.model
 @options.as_json
-def command(
-    checkpoint: str, names: tuple[str, ...], output: str, index: str | None, overwrite: bool, as_json: bool, **given: Any
-) -> None:
+def command(checkpoint: str, names: tuple[str, ...], output: str, index: str | None, overwrite: bool, as_json: bool, **given: Any) -> None:
     """Write tensors of CHECKPOINT, joined from all ranks, to one file, in blocks.
 
     In a .npy file bfloat16 and 8-bit floats stand as raw words, because numpy has no such types; the result says how to view them.
@@ -42,7 +43,7 @@ def command(
     from reshard.verbs.export import export
 
     opened = reshard.open(checkpoint, **given)
-    tensors = {}
+    tensors: dict[str, LazyTensor] = {}
     for name in names:
         if any(sign in name for sign in "*?["):
             tensors.update(opened.tensors(name))

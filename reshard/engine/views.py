@@ -33,7 +33,8 @@ def numpy_type(dtype: DType) -> np.dtype[Any]:
         return np.dtype("<" + _NUMPY[dtype.name])
     import ml_dtypes
 
-    return np.dtype(getattr(ml_dtypes, dtype.torch))
+    narrow: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.torch))
+    return narrow
 
 
 class LazyTensor:
@@ -212,7 +213,7 @@ class View(Mapping[str, LazyTensor]):
 
     def to_pandas(self) -> Any:
         """A pandas DataFrame with one row per tensor: name, dtype, shape, elements, bytes. pandas must be installed."""
-        import pandas as pd
+        import pandas as pd  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
         rows = [(each.name, each.dtype.name, each.shape, math.prod(each.shape), each.nbytes) for each in self._stored.values()]
         return pd.DataFrame(rows, columns=["name", "dtype", "shape", "elements", "bytes"])

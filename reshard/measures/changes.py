@@ -166,12 +166,14 @@ class ChangeMeter:
 
     def _array(self, number: int, dtype: Any, length: int) -> npt.NDArray[Any]:
         """A scratch array."""
-        return self._scratch[number].view(dtype)[:length]
+        array: npt.NDArray[Any] = self._scratch[number].view(dtype)[:length]
+        return array
 
     def _values(self, number: int, words: Block, dtype: DType) -> npt.NDArray[Any]:
         """The elements as numbers to compute with: float32, or float64 for wide types and integers."""
         if dtype.name == "BF16":
-            return np.left_shift(words, 16, out=self._array(number, np.uint32, len(words)), dtype=np.uint32).view(np.float32)
+            shifted: npt.NDArray[Any] = np.left_shift(words, 16, out=self._array(number, np.uint32, len(words)), dtype=np.uint32)
+            return shifted.view(np.float32)
         if dtype.name in _INTEGERS:
             return words.view(_INTEGERS[dtype.name]).astype(np.float64)
         return words.view(np.float64) if dtype.name == "F64" else cast(words, dtype, F32).view(np.float32)
@@ -193,7 +195,7 @@ class ChangeMeter:
         magnitude = LAYOUTS[dtype.name].magnitude
         higher = np.maximum(a, b, out=self._array(0, a.dtype, len(a)))
         lower = np.minimum(a, b, out=self._array(1, a.dtype, len(a)))
-        distance = np.subtract(higher, lower, out=self._array(2, a.dtype, len(a)))
+        distance: npt.NDArray[Any] = np.subtract(higher, lower, out=self._array(2, a.dtype, len(a)))
         if magnitude.bit_length() < 8 * dtype.itemsize:
             signs = np.bitwise_xor(higher, lower, out=self._array(3, a.dtype, len(a)))
             if int(signs.max(initial=0)) > magnitude:  # the sign of some changed: few, as a rule

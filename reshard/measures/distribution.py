@@ -29,7 +29,7 @@ _F64 = from_torch("float64", where="distribution")
 
 
 @dataclass(slots=True)
-class Distribution:
+class ValueDistribution:
     """What is known of the elements of a tensor, or of a part of it. `add` combines parts."""
 
     elements: int = 0
@@ -70,7 +70,7 @@ class Distribution:
         """The standard deviation of the finite elements; None if there are none."""
         return math.sqrt(max(self.squares / self.finite - (self.total / self.finite) ** 2, 0.0)) if self.finite else None
 
-    def add(self, part: Distribution) -> None:
+    def add(self, part: ValueDistribution) -> None:
         """Take in the distribution of another part."""
         self.elements += part.elements
         self.nan += part.nan
@@ -95,9 +95,9 @@ class Distribution:
         return [int(count) for count in np.bincount(at, weights=counts, minlength=bins)]
 
 
-def measure_distribution(block: Block, dtype: DType, box: Box, shape: tuple[int, ...]) -> Distribution:
+def measure_distribution(block: Block, dtype: DType, box: Box, shape: tuple[int, ...]) -> ValueDistribution:
     """The distribution of the block of a tensor that lies at `box`. A complex type has no values, only a number of elements."""
-    found, flat = Distribution(elements=block.size), block.reshape(-1)
+    found, flat = ValueDistribution(elements=block.size), block.reshape(-1)
     if not (dtype.floating or dtype.name in _INTEGERS) or not block.size:
         return found
     if len(shape) > 1 and box.sizes[-1] == shape[-1] > 1:
@@ -133,11 +133,12 @@ def _added(a: Any, b: Any) -> dict[int, int] | npt.NDArray[np.int64]:
         return {word: a.get(word, 0) + b.get(word, 0) for word in a.keys() | b.keys()} if a else b
     if isinstance(a, dict):
         a, b = b, a
-    if not isinstance(b, dict):
-        return np.add(a, b)
-    for word, count in b.items():
-        a[word] += count
     table: npt.NDArray[np.int64] = a
+    if not isinstance(b, dict):
+        table += b
+        return table
+    for word, count in b.items():
+        table[word] += count
     return table
 
 
@@ -163,7 +164,7 @@ def _values_of(words: Any, dtype: DType) -> tuple[npt.NDArray[np.float64], npt.N
     return values[finite], counts[finite]
 
 
-def _add_exactly(found: Distribution, values: npt.NDArray[np.float64], counts: npt.NDArray[np.int64]) -> None:
+def _add_exactly(found: ValueDistribution, values: npt.NDArray[np.float64], counts: npt.NDArray[np.int64]) -> None:
     """Fill in what follows from all numbers that occur."""
     finite = np.isfinite(values)
     found.nan = int(counts[np.isnan(values)].sum())
@@ -174,7 +175,7 @@ def _add_exactly(found: Distribution, values: npt.NDArray[np.float64], counts: n
     found.total, found.squares = float(values @ counts), float((values * values) @ counts)
 
 
-def _add_values(found: Distribution, strip: npt.NDArray[Any]) -> None:
+def _add_values(found: ValueDistribution, strip: npt.NDArray[Any]) -> None:
     """Fill in what the values themselves tell."""
     with np.errstate(all="ignore"):
         values = strip if strip.dtype.kind == "f" else strip.astype(np.float64)

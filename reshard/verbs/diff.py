@@ -125,10 +125,8 @@ def _grouped(changes: Iterable[Change], key: Callable[[Change], object], name: C
     groups: dict[object, list[Change]] = {}
     for change in changes:
         groups.setdefault(key(change), []).append(change)
-    ordered = sorted((each for each in groups if isinstance(each, int))) + [each for each in groups if not isinstance(each, int)]
-    return [
-        sum_of(name(each), groups[each], layer=each if isinstance(each, int) else None, role=groups[each][0].role) for each in ordered
-    ]
+    ordered = sorted(each for each in groups if isinstance(each, int)) + [each for each in groups if not isinstance(each, int)]
+    return [sum_of(name(each), groups[each], layer=each if isinstance(each, int) else None, role=groups[each][0].role) for each in ordered]
 
 
 def parse_thresholds(words: Iterable[str]) -> dict[str, float]:

@@ -20,7 +20,7 @@ SUFFIXES = (".safetensors", ".npy")
 
 
 def export(tensors: Sequence[LazyTensor], path: PathLike, *, overwrite: bool = False, progress: Callable[[int], None] | None = None) -> int:
-    """Write tensors to a file, in blocks, and return its length in bytes. The suffix chooses the form: .safetensors, or .npy for one tensor.
+    """Write tensors to a file, in blocks, and return its length in bytes. The suffix says how: .safetensors, or .npy for one tensor.
 
     bfloat16 and the 8-bit floats stand in .npy files as raw words, because numpy has no such types: `array.view(ml_dtypes.bfloat16)`.
 
@@ -59,7 +59,7 @@ def _safetensors(tensors: Sequence[LazyTensor]) -> tuple[bytes, Sequence[LazyTen
             raise RequestError(f"safetensors files have no element type {tensor.dtype}", where=tensor.name, do="Use .npy")
     # Tensors with wider elements first, so that each is aligned.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    return frame([(tensor.name, tensor.dtype, tensor.shape) for tensor in ordered], {"format": "pt"}).header, ordered
+    return frame([(tensor.name, tensor.dtype, tensor.shape) for tensor in ordered], {}).header, ordered
 
 
 def _npy(tensor: LazyTensor) -> tuple[bytes, Sequence[LazyTensor]]:

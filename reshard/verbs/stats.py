@@ -10,7 +10,7 @@ from reshard.canonical.content import Selection
 from reshard.canonical.globs import as_globs, check_globs, matches
 from reshard.geometry.boxes import Box, blocks
 from reshard.index.index import Tensor
-from reshard.measures.distribution import Distribution, measure_distribution
+from reshard.measures.distribution import ValueDistribution, measure_distribution
 from reshard.measures.walk import Read, walk
 from reshard.verbs.checkpoint import Checkpoint, open
 from reshard.verbs.request import Effort, EffortOptions, OpenOptions, PathLike
@@ -75,10 +75,10 @@ def stats(
     checkpoint = source if isinstance(source, Checkpoint) else open(source, **opening)
     tensors = wanted(checkpoint, as_globs(globs), optimizer=optimizer)
     found: dict[int, TensorStatistics] = {}
-    parts = {number: Distribution() for number in range(len(tensors))}
+    parts = {number: ValueDistribution() for number in range(len(tensors))}
     left = {number: sum(1 for _ in blocks(tensor.shape)) for number, tensor in enumerate(tensors)}
 
-    def measure(number: int, box: Box, read: Read) -> tuple[int, Distribution]:
+    def measure(number: int, box: Box, read: Read) -> tuple[int, ValueDistribution]:
         (block,) = read()
         return block.nbytes, measure_distribution(block, tensors[number].dtype, box, tensors[number].shape)
 
@@ -91,10 +91,10 @@ def stats(
         if not left[number]:  # only the tensors that are being read keep their counts
             found[number] = _statistics(tensors[number], parts.pop(number))
         effort.report(nbytes)
-    return [found.get(number) or _statistics(tensor, Distribution()) for number, tensor in enumerate(tensors)]
+    return [found.get(number) or _statistics(tensor, ValueDistribution()) for number, tensor in enumerate(tensors)]
 
 
-def _statistics(tensor: Tensor, known: Distribution) -> TensorStatistics:
+def _statistics(tensor: Tensor, known: ValueDistribution) -> TensorStatistics:
     has_values = known.smallest <= known.largest
     return TensorStatistics(
         name=tensor.name,

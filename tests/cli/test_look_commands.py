@@ -75,7 +75,8 @@ def test_diff_of_equal_checkpoints_in_different_layouts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "threshold, code", [("0.02", 0), ("0.005", 1), ("relative=0.005", 1), ("ulps=1", 1), ("ulps=4", 0), ("changed=1", 0), ("changed=0.01", 1)]
+    "threshold, code",
+    [("0.02", 0), ("0.005", 1), ("relative=0.005", 1), ("ulps=1", 1), ("ulps=4", 0), ("changed=1", 0), ("changed=0.01", 1)],
 )
 def test_a_threshold_is_a_gate(trained, threshold, code):
     result = reshard("diff", LLAMA, trained, "--threshold", threshold, "--json")

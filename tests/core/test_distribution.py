@@ -9,7 +9,7 @@ from reshard.engine.casts import cast
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import from_torch
 from reshard.measures import distribution
-from reshard.measures.distribution import Distribution, measure_distribution
+from reshard.measures.distribution import ValueDistribution, measure_distribution
 
 FLOATS = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
@@ -59,7 +59,7 @@ def test_parts_add_up_to_the_whole(monkeypatch):
     block = words(np.random.default_rng(2).standard_normal(3000), "bfloat16")
     whole = measured(block, "bfloat16")
     monkeypatch.setattr(distribution, "_FEW", 500)  # one part is counted in a table, the others are not
-    sums = Distribution()
+    sums = ValueDistribution()
     for part in (block[:100], block[100:2000], block[2000:2400], block[2400:]):
         sums.add(measured(part, "bfloat16"))
     assert sums.histogram(dtype("bfloat16"), 16) == whole.histogram(dtype("bfloat16"), 16)

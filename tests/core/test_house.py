@@ -167,7 +167,9 @@ def test_command_names_are_python_names():
     import reshard
 
     main = __import__("importlib").import_module("reshard.cli.main")
-    assert main.COMMANDS.keys() - {"formats", "architectures", "completion", "inspect", "cat", "export", "env", "clean"} <= set(reshard.__all__)
+    assert main.COMMANDS.keys() - {"formats", "architectures", "completion", "inspect", "cat", "export", "env", "clean"} <= set(
+        reshard.__all__
+    )
 
 
 @pytest.mark.parametrize("path", [*CORE, *FORMATS], ids=label)

@@ -118,6 +118,14 @@ def test_verify_fingerprint_and_roundtrip():
     check("roundtrip", printed("roundtrip", LLAMA, "--to", "vllm"))
 
 
+def test_diff_stats_cat_and_export(tmp_path):
+    assert reshard("convert", LLAMA, tmp_path / "fp16", "--to", "hf", "--dtype", "fp16").code == 0
+    check("diff", printed("diff", LLAMA, tmp_path / "fp16", "--full"), printed("diff", LLAMA, QWEN3, "--threshold", 1))
+    check("stats", printed("stats", LLAMA, "*norm*"))
+    check("cat", printed("cat", LLAMA, "lm_head.weight"), printed("cat", LLAMA, "lm_head.weight", "--slice", "0,0"))
+    check("export", *(printed("export", LLAMA, "model.norm.weight", "-o", tmp_path / name) for name in ("x.npy", "x.safetensors")))
+
+
 def test_doctor():
     check("doctor", printed("doctor", LLAMA, "--deep"))
     check("doctor --list", printed("doctor", "--list"))
