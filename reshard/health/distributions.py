@@ -14,7 +14,7 @@ from typing import Any
 
 from reshard.geometry.quantities import plural
 from reshard.health.findings import Finding, found
-from reshard.health.roles import family_of, is_scale, layer_of
+from reshard.index.name_parts import family_of, is_scale, layer_of
 from reshard.health.values import Measured
 
 _FEWEST_LAYERS = 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from reshard.health.findings import Finding, found
-from reshard.health.roles import expert_of, is_stacked_experts
+from reshard.index.name_parts import expert_of, is_stacked_experts
 from reshard.health.values import Measured
 
 

@@ -12,7 +12,7 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.quantities import plural
 from reshard.health.findings import Finding, found, of_error
-from reshard.health.roles import expert_of, is_scale, is_stacked_experts
+from reshard.index.name_parts import expert_of, is_scale, is_stacked_experts
 from reshard.index.index import Index, Kind, Tensor
 from reshard.measures.walk import Read, walk
 from reshard.storage.files import Files

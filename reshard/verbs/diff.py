@@ -10,7 +10,7 @@ from reshard.canonical.content import Selection
 from reshard.engine.compare import Comparison, Difference, Side, comparable
 from reshard.errors import RequestError, choices
 from reshard.geometry.boxes import Box
-from reshard.health.roles import layer_of, part_of_layer
+from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.changes import Change, ChangeMeter, sum_of
 from reshard.measures.walk import Read, walk
 from reshard.verbs.checkpoint import Checkpoint
