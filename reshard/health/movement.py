@@ -12,8 +12,8 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.quantities import plural
 from reshard.health.findings import Finding, found, of_error
-from reshard.index.name_parts import expert_of, is_scale, is_stacked_experts
 from reshard.index.index import Index, Kind, Tensor
+from reshard.index.name_parts import expert_of, is_scale, is_stacked_experts
 from reshard.measures.walk import Read, walk
 from reshard.storage.files import Files
 

@@ -14,7 +14,7 @@ from reshard.index.shards import PieceTable
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ByteShare:
     """A part of the stored bytes."""
 
     name: str
@@ -39,7 +39,7 @@ BY = ("kind", "rank", "file", "dtype", "layer")
 """What bytes can be divided by."""
 
 
-def shares(index: Index, by: str) -> tuple[Share, ...]:
+def shares(index: Index, by: str) -> tuple[ByteShare, ...]:
     """The stored bytes of an index, divided by one of BY: ranks, files and layers in order, others as they occur first. Ranks are empty if
     the files do not say who held what."""
     if by in _OF_TENSORS:
@@ -48,19 +48,19 @@ def shares(index: Index, by: str) -> tuple[Share, ...]:
     return tuple(_by_piece(index, by))
 
 
-def _number(share: Share) -> tuple[bool, int]:
+def _number(share: ByteShare) -> tuple[bool, int]:
     word = share.name.rpartition(" ")[2]
     return not word.isdecimal(), int(word) if word.isdecimal() else 0
 
 
-def _by_tensor(index: Index, key: Callable[[Tensor], str]) -> Iterator[Share]:
+def _by_tensor(index: Index, key: Callable[[Tensor], str]) -> Iterator[ByteShare]:
     sizes = _stored_bytes(index)
     groups: dict[str, list[int]] = {}
     for tensor, nbytes in zip(index.tensors, sizes, strict=True):
         group = groups.setdefault(key(tensor), [0, 0])
         group[0] += 1
         group[1] += nbytes
-    return (Share(name, count, nbytes) for name, (count, nbytes) in groups.items())
+    return (ByteShare(name, count, nbytes) for name, (count, nbytes) in groups.items())
 
 
 def _stored_bytes(index: Index) -> Iterator[int]:
@@ -81,7 +81,7 @@ def _volumes(table: PieceTable) -> Any:
     return table.sizes.prod(axis=1, dtype=np.int64)
 
 
-def _by_piece(index: Index, by: str) -> Iterator[Share]:
+def _by_piece(index: Index, by: str) -> Iterator[ByteShare]:
     """By the rank or the file that holds each piece. Tensors of one table are counted together."""
     windows: dict[int, tuple[PieceTable, list[Tensor]]] = {}
     for tensor in index.tensors:
@@ -106,5 +106,5 @@ def _by_piece(index: Index, by: str) -> Iterator[Share]:
             group = counted.setdefault(f"rank {number}" if by == "rank" else table.paths[number], [0, 0])
             group[0] += count
             group[1] += size
-    order = sorted(counted, key=lambda name: _number(Share(name, 0, 0))) if by == "rank" else sorted(counted)
-    return (Share(name, *counted[name]) for name in order)
+    order = sorted(counted, key=lambda name: _number(ByteShare(name, 0, 0))) if by == "rank" else sorted(counted)
+    return (ByteShare(name, *counted[name]) for name in order)

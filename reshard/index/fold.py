@@ -150,8 +150,8 @@ def _branch(name: str, numbers: tuple[int, ...], children: tuple[Fold, ...]) -> 
 
 
 def _branches(items: Sequence[tuple[tuple[str, ...], Any]], times: int, classes: _Classes) -> Iterator[Fold]:
-    """The branches of patterns. items: the remaining words of each pattern, and the class under the remaining numbers. times: how many alike
-    branches these stand for."""
+    """The branches of patterns. items: the remaining words of each pattern, and the class under the remaining numbers. times: the number of
+    alike branches that these stand for."""
     by_head: dict[str, list[tuple[tuple[str, ...], Any]]] = {}
     for words, data in items:
         by_head.setdefault(words[0], []).append((words[1:], data))

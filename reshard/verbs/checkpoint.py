@@ -70,7 +70,7 @@ class Checkpoint:
         """The model, if there is a config and its architecture is declared."""
         return find_model(self.model_files.config, self.architecture)
 
-    @property
+    @cached_property
     def models(self) -> tuple[StoredModel, ...]:
         """The models that it holds, the main one first; `root` of a selection chooses one."""
         return stored_models(self.index)

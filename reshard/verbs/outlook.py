@@ -1,13 +1,13 @@
-"""Outlook: what a checkpoint can become. Which serving engines take it at which sizes, what is missing, and the next command."""
+"""Outlook: what a checkpoint can become. Which serving engines take it at which sizes, and what is missing."""
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.adapter import registry
 from reshard.adapter.serving_format import ServingFormat
+from reshard.canonical.content import Content, check_against_model
 from reshard.errors import ReshardError
 from reshard.geometry.parallel import Parallel
 from reshard.models.model import Model
@@ -29,23 +29,36 @@ class Outlook:
     """Serving engine -> the tensor-parallel sizes at which it takes the model."""
     needed: tuple[str, ...]
     """What the user must give first, each with the option that gives it."""
-    next: str | None
-    """A command that goes on from here; None if nothing can be proposed."""
+    problem: str | None
+    """Why it cannot be converted as it is, such as a weight that is missing; None if nothing is known to be in the way."""
 
 
-def outlook(checkpoint: Checkpoint) -> Outlook:
-    """What a checkpoint can become, from its config. No weight is read."""
+def outlook(checkpoint: Checkpoint, content: Content | None) -> Outlook:
+    """What a checkpoint can become, from its config. No weight is read.
+
+    content: its weights under canonical names; None if there is no single model.
+    """
     needed, model = list(checkpoint.index.facts.unanswered), checkpoint.model
     kinds = {tensor.kind for tensor in checkpoint.index.tensors}
     if not kinds & {"weight", "master"}:
-        return Outlook({}, ("weights: there is only state of a run or an adapter",) if kinds else (), None)
+        return Outlook({}, (), "it holds no weights of a whole model")
     if checkpoint.model_files.config is None:
         needed.append("the model's config: --model DIR")
     engines = {}
     for name, engine in registry.formats().items() if model else ():
         if isinstance(engine, ServingFormat) and (sizes := tuple(size for size in SIZES if _takes(engine, model, size))):
             engines[name] = sizes
-    return Outlook(engines, tuple(needed), _next(checkpoint, engines))
+    problem = _problem(content) if content else None
+    return Outlook({} if problem else engines, tuple(needed), problem)
+
+
+def _problem(content: Content) -> str | None:
+    """A sentence about the first weight that the config needs and the checkpoint lacks, or that has another shape."""
+    try:
+        check_against_model(content, partial=False, strict=False)
+    except ReshardError as error:
+        return f"{error.where}: {error.what}" if error.where else error.what
+    return None
 
 
 def _takes(engine: ServingFormat, model: Model, tp: int) -> bool:
@@ -56,17 +69,3 @@ def _takes(engine: ServingFormat, model: Model, tp: int) -> bool:
     except ReshardError:
         return False
     return True
-
-
-def _next(checkpoint: Checkpoint, engines: dict[str, tuple[int, ...]]) -> str | None:
-    path = shlex.quote(checkpoint.path)
-    if len(checkpoint.models) > 1 and not any(found.is_main for found in checkpoint.models):
-        return f"reshard inspect {path} --root {shlex.quote(checkpoint.models[0].root)}"
-    if checkpoint.format in engines:
-        return f"reshard verify {path}"
-    if engines:
-        name, sizes = next(iter(sorted(engines.items(), key=lambda item: (item[0] != "vllm", item[0]))))
-        return f"reshard convert {path} out --to {name} --tp {max(size for size in sizes if size <= 8)}"
-    return f"reshard convert {path} out --to hf"
-
-
