@@ -100,7 +100,7 @@ def config(tmp_path):
 
 
 def test_inspect():
-    check("inspect", printed("inspect", VERL), printed("inspect", VERL, "--full"))
+    check("inspect", printed("inspect", VERL, "--by", "rank"), printed("inspect", VERL, "--full"), printed("inspect", LLAMA))
 
 
 def test_plan_and_convert(tmp_path):
