@@ -12,17 +12,8 @@ from contextlib import contextmanager
 import click
 
 from reshard.errors import printable
+from reshard.geometry.quantities import nbytes_text as nbytes_text
 from reshard.storage.system_calls import system_refusal
-
-
-def nbytes_text(nbytes: int, digits: int = 3) -> str:
-    """1.5 GB, 148 kB, 12 B: three digits, where nothing else is said, and decimal units."""
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if value < 1000 - 0.5 * 10 ** (3 - digits) or unit == "PB":
-            break
-        value /= 1000
-    return f"{nbytes} B" if unit == "B" else f"{value:.{digits}g} {unit}"
 
 
 def duration_text(seconds: float) -> str:

@@ -49,6 +49,7 @@ _ROWS_ON_TERMINAL, _MOST_ROWS_OF_JSON = 50, 1000
 @click.option("--limit", type=click.IntRange(0), metavar="N", help="Show at most N rows; 0: all (default: 50 on a terminal, else all).")
 @options.format_name
 @options.model
+@options.page
 @options.summary_or_full
 def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, **given: Any) -> None:
     """Show what CHECKPOINT is, whether it is complete, what it can become, and what it holds. No weight is read."""
@@ -56,11 +57,14 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, 
     from reshard.canonical.globs import check_globs, matches
     from reshard.containers.inert_pickle import gc_paused
 
+    page_options = options.page_of(given)
     view = TreeView(**{name: given.pop(name) for name in ("by", "depth", "sort", "limit")})
     with gc_paused():  # a hundred thousand tensors are many objects, and none of them is garbage
         opened = reshard.open(checkpoint, **given)
         check_globs("--tensor", globs, dict.fromkeys(tensor.name for tensor in opened.index.tensors))
         tensors = [tensor for tensor in opened.index.tensors if not globs or matches(tensor.name, globs)]
+        if page_options.path:
+            _write_page(opened, tensors if globs else [], page_options)
         if as_json:
             show_json(document(opened, tensors if full or globs else None, view))
         elif globs:
@@ -68,6 +72,13 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, 
                 _show_tensor(tensor)
         else:
             _show_checkpoint(opened, view, given.get("model"))
+
+
+def _write_page(opened: Checkpoint, tensors: list[Tensor], page: options.PageOptions) -> None:
+    from reshard.verbs.outlook import outlook
+    from reshard.verbs.pages import checkpoint_page
+
+    page.write(checkpoint_page(opened, outlook(opened, _content(opened)), tensors))
 
 
 @dataclass(frozen=True, slots=True)

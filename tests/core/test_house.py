@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # A room imports only rooms above it in this list. architectures/ is data.
 ROOMS = [
-    "errors", "geometry", "storage", "containers", "models", "serving", "training", "index", "canonical", "plans", "adapter", "engine",
+    "errors", "geometry", "picture", "storage", "containers", "models", "serving", "training", "index", "canonical", "plans", "adapter", "engine",
     "measures", "health", "verbs",
 ]  # fmt: skip
 CORE = sorted((ROOT / "reshard").rglob("*.py"))
