@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 @options.selection("Compare")
 @options.model
 @options.effort
+@options.page
 @options.summary_or_full
 def command(left: str, right: str, headers: bool, thresholds: tuple[str, ...], limit: int, as_json: bool, full: bool, **given: Any) -> None:
     """Show in numbers what changed from LEFT to RIGHT, whatever their formats and layouts.
@@ -56,17 +57,20 @@ def command(left: str, right: str, headers: bool, thresholds: tuple[str, ...], l
     from reshard.errors import RequestError
     from reshard.verbs.checkpoint import open_both
     from reshard.verbs.diff import parse_thresholds
+    from reshard.verbs.pages import comparison_page
     from reshard.verbs.request import EffortOptions, ModelOptions, selection_of
 
     if headers and thresholds:
         raise RequestError("--threshold compares values, and --headers reads none", do="Leave one of them out")
-    limits = parse_thresholds(thresholds)
+    limits, page = parse_thresholds(thresholds), options.page_of(given)
     about_model, effort = options.take(given, ModelOptions), options.take(given, EffortOptions)
     a, b = open_both(left, right, **about_model)
     total = 0 if headers else sum(tensor.nbytes for tensor in b.index.tensors if tensor.kind == "weight")
     with bar(total, "diff", given.pop("show_progress")) as advance:
         result = reshard.diff(a, b, headers=headers, selection=selection_of(given), **{**effort, "progress": advance})
     beyond = result.beyond(limits) if limits else None
+    if page.path:
+        page.write(comparison_page(result, f"From {left} to {right}"))
     if as_json:
         show_json(document(result, beyond, full=full))
     else:

@@ -333,10 +333,7 @@ def _folded(opened: Checkpoint, view: TreeView) -> Fold:
 
 
 def _fold_of(opened: Checkpoint, tensors: Iterable[Tensor], view: TreeView) -> Fold:
-    from reshard.index.fold import fold
-
-    order = {name: position for position, name in enumerate(opened.model.weights)} if opened.model else None
-    found = fold(tensors, order)
+    found = opened.tree(tensors)
     return found.sorted_by_bytes() if view.sort == "bytes" else found
 
 

@@ -134,7 +134,12 @@ def _branch(branch: Fold, total: int, level: int, left: list[int]) -> Html:
     about = "".join(f" {tensor.dtype} {list(tensor.shape)}, {sharding_text(tensor)};" for tensor in first)
     state = f" with {branch.state}" if branch.state else ""
     text = joined(
-        (branch.name, " ", meter(branch.nbytes / total if total else 0), element("span", f"{about} {size}{state}", class_="more"))
+        (
+            element("span", branch.name, class_="name", style=f"min-width:{max(20 - level, 8)}rem"),
+            " ",
+            meter(branch.nbytes / total if total else 0),
+            element("span", f"{about} {size}{state}", class_="more"),
+        )
     )
     if branch.stored:
         return element("div", text, class_="leaf")

@@ -99,7 +99,7 @@ def curve(points: Sequence[tuple[float, float]], *, title: str, x_name: str, y_n
     return _svg(drawn, 600, 200, title)
 
 
-def in_notebook(drawing: Html) -> str:
+def in_notebook(drawing: str) -> str:
     """A drawing with its colours, as a notebook shows it."""
     return f'<div class="reshard"><style>{COLOURS}</style>{drawing}</div>'
 

@@ -113,20 +113,24 @@ _STYLE = (
     + """
 *{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--fg);font:15px/1.5 system-ui,sans-serif}
 main{max-width:1100px;margin:0 auto;padding:1.5rem 1rem 4rem}
-h1{font-size:1.35rem;margin:0 0 1rem;overflow-wrap:anywhere}h2{font-size:1.05rem;margin:2rem 0 .6rem;border-bottom:1px solid var(--line);padding-bottom:.3rem}
+h1{font-size:1.35rem;margin:0 0 1rem;overflow-wrap:anywhere}
+h2{font-size:1.05rem;margin:2rem 0 .6rem;border-bottom:1px solid var(--line);padding-bottom:.3rem}
 p{margin:.5rem 0;overflow-wrap:anywhere}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.2rem 1rem;margin:0}dt{color:var(--dim)}dd{margin:0;overflow-wrap:anywhere}
 code,td,summary{font-family:ui-monospace,monospace;font-size:13px}
 .wide{overflow-x:auto}table{border-collapse:collapse;min-width:40%}caption{text-align:left;color:var(--dim);padding:.3rem 0}
 th,td{text-align:left;padding:.2rem .8rem .2rem 0;border-bottom:1px solid var(--line);white-space:nowrap;vertical-align:top}
 th{font-weight:600;font-size:13px}.n{text-align:right;font-variant-numeric:tabular-nums}
-details{margin-left:1rem}section>details{margin-left:0}summary{cursor:pointer;padding:.12rem 0}.leaf{margin-left:2.1rem;padding:.12rem 0;font:13px ui-monospace,monospace}
+details{margin-left:1rem}section>details{margin-left:0}summary{cursor:pointer;padding:.12rem 0}
+.name{display:inline-block;min-width:20rem}.leaf{margin-left:2.1rem;padding:.12rem 0;font:13px ui-monospace,monospace}
 summary .more,.leaf .more{color:var(--dim)}
-.bar{display:inline-block;width:7rem;height:.65rem;background:var(--soft);vertical-align:middle}.bar span{display:block;height:100%;background:var(--a)}
-.dim{color:var(--dim)}.error{color:var(--bad);font-weight:600}.key{display:inline-block;width:.8rem;height:.8rem;margin:0 .3rem 0 1rem;vertical-align:-.1rem}
+.bar{display:inline-block;width:7rem;height:.65rem;background:var(--soft);vertical-align:middle}
+.bar span{display:block;height:100%;background:var(--a)}
+.dim{color:var(--dim)}.error{color:var(--bad);font-weight:600}
+.key{display:inline-block;width:.8rem;height:.8rem;margin:0 .3rem 0 1rem;vertical-align:-.1rem}
 input{font:inherit;padding:.3rem .6rem;width:100%;max-width:24rem;background:var(--bg);color:var(--fg);border:1px solid var(--line)}
 :focus-visible{outline:2px solid var(--a);outline-offset:2px}[hidden]{display:none!important}
-@media(max-width:560px){dl{grid-template-columns:1fr}dt{margin-top:.4rem}.bar{width:4rem}main{padding:1rem .7rem}}
+@media(max-width:560px){.name{min-width:0!important}dl{grid-template-columns:1fr}dt{margin-top:.4rem}.bar{width:4rem}main{padding:1rem .7rem}}
 @media print{:root{--bg:#fff;--fg:#000;--dim:#444}details>*{display:block}main{max-width:none}}
 """
 )

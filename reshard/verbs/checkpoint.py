@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,10 +28,14 @@ from reshard.errors import CheckpointError, RequestError, UnexpectedContentError
 from reshard.geometry.quantities import plural
 from reshard.geometry.stored import whole
 from reshard.index.coverage import check_index
-from reshard.index.index import Index
+from reshard.index.drawing import shard_map, tree_list
+from reshard.index.fold import Fold, fold
+from reshard.index.index import Index, Tensor
 from reshard.models.architecture import Architecture
 from reshard.models.lookup import find_model, model_type_of, named_architecture
 from reshard.models.model import Model
+from reshard.picture.drawing import in_notebook
+from reshard.picture.page import element, joined
 from reshard.plans.manifest import DIGESTS, MANIFEST, listed_files, read_digests, usable_manifest
 from reshard.storage.files import Files, LocalFiles
 from reshard.storage.staging import WORK_FOLDER
@@ -140,6 +144,19 @@ class Checkpoint:
             raise RequestError(f"the target has no {missing or 'rank 0'}", why=f"It is laid out for {plan.layout.parallel}")
         stored = {item.tensor.name: item.tensor for file in files for item in file.tensors}
         return View(stored, plan.content.tensors, self.files)
+
+    def tree(self, tensors: Iterable[Tensor] | None = None) -> Fold:
+        """The tensors, or these, as a tree of names in the model's order, in which alike layers and experts are one branch."""
+        order = {name: position for position, name in enumerate(self.model.weights)} if self.model else None
+        return fold(self.index.tensors if tensors is None else tensors, order)
+
+    def picture(self) -> str:
+        """Who holds what, as SVG with a caption; empty if every tensor is in one piece."""
+        return str(shard_map(self.tree()))
+
+    def _repr_html_(self) -> str:
+        about = f"{self.path}: {self.format}, {plural(len(self.index.tensors), 'tensor')}"
+        return in_notebook(joined((element("p", about), shard_map(self.tree()), tree_list(self.tree()))))
 
     @cached_property
     def _everything(self) -> View:

@@ -12,7 +12,9 @@ from reshard.errors import RequestError, choices
 from reshard.geometry.boxes import Box
 from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.changes import Change, ChangeMeter, sum_of
+from reshard.measures.drawing import change_map
 from reshard.measures.walk import Read, walk
+from reshard.picture.drawing import in_notebook
 from reshard.verbs.checkpoint import Checkpoint
 from reshard.verbs.request import Effort, EffortOptions, PathLike
 from reshard.verbs.verify import log_compared, not_compared, sides_of
@@ -36,6 +38,13 @@ class Diff(Comparison):
     def largest(self) -> list[Change]:
         """The tensors that changed, the largest relative change first."""
         return sorted((each for each in self.changes if each.changed), key=_size, reverse=True)
+
+    def picture(self) -> str:
+        """How much each role changed in each layer, as SVG with a caption."""
+        return str(change_map(self.changes))
+
+    def _repr_html_(self) -> str:
+        return in_notebook(self.picture())
 
     def beyond(self, thresholds: Mapping[str, float]) -> list[Change]:
         """The tensors whose change is larger than a threshold. thresholds: by measure, one of MEASURES."""
