@@ -81,13 +81,24 @@ def _volumes(table: PieceTable) -> Any:
     return table.sizes.prod(axis=1, dtype=np.int64)
 
 
+def _of_tables(index: Index) -> Iterator[tuple[PieceTable, list[Tensor]]]:
+    """The tensors of each table. Tensors that have rows in common, such as step counts that are one number in the files, come in separate
+    turns."""
+    turns: dict[tuple[int, int], tuple[PieceTable, list[Tensor]]] = {}
+    used: dict[int, Any] = {}
+    for tensor in index.tensors:
+        table, window = tensor.shards.table, slice(tensor.shards.start, tensor.shards.stop)
+        rows = used.setdefault(id(table), np.zeros(len(table), np.int64))
+        turn = int(rows[window].max(initial=0))
+        rows[window] = turn + 1
+        turns.setdefault((id(table), turn), (table, []))[1].append(tensor)
+    yield from turns.values()
+
+
 def _by_piece(index: Index, by: str) -> Iterator[ByteShare]:
     """By the rank or the file that holds each piece. Tensors of one table are counted together."""
-    windows: dict[int, tuple[PieceTable, list[Tensor]]] = {}
-    for tensor in index.tensors:
-        windows.setdefault(id(tensor.shards.table), (tensor.shards.table, []))[1].append(tensor)
     counted: dict[str, list[int]] = {}
-    for table, tensors in windows.values():
+    for table, tensors in _of_tables(index):
         holders = table.ranks if by == "rank" else table.files
         if holders is None:
             continue
@@ -102,8 +113,8 @@ def _by_piece(index: Index, by: str) -> Iterator[ByteShare]:
         np.add.at(nbytes, inverse, _volumes(table)[used] * itemsizes[used])
         pairs = np.unique(inverse.astype(np.int64) * len(tensors) + owners[used])
         counts = np.bincount(pairs // max(len(tensors), 1), minlength=len(numbers))
-        for number, size, count in zip(numbers.tolist(), nbytes.tolist(), counts.tolist(), strict=True):
-            group = counted.setdefault(f"rank {number}" if by == "rank" else table.paths[number], [0, 0])
+        for holder, size, count in zip(numbers.tolist(), nbytes.tolist(), counts.tolist(), strict=True):
+            group = counted.setdefault(f"rank {holder}" if by == "rank" else table.paths[holder], [0, 0])
             group[0] += count
             group[1] += size
     order = sorted(counted, key=lambda name: _number(ByteShare(name, 0, 0))) if by == "rank" else sorted(counted)

@@ -130,7 +130,8 @@ summary .more,.leaf .more{color:var(--dim)}
 .key{display:inline-block;width:.8rem;height:.8rem;margin:0 .3rem 0 1rem;vertical-align:-.1rem}
 input{font:inherit;padding:.3rem .6rem;width:100%;max-width:24rem;background:var(--bg);color:var(--fg);border:1px solid var(--line)}
 :focus-visible{outline:2px solid var(--a);outline-offset:2px}[hidden]{display:none!important}
-@media(max-width:560px){.name{min-width:0!important}dl{grid-template-columns:1fr}dt{margin-top:.4rem}.bar{width:4rem}main{padding:1rem .7rem}}
+@media(max-width:560px){
+.name{min-width:0!important}dl{grid-template-columns:1fr}dt{margin-top:.4rem}.bar{width:4rem}main{padding:1rem .7rem}}
 @media print{:root{--bg:#fff;--fg:#000;--dim:#444}details>*{display:block}main{max-width:none}}
 """
 )
