@@ -35,6 +35,7 @@ COMMANDS = {
     "export": (".commands.export", "Write single tensors to a .safetensors or .npy file."),
     "doctor": (".commands.doctor", "Check a checkpoint after every save: files, structure, optimizer and, with --deep, values."),
     "fingerprint": (".commands.fingerprint", "Digest a checkpoint's weights, whatever their layout."),
+    "digests": (".commands.digests", "Digest what a serving engine's ranks hold, and compare with a live server."),
     "roundtrip": (".commands.roundtrip", "Prove that a conversion and its way back lose nothing."),
     "degrees": (".commands.degrees", "List the valid TP/PP sizes and the memory each GPU needs."),
     "learn": (".commands.learn", "Learn how a serving engine lays out a model, from the engine's own loader."),

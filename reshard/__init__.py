@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from reshard.verbs.convert import convert
     from reshard.verbs.degrees import degrees
     from reshard.verbs.diff import diff
+    from reshard.verbs.digests import digests
     from reshard.verbs.doctor import doctor
     from reshard.verbs.estimate import estimate
     from reshard.verbs.fingerprint import fingerprint
@@ -38,6 +39,7 @@ __all__ = [
     "convert",
     "degrees",
     "diff",
+    "digests",
     "doctor",
     "estimate",
     "fingerprint",

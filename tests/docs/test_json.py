@@ -126,6 +126,15 @@ def test_diff_stats_cat_and_export(tmp_path):
     check("export", *(printed("export", LLAMA, "model.norm.weight", "-o", tmp_path / name) for name in ("x.npy", "x.safetensors")))
 
 
+def test_digests(tmp_path):
+    arguments = ("digests", LLAMA, "--to", "vllm")
+    alone, key, server = printed(*arguments), "dp0:pp0:pcp0:tp0:model.norm.weight", tmp_path / "server.json"
+    held = dict(alone["baseline"])
+    held["dp0:pp0:pcp0:tp0:renamed"], held["dp0:pp0:pcp0:tp0:new"] = held.pop(key), "0"
+    server.write_text(json.dumps({"checksums": held}))
+    check("digests", alone, printed(*arguments, "--compare", server))
+
+
 def test_doctor():
     check("doctor", printed("doctor", LLAMA, "--deep"))
     check("doctor --list", printed("doctor", "--list"))
