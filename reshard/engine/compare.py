@@ -165,7 +165,7 @@ def compare(
 
     Raises: CheckpointError if a file cannot be read or replicas of one side differ, RequestError if `memory` is too small.
     """
-    pairs = list(_comparable(left, right, result, with_cast=with_cast))
+    pairs = list(comparable(left, right, result, with_cast=with_cast))
     result.differences.extend(difference for side in (left, right) for difference in wrong_constants(side.files, side.index.constants))
     itemsize = _widest([tensor for pair in pairs for tensor in pair])
     recorded = left.content.recorded(), right.content.recorded()
@@ -246,7 +246,7 @@ class _PairDigests:
         return left, right
 
 
-def _comparable(left: Side, right: Side, result: Comparison, *, with_cast: bool) -> Iterator[tuple[Tensor, Tensor]]:
+def comparable(left: Side, right: Side, result: Comparison, *, with_cast: bool) -> Iterator[tuple[Tensor, Tensor]]:
     """The pairs of tensors whose values can be compared. The other tensors are added to the result as differences."""
     a, b = left.content.tensors, right.content.tensors
     for name in sorted(a.keys() - b.keys()):

@@ -54,3 +54,13 @@ def parse_count(value: str | int, option: str) -> int:
     if match and not match[2] and number < 1000:
         raise RequestError(f"{option} {value}: the unit is missing", do=f"Did you mean {match[1]}B?")
     return number
+
+
+def nbytes_text(nbytes: int, digits: int = 3) -> str:
+    """1.5 GB, 148 kB, 12 B: three digits, where nothing else is said, and decimal units."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
+        if value < 1000 - 0.5 * 10 ** (3 - digits) or unit == "PB":
+            break
+        value /= 1000
+    return f"{nbytes} B" if unit == "B" else f"{value:.{digits}g} {unit}"

@@ -23,10 +23,10 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import _TABLE, F32
 from reshard.health import experts, optimizer, structure
 from reshard.health.findings import KINDS
-from reshard.health.statistics import Meter
 from reshard.health.values import Measured
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards
+from reshard.measures.statistics import Meter
 
 GOOD = sorted(
     [path for path in FIXTURES.rglob("checkpoint") if path.parent.name not in UNREADABLE]
