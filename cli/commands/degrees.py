@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 @click.option("--layout", metavar="FILE", help="A layout file that `reshard learn` has written, for a model that is not declared.")
 @click.option("--weights", type=click.Choice(["model", "master"]), help="Which copy of the weights: the model's, or the optimizer's.")
 @options.model
+@options.page
 @options.as_json
 def command(source: str, as_json: bool, **given: Any) -> None:
     """List the valid TP x PP sizes of the model in SOURCE, what each GPU holds, and how many tokens fit.
@@ -50,7 +51,12 @@ def command(source: str, as_json: bool, **given: Any) -> None:
     """
     import reshard
 
+    page = options.page_of(given)
     report = reshard.degrees(source, **given)
+    if page.path:
+        from reshard.verbs.pages import degrees_page
+
+        page.write(degrees_page(report))
     show_json(document(report)) if as_json else show_degrees(report)
 
 

@@ -53,6 +53,7 @@ _NAMES = ("ddp", "zero1", "zero2", "zero3, fsdp")
 @click.option("--moment-bytes", type=click.IntRange(0), default=4, metavar="N", help="Bytes per parameter of each moment (default: 4).")
 @click.option("--moments", type=click.IntRange(0), default=2, metavar="N", help="Number of moments of the optimizer (default: 2).")
 @options.architecture
+@options.page
 @options.as_json
 def command(source: str | None, parameters: int | None, zero: int | None, strategy: str | None, as_json: bool, **given: Any) -> None:
     """Estimate training memory per rank before you launch: weights, gradients, optimizer state and activations, for DDP, ZeRO and FSDP.
@@ -63,6 +64,7 @@ def command(source: str | None, parameters: int | None, zero: int | None, strate
     from reshard.errors import RequestError
     from reshard.training.memory import ZERO_STAGES, BytesPer
 
+    page = options.page_of(given)
     if (source is None) == (parameters is None):
         raise RequestError("give either a model or a number of parameters", do="Give a directory with a config.json, or --parameters 7B")
     named = STRATEGIES[strategy] if strategy else None
@@ -74,6 +76,10 @@ def command(source: str | None, parameters: int | None, zero: int | None, strate
     subject = source if source is not None else parameters
     assert subject is not None
     found = reshard.estimate(subject, zero=ZERO_STAGES if chosen is None else chosen, bytes_per=bytes_per, **given)
+    if page.path:
+        from reshard.verbs.pages import estimate_page
+
+        page.write(estimate_page(found))
     show_json(document(found)) if as_json else show_estimate(found)
 
 

@@ -28,7 +28,7 @@ def stored_rules(model: Model, parallel: Parallel, headers: RankHeaders) -> tupl
     candidates = [(version.since, replace(version.rules, layers_per_stage=lambda layers, pp: counts)) for version in all_rules(model)]
 
     def number_of_differences(rules: EngineRules) -> int:
-        expected = rank_tensors(model, placeholder_dtypes(model), rules, replace(parallel, tp=1, ep=1), 0, 0)
+        expected = rank_tensors(model, placeholder_dtypes(model, rules), rules, replace(parallel, tp=1, ep=1), 0, 0)
         return len({tensor.name for tensor in expected} ^ set(headers[0, 0]))
 
     differences = [number_of_differences(rules) for _, rules in candidates]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.errors import RequestError
+from reshard.models.config_values import value_at, whole_number
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import Split
 
@@ -106,6 +107,8 @@ class LayerRule:
     indices: str | None = None
     """The config's key for a list of the indices of the layers of the set, or a text with commas between them, which is used if there is
     none of the lists above."""
+    indices_start: int = 0
+    """The index that this list gives to the first layer of the model."""
     first: str | None = None
     """The config's key for the index of the first layer of the set; None: 0."""
     last: str | None = None
@@ -131,11 +134,11 @@ class LayerRule:
             if not isinstance(listed, list | tuple | str) or not listed:
                 raise RequestError(f"config.json gives {listed!r} for {self.keys[0]}; a list is expected", why="It says what each layer is")
             return frozenset(layer for layer in range(layers) if listed[min(layer, len(listed) - 1)] in self.entries)
-        numbers = config.get(self.indices) if self.indices else None
+        numbers = value_at(config, self.indices.split(".")) if self.indices else None
         if isinstance(numbers, str):
             numbers = [int(number) for number in numbers.split(",") if number.strip().isdecimal()]
         if isinstance(numbers, list | tuple):
-            return frozenset(layer for layer in range(layers) if layer in numbers)
+            return frozenset(layer for layer in range(layers) if layer + self.indices_start in numbers)
         if self.at_end:
             return frozenset(range(layers)[max(0, layers - (whole_number(config, self.at_end) or 0)) :])
         first = whole_number(config, self.first) or 0
@@ -147,14 +150,6 @@ class LayerRule:
             raise RequestError(f"config.json gives {dense!r} for {self.dense}; a list is expected", why="It says which layers are dense")
         layers_of_set = (layer for layer in range(first, stop, every) if (layer + self.offset) % step == 0)
         return frozenset(layer for layer in layers_of_set if layer not in dense)
-
-
-def whole_number(config: Mapping[str, Any], key: str | None) -> int | None:
-    """The whole number that the config gives for a key; None if it gives none. Raises RequestError if the value is not one, or below 0."""
-    value = config.get(key) if key else None
-    if value is not None and (not isinstance(value, int) or value < 0):
-        raise RequestError(f"config.json gives {value!r} for {key}; a whole number is expected", why="It says which layers there are")
-    return value
 
 
 @dataclass(frozen=True)
@@ -214,21 +209,27 @@ class Architecture:
     ) -> Architecture:
         """This architecture under another model_type, with more weights and dimensions, without some weights, and with other `fields`.
 
-        A weight replaces the one with the same name. A new bias comes after the weight of its module. Any other weight with a new name
-        comes after the last weight of the module that contains its own module: a subclass registers a new module there, so the order
-        remains that of the model's parameters. without: names of weights, whose places count for that. `like`, `engines` and the class are
-        not inherited: engines may know this model and not the new one.
+        A weight replaces the one with the same name; several with one name are about other layers, and replace it together. A new bias
+        comes after the weight of its module. Any other weight with a new name comes after the last weight of the module that contains its
+        own module: a subclass registers a new module there, so the order remains that of the model's parameters. without: names of
+        weights, whose places count for that. `like`, `engines` and the class are not inherited: engines may know this model and not the
+        new one.
         """
         declared = list(self.weights)
         removed = {id(weight) for weight in declared if weight.name in without}
         kept = frozenset(weight.name for weight in declared if id(weight) not in removed)
+        replaced: set[str] = set()
         for weight in weights:
             present = [None if id(other) in removed else other.name for other in declared]
-            if weight.name in present:
+            if weight.name in replaced:  # the same name in other layers
+                declared.insert(len(present) - present[::-1].index(weight.name), weight)
+            elif weight.name in present:
                 declared[present.index(weight.name)] = weight
+                replaced.add(weight.name)
             else:
                 names = [other.name for other in declared]
                 declared.insert(1 + _predecessor(weight.name, names, present, kept), weight)
+                replaced.add(weight.name)
         declared = [weight for weight in declared if id(weight) not in removed]
         fields = {"like": None, "engines": {}, "class_name": None, "declared_in": None, **fields}
         return replace(self, model_type=model_type, weights=tuple(declared), dimensions={**self.dimensions, **(dimensions or {})}, **fields)

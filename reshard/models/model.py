@@ -9,6 +9,7 @@ Engines and training frameworks work on parts: what a part does decides how rank
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ from typing import Any
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, joined
-from reshard.models.architecture import Architecture, Dimension, LayerRule, Weight, whole_number
+from reshard.models.architecture import Architecture, Dimension, LayerRule, Weight
+from reshard.models.config_values import value_at, whole_number
 from reshard.models.quantization import BlockShape, Quantization, Scale, quantization_of
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import ROLES, Split
@@ -217,7 +219,7 @@ class Model:
         front, _, inner = key.partition(".{layer}")
         container = self.stated(front)
         entries = container.values() if isinstance(container, Mapping) else container if isinstance(container, list) else ()
-        return [_at(entry, inner.split(".")[1:]) for entry in entries]
+        return [value_at(entry, inner.split(".")[1:]) for entry in entries]
 
     @cached_property
     def quantization(self) -> Quantization | None:
@@ -237,12 +239,16 @@ class Model:
 
     def stated(self, key: str) -> Any:
         """What the config says for a key; None if it does not have the key. A dot leads into an inner config or to the entry of a list."""
-        return _at(self.settings, key.split("."))
+        return value_at(self.settings, key.split("."))
 
     def setting(self, key: str) -> Any:
         """The value of a key of the config; the architecture's default if the config does not set it."""
         value = self.stated(key)
         return self.architecture.defaults.get(key) if value is None else value
+
+    def count(self, key: str) -> int | None:
+        """The whole number that `setting` gives; None if there is none. Raises RequestError if it is not a whole number."""
+        return whole_number({key: self.setting(key)}, key)
 
     @property
     def class_name(self) -> str | None:
@@ -268,7 +274,7 @@ class Model:
     def mtp_layers(self) -> int:
         """The number of layers for multi-token prediction, which follow the last layer."""
         key = self.architecture.mtp_layers
-        count = whole_number({key: self.setting(key)}, key) or 0 if key else 0
+        count = self.count(key) or 0 if key else 0
         if count > _MOST["layers"]:
             raise _too_large(f"{count:,} for {key}", _MOST["layers"])
         return count
@@ -305,7 +311,16 @@ class Model:
     def weights(self) -> dict[str, ModelWeight]:
         """The weights by canonical name, in the order of the model's parameters. A tied head is not among them."""
         absent = {self.architecture.tied[0]} if self.is_tied else set()
-        return {weight.name: weight for weight in self._all_weights() if weight.name not in absent}
+        found: dict[str, ModelWeight] = {}
+        for weight in self._all_weights():
+            if found.setdefault(weight.name, weight) is not weight:
+                raise RequestError(
+                    f"it is declared twice, as {found[weight.name].role} and as {weight.role}",
+                    where=weight.name,
+                    why="The layers of the two have this one in common",
+                    do="Compare the sets of layers in the declaration with the config",
+                )
+        return {name: weight for name, weight in found.items() if name not in absent}
 
     def parts(self, *, keep_fused: frozenset[str] = frozenset()) -> tuple[Part, ...]:
         """The parts of all weights. keep_fused: roles of fused weights, such as "attention.qkv", that stay one part."""
@@ -324,7 +339,7 @@ class Model:
                 rows.setdefault(weight.layer, []).append(weight)
         kinds: dict[tuple[object, ...], list[int]] = {}
         for layer, weights in rows.items():
-            form = tuple((w.pattern, w.expert, w.shape, w.declared.split, w.scales, w.scale) for w in weights)
+            form = tuple((w.pattern, w.role, w.expert, w.shape, w.declared.split, w.scales, w.scale) for w in weights)
             kinds.setdefault((id(self.dimensions_in(layer)), *form), []).append(layer)
         return tuple(LayerKind(tuple(layers), tuple(rows[layers[0]])) for layers in kinds.values())
 
@@ -335,7 +350,11 @@ class Model:
 
     def reason_to_drop(self, name: str) -> str | None:
         """Why a tensor of that name is left out on purpose; None if it is not."""
-        return next((reason for pattern, reason in self.architecture.dropped.items() if re.fullmatch(pattern, name)), None)
+        return next((reason for pattern, reason in self._dropped if pattern.fullmatch(name)), None)
+
+    @cached_property
+    def _dropped(self) -> list[tuple[re.Pattern[str], str]]:
+        return [(re.compile(pattern), reason) for pattern, reason in self.architecture.dropped.items()]
 
     def reason_not_served(self, name: str) -> str | None:
         """Why serving engines leave out a tensor that a checkpoint may contain besides the weights; None for other names."""
@@ -454,8 +473,9 @@ class Model:
             parameter = "bias" if parameter.endswith("bias") else "weight"
         if declared.transposed and len(array.shape) == 2:
             array = array.transposed()
-        if len(array.shape) == 2 and array.shape[0] == 1 and weight.role in ROLES and len(ROLES[weight.role].shape) == 1:
-            array = array.merged(0)  # a vector that is stored as [1, n]
+        row = ROLES.get(weight.role)
+        if row and row.in_layer and len(row.shape) == 1 < len(array.shape) and math.prod(array.shape) == max(array.shape):
+            array = array.squeezed()  # a vector that is stored as [1, n]
         block_shape: BlockShape = weight.scale.block_shape if weight.scale else (1,) * len(array.shape)
         blocks = next((scale.block_shape for scale in weight.scales if scale.is_blocked), None)
         place = (weight.layer, expert, weight.name, weight.pattern)
@@ -485,16 +505,6 @@ class Model:
 def _block_list(weight: Weight) -> tuple[str | None, bool, str]:
     """The dimension that a weight's name counts, whether it is in a layer, and the list of blocks that it belongs to."""
     return weight.counted_by, "{layer}" in weight.name, weight.name.partition("{")[0] if weight.counted_by else ""
-
-
-def _at(value: Any, words: Iterable[str]) -> Any:
-    """The value inside nested mappings and lists; None if there is none."""
-    for word in words:
-        if isinstance(value, list) and value and word.isdecimal():
-            value = value[min(int(word), len(value) - 1)]  # a layer for multi-token prediction is like the last one of the list
-        else:
-            value = value.get(word) if isinstance(value, Mapping) else None
-    return value
 
 
 def numbered(pattern: str, layer: int | None, expert: int | None) -> str:

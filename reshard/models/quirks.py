@@ -79,11 +79,18 @@ class ModelQuirks:
     splits: Mapping[str, Split] = field(default_factory=dict)
     """Splits by role, where ranks share a weight in another way than usual."""
 
-    dtypes: Mapping[str, DType] = field(default_factory=dict)
-    """Element types that the class prescribes, by role, whatever the source has."""
+    dtypes: Mapping[str, DType | None] = field(default_factory=dict)
+    """Element types that the class prescribes, by role, whatever the source has. A value of None prescribes the element type that the model
+    computes in."""
+
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Role -> the function, one of functions.FUNCTIONS, whose values the class stores in place of such a weight."""
 
     tp_at_most_experts: bool = False
     """Whether the class refuses more tensor-parallel ranks than experts."""
+
+    least_expert_width: int = 0
+    """Ranks that share experts of a smaller width than this are refused: the class would round the width up, and leave the rest unset."""
 
     stages_need_experts: bool = False
     """Whether the class refuses a pipeline stage without a layer that has experts."""
@@ -96,6 +103,9 @@ class ModelQuirks:
 
     in_place_of: Mapping[str, str] = field(default_factory=dict)
     """Role -> another role, whose weight the class stores also in the place of the first one, where a layer has no weight of that role."""
+
+    one_stage: bool = False
+    """Whether the class refuses several pipeline stages."""
 
     stores_normalizer: bool = False
     """Whether the factor of gemma's embeddings is a tensor of the state dict."""
@@ -113,7 +123,8 @@ class ModelQuirks:
     """Whether the class has experts in every layer and ignores the config's dense layers."""
 
     config_defaults: tuple[tuple[str, object], ...] = ()
-    """Config keys that the class needs, each with the value that is written if the config does not have the key."""
+    """Config keys that the class needs, each with the value that is written if the config does not have the key. A dot leads into an inner
+    config."""
 
     assumed_settings: tuple[tuple[str, object], ...] = ()
     """Config keys that the class ignores, each with the value that it assumes. A model with another value is refused."""

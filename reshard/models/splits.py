@@ -67,7 +67,7 @@ def problem(part: Part, tp: int, rules: SplitRules) -> str | None:
     """Why a part cannot be split over `tp` ranks, with the numbers that do not divide; None if it can."""
     if isinstance(part.split, Heads):
         heads = part.dimensions[part.split.count]
-        if heads % tp and not (part.split.copies and tp % heads == 0):
+        if heads % tp and not (part.split.copies and tp % heads == 0 and (heads == 1 or not part.split.only_one)):
             return f"{tp} ranks do not divide its {heads} {_HEADS.get(part.split.count, part.split.count)}"
     cut = cut_of(part, tp, rules)
     if cut is None or part.scale:

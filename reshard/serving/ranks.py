@@ -249,9 +249,10 @@ def rank_tensors(
     return tuple(EngineRank(model, rules, parallel, tp_rank, pp_rank).tensors(dtypes))
 
 
-def placeholder_dtypes(model: Model) -> dict[str, DType]:
-    """Canonical name -> F32, for callers that need only the names and shapes of a rank's tensors."""
-    return dict.fromkeys(model.weights, F32)
+def placeholder_dtypes(model: Model, rules: EngineRules) -> dict[str, DType]:
+    """Canonical name -> F32, or F32 of a function, for callers that take the element types from elsewhere."""
+    functions = rules.quirks.values
+    return {weight.name: F32.of(functions[weight.role]) if weight.role in functions else F32 for weight in model.weights.values()}
 
 
 @lru_cache(maxsize=1 << 16)

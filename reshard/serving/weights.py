@@ -83,6 +83,10 @@ def model_dtype(model: Model, dtypes: Mapping[str, DType]) -> DType:
 
 def stored_dtypes(model: Model, rules: EngineRules, dtypes: Mapping[str, DType]) -> dict[str, DType]:
     """Canonical tensor -> the element type that the engine stores. `dtypes` are those that the conversion asks for."""
+    dtypes = dict(dtypes)
     fixed = {role: dtype or model_dtype(model, dtypes) for role, dtype in {**rules.dtypes, **rules.quirks.dtypes}.items()}
-    roles = ((weight.name, "scale" if weight.scale else weight.role) for weight in model.weights.values())
-    return {**dtypes, **{name: fixed[role] for name, role in roles if role in fixed and name in dtypes}}
+    for weight in model.weights.values():
+        role = "scale" if weight.scale else weight.role
+        if weight.name in dtypes and (role in fixed or role in rules.quirks.values):
+            dtypes[weight.name] = fixed.get(role, dtypes[weight.name]).of(rules.quirks.values.get(role, ""))
+    return dtypes

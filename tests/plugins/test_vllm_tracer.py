@@ -146,7 +146,12 @@ def kinds(program):
 
 def test_a_function_of_each_element_is_named():
     (piece,) = kinds(lambda target, a: target.copy_(-torch.exp(a.float())))
-    assert piece.functions == ("exp(x)", "neg(x)")
+    assert piece.functions == ("exp(x) in float32", "neg(x) in float32")
+
+
+def test_a_function_is_named_with_the_type_in_which_it_is_computed():
+    (piece,) = kinds(lambda target, a: target.copy_(-torch.exp(a)))
+    assert piece.functions == ("exp(x) in bfloat16", "neg(x) in bfloat16")
 
 
 def test_an_operation_in_place_is_named():

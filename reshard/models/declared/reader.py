@@ -60,8 +60,8 @@ def parse_declaration(content: bytes, where: str, find: Find, language_model: st
     if "layers" not in dimensions:
         raise root.error("no dimension is called layers", do="Add it under `dimensions`, such as `layers: num_hidden_layers`")
     reader = WeightReader(dimensions)
-    towers = [(node, reader.weight(name, node)) for name, node in keys["towers"].mapping().items()] if "towers" in keys else []
-    nodes = [(node, reader.weight(name, node)) for name, node in keys["weights"].mapping().items()] if "weights" in keys else []
+    towers = _weights(keys["towers"], reader) if "towers" in keys else []
+    nodes = _weights(keys["weights"], reader) if "weights" in keys else []
     weights, fields = [weight for _, weight in nodes], _fields(keys, base, find)
     if base:
         made = base.extended(*weights, model_type=model_type, without=_without(keys, base), **fields)
@@ -78,6 +78,11 @@ def parse_declaration(content: bytes, where: str, find: Find, language_model: st
         _check_sets([of for form in dimension.forms for of in form.in_sets], made, root.inner(name, None))
     _check_names(made, nodes)
     return replace(made, tied=_tied(keys, made, base))
+
+
+def _weights(node: Node, reader: WeightReader) -> list[tuple[Node, Weight]]:
+    """The weights of a mapping. The value of a name may be a list, each item of which is about other layers."""
+    return [(item, reader.weight(name, item)) for name, inner in node.mapping().items() for item in inner.items()]
 
 
 def _root(content: bytes, where: str) -> Node:
@@ -298,7 +303,7 @@ _LAYER_KEYS = ("indices", "first", "last", "step", "every", "dense", "at_end")
 def _layer_rule(node: Node) -> LayerRule:
     if node.value == "all":
         return LayerRule()
-    keys = node.mapping(("when", "list", "entries", "offset", *_LAYER_KEYS))
+    keys = node.mapping(("when", "list", "entries", "offset", "indices_start", *_LAYER_KEYS))
     if ("list" in keys) != ("entries" in keys):
         raise node.error("`list` names a list of the config and `entries` which of its entries count", do="Write both, or none of them")
     config_keys = {key: keys[key].config_key() for key in _LAYER_KEYS if key in keys}
@@ -307,6 +312,7 @@ def _layer_rule(node: Node) -> LayerRule:
         keys=_config_keys(keys["list"]) if "list" in keys else (),
         entries=tuple(_entry(item) for item in keys["entries"].items()) if "entries" in keys else (),
         offset=keys["offset"].number(0) if "offset" in keys else 0,
+        indices_start=keys["indices_start"].number(0) if "indices_start" in keys else 0,
         **config_keys,
     )
 
@@ -382,5 +388,8 @@ def _check_names(made: Architecture, nodes: Sequence[tuple[Node, Weight]]) -> No
     for node, weight in nodes:
         names = by_pattern[re.sub(NUMBER, "#", weight.name)]
         other = next((name for name in names if name != weight.name and overlap(name, weight.name)), None)
-        if other or names.count(weight.name) > 2:
-            raise node.error(f"one tensor could have this name and {other or weight.name}", do="Leave one of the two")
+        alike = [one for _, one in nodes if one.name == weight.name]
+        if other or (len(alike) > 1 and not all(one.layers for one in alike)):
+            raise node.error(
+                f"one tensor could have this name and {other or weight.name}", do="Leave one of the two, or name the layers of each"
+            )
