@@ -200,6 +200,7 @@ def without_kernels(softened: list[str]) -> Iterator[None]:
     soften("vllm.platforms.cpu", "CpuPlatform.get_attn_backend_cls", _dense_attention)
     soften("torch.cuda", "Stream", lambda *_, **__: NoKernel())
     soften("torch.cuda", "Event", lambda *_, **__: NoKernel())
+    soften("torch.nn", "Module.to", _in_dtype)
     config: Any = importlib.import_module(f"{moe}.config")
     platform = config.current_platform
     # Experts without a gate are asserted to be on a GPU.
@@ -223,6 +224,14 @@ class _WithGpuAssertions:
 
     def is_xpu(self) -> bool:
         return True
+
+
+def _in_dtype(module: Any, *args: Any, **names: Any) -> Any:
+    """A module with arrays on `meta` in another element type, wherever it was to be moved."""
+    import torch
+
+    dtype = torch._C._nn._parse_to(*args, **names)[1]
+    return module if dtype is None else module.to(dtype)
 
 
 def _first_moe_backend(*_: Any, **__: Any) -> Any:
