@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.dtypes import F32, DType
 from reshard.geometry.functions import values_of
 
@@ -29,6 +30,8 @@ def cast(block: Block, source: DType, target: DType) -> Block:
 
     block: words of `source`. Values that are too large become 448 in F8_E4M3, infinite in a type that has infinity, and otherwise NaN.
     If the target's elements are the values of a function, it is computed in float32. The source's must not be (dtypes.can_cast).
+
+    Raises: CheckpointError for an integer that the target cannot hold, UnsupportedError for a cast between integers and floating point.
     """
     if source == target:
         return block
@@ -39,6 +42,8 @@ def cast(block: Block, source: DType, target: DType) -> Block:
         values = values_of(target.function, cast(block, source, F32).reshape(-1).view("<f4"))
         values[np.isnan(values)] = np.nan
         return cast(values.view(F32.word).reshape(block.shape), F32, target.of(""))
+    if not (source.floating and target.floating):
+        return _integers(block, source, target)
     words = block.reshape(-1)
     result = np.empty(len(words), target.word)
     on_words = _ON_WORDS.get((source.name, target.name))
@@ -52,6 +57,25 @@ def cast(block: Block, source: DType, target: DType) -> Block:
         else:
             out[...] = _converted(strip, source, target)
     return result.reshape(block.shape)
+
+
+def _integers(block: Block, source: DType, target: DType) -> Block:
+    """The same integers in another integer type."""
+    kinds = {"I": "i", "U": "u"}
+    if source.floating or target.floating or source.name[0] not in kinds or target.name[0] not in kinds:
+        raise UnsupportedError(
+            f"a cast from {source} to {target} is needed",
+            why="Values are cast between floating-point types, and between integer types",
+            do="Save the tensor in the element type that the target has",
+        )
+    values = block.view(f"<{kinds[source.name[0]]}{source.itemsize}")
+    limits = np.iinfo(f"{kinds[target.name[0]]}{target.itemsize}")
+    if values.size and not (limits.min <= int(values.min()) and int(values.max()) <= limits.max):
+        raise CheckpointError(
+            f"its values reach from {values.min()} to {values.max()}, and {target} holds {limits.min} to {limits.max}",
+            why="The target stores this tensor as such integers, and others would be changed without a message",
+        )
+    return values.astype(limits.dtype).view(target.word)
 
 
 def scaled(block: Block, source: DType, factors: npt.NDArray[np.float32], target: DType) -> Block:

@@ -203,14 +203,15 @@ class Model:
         return values
 
     def _stated_size(self, dimension: Dimension, layer: int | None) -> Any:
-        """What the config says for a dimension in a layer (None: outside of the layers); None if it says nothing."""
+        """What the config, or else the declaration's `defaults`, says for a dimension in a layer (None: outside of the layers); None if
+        neither says anything."""
         of_layers = [key for key in dimension.keys if "{layer}" in key]
         keys = dimension.keys if layer is not None else [key for key in dimension.keys if key not in of_layers]
         stated = (self.stated(key.replace("{layer}", str(layer))) for key in keys)
         value = next((value for value in stated if value is not None and not (of_layers and isinstance(value, list))), None)
         if value is None and layer is None:
             value = max((entry for key in of_layers for entry in self._entries(key) if isinstance(entry, int)), default=None)
-        return value
+        return next(filter(None, map(self.architecture.defaults.get, keys)), None) if value is None else value
 
     def _entries(self, key: str) -> list[Any]:
         """What the config says for all layers, for a key with {layer}."""

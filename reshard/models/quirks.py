@@ -145,7 +145,8 @@ class ModelQuirks:
     @property
     def changes(self) -> set[Version]:
         """The versions in which something changed."""
-        renamed = {since for name in self.names for since, _ in name.replacements}
+        names = (*self.names, *(name for names in self.names_in.values() for name in names))
+        renamed = {since for name in names for since, _ in name.replacements}
         return {*renamed, *self.keep_fused.values(), *((self.normalizer_until,) if self.normalizer_until else ())}
 
     def renames_at(self, version: Version) -> Iterator[tuple[str, str]]:

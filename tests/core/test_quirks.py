@@ -137,3 +137,21 @@ weights:
     with pytest.raises(RequestError, match=r"layers\.0\.self_attn\.q_proj.*declared twice, as attention\.q and as mla\.q"):
         model.weights  # noqa: B018
     assert "model.layers.0.self_attn.q_proj.weight" not in Model(declared(text), {**config, "kinds": ["even", "even"]}).weights
+
+
+def test_the_names_of_a_set_of_layers_come_before_the_others():
+    quirks = declared("""layer_sets: {odd: {first: start}}
+engines: {vllm: {names: {mlp.gate: mlp.last}, names_in: {odd: {attn: other, mlp.gate: {"0.30": mlp.gate.own}}}}}""").engines["vllm"]
+    rules = EngineRules(
+        "an engine", (), lambda layers, pp: (layers,), renames=tuple(quirks.renames_at((0, 32))), renames_in=quirks.renames_in_at((0, 32))
+    )
+    assert [rules.renamed("a.attn.mlp.gate", sets) for sets in ((), ("odd",))] == ["a.attn.mlp.last", "a.other.mlp.last.own"]
+    assert quirks.renames_in_at((0, 29))["odd"] == quirks.renames_in_at((0, 32))["odd"][:1] and (0, 30) in quirks.changes
+
+
+def test_quirks_of_a_class_around_a_language_model_join_those_of_its_class():
+    inner = ModelQuirks(every_stage=frozenset({"head"}), names=(EngineName("a", (((), "b"),)),), derives_head_dim=True, since=(0, 30))
+    outer = ModelQuirks(every_stage=frozenset({"vision"}), names=(EngineName("c", (((), "d"),)),), fusions={"x": ("y",)}, since=(0, 32))
+    joined = outer.around(inner)
+    assert joined.every_stage == {"head", "vision"} and [name.words for name in joined.names] == ["a", "c"]
+    assert joined.derives_head_dim and joined.since == (0, 32) and joined.fusions == {"x": ("y",)}
