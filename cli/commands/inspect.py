@@ -163,7 +163,7 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
     return {
         "name": tensor.name,
         "kind": tensor.kind,
-        "dtype": tensor.dtype.name,
+        "dtype": str(tensor.dtype),
         "shape": list(tensor.shape),
         "bytes": tensor.nbytes,
         "sharding": sharding_text(tensor),
