@@ -86,6 +86,17 @@ def estimate(
     return memory.estimate(subject, training, (zero,) if isinstance(zero, int) else tuple(zero))
 
 
+def estimates(
+    source: PathLike | Model | int,
+    gpus: Sequence[int],
+    *,
+    zero: int | Sequence[int] = memory.ZERO_STAGES,
+    **options: Unpack[EstimateOptions],
+) -> tuple[Estimate, ...]:
+    """`estimate` for each number of GPUs, in rising order."""
+    return tuple(estimate(source, zero=zero, **{**options, "gpus": count}) for count in sorted(set(gpus)))
+
+
 # The options about activations, and the values with which they change nothing.
 _OF_ACTIVATIONS: Mapping[str, object] = {
     "micro_batch": 1,

@@ -212,10 +212,12 @@ def degrees_page(report: DegreeReport) -> Page:
     return page
 
 
-def estimate_page(found: Estimate) -> Page:
-    """What the fullest rank holds in each strategy, and the bubble of the pipeline."""
-    page = Page(f"{found.parameters:,} parameters on {found.training.parallel}")
-    page.add("The fullest rank", estimate_picture(found))
+def estimate_page(estimates: Sequence[Estimate]) -> Page:
+    """What the fullest rank holds in each strategy, for each number of GPUs, and the bubble of the pipeline."""
+    found = estimates[-1]
+    page = Page(f"{found.parameters:,} parameters: training memory")
+    for each in estimates:
+        page.add(f"The fullest rank on {each.training.parallel}", estimate_picture(each))
     schedule = found.training.schedule
     if schedule.stages > 1:
         page.add("Pipeline bubble", bubble_picture(schedule))

@@ -145,7 +145,11 @@ def test_degrees(config):
 
 
 def test_estimate(config):
-    check("estimate", printed("estimate", config, "--gpus", 8, "--seq-len", 128, "--link", "1GB"))
+    check(
+        "estimate",
+        printed("estimate", config, "--gpus", 8, "--seq-len", 128, "--link", "1GB"),
+        printed("estimate", "--parameters", "7B", "--gpus", "8,16", "--pp", 2, "--gpu-memory", "80GB", "--max-bubble", "10%"),
+    )
 
 
 def test_learn():
