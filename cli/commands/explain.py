@@ -51,7 +51,12 @@ def command(bad: str, good: str, as_json: bool, show_progress: bool | None, **gi
     else:
         show(summary_of(found))
         for mistake in found.mistakes:
-            show(f"  {mistake.name}: {mistake.text}")
+            show(f"  {mistake.text}")
+            names = mistake.name.split(", ")
+            for name in names[:_MOST]:
+                show(f"    {name}")
+            if len(names) > _MOST:
+                show(f"    and {len(names) - _MOST:,} more; --json lists all")
         for title, names in (("unexplained", found.unexplained), ("only in one", found.missing)):
             for name in names[:_MOST]:
                 show(f"  {title}  {name}")

@@ -160,4 +160,4 @@ def test_one_wrong_bit_spoils_an_explanation(broken):
 def test_mistakes_across_layouts_are_named_with_ranges(broken, tmp_path):
     assert reshard("convert", HF / "llama", tmp_path / "good", "--to", "vllm", "--tp", 2).code == 0
     shown = reshard("explain", broken(exchanged("gate", "up")), tmp_path / "good").out
-    assert "model.layers.{0..1}.mlp.gate_proj.weight: holds mlp.up_proj.weight" in shown
+    assert "  holds mlp.up_proj.weight" in shown and "\n    model.layers.{0..1}.mlp.gate_proj.weight\n" in shown
