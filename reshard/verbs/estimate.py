@@ -88,13 +88,18 @@ def estimate(
 
 def estimates(
     source: PathLike | Model | int,
-    gpus: Sequence[int],
+    counts: Sequence[int],
     *,
     zero: int | Sequence[int] = memory.ZERO_STAGES,
     **options: Unpack[EstimateOptions],
 ) -> tuple[Estimate, ...]:
-    """`estimate` for each number of GPUs, in rising order."""
-    return tuple(estimate(source, zero=zero, **{**options, "gpus": count}) for count in sorted(set(gpus)))
+    """`estimate` for each number of GPUs, in rising order. counts: these numbers."""
+    found = []
+    for count in sorted(set(counts)):
+        each = options.copy()
+        each["gpus"] = count
+        found.append(estimate(source, zero=zero, **each))
+    return tuple(found)
 
 
 # The options about activations, and the values with which they change nothing.
