@@ -30,6 +30,7 @@ COMMANDS = {
     "plan": (".commands.plan", "Show the proven plan of one conversion; write nothing."),
     "verify": (".commands.verify", "Check that two checkpoints hold the same weights, or one folder what reshard wrote."),
     "diff": (".commands.diff", "Show in numbers what changed between two checkpoints."),
+    "explain": (".commands.explain", "Name the mistake that made one checkpoint differ from another."),
     "stats": (".commands.stats", "Show the distribution of every tensor's values: extremes, mean, NaN, histogram."),
     "cat": (".commands.cat", "Print the values of one tensor, or of a slice of it."),
     "export": (".commands.export", "Write single tensors to a .safetensors or .npy file."),

@@ -104,6 +104,19 @@ class CountParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]
         return parse_count(value, _flag(param))
 
 
+class ShareParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """A share of a whole: 10% or 0.1."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value).strip()
+        try:
+            return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        except ValueError:
+            self.fail(f"{value!r} is not a share such as 10% or 0.1", param, ctx)
+
+
 class NumbersParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     """Whole numbers and ranges with commas between them: 7,8,8,7 or 1-4,8."""
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from reshard.verbs.digests import digests
     from reshard.verbs.doctor import doctor
     from reshard.verbs.estimate import estimate
+    from reshard.verbs.explain import explain
     from reshard.verbs.fingerprint import fingerprint
     from reshard.verbs.learn import learn
     from reshard.verbs.plan import plan
@@ -42,6 +43,7 @@ __all__ = [
     "digests",
     "doctor",
     "estimate",
+    "explain",
     "fingerprint",
     "learn",
     "open",

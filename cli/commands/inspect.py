@@ -163,7 +163,7 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
     return {
         "name": tensor.name,
         "kind": tensor.kind,
-        "dtype": tensor.dtype.name,
+        "dtype": str(tensor.dtype),
         "shape": list(tensor.shape),
         "bytes": tensor.nbytes,
         "sharding": sharding_text(tensor),
@@ -316,14 +316,14 @@ def _kind_rows(opened: Checkpoint) -> list[tuple[object, ...]]:
     ]
 
 
-def _sections(opened: Checkpoint) -> Iterator[tuple[str, list[Tensor]]]:
+def _sections(opened: Checkpoint) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
     """The tensors of each model, if there are several, with the option that selects it; then all others."""
-    tensors, models = list(opened.index.tensors), opened.models
+    tensors, models = opened.index.tensors, opened.models
     if len(models) > 1:
         for found in models:
             prefix = f"{found.root}."
-            yield f"{found.root} (--root {shlex.quote(found.root)})", [each for each in tensors if each.name.startswith(prefix)]
-        tensors = [each for each in tensors if not any(each.name.startswith(f"{found.root}.") for found in models)]
+            yield f"{found.root} (--root {shlex.quote(found.root)})", tuple(each for each in tensors if each.name.startswith(prefix))
+        tensors = tuple(each for each in tensors if not any(each.name.startswith(f"{found.root}.") for found in models))
     if tensors:
         yield ("tensors of no model" if len(models) > 1 else ""), tensors
 
@@ -333,7 +333,7 @@ def _folded(opened: Checkpoint, view: TreeView) -> Fold:
 
 
 def _fold_of(opened: Checkpoint, tensors: Iterable[Tensor], view: TreeView) -> Fold:
-    found = opened.tree(tensors)
+    found = opened.tree if tensors is opened.index.tensors else opened.tree_of(tensors)
     return found.sorted_by_bytes() if view.sort == "bytes" else found
 
 

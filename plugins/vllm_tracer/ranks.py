@@ -64,8 +64,6 @@ def prepare() -> None:
     from vllm.model_executor.models import registry
 
     torch.set_num_threads(1)
-    if not torch.cuda.is_available():  # layers make events and streams of a GPU, which loading does not use
-        torch.cuda.Event = torch.cuda.Stream = _Unused  # type: ignore[assignment, misc]
     # A process of its own for each model class would import everything again.
     registry._run_in_subprocess = lambda ask: ask()
     new_group, new_model_group = dist.new_group, state.init_model_parallel_group
@@ -81,12 +79,6 @@ def prepare() -> None:
     state.init_model_parallel_group = lonely_group
     state._node_count = lambda group: 1
     state.in_the_same_node_as = lambda group, source_rank=0: [True] * dist.get_world_size(group)
-
-
-class _Unused:
-    """What a layer makes and loading does not use."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
 
 
 def engine_config(model: str, case: Case, *, trust_remote_code: bool) -> Any:
@@ -208,6 +200,7 @@ def without_kernels(softened: list[str]) -> Iterator[None]:
     soften("vllm.platforms.cpu", "CpuPlatform.get_attn_backend_cls", _dense_attention)
     soften("torch.cuda", "Stream", lambda *_, **__: NoKernel())
     soften("torch.cuda", "Event", lambda *_, **__: NoKernel())
+    soften("torch.nn", "Module.to", _in_dtype)
     config: Any = importlib.import_module(f"{moe}.config")
     platform = config.current_platform
     # Experts without a gate are asserted to be on a GPU.
@@ -231,6 +224,14 @@ class _WithGpuAssertions:
 
     def is_xpu(self) -> bool:
         return True
+
+
+def _in_dtype(module: Any, *args: Any, **names: Any) -> Any:
+    """A module with arrays on `meta` in another element type, wherever it was to be moved."""
+    import torch
+
+    dtype = torch._C._nn._parse_to(*args, **names)[1]
+    return module if dtype is None else module.to(dtype)
 
 
 def _first_moe_backend(*_: Any, **__: Any) -> Any:

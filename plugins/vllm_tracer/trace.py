@@ -24,8 +24,8 @@ TORCH_NAMES = {
 }  # fmt: skip
 # The elements of a tensor that the model computes are given up to this number.
 MOST_VALUES = 4096
-# A rank of a large model takes 0.7 GB.
-MOST_AT_A_TIME = 8
+# Ranks that are traced at a time. One of a large model takes 0.7 GB.
+MOST_AT_A_TIME = 2
 
 Header = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -80,7 +80,7 @@ def _reason(error: BaseException) -> str:
 
 def _in_forks(answer: TextIO, case: Case, ranks: Iterable[int], work: Callable[[int], dict[str, Any]]) -> None:
     """Write what `work` returns for each rank, in their order. Each is made in a forked process, with which everything ends that vLLM keeps
-    for a rank; as many run at a time as there are processors."""
+    for a rank; two run at a time."""
     sys.stdout.flush()
     sys.stderr.flush()
     parts = {rank: Path(f"{answer.name}.{rank}") for rank in ranks}
@@ -94,13 +94,16 @@ def _in_forks(answer: TextIO, case: Case, ranks: Iterable[int], work: Callable[[
             failed[rank] = status
 
     for rank, part in parts.items():
-        while len(running) >= min(len(os.sched_getaffinity(0)), MOST_AT_A_TIME):
+        while len(running) >= min(os.cpu_count() or 1, MOST_AT_A_TIME):
             wait()
         child = os.fork()
         if not child:
-            with part.open("w") as own:
-                _answer_rank(own, case, rank, work)
-            os._exit(0)
+            try:
+                with part.open("w") as own:
+                    _answer_rank(own, case, rank, work)
+                os._exit(0)
+            finally:
+                os._exit(1)
         running[child] = rank
     while running:
         wait()

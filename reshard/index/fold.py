@@ -95,7 +95,7 @@ def fold(tensors: Iterable[Tensor], order: Mapping[str, int] | None = None) -> F
     by_name: dict[str, list[Tensor]] = {}
     for tensor in tensors:
         by_name.setdefault(tensor.name, []).append(tensor)
-    classes, numbers_of = _Classes(), {}
+    classes, numbers_of = _Classes(), dict[str, tuple[int, int]]()
     patterns: dict[str, Any] = {}
     for name, same in by_name.items():
         parts = _NUMBERED_PART.split(name)
@@ -105,7 +105,7 @@ def fold(tensors: Iterable[Tensor], order: Mapping[str, int] | None = None) -> F
             found = patterns[pattern] = {}
             numbers_of[pattern] = (order or {}).get(name, len(order or ())), len(numbers_of)
         # The class of a leaf under its numbers; a name without a number has it under None.
-        numbers = [int(part) for part in parts[1::2]] or [None]
+        numbers: list[int | None] = [int(part) for part in parts[1::2]] or [None]
         for number in numbers[:-1]:
             found = found.setdefault(number, {})
         found[numbers[-1]] = classes.number_of(pattern, same)
@@ -124,9 +124,11 @@ class _Classes:
 
     def number_of(self, pattern: str, same_name: list[Tensor]) -> int:
         """The number of the class of a leaf."""
+        first = same_name[0]
+        key: tuple[object, ...] = (pattern, first.kind, first.dtype.name, first.shape, _cut_key(first))
         if len(same_name) > 1:
             same_name = sorted(same_name, key=lambda tensor: tensor.kind != "weight")
-        key = (pattern, *((tensor.kind, tensor.dtype.name, tensor.shape, _cut_key(tensor)) for tensor in same_name))
+            key = (pattern, *((tensor.kind, tensor.dtype.name, tensor.shape, _cut_key(tensor)) for tensor in same_name))
         number = self._numbers.setdefault(key, len(self._numbers))
         if number == len(self.stored):
             self.stored.append(tuple(same_name))

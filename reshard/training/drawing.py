@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.geometry.quantities import nbytes_text
 from reshard.picture.drawing import curve, stacked
 from reshard.picture.page import Html, joined, table
+from reshard.training.fitting import bubbles
 from reshard.training.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -32,13 +32,6 @@ def estimate_picture(found: Estimate) -> Html:
 
 def bubble_picture(schedule: Schedule) -> Html:
     """The share of the time that a pipeline waits, against the number of microbatches."""
-    counts = bubble_counts(schedule)
-    points = [(float(count), float(replace(schedule, microbatches=count).bubble)) for count in counts]
-    rows = [(count, f"{100 * bubble:.3g} %") for count, (_, bubble) in zip(counts, points, strict=True)]
+    points = bubbles(schedule)
     picture = curve(points, title="Pipeline bubble against microbatches", x_name="microbatches", y_name="bubble")
-    return joined((picture, table(("microbatches", "bubble"), rows)))
-
-
-def bubble_counts(schedule: Schedule) -> list[int]:
-    """Numbers of microbatches from the number of stages on, doubled five times, and the one that was asked for."""
-    return sorted({schedule.stages << power for power in range(6)} | {schedule.microbatches})
+    return joined((picture, table(("microbatches", "bubble"), [(count, f"{100 * bubble:.3g} %") for count, bubble in points])))

@@ -149,18 +149,23 @@ class Checkpoint:
         stored = {item.tensor.name: item.tensor for file in files for item in file.tensors}
         return View(stored, plan.content.tensors, self.files)
 
-    def tree(self, tensors: Iterable[Tensor] | None = None) -> Fold:
-        """The tensors, or these, as a tree of names in the model's order, in which alike layers and experts are one branch."""
+    @cached_property
+    def tree(self) -> Fold:
+        """The tensors as a tree of names in the model's order, in which alike layers and experts are one branch."""
+        return self.tree_of(self.index.tensors)
+
+    def tree_of(self, tensors: Iterable[Tensor]) -> Fold:
+        """The same of some tensors."""
         order = {name: position for position, name in enumerate(self.model.weights)} if self.model else None
-        return fold(self.index.tensors if tensors is None else tensors, order)
+        return fold(tensors, order)
 
     def picture(self) -> str:
         """Who holds what, as SVG with a caption; empty if every tensor is in one piece."""
-        return str(shard_map(self.tree()))
+        return str(shard_map(self.tree))
 
     def _repr_html_(self) -> str:
         about = f"{self.path}: {self.format}, {plural(len(self.index.tensors), 'tensor')}"
-        return in_notebook(joined((element("p", about), shard_map(self.tree()), tree_list(self.tree()))))
+        return in_notebook(joined((element("p", about), shard_map(self.tree), tree_list(self.tree))))
 
     @cached_property
     def _everything(self) -> View:

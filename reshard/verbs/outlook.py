@@ -45,8 +45,12 @@ def outlook(checkpoint: Checkpoint, content: Content | None) -> Outlook:
     if checkpoint.model_files.config is None:
         needed.append("the model's config: --model DIR")
     engines = {}
-    for name, engine in registry.formats().items() if model else ():
-        if isinstance(engine, ServingFormat) and (sizes := tuple(size for size in SIZES if _takes(engine, model, size))):
+    for name, engine in registry.formats().items():
+        if (
+            model is not None
+            and isinstance(engine, ServingFormat)
+            and (sizes := tuple(size for size in SIZES if _takes(engine, model, size)))
+        ):
             engines[name] = sizes
     problem = _problem(content) if content else None
     return Outlook({} if problem else engines, tuple(needed), problem)

@@ -56,7 +56,7 @@ def write_page(page: Page, path: PathLike, *, interactive: bool = False) -> int:
 def checkpoint_page(checkpoint: Checkpoint, outlook: Outlook, tensors: list[Tensor]) -> Page:
     """What a checkpoint is, who holds what, and what it holds. tensors: those that are drawn one by one."""
     index, run = checkpoint.index, checkpoint.index.facts
-    tree, page = checkpoint.tree(), Page(checkpoint.path)
+    tree, page = checkpoint.tree, Page(checkpoint.path)
     nbytes = sum(file.nbytes for file in index.files)
     page.add(
         "Summary",
@@ -166,8 +166,8 @@ def comparison_page(result: Comparison, title: str) -> Page:
             page.add(f"Change by {name}", folded(f"{plural(len(rows), name)}", content, is_open=len(rows) <= 20) if rows else "")
     differences = [(each.name, each.kind, each.detail) for each in result.differences[:_MOST_DIFFERENCES]]
     more = len(result.differences) - len(differences)
-    content = table(("tensor or file", "what", "how"), differences) if differences else ""
-    page.add("Differences", content, element("p", f"{more:,} more are not shown.", class_="dim") if more else "")
+    listed = table(("tensor or file", "what", "how"), differences) if differences else ""
+    page.add("Differences", listed, element("p", f"{more:,} more are not shown.", class_="dim") if more else "")
     return page
 
 
@@ -212,10 +212,12 @@ def degrees_page(report: DegreeReport) -> Page:
     return page
 
 
-def estimate_page(found: Estimate) -> Page:
-    """What the fullest rank holds in each strategy, and the bubble of the pipeline."""
-    page = Page(f"{found.parameters:,} parameters on {found.training.parallel}")
-    page.add("The fullest rank", estimate_picture(found))
+def estimate_page(estimates: Sequence[Estimate]) -> Page:
+    """What the fullest rank holds in each strategy, for each number of GPUs, and the bubble of the pipeline."""
+    found = estimates[-1]
+    page = Page(f"{found.parameters:,} parameters: training memory")
+    for each in estimates:
+        page.add(f"The fullest rank on {each.training.parallel}", estimate_picture(each))
     schedule = found.training.schedule
     if schedule.stages > 1:
         page.add("Pipeline bubble", bubble_picture(schedule))

@@ -169,7 +169,7 @@ def names_of(leaf, prefix):
 def test_a_fold_stands_for_exactly_the_tensors_that_are_alike(model):
     tensors = {tensor.name: tensor for tensor in library.open(HF / model).index.tensors}
     path, found = [], []
-    for level, branch in library.open(HF / model).tree().walk():
+    for level, branch in library.open(HF / model).tree.walk():
         path[level:] = [branch.name]
         if branch.stored:
             same = names_of(branch, ".".join(path))
@@ -181,7 +181,7 @@ def test_a_fold_stands_for_exactly_the_tensors_that_are_alike(model):
 
 
 def test_layers_that_differ_are_not_folded():
-    names = [branch.name for _, branch in library.open(HF / "qwen3_moe").tree().walk()]
+    names = [branch.name for _, branch in library.open(HF / "qwen3_moe").tree.walk()]
     assert "layers.{0,2}" in names and "layers.1" in names, "layer 1 of this model is dense"
     assert "experts.{0..7}" in names
 

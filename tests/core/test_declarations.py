@@ -379,6 +379,7 @@ WRONG = {
     "weights:\n  a.{layer}.{layer}.weight: mlp.norm\n": r"a name cannot contain \{layer\} here",
     "weights:\n  a b.weight: mlp.norm\n": r"this is not the name of a weight",
     "weights:\n  a.*.weight: mlp.norm\n  a.0.weight: mlp.norm\n": r"one tensor could have this name and a\.0\.weight",
+    "weights:\n  a.*.weight: [mlp.norm, attention.norm]\n": r"could have this name and .*Leave one of the two, or name the layers of each",
     "weights:\n  a.*.weight: mlp.norm\n  a.{layer}.weight: mlp.norm\n": r"one tensor could have this name and a\.\{layer\}\.weight",
     "weights:\n  a.weight: head\n  a.weight: head\n": r"line 14: the key 'a\.weight' occurs twice",
     "weights: {}\n": r"my\.yaml: it declares no weights",

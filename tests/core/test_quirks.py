@@ -6,6 +6,7 @@ import pytest
 
 from reshard.adapter import registry
 from reshard.errors import RequestError
+from reshard.geometry.dtypes import F32
 from reshard.models.declared.reader import parse_declaration
 from reshard.models.lookup import built_in_model_types, declaration_text, find_architecture, read_architecture
 from reshard.models.model import Model
@@ -115,6 +116,27 @@ def test_the_class_that_the_config_names_has_its_own_quirks():
     assert renamed("x.block_sparse_moe.gate.weight", saved, (0, 32)) == "x.mlp.router.weight"
     assert renamed("x.block_sparse_moe.gate.weight", published, (0, 32)) == "x.block_sparse_moe.gate.weight"
     assert Model(phimoe, {}).quirks_of("trtllm") is None
+
+
+def test_a_function_of_a_weight_is_one_that_reshard_computes():
+    quirks = declared("engines: {vllm: {values: {ssm.a_log: -exp}, dtypes: {ssm.a_log: fp32, router: model}, one_stage: true}}").engines[
+        "vllm"
+    ]
+    assert (quirks.values, quirks.dtypes, quirks.one_stage) == ({"ssm.a_log": "-exp"}, {"ssm.a_log": F32, "router": None}, True)
+    with pytest.raises(RequestError, match=r"values > ssm\.a_log: expected one of -exp, found 'exp'"):
+        declared("engines: {vllm: {values: {ssm.a_log: exp}}}")
+
+
+def test_two_roles_of_one_name_in_one_layer_are_refused():
+    text = """layer_sets: {odd: {list: kinds, entries: odd}}
+weights:
+  model.layers.*.self_attn.q_proj.weight: [{role: attention.q, layers: odd}, {role: mla.q, shape: [8, 8], layers: odd}]
+"""
+    config = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 8, "vocab_size": 8}
+    model = Model(declared(text), {**config, "kinds": ["odd", "even"]})
+    with pytest.raises(RequestError, match=r"layers\.0\.self_attn\.q_proj.*declared twice, as attention\.q and as mla\.q"):
+        model.weights  # noqa: B018
+    assert "model.layers.0.self_attn.q_proj.weight" not in Model(declared(text), {**config, "kinds": ["even", "even"]}).weights
 
 
 def test_the_names_of_a_set_of_layers_come_before_the_others():

@@ -126,6 +126,13 @@ def test_diff_stats_cat_and_export(tmp_path):
     check("export", *(printed("export", LLAMA, "model.norm.weight", "-o", tmp_path / name) for name in ("x.npy", "x.safetensors")))
 
 
+def test_explain(tmp_path):
+    for name, options in (("fp8", ("--dtype", "fp8")), ("back", ("--dtype", "bf16"))):
+        source = LLAMA if name == "fp8" else tmp_path / "fp8"
+        assert reshard("convert", source, tmp_path / name, "--to", "hf", *options).code == 0
+    check("explain", printed("explain", tmp_path / "back", LLAMA), printed("explain", LLAMA, QWEN3))
+
+
 def test_digests(tmp_path):
     arguments = ("digests", LLAMA, "--to", "vllm")
     alone, key, server = printed(*arguments), "dp0:pp0:pcp0:tp0:model.norm.weight", tmp_path / "server.json"
@@ -145,7 +152,11 @@ def test_degrees(config):
 
 
 def test_estimate(config):
-    check("estimate", printed("estimate", config, "--gpus", 8, "--seq-len", 128, "--link", "1GB"))
+    check(
+        "estimate",
+        printed("estimate", config, "--gpus", 8, "--seq-len", 128, "--link", "1GB"),
+        printed("estimate", "--parameters", "7B", "--gpus", "8,16", "--pp", 2, "--gpu-memory", "80GB", "--max-bubble", "10%"),
+    )
 
 
 def test_learn():
