@@ -50,13 +50,17 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
-def remove(*folders: Path) -> None:
-    for folder in folders:
-        if folder.is_dir():
-            shutil.rmtree(folder, ignore_errors=True)
+def remove(*paths: Path) -> None:
+    """Remove files or folders; what the next process finds does not depend on when the system notes that."""
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
         else:
-            folder.unlink(missing_ok=True)
-    os.sync()
+            path.unlink(missing_ok=True)
+    for folder in {path.parent for path in paths}:
+        descriptor = os.open(folder, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
 
 
 def copy_of(source: Path, target: Path) -> list[object]:
@@ -66,9 +70,9 @@ def copy_of(source: Path, target: Path) -> list[object]:
 
 def drop_from_cache(folder: Path) -> None:
     """Remove the files of a folder from the page cache, as far as the system follows the advice."""
-    os.sync()
     for path in filter(Path.is_file, folder.rglob("*")):
         descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
 

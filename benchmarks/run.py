@@ -34,12 +34,13 @@ def main() -> None:
     parser.add_argument("--peers", help="a Python with torch and accelerate")
     parser.add_argument("--deepspeed", help="a Python with DeepSpeed")
     parser.add_argument(
-        "--only", choices=["speed", "casts", "workers", "reading", "serving", "rival", "megatron", "memory", "scale", "deepspeed"]
+        "--only", choices=["speed", "peers", "casts", "workers", "reading", "serving", "rival", "megatron", "memory", "scale", "deepspeed"]
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="reshard-benchmark-", dir=options.work) as work:
         parts = {
             "speed": lambda: speed(Path(work), options.size, options.pairs, options.peers),
+            "peers": lambda: whole_files(Path(work), options.size, options.pairs, options.peers) if options.peers else None,
             "casts": lambda: casts(Path(work), options.size, options.pairs),
             "workers": lambda: workers(Path(work), options.size, options.pairs),
             "reading": lambda: reading(Path(work), options.size, options.pairs),
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def speed(work: Path, gigabytes: float, pairs: int, peers: str | None) -> None:
-    hf, sharded, dcp, parts, verl, out = (work / name for name in ("hf", "tp8", "dcp", "parts", "verl", "out"))
+    hf, sharded, dcp, verl, out = (work / name for name in ("hf", "tp8", "dcp", "verl", "out"))
     write_hugging_face(llama(gigabytes), hf)
     measured([*RESHARD, "convert", hf, sharded, "--to", "vllm", "--tp", "8"])
     if peers:
@@ -72,15 +73,16 @@ def speed(work: Path, gigabytes: float, pairs: int, peers: str | None) -> None:
     if peers:
         cases += [("fsdp -> hf", verl, ["--to", "hf"]), ("fsdp -> dcp", verl, ["--to", "dcp"])]
     compared(cases, out, gigabytes, pairs)
-    if peers:
-        measured([peers, HERE / "peers.py", "save-hf-shards", hf, parts])
-        whole_files(peers, {"dcp": dcp, "parts": parts, "verl": verl, "hf": hf}, out, pairs)
-    remove(hf, sharded, dcp, parts, verl)
+    remove(hf, sharded, dcp, verl)
 
 
-def whole_files(peers: str, sources: dict[str, Path], out: Path, turns: int) -> None:
+def whole_files(work: Path, gigabytes: float, turns: int, peers: str) -> None:
     """The same weights into whole files, by reshard and by every peer whose packages are there; all take turns."""
-    target = out.with_suffix(".pt")
+    sources = {name: work / name for name in ("hf", "dcp", "parts", "verl")}
+    out, target = work / "out", work / "out.pt"
+    write_hugging_face(llama(gigabytes), sources["hf"])
+    for job, name in (("save-dcp", "dcp"), ("save-hf-shards", "parts"), ("save-verl", "verl")):
+        measured([peers, HERE / "peers.py", job, sources["hf"], sources[name]])
     commands: dict[str, list[object]] = {
         "reshard, dcp to hf": [*RESHARD, "convert", sources["dcp"], out, "--to", "hf", "--model", sources["hf"]],
         "reshard, hf to hf": [*RESHARD, "convert", sources["hf"], out, "--to", "hf"],
@@ -105,6 +107,7 @@ def whole_files(peers: str, sources: dict[str, Path], out: Path, turns: int) -> 
             f"| {ratios([r.processor for r in runs], [r.processor for r in ours])} | {max(r.megabytes for r in runs):.0f} |",
             flush=True,
         )
+    remove(*sources.values())
 
 
 def compared(cases: list[tuple[str, Path, list[object]]], out: Path, gigabytes: float, pairs: int, *, cold: bool = False) -> None:
