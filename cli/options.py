@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from .completion_words import architecture_names, format_names
 from .metrics import METERED
+
+if TYPE_CHECKING:
+    from reshard.picture.page import Page
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Function], Function]
@@ -100,6 +104,19 @@ class CountParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]
         return parse_count(value, _flag(param))
 
 
+class ShareParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """A share of a whole: 10% or 0.1."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value).strip()
+        try:
+            return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        except ValueError:
+            self.fail(f"{value!r} is not a share such as 10% or 0.1", param, ctx)
+
+
 class NumbersParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     """Whole numbers and ranges with commas between them: 7,8,8,7 or 1-4,8."""
 
@@ -168,6 +185,39 @@ summary_or_full = together(
     option("--json", "as_json", section=OUTPUT, is_flag=True, is_eager=True, help="Print a summary as one JSON document."),
     option("--full", section=OUTPUT, is_flag=True, callback=_needs_json, help="With --json: print everything, each tensor included."),
 )
+page = together(
+    option(
+        "--html", "page_path", section=OUTPUT, metavar="FILE", help="Also write a picture of it to this file: one page without scripts."
+    ),
+    option("--interactive", section=OUTPUT, is_flag=True, help="With --html: add a small script that filters and sorts."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PageOptions:
+    """Where a page is written; nowhere if `path` is None."""
+
+    path: str | None
+    interactive: bool
+
+    def write(self, page: Page) -> None:
+        """Write the page and say so in the log."""
+        from reshard.engine.events import event
+        from reshard.verbs.pages import write_page
+
+        if self.path is not None:
+            nbytes = write_page(page, self.path, interactive=self.interactive)
+            event("page", f"wrote {self.path}, {nbytes:,} bytes", path=self.path, bytes=nbytes)
+
+
+def page_of(given: dict[str, Any]) -> PageOptions:
+    """The options of the page, taken out of what a command was given. Raises click.UsageError for --interactive without --html."""
+    found = PageOptions(given.pop("page_path"), given.pop("interactive"))
+    if found.interactive and found.path is None:
+        raise click.UsageError("--interactive has a meaning only with --html", click.get_current_context())
+    return found
+
+
 format_name = option(
     "--format", section=SOURCE, metavar="FORMAT", shell_complete=format_names, help="Format of the checkpoint, instead of detecting it."
 )

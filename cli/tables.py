@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,17 +12,8 @@ from contextlib import contextmanager
 import click
 
 from reshard.errors import printable
+from reshard.geometry.quantities import nbytes_text as nbytes_text
 from reshard.storage.system_calls import system_refusal
-
-
-def nbytes_text(nbytes: int, digits: int = 3) -> str:
-    """1.5 GB, 148 kB, 12 B: three digits, where nothing else is said, and decimal units."""
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if value < 1000 - 0.5 * 10 ** (3 - digits) or unit == "PB":
-            break
-        value /= 1000
-    return f"{nbytes} B" if unit == "B" else f"{value:.{digits}g} {unit}"
 
 
 def duration_text(seconds: float) -> str:
@@ -56,6 +48,55 @@ def table(rows: Sequence[Sequence[object]], headings: Sequence[str], *, indent: 
 
 def shape_text(shape: Sequence[int]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def show_table(rows: Sequence[Sequence[object]], headings: Sequence[str], *, optional: Sequence[int] = ()) -> None:
+    """Print aligned columns, with bold headings on a terminal.
+
+    optional: the columns to leave out, one after the other, until the lines are as short as the terminal, or as COLUMNS says.
+    """
+    kept, width = list(range(len(headings))), _width()
+    text = table(rows, headings)
+    for column in optional:
+        if width is None or max(map(len, text.split("\n"))) <= width:
+            break
+        kept.remove(column)
+        text = table([[row[i] for i in kept] for row in rows], [headings[i] for i in kept])
+    first, *others = text.split("\n")
+    with standard_output():
+        click.echo(click.style(printable(first), bold=True) if _has_colour() else printable(first))
+    if others:
+        show("\n".join(others))
+
+
+def _width() -> int | None:
+    """The characters of a line; None if nothing limits them, as in a file."""
+    if os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty():
+        return shutil.get_terminal_size().columns
+    return None
+
+
+def _has_colour() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def bar_text(share: float, width: int = 12) -> str:
+    """A bar for a share of 0 to 1, in eighths of a character; a share above 0 is never drawn as nothing."""
+    eighths = max(round(share * width * 8), 1 if share > 0 else 0)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def strip_text(start: int, stop: int, size: int, *, replica: bool = False, width: int = 24) -> str:
+    """The part start..stop of an axis as a strip of characters; a part that is not empty fills one at least."""
+    first = min(start * width // max(size, 1), width - 1)
+    last = max(-(-stop * width // max(size, 1)), first + 1) if stop > start else first
+    return "·" * first + ("▒" if replica else "█") * (last - first) + "·" * (width - last)
+
+
+def sparkline(counts: Sequence[int]) -> str:
+    """A histogram as one line; a bin that is not empty is never drawn as empty."""
+    highest = max(counts, default=0)
+    return "".join(" " if not count else "▁▂▃▄▅▆▇█"[min(7, count * 8 // highest)] for count in counts)
 
 
 def show(text: str = "") -> None:

@@ -18,12 +18,16 @@ if TYPE_CHECKING:
     from reshard.verbs.checkpoint import Checkpoint, open
     from reshard.verbs.convert import convert
     from reshard.verbs.degrees import degrees
+    from reshard.verbs.diff import diff
+    from reshard.verbs.digests import digests
     from reshard.verbs.doctor import doctor
     from reshard.verbs.estimate import estimate
+    from reshard.verbs.explain import explain
     from reshard.verbs.fingerprint import fingerprint
     from reshard.verbs.learn import learn
     from reshard.verbs.plan import plan
     from reshard.verbs.roundtrip import roundtrip
+    from reshard.verbs.stats import stats
     from reshard.verbs.verify import verify
 
 __version__ = "0.1.0"
@@ -35,13 +39,17 @@ __all__ = [
     "ReshardError",
     "convert",
     "degrees",
+    "diff",
+    "digests",
     "doctor",
     "estimate",
+    "explain",
     "fingerprint",
     "learn",
     "open",
     "plan",
     "roundtrip",
+    "stats",
     "verify",
 ]
 

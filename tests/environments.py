@@ -27,6 +27,7 @@ class Environment:
     requirements: Path
     options: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    with_torch: bool = True
 
     @property
     def folder(self) -> Path:
@@ -41,7 +42,8 @@ class Environment:
             subprocess.run([sys.executable, "-m", "venv", self.folder], check=True)
             pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
             # torch first: it must be the build for CPUs, which a framework's requirements could replace.
-            subprocess.run([*pip, "torch==2.13.0"], check=True)
+            if self.with_torch:
+                subprocess.run([*pip, "torch==2.13.0"], check=True)
             subprocess.run([*pip, *self.options, "-r", self.requirements], check=True, env={**os.environ, **self.variables})
             ready.touch()
             print(f"made the {self.framework} environment in {time.monotonic() - began:.0f} s", flush=True)

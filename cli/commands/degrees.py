@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 @click.option("--layout", metavar="FILE", help="A layout file that `reshard learn` has written, for a model that is not declared.")
 @click.option("--weights", type=click.Choice(["model", "master"]), help="Which copy of the weights: the model's, or the optimizer's.")
 @options.model
+@options.page
 @options.as_json
 def command(source: str, as_json: bool, **given: Any) -> None:
     """List the valid TP x PP sizes of the model in SOURCE, what each GPU holds, and how many tokens fit.
@@ -50,7 +51,12 @@ def command(source: str, as_json: bool, **given: Any) -> None:
     """
     import reshard
 
+    page = options.page_of(given)
     report = reshard.degrees(source, **given)
+    if page.path:
+        from reshard.verbs.pages import degrees_page
+
+        page.write(degrees_page(report))
     show_json(document(report)) if as_json else show_degrees(report)
 
 
@@ -108,6 +114,8 @@ def _stage(stage: Stage) -> dict[str, Any]:
 
 def show_degrees(report: DegreeReport) -> None:
     """Print one row per choice of sizes: what the fullest rank holds, or why the engine would refuse them."""
+    from reshard.serving.drawing import smallest_that_fits
+
     memory = report.memory
     headings = ["TP", "PP", "GPUs", "weights", "replicated", "KV per token"]
     if memory:
@@ -120,6 +128,8 @@ def show_degrees(report: DegreeReport) -> None:
     if legal:
         show(table([_cells(row, has_experts) for row in legal], headings))
         show()
+    if best := smallest_that_fits(report):
+        show(f"  fits       {best.parallel}: the fewest GPUs")
     refused: dict[str, list[str]] = {}
     for row in report.rows:
         if row.problem is not None:

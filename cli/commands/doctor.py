@@ -34,6 +34,7 @@ _MOST = 8
 @options.format_name
 @options.model
 @options.effort
+@options.page
 @options.as_json
 def command(checkpoint: str | None, fail_on: str, list_kinds: bool, as_json: bool, show_progress: bool | None, **given: Any) -> None:
     """Check that CHECKPOINT is complete, consistent and plausible.
@@ -43,7 +44,9 @@ def command(checkpoint: str | None, fail_on: str, list_kinds: bool, as_json: boo
     """
     import reshard
     from reshard.health.findings import SEVERITIES, check_fail_on
+    from reshard.verbs.pages import report_page
 
+    page = options.page_of(given)
     if list_kinds:
         _show_kinds(as_json)
         return
@@ -58,6 +61,8 @@ def command(checkpoint: str | None, fail_on: str, list_kinds: bool, as_json: boo
     metrics.label(format=report.format)
     metrics.record(bytes_read=report.nbytes, tensors=report.tensors)
     metrics.record_findings({severity: report.count(severity) for severity in SEVERITIES})
+    if page.path:
+        page.write(report_page(report))
     if as_json:
         show_json(document(report))
     else:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.geometry.quantities import plural
+
 from .. import options
 from ..json_output import show_json
-from ..tables import count_text, nbytes_text, show, table
+from ..tables import count_text, nbytes_text, show, show_table, table
 
 if TYPE_CHECKING:
+    from reshard.training.fitting import Fit
     from reshard.training.memory import Estimate, RankBytes, Strategy
 
 # What people call the stages.
@@ -23,7 +27,9 @@ _NAMES = ("ddp", "zero1", "zero2", "zero3, fsdp")
 )
 @click.argument("source", required=False)
 @click.option("--parameters", type=options.CountParam(), metavar="N", help="Number of parameters, e.g. 7B, instead of SOURCE.")
-@click.option("--gpus", type=click.IntRange(1), metavar="N", help="Ranks in all (default: as many as the sizes need).")
+@click.option("--gpus", type=options.NumbersParam(), metavar="N,N,..", help="Ranks in all (default: as many as the sizes need).")
+@click.option("--gpu-memory", type=options.SizeParam(), metavar="SIZE", help="Memory of one GPU, e.g. 80GiB: say what fits.")
+@click.option("--max-bubble", type=options.ShareParam(), metavar="SHARE", help="Name the fewest microbatches for this bubble, e.g. 10%.")
 @click.option("--dp", type=click.IntRange(1), metavar="N", help="Data-parallel ranks.")
 @click.option("--tp", type=click.IntRange(1), default=1, metavar="N", help="Tensor-parallel size.")
 @click.option("--pp", type=click.IntRange(1), default=1, metavar="N", help="Pipeline-parallel size.")
@@ -53,16 +59,22 @@ _NAMES = ("ddp", "zero1", "zero2", "zero3, fsdp")
 @click.option("--moment-bytes", type=click.IntRange(0), default=4, metavar="N", help="Bytes per parameter of each moment (default: 4).")
 @click.option("--moments", type=click.IntRange(0), default=2, metavar="N", help="Number of moments of the optimizer (default: 2).")
 @options.architecture
+@options.page
 @options.as_json
 def command(source: str | None, parameters: int | None, zero: int | None, strategy: str | None, as_json: bool, **given: Any) -> None:
     """Estimate training memory per rank before you launch: weights, gradients, optimizer state and activations, for DDP, ZeRO and FSDP.
 
-    SOURCE is a directory with a Hugging Face config.json, or a checkpoint; its weights are not read.
+    SOURCE is a directory with a Hugging Face config.json, or a checkpoint; its weights are not read. Several numbers of --gpus give a table
+    of strategies and numbers. With --gpu-memory, the smallest of these numbers that fits is named, and with --parameters also the largest
+    model.
     """
     import reshard
     from reshard.errors import RequestError
+    from reshard.training.fitting import fewest_microbatches, fits
     from reshard.training.memory import ZERO_STAGES, BytesPer
+    from reshard.verbs.estimate import estimates
 
+    page = options.page_of(given)
     if (source is None) == (parameters is None):
         raise RequestError("give either a model or a number of parameters", do="Give a directory with a config.json, or --parameters 7B")
     named = STRATEGIES[strategy] if strategy else None
@@ -73,8 +85,74 @@ def command(source: str | None, parameters: int | None, zero: int | None, strate
     bytes_per = BytesPer(**each, moments=given.pop("moments"))
     subject = source if source is not None else parameters
     assert subject is not None
-    found = reshard.estimate(subject, zero=ZERO_STAGES if chosen is None else chosen, bytes_per=bytes_per, **given)
-    show_json(document(found)) if as_json else show_estimate(found)
+    gpu_counts, nbytes, max_bubble = given.pop("gpus"), given.pop("gpu_memory"), given.pop("max_bubble")
+    about: dict[str, Any] = {"zero": ZERO_STAGES if chosen is None else chosen, "bytes_per": bytes_per, **given}
+    found = estimates(subject, gpu_counts, **about) if gpu_counts else (reshard.estimate(subject, gpus=None, **about),)
+    last = found[-1].training.parallel
+    of_parameters = None
+    if parameters is not None and nbytes is not None:
+        gpus = last.dp * last.tp * last.pp
+
+        def of_parameters(count: int, zero: int) -> Estimate:
+            return reshard.estimate(count, **{**about, "zero": zero, "gpus": gpus})
+
+    fitting = fits(found, nbytes, of_parameters) if nbytes is not None else ()
+    fewest = None if max_bubble is None else fewest_microbatches(found[0].training.schedule, max_bubble)
+    if page.path:
+        from reshard.verbs.pages import estimate_page
+
+        page.write(estimate_page(found))
+    if as_json:
+        show_json({**document(found[-1]), **_list_document(found, fitting, fewest)})
+    elif len(found) == 1:
+        show_estimate(found[0])
+        _show_fits(fitting, nbytes, fewest)
+    else:
+        _show_list(found)
+        _show_fits(fitting, nbytes, fewest)
+
+
+def _list_document(found: Sequence[Estimate], fitting: Sequence[Fit], fewest: int | None) -> dict[str, Any]:
+    """What several numbers of GPUs, the memory of a GPU and a bubble add to the estimate of the largest number."""
+    from reshard.training.fitting import bubbles
+
+    schedule = found[0].training.schedule
+    return {
+        "by_gpus": [
+            {
+                "gpus": each.training.parallel.dp * each.training.parallel.tp * each.training.parallel.pp,
+                "totals": {_NAMES[strategy.zero].partition(",")[0]: strategy.fullest.total for strategy in each.strategies},
+            }
+            for each in found
+        ],
+        "fits": [{"strategy": _NAMES[fit.zero].partition(",")[0], "gpus": fit.gpus, "parameters": fit.parameters} for fit in fitting],
+        "bubbles": [{"microbatches": count, "bubble": bubble} for count, bubble in (bubbles(schedule) if schedule.stages > 1 else ())],
+        "fewest_microbatches": fewest,
+    }
+
+
+def _show_list(found: Sequence[Estimate]) -> None:
+    """A table of strategies and numbers of GPUs: what the fullest rank holds."""
+    counts = [each.training.parallel.dp * each.training.parallel.tp * each.training.parallel.pp for each in found]
+    show(f"{found[0].parameters:,} parameters ({count_text(found[0].parameters)}): bytes on the fullest rank")
+    show()
+    rows = [
+        (_NAMES[strategy.zero], *(_bytes(each.strategies[number].fullest.total) for each in found))
+        for number, strategy in enumerate(found[0].strategies)
+    ]
+    show_table(rows, ("GPUs", *map(str, counts)))
+    show()
+    for sentence in found[-1].assumptions:
+        show(f"  assumed    {sentence}")
+
+
+def _show_fits(fitting: Sequence[Fit], nbytes: int | None, fewest: int | None) -> None:
+    for fit in fitting:
+        at = f"fits from {plural(fit.gpus, 'GPU')} on" if fit.gpus else "fits at none of these numbers of GPUs"
+        largest = f"; the largest model has {count_text(fit.parameters)} parameters" if fit.parameters is not None else ""
+        show(f"  {_bytes(nbytes or 0):<9}  {_NAMES[fit.zero]}: {at}{largest}")
+    if fewest is not None:
+        show(f"  bubble     needs at least {plural(fewest, 'microbatch', 'microbatches')}")
 
 
 def document(found: Estimate) -> dict[str, Any]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -12,44 +16,93 @@ from reshard.geometry.quantities import plural
 from .. import options
 from ..json_output import show_json
 from ..plans import show_drop_reasons
-from ..tables import count_text, nbytes_text, shape_text, show, table
+from ..tables import bar_text, count_text, nbytes_text, shape_text, show, show_table, strip_text
 
 if TYPE_CHECKING:
     from reshard.canonical.content import Content, Drop
     from reshard.geometry.meshes import Distribution, Mesh
+    from reshard.index.balance import ByteShare
+    from reshard.index.fold import Fold
     from reshard.index.index import Tensor
+    from reshard.plans.summary import KindSummary
     from reshard.verbs.checkpoint import Checkpoint
+    from reshard.verbs.outlook import Outlook
+
+# Rows of the tree on a terminal, and in a document that is not --full.
+_ROWS_ON_TERMINAL, _MOST_ROWS_OF_JSON = 50, 1000
 
 
-@click.command("inspect", cls=options.Command, examples=["reshard inspect step-1000", "reshard inspect step-1000 --tensor '*q_proj*'"])
+@click.command(
+    "inspect",
+    cls=options.Command,
+    examples=[
+        "reshard inspect step-1000",
+        "reshard inspect step-1000 --tensor '*q_proj*'",
+        "reshard inspect step-1000 --by rank --sort bytes",
+    ],
+)
 @click.argument("checkpoint")
-@click.option("--tensor", "globs", multiple=True, metavar="GLOB", help="Show the boxes of tensors whose names match.")
+@click.option("--tensor", "globs", multiple=True, metavar="GLOB", help="Show who holds which box of the tensors whose names match.")
+@click.option("--by", type=click.Choice(["kind", "rank", "file", "dtype", "layer"]), help="Show the bytes of each instead of the tree.")
+@click.option("--depth", type=click.IntRange(1), metavar="N", help="Show N levels of the tree (default: as many as --limit allows).")
+@click.option("--sort", type=click.Choice(["model", "bytes"]), default="model", show_default=True, help="The order of the rows.")
+@click.option("--limit", type=click.IntRange(0), metavar="N", help="Show at most N rows; 0: all (default: 50 on a terminal, else all).")
 @options.format_name
 @options.model
+@options.page
 @options.summary_or_full
 def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, **given: Any) -> None:
-    """Show what CHECKPOINT holds, and where each part lies. No weight is read."""
+    """Show what CHECKPOINT is, whether it is complete, what it can become, and what it holds. No weight is read."""
     import reshard
     from reshard.canonical.globs import check_globs, matches
+    from reshard.containers.gc_pause import gc_paused
 
-    opened = reshard.open(checkpoint, **given)
-    check_globs("--tensor", globs, dict.fromkeys(tensor.name for tensor in opened.index.tensors))
-    tensors = [tensor for tensor in opened.index.tensors if not globs or matches(tensor.name, globs)]
-    if as_json:
-        show_json(document(opened, tensors if full or globs else None))
-    elif globs:
-        for tensor in tensors:
-            _show_tensor(tensor)
-    else:
-        _show_checkpoint(opened)
+    page_options = options.page_of(given)
+    view = TreeView(**{name: given.pop(name) for name in ("by", "depth", "sort", "limit")})
+    with gc_paused():  # a hundred thousand tensors are many objects, and none of them is garbage
+        opened = reshard.open(checkpoint, **given)
+        check_globs("--tensor", globs, dict.fromkeys(tensor.name for tensor in opened.index.tensors))
+        tensors = [tensor for tensor in opened.index.tensors if not globs or matches(tensor.name, globs)]
+        if page_options.path:
+            _write_page(opened, tensors if globs else [], page_options)
+        if as_json:
+            show_json(document(opened, tensors if full or globs else None, view))
+        elif globs:
+            for tensor in tensors:
+                _show_tensor(tensor)
+        else:
+            _show_checkpoint(opened, view, given.get("model"))
 
 
-def document(opened: Checkpoint, tensors: list[Tensor] | None) -> dict[str, Any]:
+def _write_page(opened: Checkpoint, tensors: list[Tensor], page: options.PageOptions) -> None:
+    from reshard.verbs.outlook import outlook
+    from reshard.verbs.pages import checkpoint_page
+
+    page.write(checkpoint_page(opened, outlook(opened, _content(opened)), tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class TreeView:
+    """How much of a checkpoint is shown, and in which order."""
+
+    by: str | None = None
+    depth: int | None = None
+    sort: str = "model"
+    limit: int | None = None
+
+    @property
+    def most(self) -> int | None:
+        """The most rows; None for all."""
+        return (_ROWS_ON_TERMINAL if sys.stdout.isatty() else None) if self.limit is None else self.limit or None
+
+
+def document(opened: Checkpoint, tensors: list[Tensor] | None, view: TreeView) -> dict[str, Any]:
     """What is known about a checkpoint, with stable keys. tensors: those that are described one by one."""
     from reshard.models.lookup import model_type_of
     from reshard.plans import summary
+    from reshard.verbs.outlook import outlook
 
-    index, model = opened.index, opened.model
+    index, model, found = opened.index, opened.model, outlook(opened, _content(opened))
     return {
         "path": opened.path,
         "format": index.format,
@@ -69,13 +122,13 @@ def document(opened: Checkpoint, tensors: list[Tensor] | None) -> dict[str, Any]
         ],
         "models": [
             {
-                "root": found.root,
-                "main": found.is_main,
-                "tensors": found.tensors,
-                "parameters": found.parameters,
-                "bytes": found.nbytes,
+                "root": each.root,
+                "main": each.is_main,
+                "tensors": each.tensors,
+                "parameters": each.parameters,
+                "bytes": each.nbytes,
             }
-            for found in opened.models
+            for each in opened.models
         ],
         "adapter": _adapter(opened),
         "tensor_count": len(index.tensors),
@@ -83,6 +136,14 @@ def document(opened: Checkpoint, tensors: list[Tensor] | None) -> dict[str, Any]
         "object_count": len(index.objects),
         "notes": list(index.facts.notes),
         "mesh": _mesh(index.facts.mesh),
+        "outlook": {
+            "engines": {name: list(sizes) for name, sizes in found.engines.items()},
+            "needed": list(found.needed),
+            "problem": found.problem,
+            "next": _next(opened, found, None),
+        },
+        "tree": [_branch(level, branch) for level, branch in _rows(_folded(opened, view), view, _MOST_ROWS_OF_JSON)[0]],
+        "shares": [{"name": each.name, "tensors": each.tensors, "bytes": each.nbytes} for each in _shares(opened, view)],
         **({} if tensors is None else _details(opened, tensors)),
     }
 
@@ -161,11 +222,9 @@ def _withheld(opened: Checkpoint) -> tuple[Drop, ...]:
     return content.withheld if content else ()
 
 
-def _show_checkpoint(opened: Checkpoint) -> None:
-    from reshard.plans import summary
-
+def _show_checkpoint(opened: Checkpoint, view: TreeView, model: str | None) -> None:
     index, facts = opened.index, opened.index.facts
-    show(opened.path)
+    _show_answer(opened, model)
     producer = " ".join(word for word in (facts.producer, facts.version) if word)
     show(f"  format    {index.format}" + (f" ({producer})" if producer else "") + f", recognized by {opened.detected}")
     show(f"  model     {_model_text(opened)}")
@@ -176,21 +235,189 @@ def _show_checkpoint(opened: Checkpoint) -> None:
     elif facts.parallel:
         show("  run       " + ", ".join(f"{name} {size}" for name, size in facts.parallel.items()))
     _show_models(opened)
-    show(f"  files     {len(index.files)}, {nbytes_text(sum(file.nbytes for file in index.files))}")
     if index.objects:
         show(f"  other     {plural(len(index.objects), 'object')}, for example {index.objects[0]}")
-    for question in facts.unanswered:
-        show(f"  needed    {question}")
     for note in facts.notes:
         show(f"  note      {note}")
     show()
-    rows = [(row.kind, row.dtype, row.tensors, row.elements, nbytes_text(row.nbytes)) for row in summary.kinds(index)]
-    show(table(rows, ("kind", "dtype", "tensors", "elements", "bytes")))
-    show()
-    groups = summary.groups(index.tensors)
-    named = [(g.name, g.count, g.kind, g.dtype, shape_text(g.shape), g.sharding, g.state) for g in groups]
-    show(table(named, ("tensor", "count", "kind", "dtype", "shape", "sharding", "with" if any(g.state for g in groups) else "")))
+    if view.by:
+        _show_shares(_shares(opened, view), view)
+        return
+    show_table(_kind_rows(opened), ("kind", "dtypes", "tensors", "elements", "bytes"))
+    for title, tensors in _sections(opened):
+        show()
+        if title:
+            show(title)
+        _show_tree(_fold_of(opened, tensors, view), view)
     _show_placements(index.tensors)
+
+
+def _show_answer(opened: Checkpoint, model: str | None) -> None:
+    """What it is, whether it is complete, what it can become, and the next command."""
+    from reshard.models.lookup import model_type_of
+    from reshard.verbs.outlook import outlook
+
+    index, facts, found = opened.index, opened.index.facts, outlook(opened, _content(opened))
+    dtypes = dict.fromkeys(tensor.dtype.name for tensor in index.tensors if tensor.kind in ("weight", "master"))
+    what = [model_type_of(opened.model_files.config or {}) or "unknown model", f"{_size_text(opened)}", ", ".join(list(dtypes)[:3])]
+    ranks = facts.mesh.ranks if facts.mesh else None
+    where = (
+        f"{index.format}" + (f" of {plural(ranks, 'rank')}" if ranks else "") + (f", step {facts.step}" if facts.step is not None else "")
+    )
+    show(f"{opened.path}: {', '.join(word for word in what if word)}; {where}")
+    size = nbytes_text(sum(file.nbytes for file in index.files))
+    stored = f"{plural(len(index.tensors), 'tensor')} in {plural(len(index.files), 'file')}, {size}"
+    show(f"  partial   {stored}; {found.problem}" if found.problem else f"  complete  {stored}; no piece of a tensor is missing")
+    sizes: dict[tuple[int, ...], list[str]] = {}
+    for name, legal in found.engines.items():
+        sizes.setdefault(legal, []).append(name)
+    if sizes:
+        show("  serves    " + "; ".join(f"{', '.join(names)} at TP {', '.join(map(str, legal))}" for legal, names in sizes.items()))
+    for question in found.needed:
+        show(f"  needed    {question}")
+    if command := _next(opened, found, model):
+        show(f"  next      {command}")
+
+
+def _next(opened: Checkpoint, found: Outlook, model: str | None) -> str | None:
+    """A command that goes on from here; None if nothing can be proposed. model: what --model was."""
+    path, about_model = shlex.quote(opened.path), f" --model {shlex.quote(model)}" if model else ""
+    kinds = {tensor.kind for tensor in opened.index.tensors}
+    if found.problem:
+        return f"reshard doctor {path}{about_model}"
+    if len(opened.models) > 1 and not any(each.is_main for each in opened.models):
+        return f"reshard convert {path} out --to hf --root {shlex.quote(opened.models[0].root)}"
+    if not kinds & {"weight", "master"}:
+        return None
+    if opened.format in found.engines:
+        return f"reshard verify {path}"
+    if found.engines:
+        engine = "vllm" if "vllm" in found.engines else min(found.engines)
+        return f"reshard convert {path} out --to {engine} --tp {max(size for size in found.engines[engine] if size <= 8)}{about_model}"
+    return f"reshard convert {path} out --to hf" + (about_model or (" --model DIR" if opened.model_files.config is None else ""))
+
+
+def _kind_rows(opened: Checkpoint) -> list[tuple[object, ...]]:
+    """One row for each kind of tensor, its element types inside, the largest first."""
+    from reshard.plans import summary
+
+    kinds: dict[str, list[KindSummary]] = {}
+    for row in summary.kinds(opened.index):
+        kinds.setdefault(row.kind, []).append(row)
+    return [
+        (
+            kind,
+            ", ".join(row.dtype for row in sorted(rows, key=lambda row: -row.nbytes)),
+            sum(row.tensors for row in rows),
+            sum(row.elements for row in rows),
+            nbytes_text(sum(row.nbytes for row in rows)),
+        )
+        for kind, rows in kinds.items()
+    ]
+
+
+def _sections(opened: Checkpoint) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+    """The tensors of each model, if there are several, with the option that selects it; then all others."""
+    tensors, models = opened.index.tensors, opened.models
+    if len(models) > 1:
+        for found in models:
+            prefix = f"{found.root}."
+            yield f"{found.root} (--root {shlex.quote(found.root)})", tuple(each for each in tensors if each.name.startswith(prefix))
+        tensors = tuple(each for each in tensors if not any(each.name.startswith(f"{found.root}.") for found in models))
+    if tensors:
+        yield ("tensors of no model" if len(models) > 1 else ""), tensors
+
+
+def _folded(opened: Checkpoint, view: TreeView) -> Fold:
+    return _fold_of(opened, opened.index.tensors, view)
+
+
+def _fold_of(opened: Checkpoint, tensors: Iterable[Tensor], view: TreeView) -> Fold:
+    found = opened.tree if tensors is opened.index.tensors else opened.tree_of(tensors)
+    return found.sorted_by_bytes() if view.sort == "bytes" else found
+
+
+def _rows(tree: Fold, view: TreeView, most: int | None) -> tuple[list[tuple[int, Fold]], int]:
+    """The rows of a tree that are shown, and how many are not. Without --depth, as many levels as fit."""
+    every = list(tree.walk(view.depth))
+    if most is None or len(every) <= most:
+        return every, 0
+    if view.depth is None:
+        for depth in range(max(level for level, _ in every), 0, -1):
+            rows = [(level, branch) for level, branch in every if level < depth]
+            if len(rows) <= most:
+                return rows, len(every) - len(rows)
+    return every[:most], len(every) - most
+
+
+def _branch(level: int, branch: Fold) -> dict[str, Any]:
+    from reshard.index.coverage import sharding_text
+
+    first = branch.stored[0] if branch.stored else None
+    return {
+        "level": level,
+        "name": branch.name,
+        "alike": len(branch.numbers) or 1,
+        "tensors": branch.tensors,
+        "elements": branch.elements,
+        "bytes": branch.nbytes,
+        "kind": first.kind if first else None,
+        "dtype": first.dtype.name if first else None,
+        "shape": list(first.shape) if first else None,
+        "sharding": sharding_text(first) if first else None,
+        "state": branch.state or None,
+    }
+
+
+def _show_tree(tree: Fold, view: TreeView) -> None:
+    from reshard.index.coverage import sharding_text
+
+    rows, more = _rows(tree, view, view.most)
+    cells = []
+    for level, branch in rows:
+        first = branch.stored[0] if branch.stored else None
+        kind = f" ({first.kind})" if first and first.kind != "weight" else ""
+        about = (first.dtype.name, shape_text(first.shape), sharding_text(first)) if first else ("", "", "")
+        share = bar_text(branch.nbytes / tree.nbytes if tree.nbytes else 0)
+        cells.append(("  " * level + branch.name + kind, branch.tensors, *about, branch.state, nbytes_text(branch.nbytes), share))
+    has_state = any(branch.state for _, branch in rows)
+    show_table(cells, ("tensor", "count", "dtype", "shape", "sharding", "with" if has_state else "", "bytes", ""), optional=(7, 5, 4))
+    if more:
+        show(f"  and {plural(more, 'row')} more; --limit 0 shows all, --depth N fewer levels")
+
+
+def _shares(opened: Checkpoint, view: TreeView) -> tuple[ByteShare, ...]:
+    from reshard.index.balance import shares
+
+    if view.by is None:
+        return ()
+    found = shares(opened.index, view.by)
+    return tuple(sorted(found, key=lambda share: -share.nbytes)) if view.sort == "bytes" else found
+
+
+def _show_shares(found: tuple[ByteShare, ...], view: TreeView) -> None:
+    if not found:
+        show(f"  the files do not say which {view.by} held what; --by file shows where the bytes are")
+        return
+    total, most = sum(share.nbytes for share in found), max(share.nbytes for share in found)
+    shown = found[: view.most]
+    rows = [
+        (
+            share.name,
+            share.tensors,
+            nbytes_text(share.nbytes),
+            f"{100 * share.nbytes / (total or 1):.3g} %",
+            bar_text(share.nbytes / (most or 1)),
+        )
+        for share in shown
+    ]
+    show_table(rows, (str(view.by), "tensors", "bytes", "share", ""), optional=(4,))
+    if len(found) > len(shown):
+        show(f"  and {len(found) - len(shown):,} more; --limit 0 shows all")
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / (whole or 1):.3g} %"
 
 
 def _adapter(opened: Checkpoint) -> dict[str, Any] | None:
@@ -233,7 +460,7 @@ def _show_placements(tensors: tuple[Tensor, ...]) -> None:
         show()
         others = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
         show(f"on the mesh {distribution.mesh}: {weights[0].name}{others}")
-        show(table(_placement_rows(weights[0]), _PLACEMENT_COLUMNS))
+        show_table(_placement_rows(weights[0]), _PLACEMENT_COLUMNS)
 
 
 def _placement_rows(tensor: Tensor) -> list[tuple[str, ...]]:
@@ -268,17 +495,23 @@ def _size_text(opened: Checkpoint) -> str:
 
 
 def _show_tensor(tensor: Tensor) -> None:
+    """Who holds which box of a tensor, with a strip for each axis along which it is cut."""
     from reshard.index.coverage import sharding_text
     from reshard.index.shards import primary_rows
 
     show(f"{tensor.name}  {tensor.kind} {tensor.dtype} {shape_text(tensor.shape)}, {sharding_text(tensor)}, {nbytes_text(tensor.nbytes)}")
     if tensor.distribution is not None:
         show(f"on the mesh {tensor.distribution.mesh}")
-        show(table(_placement_rows(tensor), _PLACEMENT_COLUMNS))
-    primary, ranks = primary_rows(tensor.shards), tensor.shards.ranks
+        show_table(_placement_rows(tensor), _PLACEMENT_COLUMNS)
+    shards = tensor.shards
+    primary, ranks = primary_rows(shards), shards.ranks
+    cut = [axis for axis in range(len(tensor.shape)) if len(set(shards.sizes[:, axis].tolist()) | {tensor.shape[axis]}) > 1]
     rows = []
     for i, piece in enumerate(tensor.pieces()):
         kind = "empty" if not piece.box.volume else "" if primary[i] else "replica"
         rank = "" if ranks is None else int(ranks[i])
-        rows.append((rank, str(piece.box), piece.extent.path, piece.extent.byte_offset, shape_text(piece.extent.strides), kind))
-    show(table(rows, ("rank" if ranks is not None else "", "box", "file", "byte offset", "strides", "")))
+        strips = (strip_text(piece.box.offsets[axis], piece.box.stops[axis], tensor.shape[axis], replica=not primary[i]) for axis in cut)
+        where = (str(piece.box), piece.extent.path, piece.extent.byte_offset, shape_text(piece.extent.strides), kind)
+        rows.append((rank, *strips, *where))
+    headings = ("rank" if ranks is not None else "", *(f"axis {axis}" for axis in cut), "box", "file", "byte offset", "strides", "")
+    show_table(rows, headings)

@@ -21,6 +21,7 @@ from ..plans import plan_document, show_plan
 @options.selection("Convert")
 @options.format_name
 @options.model
+@options.page
 @options.summary_or_full
 def command(source: str, to: str | None, as_json: bool, full: bool, **given: Any) -> None:
     """Show the proven plan of converting SOURCE: which rank and file gets what, and what is cast, filled or skipped.
@@ -29,8 +30,10 @@ def command(source: str, to: str | None, as_json: bool, full: bool, **given: Any
     """
     import reshard
     from reshard.errors import RequestError
+    from reshard.verbs.pages import plan_page
     from reshard.verbs.request import OpenOptions
 
+    page = options.page_of(given)
     if to is None:
         raise RequestError(
             "--to FORMAT is missing",
@@ -38,4 +41,6 @@ def command(source: str, to: str | None, as_json: bool, full: bool, **given: Any
             do=f"Did you mean `reshard degrees {source}`, which lists the parallel sizes that a model can be served at?",
         )
     plan = reshard.plan(reshard.open(source, **options.take(given, OpenOptions)), to=to, **given)
+    if page.path:
+        page.write(plan_page(plan))
     show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 @options.selection("Compare")
 @options.model
 @options.effort
+@options.page
 @options.as_json
 def command(left: str, right: str | None, cast: bool, as_json: bool, show_progress: bool | None, **given: Any) -> None:
     """Check that LEFT and RIGHT hold the same weights, bit by bit, whatever their layouts.
@@ -47,10 +48,11 @@ def command(left: str, right: str | None, cast: bool, as_json: bool, show_progre
     from reshard.plans.manifest import usable_manifest
     from reshard.storage.tar import open_tree
     from reshard.verbs.checkpoint import open_both
+    from reshard.verbs.pages import comparison_page
     from reshard.verbs.request import Effort, EffortOptions, ModelOptions, selection_of
     from reshard.verbs.verify import verify_written
 
-    metrics = current().metrics
+    metrics, page = current().metrics, options.page_of(given)
     metrics.label(target=left if right is None else right)
     about_model, effort = options.take(given, ModelOptions), options.take(given, EffortOptions)
     if right is None:
@@ -68,6 +70,8 @@ def command(left: str, right: str | None, cast: bool, as_json: bool, show_progre
         with bar(total, "verify", show_progress) as advance:
             result = reshard.verify(a, b, cast=cast, selection=selection_of(given), **{**effort, "progress": advance})
     metrics.record(bytes_read=result.nbytes, tensors=result.tensors, differences=len(result.differences))
+    if page.path:
+        page.write(comparison_page(result, f"{left}: as written?" if right is None else f"{left} and {right}"))
     if as_json:
         show_json(
             {

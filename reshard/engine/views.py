@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+import math
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from reshard.engine.transfer import Block, Worker
+from reshard.canonical.globs import check_globs, matches
+from reshard.engine.transfer import Block, Worker, strips
 from reshard.engine.values import Values
 from reshard.errors import RequestError, UnsupportedError, choices
-from reshard.geometry.boxes import blocks
+from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.quantities import plural
-from reshard.geometry.stored import StoredTensor
+from reshard.geometry.stored import StoredTensor, sliced
 from reshard.index.index import Tensor
+from reshard.picture.drawing import in_notebook
+from reshard.picture.page import table
 from reshard.storage.files import Files
 
 _NUMPY = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1", "U64": "u8", "U32": "u4", "U16": "u2",
           "U8": "u1", "BOOL": "?", "C64": "c8", "C128": "c16"}  # fmt: skip
 # `read_into` casts between these types only. Narrower floats need scales.
 _CAST = {"F64", "F32", "F16", "BF16"}
+
+
+class _Part(NamedTuple):
+    """A strip of a stored tensor."""
+
+    start: int
+    """The element of the stored tensor at which it starts."""
+    sizes: tuple[int, ...]
+    """Its sizes."""
+    strides: tuple[int, ...]
+    """The distance between neighbours in the stored tensor along each axis, in elements."""
+    read: Callable[..., Block]
+    """Reads its elements: into the array that is given, or into a buffer that the next part overwrites."""
+
+
+def numpy_type(dtype: DType) -> np.dtype[Any]:
+    """The numpy type of an element type; one of ml_dtypes where numpy has none."""
+    if dtype.name in _NUMPY:
+        return np.dtype("<" + _NUMPY[dtype.name])
+    import ml_dtypes
+
+    narrow: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.torch))
+    return narrow
 
 
 class LazyTensor:
@@ -57,16 +87,27 @@ class LazyTensor:
         """The bits of the elements as unsigned words, row-major. This works for every element type, including bfloat16."""
         fill = self._stored.fill * self.dtype.itemsize if len(self._stored.fill) == 1 else self._stored.fill
         flat = np.frombuffer(bytearray(fill) * (self.nbytes // self.dtype.itemsize), self.dtype.word)
-        for start, strides, block in self._blocks(self.dtype):
-            in_bytes = tuple(stride * self.dtype.itemsize for stride in strides)
-            np.lib.stride_tricks.as_strided(flat[start:], block.shape, in_bytes)[...] = block
+        self._read_into_words(flat)
         return flat.reshape(self.shape)
 
     def numpy(self) -> npt.NDArray[Any]:
-        """The values as a numpy array. Raises RequestError for an element type that numpy lacks; `torch` and `words` have all types."""
-        if self.dtype.name not in _NUMPY:
-            raise UnsupportedError(f"numpy has no {self.dtype}", where=self.name, do="Use .torch(), or .words() for the bits")
-        return self.words().view("<" + _NUMPY[self.dtype.name])
+        """The values as a numpy array. bfloat16 and the 8-bit floats, which numpy lacks, are types of the package ml_dtypes."""
+        return self.words().view(numpy_type(self.dtype))
+
+    def __getitem__(self, key: Any) -> LazyTensor:
+        """A slice, such as `tensor[0:4, :8]` or `tensor[3]`, whose bytes are read on demand: those of the slice alone.
+
+        Raises: IndexError for an index outside of the tensor or a slice with a step, UnsupportedError for an interleaved tensor of a rank.
+        """
+        box, shape = _box_of(key, self.shape)
+        part = sliced(self._stored, box, shape)
+        if part is None:
+            raise UnsupportedError("its rows are interleaved, so a slice of it cannot be read alone", where=self.name, do="Read it whole")
+        return LazyTensor(part, self._sources, self._files)
+
+    def parts(self) -> Iterator[LazyTensor]:
+        """The tensor in consecutive parts of at most 2 million elements, in row-major order."""
+        return (self[box.index[:-1]] for box in blocks(self.shape))
 
     def torch(self) -> Any:
         """The values as a torch tensor with memory of its own."""
@@ -98,9 +139,12 @@ class LazyTensor:
         if self._stored.filled:
             element = (self._stored.fill * dtype.itemsize)[: dtype.itemsize]
             flat.copy_(torch.frombuffer(bytearray(element), dtype=target.dtype).to(flat.device).expand(flat.shape))
-        for start, strides, block in self._blocks(dtype):
-            values = torch.from_numpy(block.reshape(-1).view(np.uint8)).view(target.dtype).view(block.shape)
-            flat.as_strided(block.shape, strides, flat.storage_offset() + start).copy_(values)
+        if flat.device.type == "cpu":
+            self._read_into_words(flat.view(torch.uint8).numpy().view(dtype.word), dtype)
+            return
+        for part in self._parts(dtype):
+            values = torch.from_numpy(part.read().reshape(-1).view(np.uint8)).view(target.dtype).view(part.sizes)
+            flat.as_strided(part.sizes, part.strides, flat.storage_offset() + part.start).copy_(values)
 
     def fits(self, dtype: DType) -> bool:
         """Whether `read_into` can read into a tensor of that element type."""
@@ -113,17 +157,50 @@ class LazyTensor:
     def __repr__(self) -> str:
         return f"LazyTensor({self.name!r}, {self.dtype}, {list(self.shape)})"
 
-    def _blocks(self, dtype: DType) -> Iterator[tuple[int, tuple[int, ...], Block]]:
-        """The elements that are read from files, block by block, as (start, strides, words): the element of this tensor at which the block
-        starts, the block's strides in this tensor, and its elements. The next block overwrites the words."""
+    def _read_into_words(self, flat: Block, dtype: DType | None = None) -> None:
+        """Read the values into an array of the words of all elements. Elements that no file holds stay as they are."""
+        dtype = dtype or self.dtype
+        for part in self._parts(dtype):
+            in_bytes = tuple(stride * dtype.itemsize for stride in part.strides)
+            part.read(np.ndarray(part.sizes, dtype.word, flat.data, part.start * dtype.itemsize, in_bytes))
+
+    def _parts(self, dtype: DType) -> Iterator[_Part]:
+        """The elements that are read from files, strip by strip."""
         workers: dict[int, Worker] = {}
         for section in self._stored.sections:
             source = self._sources[section.name]
-            values, size = Values(source, dtype), max(stored.itemsize for stored in source.dtypes)
-            worker = workers.get(size) or workers.setdefault(size, Worker(self._files, size))
-            for box in blocks(section.box.sizes):
-                start = section.start + sum(offset * stride for offset, stride in zip(box.offsets, section.strides, strict=True))
-                yield start, section.strides, values.read(worker, box.shifted(section.box.offsets))
+            values = Values(source, dtype)
+            worker = workers.get(values.itemsize) or workers.setdefault(values.itemsize, Worker(self._files, values.itemsize))
+            for block in blocks(section.box.sizes):
+                for strip, (pieces,) in strips(block.shifted(section.box.offsets), values):
+                    offsets = strip.box.relative_to(section.box.offsets).offsets
+                    start = section.start + sum(offset * stride for offset, stride in zip(offsets, section.strides, strict=True))
+                    yield _Part(start, strip.sizes, section.strides[strip.axis :] or (1,), partial(values.read, worker, pieces, strip))
+
+
+def _box_of(key: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]]:
+    """The box that an index of numpy's kind means, and its shape without the axes that have a single index."""
+    keys = list(key) if isinstance(key, tuple) else [key]
+    if Ellipsis in keys:
+        at = keys.index(Ellipsis)
+        keys[at : at + 1] = [slice(None)] * (len(shape) - len(keys) + 1)
+    if len(keys) > len(shape):
+        raise IndexError(f"{len(keys)} indices for a tensor of {plural(len(shape), 'axis', 'axes')}")
+    keys += [slice(None)] * (len(shape) - len(keys))
+    spans, kept = [], []
+    for each, size in zip(keys, shape, strict=True):
+        if isinstance(each, slice):
+            start, stop, step = each.indices(size)
+            if step != 1:
+                raise IndexError(f"a slice with the step {step} is not read alone: read it without a step, and index the array")
+            spans.append((start, max(stop, start)))
+            kept.append(max(stop - start, 0))
+        else:
+            number = operator.index(each)
+            if not -size <= number < size:
+                raise IndexError(f"index {number} of an axis of size {size}")
+            spans.append((number % size, number % size + 1))
+    return Box(tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans)), tuple(kept)
 
 
 class NoSuchTensorError(KeyError):
@@ -154,6 +231,23 @@ class View(Mapping[str, LazyTensor]):
 
     def __len__(self) -> int:
         return len(self._stored)
+
+    def matching(self, *globs: str) -> View:
+        """The tensors whose names match one of the globs. Raises RequestError if a glob matches no name."""
+        check_globs("tensors", globs, self._stored)
+        return View({name: stored for name, stored in self._stored.items() if matches(name, globs)}, self._sources, self._files)
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame with one row per tensor: name, dtype, shape, elements, bytes. pandas must be installed."""
+        import pandas as pd  # type: ignore[import-untyped,import-not-found,unused-ignore]
+
+        rows = [(each.name, each.dtype.name, each.shape, math.prod(each.shape), each.nbytes) for each in self._stored.values()]
+        return pd.DataFrame(rows, columns=["name", "dtype", "shape", "elements", "bytes"])
+
+    def _repr_html_(self) -> str:
+        """The first tensors as a table, for a notebook."""
+        rows = [(each.name, each.dtype.name, str(list(each.shape)), each.nbytes) for each in islice(self._stored.values(), 100)]
+        return in_notebook(table(("name", "dtype", "shape", "bytes"), rows, caption=repr(self)))
 
     def __repr__(self) -> str:
         return f"View({plural(len(self), 'tensor')}, {plural(sum(stored.nbytes for stored in self._stored.values()), 'byte')})"

@@ -63,3 +63,48 @@ def step_count(name: str, number: int) -> StoredTensor:
 def constant(name: str, dtype: DType, shape: tuple[int, ...], element: bytes) -> StoredTensor:
     """A stored tensor that holds no weight: the bytes of one element, repeated."""
     return StoredTensor(name, dtype, shape, fill=element)
+
+
+def sliced(stored: StoredTensor, box: Box, shape: tuple[int, ...]) -> StoredTensor | None:
+    """A box of a stored tensor as a stored tensor of its own; None if one of its sections is not a box of the stored tensor.
+
+    shape: that of the box, perhaps without axes of size 1.
+    """
+    steps, new_steps = row_major(stored.shape), row_major(box.sizes)
+    sections = []
+    for section in stored.sections:
+        found = _sliced_section(section, stored.shape, steps, box, new_steps)
+        if found is None:
+            return None
+        sections += found
+    return StoredTensor(stored.name, stored.dtype, shape, Sections.of(sections), stored.fill)
+
+
+def _sliced_section(
+    section: Section, shape: tuple[int, ...], steps: tuple[int, ...], box: Box, new_steps: tuple[int, ...]
+) -> list[Section] | None:
+    """What a box of the stored tensor keeps of a section: one section or none; None if the section is not a box of the stored tensor."""
+    origin = [section.start // step % max(size, 1) for step, size in zip(steps, shape, strict=True)]
+    axes: list[int | None] = []  # for each axis of the section, the stored axis along which it runs
+    for size, stride in zip(section.box.sizes, section.strides, strict=True):
+        along = [axis for axis, step in enumerate(steps) if step == stride and origin[axis] + size <= shape[axis] and axis not in axes]
+        if size > 1 and not along:
+            return None
+        axes.append(max(along, key=lambda axis: shape[axis]) if size > 1 else None)
+    low, high = list(section.box.offsets), list(section.box.stops)
+    first = list(origin)
+    for axis in range(len(shape)):
+        start, stop = box.offsets[axis], box.stops[axis]
+        if axis not in axes:
+            if not start <= origin[axis] < stop:
+                return []
+            continue
+        k = axes.index(axis)
+        first[axis] = max(start, origin[axis])
+        low[k] = section.box.offsets[k] + first[axis] - origin[axis]
+        high[k] = section.box.offsets[k] + min(stop - origin[axis], section.box.sizes[k])
+        if low[k] >= high[k]:
+            return []
+    kept = Box(tuple(low), tuple(b - a for a, b in zip(low, high, strict=True)))
+    at = sum((a - b) * step for a, b, step in zip(first, box.offsets, new_steps, strict=True))
+    return [Section(section.name, kept, at, tuple(1 if axis is None else new_steps[axis] for axis in axes))]

@@ -14,8 +14,8 @@ from typing import Any
 
 from reshard.geometry.quantities import plural
 from reshard.health.findings import Finding, found
-from reshard.health.roles import family_of, is_scale, layer_of
 from reshard.health.values import Measured
+from reshard.index.name_parts import family_of, is_scale, layer_of
 
 _FEWEST_LAYERS = 5
 # An outlier differs from the median by at least this factor, and by this many robust standard deviations.

@@ -7,8 +7,8 @@ from typing import Any
 
 from reshard.geometry.quantities import plural
 from reshard.health.findings import Finding, found
-from reshard.health.roles import expert_of, is_scale, is_stacked_experts, is_table
 from reshard.health.values import Measured, place_of
+from reshard.index.name_parts import expert_of, is_scale, is_stacked_experts, is_table
 
 # The largest number of fp16. Weights that are trained in 16 bits are far smaller.
 _LARGEST_FP16 = 65504.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from reshard.health.findings import Finding, found
-from reshard.health.roles import expert_of, is_stacked_experts
 from reshard.health.values import Measured
+from reshard.index.name_parts import expert_of, is_stacked_experts
 
 
 def dead_experts(measured: Sequence[Measured]) -> Iterator[Finding]:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from reshard.engine.pool import run_jobs, workers_within
-from reshard.engine.transfer import Block, Pieces, Worker
+from reshard.engine.transfer import Block
 from reshard.errors import CheckpointError
-from reshard.geometry.boxes import Box, blocks
+from reshard.geometry.boxes import Box
 from reshard.geometry.quantities import plural
 from reshard.health.findings import Finding, found, of_error
-from reshard.health.roles import expert_of, is_scale, is_stacked_experts
 from reshard.index.index import Index, Kind, Tensor
+from reshard.index.name_parts import expert_of, is_scale, is_stacked_experts
+from reshard.measures.walk import Read, walk
 from reshard.storage.files import Files
 
 
@@ -68,29 +68,20 @@ def compare_pairs(
     pairs: list[Pair], files: tuple[Files, Files], advance: Callable[[int], None], *, workers: int | None, memory: int | None
 ) -> Iterator[Finding]:
     """Read both tensors of every pair and note what moved. Yields a finding for each tensor that cannot be read."""
-    itemsize = max((pair.now.dtype.itemsize for pair in pairs), default=1)
 
-    def jobs() -> Iterator[tuple[int, Box, Pieces, Pieces]]:
-        for number, pair in enumerate(pairs):
-            sides = Pieces(pair.now), Pieces(pair.before)
-            for box in blocks(pair.now.shape):
-                if not pair.moved or _has_slices(pair):  # one difference is enough
-                    yield number, box, *sides
+    def measure(number: int, box: Box, read: Read) -> tuple[int, set[int] | None, Finding | None]:
+        try:
+            a, b = read()
+        except CheckpointError as error:
+            return 0, None, of_error(error)
+        return a.nbytes, _moved(a, b, box), None
 
-    def make_worker() -> Callable[[tuple[int, Box, Pieces, Pieces]], tuple[int, int, set[int] | None, Finding | None]]:
-        left, right = (Worker(each, itemsize) for each in files)
+    def is_wanted(number: int) -> bool:
+        return not pairs[number].moved or _has_slices(pairs[number])  # one difference is enough
 
-        def perform(job: tuple[int, Box, Pieces, Pieces]) -> tuple[int, int, set[int] | None, Finding | None]:
-            number, box, now, before = job
-            try:
-                a, b = left.gather(now, box), right.gather(before, box)
-            except CheckpointError as error:
-                return number, 0, None, of_error(error)
-            return number, a.nbytes, _moved(a, b, box), None
-
-        return perform
-
-    for number, nbytes, moved, fault in run_jobs(jobs(), make_worker, workers_within(memory, workers, itemsize, buffers=4)):
+    groups = [(pair.now, pair.before) for pair in pairs]
+    blocks = walk(groups, files, lambda: measure, is_wanted=is_wanted, workers=workers, memory=memory)
+    for number, (nbytes, moved, fault) in blocks:
         pair = pairs[number]
         if moved is None:
             pair.is_complete = False

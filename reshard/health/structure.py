@@ -12,9 +12,9 @@ import numpy as np
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.quantities import plural
 from reshard.health.findings import Finding, found, of_error
-from reshard.health.roles import family_of, is_scale, layer_of
 from reshard.index.coverage import check_coverage
 from reshard.index.index import Index, Tensor
+from reshard.index.name_parts import family_of, is_scale, layer_of
 from reshard.models.model import Model, ModelWeight
 from reshard.storage.files import Files, read_range
 

@@ -10,10 +10,10 @@ from reshard.engine.transfer import Block, Pieces, Worker
 from reshard.errors import CheckpointError, ReplicasDiffer
 from reshard.geometry.boxes import Box, blocks
 from reshard.health.findings import Finding, found, of_error
-from reshard.health.roles import is_scale
-from reshard.health.statistics import Meter, Statistics
 from reshard.index.index import Tensor
+from reshard.index.name_parts import is_scale
 from reshard.index.shards import primary_rows
+from reshard.measures.statistics import Meter, Statistics
 from reshard.storage.files import Files
 
 

@@ -7,11 +7,12 @@ The declarations of the built-in models are reshard/architectures/<model_type>.y
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.errors import RequestError
+from reshard.models.config_values import value_at, whole_number
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import Split
 
@@ -151,14 +152,6 @@ class LayerRule:
         return frozenset(layer for layer in layers_of_set if layer not in dense)
 
 
-def whole_number(config: Mapping[str, Any], key: str | None) -> int | None:
-    """The whole number that the config gives for a key; None if it gives none. Raises RequestError if the value is not one, or below 0."""
-    value = config.get(key) if key else None
-    if value is not None and (not isinstance(value, int) or value < 0):
-        raise RequestError(f"config.json gives {value!r} for {key}; a whole number is expected", why="It says which layers there are")
-    return value
-
-
 @dataclass(frozen=True)
 class Architecture:
     """What all models of one `model_type` have in common."""
@@ -259,13 +252,3 @@ def _predecessor(name: str, names: Sequence[str], present: Sequence[str | None],
             return place if place is not None and any(present[i] in kept for i in here) else here[-1]
         place = of_module[-1] if of_module else place
     return len(names) - 1 if place is None else place
-
-
-def value_at(value: Any, words: Iterable[str]) -> Any:
-    """The value inside nested mappings and lists; None if there is none."""
-    for word in words:
-        if isinstance(value, list) and value and word.isdecimal():
-            value = value[min(int(word), len(value) - 1)]  # a layer for multi-token prediction is like the last one of the list
-        else:
-            value = value.get(word) if isinstance(value, Mapping) else None
-    return value

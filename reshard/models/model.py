@@ -20,7 +20,8 @@ from typing import Any
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, joined
-from reshard.models.architecture import Architecture, Dimension, LayerRule, Weight, value_at, whole_number
+from reshard.models.architecture import Architecture, Dimension, LayerRule, Weight
+from reshard.models.config_values import value_at, whole_number
 from reshard.models.quantization import BlockShape, Quantization, Scale, quantization_of
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import ROLES, Split
@@ -245,6 +246,10 @@ class Model:
         value = self.stated(key)
         return self.architecture.defaults.get(key) if value is None else value
 
+    def count(self, key: str) -> int | None:
+        """The whole number that `setting` gives; None if there is none. Raises RequestError if it is not a whole number."""
+        return whole_number({key: self.setting(key)}, key)
+
     @property
     def class_name(self) -> str | None:
         """The class by which engines choose their own: the first of the config's `architectures`, or else the one of the declaration."""
@@ -269,7 +274,7 @@ class Model:
     def mtp_layers(self) -> int:
         """The number of layers for multi-token prediction, which follow the last layer."""
         key = self.architecture.mtp_layers
-        count = whole_number({key: self.setting(key)}, key) or 0 if key else 0
+        count = self.count(key) or 0 if key else 0
         if count > _MOST["layers"]:
             raise _too_large(f"{count:,} for {key}", _MOST["layers"])
         return count
@@ -345,7 +350,11 @@ class Model:
 
     def reason_to_drop(self, name: str) -> str | None:
         """Why a tensor of that name is left out on purpose; None if it is not."""
-        return next((reason for pattern, reason in self.architecture.dropped.items() if re.fullmatch(pattern, name)), None)
+        return next((reason for pattern, reason in self._dropped if pattern.fullmatch(name)), None)
+
+    @cached_property
+    def _dropped(self) -> list[tuple[re.Pattern[str], str]]:
+        return [(re.compile(pattern), reason) for pattern, reason in self.architecture.dropped.items()]
 
     def reason_not_served(self, name: str) -> str | None:
         """Why serving engines leave out a tensor that a checkpoint may contain besides the weights; None for other names."""

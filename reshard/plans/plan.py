@@ -21,6 +21,7 @@ from reshard.geometry.quantities import plural
 from reshard.index.index import Index, Tensor
 from reshard.index.join import meetings
 from reshard.index.shards import primary_rows
+from reshard.picture.drawing import in_notebook
 from reshard.plans.digests import CURRENT
 from reshard.plans.layout import Layout
 from reshard.plans.layout_index import index_of_layout
@@ -156,13 +157,13 @@ class Plan:
         """The sums over the plan."""
         read = compared = copied = 0
         for route in self.routes:
-            volumes = route.source.shards.sizes.prod(axis=1)
-            is_primary = primary_rows(route.source.shards)
-            read += int(volumes[is_primary].sum()) * route.source.dtype.itemsize
-            compared += int(volumes[~is_primary].sum()) * route.source.dtype.itemsize
+            shards, itemsize = route.source.shards, route.source.dtype.itemsize
+            replicas = shards.elements - shards.without_replicas().elements if len(shards) > 1 else 0
+            read += (shards.elements - replicas) * itemsize
+            compared += replicas * itemsize
             if route.source.scaling:
                 read += route.source.scaling.scales.nbytes
-            copied += int(route.target.shards.sizes.prod(axis=1).sum()) * route.target.dtype.itemsize
+            copied += route.target.shards.elements * route.target.dtype.itemsize
         written = sum(file.nbytes for file in self.layout.files)
         stored = sum(file.stored_nbytes for file in self.layout.files)
         return Totals(
@@ -203,6 +204,15 @@ class Plan:
         for route in self.routes:
             tensors.setdefault(root(route.target.shards.holders[0]), []).append(route.name)
         return tuple(Task(tuple(paths), tuple(tensors.get(key, ()))) for key, paths in files.items())
+
+    def picture(self) -> str:
+        """Who holds what in the source and in the target, as SVG with captions."""
+        from reshard.plans.drawing import plan_picture
+
+        return str(plan_picture(self))
+
+    def _repr_html_(self) -> str:
+        return in_notebook(self.picture())
 
     def to_json(self, *, tensors: bool = True, copies: bool = False) -> dict[str, Any]:
         """The plan as plain values with stable keys. tensors: include each tensor. copies: include every box that is copied."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from reshard.canonical.content import Content, Drop
-from reshard.index.coverage import sharding_text
-from reshard.index.fold import cut_of, folded_name, name_pattern
 from reshard.index.index import Index, Tensor
-from reshard.models.model import Model
-from reshard.plans.layout import TargetFile
-from reshard.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from reshard.canonical.content import Content, Drop
+    from reshard.models.model import Model
+    from reshard.plans.layout import TargetFile
+    from reshard.plans.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +47,6 @@ class AdapterSummary:
     """The number of its parameters."""
     nbytes: int
     """Its bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorGroup:
-    """Tensors whose names differ only in their numbers, such as the same weight in every layer."""
-
-    name: str
-    """One name for all, such as "model.layers.{0..31}.mlp.up_proj.weight"."""
-    kind: str
-    """Their kind."""
-    dtype: str
-    """Their element type."""
-    shape: tuple[int, ...]
-    """Their global shape."""
-    sharding: str
-    """How they are cut, such as "4 along axis 0"."""
-    state: str
-    """The optimizer state of the same shape and cut, such as "moment1, moment2 (F32)"; may be empty."""
-    count: int
-    """The number of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,63 +120,6 @@ def adapter(index: Index) -> AdapterSummary | None:
     return AdapterSummary(tuple(modules), tuple(sorted(ranks)), len(parts), sum(t.elements for t in parts), sum(t.nbytes for t in parts))
 
 
-def groups(tensors: Iterable[Tensor]) -> tuple[TensorGroup, ...]:
-    """The tensors in groups whose names differ only in their numbers, weights first.
-
-    Optimizer state of the same shape and cut as its weight is listed with the weight. All step counts are one group.
-    """
-    by_name: dict[str, list[Tensor]] = {}
-    for tensor in tensors:
-        by_name.setdefault(tensor.name, []).append(tensor)
-    text_of = _Cuts()
-    similar: dict[tuple[object, ...], list[Tensor]] = {}
-    for same_name in by_name.values():
-        for first, state in _with_state(same_name, text_of):
-            pattern = first.kind if first.kind == "step" else name_pattern(first.name)
-            similar.setdefault((pattern, first.kind, first.dtype, first.shape, text_of[first], state), []).append(first)
-    rows = [_group(same, text_of[same[0]], str(key[-1])) for key, same in similar.items()]
-    return tuple(sorted(rows, key=lambda row: row.kind != "weight"))
-
-
-class _Cuts:
-    """The text of how each tensor is cut. Tensors that are cut in the same way are looked at once."""
-
-    def __init__(self) -> None:
-        self._texts: dict[tuple[object, ...], str] = {}
-
-    def __getitem__(self, tensor: Tensor) -> str:
-        cut = cut_of(tensor)
-        text = self._texts.get(cut)
-        if text is None:
-            text = self._texts[cut] = sharding_text(tensor)
-        return text
-
-
-def _group(same: list[Tensor], cut: str, state: str) -> TensorGroup:
-    first = same[0]
-    name = "(of each weight)" if first.kind == "step" and len(same) > 1 else folded_name([tensor.name for tensor in same])
-    return TensorGroup(name, first.kind, first.dtype.name, first.shape, cut, state, len(same))
-
-
-def _with_state(same_name: list[Tensor], text_of: _Cuts) -> Iterator[tuple[Tensor, str]]:
-    """The weight of one name, with the kinds of optimizer state that have its shape and cut, as text; then the other tensors one by one."""
-    first = next((tensor for tensor in same_name if tensor.kind == "weight"), same_name[0])
-    if len(same_name) == 1:
-        yield first, ""
-        return
-    states = [
-        tensor
-        for tensor in same_name
-        if tensor is not first and tensor.kind != "step" and tensor.shape == first.shape and text_of[tensor] == text_of[first]
-    ]
-    by_dtype: dict[str, list[str]] = {}
-    for tensor in states:
-        by_dtype.setdefault(tensor.dtype.name, []).append(tensor.kind)
-    yield first, "; ".join(f"{', '.join(kinds)} ({dtype})" for dtype, kinds in by_dtype.items())
-    listed = {id(tensor) for tensor in (first, *states)}
-    yield from ((tensor, "") for tensor in same_name if id(tensor) not in listed)
-
-
 def drops(plan: Plan) -> tuple[DropSummary, ...]:
     """What the plan leaves out, by reason and kind, in the order of the plan."""
     groups: dict[tuple[str, str], list[Drop]] = {}
@@ -221,10 +144,18 @@ class _WeightFacts:
 
     def __init__(self, model: Model | None) -> None:
         weights = model.weights.values() if model else ()
-        self.layers = {weight.name: weight.layer for weight in weights if weight.layer is not None}
-        """Weight -> its layer."""
-        self.roles = {weight.name: weight.role for weight in weights if weight.role in _ROLES_OF_RANKS}
-        """Weight -> its role, for the roles whose rows are listed."""
+        self._layers = {weight.name: weight.layer for weight in weights if weight.layer is not None}
+        self._roles = {weight.name: weight.role for weight in weights if weight.role in _ROLES_OF_RANKS}
+        # Ranks share their tuples of names.
+        self._known: dict[tuple[str, ...], tuple[frozenset[int], tuple[tuple[int, str], ...]]] = {}
+
+    def of(self, names: tuple[str, ...]) -> tuple[frozenset[int], tuple[tuple[int, str], ...]]:
+        """The layers of some weights, and (place in `names`, role) of those whose rows are listed."""
+        if names not in self._known:
+            layers = frozenset(layer for layer in map(self._layers.get, names) if layer is not None)
+            roles = tuple((place, role) for place, role in enumerate(map(self._roles.get, names)) if role is not None)
+            self._known[names] = layers, roles
+        return self._known[names]
 
 
 _ROLES_OF_RANKS = ("attention.q", "attention.k", "embedding", "head")
@@ -234,9 +165,10 @@ def _rank(numbers: dict[str, int], files: list[TargetFile], model: Model | None,
     rows: dict[str, list[tuple[int, int]]] = {}
     layers: set[int] = set()
     for sections in (each for file in files for each in file.sections()):
-        layers.update(layer for layer in set(map(facts.layers.get, sections.names)) if layer is not None)
-        for row, role in enumerate(map(facts.roles.get, sections.names)):
-            if role is not None and sections.pattern.ndim_of(row):
+        of_sections, roles = facts.of(sections.names)
+        layers |= of_sections
+        for row, role in roles:
+            if sections.pattern.ndim_of(row):
                 start = int(sections.pattern.offsets[row, 0])
                 rows.setdefault(role, []).append((start, start + int(sections.pattern.sizes[row, 0])))
     padded = (item.tensor for file in files for item in file.filled if len(item.tensor.shape) > 1)

@@ -23,6 +23,7 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns
 from reshard.geometry.stored import StoredTensor
 from reshard.models.model import Model
+from reshard.picture.drawing import in_notebook
 from reshard.serving import kv_cache
 from reshard.serving.legality import check_degrees, check_stages, degree_problem
 from reshard.serving.ranks import EngineRank
@@ -137,6 +138,15 @@ class DegreeReport:
 
     assumptions: tuple[str, ...]
     """What the numbers assume, as sentences."""
+
+    def picture(self) -> str:
+        """What the fullest GPU holds at each choice, as SVG."""
+        from reshard.serving.drawing import degrees_picture
+
+        return str(degrees_picture(self))
+
+    def _repr_html_(self) -> str:
+        return in_notebook(self.picture())
 
 
 def degree_report(

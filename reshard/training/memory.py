@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields
 from reshard.errors import RequestError, check_word
 from reshard.geometry.parallel import ONE_RANK, Parallel
 from reshard.models.model import Model
+from reshard.picture.drawing import in_notebook
 from reshard.training import collectives
 from reshard.training.activations import Batch, SavedActivations, embedding_bytes, head_bytes, itemised, published
 from reshard.training.parameter_counts import (
@@ -201,6 +202,15 @@ class Estimate:
 
     assumptions: tuple[str, ...] = ()
     """What the numbers assume, as sentences."""
+
+    def picture(self) -> str:
+        """What the fullest rank holds in each strategy, as SVG."""
+        from reshard.training.drawing import estimate_picture
+
+        return str(estimate_picture(self))
+
+    def _repr_html_(self) -> str:
+        return in_notebook(self.picture())
 
 
 def estimate(source: Model | int, training: TrainingRun, zero_stages: Sequence[int] = ZERO_STAGES) -> Estimate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,27 +19,30 @@ from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.optimizer_state import is_state_key, master_key
 from reshard.canonical.tensor_classes import StoredModel, classified, one_model, stored_models
 from reshard.canonical.wrappers import without_wrappers
-from reshard.containers.inert_pickle import gc_paused
+from reshard.containers.gc_pause import gc_paused
 from reshard.engine.events import details, event
 from reshard.engine.journal import read_journal
 from reshard.engine.one_save import check_copied_files, check_steps
-from reshard.engine.views import View
 from reshard.errors import CheckpointError, RequestError, UnexpectedContentError
 from reshard.geometry.quantities import plural
 from reshard.geometry.stored import whole
 from reshard.index.coverage import check_index
-from reshard.index.index import Index
+from reshard.index.drawing import shard_map, tree_list
+from reshard.index.fold import Fold, fold
+from reshard.index.index import Index, Tensor
 from reshard.models.architecture import Architecture
 from reshard.models.lookup import find_model, model_type_of, named_architecture
 from reshard.models.model import Model
+from reshard.picture.drawing import in_notebook
+from reshard.picture.page import element, joined
 from reshard.plans.manifest import DIGESTS, MANIFEST, listed_files, read_digests, usable_manifest
 from reshard.storage.files import Files, LocalFiles
 from reshard.storage.staging import WORK_FOLDER
 from reshard.storage.tar import open_tree
-from reshard.verbs.planning import plan_conversion
 from reshard.verbs.request import ConversionRequest, ModelOptions, OpenOptions, PathLike
 
 if TYPE_CHECKING:
+    from reshard.engine.views import LazyTensor, View
     from reshard.verbs.request import PlanOptions
 
 
@@ -70,7 +73,7 @@ class Checkpoint:
         """The model, if there is a config and its architecture is declared."""
         return find_model(self.model_files.config, self.architecture)
 
-    @property
+    @cached_property
     def models(self) -> tuple[StoredModel, ...]:
         """The models that it holds, the main one first; `root` of a selection chooses one."""
         return stored_models(self.index)
@@ -115,8 +118,13 @@ class Checkpoint:
             if name in recorded and not (tensor.kind == "master" and not is_state_key(name) and master_key(name) in recorded)
         }
 
-    def tensors(self, selection: Selection | None = None) -> View:
-        """Every weight under its canonical name, read when asked for."""
+    def tensors(self, selection: Selection | str | None = None) -> View:
+        """The tensors under their canonical names, read when asked for: every weight, those whose names match a glob such as "*.q_proj*",
+        or those that a selection chooses."""
+        from reshard.engine.views import View
+
+        if isinstance(selection, str):
+            return self._everything.matching(selection)
         content = self.content(selection)
         check_selected(content)
         stored = {name: whole(name, tensor.dtype, tensor.shape) for name, tensor in content.tensors.items()}
@@ -129,6 +137,9 @@ class Checkpoint:
 
         Raises: RequestError if the target has no such rank.
         """
+        from reshard.engine.views import View
+        from reshard.verbs.planning import plan_conversion
+
         only = {"tp": rank, "pp": pp_rank, "ep": ep_rank, "dp": dp_rank}
         plan = plan_conversion(self, ConversionRequest.of(to, {**options, "only": only}))
         files = [file for file in plan.layout.files if plan.target.wants(file.ranks)]
@@ -137,6 +148,54 @@ class Checkpoint:
             raise RequestError(f"the target has no {missing or 'rank 0'}", why=f"It is laid out for {plan.layout.parallel}")
         stored = {item.tensor.name: item.tensor for file in files for item in file.tensors}
         return View(stored, plan.content.tensors, self.files)
+
+    @cached_property
+    def tree(self) -> Fold:
+        """The tensors as a tree of names in the model's order, in which alike layers and experts are one branch."""
+        return self.tree_of(self.index.tensors)
+
+    def tree_of(self, tensors: Iterable[Tensor]) -> Fold:
+        """The same of some tensors."""
+        order = {name: position for position, name in enumerate(self.model.weights)} if self.model else None
+        return fold(tensors, order)
+
+    def picture(self) -> str:
+        """Who holds what, as SVG with a caption; empty if every tensor is in one piece."""
+        return str(shard_map(self.tree))
+
+    def _repr_html_(self) -> str:
+        about = f"{self.path}: {self.format}, {plural(len(self.index.tensors), 'tensor')}"
+        return in_notebook(joined((element("p", about), shard_map(self.tree), tree_list(self.tree))))
+
+    @cached_property
+    def _everything(self) -> View:
+        """Every tensor that has a canonical name: weights, and optimizer state and run state where they can be named."""
+        try:
+            return self.tensors(Selection(optimizer=True, masters=True, keep_unknown=True))
+        except RequestError:  # several models and none chosen, or optimizer state of unknown parameters
+            return self.tensors()
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        """A tensor by its canonical name, read when asked for. Raises KeyError with the nearest names."""
+        return self._everything[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._everything
+
+    def __iter__(self) -> Iterator[str]:
+        """The canonical names of the tensors."""
+        return iter(self._everything)
+
+    def __len__(self) -> int:
+        return len(self._everything)
+
+    def __bool__(self) -> bool:
+        """An opened checkpoint is true, even without tensors."""
+        return True
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame with one row per tensor. pandas must be installed."""
+        return self._everything.to_pandas()
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.path!r}, {self.format}, {len(self.index.tensors)} tensors)"

@@ -86,6 +86,22 @@ def estimate(
     return memory.estimate(subject, training, (zero,) if isinstance(zero, int) else tuple(zero))
 
 
+def estimates(
+    source: PathLike | Model | int,
+    counts: Sequence[int],
+    *,
+    zero: int | Sequence[int] = memory.ZERO_STAGES,
+    **options: Unpack[EstimateOptions],
+) -> tuple[Estimate, ...]:
+    """`estimate` for each number of GPUs, in rising order. counts: these numbers."""
+    found = []
+    for count in sorted(set(counts)):
+        each = options.copy()
+        each["gpus"] = count
+        found.append(estimate(source, zero=zero, **each))
+    return tuple(found)
+
+
 # The options about activations, and the values with which they change nothing.
 _OF_ACTIVATIONS: Mapping[str, object] = {
     "micro_batch": 1,

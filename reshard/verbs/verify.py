@@ -50,6 +50,18 @@ def verify(
         if cast or selection is not None:
             raise RequestError("a cast or a selection needs a second checkpoint", why=f"The whole folder is compared with its {MANIFEST}")
         return verify_written(left, effort)
+    left_side, right_side = sides_of(left, right, selection)
+    result = Comparison()
+    for nbytes in compare(left_side, right_side, result, with_cast=cast, workers=effort.workers, memory=effort.memory):
+        effort.report(nbytes)
+    for side in (left_side, right_side):
+        result.notes.extend(not_compared(side))
+    log_compared(result)
+    return result
+
+
+def sides_of(left: Checkpoint | PathLike, right: Checkpoint | PathLike, selection: Selection | None) -> tuple[Side, Side]:
+    """Two checkpoints with the tensors that are compared. Where only one of them has a config, it speaks for both."""
     if isinstance(left, Checkpoint) or isinstance(right, Checkpoint):
         a, b = opened(left), opened(right)
     else:
@@ -59,17 +71,12 @@ def verify(
     contents = (each.content(chosen, model=each.model or a.model or b.model) for each, chosen in zip((a, b), selections, strict=True))
     left_side, right_side = (Side(each.files, each.index, content) for each, content in zip((a, b), contents, strict=True))
     check_selected(left_side.content, right_side.content)
-    result = Comparison()
-    for nbytes in compare(left_side, right_side, result, with_cast=cast, workers=effort.workers, memory=effort.memory):
-        effort.report(nbytes)
-    for side in (left_side, right_side):
-        result.notes.extend(_not_compared(side.files.root, side.content))
-    _log_compared(result)
-    return result
+    return left_side, right_side
 
 
-def _not_compared(root: str, content: Content) -> Iterator[str]:
+def not_compared(side: Side) -> Iterator[str]:
     """Sentences about the tensors of a checkpoint that were left out of a comparison."""
+    root, content = side.files.root, side.content
     weights = [drop for drop in content.drops if drop.kind == "weight"]
     for reason, count in Counter(drop.reason for drop in weights).items():
         yield f"not compared in {root}: {count} weight ({reason})"
@@ -117,11 +124,11 @@ def verify_written(source: Checkpoint | PathLike, effort: Effort, **options: Unp
         if result.equal:
             result.differences.append(_as_difference(error, files))
         result.notes.append(f"the tensors were not compared: {error}")
-    _log_compared(result)
+    log_compared(result)
     return result
 
 
-def _log_compared(result: Comparison) -> None:
+def log_compared(result: Comparison) -> None:
     outcome = "equal" if result.equal else plural(len(result.differences), "difference")
     event(
         "compared",

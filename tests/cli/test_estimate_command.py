@@ -28,7 +28,8 @@ def test_one_strategy_by_stage_or_by_name(arguments, zero):
 
 def test_the_document_has_stable_keys():
     document = reshard("estimate", HF / "llama", "--tp", 2, "--pp", 2, "--dp", 2, "--seq-len", 64, "--microbatches", 6, "--json").document
-    assert list(document) == ["schema_version", "parameters", "gpus", "parallel", "pipeline", "batch", "strategies", "assumptions"]
+    assert list(document) == ["schema_version", "parameters", "gpus", "parallel", "pipeline", "batch", "strategies", "assumptions",
+                              "by_gpus", "fits", "bubbles", "fewest_microbatches"]  # fmt: skip
     assert list(document["pipeline"]) == ["schedule", "stages", "microbatches", "chunks_per_stage", "bubble", "microbatches_in_flight"]
     assert list(document["batch"]) == ["seq_len", "micro_batch", "recompute", "sequence_parallel", "flash_attention", "layer_activations"]
     assert document["gpus"] == 8 and document["pipeline"]["bubble"] == 1 / 7 and document["pipeline"]["microbatches_in_flight"] == [2, 1]

@@ -63,8 +63,8 @@ def test_every_finite_value_is_cast_as_torch_casts_it(source, target):
 @pytest.mark.parametrize("target", [F64, F16, BF16, F8], ids=str)
 def test_a_nan_becomes_the_quiet_nan(target):
     """It does so wherever the NaN lies in a strip, and without torch."""
-    words = np.array([0x3F800000] * 40_000, np.uint32)
-    words[[0, 39_999]] = 0x7F800001, 0xFFFFFFFF
+    words = np.array([0x3F800000] * 140_000, np.uint32)
+    words[[0, 139_999]] = 0x7F800001, 0xFFFFFFFF
     result = cast(words, F32, target)
     assert result[0] == result[-1] == NAN[target.name] and len(set(result[1:-1].tolist())) == 1
 

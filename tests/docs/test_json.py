@@ -100,7 +100,7 @@ def config(tmp_path):
 
 
 def test_inspect():
-    check("inspect", printed("inspect", VERL), printed("inspect", VERL, "--full"))
+    check("inspect", printed("inspect", VERL, "--by", "rank"), printed("inspect", VERL, "--full"), printed("inspect", LLAMA))
 
 
 def test_plan_and_convert(tmp_path):
@@ -118,6 +118,30 @@ def test_verify_fingerprint_and_roundtrip():
     check("roundtrip", printed("roundtrip", LLAMA, "--to", "vllm"))
 
 
+def test_diff_stats_cat_and_export(tmp_path):
+    assert reshard("convert", LLAMA, tmp_path / "fp16", "--to", "hf", "--dtype", "fp16").code == 0
+    check("diff", printed("diff", LLAMA, tmp_path / "fp16", "--full"), printed("diff", LLAMA, QWEN3, "--threshold", 1))
+    check("stats", printed("stats", LLAMA, "*norm*"))
+    check("cat", printed("cat", LLAMA, "lm_head.weight"), printed("cat", LLAMA, "lm_head.weight", "--slice", "0,0"))
+    check("export", *(printed("export", LLAMA, "model.norm.weight", "-o", tmp_path / name) for name in ("x.npy", "x.safetensors")))
+
+
+def test_explain(tmp_path):
+    for name, options in (("fp8", ("--dtype", "fp8")), ("back", ("--dtype", "bf16"))):
+        source = LLAMA if name == "fp8" else tmp_path / "fp8"
+        assert reshard("convert", source, tmp_path / name, "--to", "hf", *options).code == 0
+    check("explain", printed("explain", tmp_path / "back", LLAMA), printed("explain", LLAMA, QWEN3))
+
+
+def test_digests(tmp_path):
+    arguments = ("digests", LLAMA, "--to", "vllm")
+    alone, key, server = printed(*arguments), "dp0:pp0:pcp0:tp0:model.norm.weight", tmp_path / "server.json"
+    held = dict(alone["baseline"])
+    held["dp0:pp0:pcp0:tp0:renamed"], held["dp0:pp0:pcp0:tp0:new"] = held.pop(key), "0"
+    server.write_text(json.dumps({"checksums": held}))
+    check("digests", alone, printed(*arguments, "--compare", server))
+
+
 def test_doctor():
     check("doctor", printed("doctor", LLAMA, "--deep"))
     check("doctor --list", printed("doctor", "--list"))
@@ -128,7 +152,11 @@ def test_degrees(config):
 
 
 def test_estimate(config):
-    check("estimate", printed("estimate", config, "--gpus", 8, "--seq-len", 128, "--link", "1GB"))
+    check(
+        "estimate",
+        printed("estimate", config, "--gpus", 8, "--seq-len", 128, "--link", "1GB"),
+        printed("estimate", "--parameters", "7B", "--gpus", "8,16", "--pp", 2, "--gpu-memory", "80GB", "--max-bubble", "10%"),
+    )
 
 
 def test_learn():

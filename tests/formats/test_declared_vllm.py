@@ -87,6 +87,22 @@ def test_files_with_names_of_their_own_are_read_back(name, tmp_path):
     reshard.verify(tmp_path / "model", tmp_path / "back", cast=True).raise_if_different()
 
 
+@pytest.mark.parametrize(
+    "name, stored, canonical",
+    [
+        ("gemma3", "vision_tower.post_layernorm.bias", "vision_tower.vision_model.post_layernorm.bias"),
+        ("gemma3", "model.vision_tower.post_layernorm.bias", "vision_tower.vision_model.post_layernorm.bias"),
+        ("gemma3", "model.language_model.norm.weight", "language_model.model.norm.weight"),
+        ("internvl", "lm_head.weight", "language_model.lm_head.weight"),
+        ("mistral3", "model.vision_tower.ln_pre.weight", "vision_tower.ln_pre.weight"),
+        ("mimo_v2_flash", "model.layers.1.self_attn.sinks", "model.layers.1.self_attn.attention_sink_bias"),
+    ],
+)
+def test_towers_are_known_by_the_names_that_transformers_gives_them(name, stored, canonical):
+    model = find_model(json.loads(REFERENCES[name].read_text())["config"])
+    assert Names(model).array(stored).names == (canonical,)
+
+
 @pytest.mark.parametrize("training", ["dcp", "fsdp"])
 @pytest.mark.parametrize("name", ["glm4_moe", "apertus", "granitemoe"])
 def test_training_checkpoints_of_declared_models_are_served(name, training, tmp_path):

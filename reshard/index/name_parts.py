@@ -32,6 +32,13 @@ def family_of(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
+def part_of_layer(name: str) -> str:
+    """What a tensor is in its layer, such as "self_attn.q_proj.weight": its name after the number of the layer, with other numbers
+    replaced; the family outside of layers."""
+    match = _LAYER.search(name)
+    return family_of(name[match.end() :] if match else name)
+
+
 def is_table(name: str) -> bool:
     """Whether a tensor has one row for each token or position: an embedding or a head."""
     return _TABLE.search(name) is not None

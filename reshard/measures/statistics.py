@@ -178,7 +178,7 @@ class Meter:
                 found.squares += self._squares(magnitudes, layout)
             found.rows += len(strip) if has_rows else 0
             is_zero = row_max == 0
-            is_odd = _constant_rows(strip) | is_zero
+            is_odd = constant_rows(strip) | is_zero
             constant = constant and bool(is_odd.all()) and bool((strip[:, 0] == flat[0]).all())
             if has_rows and is_odd.any():
                 found.zero_rows += int(is_zero.sum())
@@ -285,7 +285,7 @@ def _negatives(strip: Block, magnitudes: Block, layout: FloatLayout) -> int:
     return int(((strip > layout.magnitude) & (magnitudes > 0)).sum())
 
 
-def _constant_rows(strip: Block) -> npt.NDArray[np.bool_]:
+def constant_rows(strip: Block) -> npt.NDArray[np.bool_]:
     """For each row, whether all its elements are equal. Two or three elements of each row rule out nearly all."""
     same: npt.NDArray[np.bool_] = strip[:, 0] == strip[:, -1]
     if same.any():

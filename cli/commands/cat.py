@@ -1,0 +1,103 @@
+"""reshard cat: the values of one tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .. import options
+from ..json_output import show_json
+from ..tables import shape_text, show
+
+if TYPE_CHECKING:
+    from reshard.engine.views import LazyTensor
+
+# Without --slice, a larger tensor is shown as the first rows and columns.
+_MOST_ELEMENTS, _CORNER = 1000, 8
+
+
+@click.command(
+    "cat",
+    cls=options.Command,
+    examples=["reshard cat step-1000 model.norm.weight", "reshard cat step-1000 model.embed_tokens.weight --slice 0:4,:8"],
+)
+@click.argument("checkpoint")
+@click.argument("name")
+@click.option("--slice", "index", metavar="A:B,C:D", help="Only these indices of each axis, as in Python: 0:4,:8 or 3,-8:")
+@options.format_name
+@options.model
+@options.as_json
+def command(checkpoint: str, name: str, index: str | None, as_json: bool, **given: Any) -> None:
+    """Print the values of the tensor NAME of CHECKPOINT. Only the bytes of the slice are read.
+
+    Without --slice, the first 8 indices of each axis of a large tensor are shown. Values of 16 and 8 bits are printed exactly.
+    """
+    import reshard
+
+    tensor = named(reshard.open(checkpoint, **given), name)
+    chosen = index if index is not None else ",".join([f":{_CORNER}"] * len(tensor.shape)) if _is_large(tensor) else "..."
+    part = sliced(tensor, chosen)
+    values = _values(part)
+    if as_json:
+        cells = {"name": tensor.name, "dtype": tensor.dtype.name, "shape": list(tensor.shape), "slice": chosen}
+        show_json({**cells, "values": _json_values(values.tolist())})
+        return
+    shown = "" if chosen == "..." else f"[{chosen}]"
+    show(f"{tensor.name}{shown}  {tensor.dtype} {shape_text(part.shape)}" + (f" of {shape_text(tensor.shape)}" if shown else ""))
+    import numpy as np
+
+    show(np.array2string(values, threshold=1_000_000, max_line_width=120, precision=9, floatmode="unique"))
+
+
+def named(opened: Any, name: str) -> LazyTensor:
+    """The tensor of that name. Raises RequestError, with the nearest names, if there is none."""
+    from reshard.engine.views import NoSuchTensorError
+    from reshard.errors import RequestError
+
+    try:
+        tensor: LazyTensor = opened[name]
+    except NoSuchTensorError as error:
+        raise RequestError(str(error).split(". ")[0], do=". ".join(str(error).rstrip(".").split(". ")[1:])) from None
+    return tensor
+
+
+def sliced(tensor: LazyTensor, text: str) -> LazyTensor:
+    """The slice that a text such as `0:4,:8` means. Raises RequestError for anything else."""
+    from reshard.errors import RequestError
+
+    try:
+        return tensor[tuple(_index(word.strip()) for word in text.split(","))]
+    except (ValueError, IndexError) as error:
+        raise RequestError(
+            f"--slice {text}: {error}", where=f"{tensor.name} {shape_text(tensor.shape)}", do="Use for example 0:4,:8"
+        ) from None
+
+
+def _index(word: str) -> Any:
+    if word == "...":
+        return ...
+    numbers = [int(number) if number.strip() else None for number in word.split(":")]
+    return slice(*numbers) if len(numbers) > 1 else numbers[0] if numbers[0] is not None else slice(None)
+
+
+def _is_large(tensor: LazyTensor) -> bool:
+    return math.prod(tensor.shape) > _MOST_ELEMENTS
+
+
+def _values(part: LazyTensor) -> Any:
+    """The values as an array that prints exactly: narrow floats as float32."""
+    import numpy as np
+
+    values = part.numpy()
+    return values.astype(np.float32) if part.dtype.floating and part.dtype.itemsize < 4 else values
+
+
+def _json_values(values: Any) -> Any:
+    """JSON has no NaN, infinity and complex numbers: these become texts."""
+    if isinstance(values, list):
+        return [_json_values(each) for each in values]
+    if isinstance(values, complex) or (isinstance(values, float) and not math.isfinite(values)):
+        return str(values)
+    return values

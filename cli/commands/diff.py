@@ -1,0 +1,191 @@
+"""reshard diff: what changed between two checkpoints?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from reshard.geometry.quantities import plural
+
+from .. import options
+from ..invocation import current
+from ..json_output import show_json
+from ..progress import bar
+from ..tables import nbytes_text, show, table
+
+if TYPE_CHECKING:
+    from reshard.measures.changes import Change
+    from reshard.verbs.diff import Diff
+
+
+@click.command(
+    "diff",
+    cls=options.Command,
+    examples=[
+        "reshard diff step-900 step-1000",
+        "reshard diff step-900 step-1000 --threshold 0.01 --include '*experts*'",
+        "reshard diff step-1000 out --headers",
+    ],
+)
+@click.argument("left")
+@click.argument("right")
+@click.option("--headers", is_flag=True, help="Compare names, shapes and element types only. No weight is read.")
+@click.option(
+    "--threshold",
+    "thresholds",
+    multiple=True,
+    metavar="[MEASURE=]N",
+    help="Allow changes up to N: of `relative` L2 (default), `largest`, `mean`, `changed`, `ulps`.",
+)
+@click.option("--limit", default=20, show_default=True, type=click.IntRange(0), metavar="N", help="Show N tensors; 0 for all.")
+@options.selection("Compare")
+@options.model
+@options.effort
+@options.page
+@options.summary_or_full
+def command(left: str, right: str, headers: bool, thresholds: tuple[str, ...], limit: int, as_json: bool, full: bool, **given: Any) -> None:
+    """Show in numbers what changed from LEFT to RIGHT, whatever their formats and layouts.
+
+    For every tensor: the share of the elements that differ, the relative L2 difference, the largest and the mean absolute difference, the
+    cosine, and a histogram of ULPs (how many numbers of the element type lie between both values); summed by layer and by role. The exit
+    code is 1 if there is a difference; with --threshold, if one is larger, or if names, shapes or element types differ.
+    """
+    import reshard
+    from reshard.errors import RequestError
+    from reshard.verbs.checkpoint import open_both
+    from reshard.verbs.diff import parse_thresholds
+    from reshard.verbs.pages import comparison_page
+    from reshard.verbs.request import EffortOptions, ModelOptions, selection_of
+
+    if headers and thresholds:
+        raise RequestError("--threshold compares values, and --headers reads none", do="Leave one of them out")
+    limits, page = parse_thresholds(thresholds), options.page_of(given)
+    about_model, effort = options.take(given, ModelOptions), options.take(given, EffortOptions)
+    a, b = open_both(left, right, **about_model)
+    total = 0 if headers else sum(tensor.nbytes for tensor in b.index.tensors if tensor.kind == "weight")
+    with bar(total, "diff", given.pop("show_progress")) as advance:
+        result = reshard.diff(a, b, headers=headers, selection=selection_of(given), **{**effort, "progress": advance})
+    beyond = result.beyond(limits) if limits else None
+    if page.path:
+        page.write(comparison_page(result, f"From {left} to {right}"))
+    if as_json:
+        show_json(document(result, beyond, full=full))
+    else:
+        _show(result, beyond, limit)
+    # With a threshold, smaller changes of values pass.
+    counted = [each for each in result.differences if beyond is None or each.kind != "values"]
+    click.get_current_context().exit(1 if counted or beyond else 0)
+
+
+def document(result: Diff, beyond: list[Change] | None, *, full: bool) -> dict[str, Any]:
+    """The result with stable keys. full: each tensor, too."""
+    from reshard.measures.changes import sum_of
+
+    return {
+        "equal": result.equal,
+        "tensors": result.tensors,
+        "bytes": result.nbytes,
+        "differences": [{"name": d.name, "kind": d.kind, "detail": d.detail} for d in result.differences],
+        "beyond_threshold": None if beyond is None else [change.name for change in beyond],
+        "layers": [_row(change) for change in result.by_layer()],
+        "roles": [_row(change) for change in result.by_role()],
+        "total": _row(sum_of("all tensors", result.changes)),
+        "notes": result.notes,
+        **({"changes": [_row(change) for change in result.changes]} if full else {}),
+    }
+
+
+def _row(change: Change) -> dict[str, Any]:
+    return {
+        "name": change.name,
+        "layer": change.layer,
+        "role": change.role,
+        "tensors": change.tensors,
+        "elements": change.elements,
+        "changed": change.changed,
+        "nonfinite": change.nonfinite,
+        "relative": _finite(change.relative),
+        "largest": _finite(change.largest),
+        "mean": _finite(change.mean),
+        "cosine": change.cosine,
+        "ulps": change.ulps,
+    }
+
+
+def _finite(number: float) -> float | None:
+    """JSON has no infinity."""
+    return number if math.isfinite(number) else None
+
+
+def _show(result: Diff, beyond: list[Change] | None, limit: int) -> None:
+    """The result in one line, then the changes by layer, role and tensor, and what cannot be compared."""
+    changed = result.largest()
+    others = [each for each in result.differences if each.kind != "values"]
+    compared = f"{plural(result.tensors, 'tensor')}, {nbytes_text(result.nbytes)} compared" if result.changes else "headers"
+    outcome = f"{len(changed):,} of {plural(len(result.changes), 'tensor')} changed" if result.changes else "no weight was read"
+    more = f"; {plural(len(others), 'difference')} in names, shapes or element types" if others else ""
+    show(("equal: " if result.equal else "different: ") + f"{compared}; {outcome}{more}")
+    if beyond is not None:
+        show(f"beyond the threshold: {plural(len(beyond), 'tensor')}" + (f", such as {beyond[0].name}" if beyond else ""))
+    if current().log.quiet:
+        return
+    if changed:
+        for title, rows in (("layer", result.by_layer()), ("role", result.by_role())):
+            _show_changes(title, [row for row in rows if row.changed], len(rows), limit)
+        _show_changes("tensor", changed, len(result.changes), limit)
+        _show_ulps(result)
+    if others:
+        show()
+        show(table([(d.name, d.kind, d.detail) for d in others], ("tensor", "what", "how")))
+    for note in result.notes:
+        show(f"  note      {note}")
+
+
+_COLUMNS = ("tensors", "changed", "relative L2", "largest", "mean", "1 - cosine")
+
+
+def _show_changes(title: str, changes: Sequence[Change], number: int, limit: int) -> None:
+    """A table of changes. number: how many entries were compared."""
+    shown = changes[: limit or None]
+    rows = [
+        (
+            change.name,
+            change.tensors,
+            _percent(change.share),
+            f"{change.relative:.3g}",
+            f"{change.largest:.3g}",
+            f"{change.mean:.3g}",
+            "-" if change.cosine is None else f"{1 - change.cosine:.3g}",
+        )
+        for change in shown
+    ]
+    show()
+    show(table(rows, (title, *_COLUMNS)))
+    if len(changes) > len(shown):
+        show(f"  and {len(changes) - len(shown):,} more; --limit 0 shows all")
+    if number > len(changes):
+        show(f"  and {number - len(changes):,} without a change")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _show_ulps(result: Diff) -> None:
+    """The histogram of ULPs of all tensors together."""
+    from reshard.measures.changes import sum_of, ulp_range
+
+    counts = sum_of("", result.changes).ulps
+    if not counts:
+        return
+    total = sum(counts)
+    rows = []
+    for number, count in enumerate(counts):
+        first, last = ulp_range(number)
+        if count:
+            rows.append((str(first) if first == last else f"{first:,} to {last:,}", count, _percent(count / total)))
+    show()
+    show(table(rows, ("ULPs", "elements", "share")))

@@ -1,0 +1,76 @@
+"""reshard explain: which mistake made this checkpoint wrong?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .. import options
+from ..json_output import show_json
+from ..progress import bar
+from ..tables import show
+
+if TYPE_CHECKING:
+    from reshard.verbs.explain import Explanation
+
+# Names that are printed; --json prints all.
+_MOST = 8
+
+
+@click.command(
+    "explain",
+    cls=options.Command,
+    examples=["reshard explain converted step-1000", "reshard explain converted step-1000 --include '*layers.0.*' --json"],
+)
+@click.argument("bad")
+@click.argument("good")
+@options.selection("Compare")
+@options.model
+@options.effort
+@options.as_json
+def command(bad: str, good: str, as_json: bool, show_progress: bool | None, **given: Any) -> None:
+    """Name the mistake that turned the checkpoint GOOD into BAD, whatever their formats.
+
+    Tried are tensors, rows and columns that were permuted, interleaved, exchanged or copied, transposed matrices, padding, a cast too many,
+    norms off by one, and a rank from another save. A mistake is named only if it explains every bit of a tensor. The exit code is 1 if the
+    checkpoints differ.
+    """
+    import reshard
+    from reshard.verbs.checkpoint import open_both
+    from reshard.verbs.explain import summary_of
+    from reshard.verbs.request import EffortOptions, ModelOptions, selection_of
+
+    about_model, effort = options.take(given, ModelOptions), options.take(given, EffortOptions)
+    a, b = open_both(bad, good, **about_model)
+    total = sum(tensor.nbytes for tensor in b.index.tensors if tensor.kind == "weight")
+    with bar(total, "explain", show_progress) as advance:
+        found = reshard.explain(a, b, selection=selection_of(given), **{**effort, "progress": advance})
+    if as_json:
+        show_json(document(found))
+    else:
+        show(summary_of(found))
+        for mistake in found.mistakes:
+            show(f"  {mistake.text}")
+            names = mistake.name.split(", ")
+            for name in names[:_MOST]:
+                show(f"    {name}")
+            if len(names) > _MOST:
+                show(f"    and {len(names) - _MOST:,} more; --json lists all")
+        for title, names in (("unexplained", found.unexplained), ("only in one", found.missing)):
+            for name in names[:_MOST]:
+                show(f"  {title}  {name}")
+            if len(names) > _MOST:
+                show(f"  {title}  and {len(names) - _MOST:,} more")
+    click.get_current_context().exit(0 if found.equal else 1)
+
+
+def document(found: Explanation) -> dict[str, Any]:
+    """The result with stable keys."""
+    return {
+        "equal": found.equal,
+        "tensors": found.tensors,
+        "mistakes": [{"text": each.text, "name": each.name, "tensors": list(each.tensors)} for each in found.mistakes],
+        "unexplained": found.unexplained,
+        "missing": found.missing,
+    }

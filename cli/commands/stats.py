@@ -1,0 +1,101 @@
+"""reshard stats: how are the values of each tensor distributed?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from reshard.geometry.quantities import plural
+
+from .. import options
+from ..json_output import show_json
+from ..progress import bar
+from ..tables import nbytes_text, show, sparkline, table
+
+if TYPE_CHECKING:
+    from reshard.verbs.stats import TensorStatistics
+
+# By which --sort puts a tensor first.
+_ORDERS = {
+    "name": lambda row: row.name,
+    "nan": lambda row: -(row.nan + row.inf),
+    "zeros": lambda row: -row.zeros / max(row.elements, 1),
+    "largest": lambda row: -max(abs(row.smallest or 0), abs(row.largest or 0)),
+    "std": lambda row: -(row.deviation or 0),
+}
+
+
+@click.command(
+    "stats",
+    cls=options.Command,
+    examples=["reshard stats step-1000", "reshard stats step-1000 '*q_proj*' --sort std", "reshard stats step-1000 --json"],
+)
+@click.argument("checkpoint")
+@click.argument("globs", nargs=-1, metavar="[GLOB]...")
+@click.option("--optimizer", is_flag=True, help="Also the optimizer state.")
+@click.option("--sort", type=click.Choice(["model", *_ORDERS]), default="model", show_default=True, help="The order of the rows.")
+@click.option("--limit", default=50, show_default=True, type=click.IntRange(0), metavar="N", help="Show N tensors; 0 for all.")
+@options.format_name
+@options.model
+@options.effort
+@options.as_json
+def command(
+    checkpoint: str,
+    globs: tuple[str, ...],
+    optimizer: bool,
+    sort: str,
+    limit: int,
+    as_json: bool,
+    show_progress: bool | None,
+    **given: Any,
+) -> None:
+    """Show how the values of CHECKPOINT's tensors are distributed.
+
+    For every tensor, or those whose names match a GLOB: the smallest and the largest value, mean, standard deviation, zeros, NaN, infinite
+    values, rows of one value, and a histogram. Every tensor is read once, in blocks. Quantized tensors are measured as stored, without
+    their scales.
+    """
+    import reshard
+    from reshard.verbs.request import EffortOptions
+    from reshard.verbs.stats import wanted
+
+    effort = options.take(given, EffortOptions)
+    opened = reshard.open(checkpoint, **given)
+    total = sum(tensor.nbytes for tensor in wanted(opened, globs, optimizer=optimizer))
+    with bar(total, "stats", show_progress) as advance:
+        rows = reshard.stats(opened, globs, optimizer=optimizer, **{**effort, "progress": advance})
+    if sort in _ORDERS:
+        rows.sort(key=_ORDERS[sort])
+    if as_json:
+        show_json({"path": checkpoint, "bytes": total, "tensors": [asdict(row) for row in rows]})
+    else:
+        _show(rows, total, limit)
+
+
+def _show(rows: list[TensorStatistics], total: int, limit: int) -> None:
+    strange = sum(1 for row in rows if row.nan or row.inf)
+    show(f"{plural(len(rows), 'tensor')}, {nbytes_text(total)}: {strange or 'none'} with NaN or infinite values")
+    show()
+    shown = rows[: limit or None]
+    cells = [
+        (
+            row.name if row.kind in ("weight", "buffer", "adapter", "other") else f"{row.name} ({row.kind})",
+            row.dtype,
+            *(_number(value) for value in (row.smallest, row.largest, row.mean, row.deviation)),
+            f"{100 * row.zeros / row.elements:.3g} %" if row.elements else "-",
+            row.nan,
+            row.inf,
+            row.constant_rows,
+            sparkline(row.histogram),
+        )
+        for row in shown
+    ]
+    show(table(cells, ("tensor", "dtype", "min", "max", "mean", "std", "zeros", "NaN", "inf", "constant rows", "histogram")))
+    if len(rows) > len(shown):
+        show(f"  and {len(rows) - len(shown):,} more; --limit 0 shows all")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

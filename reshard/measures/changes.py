@@ -1,0 +1,222 @@
+"""How the elements of one tensor changed into those of another: a few sums, gathered block by block.
+
+With d = right - left, over the elements that are finite on both sides:
+
+    largest      max |d|
+    mean         sum |d| / elements
+    relative     sqrt(sum d^2) / sqrt(sum left^2)
+    cosine       1 - (sum d^2 - (|left| - |right|)^2) / (2 |left| |right|), which is exact where the tensors are nearly equal
+    ULPs         how many numbers of the element type lie between the two; two equal numbers are 0 apart, neighbours 1
+
+Blocks are walked in strips that stay in a processor's cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.engine.casts import cast
+from reshard.engine.transfer import Block
+from reshard.geometry.dtypes import F32, DType
+from reshard.measures.statistics import LAYOUTS
+
+_STRIP = 1 << 16
+_INTEGERS = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "<u1"}
+
+
+@dataclass(slots=True)
+class Change:
+    """How a tensor, or a group of tensors, changed."""
+
+    name: str = ""
+    """The tensor, or the group."""
+    layer: int | None = None
+    """The layer; None if the tensor belongs to none."""
+    role: str = ""
+    """What the tensor does in the model, such as attention.q; the last words of its name if the model is not known."""
+    tensors: int = 1
+    """The number of tensors."""
+    elements: int = 0
+    """The number of elements that were compared."""
+    changed: int = 0
+    """The number of elements that differ."""
+    nonfinite: int = 0
+    """The number of elements that are NaN or infinite on one side at least. They are left out of the sums."""
+    largest: float = 0.0
+    """The largest absolute difference."""
+    total: float = 0.0
+    """The sum of the absolute differences."""
+    squares: float = 0.0
+    """The sum of the squared differences."""
+    left_squares: float = 0.0
+    """The sum of the squares of the left elements."""
+    right_squares: float = 0.0
+    """The sum of the squares of the right elements."""
+    ulps: list[int] = field(default_factory=list)
+    """The number of elements by their distance in ULPs: 0, 1, 2, 3 to 4, 5 to 8, 9 to 16, ...; empty for integers."""
+
+    @property
+    def share(self) -> float:
+        """The share of the elements that differ."""
+        return self.changed / self.elements if self.elements else 0.0
+
+    @property
+    def mean(self) -> float:
+        """The mean absolute difference."""
+        return self.total / self.elements if self.elements else 0.0
+
+    @property
+    def relative(self) -> float:
+        """The relative L2 difference: |right - left| / |left|. Infinite if the left is zero and the right is not."""
+        if not self.squares:
+            return 0.0
+        return math.sqrt(self.squares / self.left_squares) if self.left_squares else math.inf
+
+    @property
+    def cosine(self) -> float | None:
+        """The cosine of the angle between both; None if one of them is zero."""
+        left, right = math.sqrt(self.left_squares), math.sqrt(self.right_squares)
+        if not left or not right:
+            return None
+        return min(1.0, 1.0 - (self.squares - (left - right) ** 2) / (2 * left * right))
+
+    def add(self, part: Change) -> None:
+        """Take in the change of another part."""
+        self.elements += part.elements
+        self.changed += part.changed
+        self.nonfinite += part.nonfinite
+        self.largest = max(self.largest, part.largest)
+        self.total += part.total
+        self.squares += part.squares
+        self.left_squares += part.left_squares
+        self.right_squares += part.right_squares
+        longer, shorter = sorted((self.ulps, part.ulps), key=len, reverse=True)
+        self.ulps = [a + (shorter[i] if i < len(shorter) else 0) for i, a in enumerate(longer)]
+
+
+def sum_of(name: str, parts: Sequence[Change], *, layer: int | None = None, role: str = "") -> Change:
+    """The change of several tensors together."""
+    whole = Change(name, layer, role, tensors=sum(part.tensors for part in parts))
+    for part in parts:
+        whole.add(part)
+    return whole
+
+
+def ulp_range(number: int) -> tuple[int, int]:
+    """The first and the last distance that bin `number` of a histogram of ULPs counts."""
+    return (number, number) if number < 3 else (2 ** (number - 2) + 1, 2 ** (number - 1))
+
+
+class ChangeMeter:
+    """Measures how blocks changed, with scratch memory of its own: one for each thread."""
+
+    def __init__(self) -> None:
+        # New memory for each step would cost more than the step.
+        self._scratch = [np.empty(8 * _STRIP, np.uint8) for _ in range(4)]
+        self._mask = np.empty(_STRIP, np.bool_)
+
+    def measure(self, left: Block, right: Block, left_dtype: DType, right_dtype: DType) -> Change:
+        """How the elements of a block changed. Where the element types differ, the elements are compared as values, and ULPs are those of
+        the type with fewer bytes."""
+        change = Change(elements=left.size)
+        a, b = left.reshape(-1), right.reshape(-1)
+        for start in range(0, len(a), _STRIP):
+            strip = slice(start, start + _STRIP)
+            if _has_values(left_dtype) and _has_values(right_dtype):
+                self._add(change, a[strip], b[strip], left_dtype, right_dtype)
+            else:
+                change.changed += int((a[strip] != b[strip]).sum()) if left_dtype == right_dtype else len(a[strip])
+        return change
+
+    def _add(self, change: Change, a: Block, b: Block, left: DType, right: DType) -> None:
+        with np.errstate(all="ignore"):
+            x = self._values(0, a, left)
+            left_squares = float(np.dot(x, x))
+            different = np.not_equal(a, b, out=self._mask[: len(a)]) if left == right else None
+            changed = -1 if different is None else int(np.count_nonzero(different))
+            if not changed and math.isfinite(left_squares):
+                change.left_squares += left_squares
+                change.right_squares += left_squares
+                change.add(Change(ulps=[len(a)] if left.floating else []))
+                return
+            y = self._values(1, b, right)
+            change.changed += changed if different is not None else int(np.count_nonzero(x != y))
+            right_squares = float(np.dot(y, y))
+            difference = np.subtract(y, x, out=self._array(2, x.dtype, len(x)) if x.dtype == y.dtype else None)
+            squares = float(np.dot(difference, difference))
+            if not math.isfinite(left_squares + right_squares + squares):
+                x, y, a, b = _finite(change, x, y, a, b)
+                difference = y - x
+                left_squares, right_squares, squares = (float(np.dot(each, each)) for each in (x, y, difference))
+            np.abs(difference, out=difference)
+        change.left_squares += left_squares
+        change.right_squares += right_squares
+        change.squares += squares
+        change.largest = max(change.largest, float(difference.max(initial=0)))
+        change.total += float(difference.sum())
+        if left.floating and right.floating:
+            narrow = left if left.itemsize < right.itemsize else right
+            change.add(Change(ulps=self._ulp_counts(cast(a, left, narrow), cast(b, right, narrow), narrow)))
+
+    def _array(self, number: int, dtype: Any, length: int) -> npt.NDArray[Any]:
+        """A scratch array."""
+        array: npt.NDArray[Any] = self._scratch[number].view(dtype)[:length]
+        return array
+
+    def _values(self, number: int, words: Block, dtype: DType) -> npt.NDArray[Any]:
+        """The elements as numbers to compute with: float32, or float64 for wide types and integers."""
+        if dtype.name == "BF16":
+            shifted: npt.NDArray[Any] = np.left_shift(words, 16, out=self._array(number, np.uint32, len(words)), dtype=np.uint32)
+            return shifted.view(np.float32)
+        if dtype.name in _INTEGERS:
+            return words.view(_INTEGERS[dtype.name]).astype(np.float64)
+        return words.view(np.float64) if dtype.name == "F64" else cast(words, dtype, F32).view(np.float32)
+
+    def _ulp_counts(self, a: Block, b: Block, dtype: DType) -> list[int]:
+        """The number of elements in each bin of the histogram."""
+        distance = self._distances(a, b, dtype)
+        counts, more = [], len(distance)
+        for edge in (0, 1, 2, 4):
+            beyond = int(np.count_nonzero(np.greater(distance, edge, out=self._mask[: len(a)])))
+            counts.append(more - beyond)
+            more = beyond
+            if not more:
+                return counts
+        return counts + _bins(distance if 2 * more > len(a) else distance[np.flatnonzero(self._mask[: len(a)])])[4:]
+
+    def _distances(self, a: Block, b: Block, dtype: DType) -> npt.NDArray[Any]:
+        """The distances in ULPs, as unsigned words. Both zeros are the same number."""
+        magnitude = LAYOUTS[dtype.name].magnitude
+        higher = np.maximum(a, b, out=self._array(0, a.dtype, len(a)))
+        lower = np.minimum(a, b, out=self._array(1, a.dtype, len(a)))
+        distance: npt.NDArray[Any] = np.subtract(higher, lower, out=self._array(2, a.dtype, len(a)))
+        if magnitude.bit_length() < 8 * dtype.itemsize:
+            signs = np.bitwise_xor(higher, lower, out=self._array(3, a.dtype, len(a)))
+            if int(signs.max(initial=0)) > magnitude:  # the sign of some changed: few, as a rule
+                rows = np.flatnonzero(signs > magnitude)
+                distance[rows] = (higher[rows] & a.dtype.type(magnitude)) + lower[rows]
+        return distance
+
+
+def _bins(distance: npt.NDArray[Any]) -> list[int]:
+    """The histogram of distances, of which those of 0 and 1 are in no bin of their own."""
+    # 4.5 to 7.5 have one exponent: so a bin ends with a power of two.
+    exponents = (distance.astype(np.float64) - 0.5).view(np.int64) >> 52 & 0x7FF
+    return [int(count) for count in np.bincount(exponents - 1021)]
+
+
+def _finite(change: Change, x: Any, y: Any, a: Block, b: Block) -> tuple[Any, ...]:
+    """The elements that are finite on both sides, their values in double precision."""
+    rows = np.isfinite(x) & np.isfinite(y)
+    change.nonfinite += int(len(rows) - np.count_nonzero(rows))
+    return x[rows].astype(np.float64), y[rows].astype(np.float64), a[rows], b[rows]
+
+
+def _has_values(dtype: DType) -> bool:
+    return dtype.floating or dtype.name in _INTEGERS

@@ -1,0 +1,192 @@
+"""The distribution of a tensor's elements: its sums, its extremes and how often each number occurs.
+
+The upper 16 bits of each word are counted. For types of at most 16 bits the counts are the whole tensor, and everything follows from them
+exactly. For wider types they tell the histogram, to within 1/256 of each number (F64: 1/32), and sums and extremes come from the values.
+
+Blocks are walked in strips that stay in a processor's cache.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.engine.casts import cast
+from reshard.engine.transfer import Block
+from reshard.geometry.boxes import Box
+from reshard.geometry.dtypes import DType, from_torch
+from reshard.measures.statistics import constant_rows
+
+_STRIP = 1 << 18
+# Below this size the words that occur are sorted; from it on, all 65,536 words are counted.
+_FEW = 1 << 13
+_INTEGERS = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "<u1"}
+_F64 = from_torch("float64", where="distribution")
+
+
+@dataclass(slots=True)
+class ValueDistribution:
+    """What is known of the elements of a tensor, or of a part of it. `add` combines parts."""
+
+    elements: int = 0
+    """The number of elements."""
+    nan: int = 0
+    """The number of NaN."""
+    inf: int = 0
+    """The number of infinite elements."""
+    zeros: int = 0
+    """The number of elements that are zero."""
+    rows: int = 0
+    """The number of rows, along the last axis, that were judged."""
+    constant_rows: int = 0
+    """The number of these that have one value."""
+    smallest: float = math.inf
+    """The smallest finite element."""
+    largest: float = -math.inf
+    """The largest finite element."""
+    total: float = 0.0
+    """The sum of the finite elements."""
+    squares: float = 0.0
+    """The sum of their squares."""
+    words: dict[int, int] | npt.NDArray[np.int64] = field(default_factory=dict)
+    """How often each upper 16 bits of a word occur: a table of all, or a dict of those of a small part; empty for integers."""
+
+    @property
+    def finite(self) -> int:
+        """The number of finite elements."""
+        return self.elements - self.nan - self.inf
+
+    @property
+    def mean(self) -> float | None:
+        """The mean of the finite elements; None if there are none."""
+        return self.total / self.finite if self.finite else None
+
+    @property
+    def deviation(self) -> float | None:
+        """The standard deviation of the finite elements; None if there are none."""
+        return math.sqrt(max(self.squares / self.finite - (self.total / self.finite) ** 2, 0.0)) if self.finite else None
+
+    def add(self, part: ValueDistribution) -> None:
+        """Take in the distribution of another part."""
+        self.elements += part.elements
+        self.nan += part.nan
+        self.inf += part.inf
+        self.zeros += part.zeros
+        self.rows += part.rows
+        self.constant_rows += part.constant_rows
+        self.smallest = min(self.smallest, part.smallest)
+        self.largest = max(self.largest, part.largest)
+        self.total += part.total
+        self.squares += part.squares
+        self.words = _added(self.words, part.words)
+
+    def histogram(self, dtype: DType, bins: int) -> list[int]:
+        """The number of finite elements in each of `bins` intervals of equal width between the smallest and the largest; empty if the
+        elements are no floating-point numbers, or all are equal."""
+        width = self.largest - self.smallest
+        if not len(self.words) or not 0 < width < math.inf:
+            return []
+        values, counts = _values_of(self.words, dtype)
+        at = np.clip((values - self.smallest) / width * bins, 0, bins - 1).astype(np.int64)
+        return [int(count) for count in np.bincount(at, weights=counts, minlength=bins)]
+
+
+def measure_distribution(block: Block, dtype: DType, box: Box, shape: tuple[int, ...]) -> ValueDistribution:
+    """The distribution of the block of a tensor that lies at `box`. A complex type has no values, only a number of elements."""
+    found, flat = ValueDistribution(elements=block.size), block.reshape(-1)
+    if not (dtype.floating or dtype.name in _INTEGERS) or not block.size:
+        return found
+    if len(shape) > 1 and box.sizes[-1] == shape[-1] > 1:
+        row_table = block.reshape(-1, shape[-1])
+        found.rows, found.constant_rows = len(row_table), int(constant_rows(row_table).sum())
+    if dtype.floating:
+        found.words = _counted(flat, dtype)
+    if dtype.floating and dtype.itemsize <= 2:
+        _add_exactly(found, *_every_value(found.words, dtype))
+        return found
+    kind = _INTEGERS.get(dtype.name, f"<f{dtype.itemsize}")
+    for start in range(0, len(flat), _STRIP):
+        _add_values(found, flat[start : start + _STRIP].view(kind))
+    return found
+
+
+def _counted(flat: Block, dtype: DType) -> dict[int, int] | npt.NDArray[np.int64]:
+    """How often each upper 16 bits occur."""
+    shift = max(8 * dtype.itemsize - 16, 0)
+    if len(flat) < _FEW:
+        words, counts = np.unique(flat >> flat.dtype.type(shift), return_counts=True)
+        return dict(zip(words.tolist(), counts.tolist(), strict=True))
+    table = np.zeros(1 << 16, np.int64)
+    for start in range(0, len(flat), _STRIP):
+        strip = flat[start : start + _STRIP]
+        found = np.bincount(strip.view(np.uint16)[shift // 16 :: dtype.itemsize // 2] if shift else strip)
+        table[: len(found)] += found
+    return table
+
+
+def _added(a: Any, b: Any) -> dict[int, int] | npt.NDArray[np.int64]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return {word: a.get(word, 0) + b.get(word, 0) for word in a.keys() | b.keys()} if a else b
+    if isinstance(a, dict):
+        a, b = b, a
+    table: npt.NDArray[np.int64] = a
+    if not isinstance(b, dict):
+        table += b
+        return table
+    for word, count in b.items():
+        table[word] += count
+    return table
+
+
+def _every_value(words: Any, dtype: DType) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """The numbers that occur, whether finite or not, and how often. For wide types, numbers near to them."""
+    if isinstance(words, dict):
+        found, counts = np.fromiter(words, np.int64, len(words)), np.fromiter(words.values(), np.int64, len(words))
+    else:
+        found = np.flatnonzero(words)
+        counts = words[found]
+    if dtype.itemsize > 2:
+        shift = 8 * dtype.itemsize - 16
+        # The middle of all numbers that begin with these bits. Infinity becomes a NaN by that.
+        wide = ((found.astype(np.uint64) << np.uint64(shift)) + np.uint64(1 << (shift - 1))).astype(dtype.word)
+        return cast(wide, dtype, _F64).view(np.float64), counts
+    return cast(found.astype(dtype.word), dtype, _F64).view(np.float64), counts
+
+
+def _values_of(words: Any, dtype: DType) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """The finite numbers that occur, and how often."""
+    values, counts = _every_value(words, dtype)
+    finite = np.isfinite(values)
+    return values[finite], counts[finite]
+
+
+def _add_exactly(found: ValueDistribution, values: npt.NDArray[np.float64], counts: npt.NDArray[np.int64]) -> None:
+    """Fill in what follows from all numbers that occur."""
+    finite = np.isfinite(values)
+    found.nan = int(counts[np.isnan(values)].sum())
+    found.inf = int(counts[np.isinf(values)].sum())
+    values, counts = values[finite], counts[finite]
+    found.zeros = int(counts[values == 0].sum())
+    found.smallest, found.largest = float(values.min(initial=math.inf)), float(values.max(initial=-math.inf))
+    found.total, found.squares = float(values @ counts), float((values * values) @ counts)
+
+
+def _add_values(found: ValueDistribution, strip: npt.NDArray[Any]) -> None:
+    """Fill in what the values themselves tell."""
+    with np.errstate(all="ignore"):
+        values = strip if strip.dtype.kind == "f" else strip.astype(np.float64)
+        squares = float(np.dot(values, values))
+        if not math.isfinite(squares):
+            found.nan += int(np.isnan(values).sum())
+            found.inf += int(np.isinf(values).sum())
+            values = values[np.isfinite(values)].astype(np.float64)
+            squares = float(np.dot(values, values))
+        found.zeros += len(values) - int(np.count_nonzero(values))
+        found.smallest = min(found.smallest, float(values.min(initial=math.inf)))
+        found.largest = max(found.largest, float(values.max(initial=-math.inf)))
+        found.total += float(values.sum(dtype=np.float64))
+        found.squares += squares

@@ -1,0 +1,188 @@
+"""Mistakes: what was done to a tensor so that it has these elements instead of the right ones.
+
+Each finder gets the wrong elements and the right ones and returns a sentence about a mistake that explains every bit, or None. A tensor is
+a table of rows (its first axis), and of columns (its second). Wrong rows are looked up among the right rows of all tensors of the same
+layer: whatever was permuted, interleaved, exchanged or copied, the answer is where each row came from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.engine.casts import cast
+from reshard.engine.transfer import Block
+from reshard.geometry.dtypes import F32, DType, from_torch
+
+_NARROWER = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+# Rows that are hashed at once.
+_ROWS = 1 << 10
+
+
+def value_mistake(wrong: Block, right: Block, dtype: DType) -> str | None:
+    """A mistake in single values: a cast too many, or a one added or subtracted."""
+    if not dtype.floating:
+        return None
+    for name in _NARROWER:
+        narrow = from_torch(name, where="mistake")
+        if narrow.name != dtype.name and np.array_equal(cast(cast(right, dtype, narrow), narrow, dtype), wrong):
+            return f"equal after a cast to {name} and back: one cast too many"
+    values, exact = _numbers(wrong, dtype), _numbers(right, dtype)
+    for step, text in ((1.0, "has one added"), (-1.0, "has one subtracted")):
+        if np.array_equal(cast((exact + np.float32(step)).view(F32.word), F32, dtype), wrong) or np.array_equal(
+            cast((values - np.float32(step)).view(F32.word), F32, dtype), right
+        ):
+            return f"{text}: a norm that one side stores minus one"
+    return None
+
+
+def _numbers(words: Block, dtype: DType) -> npt.NDArray[np.float32]:
+    numbers: npt.NDArray[np.float32] = cast(words, dtype, F32).view(np.float32)
+    return numbers
+
+
+def shape_mistake(wrong: Block, right: Block) -> str | None:
+    """A mistake that may change the shape: a transposed matrix, rows of padding too many or too few."""
+    if wrong.ndim == 2 and wrong.shape == right.shape[::-1] and np.array_equal(wrong, right.T):
+        return "transposed"
+    if wrong.ndim and wrong.shape[1:] == right.shape[1:] and wrong.shape[0] != right.shape[0]:
+        rows = min(len(wrong), len(right))
+        more = wrong if len(wrong) > len(right) else right
+        if np.array_equal(wrong[:rows], right[:rows]) and not more[rows:].any():
+            padding = f"{abs(len(wrong) - len(right)):,} rows of zeros too {'many' if more is wrong else 'few'}"
+            return f"{padding} at the end: padded to {len(wrong):,} rows instead of {len(right):,}"
+    return None
+
+
+def row_mistake(name: str, wrong: Block, right: Mapping[str, Block]) -> str | None:
+    """Where the rows of a tensor came from, if each is a row of one of the right tensors. right: by name, the tensors of the same
+    layer whose rows are as long, this one included."""
+    names = [other for other, block in right.items() if block.shape[1:] == wrong.shape[1:]]
+    starts = np.cumsum([0, *(len(right[other]) for other in names)])
+    found = _looked_up(wrong, [right[other] for other in names], preferred=names.index(name) if name in names else 0)
+    if found is None:
+        return None
+    owners = np.searchsorted(starts, found, side="right") - 1
+    if name in names and (owners == names.index(name)).all():
+        return _moved(found - starts[names.index(name)], len(right[name]))
+    return _mixed([names[i] for i in owners], found - starts[owners])
+
+
+def column_mistake(wrong: Block, right: Block) -> str | None:
+    """As `row_mistake`, for the columns of a matrix."""
+    if wrong.ndim != 2 or wrong.shape != right.shape:
+        return None
+    found = _looked_up(np.ascontiguousarray(wrong.T), [np.ascontiguousarray(right.T)], preferred=0)
+    text = None if found is None else _moved(found, right.shape[1])
+    return text and text.replace("row", "column")
+
+
+def stale_part(wrong: Block, right: Block) -> tuple[int, int, int] | None:
+    """(axis, part, parts) if the tensors differ in one part of an axis alone, such as that of one rank; None if they do not."""
+    for axis in range(min(wrong.ndim, 2)):
+        different = (wrong != right).any(axis=tuple(i for i in range(wrong.ndim) if i != axis))
+        at = np.flatnonzero(different)
+        for parts in (2, 4, 8, 16, 32, 64):
+            size = wrong.shape[axis] // parts
+            if not len(at) or size < 1 or wrong.shape[axis] % parts or at[0] // size != at[-1] // size:
+                break
+            part = int(at[0]) // size
+            # The smallest part that holds all differences is that of the rank, if most of it differs.
+            if 2 * len(at) > size:
+                return axis, part, parts
+    return None
+
+
+def _looked_up(wrong: Block, right: Sequence[Block], *, preferred: int) -> npt.NDArray[np.int64] | None:
+    """For each row of `wrong`, the number of an equal row of the right tensors, laid end to end; None if there is none for some row."""
+    if wrong.ndim < 2 or not wrong.size:
+        return None
+    keys = np.concatenate([_hashed(block) for block in right])
+    order = np.concatenate([np.arange(len(block)) for block in right])
+    owner = np.concatenate([np.full(len(block), 0 if i == preferred else i + 1) for i, block in enumerate(right)])
+    ranked = np.lexsort((order, owner, keys))
+    looked = _hashed(wrong)
+    # A row that stayed where it was is not moved, even if another row is equal to it.
+    at = np.searchsorted(keys[ranked], looked)
+    at = np.minimum(at, len(keys) - 1)
+    if not (keys[ranked][at] == looked).all():
+        return None
+    found: npt.NDArray[np.int64] = ranked[at].astype(np.int64)
+    start = sum(len(block) for block in right[:preferred])
+    same = np.arange(len(wrong)) + start
+    stayed = (np.arange(len(wrong)) < len(right[preferred])) & (keys[np.minimum(same, len(keys) - 1)] == looked)
+    found[stayed] = same[stayed]
+    # Hashes say where to look; bits decide.
+    every = np.concatenate([block.reshape(len(block), -1) for block in right])
+    flat = wrong.reshape(len(wrong), -1)
+    steps = range(0, len(flat), _ROWS)
+    return found if all(np.array_equal(flat[i : i + _ROWS], every[found[i : i + _ROWS]]) for i in steps) else None
+
+
+def _hashed(block: Block) -> npt.NDArray[np.uint64]:
+    """A number for each row; equal rows have equal numbers."""
+    rows = block.reshape(len(block), -1)
+    factors = np.random.default_rng(0).integers(1, 1 << 63, rows.shape[1], np.uint64) | np.uint64(1)
+    sums = [(rows[i : i + _ROWS].astype(np.uint64) * factors).sum(axis=1, dtype=np.uint64) for i in range(0, len(rows), _ROWS)]
+    return np.concatenate(sums)
+
+
+def _moved(order: npt.NDArray[np.int64], count: int) -> str | None:
+    """What happened to the rows of one tensor. order: for each row, the right row that stands there."""
+    identity = np.arange(len(order))
+    if len(order) == count and np.array_equal(order, identity):
+        return None
+    for text, expected in _known_orders(len(order)):
+        if np.array_equal(order, expected):
+            return text
+    size = _block_size(order)
+    blocks = (order[::size] // size).tolist()
+    listed = ", ".join(map(str, blocks[:16])) + (", ..." if len(blocks) > 16 else "")
+    if len(set(blocks)) < len(blocks):
+        return f"its {len(blocks)} blocks of {size} rows are copies of the right blocks {listed}: heads are copied to the wrong places"
+    return f"its {len(blocks)} blocks of {size} rows are permuted: {listed}" if size > 1 else "its rows are permuted"
+
+
+def _known_orders(count: int) -> Iterator[tuple[str, Any]]:
+    """Orders of rows that have a name."""
+    rows = np.arange(count)
+    yield "its rows are reversed", rows[::-1]
+    for parts in (each for each in range(2, min(count, 1025)) if count % each == 0):
+        if 2 * parts <= count:
+            yield f"its {parts} parts are interleaved row by row", rows.reshape(parts, -1).T.reshape(-1)
+        if count // parts % 2 == 0 and count // parts > 2:
+            heads = rows.reshape(parts, 2, -1)
+            yield (
+                f"the halves of each of {parts} heads are interleaved: the rotary order of another library",
+                heads.swapaxes(1, 2).reshape(-1),
+            )
+            pairs = rows.reshape(parts, -1, 2)
+            yield (
+                f"the pairs of each of {parts} heads are laid out as halves: the rotary order of another library",
+                pairs.swapaxes(1, 2).reshape(-1),
+            )
+
+
+def _block_size(order: npt.NDArray[np.int64]) -> int:
+    """The largest size of blocks that stay together."""
+    breaks = np.flatnonzero(np.diff(order) != 1) + 1
+    size = len(order)
+    for number in (*breaks.tolist(), *order[np.append(0, breaks)].tolist()):
+        size = math.gcd(size, number)
+    return max(size, 1)
+
+
+def _mixed(owners: Sequence[str], rows: npt.NDArray[np.int64]) -> str:
+    """Rows that come from several tensors: which, and how."""
+    names = list(dict.fromkeys(owners))
+    if len(names) == 1:
+        same = np.array_equal(rows, np.arange(len(rows)))
+        return f"holds {names[0]}" if same else f"holds rows of {names[0]}"
+    changes = sum(a != b for a, b in pairwise(owners))
+    how = "interleaved row by row" if changes == len(owners) - 1 else f"in {changes + 1} runs"
+    return f"holds rows of {' and '.join(names)}, {how}"

@@ -1,0 +1,54 @@
+"""Reading tensors once, block by block on threads: one tensor at a time, or the same block of two checkpoints together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from reshard.engine.pool import run_jobs, workers_within
+from reshard.engine.transfer import Block, Pieces, Worker
+from reshard.geometry.boxes import Box, blocks
+from reshard.index.index import Tensor
+from reshard.storage.files import Files
+
+Result = TypeVar("Result")
+Read = Callable[[], tuple[Block, ...]]
+"""Reads the block of each side. Raises CheckpointError if a file cannot be read or replicas differ."""
+Measure = Callable[[int, Box, Read], Result]
+"""What is made of a block: called with the number of the group, the box, and what reads the elements."""
+
+
+def walk(
+    groups: Sequence[tuple[Tensor, ...]],
+    files: tuple[Files, ...],
+    make_measure: Callable[[], Measure[Result]],
+    *,
+    is_wanted: Callable[[int], bool] = lambda number: True,
+    workers: int | None = None,
+    memory: int | None = None,
+) -> Iterator[tuple[int, Result]]:
+    """The measure of every block of every group, in the order in which they are finished, with the number of the group.
+
+    groups: tensors of one shape, one for each of `files`. make_measure: called once in each thread. is_wanted: whether the next block of a
+    group is still to be read. memory: the most bytes of buffers.
+
+    Raises: what the measure raises; RequestError if `memory` is too small.
+    """
+    itemsize = max((tensor.dtype.itemsize for group in groups for tensor in group), default=1)
+
+    def jobs() -> Iterator[tuple[int, Box, tuple[Pieces, ...]]]:
+        for number, group in enumerate(groups):
+            pieces = tuple(map(Pieces, group))
+            yield from ((number, box, pieces) for box in blocks(group[0].shape) if is_wanted(number))
+
+    def make_worker() -> Callable[[tuple[int, Box, tuple[Pieces, ...]]], tuple[int, Result]]:
+        readers, measure = tuple(Worker(each, itemsize) for each in files), make_measure()
+
+        def perform(job: tuple[int, Box, tuple[Pieces, ...]]) -> tuple[int, Result]:
+            number, box, pieces = job
+            sides = zip(readers, pieces, strict=True)
+            return number, measure(number, box, lambda: tuple(reader.gather(each, box) for reader, each in sides))
+
+        return perform
+
+    yield from run_jobs(jobs(), make_worker, workers_within(memory, workers, itemsize, buffers=2 * len(files)))

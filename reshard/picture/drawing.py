@@ -1,0 +1,119 @@
+"""Drawings: SVG from plain numbers, with the colours of a page. One path per row, not one element per box."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from reshard.picture.page import COLOURS, Html, element, escaped
+
+Span = tuple[float, float]
+"""Where something starts and ends, as shares of the width."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """One row of a map: what one holder has."""
+
+    label: str
+    """The holder."""
+    own: tuple[Span, ...]
+    """What it holds."""
+    copies: tuple[Span, ...] = ()
+    """What it holds as a copy of what another one holds."""
+
+
+def strips(rows: Sequence[Strip], *, title: str, dividers: Iterable[float] = (), width: int = 1000) -> Html:
+    """A map: one strip for each row, under each other. dividers: vertical lines, as shares of the width."""
+    height = 16 if len(rows) <= 32 else 7 if len(rows) <= 128 else 3
+    labels = len(rows) <= 32
+    left = min(8 * max((len(row.label) for row in rows), default=0) + 10, 260) if labels else 0
+    inner, total = width - left, len(rows) * height
+    parts = [f'<rect class="soft" x="{left}" y="0" width="{inner}" height="{total}"/>']
+    for number, row in enumerate(rows):
+        y, thick = number * height, max(height - 2, 1) if height > 3 else height
+        if labels:
+            parts.append(f'<text x="0" y="{y + height - 5}">{escaped(row.label[:30])}</text>')
+        for name, spans in (("a", row.own), ("b", row.copies)):
+            if spans:
+                path = "".join(_box(left + start * inner, y, max((stop - start) * inner, 0.6), thick) for start, stop in spans)
+                parts.append(f'<path class="{name}" d="{path}"><title>{escaped(row.label)}</title></path>')
+    lines = "".join(f"M{_n(left + at * inner)} 0v{total}" for at in dividers)
+    if lines:
+        parts.append(f'<path class="line" d="{lines}"/>')
+    return _svg(parts, width, max(total, 1), title)
+
+
+def stacked(rows: Sequence[tuple[str, Sequence[float], str]], names: Sequence[str], *, title: str, limit: float | None = None) -> Html:
+    """Horizontal bars of several parts. rows: label, the size of each part, and the text at the end. limit: a vertical line, such as the
+    memory of a GPU."""
+    most = max([sum(parts) for _, parts, _ in rows] + [limit or 0.0]) or 1.0
+    left, inner, height = 8 * max((len(label) for label, _, _ in rows), default=0) + 12, 560, 22
+    drawn = []
+    for number, (label, sizes, text) in enumerate(rows):
+        y, x = number * height, float(left)
+        drawn.append(f'<text x="0" y="{y + 15}">{escaped(label)}</text>')
+        for name, size, colour in zip(names, sizes, "abcde", strict=False):
+            if size:
+                length = size / most * inner
+                drawn.append(f'<path class="{colour}" d="{_box(x, y + 3, length, height - 6)}"><title>{escaped(name)}</title></path>')
+                x += length
+        drawn.append(f'<text x="{_n(x + 6)}" y="{y + 15}">{escaped(text)}</text>')
+    if limit:
+        drawn.append(f'<path class="line" d="M{_n(left + limit / most * inner)} 0v{len(rows) * height}"/>')
+    keys = (
+        Html(f'<svg class="key" viewBox="0 0 1 1" style="display:inline-block"><path class="{c}" d="M0 0h1v1h-1z"/></svg>{escaped(n)}')
+        for n, c in zip(names, "abcde", strict=False)
+    )
+    return Html(_svg(drawn, left + inner + 260, max(len(rows) * height, 1), title) + element("p", *keys, class_="dim"))
+
+
+def heat_map(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[float | None]]], *, title: str) -> Html:
+    """A grid of cells, the darker the larger; values are 0 to 1, None for a cell that does not exist."""
+    left = 8 * max((len(label) for label, _ in rows), default=0) + 10
+    size = max(8, min(26, 820 // max(len(columns), 1)))
+    drawn = []
+    for y, (label, values) in enumerate(rows):
+        drawn.append(f'<text x="0" y="{y * 16 + 12}">{escaped(label)}</text>')
+        for x, value in enumerate(values):
+            if value is not None:
+                box = _box(left + x * size, y * 16, size - 1, 15)
+                drawn.append(
+                    f'<path class="soft" d="{box}"/>' if value <= 0 else f'<path class="c" opacity="{0.15 + 0.85 * value:.3g}" d="{box}"/>'
+                )
+    step = max(1, -(-40 // size))
+    for x in range(0, len(columns), step):
+        drawn.append(f'<text x="{left + x * size}" y="{len(rows) * 16 + 12}">{escaped(columns[x])}</text>')
+    return _svg(drawn, left + len(columns) * size + 30, len(rows) * 16 + 18, title)
+
+
+def curve(points: Sequence[tuple[float, float]], *, title: str, x_name: str, y_name: str) -> Html:
+    """A line through points, with its axes."""
+    x_most, y_most = max((x for x, _ in points), default=1) or 1, max((y for _, y in points), default=1) or 1
+    path = "L".join(f"{_n(50 + x / x_most * 520)} {_n(180 - y / y_most * 160)}" for x, y in points)
+    drawn = ['<path class="line" d="M50 20v160h520"/>', f'<path class="curve" d="M{path}"/>' if points else ""]
+    drawn += [
+        f'<text x="50" y="12">{escaped(y_name)}, up to {y_most:.3g}</text>',
+        f'<text x="50" y="196">{escaped(x_name)}, up to {x_most:g}</text>',
+    ]
+    return _svg(drawn, 600, 200, title)
+
+
+def in_notebook(drawing: str) -> str:
+    """A drawing with its colours, as a notebook shows it."""
+    return f'<div class="reshard"><style>{COLOURS}</style>{drawing}</div>'
+
+
+def _svg(parts: Iterable[str], width: int, height: int, title: str) -> Html:
+    name = escaped(title)
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{name}">'
+    return Html(f"{opening}<title>{name}</title>{''.join(parts)}</svg>")
+
+
+def _box(x: float, y: float, width: float, height: float) -> str:
+    return f"M{_n(x)} {_n(y)}h{_n(width)}v{_n(height)}h-{_n(width)}z"
+
+
+def _n(number: float) -> str:
+    """A coordinate with few digits, so that equal pictures have equal bytes."""
+    return f"{number:.2f}".rstrip("0").rstrip(".")

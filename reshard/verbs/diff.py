@@ -1,0 +1,155 @@
+"""The verb `diff`: what changed between two checkpoints, tensor by tensor, in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Unpack
+
+from reshard.canonical.content import Selection
+from reshard.engine.compare import Comparison, Difference, Side, comparable
+from reshard.errors import RequestError, choices
+from reshard.geometry.boxes import Box
+from reshard.index.name_parts import layer_of, part_of_layer
+from reshard.measures.changes import Change, ChangeMeter, sum_of
+from reshard.measures.drawing import change_map
+from reshard.measures.walk import Read, walk
+from reshard.picture.drawing import in_notebook
+from reshard.verbs.checkpoint import Checkpoint
+from reshard.verbs.request import Effort, EffortOptions, PathLike
+from reshard.verbs.verify import log_compared, not_compared, sides_of
+
+
+@dataclass(slots=True)
+class Diff(Comparison):
+    """What changed between two checkpoints."""
+
+    changes: list[Change] = field(default_factory=list)
+    """How each tensor changed, in the order of the model; empty if only headers were compared. Tensors without a change are listed, too."""
+
+    def by_layer(self) -> list[Change]:
+        """The changes of each layer together, in order; what belongs to no layer is one entry at the end."""
+        return _grouped(self.changes, lambda each: each.layer, lambda layer: "no layer" if layer is None else f"layer {layer}")
+
+    def by_role(self) -> list[Change]:
+        """The changes of each role together, the largest relative change first."""
+        return sorted(_grouped(self.changes, lambda each: each.role, str), key=_size, reverse=True)
+
+    def largest(self) -> list[Change]:
+        """The tensors that changed, the largest relative change first."""
+        return sorted((each for each in self.changes if each.changed), key=_size, reverse=True)
+
+    def picture(self) -> str:
+        """How much each role changed in each layer, as SVG with a caption."""
+        return str(change_map(self.changes))
+
+    def _repr_html_(self) -> str:
+        return in_notebook(self.picture())
+
+    def beyond(self, thresholds: Mapping[str, float]) -> list[Change]:
+        """The tensors whose change is larger than a threshold. thresholds: by measure, one of MEASURES."""
+        return [each for each in self.changes if any(not MEASURES[name](each) <= most for name, most in thresholds.items())]
+
+
+def _farthest(change: Change) -> float:
+    """The largest distance in ULPs that the histogram tells of: the end of its last bin."""
+    return 2.0 ** (len(change.ulps) - 2) if len(change.ulps) > 2 else float(max(len(change.ulps) - 1, 0))
+
+
+MEASURES: dict[str, Callable[[Change], float]] = {
+    "relative": lambda change: float("inf") if change.nonfinite and change.changed else change.relative,
+    "largest": lambda change: float("inf") if change.nonfinite and change.changed else change.largest,
+    "mean": lambda change: float("inf") if change.nonfinite and change.changed else change.mean,
+    "changed": lambda change: change.share,
+    "ulps": _farthest,
+}
+"""What a threshold can be given for. A tensor with a change among NaN and infinite elements is beyond every threshold of a size."""
+
+
+def diff(
+    left: Checkpoint | PathLike,
+    right: Checkpoint | PathLike,
+    *,
+    headers: bool = False,
+    selection: Selection | None = None,
+    **options: Unpack[EffortOptions],
+) -> Diff:
+    """What changed from one checkpoint to another, whatever their formats and layouts: names, shapes and element types, and for every
+    tensor the share of the elements that differ, the largest and the mean absolute difference, the relative L2 difference, the cosine and a
+    histogram of ULPs.
+
+    Tensors of different floating-point types are compared as values. headers: compare names, shapes and element types alone; no weight is
+    read.
+    """
+    effort = Effort(**options)
+    sides = sides_of(left, right, selection)
+    result = Diff()
+    pairs = list(comparable(*sides, result, with_cast=not headers))
+    if not headers:
+        _measure(result, pairs, sides, effort)
+    for side in sides:
+        result.notes.extend(not_compared(side))
+    log_compared(result)
+    return result
+
+
+def _measure(result: Diff, pairs: Sequence[tuple], sides: tuple[Side, Side], effort: Effort) -> None:  # type: ignore[type-arg]
+    """Read the pairs and fill in how they changed."""
+    result.changes = [_unmeasured(a.name, sides) for a, _ in pairs]
+
+    def make_measure() -> Callable[[int, Box, Read], tuple[int, Change]]:
+        meter = ChangeMeter()
+
+        def measure(number: int, box: Box, read: Read) -> tuple[int, Change]:
+            left, right = read()
+            return right.nbytes, meter.measure(left, right, *(tensor.dtype for tensor in pairs[number]))
+
+        return measure
+
+    files = sides[0].files, sides[1].files
+    for number, (nbytes, change) in walk(pairs, files, make_measure, workers=effort.workers, memory=effort.memory):
+        result.changes[number].add(change)
+        result.nbytes += nbytes
+        effort.report(nbytes)
+    result.differences += [Difference(each.name, "values", _sentence(each)) for each in result.changes if each.changed]
+
+
+def _unmeasured(name: str, sides: tuple[Side, Side]) -> Change:
+    """A tensor with its place in the model."""
+    for model in (side.content.model for side in sides):
+        if model is not None and (weight := model.weights.get(name)) is not None:
+            return Change(name, weight.layer, weight.role)
+    return Change(name, layer_of(name), part_of_layer(name))
+
+
+def _sentence(change: Change) -> str:
+    return f"{change.changed:,} of {change.elements:,} elements differ, by at most {change.largest:.3g}; relative L2 {change.relative:.3g}"
+
+
+def _size(change: Change) -> tuple[float, float, float]:
+    return MEASURES["relative"](change), change.largest, change.share
+
+
+def _grouped(changes: Iterable[Change], key: Callable[[Change], object], name: Callable[[object], str]) -> list[Change]:
+    groups: dict[object, list[Change]] = {}
+    for change in changes:
+        groups.setdefault(key(change), []).append(change)
+    ordered = sorted(each for each in groups if isinstance(each, int)) + [each for each in groups if not isinstance(each, int)]
+    return [sum_of(name(each), groups[each], layer=each if isinstance(each, int) else None, role=groups[each][0].role) for each in ordered]
+
+
+def parse_thresholds(words: Iterable[str]) -> dict[str, float]:
+    """The thresholds in words such as `0.01` (of the relative L2 difference) or `ulps=1`.
+
+    Raises: RequestError for another measure, or what is not a number.
+    """
+    found = {}
+    for word in words:
+        name, _, number = word.rpartition("=")
+        if (name or "relative") not in MEASURES:
+            raise RequestError(f"--threshold {word}: there is no measure {name!r}", do=choices(name, MEASURES))
+        try:
+            found[name or "relative"] = float(number)
+        except ValueError:
+            raise RequestError(f"--threshold {word}: {number!r} is not a number", do="Use for example --threshold 0.01") from None
+    return found

@@ -1,0 +1,183 @@
+"""The verb `explain`: which mistake turned the right checkpoint into the wrong one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Unpack
+
+import numpy as np
+
+from reshard.canonical.content import Selection
+from reshard.engine.compare import Side
+from reshard.engine.transfer import Block
+from reshard.engine.views import LazyTensor, View
+from reshard.geometry.quantities import plural
+from reshard.geometry.stored import whole
+from reshard.index.fold import folded_name, name_pattern
+from reshard.index.name_parts import layer_of, part_of_layer
+from reshard.measures.mistakes import column_mistake, row_mistake, shape_mistake, stale_part, value_mistake
+from reshard.verbs.checkpoint import Checkpoint
+from reshard.verbs.diff import diff
+from reshard.verbs.request import EffortOptions, PathLike
+from reshard.verbs.verify import sides_of
+
+_DIFFERENT = ("values", "shape", "dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """One mistake, which explains every bit of these tensors."""
+
+    text: str
+    """What was done, such as "holds mlp.up_proj.weight"."""
+    tensors: tuple[str, ...]
+    """The tensors that it explains."""
+
+    @property
+    def name(self) -> str:
+        """One name for them, with ranges in place of their numbers."""
+        patterns: dict[str, list[str]] = {}
+        for name in self.tensors:
+            patterns.setdefault(name_pattern(name), []).append(name)
+        return ", ".join(map(folded_name, patterns.values()))
+
+
+@dataclass(slots=True)
+class Explanation:
+    """Why two checkpoints differ."""
+
+    tensors: int = 0
+    """The number of tensors that both have."""
+    mistakes: list[Mistake] = field(default_factory=list)
+    """The mistakes, those that explain most tensors first."""
+    unexplained: list[str] = field(default_factory=list)
+    """The tensors that differ and that no known mistake explains."""
+    missing: list[str] = field(default_factory=list)
+    """The tensors that only one of the checkpoints has."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether there is no difference to explain."""
+        return not (self.mistakes or self.unexplained or self.missing)
+
+    def __repr__(self) -> str:
+        return f"Explanation({plural(len(self.mistakes), 'mistake')}, {len(self.unexplained):,} tensors unexplained)"
+
+
+def explain(
+    bad: Checkpoint | PathLike, good: Checkpoint | PathLike, *, selection: Selection | None = None, **options: Unpack[EffortOptions]
+) -> Explanation:
+    """The mistakes that explain why `bad` does not hold the weights of `good`, whatever their formats: tensors, rows or columns permuted,
+    interleaved, exchanged or copied, matrices transposed, padding, a cast too many, norms off by one, a rank from another save.
+
+    A mistake is named only if it explains every bit of a tensor. The tensors that differ are read whole, those of one layer together.
+    """
+    found = diff(bad, good, selection=selection, **options)
+    wrong_side, right_side = sides_of(bad, good, selection)
+    wrong, right = _view(wrong_side), _view(right_side)
+    different = list(dict.fromkeys(each.name for each in found.differences if each.kind in _DIFFERENT))
+    result = Explanation(found.tensors, missing=[each.name for each in found.differences if each.kind in ("missing", "extra")])
+    by_text: dict[str, list[str]] = {}
+    stale: dict[tuple[int, int], list[str]] = {}
+    moved = _moved_tensors(different, wrong, right)
+    for name in different:
+        text = moved.get(name) or _mistake(name, wrong, right, different)
+        if text:
+            by_text.setdefault(text, []).append(name)
+            continue
+        part = stale_part(wrong[name].words(), right[name].words()) if wrong[name].shape == right[name].shape else None
+        if part:
+            stale.setdefault(part[1:], []).append(name)
+        else:
+            result.unexplained.append(name)
+    for (part_number, parts), names in stale.items():
+        if len(names) > 1:  # one tensor may differ in such a part for any reason
+            by_text[f"only part {part_number} of {parts} differs: the file of rank {part_number} is from another save"] = names
+        else:
+            result.unexplained += names
+    result.mistakes = sorted((Mistake(text, tuple(names)) for text, names in by_text.items()), key=lambda each: -len(each.tensors))
+    return result
+
+
+def _view(side: Side) -> View:
+    tensors = side.content.tensors
+    return View({name: whole(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, tensors, side.files)
+
+
+def _moved_tensors(names: list[str], wrong: View, right: View) -> dict[str, str]:
+    """The tensors that hold another whole tensor of the right checkpoint."""
+    digests: dict[tuple[object, ...], str] = {}
+    for name in names:
+        digests.setdefault(_digest(right[name]), name)
+    found: dict[str, str] = {}
+    for name in names:
+        other = digests.get(_digest(wrong[name]))
+        if other is not None and other != name:
+            found[name] = _placed(name, other)
+    return found
+
+
+def _digest(tensor: LazyTensor) -> tuple[object, ...]:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in tensor.parts():
+        digest.update(part.words().reshape(-1).view(np.uint8).data)
+    return tensor.shape, tensor.dtype.name, digest.digest()
+
+
+def _placed(name: str, other: str) -> str:
+    """The sentence for a tensor that holds another one."""
+    if name_pattern(name) != name_pattern(other):
+        if layer_of(name) != layer_of(other):
+            return f"holds {other}"
+        return f"holds {part_of_layer(other)}: the two are exchanged, or one was written twice"
+    if layer_of(name) != layer_of(other) and layer_of(name) is not None:
+        return f"layer {layer_of(name)} holds layer {layer_of(other)}"
+    numbers = [pair for pair in zip(_numbers(name), _numbers(other), strict=True) if pair[0] != pair[1]]
+    return "experts or ranks are permuted: " + ", ".join(f"{a} holds {b}" for a, b in numbers)
+
+
+def _numbers(name: str) -> list[str]:
+    return [word for word in name.split(".") if word.isdecimal()]
+
+
+def _mistake(name: str, wrong: View, right: View, different: list[str]) -> str | None:
+    """A mistake inside one tensor, or among the tensors of its layer."""
+    bad, good = wrong[name].words(), right[name].words()
+    if bad.shape != good.shape or wrong[name].dtype != right[name].dtype:
+        return shape_mistake(bad, good) if wrong[name].dtype == right[name].dtype else None
+    text = value_mistake(bad, good, right[name].dtype) or shape_mistake(bad, good)
+    if text is None and bad.ndim > 1:
+        group = dict(_neighbours(name, right, different))
+        text = row_mistake(name, bad, {name: good, **group}) or column_mistake(bad, good)
+    return text and _without_layer(text, right)
+
+
+def _neighbours(name: str, right: View, different: list[str]) -> Iterator[tuple[str, Block]]:
+    """The other tensors that differ in the same layer and expert, with rows of the same length."""
+    tensor = right[name]
+    numbers = _numbers(name)
+    for other in different:
+        if (
+            other != name
+            and _numbers(other) == numbers
+            and right[other].shape[1:] == tensor.shape[1:]
+            and right[other].dtype == tensor.dtype
+        ):
+            yield other, right[other].words()
+
+
+def _without_layer(text: str, right: Mapping[str, LazyTensor]) -> str:
+    """The sentence with names that are the same in every layer."""
+    words = [part_of_layer(word) if word.rstrip(",") in right else word for word in text.split(" ")]
+    return " ".join(words)
+
+
+def summary_of(found: Explanation) -> str:
+    """The result in one line."""
+    if found.equal:
+        return f"equal: {plural(found.tensors, 'tensor')}, nothing to explain"
+    counts = Counter({"explained": sum(len(each.tensors) for each in found.mistakes), "unexplained": len(found.unexplained)})
+    return f"{plural(len(found.mistakes), 'mistake')} found: {counts['explained']:,} tensors explained, {counts['unexplained']:,} not"

@@ -1,0 +1,75 @@
+"""Outlook: what a checkpoint can become. Which serving engines take it at which sizes, and what is missing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reshard.adapter import registry
+from reshard.adapter.serving_format import ServingFormat
+from reshard.canonical.content import Content, check_against_model
+from reshard.errors import ReshardError
+from reshard.geometry.parallel import Parallel
+from reshard.models.model import Model
+from reshard.plans.target import Target
+from reshard.serving.legality import check_degrees
+
+if TYPE_CHECKING:
+    from reshard.verbs.checkpoint import Checkpoint
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""The tensor-parallel sizes that are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a checkpoint can become."""
+
+    engines: dict[str, tuple[int, ...]]
+    """Serving engine -> the tensor-parallel sizes at which it takes the model."""
+    needed: tuple[str, ...]
+    """What the user must give first, each with the option that gives it."""
+    problem: str | None
+    """Why it cannot be converted as it is, such as a weight that is missing; None if nothing is known to be in the way."""
+
+
+def outlook(checkpoint: Checkpoint, content: Content | None) -> Outlook:
+    """What a checkpoint can become, from its config. No weight is read.
+
+    content: its weights under canonical names; None if there is no single model.
+    """
+    needed, model = list(checkpoint.index.facts.unanswered), checkpoint.model
+    kinds = {tensor.kind for tensor in checkpoint.index.tensors}
+    if not kinds & {"weight", "master"}:
+        return Outlook({}, (), "it holds no weights of a whole model")
+    if checkpoint.model_files.config is None:
+        needed.append("the model's config: --model DIR")
+    engines = {}
+    for name, engine in registry.formats().items():
+        if (
+            model is not None
+            and isinstance(engine, ServingFormat)
+            and (sizes := tuple(size for size in SIZES if _takes(engine, model, size)))
+        ):
+            engines[name] = sizes
+    problem = _problem(content) if content else None
+    return Outlook({} if problem else engines, tuple(needed), problem)
+
+
+def _problem(content: Content) -> str | None:
+    """A sentence about the first weight that the config needs and the checkpoint lacks, or that has another shape."""
+    try:
+        check_against_model(content, partial=False, strict=False)
+    except ReshardError as error:
+        return f"{error.where}: {error.what}" if error.where else error.what
+    return None
+
+
+def _takes(engine: ServingFormat, model: Model, tp: int) -> bool:
+    """Whether an engine takes a model at a tensor-parallel size."""
+    parallel = Parallel(tp=tp)
+    try:
+        check_degrees(model, engine.engine_rules(model, Target(engine.name, parallel)), parallel)
+    except ReshardError:
+        return False
+    return True

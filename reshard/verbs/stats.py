@@ -1,0 +1,128 @@
+"""The verb `stats`: the distribution of the elements of every tensor, read once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Unpack
+
+from reshard.canonical.content import Selection
+from reshard.canonical.globs import as_globs, check_globs, matches
+from reshard.geometry.boxes import Box, blocks
+from reshard.index.index import Tensor
+from reshard.measures.distribution import ValueDistribution, measure_distribution
+from reshard.measures.walk import Read, walk
+from reshard.verbs.checkpoint import Checkpoint, open
+from reshard.verbs.request import Effort, EffortOptions, OpenOptions, PathLike
+
+BINS = 16
+"""The intervals of a histogram."""
+_OPTIMIZER = ("master", "moment1", "moment2", "step", "state")
+
+
+class StatsOptions(OpenOptions, EffortOptions, total=False):
+    """Keywords of `stats`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStatistics:
+    """The statistics of one tensor. Infinite elements and NaN are counted, and left out of the other numbers."""
+
+    name: str
+    """The canonical name."""
+    kind: str
+    """What it is for in the run, such as "weight"."""
+    dtype: str
+    """The element type."""
+    shape: tuple[int, ...]
+    """The global shape."""
+    elements: int
+    """The number of elements."""
+    smallest: float | None
+    """The smallest element; None if no element is a finite number."""
+    largest: float | None
+    """The largest element."""
+    mean: float | None
+    """The mean."""
+    deviation: float | None
+    """The standard deviation."""
+    nan: int
+    """The number of NaN."""
+    inf: int
+    """The number of infinite elements."""
+    zeros: int
+    """The number of elements that are zero."""
+    rows: int
+    """The number of rows along the last axis; 0 for vectors, and for rows too long to be read at once."""
+    constant_rows: int
+    """The number of rows that have one value."""
+    histogram: tuple[int, ...]
+    """The number of elements in each of 16 intervals of equal width from the smallest to the largest; empty for integers and constants."""
+
+
+def stats(
+    source: Checkpoint | PathLike, globs: str | Iterable[str] = (), *, optimizer: bool = False, **options: Unpack[StatsOptions]
+) -> list[TensorStatistics]:
+    """The extremes, mean, standard deviation, zeros, NaN and histogram of every tensor whose name matches one of the globs, in the order of
+    the checkpoint. Each tensor is read once, in blocks.
+
+    optimizer: also the optimizer state. Quantized tensors are measured as they are stored, without their scales.
+
+    Raises: RequestError if a glob matches no name, CheckpointError if a file cannot be read.
+    """
+    effort = Effort(options.get("workers"), options.get("memory"), options.get("progress"))
+    opening: OpenOptions = {name: options[name] for name in OpenOptions.__annotations__ if name in options}  # type: ignore[literal-required,assignment]
+    checkpoint = source if isinstance(source, Checkpoint) else open(source, **opening)
+    tensors = wanted(checkpoint, as_globs(globs), optimizer=optimizer)
+    found: dict[int, TensorStatistics] = {}
+    parts = {number: ValueDistribution() for number in range(len(tensors))}
+    left = {number: sum(1 for _ in blocks(tensor.shape)) for number, tensor in enumerate(tensors)}
+
+    def measure(number: int, box: Box, read: Read) -> tuple[int, ValueDistribution]:
+        (block,) = read()
+        return block.nbytes, measure_distribution(block, tensors[number].dtype, box, tensors[number].shape)
+
+    files = (checkpoint.files,)
+    for number, (nbytes, part) in walk(
+        [(tensor,) for tensor in tensors], files, lambda: measure, workers=effort.workers, memory=effort.memory
+    ):
+        parts[number].add(part)
+        left[number] -= 1
+        if not left[number]:  # only the tensors that are being read keep their counts
+            found[number] = _statistics(tensors[number], parts.pop(number))
+        effort.report(nbytes)
+    return [found.get(number) or _statistics(tensor, ValueDistribution()) for number, tensor in enumerate(tensors)]
+
+
+def _statistics(tensor: Tensor, known: ValueDistribution) -> TensorStatistics:
+    has_values = known.smallest <= known.largest
+    return TensorStatistics(
+        name=tensor.name,
+        kind=tensor.kind,
+        dtype=tensor.dtype.name,
+        shape=tensor.shape,
+        elements=tensor.elements,
+        smallest=known.smallest if has_values else None,
+        largest=known.largest if has_values else None,
+        mean=known.mean if has_values else None,
+        deviation=known.deviation if has_values else None,
+        nan=known.nan,
+        inf=known.inf,
+        zeros=known.zeros,
+        rows=known.rows,
+        constant_rows=known.constant_rows,
+        histogram=tuple(known.histogram(tensor.dtype, BINS)),
+    )
+
+
+def wanted(checkpoint: Checkpoint, globs: tuple[str, ...], *, optimizer: bool) -> list[Tensor]:
+    """The tensors that `stats` reads. Without optimizer state, a weight that is stored only as a master is read as it is."""
+    index = checkpoint.named(Selection(keep_unknown=True))
+    weights = index.by_kind("weight")
+    chosen = [
+        tensor
+        for tensor in index.tensors
+        if optimizer or tensor.kind not in _OPTIMIZER or (tensor.kind == "master" and tensor.name not in weights)
+    ]
+    check_globs("GLOB", globs, dict.fromkeys(tensor.name for tensor in chosen))
+    return [tensor.without_replicas() for tensor in chosen if not globs or matches(tensor.name, globs)]
