@@ -90,3 +90,12 @@ def test_the_list_of_what_torch_rounds_otherwise_is_complete_for_the_processor_t
     apart = json.loads((FIXTURES / "functions/exp.json").read_text())["apart"]
     assert 0 < len(apart) < 100
     assert set(apart.values()) == {1, -1}
+
+
+@pytest.mark.parametrize("units", [6, -6])
+def test_the_result_does_not_depend_on_the_last_bits_of_float64(units, monkeypatch):
+    """As on a machine whose exp is some units in the last place away."""
+    exp = np.exp
+    monkeypatch.setattr(np, "exp", lambda x: exp(x) * (1 + units * 2.0**-53))
+    values = np.array([sign * step * 2.0**-27 for step in range(1, 64) for sign in (1, -1)], np.float32)
+    assert all(map(is_nearest, values, functions.values_of("-exp", values)))
