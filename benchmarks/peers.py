@@ -3,6 +3,7 @@
     python peers.py save-dcp HF_DIR DCP_DIR           4 ranks save the weights of HF_DIR as an FSDP2 run does
     python peers.py save-hf-shards HF_DIR DIR         the same through torch's HuggingFaceStorageWriter
     python peers.py save-verl HF_DIR DIR              the same as verl's files of one rank each
+    python peers.py safetensors HF_DIR OUT            load_file and save_file
     python peers.py dcp_to_torch_save DCP_DIR OUT
     python peers.py accelerate-merge DCP_DIR OUT
     python peers.py hf-consolidation DIR OUT
@@ -97,6 +98,11 @@ def main() -> None:
         save(source, target, "verl")
     elif job == "verl-merge":
         verl_merge(source, target)
+    elif job == "safetensors":
+        from safetensors.torch import load_file, save_file
+
+        os.makedirs(target, exist_ok=True)
+        save_file(load_file(f"{source}/model.safetensors"), f"{target}/model.safetensors")
     elif job == "dcp_to_torch_save":
         from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 

@@ -1,4 +1,4 @@
-"""Large checkpoints to measure on: real formats and shapes, random bytes, made without holding a model in memory."""
+"""Large checkpoints to measure on: real formats and shapes, random values, made without holding a model in memory."""
 
 from __future__ import annotations
 
@@ -40,12 +40,14 @@ def write_hugging_face(model: Model, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(dict(model.config), indent=2))
     dtype = from_safetensors("BF16", where="synthetic")
     frame = safetensors.frame([(w.name, dtype, w.shape) for w in model.weights.values()], {"format": "pt"})
-    pool = np.random.default_rng(0).integers(0, 256, _POOL + 8191, dtype=np.uint8).tobytes()
+    # Values as in a trained model: what looks at them (doctor, casts) would meet NaN everywhere in random bits.
+    values = np.random.default_rng(0).standard_normal(_POOL // 2 + 8192, np.float32) * np.float32(0.02)
+    pool = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
     with open(folder / "model.safetensors", "wb") as file:
         file.write(frame.header)
         left, turn = frame.nbytes - len(frame.header), 0
         while left:
-            start = (turn * 997) % 8191  # every stretch is another one, so that no tensor equals another
+            start = (turn * 997) % 8191 * 2  # every stretch is another one, so that no tensor equals another
             file.write(pool[start : start + min(left, _POOL)])
             left, turn = left - min(left, _POOL), turn + 1
 

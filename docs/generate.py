@@ -216,7 +216,10 @@ def models() -> str:
             "How each was compared with vLLM: small models of that type were saved by transformers and loaded by real rank processes of "
             "vLLM, with its own class and loader. Every key, shape, element type and bit of every rank is what `convert --to vllm` "
             "writes, at the degrees below; degrees that vLLM refuses are refused. TP is the number of tensor-parallel ranks, PP that of "
-            "stages, EP that of ranks with whole experts. The last column names other engines whose files were compared.",
+            "stages, EP that of ranks with whole experts. *Made from published names*: transformers does not know the model, "
+            "and the small one has the names and shapes of published checkpoints. The last column names other engines whose files were "
+            "compared. Of [values that vLLM computes](../architectures.md#values-that-an-engine-computes), the last bit depends on its "
+            "platform.",
             _table(("model type", "models", "compared with vLLM", "also"), rows),
             "`reshard architectures NAME` shows a declaration. [Declaring a model](../architectures.md) explains how to add one, and "
             "`fixtures/vllm_declared/make.py` how to compare it.",
@@ -247,7 +250,8 @@ def _degrees_of_vllm(model_type: str) -> str:
         return ", ".join(map(str, sorted({int(found[1]) for degree in taken if (found := re.fullmatch(pattern, degree))})))
 
     tp, pp, ep = sizes(r"tp(\d+)"), sizes(r"tp\d+-pp(\d+)"), sizes(r"tp(\d+)-ep")
-    words = [f"TP {tp}", f"PP {pp}" if pp else "", f"EP {ep}" if ep else ""]
+    made = "made from published names" if any("names" in document for document in documents) else ""
+    words = [f"TP {tp}", f"PP {pp}" if pp else "", f"EP {ep}" if ep else "", made]
     return f"{version}: {'; '.join(filter(None, words))}"
 
 

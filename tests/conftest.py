@@ -12,9 +12,9 @@ settings.load_profile("untimed")
 
 ROOT = Path(__file__).resolve().parent.parent
 WITHOUT_TORCH = find_spec("torch") is None
-# What of reshard imports torch: `.torch()` of a view, and the files of FSDP ranks, which hold objects of the installed torch.
-NEEDS_TORCH = {"reshard/engine/views.py", "reshard/containers/torch_pickle.py", "formats/fsdp/write.py"}
-REASON = "Skipped: without torch. The test compares with torch itself, reads a view as a torch tensor, or writes the files of FSDP ranks"
+# What of reshard imports torch: `.torch()` of a view.
+NEEDS_TORCH = {"reshard/engine/views.py"}
+REASON = "Skipped: without torch. The test compares with torch itself, or reads a view as a torch tensor"
 
 
 def is_expected(files):

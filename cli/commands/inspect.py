@@ -55,7 +55,7 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, 
     """Show what CHECKPOINT is, whether it is complete, what it can become, and what it holds. No weight is read."""
     import reshard
     from reshard.canonical.globs import check_globs, matches
-    from reshard.containers.inert_pickle import gc_paused
+    from reshard.containers.gc_pause import gc_paused
 
     page_options = options.page_of(given)
     view = TreeView(**{name: given.pop(name) for name in ("by", "depth", "sort", "limit")})
@@ -163,7 +163,7 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
     return {
         "name": tensor.name,
         "kind": tensor.kind,
-        "dtype": tensor.dtype.name,
+        "dtype": str(tensor.dtype),
         "shape": list(tensor.shape),
         "bytes": tensor.nbytes,
         "sharding": sharding_text(tensor),

@@ -9,6 +9,7 @@ import numpy as np
 
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
+from reshard.adapter.rank_files import first_missing
 from reshard.adapter.save_folders import step_of
 from reshard.containers import safetensors
 from reshard.errors import CheckpointError, MissingFile
@@ -128,7 +129,7 @@ def _check_files(files: Files, shards: Sequence[ShardFile], tensors: Sequence[Te
                 why="The names of the other files say that there is one",
                 do="Copy it again",
             )
-    missing_ranks = [rank for rank in range(max(ranks)) if rank not in ranks]
+    missing_ranks = first_missing(ranks, max(ranks))
     for tensor in tensors if missing_ranks else ():
         try:
             check_coverage(tensor)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format, Hints
+from reshard.adapter.option import Option
 from reshard.adapter.rank_files import first_rank_file
 
 if TYPE_CHECKING:
@@ -28,11 +29,22 @@ if TYPE_CHECKING:
     from reshard.storage.files import Files
 
 
+TORCH_VERSIONS = tuple(f"2.{minor}" for minor in range(6, 14))
+"""The versions of torch whose files are written, oldest first."""
+TORCH_VERSION = Option(
+    "torch_version",
+    "choice",
+    "Write the files of this version of torch, which is the one that loads them (default: the installed one, or the newest).",
+    choices=TORCH_VERSIONS,
+)
+
+
 class Fsdp(Format):
     name = "fsdp"
     summary = "FSDP, one file per rank (verl, accelerate): DTensor, ShardedTensor"
     owns = ("*_rank_*.pt", "*_rank[0-9]*.bin", "fsdp_config.json")
     keeps_names = True
+    options = (TORCH_VERSION,)
 
     def detect(self, files: Files) -> str | None:
         path = first_rank_file(files)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from reshard.canonical.content import Content
 from reshard.canonical.name_variants import Names
 from reshard.errors import RequestError
-from reshard.geometry.dtypes import DType
+from reshard.geometry.dtypes import DType, can_cast
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.stored import StoredTensor, whole
 from reshard.index.index import Tensor
@@ -142,14 +142,10 @@ def _checked(wanted: Tensor, stored: StoredTensor, content: Content, mismatch: _
         mismatch.shapes.append(f"{wanted.name} ({list(wanted.shape)} there, {list(stored.shape)} here)")
         return None
     dtypes = {content.weights[section.name].dtype for section in stored.sections}
-    if uncastable := [dtype for dtype in dtypes if not _can_cast(dtype, wanted.dtype)]:
+    if uncastable := [dtype for dtype in dtypes if not can_cast(dtype, wanted.dtype)]:
         mismatch.dtypes.append(f"{wanted.name} ({wanted.dtype} there, {', '.join(map(str, uncastable))} here)")
         return None
     return stored
-
-
-def _can_cast(source: DType, target: DType) -> bool:
-    return source == target or (source.floating and target.floating)
 
 
 def _check_places(content: Content, tensors: tuple[StoredTensor, ...], mismatch: _Mismatch) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
-from reshard.containers import safetensors, torch_zip
+from reshard.containers import safetensors
 from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
@@ -170,6 +170,8 @@ def _table(entries: Sequence[safetensors.TensorEntry], path: str, ndim: int) -> 
 
 
 def _pickle_content(files: Files, path: str) -> tuple[list[Tensor], list[str]]:
+    from reshard.containers import torch_zip
+
     state_dict, objects = torch_zip.read(files, path), list[str]()
     if not isinstance(state_dict, Mapping):
         raise CheckpointError("it does not hold a dict of tensors", where=path, do="Give the file that holds the model's state dict")
@@ -182,8 +184,10 @@ def _pickle_content(files: Files, path: str) -> tuple[list[Tensor], list[str]]:
 
 
 def _state_dict_tensors(state_dict: Mapping[object, object], path: str) -> Iterator[Tensor]:
+    from reshard.containers.torch_zip import LocatedTensor
+
     for name, value in state_dict.items():
-        if isinstance(value, torch_zip.LocatedTensor):
+        if isinstance(value, LocatedTensor):
             yield _tensor(str(name), path, value.byte_offset, value.dtype, value.shape, value.strides)
 
 

@@ -21,6 +21,7 @@ from reshard.storage.files import Files, inside, read_whole
 from .files import METADATA, ItemFile, ItemFiles, default_file
 
 _LIMIT = 4 << 30
+_MOST_RANKS = 1 << 20
 
 KeyPath = tuple[str | int, ...]
 # What both versions say about an item: for each tensor the groups of ranks that hold it, and for each rank its layout.
@@ -83,6 +84,8 @@ def read_metadata(files: Files) -> Metadata | None:
             do="Tell us about it, and save with an earlier torch_checkpointing until then",
         )
     ranks = int(root["world_size"])
+    if ranks > _MOST_RANKS:
+        _refuse(f"the world_size is {ranks:,}")
     listed = _items_of_version_2(root["metadata"]) if version == "2.0" else _items_of_version_1(root)
     items = {name: _described_item(name, tensors, layouts, ranks) for name, tensors, layouts in listed}
     return Metadata(str(root["version"]) if "version" in root else None, ranks, items)

@@ -14,6 +14,7 @@ from reshard.adapter.model_files import CONFIG, read_json
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.parallel import Parallel
+from reshard.models.config_values import number, rotary_settings, rotary_type
 from reshard.models.model import Model
 from reshard.serving.weights import model_dtype
 from reshard.storage.files import Files
@@ -123,10 +124,10 @@ def config_of(model: Model, parallel: Parallel, dtypes: Mapping[str, DType]) -> 
 
 
 def _rotary_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    rope = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    rope = rotary_settings(config)
+    kind = rotary_type(rope)
     return {
-        "rotary_base": rope.get("rope_theta", config.get("rope_theta", 10000.0)),
+        "rotary_base": number(rope, "rope_theta") or number(config, "rope_theta") or 10000.0,
         "rotary_scaling": None if kind == "default" else {**rope, "type": kind, "rope_type": kind},
     }
 

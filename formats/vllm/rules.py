@@ -13,6 +13,7 @@ from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32
 from reshard.models.model import Model
 from reshard.models.quirks import ModelQuirks
+from reshard.models.roles import Heads
 from reshard.plans.target import Target
 from reshard.serving.rules import EngineRules, ExtraTensor, Fusion, normalizer
 from reshard.serving.versions import Numbers, about_version, version_numbers
@@ -32,6 +33,8 @@ _FUSIONS = (
     Fusion(("mlp.gate", "mlp.up"), "gate_up_proj"),
     Fusion(("shared_expert.gate", "shared_expert.up"), "gate_up_proj"),
 )
+# A layer of state-space heads takes more ranks than groups only if it has one group (layers/mamba/mamba_mixer2.py).
+_GROUPS = dict.fromkeys(("ssm.b", "ssm.c", "ssm.conv_b", "ssm.conv_c"), Heads("ssm_groups", copies=True, only_one=True))
 _SCALES = tuple(ExtraTensor("attention.o", f"attn.{name}", 1.0, F32) for name in ("_k_scale", "_q_scale", "_v_scale", "_prob_scale"))
 # In the attention of a quantized model, -1 or a scale of 1 means "not given" (layers/quantization/kv_cache.py).
 _PLACEHOLDERS = {
@@ -126,6 +129,8 @@ def _rules(model: Model, version: Numbers, quirks: ModelQuirks) -> VersionRules:
         quirks=quirks,
         keep_fused=quirks.keeps_fused_at(version),
         renames=((r"(?<!\.attn)\.([kv]_scale)$", r".attn.\1"), *quirks.renames_at(version)),
+        splits=_GROUPS,
+        renames_in=quirks.renames_in_at(version),
         dtypes={"scale": F32, "router.correction": F32 if release.wide_correction else None},
         scales_kept_once=frozenset({"input_scale"}),
     )

@@ -28,7 +28,7 @@ def stored_rules(model: Model, parallel: Parallel, headers: RankHeaders) -> tupl
     candidates = [(version.since, replace(version.rules, layers_per_stage=lambda layers, pp: counts)) for version in all_rules(model)]
 
     def number_of_differences(rules: EngineRules) -> int:
-        expected = rank_tensors(model, placeholder_dtypes(model), rules, replace(parallel, tp=1, ep=1), 0, 0)
+        expected = rank_tensors(model, placeholder_dtypes(model, rules), rules, replace(parallel, tp=1, ep=1), 0, 0)
         return len({tensor.name for tensor in expected} ^ set(headers[0, 0]))
 
     differences = [number_of_differences(rules) for _, rules in candidates]
@@ -46,14 +46,24 @@ def _stored_layers_per_stage(headers: RankHeaders, model: Model, pp: int) -> tup
     """
     layers = model.dimensions["layers"]
     words = {"layers", "h", *re.findall(r"(\w+)\.\{layer\}", " ".join(weight.name for weight in model.architecture.weights))}
+    quirks = model.quirks_of("vllm")
+    lists = {f"{module}.": sorted(model.layer_sets[of]) for of, module in (quirks.layer_lists if quirks else {}).items()}
+    words |= {module.split(".")[-2] for module in lists}
     layer_number = re.compile(rf"\.(?:{'|'.join(sorted(words))})\.(\d+)\.")
     # The blocks of towers have numbers, too.
     counted = [weight.name.partition("{")[0] for weight in model.architecture.weights if weight.counted_by]
     towers = tuple({version.rules.renamed(name) for version in all_rules(model) for name in counted})
+
+    def layer_of(name: str) -> int | None:
+        """The layer that a key names, by its number in the model or in a list of its own; None if it names none."""
+        match = layer_number.search(name)
+        own = next((numbers for module, numbers in lists.items() if name.startswith(module)), None)
+        return int(match[1]) if match and own is None else own[int(match[1])] if match and own and int(match[1]) < len(own) else None
+
     layers_of_stages: list[set[int]] = [set() for _ in range(pp)]
     for (pp_rank, _), rank_headers in headers.items():
-        matches = (layer_number.search(name) for name in rank_headers if not name.startswith(towers))
-        layers_of_stages[pp_rank].update(int(match[1]) for match in matches if match)
+        named = (layer_of(name) for name in rank_headers if not name.startswith(towers))
+        layers_of_stages[pp_rank].update(layer for layer in named if layer is not None)
     counts = tuple(map(len, layers_of_stages))
     if [layer for stage in layers_of_stages for layer in sorted(stage)] != list(range(layers)):
         raise CheckpointError(

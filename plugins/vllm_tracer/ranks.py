@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import enum
-import importlib.util
+import importlib
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
+
+from .stand_ins import stand_in
 
 # Larger arrays are made without elements. Smaller ones are real, since models look at maps of experts and at slopes and scales.
 LARGEST_REAL = 1 << 16
@@ -58,7 +56,7 @@ def prepare() -> None:
     """Import vLLM, and change what would need other processes, network or a GPU. Called once, before ranks are forked."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    _stand_in_for_torchvision()
+    stand_in()
     import torch
     import torch.distributed as dist
     import vllm.distributed.parallel_state as state
@@ -83,38 +81,6 @@ def prepare() -> None:
     state.in_the_same_node_as = lambda group, source_rank=0: [True] * dist.get_world_size(group)
 
 
-def _stand_in_for_torchvision() -> None:
-    """Image processors import torchvision. Loading weights calls nothing of it."""
-    if importlib.util.find_spec("torchvision") is not None:
-        return
-
-    class Anything:
-        def __init__(self, *_: Any, **__: Any) -> None: ...
-
-        def __call__(self, *_: Any, **__: Any) -> Any:
-            return self
-
-        def __getattr__(self, name: str) -> Any:
-            return Anything() if not name.startswith("__") else object.__getattribute__(self, name)
-
-    words = ("nearest", "nearest-exact", "bilinear", "bicubic", "box", "hamming", "lanczos")
-    modes = enum.Enum("InterpolationMode", {word.upper().replace("-", "_"): word for word in words})  # type: ignore[misc]
-    names = ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional", ".ops")
-    for name in names:
-        module: Any = ModuleType(f"torchvision{name}")
-        module.__spec__, module.__path__, module.__version__ = ModuleSpec(module.__name__, None), [], "0.0"
-        module.InterpolationMode = modes
-        module.__getattr__ = lambda word: Anything if not word.startswith("__") else _no_attribute(word)
-        sys.modules[module.__name__] = module
-        parent, _, last = module.__name__.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], last, module)
-
-
-def _no_attribute(name: str) -> Any:
-    raise AttributeError(name)
-
-
 def engine_config(model: str, case: Case, *, trust_remote_code: bool) -> Any:
     """vLLM's configuration of a model at these sizes. Raises what vLLM raises for sizes that it refuses."""
     from vllm.engine.arg_utils import EngineArgs
@@ -129,6 +95,7 @@ def engine_config(model: str, case: Case, *, trust_remote_code: bool) -> Any:
         enforce_eager=True,
         max_model_len=128,
         max_num_seqs=4,
+        enable_prefix_caching=False,  # with it, vLLM refuses its own default for some models with linear attention
         distributed_executor_backend="mp",
     ).create_engine_config()
 
@@ -218,7 +185,10 @@ def without_kernels(softened: list[str]) -> Iterator[None]:
                         softened.append(line)
                     return fallback(*args, **names)
 
-            setattr(owner, attribute, staticmethod(soft) if isinstance(stored, classmethod | staticmethod) else soft)
+            replacement: Any = staticmethod(soft) if isinstance(stored, classmethod | staticmethod) else soft
+            if isinstance(real, type):  # annotations name it
+                replacement = type(attribute, (real,), {"__new__": lambda _, *args, **names: soft(*args, **names)})
+            setattr(owner, attribute, replacement)
             undo.append(lambda: setattr(owner, attribute, stored))
 
     quantization = "vllm.model_executor.layers.quantization"
@@ -228,6 +198,9 @@ def without_kernels(softened: list[str]) -> Iterator[None]:
     moe = "vllm.model_executor.layers.fused_moe"
     soften(f"{moe}.unquantized_fused_moe_method", "select_unquantized_moe_backend", _first_moe_backend)
     soften("vllm.platforms.cpu", "CpuPlatform.get_attn_backend_cls", _dense_attention)
+    soften("torch.cuda", "Stream", lambda *_, **__: NoKernel())
+    soften("torch.cuda", "Event", lambda *_, **__: NoKernel())
+    soften("torch.nn", "Module.to", _in_dtype)
     config: Any = importlib.import_module(f"{moe}.config")
     platform = config.current_platform
     # Experts without a gate are asserted to be on a GPU.
@@ -251,6 +224,14 @@ class _WithGpuAssertions:
 
     def is_xpu(self) -> bool:
         return True
+
+
+def _in_dtype(module: Any, *args: Any, **names: Any) -> Any:
+    """A module with arrays on `meta` in another element type, wherever it was to be moved."""
+    import torch
+
+    dtype = torch._C._nn._parse_to(*args, **names)[1]
+    return module if dtype is None else module.to(dtype)
 
 
 def _first_moe_backend(*_: Any, **__: Any) -> Any:

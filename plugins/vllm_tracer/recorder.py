@@ -200,7 +200,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
             self.operations[name] = self.operations.get(name, 0) + 1
             same = next((each for each in live if each.shape == tensor.shape), None)
             numbers = [str(each) for each in args[1:] if isinstance(each, int | float)]
-            called = f"{name}({', '.join(['x', *numbers])})"
+            called = f"{name}({', '.join(['x', *numbers])}) in {str(live[0].dtype).removeprefix('torch.')}"
             if same is not None and len(live) == 1:
                 self._copy(tensor, same, called)
             else:

@@ -10,7 +10,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,6 +24,8 @@ TORCH_NAMES = {
 }  # fmt: skip
 # The elements of a tensor that the model computes are given up to this number.
 MOST_VALUES = 4096
+# Ranks that are traced at a time. One of a large model takes 0.7 GB.
+MOST_AT_A_TIME = 2
 
 Header = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -55,8 +57,7 @@ def _answer_case(answer: TextIO, request: dict[str, Any], case: Case, sources: H
         return
     gc.collect()
     gc.freeze()
-    for rank in request["ranks"] or range(case.world):
-        _in_a_fork(answer, case, rank, lambda: trace(config, case, rank, sources))  # noqa: B023  called at once
+    _in_forks(answer, case, request["ranks"] or range(case.world), lambda rank: trace(config, case, rank, sources))
 
 
 def _say(answer: TextIO, document: dict[str, Any]) -> None:
@@ -77,29 +78,55 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text or place.line} ({Path(place.filename).name}:{place.lineno})"
 
 
-def _in_a_fork(answer: TextIO, case: Case, rank: int, work: Any) -> None:
-    """Write what `work` returns, made in a forked process: whatever vLLM keeps for a rank ends with it."""
-    answer.flush()
+def _in_forks(answer: TextIO, case: Case, ranks: Iterable[int], work: Callable[[int], dict[str, Any]]) -> None:
+    """Write what `work` returns for each rank, in their order. Each is made in a forked process, with which everything ends that vLLM keeps
+    for a rank; two run at a time."""
     sys.stdout.flush()
     sys.stderr.flush()
-    child = os.fork()
-    if not child:
-        try:
-            # The process ends soon, and a rank of a large model makes millions of objects that stay.
-            gc.disable()
-            began = time.process_time()
+    parts = {rank: Path(f"{answer.name}.{rank}") for rank in ranks}
+    running: dict[int, int] = {}
+    failed: dict[int, int] = {}
+
+    def wait() -> None:
+        child, status = os.wait()
+        rank = running.pop(child, None)  # vLLM may have processes of its own
+        if rank is not None and status:
+            failed[rank] = status
+
+    for rank, part in parts.items():
+        while len(running) >= min(os.cpu_count() or 1, MOST_AT_A_TIME):
+            wait()
+        child = os.fork()
+        if not child:
             try:
-                document = {"case": asdict(case), "rank": rank, **work()}
-            except BaseException as error:
-                if os.environ.get("RESHARD_TRACER_DEBUG"):
-                    traceback.print_exc()
-                document = {"case": asdict(case), "rank": rank, "failed": _reason(error)}
-            _say(answer, {**document, "seconds": round(time.process_time() - began, 2)})
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    if status:
-        _say(answer, {"case": asdict(case), "rank": rank, "failed": f"its process ended with status {status}"})
+                with part.open("w") as own:
+                    _answer_rank(own, case, rank, work)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        running[child] = rank
+    while running:
+        wait()
+    for rank, part in parts.items():
+        if rank in failed:
+            _say(answer, {"case": asdict(case), "rank": rank, "failed": f"its process ended with status {failed[rank]}"})
+        else:
+            answer.write(part.read_text())
+        part.unlink(missing_ok=True)
+    answer.flush()
+
+
+def _answer_rank(answer: TextIO, case: Case, rank: int, work: Callable[[int], dict[str, Any]]) -> None:
+    # The process ends soon, and a rank of a large model makes millions of objects that stay.
+    gc.disable()
+    began = time.process_time()
+    try:
+        document = {"case": asdict(case), "rank": rank, **work(rank)}
+    except BaseException as error:
+        if os.environ.get("RESHARD_TRACER_DEBUG"):
+            traceback.print_exc()
+        document = {"case": asdict(case), "rank": rank, "failed": _reason(error)}
+    _say(answer, {**document, "seconds": round(time.process_time() - began, 2)})
 
 
 def headers(folder: Path) -> Header:

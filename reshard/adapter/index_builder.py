@@ -8,13 +8,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from reshard.containers.alike_files import AlikeRanks, boxes_of_ranks
-from reshard.containers.distributed_tensors import LocalTensor
-from reshard.containers.torch_zip import Locations, UnlocatedTensor
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
@@ -24,6 +21,11 @@ from reshard.geometry.sections import Columns
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, StoredFile, Tensor
 from reshard.index.shards import PieceTable, Shards
 from reshard.storage.files import Files
+
+if TYPE_CHECKING:
+    from reshard.containers.alike_files import AlikeRanks
+    from reshard.containers.distributed_tensors import LocalTensor
+    from reshard.containers.torch_zip import Locations
 
 T = TypeVar("T")
 
@@ -60,6 +62,8 @@ class IndexBuilder:
 
         Raises: CheckpointError if an earlier file gives the tensor another element type, shape or distribution.
         """
+        from reshard.containers.torch_zip import UnlocatedTensor
+
         columns = self._columns_of(kind, name, local, path)
         number = self._path_numbers.setdefault(path, len(self._path_numbers))
         for box, stored in local.shards:
@@ -79,6 +83,9 @@ class IndexBuilder:
 
         Raises: CheckpointError as `add` does.
         """
+        from reshard.containers.alike_files import boxes_of_ranks
+        from reshard.containers.torch_zip import UnlocatedTensor
+
         count = len(alike.ranks)
         ranks, members = np.array(alike.ranks, np.int64), np.stack(alike.members, axis=1)
         files = np.array([self._path_numbers.setdefault(path, len(self._path_numbers)) for path in alike.paths], np.int64)
@@ -278,6 +285,8 @@ class _Columns:
 
     def shards(self, files: Files, paths: tuple[str, ...], shared: dict[object, Columns]) -> Shards:
         """The boxes as the pieces of a tensor. shared: columns that tensors share if they are equal."""
+        from reshard.containers.torch_zip import Locations
+
         rows = self.rows(shared)
         starts_at_member = bool((rows.skipped == 0).all() and (rows.members >= 0).all())
         positions = rows.members if starts_at_member else np.where(rows.members >= 0, rows.members, 0) + rows.skipped

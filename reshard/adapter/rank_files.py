@@ -8,8 +8,9 @@ Light: a format's `detect` may use it. The checks import what they need.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, NoReturn
 
 from reshard.errors import CheckpointError, MissingFile, MixedSaves, RequestError
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from reshard.index.index import Tensor
     from reshard.storage.files import Files
 
+# The most missing ranks that a message names.
+_NAMED = 8
 _NAME = re.compile(r"(?P<kind>.*?)(_world_size_(?P<world>\d{1,6}))?[_.-]?rank[_.-]?(?P<rank>\d{1,6})\.(pt|pth|bin|ckpt)")
 
 
@@ -162,7 +165,7 @@ def notes_on_missing_ranks(run: RunFiles, ranks: int) -> list[str]:
     return [
         f"{_missing_text(missing, ranks)} no file beside {rank_files.first}; the files of other ranks hold copies of all their data"
         for rank_files in run.with_tensors
-        if (missing := _missing(rank_files, ranks))
+        if (missing := first_missing(rank_files.paths, ranks))
     ]
 
 
@@ -171,7 +174,7 @@ def check_missing_ranks(run: RunFiles, ranks: int, tensors: Sequence[Tensor]) ->
     from reshard.index.coverage import check_coverage
 
     for rank_files in run.with_tensors:
-        if not (missing := _missing(rank_files, ranks)):
+        if not (missing := first_missing(rank_files.paths, ranks)):
             continue
         paths = set(rank_files.paths.values())
         for tensor in tensors:
@@ -208,13 +211,19 @@ def check_progress(files: Files, others: Sequence[RankFiles]) -> None:
                 )
 
 
-def _missing(rank_files: RankFiles, ranks: int) -> list[int]:
-    return [rank for rank in range(ranks) if rank not in rank_files.paths]
+def first_missing(paths: Container[int], ranks: int) -> list[int]:
+    """Of the ranks 0..ranks - 1 the first nine that are not in `paths`. A damaged file may claim any number of ranks."""
+    return list(islice((rank for rank in range(ranks) if rank not in paths), _NAMED + 1))
+
+
+def listed(missing: Sequence[int]) -> str:
+    """The missing ranks: "1, 3"."""
+    return ", ".join(map(str, missing[:_NAMED])) + (", ..." if len(missing) > _NAMED else "")
 
 
 def _missing_text(missing: Sequence[int], ranks: int) -> str:
     """The missing ranks and the verb that follows: "rank 3 of 4 has", "ranks 1, 3 of 4 have"."""
-    some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    some = listed(missing)
     return f"rank {some} of {ranks} has" if len(missing) == 1 else f"ranks {some} of {ranks} have"
 
 

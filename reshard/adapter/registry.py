@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
+from reshard.adapter.entry_points import EntryPoint, entry_points
 from reshard.adapter.format import Format
 from reshard.errors import RequestError, ReshardError, choices
 from reshard.storage.files import LocalFiles
@@ -26,7 +26,7 @@ def formats() -> dict[str, Format]:
     Raises: RequestError if there are none, or if an entry point cannot be loaded or is not a Format.
     """
     found: dict[str, Format] = {}
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+    for point in entry_points(GROUP):
         try:
             loaded = point.load()
         except Exception as error:
@@ -49,7 +49,7 @@ def formats() -> dict[str, Format]:
 
 
 def _name_of_package(point: EntryPoint) -> str:
-    return f", {point.dist.name}" if point.dist else ""
+    return f", {point.package}" if point.package else ""
 
 
 def named(name: str) -> Format:

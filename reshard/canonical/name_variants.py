@@ -71,6 +71,17 @@ NAME_VARIANTS = (
     NameVariant("self_attn.q_proj.{kind}", ("attention.q",)),
     NameVariant("self_attn.k_proj.{kind}", ("attention.k",)),
     NameVariant("self_attn.v_proj.{kind}", ("attention.v",)),
+    NameVariant("self_attn.sinks", ("attention.sink",)),
+    NameVariant("self_attn.conv1d.{kind}", ("delta.conv_q", "delta.conv_k", "delta.conv_v")),
+    NameVariant("self_attn.forget_gate.A_log", ("delta.a_log",)),
+    NameVariant("self_attn.forget_gate.dt_bias", ("delta.dt_bias",)),
+    NameVariant("self_attn.forget_gate.f_a_proj.{kind}", ("kda.forget_in",)),
+    NameVariant("self_attn.forget_gate.f_b_proj.{kind}", ("kda.forget_out",)),
+    NameVariant("self_attn.indexer.q_proj.{kind}", ("minimax.index_q",)),
+    NameVariant("self_attn.indexer.k_proj.{kind}", ("minimax.index_k",)),
+    NameVariant("self_attn.indexer.q_norm.{kind}", ("minimax.index_q_norm",)),
+    NameVariant("self_attn.indexer.k_norm.{kind}", ("minimax.index_k_norm",)),
+    NameVariant("mlp.shared_experts.gate_up_proj.{kind}", ("shared_expert.gate", "shared_expert.up")),
     NameVariant("mlp.gate_up_proj.{kind}", ("mlp.gate", "mlp.up")),
     NameVariant("mlp.gate_proj.{kind}", ("mlp.gate",)),
     NameVariant("mlp.up_proj.{kind}", ("mlp.up",)),
@@ -78,6 +89,13 @@ NAME_VARIANTS = (
 _BY_NAME = {variant.name: variant for variant in NAME_VARIANTS}
 # (prefix of the stored name, prefix of the canonical name). {base} is the first part of the model's names: "model.", "transformer.", ...
 PREFIXES = (("", "{base}"), ("language_model.", ""), ("model.language_model.", "{base}"), ("model.", ""), ("model.", "{base}"))
+# The same for models with towers, which transformers 5 holds in memory, and saves some of, under other names than they are published with.
+PREFIXES_WITH_TOWERS = (
+    ("model.language_model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+    ("vision_tower.", "vision_tower.vision_model."),
+    ("model.vision_tower.", "vision_tower.vision_model."),
+)
 # What PEFT adds to the names of a model with adapters (peft 0.17, BaseTuner and BaseTunerLayer).
 _PEFT_PREFIX, _PEFT_BASE = "base_model.model.", ".base_layer."
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
@@ -118,7 +136,7 @@ class Names:
         """The name, and the names with the canonical prefix in place of a stored one."""
         name = name.removeprefix(_PEFT_PREFIX).replace(_PEFT_BASE, ".")
         yield name
-        for stored, canonical in PREFIXES:
+        for stored, canonical in PREFIXES + PREFIXES_WITH_TOWERS:
             if name.startswith(stored):
                 yield canonical.format(base=self._base) + name.removeprefix(stored)
 

@@ -99,15 +99,12 @@ def classified(index: Index, model: Model | None) -> Index:
     for tensor in weights:
         by_root.setdefault(root_of(tensor.name), []).append(tensor)
     kinds = {root: _kind_under_root(root, by_root, index.facts.roots, trained) for root in by_root}
-    names = Names(model) if model else None
-
-    def kind_of(tensor: Tensor) -> Kind:
-        kind = kinds[root_of(tensor.name)] or _kind_of_tensor(tensor, trained)
-        return "weight" if kind != "weight" and names and names.array(tensor.name) is not None else kind
-
-    changed = {id(tensor): kind for tensor in weights if (kind := kind_of(tensor)) != "weight"}
-    if not changed:
+    guessed = [(tensor, kinds[root_of(tensor.name)] or _kind_of_tensor(tensor, trained)) for tensor in weights]
+    doubtful = [(tensor, kind) for tensor, kind in guessed if kind != "weight"]
+    if not doubtful:
         return index
+    names = Names(model) if model else None
+    changed = {id(tensor): kind for tensor, kind in doubtful if not names or names.array(tensor.name) is None}
     return replace(index, tensors=tuple(replace(t, kind=changed[id(t)]) if id(t) in changed else t for t in index.tensors))
 
 
@@ -182,6 +179,8 @@ def one_model(index: Index, root: str | None, model: Model | None, *, keep_all: 
 
     Raises: RequestError, naming the roots, if there is no such model, or no main one.
     """
+    if root is None and all(tensor.kind != "other" for tensor in index.tensors):
+        return index
     models = stored_models(index)
     roots = ", ".join(found.root for found in models if not found.is_main)
     has_main = any(found.is_main for found in models)

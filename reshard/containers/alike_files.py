@@ -40,8 +40,8 @@ Parse = Callable[[int, str], Sequence[Entry]]
 _Number = str | int
 """A number that depends on the rank: "rank", or a dimension of the mesh, which stands for the rank's coordinate."""
 
-# Opcodes of a pickle before a number of one and of two bytes.
-_NUMBER_OF_1, _NUMBER_OF_2 = 0x4B, 0x4D
+# A byte of a number in a pickle: (the opcode before the number, the bytes of the number, those of them before this one).
+_NUMBERS = tuple((opcode, width, before) for opcode, width in ((0x4B, 1), (0x4D, 2), (0x4A, 4)) for before in range(width))
 # Forms that are remembered; files that are parsed in a row before it is given up to recognise the others.
 _MOST_FORMS, _PATIENCE = 32, 24
 _LONGEST_PICKLE = 1 << 28
@@ -323,8 +323,8 @@ def _differing_numbers(
     differ in anything else. own, numbers: those of the known pickle's rank and of the other's."""
     fields: dict[tuple[int, int], set[_Number]] = {}
     for at in np.flatnonzero(pickle != known).tolist():
-        for position, width in ((at, 1), (at, 2), (at - 1, 2)):
-            opcode = _NUMBER_OF_1 if width == 1 else _NUMBER_OF_2
+        for opcode, width, before in _NUMBERS:
+            position = at - before
             if position < 1 or known[position - 1] != opcode or pickle[position - 1] != opcode:
                 continue
             mine, its = (int.from_bytes(data[position : position + width].tobytes(), "little") for data in (known, pickle))

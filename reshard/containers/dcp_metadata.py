@@ -27,6 +27,7 @@ from reshard.containers.pickle_objects import NotColumnsError, ObjectTable, Run,
 from reshard.errors import CheckpointError
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.quantities import plural
+from reshard.geometry.sections import distinct
 from reshard.storage.files import inside
 
 Numbers = npt.NDArray[np.int64]
@@ -290,7 +291,7 @@ def _entry_boxes(
     of_runs = tensors[objects.text_numbers(keys, "fqn")]
     texts = objects.text_numbers(values, "relative_path")
     files = np.full(len(objects.texts), -1, np.int32)
-    for text in np.unique(texts).tolist():
+    for text in distinct(texts).tolist():
         files[text] = _file_number(paths, objects.texts[text])
     if (of_runs < 0).any():
         raise NotColumnsError

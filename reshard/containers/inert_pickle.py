@@ -23,18 +23,17 @@ Known globals: those in every kind of file that torch 2.2..2.13, DeepSpeed 0.14.
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import pickle
 import pickletools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any, ClassVar, TypeVar
 
+from reshard.containers.gc_pause import gc_paused
 from reshard.errors import CheckpointError, ReshardError
 from reshard.geometry.dtypes import from_torch
 
@@ -267,18 +266,6 @@ def load_with_memo(
             why="The file was cut short, damaged, or made by hand; none of its code was run",
             do="Copy the file again",
         ) from error
-
-
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """A context in which the garbage collector is off: it would scan all new objects again and again without finding garbage."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def end_of_pickle(data: bytes, start: int = 0) -> int:

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from reshard.containers.inert_pickle import Function, Inert, after_opcode, load_with_memo
 from reshard.errors import CheckpointError
+from reshard.geometry.sections import distinct
 
 Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[Any]
@@ -144,7 +145,7 @@ class ObjectTable:
 
     def has(self, objects: Integers, attribute: str) -> bool:
         """Whether any of these objects has a value other than None for an attribute."""
-        for form in np.unique(self._form_of[objects]).tolist():
+        for form in distinct(self._form_of[objects]).tolist():
             names = self._names[form][1:]
             if attribute in names:
                 rows = self._row_of[objects[self._form_of[objects] == form]]
@@ -157,7 +158,7 @@ class ObjectTable:
         axes = max((values.sizes.shape[1] for form in self._forms for values in form.attributes), default=0) if _SIZE in kinds else 0
         dtype = np.result_type(np.int32, *(values.numbers for form in self._forms for values in form.attributes))
         numbers, sizes = np.zeros(len(objects), dtype), np.zeros((len(objects), axes), np.int64)
-        for form in np.unique(forms).tolist():
+        for form in distinct(forms).tolist():
             names = self._names[form][1:]
             if attribute not in names:
                 raise NotColumnsError
@@ -353,7 +354,7 @@ class _Reading:
     def _text_numbers(self, starts: Integers, lengths: Integers) -> Integers:
         """The numbers of the texts at these bytes. Equal texts of a block are looked up once."""
         numbers = np.zeros(len(starts), np.int64)
-        for length in np.unique(lengths).tolist():
+        for length in distinct(lengths).tolist():
             rows = np.flatnonzero(lengths == length)
             letters = self.data[starts[rows][:, None] + np.arange(length)]
             _, first, inverse = np.unique(letters @ _WEIGHTS[:length], return_index=True, return_inverse=True)

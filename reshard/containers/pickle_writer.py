@@ -1,12 +1,13 @@
 """Writing pickles that name classes and functions which are not installed here: the opposite of inert_pickle.
 
-Protocol 2, as torch.save writes it. Only text and names are memoised, because they repeat thousands of times.
+Protocol 2, as torch.save writes it. Only text, names and `Shared` values are memoised, because they repeat thousands of times.
 """
 
 from __future__ import annotations
 
 import pickle
 import struct
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +32,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Instance:
-    """An object of a class, made without arguments and then given its state."""
+    """An object of a class, made by its __new__ and then given its state."""
 
     kind: Name
     """The class."""
-    state: Any
-    """A dict of attributes, or what the __setstate__ of the class takes."""
+    state: Any = None
+    """A dict of attributes, or what the __setstate__ of the class takes; None: it gets no state."""
+    args: tuple[Any, ...] = ()
+    """The arguments of __new__, as a named tuple has them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,8 +49,15 @@ class PersistentId:
     value: Any
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Shared:
+    """A value that occurs several times and becomes one object."""
+
+    value: Any
+
+
 def dumps(value: Any) -> bytes:
-    """The pickle of a value made of the classes above, numbers, text, None, tuples, lists and dicts.
+    """The pickle of a value made of the classes above, numbers, text, None, tuples, lists, dicts and OrderedDicts.
 
     Raises: TypeError for anything else.
     """
@@ -59,12 +69,12 @@ def dumps(value: Any) -> bytes:
 class _Writer:
     def __init__(self) -> None:
         self.parts: list[bytes] = []
-        self._memo: dict[str | Name, bytes] = {}
+        self._memo: dict[str | Name | Shared, bytes] = {}
 
     def write(self, value: Any) -> None:
         put = self.parts.append
         kind = type(value)
-        if kind is str or kind is Name:
+        if kind is str or kind is Name or kind is Shared:
             self._repeated(value)
         elif value is None or kind is bool:
             put(pickle.NONE if value is None else pickle.NEWTRUE if value else pickle.NEWFALSE)
@@ -79,8 +89,12 @@ class _Writer:
             for item in value:
                 self.write(item)
             put(pickle.APPENDS)
-        elif kind is dict:
-            put(pickle.EMPTY_DICT + pickle.MARK)
+        elif kind is dict or kind is OrderedDict:
+            if kind is dict:
+                put(pickle.EMPTY_DICT)
+            else:
+                self._object(Call(Name("collections", "OrderedDict")))
+            put(pickle.MARK)
             for key, item in value.items():
                 self.write(key)
                 self.write(item)
@@ -95,9 +109,11 @@ class _Writer:
             self.parts.append(pickle.REDUCE)
         elif isinstance(value, Instance):
             self.write(value.kind)
-            self.parts.append(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
-            self.write(value.state)
-            self.parts.append(pickle.BUILD)
+            self._tuple(value.args)
+            self.parts.append(pickle.NEWOBJ)
+            if value.state is not None:
+                self.write(value.state)
+                self.parts.append(pickle.BUILD)
         elif isinstance(value, PersistentId):
             self.write(value.value)
             self.parts.append(pickle.BINPERSID)
@@ -111,13 +127,15 @@ class _Writer:
             self.write(item)
         self.parts.append((pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)[len(value)] if len(value) < 4 else pickle.TUPLE)
 
-    def _repeated(self, value: str | Name) -> None:
+    def _repeated(self, value: str | Name | Shared) -> None:
         if (from_memo := self._memo.get(value)) is not None:
             self.parts.append(from_memo)
             return
         if isinstance(value, str):
             raw = value.encode("utf-8", "surrogatepass")
             self.parts.append(pickle.BINUNICODE + struct.pack("<I", len(raw)) + raw)
+        elif isinstance(value, Shared):
+            self.write(value.value)
         else:
             self.parts.append(pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode())
         number = len(self._memo)

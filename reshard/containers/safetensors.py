@@ -14,7 +14,8 @@ import math
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from operator import attrgetter
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from reshard.containers import magic_bytes
 from reshard.errors import CheckpointError, TruncatedFile, UnsupportedError
@@ -26,8 +27,7 @@ from reshard.storage.files import Files, missing, read_range
 MAX_HEADER = 100_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor of a file: its row-major elements are bytes [byte_offset, byte_offset + nbytes)."""
 
     name: str
@@ -88,8 +88,9 @@ def read_header(files: Files, path: str, *, header_only: bool = False) -> Header
     length = _header_length(files, path, size)
     claims = _parse(read_range(files, path, 8, length), path)
     metadata = _metadata(claims.pop("__metadata__", None), path)
-    entries = [_entry(name, claim, 8 + length, path) for name, claim in claims.items()]
-    entries.sort(key=lambda entry: (entry.byte_offset, entry.nbytes))
+    read = _EntryReader(path, 8 + length)
+    entries = [read.entry(name, claim) for name, claim in claims.items()]
+    entries.sort(key=attrgetter("byte_offset", "nbytes"))
     _check_tiling(entries, 8 + length, None if header_only else size, path)
     return Header(tuple(entries), metadata, size)
 
@@ -145,8 +146,14 @@ def _header_length(files: Files, path: str, size: int) -> int:
 
 
 def _parse(raw: bytes, path: str) -> dict[str, object]:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        claims = dict(pairs)
+        if len(claims) < len(pairs):
+            _refuse_name_twice(pairs, path)
+        return claims
+
     try:
-        claims = json.loads(raw.decode(), object_pairs_hook=lambda pairs: _unique(pairs, path))
+        claims = json.loads(raw.decode(), object_pairs_hook=unique)
     except UnicodeDecodeError as error:
         _refuse(path, f"the header is not UTF-8: byte {8 + error.start} of the file is 0x{raw[error.start]:02x}", do="Get the file again")
     except (ValueError, RecursionError) as error:
@@ -156,13 +163,10 @@ def _parse(raw: bytes, path: str) -> dict[str, object]:
     return claims
 
 
-def _unique(pairs: list[tuple[str, object]], path: str) -> dict[str, object]:
-    claims = dict(pairs)
-    if len(claims) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        _refuse(path, f"the header names {twice!r} twice", why="Nothing tells which of the two is meant", do="Get the file again")
-    return claims
+def _refuse_name_twice(pairs: list[tuple[str, object]], path: str) -> NoReturn:
+    seen: set[str] = set()
+    twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+    _refuse(path, f"the header names {twice!r} twice", why="Nothing tells which of the two is meant", do="Get the file again")
 
 
 def _metadata(claim: object, path: str) -> dict[str, str]:
@@ -173,26 +177,46 @@ def _metadata(claim: object, path: str) -> dict[str, str]:
     return dict(claim)
 
 
-def _entry(name: str, claim: object, data: int, path: str) -> TensorEntry:
-    """One tensor, after a check of its own claim. data: the byte where the header ends and the tensors start."""
-    where = f"{path}: {_printable(name, path)}"
-    if not isinstance(claim, dict) or not {"dtype", "shape", "data_offsets"} <= claim.keys():
-        _refuse(where, f"the entry is {_short(claim)}, not an object with dtype, shape and data_offsets")
-    shape, offsets = claim["shape"], claim["data_offsets"]
-    if not _are_counts(shape):
-        _refuse(where, f"the shape is {_short(shape)}, not a list of non-negative integers")
-    if not _are_counts(offsets) or len(offsets) != 2:
-        _refuse(where, f"data_offsets is {_short(offsets)}, not two non-negative integers")
-    dtype = from_safetensors(claim["dtype"], where=where)
-    start, stop = offsets
-    nbytes = math.prod(shape) * dtype.itemsize
-    if stop - start != nbytes:
-        _refuse(
-            where,
-            f"data_offsets {start:,}..{stop:,} hold {stop - start:,} bytes, the shape {_short(shape)} of {dtype} needs {_number(nbytes)}",
-            do="Get the file again",
-        )
-    return TensorEntry(name, dtype, tuple(shape), data + start, nbytes)
+class _EntryReader:
+    """Checks the claims of a header one by one. What many tensors have in common, their element type and shape, is checked once."""
+
+    def __init__(self, path: str, data: int) -> None:
+        """data: the byte where the header ends and the tensors start."""
+        self._path, self._data = path, data
+        # The element type and the shape as text, which tells 1 from true and 1.0 -> their values, and the bytes of such a tensor.
+        self._forms: dict[str, tuple[DType, tuple[int, ...], int]] = {}
+
+    def entry(self, name: str, claim: object) -> TensorEntry:
+        """One tensor, after a check of its own claim."""
+        if not name.isascii():
+            _check_unicode(name, self._path)
+        try:
+            claimed, shape, offsets = claim["dtype"], claim["shape"], claim["data_offsets"]  # type: ignore[index]
+        except (TypeError, KeyError, IndexError):
+            _refuse(f"{self._path}: {name}", f"the entry is {_short(claim)}, not an object with dtype, shape and data_offsets")
+        form = self._forms.get(f"{claimed!r}{shape!r}")
+        if form is None:
+            form = self._form(claimed, shape, f"{self._path}: {name}")
+        dtype, sizes, nbytes = form
+        if not _are_counts(offsets) or len(offsets) != 2:
+            _refuse(f"{self._path}: {name}", f"data_offsets is {_short(offsets)}, not two non-negative integers")
+        start, stop = offsets
+        if stop - start != nbytes:
+            _refuse(
+                f"{self._path}: {name}",
+                f"data_offsets {start:,}..{stop:,} hold {stop - start:,} bytes, "
+                f"the shape {_short(shape)} of {dtype} needs {_number(nbytes)}",
+                do="Get the file again",
+            )
+        return TensorEntry(name, dtype, sizes, self._data + start, nbytes)
+
+    def _form(self, claimed: Any, shape: object, where: str) -> tuple[DType, tuple[int, ...], int]:
+        if not _are_counts(shape):
+            _refuse(where, f"the shape is {_short(shape)}, not a list of non-negative integers")
+        dtype = from_safetensors(claimed, where=where)
+        form = dtype, tuple(shape), math.prod(shape) * dtype.itemsize
+        self._forms[f"{claimed!r}{shape!r}"] = form
+        return form
 
 
 def _check_tiling(entries: list[TensorEntry], data: int, size: int | None, path: str) -> None:
@@ -228,17 +252,16 @@ def _check_tiling(entries: list[TensorEntry], data: int, size: int | None, path:
     )
 
 
-def _are_counts(claim: object) -> bool:
+def _are_counts(claim: object) -> TypeGuard[list[int]]:
     """Whether a claim is a list of at most 64 non-negative integers below 2**63. JSON's true and false are not integers."""
     if not isinstance(claim, list) or len(claim) > 64:
         return False
-    return not claim or ({*map(type, claim)} == {int} and min(claim) >= 0 and max(claim) < 1 << 63)
+    return all(type(number) is int and 0 <= number < 1 << 63 for number in claim)
 
 
-def _printable(name: str, path: str) -> str:
-    if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
+def _check_unicode(name: str, path: str) -> None:
+    if any("\ud800" <= character <= "\udfff" for character in name):
         _refuse(path, f"the tensor name {name!r} is not valid Unicode")
-    return name
 
 
 def _short(claim: object) -> str:

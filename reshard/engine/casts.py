@@ -1,48 +1,81 @@
 """Casts: values in another element type, with the bits that torch 2.13 produces for every value that is not a NaN.
 
-numpy and ml_dtypes compute them, strip by strip, so that a strip stays in the processor's cache. Elements of at most 16 bits are looked up
-in a table of all their values. A NaN becomes the quiet NaN of the target type, with a positive sign. (torch's NaNs depend on the processor:
-its code for AVX2 and its scalar code give bfloat16 NaNs with different bits.)
+Each cast is a few numpy operations on words, or a look-up in a table of all values of 16 bits. Their intermediate results stay in the
+processor's cache. A NaN becomes the quiet NaN of the target type, with a positive sign. (torch's NaNs depend on the processor: its code for
+AVX2 and its scalar code give bfloat16 NaNs with different bits.)
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+import threading
+from collections.abc import Callable
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from reshard.geometry.dtypes import F32, DType
+from reshard.errors import CheckpointError, UnsupportedError
+from reshard.geometry.dtypes import BF16, F32, DType
+from reshard.geometry.functions import values_of
 
 Block = npt.NDArray[Any]
 
-# The number of elements that stay in a processor's cache during all steps of a cast.
-_STRIP = 1 << 15
+# The number of elements whose intermediate results stay in a processor's cache.
+_STRIP = 1 << 16
 # The largest values of types to which torch 2.13 casts with saturation.
 _SATURATING = {"F8_E4M3": 448.0}
+_QUIET_BF16, _INFINITY_F32 = 0x7FC0, 0x7F800000
 
 
-def cast(block: Block, source: DType, target: DType) -> Block:
+def cast(block: Block, source: DType, target: DType, out: Block | None = None) -> Block:
     """The values of a block in another element type, rounded to nearest, ties to even. Returns `block` itself if the types are equal.
 
-    block: words of `source`. Values that are too large become 448 in F8_E4M3, infinite in a type that has infinity, and otherwise NaN.
+    block: words of `source`. out: a row-major array of words of `target` for the result, which is a new array without it. Values that are
+    too large become 448 in F8_E4M3, infinite in a type that has infinity, and otherwise NaN. If the target's elements are the values of a
+    function, it is computed in float32. The source's must not be (dtypes.can_cast).
+
+    Raises: CheckpointError for an integer that the target cannot hold, UnsupportedError for a cast between integers and floating point.
     """
     if source == target:
         return block
+    if not (source.floating and target.floating):
+        return _integers(block, source, target, out)
+    if source.function:
+        assert source.function == target.function, "weights do not follow from the values of a function of them"
+        return cast(block, source.of(""), target.of(""), out)
+    if target.function:
+        values = values_of(target.function, cast(block, source, F32).reshape(-1).view("<f4"))
+        values[np.isnan(values)] = np.nan
+        return cast(values.view(F32.word).reshape(block.shape), F32, target.of(""), out)
     words = block.reshape(-1)
-    result = np.empty(len(words), target.word)
-    on_words = _ON_WORDS.get((source.name, target.name))
-    table = _table(source, target) if source.itemsize <= 2 else None
-    for start in range(0, len(words), _STRIP):
-        strip, out = words[start : start + _STRIP], result[start : start + _STRIP]
-        if on_words is not None and on_words(strip, out):
-            continue
-        if table is not None:
-            np.take(table, strip, out=out, mode="clip")  # every word is in the table; "clip" saves the check
-        else:
-            out[...] = _converted(strip, source, target)
+    result = np.empty(len(words), target.word) if out is None else out.reshape(-1)
+    with np.errstate(all="ignore"):
+        convert = _CASTS.get((source.name, target.name)) or _other_cast(source, target)
+        for start in range(0, len(words), _STRIP):
+            convert(words[start : start + _STRIP], result[start : start + _STRIP])
     return result.reshape(block.shape)
+
+
+def _integers(block: Block, source: DType, target: DType, out: Block | None) -> Block:
+    """The same integers in another integer type."""
+    kinds = {"I": "i", "U": "u"}
+    if source.floating or target.floating or source.name[0] not in kinds or target.name[0] not in kinds:
+        raise UnsupportedError(
+            f"a cast from {source} to {target} is needed",
+            why="Values are cast between floating-point types, and between integer types",
+            do="Save the tensor in the element type that the target has",
+        )
+    values = block.view(f"<{kinds[source.name[0]]}{source.itemsize}")
+    limits = np.iinfo(f"{kinds[target.name[0]]}{target.itemsize}")
+    if values.size and not (limits.min <= int(values.min()) and int(values.max()) <= limits.max):
+        raise CheckpointError(
+            f"its values reach from {values.min()} to {values.max()}, and {target} holds {limits.min} to {limits.max}",
+            why="The target stores this tensor as such integers, and others would be changed without a message",
+        )
+    result = np.empty(block.shape, target.word) if out is None else out.reshape(block.shape)
+    result[...] = values.astype(limits.dtype).view(target.word)
+    return result
 
 
 def scaled(block: Block, source: DType, factors: npt.NDArray[np.float32], target: DType) -> Block:
@@ -57,31 +90,88 @@ def scaled(block: Block, source: DType, factors: npt.NDArray[np.float32], target
     return cast(values.view(F32.word), F32, target)
 
 
-def _float32_to_bfloat16(strip: Block, out: Block) -> bool:
-    """Write the upper halves of the words, rounded by the lower halves. Returns False, and writes nothing, if there is a NaN."""
-    work = np.bitwise_and(strip, 0x7FFFFFFF)
-    if work.max() > 0x7F800000:
-        return False
-    # Add half a unit, or one less if the last remaining bit is 0, so that a tie goes to the even neighbour.
-    np.right_shift(strip, 16, out=work)
-    np.bitwise_and(work, 1, out=work)
-    np.add(work, 0x7FFF, out=work)
-    np.add(work, strip, out=work)
-    np.right_shift(work, 16, out=work)
-    out[...] = work
-    return True
+class _Temporary(threading.local):
+    """Intermediate results of one thread, which stay in its processor's cache."""
+
+    def __init__(self) -> None:
+        self.words, self.exponents = np.empty(_STRIP, np.uint32), np.empty(_STRIP, np.uint32)
 
 
-def _bfloat16_to_float32(strip: Block, out: Block) -> bool:
-    """Write the words as the upper halves of longer ones. Returns False, and writes nothing, if there is a NaN."""
-    if np.bitwise_and(strip, 0x7FFF).max() > 0x7F80:
-        return False
+_TEMPORARY = _Temporary()
+_HALF_ONES, _ONES = np.uint32(0xFFFF), np.uint32(0x7FFFFFFF)
+
+
+def _float32_to_bfloat16(strip: Block, out: Block) -> None:
+    np.copyto(out.view(_numpy_type(BF16)), strip.view("<f4"), casting="unsafe")
+    # ml_dtypes keeps the sign of a NaN: these are the largest words.
+    if np.maximum.reduce(out) > 0xFF80:
+        out[out > 0xFF80] = _QUIET_BF16
+
+
+def _float32_to_float16(strip: Block, out: Block) -> None:
+    """Add to each value the power of two that leaves only the bits of the result in the sum, so that the processor rounds it."""
+    words, exponents = _TEMPORARY.words[: len(strip)], _TEMPORARY.exponents[: len(strip)]
+    np.bitwise_and(strip, _ONES, out=words)
+    has_nan = np.maximum.reduce(words) > _INFINITY_F32
+    np.minimum(words, np.uint32(0x47800000), out=words)  # 65536, which becomes infinity
+    np.bitwise_and(words, np.uint32(_INFINITY_F32), out=exponents)
+    # Below 2**-14, the smallest normal number, all numbers have the distance of the numbers there.
+    np.maximum(exponents, np.uint32(113 << 23), out=exponents)
+    np.add(exponents, np.uint32(13 << 23), out=exponents)  # the last bit of 2**(e + 13) in float32 is that of 2**e in float16
+    np.add(words.view("<f4"), exponents.view("<f4"), out=words.view("<f4"))
+    np.subtract(words, exponents, out=words)  # the bits of the mantissa; 1024 is the implicit one
+    np.right_shift(exponents, np.uint32(13), out=exponents)
+    np.add(words, exponents, out=words)
+    np.right_shift(strip, np.uint32(16), out=exponents)
+    np.bitwise_and(exponents, np.uint32(0x8000), out=exponents)
+    np.add(words, exponents, out=words)
+    np.subtract(words, np.uint32((113 + 13) << 10), out=words)
+    out[...] = words
+    if has_nan:
+        out[np.bitwise_and(strip, _ONES) > _INFINITY_F32] = 0x7E00
+
+
+def _float32_by_table(table: Block, strip: Block, out: Block) -> None:
+    """Look up the upper halves of the words. If a lower half is not zero, the upper one becomes odd, so that it lies on the same side of
+    every tie of the target type, which has at most 5 bits of mantissa. table: by the words of bfloat16."""
+    words = _TEMPORARY.words[: len(strip)]
+    np.bitwise_and(strip, _HALF_ONES, out=words)
+    np.add(words, _HALF_ONES, out=words)
+    np.bitwise_or(words, strip, out=words)
+    np.right_shift(words, np.uint32(16), out=words)
+    _by_table(table, words, out)
+
+
+def _by_table(table: Block, words: Block, out: Block) -> None:
+    np.take(table, words, out=out, mode="clip")  # every word is in the table; "clip" saves the check
+
+
+def _bfloat16_to_float32(strip: Block, out: Block) -> None:
     np.left_shift(strip, 16, out=out, dtype=out.dtype)
-    return True
+    if np.bitwise_and(strip, 0x7FFF).max() > 0x7F80:
+        out[np.bitwise_and(strip, 0x7FFF) > 0x7F80] = _QUIET_BF16 << 16
 
 
 # The casts of most conversions, in a few operations on words.
-_ON_WORDS = {("F32", "BF16"): _float32_to_bfloat16, ("BF16", "F32"): _bfloat16_to_float32}
+_CASTS: dict[tuple[str, str], Callable[[Block, Block], None]] = {
+    ("F32", "BF16"): _float32_to_bfloat16,
+    ("F32", "F16"): _float32_to_float16,
+    ("BF16", "F32"): _bfloat16_to_float32,
+}
+
+
+def _other_cast(source: DType, target: DType) -> Callable[[Block, Block], None]:
+    """The function that casts words of `source` into an array of words of `target`."""
+    if source.itemsize <= 2:
+        table = _table(source, target)
+        return partial(_by_table, table)
+    if source == F32 and target.itemsize == 1:
+        return partial(_float32_by_table, _table(BF16, target))
+
+    def convert(strip: Block, out: Block) -> None:
+        out[...] = _converted(strip, source, target)
+
+    return convert
 
 
 @lru_cache(maxsize=8)
@@ -93,16 +183,16 @@ def _table(source: DType, target: DType) -> Block:
 def _converted(words: Block, source: DType, target: DType) -> Block:
     """The words of the cast values."""
     values = words.view(_numpy_type(source))
-    with np.errstate(all="ignore"):
-        if target.itemsize < 4:  # by way of float32, as in torch: exact for narrow types, and rounded twice for float64
-            values = values.astype(np.float32)
-        if target.name in _SATURATING:
-            values = np.clip(values, -_SATURATING[target.name], _SATURATING[target.name])
-        result = values.astype(_numpy_type(target))
-        result[np.isnan(values)] = np.nan
+    if target.itemsize < 4:  # by way of float32, as in torch: exact for narrow types, and rounded twice for float64
+        values = values.astype(np.float32)
+    if target.name in _SATURATING:
+        values = np.clip(values, -_SATURATING[target.name], _SATURATING[target.name])
+    result = values.astype(_numpy_type(target))
+    result[np.isnan(values)] = np.nan
     return result.view(target.word)
 
 
+@cache
 def _numpy_type(dtype: DType) -> np.dtype[Any]:
     """The numpy type of a floating-point type; ml_dtypes has those that numpy lacks."""
     if dtype.name in ("F64", "F32", "F16"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,9 +11,10 @@ from reshard.canonical.content import Content
 from reshard.engine.casts import cast
 from reshard.engine.pool import run_jobs, workers_within
 from reshard.engine.recorded import mismatch
-from reshard.engine.transfer import Block, Pieces, Worker, bytes_of
+from reshard.engine.transfer import Block, Pieces, Worker, bytes_of, strips
 from reshard.errors import DifferenceFound
 from reshard.geometry.boxes import Box, blocks
+from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.index.index import Constant, Index, Tensor
 from reshard.plans.digests import CURRENT, DigestVersion, Fingerprint
@@ -114,8 +115,7 @@ def fingerprint_blocks(
         worker = Worker(side.files, itemsize)
 
         def perform(job: _Job) -> tuple[str, int, int, bytes]:
-            data = bytes_of(worker.gather(job.sides[0], job.box))
-            return job.name, job.number, len(data), version.block(data)
+            return job.name, job.number, job.box.volume * job.sides[0].itemsize, worker.digest(job.sides[0], job.box, version.new())
 
         return perform
 
@@ -160,7 +160,8 @@ def compare(
 ) -> Iterator[int]:
     """Compare every element of every tensor, including replicas and constants. Fills `result` and yields the bytes of each finished block.
 
-    with_cast: if element types differ, cast the left values to the right type, as torch does, and compare the bits.
+    with_cast: if element types differ, cast the left values to the right type, as torch does, and compare the bits. Where one side holds
+    the values of a function of the weights, they are computed of the other side.
 
     Raises: CheckpointError if a file cannot be read or replicas of one side differ, RequestError if `memory` is too small.
     """
@@ -180,15 +181,20 @@ def compare(
         workers_pair = Worker(left.files, itemsize), Worker(right.files, itemsize)
 
         def perform(job: _Job) -> tuple[_Job, int, Box | None, tuple[bytes | None, bytes | None]]:
-            stored, b = (worker.gather(pieces, job.box) for worker, pieces in zip(workers_pair, job.sides, strict=True))
-            a = cast(stored, job.sides[0].tensor.dtype, job.sides[1].tensor.dtype)
-            element = None if np.array_equal(a, b) else _first_difference(a, b, job.box)
-            of_left = CURRENT.block(bytes_of(stored)) if job.name in recorded[0] else None
-            # Equal bytes have equal digests.
-            of_right = of_left if a is stored and element is None else None
-            if of_right is None and job.name in recorded[1]:
-                of_right = CURRENT.block(bytes_of(b))
-            return job, b.nbytes, element, (of_left, of_right)
+            dtypes = job.sides[0].tensor.dtype, job.sides[1].tensor.dtype
+            common = _common(*dtypes)
+            digests_of_block, element = _PairDigests([job.name in of_side for of_side in recorded]), None
+            for strip, slab_pieces in strips(job.box, *job.sides):
+                stored = [worker.read(each, strip) for worker, each in zip(workers_pair, slab_pieces, strict=True)]
+                a, b = (
+                    cast(values, dtype, common, worker.converted(strip.sizes, common))
+                    for values, dtype, worker in zip(stored, dtypes, workers_pair, strict=True)
+                )
+                is_equal = _equal(a, b)
+                digests_of_block.add(*stored, is_equal=is_equal and a is stored[0] and b is stored[1])
+                if not is_equal and element is None:
+                    element = _first_difference(a, b, strip.box)
+            return job, job.box.volume * dtypes[1].itemsize, element, digests_of_block.result()
 
         return perform
 
@@ -211,6 +217,35 @@ def compare(
             result.notes.append(str(error))
 
 
+class _PairDigests:
+    """The digests of a block on both sides. Equal bytes have equal digests, so there is one hash until a strip differs.
+
+    wanted: for each side, whether its digest is wanted.
+    """
+
+    def __init__(self, wanted: Sequence[bool]) -> None:
+        self._wanted = wanted
+        self._left = self._right = CURRENT.new() if any(wanted) else None
+
+    def add(self, left: Block, right: Block, *, is_equal: bool) -> None:
+        """Add a strip. is_equal: whether both sides have the same bytes."""
+        if self._left is None or self._right is None:
+            return
+        if not is_equal and self._right is self._left:
+            self._right = self._left.copy()
+        self._left.update(bytes_of(left))
+        if self._right is not self._left and self._wanted[1]:
+            self._right.update(bytes_of(right))
+
+    def result(self) -> tuple[bytes | None, bytes | None]:
+        """The digests of the strips; None for a side whose digest is not wanted."""
+        left, right = (
+            running.digest() if running is not None and is_wanted else None
+            for running, is_wanted in zip((self._left, self._right), self._wanted, strict=True)
+        )
+        return left, right
+
+
 def comparable(left: Side, right: Side, result: Comparison, *, with_cast: bool) -> Iterator[tuple[Tensor, Tensor]]:
     """The pairs of tensors whose values can be compared. The other tensors are added to the result as differences."""
     a, b = left.content.tensors, right.content.tensors
@@ -223,11 +258,19 @@ def comparable(left: Side, right: Side, result: Comparison, *, with_cast: bool) 
         result.tensors += 1
         if x.shape != y.shape:
             result.differences.append(Difference(name, "shape", f"its shape is {list(x.shape)} on the left, {list(y.shape)} on the right"))
+        elif x.dtype.function != y.dtype.function and x.dtype.floating and y.dtype.floating:
+            yield x, y  # the function's type follows from the function, not from the weight
         elif x.dtype != y.dtype and not (with_cast and x.dtype.floating and y.dtype.floating):
             hint = " (--cast compares the values after a cast)" if x.dtype.floating and y.dtype.floating else ""
             result.differences.append(Difference(name, "dtype", f"it is {x.dtype} on the left, {y.dtype} on the right{hint}"))
         else:
             yield x, y
+
+
+def _common(left: DType, right: DType) -> DType:
+    """The type in which two tensors are compared: the right one's; or the left one's if the left one alone holds the values of a function,
+    which are computed of the other one."""
+    return left if left.function and not right.function else right
 
 
 def wrong_constants(files: Files, constants: Iterable[Constant]) -> Iterator[Difference]:
@@ -243,9 +286,16 @@ def wrong_constants(files: Files, constants: Iterable[Constant]) -> Iterator[Dif
                 break
 
 
+def _equal(a: Block, b: Block) -> bool:
+    """Whether two row-major arrays have the same bytes. As 8-byte words they are compared fastest."""
+    if a.nbytes % 8 == 0:
+        a, b = (each.reshape(-1).view(np.uint64) for each in (a, b))
+    return np.array_equal(a, b)
+
+
 def _first_difference(a: Block, b: Block, box: Box) -> Box:
-    """The box of the first element that differs, in the coordinates of the tensor."""
-    at = np.argwhere(np.asarray(a != b))[0] if a.shape else np.zeros(0, np.int64)
+    """The box of the first element that differs, in the coordinates of the tensor. box: the box of the elements."""
+    at = np.argwhere(np.asarray(a != b).reshape(box.sizes))[0]
     return Box(tuple(int(i) + start for i, start in zip(at, box.offsets, strict=True)), (1,) * len(box.sizes))
 
 

@@ -12,7 +12,7 @@ from reshard.engine.journal import BlockKey, Journal, JournalHeader, Unfinished,
 from reshard.engine.pool import run_jobs, workers_within
 from reshard.engine.record import Provenance, records
 from reshard.engine.recorded import SourceCheck
-from reshard.engine.transfer import Pieces, Worker, bytes_of
+from reshard.engine.transfer import Pieces, Worker, bytes_of, strips
 from reshard.engine.values import Values
 from reshard.errors import CheckpointError, RequestError, TargetError
 from reshard.geometry.boxes import Box, blocks
@@ -260,10 +260,12 @@ class Conversion:
             worker = Worker(plan.source_files, self._itemsize, staging.write, staging.write_runs)
 
             def perform(job: _Job) -> tuple[_Job, bytes]:
-                block = job.source.read(worker, job.box)
-                digest = CURRENT.block(bytes_of(block))
-                worker.scatter(block, job.target, job.box)
-                return job, digest
+                digest = CURRENT.new()
+                for strip, (source, target) in strips(job.box, job.source, job.target):
+                    values = job.source.read(worker, source, strip)
+                    digest.update(bytes_of(values))
+                    worker.write(values, target, strip)
+                return job, digest.digest()
 
             return perform
 

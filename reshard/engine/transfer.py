@@ -1,21 +1,35 @@
-"""Transfer: gather a block from its source pieces, and scatter it to its target pieces."""
+"""Transfer: read the elements of a block from the pieces of one tensor, and write them to the pieces of another one.
+
+A block is transferred in strips: consecutive lines, few enough to stay in the processor's second-level cache while they are read, cast,
+digested and written.
+
+    block  = slab slab ...    (one slab, unless a single line of the block is too long for a strip)
+    slab   = lines along one axis
+    strip  = consecutive lines of a slab
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import CheckpointError, ReplicasDiffer
-from reshard.geometry.boxes import BLOCK_ELEMENTS, Box
+from reshard.geometry.boxes import BLOCK_ELEMENTS, Box, contiguous_runs
 from reshard.geometry.dtypes import DType
-from reshard.geometry.extents import Piece, dense_runs, is_row_major, span_elements, spans
+from reshard.geometry.extents import Piece, is_row_major, span_elements, spans
 from reshard.index.index import Tensor
 from reshard.index.join import rows_meeting
 from reshard.index.shards import primary_rows
 from reshard.storage.files import Files
+
+if TYPE_CHECKING:
+    from reshard.plans.digests import Hash
 
 Block = npt.NDArray[Any]
 """The elements of a box as unsigned words, row-major."""
@@ -23,15 +37,126 @@ Write = Callable[[str, int, memoryview], None]
 """Writes bytes to (path, byte offset)."""
 WriteRuns = Callable[[str, Sequence[int], memoryview], None]
 """Writes runs of equal length, which follow each other in the buffer, to (path, byte offsets)."""
+# The most bytes of a strip. With 1 MiB of second-level cache, 512 KiB and 1 MiB were fastest; smaller strips take more calls. (Linux
+# also writes slower in larger pieces, see staging.py.)
+STRIP_BYTES = 1 << 19
 # A run of at least this many bytes is read on its own. Shorter runs are read together with the bytes between them.
 _LONG = 512
+
+
+class SlabPiece:
+    """What one piece holds of a slab: the same part of consecutive lines."""
+
+    __slots__ = ("_runs", "box", "byte_offset", "extent", "inner", "is_dense", "is_primary", "is_transposed", "itemsize", "path", "sizes",
+                 "start", "step", "stop", "strides")  # fmt: skip
+
+    def __init__(self, piece: Piece, box: Box, slab: Box, axis: int, *, is_primary: bool) -> None:
+        extent, inner = piece.extent, box.relative_to(slab.offsets).index[axis + 1 :]
+        self.extent, self.box, self.path, self.itemsize, self.is_primary = extent, box, extent.path, extent.dtype.itemsize, is_primary
+        self.start = box.offsets[axis] - slab.offsets[axis] if box.sizes else 0
+        """The first line of the slab that it holds a part of."""
+        self.stop = self.start + (box.sizes[axis] if box.sizes else 1)
+        """The line after the last."""
+        self.byte_offset = piece.byte_offset_of(box)
+        """Where its part of the first line starts in the file."""
+        self.strides = extent.strides[axis:] or (0,)
+        self.step = self.strides[0] * self.itemsize
+        """The distance in the file from line to line, in bytes."""
+        self.sizes = box.sizes[axis + 1 :]
+        """The sizes of its part of a line."""
+        self.inner = inner
+        """Its part of a line, as a numpy index of the axes after the first."""
+        lines = self.stop - self.start
+        self.is_dense = self.sizes == slab.sizes[axis + 1 :] and is_row_major((lines, *self.sizes), self.strides)
+        """Whether its part of consecutive lines is one range of the file and of the slab."""
+        inner_strides = [stride for size, stride in zip(self.sizes, self.strides[1:], strict=True) if size > 1]
+        self.is_transposed = lines > 1 and max(inner_strides, default=0) > self.strides[0]
+        """Whether the file holds the lines side by side, so that few lines are short runs."""
+        self._runs: dict[int, tuple[tuple[int, ...], int, npt.NDArray[np.int64]]] = {}
+
+    def runs(self, lines: int) -> tuple[tuple[int, ...], int, npt.NDArray[np.int64]]:
+        """The contiguous runs of so many lines: (the axes in the order of the file, bytes per run, byte offsets from the first line)."""
+        if lines not in self._runs:
+            order, elements, starts = contiguous_runs((lines, *self.sizes), self.strides)
+            self._runs[lines] = order, elements * self.itemsize, starts * self.itemsize
+        return self._runs[lines]
+
+    def at(self, line: int) -> int:
+        """Where its part of a line of the slab starts in the file."""
+        return self.byte_offset + (line - self.start) * self.step
+
+
+@dataclass(frozen=True, slots=True)
+class SlabPieces:
+    """What all pieces of a tensor hold of a slab."""
+
+    tensor: Tensor
+    """The tensor."""
+    of_pieces: tuple[SlabPiece, ...]
+    """One for each piece, primary pieces first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """Consecutive lines of a slab."""
+
+    slab: Box
+    """The slab, in the coordinates of the tensor."""
+    axis: int
+    """The axis of which each index is a line."""
+    start: int
+    """The first line, counted from the start of the slab."""
+    stop: int
+    """The line after the last."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of lines, and the sizes of a line."""
+        return (self.stop - self.start, *self.slab.sizes[self.axis + 1 :])
+
+    @property
+    def box(self) -> Box:
+        """The strip, in the coordinates of the tensor."""
+        return self.slab.narrow(self.axis, self.start, self.stop) if self.slab.sizes else self.slab
+
+
+class HasPieces(Protocol):
+    """What strips are read from or written to."""
+
+    itemsize: int
+    """The bytes of its widest element."""
+
+    def within(self, slab: Box, axis: int) -> SlabPieces:
+        """What its pieces hold of a slab."""
+
+
+def strips(box: Box, *sides: HasPieces) -> Iterator[tuple[Strip, list[SlabPieces]]]:
+    """The strips of a block in row-major order, each with what the pieces of all sides hold of its slab."""
+    elements = max(1, STRIP_BYTES // max(side.itemsize for side in sides))
+    for slab, axis in slabs(box, elements):
+        slab_pieces = [side.within(slab, axis) for side in sides]
+        lines = slab.sizes[axis] if slab.sizes else 1
+        # Transposed pieces are read and written fastest in long runs, which only many lines have.
+        is_transposed = any(piece.is_transposed for each in slab_pieces for piece in each.of_pieces)
+        step = lines if is_transposed else max(1, elements // math.prod(slab.sizes[axis + 1 :]))
+        for start in range(0, lines, step):
+            yield Strip(slab, axis, start, min(start + step, lines)), slab_pieces
+
+
+def slabs(box: Box, elements: int) -> Iterator[tuple[Box, int]]:
+    """The parts of a block, in row-major order, whose lines have at most `elements` elements: each part and the axis of its lines."""
+    sizes = box.sizes
+    axis = next((axis for axis in range(len(sizes)) if math.prod(sizes[axis + 1 :]) <= elements), 0)
+    for outer in product(*map(range, sizes[:axis])):
+        offsets = tuple(start + index for start, index in zip(box.offsets, outer, strict=False))
+        yield Box(offsets + box.offsets[axis:], (1,) * axis + sizes[axis:]), axis
 
 
 class Pieces:
     """The pieces of a tensor, prepared for finding those that share elements with a box."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        self.tensor, self.itemsize = tensor, tensor.dtype.itemsize
         shards = tensor.shards
         self._offsets, self._stops = shards.offsets, shards.offsets + shards.sizes
         self._primary = primary_rows(shards)
@@ -48,95 +173,144 @@ class Pieces:
             if shared is not None:
                 yield piece, shared, bool(self._primary[row])
 
+    def within(self, slab: Box, axis: int) -> SlabPieces:
+        """What the pieces hold of a slab. Raises CheckpointError if a piece has another element type than the tensor."""
+        slab_pieces = []
+        for piece, shared, is_primary in self.meeting(slab):
+            if piece.extent.dtype != self.tensor.dtype:
+                raise CheckpointError(
+                    f"{piece.box} is stored as {piece.extent.dtype}, but the tensor is {self.tensor.dtype}",
+                    where=f"{self.tensor.name} in {piece.extent.path}",
+                )
+            slab_pieces.append(SlabPiece(piece, shared, slab, axis, is_primary=is_primary))
+        return SlabPieces(self.tensor, tuple(slab_pieces))
+
 
 class Worker:
-    """The buffers of one thread: two blocks of `itemsize` bytes per element. Reads from `files`; writes with `write` and `write_runs`."""
+    """The buffers of one thread. Reads from `files`; writes with `write` and `write_runs`.
+
+    Each buffer has room for a block of `itemsize` bytes per element. The system provides memory only for what strips use of it.
+    """
 
     def __init__(self, files: Files, itemsize: int, write: Write | None = None, write_runs: WriteRuns | None = None) -> None:
         self._files, self._write, self._write_runs = files, write, write_runs
-        self._block = np.empty(BLOCK_ELEMENTS * itemsize, np.uint8)
-        self._scratch = np.empty(BLOCK_ELEMENTS * itemsize, np.uint8)
+        self._block, self._scratch, self._converted = (np.empty(BLOCK_ELEMENTS * itemsize, np.uint8) for _ in range(3))
 
-    def gather(self, pieces: Pieces, box: Box) -> Block:
-        """The elements of a box. The array is a view of this worker's buffer and is overwritten by the next gather.
+    def converted(self, sizes: tuple[int, ...], dtype: DType) -> Block:
+        """An array for elements that were cast. It is overwritten by the next cast of this worker."""
+        return _array(self._converted, sizes, dtype)
+
+    def read(self, slab_pieces: SlabPieces, strip: Strip, out: Block | None = None) -> Block:
+        """The elements of a strip, as an array of lines: `out`, or a view of this worker's buffer, which its next read overwrites.
 
         Raises: CheckpointError if a replica differs from the primary piece, naming both files and the element; or if a file cannot be read.
         """
-        tensor = pieces.tensor
-        block = _array(self._block, box.sizes, tensor.dtype)
-        filled_from: list[tuple[Box, str]] = []
-        for piece, shared, primary in pieces.meeting(box):
-            if piece.extent.dtype != tensor.dtype:
-                raise CheckpointError(
-                    f"{piece.box} is stored as {piece.extent.dtype}, but the tensor is {tensor.dtype}",
-                    where=f"{tensor.name} in {piece.extent.path}",
-                )
-            part = block[shared.relative_to(box.offsets).index]
-            if primary:
-                self._fill(part, piece, shared)
-                filled_from.append((shared, piece.extent.path))
+        block = _array(self._block, strip.sizes, slab_pieces.tensor.dtype) if out is None else out
+        for piece in slab_pieces.of_pieces:
+            first, last = max(strip.start, piece.start), min(strip.stop, piece.stop)
+            if first >= last:
+                continue
+            part = block[first - strip.start : last - strip.start]
+            if not piece.is_primary:
+                self._compare(part[:, *piece.inner], piece, first, last, slab_pieces)
+            elif piece.is_dense and part.flags.c_contiguous:
+                self._files.read_into(piece.path, piece.at(first), bytes_of(part))
             else:
-                self._compare(part, piece, shared, tensor.name, filled_from)
+                self._read(part[:, *piece.inner], piece, first, last)
         return block
 
-    def scatter(self, block: Block, pieces: Pieces, box: Box) -> int:
-        """Write the elements of a block to every piece that shares some of them; returns the number of bytes written.
+    def gather(self, pieces: Pieces, box: Box) -> Block:
+        """The elements of a whole block. The array is a view of this worker's buffer and is overwritten by the next read.
 
-        Raises: RequestError if the disk is full.
+        Raises: as `read` does.
         """
+        block, done = _array(self._block, box.sizes, pieces.tensor.dtype), 0
+        flat = block.reshape(-1)
+        for strip, (slab_pieces,) in strips(box, pieces):
+            volume = math.prod(strip.sizes)
+            self.read(slab_pieces, strip, flat[done : done + volume].reshape(strip.sizes))
+            done += volume
+        return block
+
+    def digest(self, pieces: Pieces, box: Box, running: Hash) -> bytes:
+        """The digest of the elements of a block. running: a new hash. Raises: as `read` does."""
+        for strip, (slab_pieces,) in strips(box, pieces):
+            running.update(bytes_of(self.read(slab_pieces, strip)))
+        return running.digest()
+
+    def write(self, block: Block, slab_pieces: SlabPieces, strip: Strip) -> None:
+        """Write the elements of a strip to every piece that has some of them. Raises SystemRefusal, for example if the disk is full."""
         assert self._write is not None and self._write_runs is not None
-        written = 0
-        for piece, shared, _ in pieces.meeting(box):
-            part = block[shared.relative_to(box.offsets).index]
-            path = piece.extent.path
-            if part.flags.c_contiguous and is_row_major(shared.sizes, piece.extent.strides):
-                self._write(path, piece.byte_offset_of(shared), bytes_of(part))
-            else:
-                runs = dense_runs(piece, shared)
-                ordered = part.transpose(runs.order)
-                _array(self._scratch, ordered.shape, piece.extent.dtype)[...] = ordered
-                self._write_runs(path, runs.byte_offsets.tolist(), self._scratch.data[: part.nbytes])
-            written += part.nbytes
-        return written
+        lines = block.reshape(strip.sizes)
+        for piece in slab_pieces.of_pieces:
+            first, last = max(strip.start, piece.start), min(strip.stop, piece.stop)
+            if first >= last:
+                continue
+            part = lines[first - strip.start : last - strip.start]
+            if piece.is_dense:
+                self._write(piece.path, piece.at(first), bytes_of(part))
+                continue
+            order, _, starts = piece.runs(last - first)
+            part = part[:, *piece.inner].transpose(order)
+            if not part.flags.c_contiguous:
+                staged = _array(self._scratch, part.shape, slab_pieces.tensor.dtype)
+                staged[...] = part
+                part = staged
+            self._write_runs(piece.path, (starts + piece.at(first)).tolist(), bytes_of(part))
 
-    def _fill(self, part: Block, piece: Piece, shared: Box) -> None:
-        if part.flags.c_contiguous and is_row_major(shared.sizes, piece.extent.strides):
-            self._files.read_into(piece.extent.path, piece.byte_offset_of(shared), bytes_of(part))
+    def _read(self, part: Block, piece: SlabPiece, first: int, last: int) -> None:
+        """Fill a view of a block with what a piece holds of some lines."""
+        order, nbytes, starts = piece.runs(last - first)
+        if nbytes >= _LONG and (ordered := part.transpose(order)).flags.c_contiguous:
+            self._files.read_runs(piece.path, (starts + piece.at(first)).tolist(), bytes_of(ordered))
             return
-        for box, staged in self._staged(piece, shared):
-            part[box.relative_to(shared.offsets).index] = staged
+        for box, staged in self._staged(piece, first, last):
+            part[box.index] = staged
 
-    def _compare(self, part: Block, piece: Piece, shared: Box, name: str, filled_from: list[tuple[Box, str]]) -> None:
-        for box, staged in self._staged(piece, shared):
-            expected = part[box.relative_to(shared.offsets).index]
+    def _compare(self, part: Block, piece: SlabPiece, first: int, last: int, slab_pieces: SlabPieces) -> None:
+        """Compare a view of a block with what a piece holds of some lines, which is a replica."""
+        for box, staged in self._staged(piece, first, last):
+            expected = part[box.index]
             if not np.array_equal(expected, staged):
-                at = np.argwhere(np.asarray(expected != staged))[0] if box.sizes else np.zeros(0, np.int64)
-                element = tuple(int(i) + start for i, start in zip(at, box.offsets, strict=True))
-                first = next((path for filled, path in filled_from if filled.contains(Box(element, (1,) * len(element)))), "another file")
-                raise ReplicasDiffer(
-                    f"two copies of {shared} disagree, first at element {list(element)}: {first} and {piece.extent.path}",
-                    where=name,
-                    why="Ranks that should hold the same values hold different ones, or a file is from another save; "
-                    "nothing tells which of the two is right",
-                    do="Find out which file is wrong and replace it",
-                )
+                at = np.argwhere(np.asarray(expected != staged))[0] + box.offsets
+                raise _replicas_differ(piece, first, at.tolist(), slab_pieces)
 
-    def _staged(self, piece: Piece, shared: Box) -> Iterator[tuple[Box, Block]]:
-        """The shared box in parts, as (box, its elements). Each part is read into the scratch buffer, and the elements are a view of it.
+    def _staged(self, piece: SlabPiece, first: int, last: int) -> Iterator[tuple[Box, Block]]:
+        """What a piece holds of some lines, in parts, as (box, its elements). Each part is read into the scratch buffer, and the elements
+        are a view of it. A box counts from line `first` and the start of the piece's part of a line.
 
         Long runs are read one by one. Short runs that lie close together are read in one range with the bytes between them.
         """
-        runs, itemsize = dense_runs(piece, shared), piece.extent.dtype.itemsize
-        wasted = span_elements(shared.sizes, piece.extent.strides) - shared.volume
-        if runs.elements * itemsize >= _LONG or wasted > shared.volume:
-            sizes = tuple(shared.sizes[axis] for axis in runs.order)
-            self._files.read_runs(piece.extent.path, runs.byte_offsets.tolist(), self._scratch.data[: shared.volume * itemsize])
-            back = tuple(runs.order.index(axis) for axis in range(len(sizes)))
-            yield shared, _array(self._scratch, sizes, piece.extent.dtype).transpose(back)
+        (order, nbytes, starts), dtype = piece.runs(last - first), piece.extent.dtype
+        box = Box.whole(sizes := (last - first, *piece.sizes))
+        volume = box.volume
+        if nbytes >= _LONG or span_elements(sizes, piece.strides) > 2 * volume:
+            self._files.read_runs(piece.path, (starts + piece.at(first)).tolist(), self._scratch.data[: volume * dtype.itemsize])
+            staged = _array(self._scratch, tuple(sizes[axis] for axis in order), dtype)
+            yield box, staged.transpose(tuple(order.index(axis) for axis in range(len(sizes))))
             return
-        for span in spans(piece, shared, self._scratch.nbytes, dense=False):
-            self._files.read_into(piece.extent.path, span.byte_offset, self._scratch.data[: span.nbytes])
-            yield span.box, _array(self._scratch, span.box.sizes, piece.extent.dtype, span.strides)
+        extent = replace(piece.extent, byte_offset=piece.at(first), strides=piece.strides)
+        for span in spans(Piece(box, extent), box, self._scratch.nbytes, dense=False):
+            self._files.read_into(piece.path, span.byte_offset, self._scratch.data[: span.nbytes])
+            yield span.box, _array(self._scratch, span.box.sizes, dtype, span.strides)
+
+
+def _replicas_differ(piece: SlabPiece, first: int, at: list[int], slab_pieces: SlabPieces) -> ReplicasDiffer:
+    """The error for a replica. at: the element, counted from line `first` of the slab and the start of the piece's part of a line."""
+    start, axis = piece.box.offsets, len(piece.box.sizes) - len(piece.sizes) - 1
+    element = list(start)
+    if element:
+        element[axis:] = [a + b for a, b in zip(element[axis:], at, strict=True)]
+        element[axis] += first - piece.start
+    place = Box(tuple(element), (1,) * len(element))
+    filled = (other.path for other in slab_pieces.of_pieces if other.is_primary and other.box.contains(place))
+    return ReplicasDiffer(
+        f"two copies of {piece.box} disagree, first at element {element}: {next(filled, 'another file')} and {piece.path}",
+        where=slab_pieces.tensor.name,
+        why="Ranks that should hold the same values hold different ones, or a file is from another save; nothing tells which of the two "
+        "is right",
+        do="Find out which file is wrong and replace it",
+    )
 
 
 def bytes_of(part: Block) -> memoryview:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from reshard.engine.casts import cast, scaled
-from reshard.engine.transfer import Block, Pieces, Worker
+from reshard.engine.transfer import Block, Pieces, SlabPieces, Strip, Worker
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import F32, DType
 from reshard.index.index import Scaling, Tensor
@@ -17,19 +17,33 @@ class Values:
     def __init__(self, tensor: Tensor, dtype: DType) -> None:
         self._tensor, self._dtype, self._pieces = tensor, dtype, Pieces(tensor)
         self._scales = Pieces(tensor.scaling.scales) if tensor.scaling else None
+        self.itemsize = max(dtype.itemsize, *(stored.itemsize for stored in tensor.dtypes))
 
-    def read(self, worker: Worker, box: Box) -> Block:
-        """The values of a box. The array may be a view of the worker's buffer, which its next read overwrites.
+    def within(self, slab: Box, axis: int) -> SlabPieces:
+        """What the pieces of the tensor hold of a slab. Raises CheckpointError as `Pieces.within` does."""
+        return self._pieces.within(slab, axis)
 
-        Raises: CheckpointError as `Worker.gather` does.
+    def read(self, worker: Worker, pieces: SlabPieces, strip: Strip, out: Block | None = None) -> Block:
+        """The values of a strip, as an array of lines: `out`, or an array that may be a view of the worker's buffers, which its next read
+        overwrites.
+
+        Raises: CheckpointError as `Worker.read` does.
         """
         source, scaling = self._tensor.dtype, self._tensor.scaling
+        if self._scales is None and source == self._dtype:
+            return worker.read(pieces, strip, out)
         if self._scales is None or scaling is None:
-            return cast(worker.gather(self._pieces, box), source, self._dtype)
-        scales_box = scaling.box_of(box)
-        scales = cast(worker.gather(self._scales, scales_box), scaling.scales.dtype, F32).copy()
-        factors = _factors(scales.view(np.float32), scaling, scales_box, box)
-        return scaled(worker.gather(self._pieces, box), source, factors, self._dtype)
+            values = cast(worker.read(pieces, strip), source, self._dtype, worker.converted(strip.sizes, self._dtype))
+        else:
+            box = strip.box
+            scales_box = scaling.box_of(box)
+            scales = cast(worker.gather(self._scales, scales_box), scaling.scales.dtype, F32).copy()
+            factors = _factors(scales.view(np.float32), scaling, scales_box, box)
+            values = scaled(worker.read(pieces, strip).reshape(box.sizes), source, factors, self._dtype).reshape(strip.sizes)
+        if out is None:
+            return values
+        out[...] = values
+        return out
 
 
 def _factors(scales: Block, scaling: Scaling, scales_box: Box, box: Box) -> Block:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.canonical.globs import check_globs, matches
-from reshard.engine.transfer import Block, Worker
+from reshard.engine.transfer import Block, Worker, strips
 from reshard.engine.values import Values
 from reshard.errors import RequestError, UnsupportedError, choices
 from reshard.geometry.boxes import Box, blocks
@@ -28,6 +29,19 @@ _NUMPY = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16"
           "U8": "u1", "BOOL": "?", "C64": "c8", "C128": "c16"}  # fmt: skip
 # `read_into` casts between these types only. Narrower floats need scales.
 _CAST = {"F64", "F32", "F16", "BF16"}
+
+
+class _Part(NamedTuple):
+    """A strip of a stored tensor."""
+
+    start: int
+    """The element of the stored tensor at which it starts."""
+    sizes: tuple[int, ...]
+    """Its sizes."""
+    strides: tuple[int, ...]
+    """The distance between neighbours in the stored tensor along each axis, in elements."""
+    read: Callable[..., Block]
+    """Reads its elements: into the array that is given, or into a buffer that the next part overwrites."""
 
 
 def numpy_type(dtype: DType) -> np.dtype[Any]:
@@ -73,9 +87,7 @@ class LazyTensor:
         """The bits of the elements as unsigned words, row-major. This works for every element type, including bfloat16."""
         fill = self._stored.fill * self.dtype.itemsize if len(self._stored.fill) == 1 else self._stored.fill
         flat = np.frombuffer(bytearray(fill) * (self.nbytes // self.dtype.itemsize), self.dtype.word)
-        for start, strides, block in self._blocks(self.dtype):
-            in_bytes = tuple(stride * self.dtype.itemsize for stride in strides)
-            np.lib.stride_tricks.as_strided(flat[start:], block.shape, in_bytes)[...] = block
+        self._read_into_words(flat)
         return flat.reshape(self.shape)
 
     def numpy(self) -> npt.NDArray[Any]:
@@ -113,7 +125,7 @@ class LazyTensor:
         """
         import torch
 
-        dtype = from_torch(str(target.dtype), where=self.name)
+        dtype = from_torch(str(target.dtype), where=self.name).of(self.dtype.function)
         if tuple(target.shape) != self.shape:
             raise RequestError(f"its shape is {list(self.shape)}, that of the target tensor {list(target.shape)}", where=self.name)
         if not self.fits(dtype):
@@ -127,9 +139,12 @@ class LazyTensor:
         if self._stored.filled:
             element = (self._stored.fill * dtype.itemsize)[: dtype.itemsize]
             flat.copy_(torch.frombuffer(bytearray(element), dtype=target.dtype).to(flat.device).expand(flat.shape))
-        for start, strides, block in self._blocks(dtype):
-            values = torch.from_numpy(block.reshape(-1).view(np.uint8)).view(target.dtype).view(block.shape)
-            flat.as_strided(block.shape, strides, flat.storage_offset() + start).copy_(values)
+        if flat.device.type == "cpu":
+            self._read_into_words(flat.view(torch.uint8).numpy().view(dtype.word), dtype)
+            return
+        for part in self._parts(dtype):
+            values = torch.from_numpy(part.read().reshape(-1).view(np.uint8)).view(target.dtype).view(part.sizes)
+            flat.as_strided(part.sizes, part.strides, flat.storage_offset() + part.start).copy_(values)
 
     def fits(self, dtype: DType) -> bool:
         """Whether `read_into` can read into a tensor of that element type."""
@@ -142,17 +157,25 @@ class LazyTensor:
     def __repr__(self) -> str:
         return f"LazyTensor({self.name!r}, {self.dtype}, {list(self.shape)})"
 
-    def _blocks(self, dtype: DType) -> Iterator[tuple[int, tuple[int, ...], Block]]:
-        """The elements that are read from files, block by block, as (start, strides, words): the element of this tensor at which the block
-        starts, the block's strides in this tensor, and its elements. The next block overwrites the words."""
+    def _read_into_words(self, flat: Block, dtype: DType | None = None) -> None:
+        """Read the values into an array of the words of all elements. Elements that no file holds stay as they are."""
+        dtype = dtype or self.dtype
+        for part in self._parts(dtype):
+            in_bytes = tuple(stride * dtype.itemsize for stride in part.strides)
+            part.read(np.ndarray(part.sizes, dtype.word, flat.data, part.start * dtype.itemsize, in_bytes))
+
+    def _parts(self, dtype: DType) -> Iterator[_Part]:
+        """The elements that are read from files, strip by strip."""
         workers: dict[int, Worker] = {}
         for section in self._stored.sections:
             source = self._sources[section.name]
-            values, size = Values(source, dtype), max(stored.itemsize for stored in source.dtypes)
-            worker = workers.get(size) or workers.setdefault(size, Worker(self._files, size))
-            for box in blocks(section.box.sizes):
-                start = section.start + sum(offset * stride for offset, stride in zip(box.offsets, section.strides, strict=True))
-                yield start, section.strides, values.read(worker, box.shifted(section.box.offsets))
+            values = Values(source, dtype)
+            worker = workers.get(values.itemsize) or workers.setdefault(values.itemsize, Worker(self._files, values.itemsize))
+            for block in blocks(section.box.sizes):
+                for strip, (pieces,) in strips(block.shifted(section.box.offsets), values):
+                    offsets = strip.box.relative_to(section.box.offsets).offsets
+                    start = section.start + sum(offset * stride for offset, stride in zip(offsets, section.strides, strict=True))
+                    yield _Part(start, strip.sizes, section.strides[strip.axis :] or (1,), partial(values.read, worker, pieces, strip))
 
 
 def _box_of(key: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]]:

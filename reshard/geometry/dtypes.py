@@ -1,12 +1,15 @@
 """Element types: one table, and the only place that knows how frameworks spell them.
 
 Elements are copied, compared and hashed as unsigned words of their size; their bits are not interpreted.
+
+A file may hold a function of a weight in place of the weight itself. Its type is then that of the function's values, with the name of the
+function: F32 of -exp. Casting the weight to this type computes the function (reshard/geometry/functions.py).
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,6 +30,8 @@ class DType:
     """The storage class by which torch's pickles name it, such as "BFloat16Storage"; not used by torch without `has_storage_class`."""
     floating: bool
     """Whether it is a floating-point type. Complex types are not."""
+    function: str = ""
+    """The function whose values the elements are, one of functions.FUNCTIONS; empty: the elements are the weight's own values."""
 
     @property
     def word(self) -> np.dtype[np.generic]:
@@ -49,11 +54,15 @@ class DType:
         (word,) = struct.unpack("<I", struct.pack("<f", value))
         return struct.pack("<H", (word + 0x7FFF + (word >> 16 & 1)) >> 16)
 
+    def of(self, function: str) -> DType:
+        """The type of the values of a function, stored in this type; of "", of the weight's own values."""
+        return self if function == self.function else replace(self, function=function)
+
     def __str__(self) -> str:
-        return self.name
+        return f"{self.name} of {self.function}" if self.function else self.name
 
     def __repr__(self) -> str:
-        return f"DType({self.name})"
+        return f"DType({self})"
 
 
 # Names: safetensors 0.8 (tensor.rs, enum Dtype). Types narrower than a byte (F4, F6_*) are left out: several elements share a byte, so a
@@ -107,7 +116,7 @@ _BY_USER = (
 )
 
 
-BF16, F32, F8 = _ALL["BF16"], _ALL["F32"], _ALL["F8_E4M3"]
+BF16, F32, F8, I32 = _ALL["BF16"], _ALL["F32"], _ALL["F8_E4M3"], _ALL["I32"]
 
 
 def from_safetensors(name: str, *, where: str) -> DType:
@@ -136,6 +145,11 @@ def from_storage(name: str, *, where: str) -> DType:
 def from_user(name: str) -> DType | None:
     """The dtype that a person calls bf16, bfloat16, BF16 or fp8; None for an unknown name."""
     return _BY_USER.get(name.lower().removeprefix("torch."))
+
+
+def can_cast(source: DType, target: DType) -> bool:
+    """Whether elements can be given in another type. Weights do not follow from the values of a function of them."""
+    return source == target or (source.floating and target.floating and source.function in ("", target.function))
 
 
 # The usual words for the floating-point types of weights.

@@ -161,6 +161,20 @@ class Mosaic:
                 tiles.append(Tile(row.name, row.box, row.at, axes).renumbered(lambda old: old - (old > axis), at))
         return Mosaic((*self.shape[:axis], self.shape[axis] * inner, *self.shape[axis + 2 :]), tuple(tiles))
 
+    def squeezed(self) -> Mosaic:
+        """The array without its axes of one element; at least one axis stays."""
+        kept = [axis for axis, size in enumerate(self.shape) if size != 1] or [0]
+        tiles = (
+            Tile(
+                tile.name,
+                tile.box,
+                tuple(tile.at[axis] for axis in kept),
+                tuple(kept.index(axis) if axis in kept else None for axis in tile.axes),
+            )
+            for tile in self.tiles
+        )
+        return Mosaic(tuple(self.shape[axis] for axis in kept), tuple(tiles))
+
     def sections(self, strides: tuple[int, ...] | None = None) -> Sections:
         """Every tile as a section of the array, stored with these strides, in elements; None: row-major."""
         steps = row_major(self.shape) if strides is None else strides

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
 from reshard.errors import RequestError
 
@@ -28,6 +27,8 @@ def parse_size(value: str | int, option: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(([kmgt]i?)?b?)", str(value).lower())
     if not match:
         raise RequestError(f"{option} {value}: expected a number of bytes such as 512MiB or 5GB")
+    from fractions import Fraction
+
     number = Fraction(match[1])
     if not match[2] and 0 < number < _LEAST_WITHOUT_UNIT:
         unit = "GB" if number < 1000 else "MB"
@@ -44,6 +45,8 @@ def parse_count(value: str | int, option: str) -> int:
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
+    from fractions import Fraction
+
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmbt]?)", str(value).lower())
     number = round(Fraction(match[1]) * _COUNTS[match[2]]) if match else 0
     if not number:

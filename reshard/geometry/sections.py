@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,13 @@ from reshard.geometry.boxes import Box, contiguous_runs
 
 Columns = npt.NDArray[np.int64]
 """Numbers, one row per box."""
+
+
+def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The distinct values of an array, sorted. (`np.unique` imports numpy.ma first, which takes longer than opening a small checkpoint.)"""
+    ordered = np.sort(values, axis=None)
+    result: npt.NDArray[Any] = ordered[np.append(np.ones(min(1, len(ordered)), np.bool_), ordered[1:] != ordered[:-1])]
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +95,7 @@ class Pattern:
         if self.axes is None:
             yield self.sizes.shape[1], slice(None), self
             return
-        for ndim in np.unique(self.axes).tolist():
+        for ndim in distinct(self.axes).tolist():
             rows = np.flatnonzero(self.axes == ndim)
             columns = (column[rows, :ndim] for column in (self.offsets, self.sizes, self.strides))
             offsets, sizes, strides = columns
@@ -184,13 +191,14 @@ def _first_overlap(starts: Columns, sizes: Columns, strides: Columns, rows: Colu
     step = int(np.gcd.reduce(strides, axis=None)) if strides.size else 0
     if step > 1:
         # Every section stays in one residue class, as even and odd columns do: classes never meet, and within one the steps shrink.
-        for residue in np.unique(starts % step).tolist():
+        for residue in distinct(starts % step).tolist():
             same = np.flatnonzero(starts % step == residue)
             if found := _first_overlap(starts[same] // step, sizes[same], strides[same] // step, rows[same]):
                 return found
         return None
     begins, ends, owners = [], [], []
-    for form in np.unique(np.concatenate([sizes, strides], axis=1), axis=0):
+    forms = sorted(set(map(tuple, np.concatenate([sizes, strides], axis=1).tolist())))
+    for form in map(np.array, forms):
         alike = np.flatnonzero((sizes == form[: len(form) // 2]).all(axis=1) & (strides == form[len(form) // 2 :]).all(axis=1))
         _, run, outer = contiguous_runs(form[: len(form) // 2].tolist(), form[len(form) // 2 :].tolist())
         begin = (starts[alike][:, None] + outer).reshape(-1)

@@ -47,6 +47,10 @@ _ROWS = (
     FindingKind("truncated-file", "error", "A file ends before its content does.", _COPY),
     FindingKind("damaged-file", "error", "A file cannot be read as what its name or its first bytes claim.", _COPY),
     FindingKind("wrong-checksum", "error", "`--deep`: the bytes of a zip member do not have the CRC-32 that was stored with them.", _COPY),
+    FindingKind(
+        "changed", "error", "`--deep`: a tensor or a file is not what reshard wrote and recorded in reshard.json.",
+        "Copy it again from where it was written; if it was changed on purpose, remove reshard.json",
+    ),
     FindingKind("no-checksums", "info", "`--deep`: zip files were saved without CRC-32, so damage in them cannot be seen.", ""),
     FindingKind(
         "unused-file", "warning", "A file has the name of a weight file, but no tensor of the checkpoint lies in it.",

@@ -10,7 +10,7 @@ import numpy as np
 from reshard.errors import CheckpointError, IncompleteTensor
 from reshard.geometry.boxes import Box
 from reshard.geometry.quantities import plural
-from reshard.geometry.sections import Columns
+from reshard.geometry.sections import Columns, distinct
 from reshard.index.fold import cut_of
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import PieceTable, primary_rows
@@ -127,7 +127,7 @@ def _first_fault(starts: Columns, stops: Columns, rows: Columns, region: Box, ax
         return None if len(rows) == 1 else (region, rows)
     if not len(rows):
         return region, rows
-    cuts = np.unique(np.concatenate([starts[:, axis], stops[:, axis], [0, region.sizes[axis]]]))
+    cuts = distinct(np.concatenate([starts[:, axis], stops[:, axis], [0, region.sizes[axis]]]))
     order = np.argsort(starts[:, axis], kind="stable")
     starts, stops, rows = starts[order], stops[order], rows[order]
     if len(cuts) == 2:
@@ -158,7 +158,7 @@ def sharding_text(tensor: Tensor) -> str:
     rows = np.flatnonzero(primary_rows(shards) & (shards.sizes > 0).all(axis=1))
     if not len(rows):
         return "empty"
-    parts = [len(np.unique(shards.offsets[rows, axis])) for axis in range(len(tensor.shape))]
+    parts = [len(distinct(shards.offsets[rows, axis])) for axis in range(len(tensor.shape))]
     cut = [axis for axis, count in enumerate(parts) if count > 1]
     text = "whole"
     if cut:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PieceTable:
     """Pieces of one or more tensors with the same number of axes as columns, one row per stored box."""
 
@@ -42,6 +43,11 @@ class PieceTable:
     each box of a tensor is primary."""
     ranks: Columns | None = None
     """[n]: the rank that held each row during training; None if the files do not say."""
+
+    @cached_property
+    def elements_before(self) -> list[int]:
+        """[n + 1]: the number of elements in the rows before each row."""
+        return [0, *np.cumsum(self.sizes.prod(axis=1)).tolist()]
 
     def __len__(self) -> int:
         return len(self.files)
@@ -129,6 +135,12 @@ class Shards:
     def positions(self) -> Columns:
         """[n]: a byte offset near the data of each row, known without a read."""
         return self.table.positions[self.start : self.stop]
+
+    @property
+    def elements(self) -> int:
+        """The number of elements in all pieces, replicas included."""
+        before = self.table.elements_before
+        return before[self.stop] - before[self.start]
 
     @property
     def primary(self) -> npt.NDArray[np.bool_] | None:

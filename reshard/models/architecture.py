@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.errors import RequestError
+from reshard.models.config_values import value_at, whole_number
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import Split
 
@@ -59,7 +60,8 @@ class Dimension:
     """A number of the model, such as the hidden size: where the config gives it, and its default."""
 
     keys: tuple[str, ...]
-    """Keys of the config. The first one that the config sets is used."""
+    """Keys of the config. The first one that the config sets is used. {layer} in a key stands for the index of a layer, as the entry of a
+    list or mapping. Outside of the layers such a key counts only if no other one is set, and stands for its largest entry."""
     default: str | None = None
     """An expression of other dimensions, used if the config sets none of the keys."""
     optional: bool = False
@@ -72,6 +74,20 @@ class Dimension:
     """A key of the config, or "not KEY", as for a weight: if it is not set, `otherwise` is used. None: this dimension always holds."""
     otherwise: Dimension | None = None
     """The dimension of the models for which `when` does not hold."""
+    in_sets: Mapping[str, Dimension] = field(default_factory=dict)
+    """Set of layers, or "not" and a set -> the dimension in its layers. The first set that a layer is in counts; elsewhere, and outside of
+    the layers, this dimension holds."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether it can have other values in other layers."""
+        return any(form.in_sets or any("{layer}" in key for key in form.keys) for form in self.forms)
+
+    @property
+    def forms(self) -> tuple[Dimension, ...]:
+        """This dimension, and all others that hold in its place."""
+        inner = (*self.in_sets.values(), *((self.otherwise,) if self.otherwise else ()))
+        return (self, *(form for other in inner for form in other.forms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +98,17 @@ class LayerRule:
     (i + offset) % step == 0, and `dense` does not list i.
     """
 
+    when: str | None = None
+    """A key of the config, or "not KEY", as for a weight: if it is not set, the set is empty. None: this rule always holds."""
     keys: tuple[str, ...] = ()
     """The config's keys for a list with an entry for each layer, or a text with a letter for each; the first one that is set is used."""
     entries: tuple[str | int, ...] = ()
     """The entries of the list that stand for a layer of the set."""
     indices: str | None = None
-    """The config's key for a list of the indices of the layers of the set, which is used if there is none of the lists above."""
+    """The config's key for a list of the indices of the layers of the set, or a text with commas between them, which is used if there is
+    none of the lists above."""
+    indices_start: int = 0
+    """The index that this list gives to the first layer of the model."""
     first: str | None = None
     """The config's key for the index of the first layer of the set; None: 0."""
     last: str | None = None
@@ -100,6 +121,8 @@ class LayerRule:
     """Added to the index of the layer before it is divided by the step."""
     dense: str | None = None
     """The config's key for a list of layers that are not in the set; None: there is no list."""
+    at_end: str | None = None
+    """The config's key for the number of layers at the end of the model that are the set; None: the other fields say which they are."""
 
     def among(self, config: Mapping[str, Any], layers: int) -> frozenset[int]:
         """The indices of the layers of the set in a model with `layers` layers. Raises RequestError if a value has the wrong type.
@@ -111,8 +134,13 @@ class LayerRule:
             if not isinstance(listed, list | tuple | str) or not listed:
                 raise RequestError(f"config.json gives {listed!r} for {self.keys[0]}; a list is expected", why="It says what each layer is")
             return frozenset(layer for layer in range(layers) if listed[min(layer, len(listed) - 1)] in self.entries)
-        if self.indices and isinstance(numbers := config.get(self.indices), list | tuple):
-            return frozenset(layer for layer in range(layers) if layer in numbers)
+        numbers = value_at(config, self.indices.split(".")) if self.indices else None
+        if isinstance(numbers, str):
+            numbers = [int(number) for number in numbers.split(",") if number.strip().isdecimal()]
+        if isinstance(numbers, list | tuple):
+            return frozenset(layer for layer in range(layers) if layer + self.indices_start in numbers)
+        if self.at_end:
+            return frozenset(range(layers)[max(0, layers - (whole_number(config, self.at_end) or 0)) :])
         first = whole_number(config, self.first) or 0
         step, every = whole_number(config, self.step) or 1, whole_number(config, self.every) or 1
         last = config.get(self.last) if self.last else None
@@ -122,14 +150,6 @@ class LayerRule:
             raise RequestError(f"config.json gives {dense!r} for {self.dense}; a list is expected", why="It says which layers are dense")
         layers_of_set = (layer for layer in range(first, stop, every) if (layer + self.offset) % step == 0)
         return frozenset(layer for layer in layers_of_set if layer not in dense)
-
-
-def whole_number(config: Mapping[str, Any], key: str | None) -> int | None:
-    """The whole number that the config gives for a key; None if it gives none. Raises RequestError if the value is not one, or below 0."""
-    value = config.get(key) if key else None
-    if value is not None and (not isinstance(value, int) or value < 0):
-        raise RequestError(f"config.json gives {value!r} for {key}; a whole number is expected", why="It says which layers there are")
-    return value
 
 
 @dataclass(frozen=True)
@@ -155,6 +175,9 @@ class Architecture:
     """Further sets of layers by name, such as "full_attention"."""
     text_config: str | None = None
     """The config's key for an inner config, which is that of the language model; None: the config itself is."""
+    language_model_in: str | None = None
+    """The config's key for the inner config whose `model_type` names the declared model that the language model is; None if it is always
+    the same one."""
     mtp_layers: str | None = None
     """The config's key for the number of layers for multi-token prediction. A checkpoint may lack their weights."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -186,21 +209,27 @@ class Architecture:
     ) -> Architecture:
         """This architecture under another model_type, with more weights and dimensions, without some weights, and with other `fields`.
 
-        A weight replaces the one with the same name. A new bias comes after the weight of its module. Any other weight with a new name
-        comes after the last weight of the module that contains its own module: a subclass registers a new module there, so the order
-        remains that of the model's parameters. without: names of weights, whose places count for that. `like`, `engines` and the class are
-        not inherited: engines may know this model and not the new one.
+        A weight replaces the one with the same name; several with one name are about other layers, and replace it together. A new bias
+        comes after the weight of its module. Any other weight with a new name comes after the last weight of the module that contains its
+        own module: a subclass registers a new module there, so the order remains that of the model's parameters. without: names of
+        weights, whose places count for that. `like`, `engines` and the class are not inherited: engines may know this model and not the
+        new one.
         """
         declared = list(self.weights)
         removed = {id(weight) for weight in declared if weight.name in without}
         kept = frozenset(weight.name for weight in declared if id(weight) not in removed)
+        replaced: set[str] = set()
         for weight in weights:
             present = [None if id(other) in removed else other.name for other in declared]
-            if weight.name in present:
+            if weight.name in replaced:  # the same name in other layers
+                declared.insert(len(present) - present[::-1].index(weight.name), weight)
+            elif weight.name in present:
                 declared[present.index(weight.name)] = weight
+                replaced.add(weight.name)
             else:
                 names = [other.name for other in declared]
                 declared.insert(1 + _predecessor(weight.name, names, present, kept), weight)
+                replaced.add(weight.name)
         declared = [weight for weight in declared if id(weight) not in removed]
         fields = {"like": None, "engines": {}, "class_name": None, "declared_in": None, **fields}
         return replace(self, model_type=model_type, weights=tuple(declared), dimensions={**self.dimensions, **(dimensions or {})}, **fields)

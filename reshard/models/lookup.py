@@ -41,6 +41,8 @@ def find_model(config: Mapping[str, Any] | None, architecture: Architecture | No
     if config is None or unknown_quantization(config):
         return None
     declared = architecture or find_architecture(model_type_of(config) or "")
+    if declared and (named := _language_model(declared, config)):
+        declared = _find(declared.model_type, (), named) if find_architecture(named) else None
     return _model(_Description(declared, config)) if declared else None
 
 
@@ -63,6 +65,13 @@ def _model(description: _Description) -> Model:
     return Model(description.architecture, description.config)
 
 
+def _language_model(declared: Architecture, config: Mapping[str, Any]) -> str | None:
+    """The model type that the config names for the language model inside a built-in model; None if the declaration does not ask for it."""
+    inner = config.get(declared.language_model_in) if declared.language_model_in and not declared.declared_in else None
+    named = inner.get("model_type") if isinstance(inner, Mapping) else None
+    return named if isinstance(named, str) else None
+
+
 def model_type_of(config: Mapping[str, Any]) -> str | None:
     """The model_type of a config. If it has none, that of the declared model whose class is one of its `architectures`. None if the config
     names no model."""
@@ -83,6 +92,13 @@ def unknown_architecture(config: Mapping[str, Any]) -> UnsupportedError:
             f"config.json has no model_type, and its architectures ({config.get('architectures')}) are those of no declared model",
             why="What the weights are is not guessed",
             do=f"Add --model DIR with the model's own config, or --architecture NAME: {', '.join(known)}",
+        )
+    declared = find_architecture(model_type)
+    if declared and (named := _language_model(declared, config)):
+        return UnsupportedError(
+            f"the architecture {model_type!r} is declared, its language model {named!r} is not",
+            why="How its weights split over ranks is not known, and is not guessed",
+            do=f"{choices(named, known)}. A conversion to hf needs no declaration",
         )
     return UnsupportedError(
         f"the architecture {model_type!r} is not declared",
@@ -153,8 +169,9 @@ def known_model_types() -> tuple[str, ...]:
 
 
 @cache
-def _find(model_type: str, extending: tuple[str, ...]) -> Architecture | None:
-    """The declaration of a model type. extending: the model types whose declarations are being read."""
+def _find(model_type: str, extending: tuple[str, ...], language_model: str | None = None) -> Architecture | None:
+    """The declaration of a model type. extending: the model types whose declarations are being read. language_model: the language model
+    inside it, if the config says which one it is."""
     name = model_type.replace("-", "_")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         return None
@@ -165,7 +182,7 @@ def _find(model_type: str, extending: tuple[str, ...]) -> Architecture | None:
     find = partial(_find, extending=(*extending, name))
     path = _built_in_file(name)
     if path.is_file():
-        return _read(path, f"reshard/architectures/{path.name}", find)
+        return _read(path, f"reshard/architectures/{path.name}", find, language_model)
     point = _entry_points().get(name)
     return _loaded(point, find) if point else None
 
@@ -188,8 +205,8 @@ def _loaded(point: EntryPoint, find: Find) -> Architecture:
     )
 
 
-def _read(path: Path, where: str, find: Find) -> Architecture:
-    return parse_declaration(_content(path), where, find)
+def _read(path: Path, where: str, find: Find, language_model: str | None = None) -> Architecture:
+    return parse_declaration(_content(path), where, find, language_model)
 
 
 def _content(path: Path) -> bytes:

@@ -9,9 +9,10 @@ Engines and training frameworks work on parts: what a part does decides how rank
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -19,7 +20,8 @@ from typing import Any
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, joined
-from reshard.models.architecture import Architecture, LayerRule, Weight, whole_number
+from reshard.models.architecture import Architecture, Dimension, LayerRule, Weight
+from reshard.models.config_values import value_at, whole_number
 from reshard.models.quantization import BlockShape, Quantization, Scale, quantization_of
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import ROLES, Split
@@ -88,6 +90,8 @@ class Part:
     """If block scales are stored beside this weight: weight elements per scale, along each axis. None: there are no block scales."""
     scale: Scale | None = None
     """If the part is itself a scale: which scale. None: it is not a scale."""
+    dimensions: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """The dimensions in its layer, which give the number of its heads."""
 
     @property
     def layer_pattern(self) -> str:
@@ -144,22 +148,46 @@ class Model:
 
     @cached_property
     def dimensions(self) -> dict[str, int]:
-        """The value of each dimension, without the optional ones that this model does not have.
+        """The value of each dimension, without the optional ones that this model does not have. Of a dimension that differs between layers,
+        the value outside of the layers.
 
         Raises: RequestError, naming the key, if the config does not give a dimension.
         """
+        return self._dimensions(None)
+
+    def dimensions_in(self, layer: int | None) -> dict[str, int]:
+        """The value of each dimension in one layer; None: outside of the layers. Layers with the same values share one mapping."""
+        return self.dimensions if layer is None or not self._dimensions_by_layer else self._dimensions_by_layer[layer]
+
+    @cached_property
+    def _dimensions_by_layer(self) -> tuple[dict[str, int], ...]:
+        """The dimensions in each layer; empty if they are the same in all layers."""
+        if not any(dimension.differs for dimension in self.architecture.dimensions.values()):
+            return ()
+        distinct: dict[tuple[tuple[str, int], ...], dict[str, int]] = {tuple(self.dimensions.items()): self.dimensions}
+        layers = range(self.dimensions["layers"] + self.mtp_layers)
+        return tuple(distinct.setdefault(tuple(values.items()), values) for values in map(self._dimensions, layers))
+
+    def _form_of(self, dimension: Dimension, layer: int | None) -> Dimension:
+        """The form of a dimension that holds in a layer of this model; None: outside of the layers."""
+        inner = next((form for name, form in dimension.in_sets.items() if layer is not None and layer in self.layer_sets[name]), None)
+        inner = inner or (dimension.otherwise if dimension.otherwise and not self.holds(dimension.when) else None)
+        return self._form_of(inner, layer) if inner else dimension
+
+    def _dimensions(self, layer: int | None) -> dict[str, int]:
         values = Dimensions(self.architecture.model_type)
         for name, declared in self.architecture.dimensions.items():
-            dimension = declared
-            while dimension.otherwise and not self.holds(dimension.when):
-                dimension = dimension.otherwise
-            value = next((value for key in dimension.keys if (value := self.stated(key)) is not None), None)
+            dimension = self._form_of(declared, layer)
+            if layer is not None and name in self.dimensions:
+                values[name] = self.dimensions[name]  # a default in a set of layers may use the value elsewhere
+            value = self._stated_size(dimension, layer)
             if dimension.counts and isinstance(value, list | str):
                 value = len(value)
             if value is None and dimension.default:
                 step = values[dimension.multiple_of] if dimension.multiple_of else 1
                 value = -(-evaluate(dimension.default, values, exact=dimension.multiple_of is None) // step) * step
             if dimension.optional and not value:
+                values.pop(name, None)
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise RequestError(
@@ -174,6 +202,24 @@ class Model:
         if (count := values.get("layers", 1) * values.get("experts", 1)) > _MOST_EXPERTS_OF_ALL_LAYERS:
             raise _too_large(f"{count:,} experts in all layers", _MOST_EXPERTS_OF_ALL_LAYERS)
         return values
+
+    def _stated_size(self, dimension: Dimension, layer: int | None) -> Any:
+        """What the config, or else the declaration's `defaults`, says for a dimension in a layer (None: outside of the layers); None if
+        neither says anything."""
+        of_layers = [key for key in dimension.keys if "{layer}" in key]
+        keys = dimension.keys if layer is not None else [key for key in dimension.keys if key not in of_layers]
+        stated = (self.stated(key.replace("{layer}", str(layer))) for key in keys)
+        value = next((value for value in stated if value is not None and not (of_layers and isinstance(value, list))), None)
+        if value is None and layer is None:
+            value = max((entry for key in of_layers for entry in self._entries(key) if isinstance(entry, int)), default=None)
+        return next(filter(None, map(self.architecture.defaults.get, keys)), None) if value is None else value
+
+    def _entries(self, key: str) -> list[Any]:
+        """What the config says for all layers, for a key with {layer}."""
+        front, _, inner = key.partition(".{layer}")
+        container = self.stated(front)
+        entries = container.values() if isinstance(container, Mapping) else container if isinstance(container, list) else ()
+        return [value_at(entry, inner.split(".")[1:]) for entry in entries]
 
     @cached_property
     def quantization(self) -> Quantization | None:
@@ -192,16 +238,17 @@ class Model:
         return {**self.config, **inner} if isinstance(inner, Mapping) else self.config
 
     def stated(self, key: str) -> Any:
-        """What the config says for a key; None if it does not have the key. A dot leads into an inner config: vision_config.depth."""
-        value: Any = self.settings
-        for word in key.split("."):
-            value = value.get(word) if isinstance(value, Mapping) else None
-        return value
+        """What the config says for a key; None if it does not have the key. A dot leads into an inner config or to the entry of a list."""
+        return value_at(self.settings, key.split("."))
 
     def setting(self, key: str) -> Any:
         """The value of a key of the config; the architecture's default if the config does not set it."""
         value = self.stated(key)
         return self.architecture.defaults.get(key) if value is None else value
+
+    def count(self, key: str) -> int | None:
+        """The whole number that `setting` gives; None if there is none. Raises RequestError if it is not a whole number."""
+        return whole_number({key: self.setting(key)}, key)
 
     @property
     def class_name(self) -> str | None:
@@ -215,14 +262,19 @@ class Model:
         return quirks.of_class.get(self.class_name or "", quirks) if quirks else None
 
     def holds(self, when: str | None) -> bool:
-        """Whether a condition of the declaration holds: a key of the config that is set, or "not KEY". None always holds."""
-        return when is None or bool(self.setting(when.removeprefix("not "))) is not when.startswith("not ")
+        """Whether a condition of the declaration holds: a key of the config that is set, "KEY is VALUE", or one of these after "not ". None
+        always holds."""
+        if when is None:
+            return True
+        key, _, value = when.removeprefix("not ").partition(" is ")
+        setting = self.setting(key)
+        return (str(setting) == value if value else bool(setting)) is not when.startswith("not ")
 
     @cached_property
     def mtp_layers(self) -> int:
         """The number of layers for multi-token prediction, which follow the last layer."""
         key = self.architecture.mtp_layers
-        count = whole_number({key: self.setting(key)}, key) or 0 if key else 0
+        count = self.count(key) or 0 if key else 0
         if count > _MOST["layers"]:
             raise _too_large(f"{count:,} for {key}", _MOST["layers"])
         return count
@@ -246,6 +298,8 @@ class Model:
         }
 
     def _among(self, rule: LayerRule) -> frozenset[int]:
+        if not self.holds(rule.when):
+            return frozenset()
         return rule.among({**self.architecture.defaults, **self.settings}, self.dimensions["layers"] + self.mtp_layers)
 
     @property
@@ -257,7 +311,16 @@ class Model:
     def weights(self) -> dict[str, ModelWeight]:
         """The weights by canonical name, in the order of the model's parameters. A tied head is not among them."""
         absent = {self.architecture.tied[0]} if self.is_tied else set()
-        return {weight.name: weight for weight in self._all_weights() if weight.name not in absent}
+        found: dict[str, ModelWeight] = {}
+        for weight in self._all_weights():
+            if found.setdefault(weight.name, weight) is not weight:
+                raise RequestError(
+                    f"it is declared twice, as {found[weight.name].role} and as {weight.role}",
+                    where=weight.name,
+                    why="The layers of the two have this one in common",
+                    do="Compare the sets of layers in the declaration with the config",
+                )
+        return {name: weight for name, weight in found.items() if name not in absent}
 
     def parts(self, *, keep_fused: frozenset[str] = frozenset()) -> tuple[Part, ...]:
         """The parts of all weights. keep_fused: roles of fused weights, such as "attention.qkv", that stay one part."""
@@ -276,8 +339,8 @@ class Model:
                 rows.setdefault(weight.layer, []).append(weight)
         kinds: dict[tuple[object, ...], list[int]] = {}
         for layer, weights in rows.items():
-            form = tuple((w.pattern, w.expert, w.shape, w.declared.split, w.scales, w.scale) for w in weights)
-            kinds.setdefault(form, []).append(layer)
+            form = tuple((w.pattern, w.role, w.expert, w.shape, w.declared.split, w.scales, w.scale) for w in weights)
+            kinds.setdefault((id(self.dimensions_in(layer)), *form), []).append(layer)
         return tuple(LayerKind(tuple(layers), tuple(rows[layers[0]])) for layers in kinds.values())
 
     @cached_property
@@ -287,10 +350,16 @@ class Model:
 
     def reason_to_drop(self, name: str) -> str | None:
         """Why a tensor of that name is left out on purpose; None if it is not."""
-        return next((reason for pattern, reason in self.architecture.dropped.items() if re.fullmatch(pattern, name)), None)
+        return next((reason for pattern, reason in self._dropped if pattern.fullmatch(name)), None)
+
+    @cached_property
+    def _dropped(self) -> list[tuple[re.Pattern[str], str]]:
+        return [(re.compile(pattern), reason) for pattern, reason in self.architecture.dropped.items()]
 
     def reason_not_served(self, name: str) -> str | None:
         """Why serving engines leave out a tensor that a checkpoint may contain besides the weights; None for other names."""
+        if name in self.weights:
+            return None
         return next((reason for pattern, reason in self.architecture.carried.items() if re.fullmatch(pattern, name)), None)
 
     def is_in_layer(self, name: str) -> bool:
@@ -299,11 +368,11 @@ class Model:
         return any(name.startswith(front) and name.removeprefix(front)[:1].isdecimal() for front in fronts)
 
     def _all_weights(self) -> Iterator[ModelWeight]:
-        present = [(weight, self._shape(weight)) for weight in self.architecture.weights if self._is_present(weight)]
-        in_layers = [(weight, shape) for weight, shape in present if "{layer}" in weight.name]
+        present = self._present(self.dimensions)
+        in_layers = {id(self.dimensions): present}
         layers = self.dimensions["layers"]
         done = False
-        for (counted_by, is_in_layer), run in groupby(present, key=lambda item: (item[0].counted_by, "{layer}" in item[0].name)):
+        for (counted_by, is_in_layer, _), run in groupby(present, key=lambda item: _block_list(item[0])):
             if counted_by:
                 of_block = list(run)
                 for number in range(self.dimensions[counted_by]):
@@ -313,21 +382,33 @@ class Model:
             elif not done:
                 done = True
                 for layer in range(layers + self.mtp_layers):
-                    present_here = [item for item in in_layers if all(layer in self.layer_sets[name] for name in item[0].layers)]
-                    yield from self._numbered(present_here, layer)
+                    here = self.dimensions_in(layer)
+                    if id(here) not in in_layers:
+                        in_layers[id(here)] = self._present(here)
+                    yield from self._numbered([item for item in in_layers[id(here)] if self._is_in(layer, item[0])], layer)
 
-    def _is_present(self, weight: Weight) -> bool:
-        missing = self.architecture.dimensions.keys() - self.dimensions.keys()
-        if missing & {weight.counted_by, *re.findall(r"\w+", " ".join(weight.shape))}:
-            return False
-        return self.holds(weight.when)
+    def _is_in(self, layer: int, weight: Weight) -> bool:
+        """Whether a layer has a weight."""
+        return "{layer}" in weight.name and all(layer in self.layer_sets[name] for name in weight.layers)
 
-    def _shape(self, weight: Weight) -> tuple[int, ...]:
-        shape = tuple(evaluate(axis, self.dimensions) for axis in weight.shape)
+    def _present(self, dimensions: Mapping[str, int]) -> list[tuple[Weight, tuple[int, ...]]]:
+        """The weights that exist where these dimensions hold, with their shapes there."""
+        missing = self.architecture.dimensions.keys() - dimensions.keys()
+        present = [
+            weight
+            for weight in self.architecture.weights
+            if not missing & {weight.counted_by, *re.findall(r"\w+", " ".join(weight.shape))}
+            and not ("experts" in missing and "{expert}" in weight.name)
+            and self.holds(weight.when)
+        ]
+        return [(weight, self._shape(weight, dimensions)) for weight in present]
+
+    def _shape(self, weight: Weight, dimensions: Mapping[str, int]) -> tuple[int, ...]:
+        shape = tuple(evaluate(axis, dimensions) for axis in weight.shape)
         if weight.fuses:
             own = shape[1:] if weight.stacked else shape
-            rows = {role: evaluate(expression, self.dimensions) for role, expression in weight.fuses.items()}
-            rounds = self.dimensions[weight.interleaved_by] if weight.interleaved_by else 1
+            rows = {role: evaluate(expression, dimensions) for role, expression in weight.fuses.items()}
+            rounds = dimensions[weight.interleaved_by] if weight.interleaved_by else 1
             out_features = own[-1 if weight.transposed else 0]
             if sum(rows.values()) != out_features or any(count % rounds for count in rows.values()):
                 interleaved = f" in {rounds} equal runs each, one per {weight.interleaved_by}" if weight.interleaved_by else ""
@@ -392,20 +473,22 @@ class Model:
             parameter = "bias" if parameter.endswith("bias") else "weight"
         if declared.transposed and len(array.shape) == 2:
             array = array.transposed()
-        if len(array.shape) == 2 and array.shape[0] == 1 and weight.role in ROLES and len(ROLES[weight.role].shape) == 1:
-            array = array.merged(0)  # a vector that is stored as [1, n]
+        row = ROLES.get(weight.role)
+        if row and row.in_layer and len(row.shape) == 1 < len(array.shape) and math.prod(array.shape) == max(array.shape):
+            array = array.squeezed()  # a vector that is stored as [1, n]
         block_shape: BlockShape = weight.scale.block_shape if weight.scale else (1,) * len(array.shape)
         blocks = next((scale.block_shape for scale in weight.scales if scale.is_blocked), None)
         place = (weight.layer, expert, weight.name, weight.pattern)
+        dimensions = self.dimensions_in(weight.layer)
 
         def part(role: str, rows: Mosaic) -> Part:
-            return Part(role, parameter, *place, rows, declared.split or ROLES[role].split, block_shape, blocks, weight.scale)
+            return Part(role, parameter, *place, rows, declared.split or ROLES[role].split, block_shape, blocks, weight.scale, dimensions)
 
         if keep_fused or not declared.fuses:
             yield part(weight.role, array)
             return
-        rounds = self.dimensions[declared.interleaved_by] if declared.interleaved_by else 1
-        rows = {role: evaluate(expression, self.dimensions) // rounds for role, expression in declared.fuses.items()}
+        rounds = dimensions[declared.interleaved_by] if declared.interleaved_by else 1
+        rows = {role: evaluate(expression, dimensions) // rounds for role, expression in declared.fuses.items()}
         if block_shape[0] is None:
             yield from (part(role, array) for role in rows)
             return
@@ -419,17 +502,26 @@ class Model:
             start += length
 
 
+def _block_list(weight: Weight) -> tuple[str | None, bool, str]:
+    """The dimension that a weight's name counts, whether it is in a layer, and the list of blocks that it belongs to."""
+    return weight.counted_by, "{layer}" in weight.name, weight.name.partition("{")[0] if weight.counted_by else ""
+
+
 def numbered(pattern: str, layer: int | None, expert: int | None) -> str:
     """The name that a pattern with {layer} and {expert} stands for."""
     return pattern.replace("{layer}", str(layer)).replace("{expert}", str(expert))
 
 
 def evaluate(expression: str, values: Mapping[str, int], *, exact: bool = True) -> int:
-    """The value of a sum of products such as "2 * heads * head_dim + rope_dim".
+    """The value of sums and differences of products such as "2 * heads * head_dim + rope_dim".
 
-    Raises: RequestError if a division leaves a remainder. exact=False: divisions are rounded down instead.
+    Raises: RequestError if a division leaves a remainder, or if the value is below 0. exact=False: divisions are rounded down instead.
     """
-    return sum(_product(summand, values, exact) for summand in expression.split("+"))
+    terms = re.findall(r"(^|[+-])([^+-]+)", expression)
+    result = sum(_product(term, values, exact) * (-1 if sign == "-" else 1) for sign, term in terms)
+    if result < 0:
+        raise RequestError(f"{expression!r} is below 0 for {dict(values)}", do="Check the config given with --model")
+    return result
 
 
 def _product(expression: str, values: Mapping[str, int], exact: bool) -> int:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from reshard.geometry.dtypes import DType
 from reshard.models.roles import Split
@@ -48,6 +49,9 @@ class ModelQuirks:
     names: tuple[EngineName, ...] = ()
     """Other names, which are applied to every Hugging Face name in this order."""
 
+    names_in: Mapping[str, tuple[EngineName, ...]] = field(default_factory=dict)
+    """Set of layers -> further names, which are applied to the names of these layers before `names`."""
+
     fusions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Module -> roles that the class stores as one tensor of that module, in this order, besides those that the engine always joins."""
 
@@ -75,17 +79,33 @@ class ModelQuirks:
     splits: Mapping[str, Split] = field(default_factory=dict)
     """Splits by role, where ranks share a weight in another way than usual."""
 
-    dtypes: Mapping[str, DType] = field(default_factory=dict)
-    """Element types that the class prescribes, by role, whatever the source has."""
+    dtypes: Mapping[str, DType | None] = field(default_factory=dict)
+    """Element types that the class prescribes, by role, whatever the source has. A value of None prescribes the element type that the model
+    computes in."""
+
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Role -> the function, one of functions.FUNCTIONS, whose values the class stores in place of such a weight."""
 
     tp_at_most_experts: bool = False
     """Whether the class refuses more tensor-parallel ranks than experts."""
 
+    least_expert_width: int = 0
+    """Ranks that share experts of a smaller width than this are refused: the class would round the width up, and leave the rest unset."""
+
     stages_need_experts: bool = False
     """Whether the class refuses a pipeline stage without a layer that has experts."""
 
-    tied_refuses_stages: bool = False
-    """Whether the class refuses several pipeline stages if head and embedding are one tensor."""
+    one_stage_if: str | None = None
+    """A key of the config, or "not KEY": the class refuses several pipeline stages if the key is set, or not set. None: it takes them."""
+
+    layer_lists: Mapping[str, str] = field(default_factory=dict)
+    """Set of layers -> the engine's own list of these layers, in which it counts them from 0: model.decoder in place of model.layers."""
+
+    in_place_of: Mapping[str, str] = field(default_factory=dict)
+    """Role -> another role, whose weight the class stores also in the place of the first one, where a layer has no weight of that role."""
+
+    one_stage: bool = False
+    """Whether the class refuses several pipeline stages."""
 
     stores_normalizer: bool = False
     """Whether the factor of gemma's embeddings is a tensor of the state dict."""
@@ -103,7 +123,8 @@ class ModelQuirks:
     """Whether the class has experts in every layer and ignores the config's dense layers."""
 
     config_defaults: tuple[tuple[str, object], ...] = ()
-    """Config keys that the class needs, each with the value that is written if the config does not have the key."""
+    """Config keys that the class needs, each with the value that is written if the config does not have the key. A dot leads into an inner
+    config."""
 
     assumed_settings: tuple[tuple[str, object], ...] = ()
     """Config keys that the class ignores, each with the value that it assumes. A model with another value is refused."""
@@ -114,15 +135,27 @@ class ModelQuirks:
     notes: tuple[str, ...] = ()
     """Sentences for the person who starts the engine."""
 
+    def around(self, inner: ModelQuirks) -> ModelQuirks:
+        """These quirks, of a class that makes a language model by another class, with those of that class. Where both say something that
+        only one can say, the outer class counts."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(ModelQuirks(), f.name)}
+        both = {name: _joined(getattr(inner, name), value) for name, value in own.items()}
+        return replace(inner, **{**both, "since": max(self.since, inner.since), "of_class": {}})
+
     @property
     def changes(self) -> set[Version]:
         """The versions in which something changed."""
-        renamed = {since for name in self.names for since, _ in name.replacements}
+        names = (*self.names, *(name for names in self.names_in.values() for name in names))
+        renamed = {since for name in names for since, _ in name.replacements}
         return {*renamed, *self.keep_fused.values(), *((self.normalizer_until,) if self.normalizer_until else ())}
 
     def renames_at(self, version: Version) -> Iterator[tuple[str, str]]:
         """(pattern, replacement) of the names that a version changes."""
         return (rename for name in self.names if (rename := name.at(version)))
+
+    def renames_in_at(self, version: Version) -> dict[str, tuple[tuple[str, str], ...]]:
+        """Set of layers -> (pattern, replacement) of the names that a version changes in these layers only."""
+        return {of: tuple(rename for name in names if (rename := name.at(version))) for of, names in self.names_in.items()}
 
     def keeps_fused_at(self, version: Version) -> frozenset[str]:
         """The roles of the fused weights that a version stores as the model does."""
@@ -131,3 +164,15 @@ class ModelQuirks:
     def stores_normalizer_at(self, version: Version) -> bool:
         """Whether a version stores the factor of the embeddings."""
         return self.stores_normalizer and (self.normalizer_until is None or version < self.normalizer_until)
+
+
+def _joined(inner: Any, outer: Any) -> Any:
+    """The values of a field of two classes in one: collections are joined."""
+    match outer:
+        case Mapping():
+            return {**inner, **outer}
+        case tuple():
+            return (*inner, *outer)
+        case frozenset():
+            return inner | outer
+    return outer

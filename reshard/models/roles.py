@@ -45,6 +45,8 @@ class Heads:
     """The dimension that counts the heads, such as "kv_heads"."""
     copies: bool = False
     """Whether there may be fewer heads than ranks. Then tp / heads neighbouring ranks hold the same head (KV replication)."""
+    only_one: bool = False
+    """With `copies`: whether ranks can hold the same head only if there is one head."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from reshard.geometry.mosaics import Mosaic
@@ -25,8 +24,6 @@ _HEADS = {
 class SplitRules:
     """What the split of a part depends on, besides the part and the number of ranks."""
 
-    dimensions: Mapping[str, int]
-    """The model's dimensions. They give the number of heads."""
     vocabulary_multiple: int = 1
     """The engine pads the vocabulary to a multiple of this."""
 
@@ -59,7 +56,7 @@ def cut_of(part: Part, tp: int, rules: SplitRules) -> Cut | None:
         case Row():
             cut = Cut(1, tp)
         case Heads(count, copies):
-            heads = rules.dimensions[count]
+            heads = part.dimensions[count]
             cut = Cut(0, heads, tp // heads) if copies and tp > heads else Cut(0, tp)
         case Column() | Vocabulary():
             cut = Cut(0, tp)
@@ -69,8 +66,8 @@ def cut_of(part: Part, tp: int, rules: SplitRules) -> Cut | None:
 def problem(part: Part, tp: int, rules: SplitRules) -> str | None:
     """Why a part cannot be split over `tp` ranks, with the numbers that do not divide; None if it can."""
     if isinstance(part.split, Heads):
-        heads = rules.dimensions[part.split.count]
-        if heads % tp and not (part.split.copies and tp % heads == 0):
+        heads = part.dimensions[part.split.count]
+        if heads % tp and not (part.split.copies and tp % heads == 0 and (heads == 1 or not part.split.only_one)):
             return f"{tp} ranks do not divide its {heads} {_HEADS.get(part.split.count, part.split.count)}"
     cut = cut_of(part, tp, rules)
     if cut is None or part.scale:

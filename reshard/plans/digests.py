@@ -49,6 +49,9 @@ class Hash(Protocol):
     def update(self, data: bytes | memoryview, /) -> object:
         """Add bytes."""
 
+    def copy(self) -> Hash:
+        """A second hash of the bytes so far."""
+
     def digest(self) -> bytes:
         """The digest of all bytes so far, 32 bytes."""
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from reshard.index.index import Constant
-from reshard.plans.layout import TargetFile
+if TYPE_CHECKING:
+    from reshard.index.index import Constant
+    from reshard.plans.layout import TargetFile
 
 Ranges = tuple[tuple[int, int], ...]
 """Byte ranges [start, stop) of a file, in order and disjoint."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from reshard.canonical.content import Content, Drop
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
@@ -157,13 +157,13 @@ class Plan:
         """The sums over the plan."""
         read = compared = copied = 0
         for route in self.routes:
-            volumes = route.source.shards.sizes.prod(axis=1)
-            is_primary = primary_rows(route.source.shards)
-            read += int(volumes[is_primary].sum()) * route.source.dtype.itemsize
-            compared += int(volumes[~is_primary].sum()) * route.source.dtype.itemsize
+            shards, itemsize = route.source.shards, route.source.dtype.itemsize
+            replicas = shards.elements - shards.without_replicas().elements if len(shards) > 1 else 0
+            read += (shards.elements - replicas) * itemsize
+            compared += replicas * itemsize
             if route.source.scaling:
                 read += route.source.scaling.scales.nbytes
-            copied += int(route.target.shards.sizes.prod(axis=1).sum()) * route.target.dtype.itemsize
+            copied += route.target.shards.elements * route.target.dtype.itemsize
         written = sum(file.nbytes for file in self.layout.files)
         stored = sum(file.stored_nbytes for file in self.layout.files)
         return Totals(
@@ -295,15 +295,30 @@ class Plan:
 def make_plan(source: Index, source_files: Files, content: Content, target: Target, layout: Layout) -> Plan:
     """The plan that fills `layout` with `content`. Its routes are in the order in which the source's files hold the tensors.
 
-    Raises: CheckpointError if an alias differs in dtype or shape from the tensor that is stored in its place.
+    Raises: CheckpointError if an alias differs in dtype or shape from the tensor that is stored in its place. UnsupportedError if the
+    source holds a function of a weight in place of the weight, and the target does not.
     """
     target_index = index_of_layout(layout, content.shapes)
     aliases: dict[str, list[Tensor]] = {}
     for alias, stored in layout.aliases.items():
         aliases.setdefault(stored, []).append(content.tensors[alias])
     routes = [Route(_with_aliases(content.tensors[t.name], aliases.get(t.name, [])), t) for t in target_index.tensors]
+    for route in routes:
+        _check_function(route)
     routes.sort(key=lambda route: _first_position(route.source))
     return Plan(source, source_files, content, target, layout, target_index, tuple(routes))
+
+
+def _check_function(route: Route) -> None:
+    """Raises UnsupportedError if the source holds the values of a function of the weight, and the target does not."""
+    function = route.source.dtype.function
+    if function and route.target.dtype.function != function:
+        raise UnsupportedError(
+            f"the source holds {function} of this weight, rounded to {route.source.dtype.name}",
+            where=route.name,
+            why="Several weights can have the same value, so the weight does not follow from it bit by bit",
+            do="Convert the checkpoint that the source was made from, or leave the weight out with --exclude",
+        )
 
 
 def _with_aliases(tensor: Tensor, aliases: list[Tensor]) -> Tensor:

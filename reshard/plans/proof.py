@@ -153,6 +153,8 @@ def compose(plan: Plan, read_back: Index) -> RoundTrip:
 
 def widens(route: Route) -> bool:
     """Whether the cast of a route keeps every value, so that the cast back gives the same bits."""
+    if route.target.dtype.function != route.source.dtype.function:
+        return False
     return route.source.scaling is None and (route.source.dtype.name, route.target.dtype.name) in _EXACT
 
 

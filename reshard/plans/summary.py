@@ -6,13 +6,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from reshard.canonical.content import Content, Drop
 from reshard.index.index import Index, Tensor
-from reshard.models.model import Model
-from reshard.plans.layout import TargetFile
-from reshard.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from reshard.canonical.content import Content, Drop
+    from reshard.models.model import Model
+    from reshard.plans.layout import TargetFile
+    from reshard.plans.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +144,18 @@ class _WeightFacts:
 
     def __init__(self, model: Model | None) -> None:
         weights = model.weights.values() if model else ()
-        self.layers = {weight.name: weight.layer for weight in weights if weight.layer is not None}
-        """Weight -> its layer."""
-        self.roles = {weight.name: weight.role for weight in weights if weight.role in _ROLES_OF_RANKS}
-        """Weight -> its role, for the roles whose rows are listed."""
+        self._layers = {weight.name: weight.layer for weight in weights if weight.layer is not None}
+        self._roles = {weight.name: weight.role for weight in weights if weight.role in _ROLES_OF_RANKS}
+        # Ranks share their tuples of names.
+        self._known: dict[tuple[str, ...], tuple[frozenset[int], tuple[tuple[int, str], ...]]] = {}
+
+    def of(self, names: tuple[str, ...]) -> tuple[frozenset[int], tuple[tuple[int, str], ...]]:
+        """The layers of some weights, and (place in `names`, role) of those whose rows are listed."""
+        if names not in self._known:
+            layers = frozenset(layer for layer in map(self._layers.get, names) if layer is not None)
+            roles = tuple((place, role) for place, role in enumerate(map(self._roles.get, names)) if role is not None)
+            self._known[names] = layers, roles
+        return self._known[names]
 
 
 _ROLES_OF_RANKS = ("attention.q", "attention.k", "embedding", "head")
@@ -155,9 +165,10 @@ def _rank(numbers: dict[str, int], files: list[TargetFile], model: Model | None,
     rows: dict[str, list[tuple[int, int]]] = {}
     layers: set[int] = set()
     for sections in (each for file in files for each in file.sections()):
-        layers.update(layer for layer in set(map(facts.layers.get, sections.names)) if layer is not None)
-        for row, role in enumerate(map(facts.roles.get, sections.names)):
-            if role is not None and sections.pattern.ndim_of(row):
+        of_sections, roles = facts.of(sections.names)
+        layers |= of_sections
+        for row, role in roles:
+            if sections.pattern.ndim_of(row):
                 start = int(sections.pattern.offsets[row, 0])
                 rows.setdefault(role, []).append((start, start + int(sections.pattern.sizes[row, 0])))
     padded = (item.tensor for file in files for item in file.filled if len(item.tensor.shape) > 1)

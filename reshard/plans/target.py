@@ -48,7 +48,7 @@ class Target:
         return all(ranks.get(axis, 0) == rank for axis, rank in self.only_rank.items())
 
     def dtype_of(self, tensor: Tensor) -> DType:
-        """The element type in which the target stores a tensor."""
+        """The element type in which the target stores a tensor. Where a source holds a function of a weight, it is that of the weight."""
         if tensor.scaling:
             return self.dtype or BF16
         is_weight = tensor.kind in ("weight", "buffer", "adapter", "other", "master")
@@ -59,7 +59,7 @@ class Target:
             or tensor.name in self.dtype_kept_for
             or matches(tensor.name, self.keep_dtype)
         ):
-            return tensor.dtype
+            return tensor.dtype.of("")
         return self.dtype
 
     def __repr__(self) -> str:

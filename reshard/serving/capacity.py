@@ -300,19 +300,19 @@ def _stages(
 ) -> Iterator[Stage]:
     counts = rules.layers_per_stage(model.dimensions["layers"], parallel.pp)
     windows, caching = kv_cache.windows(model), kv_cache.caching_layers(model)
-    per_layer = kv_cache.layer_elements(model, parallel.tp) * cache_dtype.itemsize
+    of_layer = {layer: kv_cache.layer_elements(model, layer, parallel.tp) * cache_dtype.itemsize for layer in caching}
     longest = memory.max_model_len if memory else None
     for pp_rank in range(parallel.pp):
         layers = stage_layers(counts, pp_rank)
         weights = measure.stage(layers, first=pp_rank == 0, last=pp_rank == parallel.pp - 1)
         cached = [layer for layer in layers if layer in caching]
-        tokens = None if longest is None else sum(min(longest, windows[layer] or longest) for layer in cached)
+        whole = None if longest is None else sum(of_layer[layer] * min(longest, windows[layer] or longest) for layer in cached)
         yield Stage(
             layers,
             weights.total,
             weights.replicated,
-            cache_per_token=len(cached) * per_layer,
-            cache_per_sequence=None if tokens is None else tokens * per_layer,
+            cache_per_token=sum(of_layer[layer] for layer in cached),
+            cache_per_sequence=whole,
         )
 
 

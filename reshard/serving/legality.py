@@ -56,10 +56,12 @@ def check_stages(model: Model, pp: int) -> None:
 
 def stage_problem(model: Model, rules: EngineRules, pp: int) -> str | None:
     """Why the engine refuses to distribute the layers over `pp` stages; None if it does not."""
-    if pp > 1 and rules.quirks.tied_refuses_stages and model.is_tied:
-        return "its class for this model cannot tie the head to an embedding on another stage"
+    if pp > 1 and rules.quirks.one_stage:
+        return "its class for this model cannot be divided into stages"
+    if pp > 1 and (key := rules.quirks.one_stage_if) and model.holds(key):
+        return f"its class for this model takes one stage, since the config says {key.replace('not ', 'nothing for ')}"
     counts = rules.layers_per_stage(model.dimensions["layers"], pp)
-    for pp_rank in range(pp if rules.quirks.stages_need_experts else 0):
+    for pp_rank in range(pp if rules.quirks.stages_need_experts and model.sparse_layers else 0):
         if not set(stage_layers(counts, pp_rank)) & model.sparse_layers:
             return f"stage {pp_rank} would have no layer with experts"
     return None
@@ -80,6 +82,10 @@ def degree_problem(model: Model, rules: EngineRules, tp: int, ep: int = 1) -> tu
             return part.tensor, reason
     if rules.quirks.tp_at_most_experts and model.sparse_layers and tp > experts:
         return "experts", f"{tp} ranks are more than its {experts} experts"
+    width = model.dimensions.get("expert_intermediate", 0) // tp
+    if tp > 1 and ep == 1 and model.sparse_layers and width < rules.quirks.least_expert_width:
+        least = rules.quirks.least_expert_width
+        return "experts", f"over {tp} ranks, experts have a width of {width}, which the engine would fill up to {least} with unset elements"
     if rules.equal_experts and experts % ep:
         return "experts", f"{ep} ranks do not divide its {experts} experts"
     return _unaligned(model, rules)

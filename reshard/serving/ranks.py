@@ -107,7 +107,7 @@ class EngineRank:
         """The tensors that some parts of the model become. All parts are of one layer, or all are outside of the layers."""
         fusion_of = {role: fusion for fusion in reversed(self.rules.fusions) for role in fusion.roles}
         groups: dict[tuple[object, ...], list[Part]] = {}
-        for part in parts:
+        for part in (*parts, *self._in_place_of_others(parts)):
             fusion = fusion_of.get(part.role)
             # The parts of a fused tensor are one group, all experts included. Any other tensor of the model is a group of its own: its
             # sections, such as [z; x; b; c; dt], stay one tensor, in which a rank holds its share of each.
@@ -125,6 +125,12 @@ class EngineRank:
                 is_fused = fusion is not None and len({part.tensor for part in group}) > 1
                 name = _with_component(ordered[0].pattern, fusion.component) if is_fused and fusion else first.pattern
                 yield self._rank_tensor(name, ordered)
+
+    def _in_place_of_others(self, parts: list[Part]) -> list[Part]:
+        """The parts that the engine stores a second time, in the place of weights that the layer does not have."""
+        roles = {part.role for part in parts}
+        absent = {used: role for role, used in self.rules.quirks.in_place_of.items() if role not in roles}
+        return [replace(part, role=absent[part.role]) for part in parts if part.role in absent]
 
     def _in_layer(
         self, tensors: list[RankTensor], layer: int | None, dtypes: Mapping[str, DType], compute_dtype: DType
@@ -148,9 +154,20 @@ class EngineRank:
         """The engine's name of a tensor in a layer."""
         module_name = self.rules.module_name(tensor.first.role)
         if module_name is None:
-            return self.rules.renamed(tensor.name.replace("{layer}", str(layer)))
+            return self._renamed(tensor.name, layer)
         number = None if layer is None else layer - self.layers.start
         return f"{module_name.format(layer=number)}.{tensor.first.parameter}"
+
+    def _renamed(self, name: str, layer: int | None) -> str:
+        """The engine's name of a tensor of a layer; in the engine's own list of such layers, if there is one."""
+        rules = self.rules
+        if layer is None or not (rules.quirks.layer_lists or rules.renames_in):
+            return rules.renamed(name.replace("{layer}", str(layer)))
+        sets = [of for of, layers in self.model.layer_sets.items() if layer in layers]
+        if found := next((of for of in rules.quirks.layer_lists if of in sets), None):
+            number = sorted(self.model.layer_sets[found]).index(layer)
+            name = f"{rules.quirks.layer_lists[found]}.{number}.{name.partition('.{layer}.')[2]}"
+        return rules.renamed(name.replace("{layer}", str(layer)), sets)
 
     def _rank_tensor(self, name: str, parts: list[Part]) -> RankTensor:
         """The shards of some parts, joined to one tensor."""
@@ -169,7 +186,7 @@ class EngineRank:
         array = shard(self.rules.with_split(part), tp, self.tp_rank if tp > 1 else 0, split_rules)
         run = self.rules.quirks.even_rows_first.get(part.role)
         if run and part.parameter == "weight":
-            array = array.with_even_first(0, self.model.dimensions[run])
+            array = array.with_even_first(0, part.dimensions[run])
         return array.flattened() if part.scale and not any(part.block_shape) else array
 
     def _stacked_experts(self, group: list[Part], fusion: Fusion | None) -> RankTensor:
@@ -218,11 +235,11 @@ class EngineRank:
         first = tensor.first
         if first.parameter != "weight":
             return
-        parent = first.pattern.removesuffix(".weight").rpartition(".")[0].replace("{layer}", str(layer))
+        parent = first.pattern.removesuffix(".weight").rpartition(".")[0]
         for extra in self.rules.extra_tensors:
             if extra.role == first.role:
                 dtype = extra.dtype or compute_dtype
-                yield constant(self.rules.renamed(f"{parent}.{extra.name}"), dtype, extra.shape, dtype.encoded(extra.value))
+                yield constant(self._renamed(f"{parent}.{extra.name}", layer), dtype, extra.shape, dtype.encoded(extra.value))
 
 
 def rank_tensors(
@@ -232,9 +249,10 @@ def rank_tensors(
     return tuple(EngineRank(model, rules, parallel, tp_rank, pp_rank).tensors(dtypes))
 
 
-def placeholder_dtypes(model: Model) -> dict[str, DType]:
-    """Canonical name -> F32, for callers that need only the names and shapes of a rank's tensors."""
-    return dict.fromkeys(model.weights, F32)
+def placeholder_dtypes(model: Model, rules: EngineRules) -> dict[str, DType]:
+    """Canonical name -> F32, or F32 of a function, for callers that take the element types from elsewhere."""
+    functions = rules.quirks.values
+    return {weight.name: F32.of(functions[weight.role]) if weight.role in functions else F32 for weight in model.weights.values()}
 
 
 @lru_cache(maxsize=1 << 16)

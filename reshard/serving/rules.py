@@ -11,7 +11,7 @@ engine's other classes are its ModelQuirks, from the model's declaration (models
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -97,6 +97,9 @@ class EngineRules:
     renames: tuple[tuple[str, str], ...] = ()
     """(pattern, replacement) pairs that are applied to every Hugging Face name, in order."""
 
+    renames_in: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    """Set of layers -> (pattern, replacement) pairs that are applied to the names of these layers before `renames`."""
+
     splits: Mapping[str, Split] = field(default_factory=dict)
     """Splits by role, where ranks share a weight in another way than usual."""
 
@@ -114,8 +117,8 @@ class EngineRules:
     """Why the engine's files cannot hold quantized weights; None if they can."""
 
     def split_rules(self, model: Model, tp: int) -> SplitRules:
-        """The dimensions and the vocabulary padding by which `tp` ranks split the model."""
-        rules = SplitRules(model.dimensions, self.vocabulary_multiple or tp)
+        """The vocabulary padding by which `tp` ranks split the model."""
+        rules = SplitRules(self.vocabulary_multiple or tp)
         if self.pads_vocabulary_for_tp and rules.padded_vocabulary(model.dimensions.get("vocab", 0)) % tp:
             return replace(rules, vocabulary_multiple=rules.vocabulary_multiple * tp)
         return rules
@@ -129,8 +132,10 @@ class EngineRules:
         """The engine's name for the module of a role; None if the engine uses Hugging Face's name."""
         return self.quirks.module_names.get(role, self.module_names.get(role))
 
-    def renamed(self, name: str) -> str:
-        """The engine's name for a Hugging Face name."""
+    def renamed(self, name: str, sets: Collection[str] = ()) -> str:
+        """The engine's name for a Hugging Face name. sets: those that its layer is in."""
+        for of, renames in self.renames_in.items():
+            name = _renamed(name, renames) if of in sets else name
         return _renamed(name, self.renames)
 
 

@@ -18,7 +18,7 @@ def parts_by_kind(model: Model, rules: EngineRules) -> dict[LayerKind | None, tu
 
 
 def distinct_parts(model: Model, rules: EngineRules) -> tuple[Part, ...]:
-    """One part for each role, parameter and shape. These decide whether a parallel size is legal.
+    """One part for each role, parameter, shape and number of heads. These decide whether a parallel size is legal.
 
     Attention heads come first, since people understand a size that does not divide the heads best.
     """
@@ -42,7 +42,7 @@ def _distinct_parts(model: Model, keep_fused: frozenset[str], unsupported: froze
     first: dict[tuple[object, ...], Part] = {}
     for parts in _parts_by_kind(model, keep_fused, unsupported).values():
         for part in parts:
-            first.setdefault((part.role, part.parameter, part.array.shape), part)
+            first.setdefault((part.role, part.parameter, part.array.shape, id(part.dimensions)), part)
     return tuple(sorted(first.values(), key=lambda part: not isinstance(part.split, Heads)))
 
 
@@ -83,6 +83,10 @@ def model_dtype(model: Model, dtypes: Mapping[str, DType]) -> DType:
 
 def stored_dtypes(model: Model, rules: EngineRules, dtypes: Mapping[str, DType]) -> dict[str, DType]:
     """Canonical tensor -> the element type that the engine stores. `dtypes` are those that the conversion asks for."""
+    dtypes = dict(dtypes)
     fixed = {role: dtype or model_dtype(model, dtypes) for role, dtype in {**rules.dtypes, **rules.quirks.dtypes}.items()}
-    roles = ((weight.name, "scale" if weight.scale else weight.role) for weight in model.weights.values())
-    return {**dtypes, **{name: fixed[role] for name, role in roles if role in fixed and name in dtypes}}
+    for weight in model.weights.values():
+        role = "scale" if weight.scale else weight.role
+        if weight.name in dtypes and (role in fixed or role in rules.quirks.values):
+            dtypes[weight.name] = fixed.get(role, dtypes[weight.name]).of(rules.quirks.values.get(role, ""))
+    return dtypes

@@ -7,7 +7,6 @@ range whose file was closed is decoded again.
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -117,6 +116,8 @@ class DecodedRanges:
         self._with_file(path, fill)
 
     def _with_file(self, path: str, use: Callable[[_Range], Any]) -> Any:
+        import tempfile
+
         encoded = self._ranges[path]
         with encoded.lock:
             if encoded.file is None:
@@ -139,6 +140,8 @@ class DecodedRanges:
                 old.file = None
 
     def _decode_to_file(self, encoded: _Range, path: str) -> None:
+        import tempfile
+
         file = tempfile.TemporaryFile(prefix="reshard-")  # noqa: SIM115  # `_note_use` closes it
         size = 0
         try:

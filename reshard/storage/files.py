@@ -11,16 +11,14 @@ import os
 import stat
 import threading
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from reshard.errors import CheckpointError, MissingFile, ReshardError, SystemRefusal, TruncatedFile
 from reshard.storage.decoded_ranges import DecodedRanges
 from reshard.storage.local_path import existing_path
-from reshard.storage.system_calls import open_files_at_once, read_at, system_errors, system_refusal
+from reshard.storage.system_calls import open_files_at_once, read_at, read_runs_at, system_errors, system_refusal
 
 # Errors that say what a path is. Any other error says that the system cannot look now.
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
@@ -111,43 +109,43 @@ def missing(files: Files, path: str) -> MissingFile:
     return MissingFile(f"the file is not there (looked in {files.root})", where=path, do="Copy it from where the checkpoint was written")
 
 
+class OpenFile:
+    """An open file, which is closed when nobody refers to it any more."""
+
+    __slots__ = ("descriptor",)
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
 class Descriptors:
-    """The open files of one folder. Files that are not borrowed are closed when `open_files_at_once()` are open. Threads may share it."""
+    """The open files of one folder, at most `open_files_at_once()` and those that are in use. Threads may share it."""
 
     def __init__(self, folder: Path, flags: int) -> None:
         self._folder, self._flags, self._most = folder, flags | os.O_CLOEXEC, open_files_at_once()
         self._lock = threading.Lock()
-        self._open: OrderedDict[str, _OpenFile] = OrderedDict()
+        self._open: dict[str, OpenFile] = {}
 
-    @contextmanager
-    def borrow(self, path: str) -> Iterator[int]:
-        """An open descriptor of the file, which stays open until the context ends. Raises OSError if the file cannot be opened."""
-        with self._lock:
-            file = self._open.get(path)
-            if file is None:
-                self._close_idle()
-                file = self._open[path] = _OpenFile(_open_regular(self._folder / path, self._flags))
-            self._open.move_to_end(path)
-            file.users += 1
-        try:
-            yield file.descriptor
-        finally:
-            with self._lock:
-                file.users -= 1
+    def open(self, path: str) -> OpenFile:
+        """The open file. It stays open as long as the caller refers to it. Raises OSError if the file cannot be opened."""
+        # No lock while the file is there already: each strip asks for its files.
+        return self._open.get(path) or self._opened(path)
 
     def close(self) -> None:
-        """Close all files."""
-        while self._open:
-            os.close(self._open.popitem()[1].descriptor)
+        """Close all files that are not in use."""
+        with self._lock:
+            self._open.clear()
 
-    def __del__(self) -> None:
-        self.close()
-
-    def _close_idle(self) -> None:
-        for path in [path for path, file in self._open.items() if not file.users]:
-            if len(self._open) < self._most:
-                return
-            os.close(self._open.pop(path).descriptor)
+    def _opened(self, path: str) -> OpenFile:
+        with self._lock:
+            if path not in self._open:
+                while len(self._open) >= self._most:
+                    del self._open[next(iter(self._open))]
+                self._open[path] = OpenFile(_open_regular(self._folder / path, self._flags))
+            return self._open[path]
 
 
 def _open_regular(path: Path, flags: int) -> int:
@@ -157,13 +155,6 @@ def _open_regular(path: Path, flags: int) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return descriptor
-
-
-class _OpenFile:
-    __slots__ = ("descriptor", "users")
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor, self.users = descriptor, 0
 
 
 class LocalFiles:
@@ -239,8 +230,8 @@ class LocalFiles:
             self._decoded.read_into(path, byte_offset, buffer)
             return
         try:
-            with self._descriptors.borrow(path) as descriptor:
-                self._fill(descriptor, path, byte_offset, buffer)
+            file = self._descriptors.open(path)
+            self._fill(file.descriptor, path, byte_offset, buffer)
         except OSError as error:
             raise self._unreadable(error, path) from error
 
@@ -250,9 +241,9 @@ class LocalFiles:
             return
         length = len(buffer) // len(byte_offsets)
         try:
-            with self._descriptors.borrow(path) as descriptor:
-                for i, byte_offset in enumerate(byte_offsets):
-                    self._fill(descriptor, path, byte_offset, buffer[i * length : (i + 1) * length])
+            file = self._descriptors.open(path)
+            for i in range(read_runs_at(file.descriptor, byte_offsets, buffer), len(byte_offsets)):
+                self._fill(file.descriptor, path, byte_offsets[i], buffer[i * length : (i + 1) * length])
         except OSError as error:
             raise self._unreadable(error, path) from error
 
@@ -278,7 +269,7 @@ class LocalFiles:
 
     @staticmethod
     def _fill(descriptor: int, path: str, byte_offset: int, buffer: memoryview) -> None:
-        done = 0
+        done = read_at(descriptor, buffer, byte_offset)
         while done < len(buffer):
             count = read_at(descriptor, buffer[done:], byte_offset + done)
             if not count:

@@ -19,7 +19,6 @@ import fcntl
 import json
 import os
 import platform
-import tempfile
 import threading
 import time
 import uuid
@@ -175,6 +174,8 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 def _is_stale(descriptor: int, folder: Path) -> bool:
     """Whether the owner has not touched the file for long, by the clock of the file server, which dates a new file."""
+    import tempfile
+
     with tempfile.TemporaryFile(dir=folder) as new:
         return os.fstat(new.fileno()).st_mtime - os.fstat(descriptor).st_mtime > SECONDS_UNTIL_STALE
 

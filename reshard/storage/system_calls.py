@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -76,6 +76,21 @@ def read_at(descriptor: int, buffer: memoryview, byte_offset: int) -> int:
     content = os.pread(descriptor, min(len(buffer), _COPY_BYTES), byte_offset)
     buffer[: len(content)] = content
     return len(content)
+
+
+def read_runs_at(descriptor: int, byte_offsets: Sequence[int], buffer: memoryview) -> int:
+    """Fill `buffer` with runs of equal length, which start at these byte offsets of an open file. Returns the number of runs before the
+    first one that a single call did not fill, for example at the end of the file."""
+    if not hasattr(os, "preadv"):
+        return 0
+    # Runs may be as short as a kilobyte, so that every operation here counts.
+    read, length, start = os.preadv, len(buffer) // len(byte_offsets), 0
+    for byte_offset in byte_offsets:
+        stop = start + length
+        if read(descriptor, (buffer[start:stop],), byte_offset) < length:
+            break
+        start = stop
+    return start // length
 
 
 def sync_content(descriptor: int) -> None:

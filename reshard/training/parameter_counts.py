@@ -80,7 +80,7 @@ def stages_of_model(
 
     Raises: RequestError, naming the numbers, if the model does not split over the sizes.
     """
-    rules = SplitRules(model.dimensions, vocabulary_multiple * parallel.tp)
+    rules = SplitRules(vocabulary_multiple * parallel.tp)
     _check_experts(model, parallel)
     counts = _stage_sizes(model.dimensions["layers"], parallel.pp, layers)
     before, between, behind = Counter[_Kind](), [Counter[_Kind]() for _ in range(sum(counts))], Counter[_Kind]()
@@ -120,7 +120,7 @@ def stages_of_number(number: int, parallel: Parallel) -> list[StageCount]:
 
 def vocabulary_rows(model: Model, tp: int, multiple: int = 1) -> int:
     """Rows of the head on one rank, padding included."""
-    return SplitRules(model.dimensions, multiple * tp).padded_vocabulary(model.dimensions["vocab"]) // tp
+    return SplitRules(multiple * tp).padded_vocabulary(model.dimensions["vocab"]) // tp
 
 
 _Kind = tuple[str, str, tuple[int, ...]]

@@ -19,11 +19,10 @@ from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.optimizer_state import is_state_key, master_key
 from reshard.canonical.tensor_classes import StoredModel, classified, one_model, stored_models
 from reshard.canonical.wrappers import without_wrappers
-from reshard.containers.inert_pickle import gc_paused
+from reshard.containers.gc_pause import gc_paused
 from reshard.engine.events import details, event
 from reshard.engine.journal import read_journal
 from reshard.engine.one_save import check_copied_files, check_steps
-from reshard.engine.views import LazyTensor, View
 from reshard.errors import CheckpointError, RequestError, UnexpectedContentError
 from reshard.geometry.quantities import plural
 from reshard.geometry.stored import whole
@@ -40,10 +39,10 @@ from reshard.plans.manifest import DIGESTS, MANIFEST, listed_files, read_digests
 from reshard.storage.files import Files, LocalFiles
 from reshard.storage.staging import WORK_FOLDER
 from reshard.storage.tar import open_tree
-from reshard.verbs.planning import plan_conversion
 from reshard.verbs.request import ConversionRequest, ModelOptions, OpenOptions, PathLike
 
 if TYPE_CHECKING:
+    from reshard.engine.views import LazyTensor, View
     from reshard.verbs.request import PlanOptions
 
 
@@ -122,6 +121,8 @@ class Checkpoint:
     def tensors(self, selection: Selection | str | None = None) -> View:
         """The tensors under their canonical names, read when asked for: every weight, those whose names match a glob such as "*.q_proj*",
         or those that a selection chooses."""
+        from reshard.engine.views import View
+
         if isinstance(selection, str):
             return self._everything.matching(selection)
         content = self.content(selection)
@@ -136,6 +137,9 @@ class Checkpoint:
 
         Raises: RequestError if the target has no such rank.
         """
+        from reshard.engine.views import View
+        from reshard.verbs.planning import plan_conversion
+
         only = {"tp": rank, "pp": pp_rank, "ep": ep_rank, "dp": dp_rank}
         plan = plan_conversion(self, ConversionRequest.of(to, {**options, "only": only}))
         files = [file for file in plan.layout.files if plan.target.wants(file.ranks)]

@@ -28,7 +28,6 @@ from reshard.storage.lock import is_locked
 from reshard.storage.staging import LOCK, WORK_FOLDER
 from reshard.storage.system_calls import system_errors
 from reshard.verbs.request import Effort, EffortOptions, PathLike
-from reshard.verbs.unchanged import reason_to_convert
 
 Existing = Literal["refuse", "resume", "overwrite", "update"]
 """What happens to what lies in the target: nothing, it is finished, any checkpoint is replaced, or what reshard wrote is."""
@@ -124,6 +123,8 @@ def existing_target(*, resume: bool, overwrite: bool, if_changed: bool) -> Exist
 
 def unchanged_result(plan: Plan, target: PathLike, provenance: Provenance) -> Result | None:
     """The result of an earlier conversion, if the target holds what this one would write; None if it must be written."""
+    from reshard.verbs.unchanged import reason_to_convert
+
     root, began = target_folder(target), time.monotonic()
     with system_errors("read", root):
         reason = reason_to_convert(plan, root, checksums=provenance.checksums)

@@ -16,10 +16,12 @@ from reshard.geometry.quantities import plural
 from reshard.health import distributions, elements, experts, files, movement, optimizer, structure, values
 from reshard.health.findings import SEVERITIES, Finding, Report, found, of_error, sorted_findings
 from reshard.index.index import Index, Tensor
+from reshard.plans.manifest import usable_manifest
 from reshard.storage.files import Files
 from reshard.storage.tar import open_tree
 from reshard.verbs.checkpoint import Checkpoint, classified_checkpoint, open, unchecked
 from reshard.verbs.request import Effort, EffortOptions, OpenOptions, PathLike, Progress
+from reshard.verbs.verify import verify_written
 
 
 class DoctorOptions(OpenOptions, EffortOptions, total=False):
@@ -67,6 +69,8 @@ def doctor(path: PathLike, *, deep: bool = False, since: PathLike | None = None,
         findings += files.wrong_checksums(patient.files, paths, workers, effort.report)
         if patient.index:
             findings += _values(patient, patient.index, effort, read)
+        if patient.checkpoint:
+            findings += _changes(patient.checkpoint, replace(effort, progress=read))
     if since is not None and patient.index:
         findings += _movement(patient, patient.index, since, opening, effort, read)
     report = Report(
@@ -172,6 +176,15 @@ def _values(patient: _Patient, index: Index, effort: Effort, advance: Callable[[
     yield from distributions.fresh_matrices(measured, patient.checkpoint.model_files.config)
     for difference in wrong_constants(patient.files, index.constants):
         yield found("wrong-padding", difference.detail, tensor=difference.name)
+
+
+def _changes(checkpoint: Checkpoint, effort: Effort) -> Iterator[Finding]:
+    """What is not as reshard wrote it, if it wrote the checkpoint. All tensors are read again, with their digests."""
+    if usable_manifest(checkpoint.files) is None:
+        return
+    for difference in verify_written(checkpoint, effort).differences:
+        name, is_file = difference.name, checkpoint.files.size(difference.name) is not None
+        yield found("changed", difference.detail, tensor=None if is_file else name, file=name if is_file else None)
 
 
 def _movement(

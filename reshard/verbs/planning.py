@@ -11,7 +11,6 @@ from reshard.adapter.model_files import blaming_the_parent
 from reshard.canonical.content import check_against_model, check_selected, content_of
 from reshard.canonical.dequantization import quantized_names, with_scales_attached, without_quantization
 from reshard.canonical.globs import check_globs
-from reshard.engine.views import LazyTensor
 from reshard.errors import RequestError
 from reshard.geometry.stored import whole
 from reshard.index.index import Tensor
@@ -100,4 +99,6 @@ def check_nothing_unanswered(source: Checkpoint) -> None:
 
 def _scalar(tensor: Tensor, files: Files) -> float:
     """The value of a tensor of one element."""
+    from reshard.engine.views import LazyTensor
+
     return float(LazyTensor(whole(tensor.name, tensor.dtype, tensor.shape), {tensor.name: tensor}, files).numpy().item())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from reshard.engine.casts import cast, scaled
+from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.dtypes import DType, from_torch
 
 SOURCES = tuple(
@@ -16,6 +17,7 @@ SOURCES = tuple(
 )  # fmt: skip
 TARGETS = tuple(dtype for dtype in SOURCES if dtype.name != "F8_E8M0")
 F64, F32, F16, BF16, F8 = SOURCES[:5]
+I64, I32 = from_torch("int64", where=""), from_torch("int32", where="")
 NAN = {
     "F64": 0x7FF8 << 48, "F32": 0x7FC0 << 16, "F16": 0x7E00, "BF16": 0x7FC0, "F8_E4M3": 0x7F, "F8_E5M2": 0x7E, "F8_E4M3FNUZ": 0x80,
     "F8_E5M2FNUZ": 0x80,
@@ -61,8 +63,8 @@ def test_every_finite_value_is_cast_as_torch_casts_it(source, target):
 @pytest.mark.parametrize("target", [F64, F16, BF16, F8], ids=str)
 def test_a_nan_becomes_the_quiet_nan(target):
     """It does so wherever the NaN lies in a strip, and without torch."""
-    words = np.array([0x3F800000] * 40_000, np.uint32)
-    words[[0, 39_999]] = 0x7F800001, 0xFFFFFFFF
+    words = np.array([0x3F800000] * 140_000, np.uint32)
+    words[[0, 139_999]] = 0x7F800001, 0xFFFFFFFF
     result = cast(words, F32, target)
     assert result[0] == result[-1] == NAN[target.name] and len(set(result[1:-1].tolist())) == 1
 
@@ -84,3 +86,13 @@ def test_quantized_elements_are_multiplied_in_float32_and_cast_once():
     assert scaled(words, F8, factors, F32).view(np.float32)[0].tolist() == [3, 3.375]
     assert scaled(words, F8, factors, F32)[1].tolist() == [NAN["F32"], 0xFF800000]
     assert scaled(words, F8, factors, BF16)[0].tolist() == [0x4040, 0x4058]
+
+
+def test_integers_keep_their_values_and_are_never_wrapped():
+    values = np.array([-7, 0, 8, 2**31 - 1], "<i8")
+    assert cast(values.view(I64.word), I64, I32).view("<i4").tolist() == values.tolist()
+    with pytest.raises(CheckpointError, match=r"reach from 0 to 2147483648, and I32 holds -2147483648 to 2147483647"):
+        cast(np.array([0, 2**31], "<i8").view(I64.word), I64, I32)
+    for source, target in ((F32, I32), (I32, F32)):
+        with pytest.raises(UnsupportedError, match=r"[Aa] cast from .* is needed"):
+            cast(np.zeros(2, source.word), source, target)

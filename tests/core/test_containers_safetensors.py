@@ -129,3 +129,13 @@ def test_whatever_the_library_refuses_we_refuse(data: st.DataObject) -> None:
         return
     theirs = dict(library.deserialize(bytes(raw)))
     assert {entry.name: list(entry.shape) for entry in header.entries} == {name: facts["shape"] for name, facts in theirs.items()}
+
+
+@pytest.mark.parametrize("claim", ['"dtype":"F32[2]","shape":""', '"dtype":"F32","shape":[true]', '"dtype":"F32","shape":[2.0]'])
+def test_a_form_that_is_known_is_not_taken_for_another(tmp_path, claim):
+    """The element type and the shape are checked once for all tensors that have both in common."""
+    header = '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[1],"data_offsets":[8,12]},'
+    header += f'"c":{{{claim},"data_offsets":[12,20]}}}}'
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(20))
+    with pytest.raises(CheckpointError, match=r"element type|shape is"):
+        safetensors.read_header(LocalFiles(tmp_path), "x.safetensors")

@@ -16,12 +16,15 @@ from reshard.models.lookup import (
     built_in_model_types,
     declaration_text,
     find_architecture,
+    find_model,
     known_model_types,
     named_architecture,
     read_architecture,
+    unknown_architecture,
 )
 from reshard.models.model import Model
 from reshard.models.roles import DECLARED_ROLES, ROLES, Column, Heads, Replicate, Row, Vocabulary
+from reshard.models.splits import SplitRules, problem
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCUMENTATION = ROOT / "docs" / "architectures.md"
@@ -332,7 +335,7 @@ WRONG = {
     "weights:\n  a.weight: hed\n": r"line 13: weights > a\.weight: there is no role 'hed'\. The roles are embed.*add `split:` with",
     "weights:\n  a.weight: {role: '?'}\n": r'line 13: weights > a\.weight > role: a "\?" marks an open question here\..*not guessed',
     "weights:\n  a.weight: {role: head, shape: [vocap, hidden]}\n": r"line 13: .*shape > 0: no dimension is called 'vocap'.*are vocab",
-    "weights:\n  a.weight: {role: head, shape: [vocab - 1, hidden]}\n": r"expected a sum of products .*, found 'vocab - 1'",
+    "weights:\n  a.weight: {role: head, shape: [vocab % 2, hidden]}\n": r"expected a sum of products .*, found 'vocab % 2'",
     "weights:\n  a.weight: {role: head, shape: [vocab / 0, hidden]}\n": r"expected a sum of products .*, found 'vocab / 0'",
     "weights:\n  a.weight: {role: head, shape: [2.5, hidden]}\n": r"expected a sum of products .*, found 2\.5",
     "weights:\n  a.weight: {role: head, shape: [1, 1, 1, 1, 1, 1]}\n": r"expected at most 5 axes, found 6",
@@ -376,6 +379,7 @@ WRONG = {
     "weights:\n  a.{layer}.{layer}.weight: mlp.norm\n": r"a name cannot contain \{layer\} here",
     "weights:\n  a b.weight: mlp.norm\n": r"this is not the name of a weight",
     "weights:\n  a.*.weight: mlp.norm\n  a.0.weight: mlp.norm\n": r"one tensor could have this name and a\.0\.weight",
+    "weights:\n  a.*.weight: [mlp.norm, attention.norm]\n": r"could have this name and .*Leave one of the two, or name the layers of each",
     "weights:\n  a.*.weight: mlp.norm\n  a.{layer}.weight: mlp.norm\n": r"one tensor could have this name and a\.\{layer\}\.weight",
     "weights:\n  a.weight: head\n  a.weight: head\n": r"line 14: the key 'a\.weight' occurs twice",
     "weights: {}\n": r"my\.yaml: it declares no weights",
@@ -383,7 +387,7 @@ WRONG = {
     "weights: {a.weight: head}\ntied: {head: a.weight}\n": r"line 13: tied: it does not name the embedding",
     "weights: {a.weight: head}\ntied: {head: a.weight, embedding: b.weight}\n": r"embedding: no weight is called 'b\.weight'",
     "weights: {a.weight: head}\ndropped: {b.weight: ''}\n": r"dropped > b\.weight: expected the reason .*, found ''",
-    "weights: {a.weight: head}\nsparse_layers: some\n": r"line 13: sparse_layers: .*found 'some'\. The keys are list, entries",
+    "weights: {a.weight: head}\nsparse_layers: some\n": r"line 13: sparse_layers: .*found 'some'\. The keys are when, list, entries",
     "weights: {a.weight: head}\nsparse_layers: {offset: -1}\n": r"sparse_layers > offset: expected a whole number from 0 on, found -1",
     "weights: {a.weight: head}\nmtp_layers: 2\n": r"mtp_layers: expected a key of the config, found 2",
     "weights: {a.weight: head}\ndefaults: {x: [1]}\n": r"defaults > x: expected true, false, .*, found a list",
@@ -589,3 +593,115 @@ def test_the_last_sparse_layer_may_be_in_the_config(last, sparse):
         "moe_layer_end_index": last,
     }  # fmt: skip
     assert Model(find_architecture("ernie4_5_moe"), config).sparse_layers == sparse
+
+
+# ---- layers that differ ----
+
+PER_LAYER = HEAD.replace(
+    "heads: num_attention_heads",
+    'heads: {keys: ["per_layer.{layer}.heads", num_attention_heads], in: {wide: {keys: wide_heads, default: 2 * heads}}}',
+).replace("intermediate: intermediate_size", 'intermediate: ["intermediate_size.{layer}", intermediate_size]')
+SETS = "layer_sets: {wide: {list: layer_types, entries: wide, when: has_wide}}\n"
+WEIGHTS = """weights:
+  model.embed_tokens.weight: embedding
+  model.layers.*.q.weight: attention.q
+  model.layers.*.up.weight: mlp.up
+  lm_head.weight: head
+"""
+DIFFERENT = {**CONFIG, "num_hidden_layers": 3, "head_dim": 4, "layer_types": ["plain", "wide", "plain"], "has_wide": True}
+
+
+def rows(config, name, text=PER_LAYER + WEIGHTS + SETS):
+    model = Model(declared(text), config)
+    return [model.weights[f"model.layers.{layer}.{name}.weight"].shape[0] for layer in range(3)]
+
+
+def test_a_dimension_has_another_form_in_the_layers_of_a_set():
+    assert rows(DIFFERENT, "q") == [16, 32, 16]
+    assert rows({**DIFFERENT, "wide_heads": 6}, "q") == [16, 24, 16]
+    assert rows({**DIFFERENT, "has_wide": False}, "q") == [16, 16, 16], "the set is empty"
+    model = Model(declared(PER_LAYER + WEIGHTS + SETS), DIFFERENT)
+    assert [model.dimensions_in(layer)["heads"] for layer in (None, 0, 1, 2)] == [4, 4, 8, 4]
+    assert model.dimensions_in(0) is model.dimensions_in(2) is model.dimensions
+    assert [kind.layers for kind in model.layer_kinds] == [(0, 2), (1,)]
+
+
+def test_the_heads_of_a_layer_decide_how_ranks_share_it():
+    parts = [
+        part for part in Model(declared(PER_LAYER + WEIGHTS + SETS), {**DIFFERENT, "wide_heads": 6}).parts() if part.role == "attention.q"
+    ]
+    assert [problem(part, 4, SplitRules()) for part in parts] == [None, "4 ranks do not divide its 6 attention heads", None]
+
+
+def test_a_key_can_name_the_entry_of_each_layer():
+    assert rows({**DIFFERENT, "intermediate_size": [8, 16]}, "up") == [8, 16, 16], "a layer beyond the list is like the last one"
+    assert Model(declared(PER_LAYER + WEIGHTS + SETS), {**DIFFERENT, "intermediate_size": [8, 16, 12]}).dimensions["intermediate"] == 16
+    assert rows({**DIFFERENT, "has_wide": False, "per_layer": {"2": {"heads": 8}}}, "q") == [16, 16, 32]
+
+
+def test_sets_of_layers_at_the_end_and_from_a_text():
+    text = (
+        HEAD
+        + WEIGHTS.replace("mlp.up", "{role: mlp.up, layers: last}")
+        + "layer_sets: {last: {at_end: shared}, listed: {indices: numbers}}\n"
+    )
+    sets = Model(declared(text), {**DIFFERENT, "shared": 2, "numbers": "0, 2"}).layer_sets
+    assert (sets["last"], sets["listed"]) == ({1, 2}, {0, 2})
+    assert Model(declared(text), DIFFERENT).layer_sets["last"] == frozenset()
+
+
+def test_conditions_compare_values_and_expressions_subtract():
+    weight = "{role: mlp.new, split: replicate, shape: [vocab - 2 * hidden], when: vision.kind is rms}"
+    text = f"{HEAD}weights:\n  a.weight: {weight}\n  b.weight: {weight.replace('when: ', 'when: not ')}\n"
+    assert {name: w.shape for name, w in Model(declared(text), {**CONFIG, "vision": {"kind": "rms"}}).weights.items()} == {
+        "a.weight": (18,)
+    }
+    assert list(Model(declared(text), CONFIG).weights) == ["b.weight"]
+    with pytest.raises(RequestError, match="'vocab - 2 \\* hidden' is below 0"):
+        _ = Model(declared(text), {**CONFIG, "vocab_size": 20}).weights
+
+
+def test_dimensions_take_the_defaults_of_the_declaration():
+    text = (
+        HEAD
+        + WEIGHTS.replace("model.layers.*.q.weight: attention.q\n  model.layers.*.up.weight: mlp.up\n  ", "")
+        + "defaults: {vocab_size: 70}\n"
+    )
+    without = {key: value for key, value in CONFIG.items() if key != "vocab_size"}
+    assert [Model(declared(text), config).dimensions["vocab"] for config in (CONFIG, without)] == [50, 70]
+
+
+@pytest.mark.parametrize(
+    "written, message",
+    [
+        ("heads: {keys: n, in: {none: m}}", "no set of layers is called 'none'"),
+        ("layers: {keys: n, in: {sparse: m}}", "layers is the same in all layers"),
+        ('layers: "n.{layer}"', "layers is the same in all layers"),
+    ],
+)
+def test_what_is_wrong_with_the_forms_of_a_dimension_is_reported(written, message):
+    name = written.partition(":")[0]
+    text = "\n".join(f"  {written}" if line.startswith(f"  {name}:") else line for line in HEAD.splitlines())
+    with pytest.raises(RequestError, match=message):
+        declared(text + "\n" + WEIGHTS)
+
+
+# ---- a language model that the config names ----
+
+
+def test_the_config_names_the_language_model_inside_a_declared_model():
+    inner = dict(CONFIG)
+    vision = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "image_size": 4, "patch_size": 2}
+    models = {
+        kind: find_model({"model_type": "internvl", "text_config": {**inner, "model_type": kind}, "vision_config": vision})
+        for kind in ("qwen2", "qwen3")
+    }
+    names = {kind: {name for name in model.weights if ".layers.0.self_attn." in name} for kind, model in models.items()}
+    assert {name.rpartition("self_attn.")[2] for name in names["qwen2"] - names["qwen3"]} == {"q_proj.bias", "k_proj.bias", "v_proj.bias"}
+    assert {name.rpartition("self_attn.")[2] for name in names["qwen3"] - names["qwen2"]} == {"q_norm.weight", "k_norm.weight"}
+    unnamed = find_model({"model_type": "internvl", "text_config": inner, "vision_config": vision})
+    assert list(unnamed.weights) == list(models["qwen2"].weights), "the usual one, if the config names none"
+    assert models["qwen3"].quirks_of("vllm").unsupported == find_architecture("qwen3").engines["vllm"].unsupported
+    config = {"model_type": "internvl", "text_config": {**inner, "model_type": "mystery"}}
+    assert find_model(config) is None
+    assert "rchitecture 'internvl' is declared, its language model 'mystery' is not" in str(unknown_architecture(config))

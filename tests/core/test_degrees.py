@@ -222,7 +222,7 @@ def test_the_cache_of_llama_3_70b_stops_shrinking_at_its_8_kv_heads(tmp_path):
 
 def test_the_latent_cache_of_deepseek_v3_is_the_same_on_every_rank():
     model = find_model(DEEPSEEK_V3)
-    assert {kv_cache.layer_elements(model, tp) for tp in (1, 2, 8, 128)} == {512 + 64}
+    assert {kv_cache.layer_elements(model, 0, tp) for tp in (1, 2, 8, 128)} == {512 + 64}
 
 
 def test_tokens_and_sequences_fill_what_weights_leave(tmp_path):

@@ -16,7 +16,7 @@ import reshard.geometry.boxes
 from reshard.canonical.content import Content
 from reshard.engine.casts import cast
 from reshard.engine.compare import Comparison, Side, compare, fingerprint_blocks, fingerprint_of
-from reshard.engine.transfer import Pieces, Worker
+from reshard.engine.transfer import Pieces, Worker, strips
 from reshard.errors import CheckpointError
 from reshard.geometry import dtypes as dtype_table
 from reshard.geometry.boxes import blocks
@@ -27,7 +27,8 @@ SETTINGS = settings(max_examples=60, suppress_health_check=[HealthCheck.function
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks of 16 elements, so that small tensors have many."""
+    """Blocks of 16 elements in strips of 8 bytes, so that small tensors have many."""
+    monkeypatch.setattr(reshard.engine.transfer, "STRIP_BYTES", 8)
     for module in (reshard.geometry.boxes, reshard.engine.pool, reshard.engine.transfer):
         monkeypatch.setattr(module, "BLOCK_ELEMENTS", 16)
 
@@ -75,9 +76,9 @@ def test_any_sharding_becomes_any_other(small_blocks, tmp_path_factory, data, sh
     recorder = Recorder(root / "a", root / "b")
     worker = Worker(recorder, dtype.itemsize, recorder.write, recorder.write_runs)
     for box in blocks(shape):
-        block = worker.gather(Pieces(source), box)
-        assert np.array_equal(block, values[box.index])
-        worker.scatter(block, Pieces(target), box)
+        assert np.array_equal(worker.gather(Pieces(source), box), values[box.index])
+        for strip, (read, written) in strips(box, Pieces(source), Pieces(target)):
+            worker.write(worker.read(read, strip), written, strip)
     assert np.array_equal(worlds.assembled(root / "b", target), values)
     written = [byte for _, start, size in recorder.writes for byte in range(start, start + size)]
     assert sum(size for *_, size in recorder.writes) == values.nbytes, "each target byte is written once"

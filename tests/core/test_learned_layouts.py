@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from places import FIXTURES
 
 from reshard.errors import RequestError, ReshardError, UnsupportedError
+from reshard.geometry.dtypes import F32
 from reshard.geometry.parallel import Parallel
 from reshard.serving.learned.document import layout_of, text_of
 from reshard.serving.learned.fit import check_known, size_problem
@@ -246,3 +247,29 @@ def test_the_layouts_in_the_fixtures_are_written_as_this_version_writes_them():
 
 def test_lists_are_equal_by_value():
     assert hash(Listed({2: (1, 2)})) == hash(Listed({2: (1, 2)}))
+
+
+def test_a_function_that_a_conversion_computes_is_part_of_the_type():
+    document, name = rank(1, 0), "model.layers.0.norm.weight"
+    functions = ["exp(x) in float32", "neg(x) in float32"]
+    document["tensors"][name] |= {"dtype": "float32", "parts": [box(name, [0], [0], [8], functions)]}
+    layout = layout_of(text_of(learned_layout({**ABOUT, "sources": sources()}, [traced_rank(document)], CONFIG)), "layout.json")
+    found = {tensor.name: tensor.dtype for tensor in layout.rank_tensors(Parallel(), 0, 0, {})}
+    assert found[name] == F32.of("-exp")
+    assert not any(dtype.function for other, dtype in found.items() if other != name)
+
+
+@pytest.mark.parametrize(
+    "functions", [["exp(x) in bfloat16", "neg(x) in float32"], ["neg(x) in float32", "exp(x) in float32"], ["exp(x) in float32"]]
+)
+def test_other_functions_are_no_known_one(functions):
+    document, name = rank(1, 0), "model.layers.0.norm.weight"
+    document["tensors"][name]["parts"] = [box(name, [0], [0], [8], functions)]
+    assert traced_rank(document).tensors[name].problem
+
+
+def test_a_tensor_that_holds_a_function_of_some_parts_alone_is_refused():
+    document, name = rank(1, 0), "model.layers.0.norm.weight"
+    functions = ["exp(x) in float32", "neg(x) in float32"]
+    document["tensors"][name]["parts"] = [box(name, [0], [0], [4], functions), box(name, [4], [4], [4])]
+    assert "then neg(x)" in traced_rank(document).tensors[name].problem

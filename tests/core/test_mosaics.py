@@ -32,7 +32,7 @@ def whole(name):
 def pairs(draw):
     """A mosaic and the array that it must describe, after a few random operations."""
     mosaic, array = whole(draw(st.sampled_from(sorted(SHAPES))))
-    for operation in draw(st.lists(st.sampled_from(["cut", "transpose", "split", "merge", "pad", "stack"]), max_size=6)):
+    for operation in draw(st.lists(st.sampled_from(["cut", "transpose", "split", "merge", "pad", "stack", "squeeze"]), max_size=6)):
         axis = draw(st.integers(0, array.ndim - 1))
         size = array.shape[axis]
         if operation == "cut":
@@ -53,6 +53,8 @@ def pairs(draw):
             mosaic, array = mosaic.padded(axis, size + 2), np.pad(array, widths, constant_values=PADDING)
         elif operation == "stack" and array.ndim < 4:
             mosaic, array = stacked([mosaic]), array[None]
+        elif operation == "squeeze":
+            mosaic, array = mosaic.squeezed(), np.atleast_1d(array.squeeze())
     return mosaic, array
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from reshard.adapter import registry
 from reshard.errors import RequestError
+from reshard.geometry.dtypes import F32
 from reshard.models.declared.reader import parse_declaration
 from reshard.models.lookup import built_in_model_types, declaration_text, find_architecture, read_architecture
 from reshard.models.model import Model
@@ -115,3 +116,42 @@ def test_the_class_that_the_config_names_has_its_own_quirks():
     assert renamed("x.block_sparse_moe.gate.weight", saved, (0, 32)) == "x.mlp.router.weight"
     assert renamed("x.block_sparse_moe.gate.weight", published, (0, 32)) == "x.block_sparse_moe.gate.weight"
     assert Model(phimoe, {}).quirks_of("trtllm") is None
+
+
+def test_a_function_of_a_weight_is_one_that_reshard_computes():
+    quirks = declared("engines: {vllm: {values: {ssm.a_log: -exp}, dtypes: {ssm.a_log: fp32, router: model}, one_stage: true}}").engines[
+        "vllm"
+    ]
+    assert (quirks.values, quirks.dtypes, quirks.one_stage) == ({"ssm.a_log": "-exp"}, {"ssm.a_log": F32, "router": None}, True)
+    with pytest.raises(RequestError, match=r"values > ssm\.a_log: expected one of -exp, found 'exp'"):
+        declared("engines: {vllm: {values: {ssm.a_log: exp}}}")
+
+
+def test_two_roles_of_one_name_in_one_layer_are_refused():
+    text = """layer_sets: {odd: {list: kinds, entries: odd}}
+weights:
+  model.layers.*.self_attn.q_proj.weight: [{role: attention.q, layers: odd}, {role: mla.q, shape: [8, 8], layers: odd}]
+"""
+    config = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 8, "vocab_size": 8}
+    model = Model(declared(text), {**config, "kinds": ["odd", "even"]})
+    with pytest.raises(RequestError, match=r"layers\.0\.self_attn\.q_proj.*declared twice, as attention\.q and as mla\.q"):
+        model.weights  # noqa: B018
+    assert "model.layers.0.self_attn.q_proj.weight" not in Model(declared(text), {**config, "kinds": ["even", "even"]}).weights
+
+
+def test_the_names_of_a_set_of_layers_come_before_the_others():
+    quirks = declared("""layer_sets: {odd: {first: start}}
+engines: {vllm: {names: {mlp.gate: mlp.last}, names_in: {odd: {attn: other, mlp.gate: {"0.30": mlp.gate.own}}}}}""").engines["vllm"]
+    rules = EngineRules(
+        "an engine", (), lambda layers, pp: (layers,), renames=tuple(quirks.renames_at((0, 32))), renames_in=quirks.renames_in_at((0, 32))
+    )
+    assert [rules.renamed("a.attn.mlp.gate", sets) for sets in ((), ("odd",))] == ["a.attn.mlp.last", "a.other.mlp.last.own"]
+    assert quirks.renames_in_at((0, 29))["odd"] == quirks.renames_in_at((0, 32))["odd"][:1] and (0, 30) in quirks.changes
+
+
+def test_quirks_of_a_class_around_a_language_model_join_those_of_its_class():
+    inner = ModelQuirks(every_stage=frozenset({"head"}), names=(EngineName("a", (((), "b"),)),), derives_head_dim=True, since=(0, 30))
+    outer = ModelQuirks(every_stage=frozenset({"vision"}), names=(EngineName("c", (((), "d"),)),), fusions={"x": ("y",)}, since=(0, 32))
+    joined = outer.around(inner)
+    assert joined.every_stage == {"head", "vision"} and [name.words for name in joined.names] == ["a", "c"]
+    assert joined.derives_head_dim and joined.since == (0, 32) and joined.fusions == {"x": ("y",)}

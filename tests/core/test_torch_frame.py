@@ -6,15 +6,17 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from reshard.containers import torch_frame, torch_pickle, torch_zip
-from reshard.containers.torch_pickle import Plain
+from reshard.containers import pickle_writer, torch_frame, torch_zip
+from reshard.containers.torch_pickle import Plain, Tensors
 from reshard.geometry.dtypes import from_torch
 from reshard.storage.files import LocalFiles
 
 
 def write(path, root, filling):
-    """The file around `root`, sparse, with the bytes of `filling` at the start of every storage."""
-    pickle, storages = torch_pickle.state_dict_pickle(root)
+    """The file of an OrderedDict of tensors, sparse, with the bytes of `filling` at the start of every storage."""
+    tensors = Tensors()
+    pickle = pickle_writer.dumps(OrderedDict((name, tensors.add(plain)) for name, plain in root.items()))
+    storages = tensors.storages
     frame = torch_frame.frame(path.stem, pickle, storages)
     with open(path, "wb") as file:
         file.truncate(frame.nbytes)
@@ -40,7 +42,7 @@ def test_torch_reads_every_element_type(dtype, tmp_path):
 
 
 def test_payloads_are_aligned_as_torch_aligns_them(tmp_path):
-    frame = write(tmp_path / "x.pt", [Plain(from_torch("uint8", where=""), (n,)) for n in (1, 63, 64, 65)], b"x" * 100)
+    frame = write(tmp_path / "x.pt", {str(n): Plain(from_torch("uint8", where=""), (n,)) for n in (1, 63, 64, 65)}, b"x" * 100)
     assert all(place % 64 == 0 for place in frame.storages)
 
 

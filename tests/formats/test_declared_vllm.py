@@ -5,23 +5,21 @@ A name or shape that a declaration gets wrong gives other weights, hence other d
 """
 
 import hashlib
-import itertools
 import json
 import sys
 
-import numpy as np
 import pytest
 from places import FIXTURES, ranks, rules_of
+from rank_contents import laid_out, our_value, sizes_of, value_in_vllm
 
 import reshard
 from reshard.canonical.name_variants import Names
 from reshard.errors import RequestError, UnsupportedError
-from reshard.geometry.dtypes import from_safetensors
+from reshard.geometry.dtypes import BF16, F32
 from reshard.geometry.parallel import Parallel
 from reshard.models.lookup import find_model
 from reshard.models.model import Model
 from reshard.serving.legality import check_degrees
-from reshard.serving.ranks import rank_tensors
 from reshard.serving.served_model import check_served
 from reshard.serving.weights import stored_dtypes, weights_without_slot
 
@@ -38,41 +36,6 @@ def digest(lines):
 def digest_of(state):
     """As fixtures/vllm_declared/make.py computes it."""
     return digest(f"{name} {entry['dtype']} {entry['shape']} {entry['sha256']}\n" for name, entry in sorted(state.items()))
-
-
-def sizes_of(degree):
-    """tp2-pp2 and tp2-ep as the options of a plan."""
-    words = degree.split("-")
-    sizes = {word[:2]: int(word[2:]) for word in words if word != "ep"}
-    return {**sizes, "ep": sizes["tp"] if "ep" in words else 1}
-
-
-def elements_of(stored, weights):
-    """The bytes of a stored tensor whose sections are boxes of `weights`, which are words of bfloat16."""
-    fill = stored.fill * stored.dtype.itemsize if len(stored.fill) == 1 else stored.fill
-    flat = np.frombuffer(bytearray(fill) * (stored.nbytes // stored.dtype.itemsize), stored.dtype.word)
-    for section in stored.sections:
-        block = weights[section.name][tuple(slice(at, at + size) for at, size in zip(section.box.offsets, section.box.sizes, strict=True))]
-        block = block if stored.dtype.name == "BF16" else block.astype("<u4") << 16
-        strides = tuple(stride * stored.dtype.itemsize for stride in section.strides)
-        np.lib.stride_tricks.as_strided(flat[section.start :], block.shape, strides)[...] = block
-    return flat.tobytes()
-
-
-def laid_out(model, weights, sizes):
-    """What every rank would hold, without a file; vLLM's order of ranks."""
-    parallel, rules = Parallel(**sizes), rules_of("vllm", model)
-    check_degrees(model, rules, parallel)
-    dtypes = stored_dtypes(model, rules, dict.fromkeys(weights, from_safetensors("BF16", where="")))
-    for pp_rank, tp_rank in itertools.product(range(parallel.pp), range(parallel.tp)):
-        yield {
-            stored.name: {
-                "dtype": stored.dtype.name,
-                "shape": list(stored.shape),
-                "sha256": hashlib.sha256(elements_of(stored, weights)).hexdigest(),
-            }
-            for stored in rank_tensors(model, dtypes, rules, parallel, tp_rank, pp_rank)
-        }
 
 
 def written(folder, sizes, target):
@@ -97,20 +60,47 @@ def test_every_rank_of_a_declared_model_holds_what_real_vllm_holds(name, tmp_pat
         with pytest.raises(UnsupportedError, match=r"does not load a .* model from such files"):
             check_served(model, rules_of("vllm", model))
         return
-    weights = {name: named_weights.elements_of(name, shape) for name, shape in shapes.items()}
+    weights = named_weights.weights_of(shapes, reference.get("zeros"))
     model = Model(model.architecture, {**model.config, str(model.architecture.mtp_layers): 0})
     different = []
     for degree, expected in reference["degrees"].items():
         if isinstance(expected, dict):
             with pytest.raises(RequestError, match="does not fit this model"):
-                list(laid_out(model, weights, sizes_of(degree)))
-        elif list(map(digest_of, laid_out(model, weights, sizes_of(degree)))) != expected:
+                list(laid_out(model, weights, sizes_of(degree), value_in_vllm))
+        elif list(map(digest_of, laid_out(model, weights, sizes_of(degree), value_in_vllm))) != expected:
             different.append(degree)
     assert not different, "fixtures/vllm_declared/make.py --details shows every tensor of vLLM's ranks"
-    named_weights.write(tmp_path / "model", reference["config"], shapes)
+    named_weights.write(tmp_path / "model", reference["config"], shapes, reference.get("zeros"))
     exclude = weights_without_slot(model, rules_of("vllm", model))
     states = written(tmp_path / "model", {"tp": 2, "exclude": exclude}, tmp_path / "out")
-    assert [digest_of(state) for state in states] == reference["degrees"]["tp2"]
+    assert list(map(digest_of, states)) == list(map(digest_of, laid_out(model, weights, {"tp": 2}, our_value)))
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4-experts", "minimax_m3_vl", "mimo_v2_flash", "internvl-qwen3_moe"])
+def test_files_with_names_of_their_own_are_read_back(name, tmp_path):
+    """Lists of some layers, keys in the place of values, layers that differ: what was written means the model's own weights again."""
+    reference = json.loads(REFERENCES[name].read_text())
+    shapes = {weight.name: weight.shape for weight in find_model(reference["config"]).weights.values() if not weight.optional}
+    named_weights.write(tmp_path / "model", reference["config"], shapes)
+    reshard.convert(reshard.plan(tmp_path / "model", to="vllm", tp=4), tmp_path / "served")
+    reshard.convert(reshard.plan(tmp_path / "served", to="hf"), tmp_path / "back")
+    reshard.verify(tmp_path / "model", tmp_path / "back", cast=True).raise_if_different()
+
+
+@pytest.mark.parametrize(
+    "name, stored, canonical",
+    [
+        ("gemma3", "vision_tower.post_layernorm.bias", "vision_tower.vision_model.post_layernorm.bias"),
+        ("gemma3", "model.vision_tower.post_layernorm.bias", "vision_tower.vision_model.post_layernorm.bias"),
+        ("gemma3", "model.language_model.norm.weight", "language_model.model.norm.weight"),
+        ("internvl", "lm_head.weight", "language_model.lm_head.weight"),
+        ("mistral3", "model.vision_tower.ln_pre.weight", "vision_tower.ln_pre.weight"),
+        ("mimo_v2_flash", "model.layers.1.self_attn.sinks", "model.layers.1.self_attn.attention_sink_bias"),
+    ],
+)
+def test_towers_are_known_by_the_names_that_transformers_gives_them(name, stored, canonical):
+    model = find_model(json.loads(REFERENCES[name].read_text())["config"])
+    assert Names(model).array(stored).names == (canonical,)
 
 
 @pytest.mark.parametrize("training", ["dcp", "fsdp"])
@@ -123,3 +113,47 @@ def test_training_checkpoints_of_declared_models_are_served(name, training, tmp_
     reshard.convert(reshard.plan(tmp_path / "model", to=training), tmp_path / "trained")
     reshard.convert(reshard.plan(tmp_path / "trained", model=tmp_path / "model", to="vllm", tp=4), tmp_path / "served")
     assert [digest_of(state) for state in ranks(tmp_path / "served").values()] == reference["degrees"]["tp4"]
+
+
+def test_a_config_key_that_a_class_needs_is_written_into_an_inner_config(tmp_path):
+    """Without it vLLM's class of glm4v has no slots for the biases of q, k and v."""
+    reference = json.loads(REFERENCES["glm4v"].read_text())
+    shapes = {weight.name: weight.shape for weight in find_model(reference["config"]).weights.values() if not weight.optional}
+    assert reference["config"]["text_config"].pop("attention_bias") is True
+    named_weights.write(tmp_path / "model", reference["config"], shapes)
+    result = reshard.convert(reshard.plan(tmp_path / "model", to="vllm", tp=2), tmp_path / "out")
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["text_config"] == {**reference["config"]["text_config"], "attention_bias": True}
+    assert any("text_config.attention_bias" in note for note in result.notes)
+    assert [digest_of(state) for state in ranks(tmp_path / "out").values()] == reference["degrees"]["tp2"]
+
+
+def test_an_element_type_can_be_that_of_the_model(tmp_path):
+    """Published routers of hunyuan_v1_moe are in float32; vLLM's ranks hold them as the other weights."""
+    reference = json.loads(REFERENCES["hunyuan_v1_moe"].read_text())
+    model = find_model(reference["config"])
+    router = next(weight.name for weight in model.weights.values() if weight.role == "router")
+    dtypes = stored_dtypes(model, rules_of("vllm", model), {**dict.fromkeys(model.weights, BF16), router: F32})
+    assert dtypes[router] == BF16
+
+
+def test_ranks_with_too_narrow_parts_of_experts_are_refused():
+    """vLLM's class of kimi_linear would round the width up to 256 and leave the rest unset. Whole experts are not rounded."""
+    reference = json.loads(REFERENCES["kimi_linear"].read_text())
+    model = find_model({**reference["config"], "moe_intermediate_size": 512})
+    rules = rules_of("vllm", model)
+    check_degrees(model, rules, Parallel(2))
+    check_degrees(model, rules, Parallel(4, ep=4))
+    with pytest.raises(RequestError, match="a width of 128") as refused:
+        check_degrees(model, rules, Parallel(4))
+    assert "Legal tensor-parallel sizes are 1, 2" in str(refused.value)
+
+
+def test_a_name_can_have_another_role_in_other_layers():
+    reference = json.loads(REFERENCES["kimi_linear"].read_text())
+    model = find_model(reference["config"])
+    assert [model.weights[f"model.layers.{layer}.self_attn.q_proj.weight"].role for layer in range(3)] == ["delta.q", "mla.q", "delta.q"]
+    by_layer_types = {key: value for key, value in reference["config"].items() if key != "linear_attn_config"}
+    sizes = {"linear_head_dim": 12, "linear_num_heads": 16, "linear_conv_kernel_dim": 4}
+    kinds = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "mlp_layer_types": ["dense", "sparse", "sparse"]}
+    assert find_model({**by_layer_types, **sizes, **kinds}).weights.keys() == model.weights.keys()

@@ -130,6 +130,16 @@ def damaged_beside(to: Path) -> Path:
     return folder
 
 
+def changed_since_written(to: Path) -> Path:
+    """The lowest bit of the last weight of a file by reshard: only the digests can see it."""
+    reshard.convert(reshard.plan(FIXTURES / "hf" / "llama", to="hf"), to / "checkpoint")
+    path = to / "checkpoint" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1
+    path.write_bytes(content)
+    return to / "checkpoint"
+
+
 def flipped(to: Path) -> Path:
     """The lowest bit of a weight: no other check can see it."""
     folder = copied("dcp/fsdp2", to)
@@ -276,6 +286,7 @@ DAMAGES: dict[str, Callable[[Path], Path]] = {
     "truncated-file": truncated,
     "damaged-file": damaged_beside,
     "wrong-checksum": flipped,
+    "changed": changed_since_written,
     "no-checksums": without_checksums,
     "unused-file": unused,
     "inconsistent": contradicting,
@@ -315,6 +326,7 @@ ALSO = {
     "fresh-model": {"config-not-checked"},
     "no-checksums": {"config-not-checked"},
     "no-moments": {"config-not-checked"},
+    "wrong-padding": {"changed"},  # in a file by reshard
     # Whoever changes bytes in a zip and not its checksum.
     "stale-rank": {"wrong-checksum", "replicas-differ"},
     "uneven-steps": {"wrong-checksum"},

@@ -3,12 +3,13 @@
 import shutil
 import subprocess
 import sys
+import zipfile
 
 import pytest
 from places import DCP, FIXTURES, FSDP, HF, described, open_case, truth
 
 import reshard
-from reshard.containers import torch_zip
+from reshard.containers import inert_pickle, torch_zip
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.storage.files import LocalFiles
 from reshard.verbs.roundtrip import materialize
@@ -398,3 +399,54 @@ def test_buffers_are_not_counted_by_an_optimizers_numbers(copy):
     found = {(t.name, t.kind): described(t, opened.files) for t in opened.index.tensors}
     assert found.pop(("model.scale", "weight"))["shape"] == [5]
     assert found == truth(FSDP / "verl")
+
+
+VERSIONS = [f"2.{minor}" for minor in range(6, 14)]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_files_of_every_version_of_torch_hold_the_same(version, tmp_path):
+    source = open_case(FSDP / "verl")
+    reshard.convert(reshard.plan(source, to="fsdp", dp=3, optimizer=True, torch_version=version), tmp_path / "out")
+    written = reshard.open(tmp_path / "out", model=FSDP / "verl" / "model")
+    assert {(t.name, t.kind): described(t, written.files) for t in written.index.tensors} == truth(FSDP / "verl")
+    assert written.index.facts.parallel == {"fsdp": 3}
+
+
+def attributes(path):
+    """Of the first DTensor in a file of torch.save: the class and the attributes of its spec, its mesh, and of what they hold."""
+    with zipfile.ZipFile(path) as archive:
+        pickle = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+    values = inert_pickle.load(pickle, where="", storage=lambda _: None).values()
+    first = next(value for value in values if value.class_name.endswith("_rebuild_from_type_v2"))
+    pending, found = [first.args[3][1]["_spec"]], {}
+    while pending:
+        value = pending.pop()
+        if isinstance(value, tuple | list):
+            pending += value
+        elif isinstance(value, inert_pickle.Inert):
+            found[value.class_name] = set(value.state or ())
+            pending += map(value.get, found[value.class_name])
+    return found
+
+
+@pytest.mark.parametrize("version, case", [("2.6", FIXTURES / "torch_versions" / "2.6.0" / "fsdp2"), ("2.13", FSDP / "verl")])
+def test_a_mesh_has_the_attributes_that_torch_gives_it(version, case, tmp_path):
+    reshard.convert(reshard.plan(open_case(FSDP / "verl"), to="fsdp", dp=3, torch_version=version), tmp_path / "out")
+    ours, theirs = (attributes(next(place.glob("model_world_size_*_rank_1.pt"))) for place in (tmp_path / "out", case / "checkpoint"))
+    assert ours.keys() == theirs.keys() and len(ours) > 3
+    assert {name: ours[name] ^ theirs[name] for name in ours if ours[name] != theirs[name]} == (
+        {"torch.distributed.device_mesh.DeviceMesh": {"_dim_group_names"}} if version == "2.6" else {}
+    )
+
+
+def test_the_default_is_the_installed_torch_or_else_the_newest(monkeypatch):
+    source = open_case(FSDP / "verl")
+    for installed, expected in {"2.8.0+cu128": "2.8", "2.4.1": "2.13", "3.0.0": "2.13"}.items():
+        monkeypatch.setattr("importlib.metadata.version", lambda name, installed=installed: installed)
+        assert f"those of torch {expected};" in " ".join(reshard.plan(source, to="fsdp").layout.notes)
+
+
+def test_ranks_whose_files_are_alike_are_laid_out_once():
+    files = reshard.plan(open_case(FSDP / "verl"), to="fsdp", dp=600).layout.files
+    assert len(files) == 600 and len({id(file.tensors.form) for file in files}) < 30

@@ -92,7 +92,9 @@ def test_tables_are_padded_until_the_ranks_divide_them(tp, rows):
     check_degrees(model, rules_of("sglang", model), Parallel(tp))
     held = {
         tensor.name: tensor.shape
-        for tensor in rank_tensors(model, placeholder_dtypes(model), rules_of("sglang", model), Parallel(tp), 0, 0)
+        for tensor in rank_tensors(
+            model, placeholder_dtypes(model, rules_of("sglang", model)), rules_of("sglang", model), Parallel(tp), 0, 0
+        )
     }
     assert held["model.embed_tokens.weight"] == held["lm_head.weight"] == (rows, 32)
 
@@ -101,7 +103,8 @@ def test_tables_are_padded_until_the_ranks_divide_them(tp, rows):
 def test_classes_that_do_not_tie_have_both_tables(model):
     tied = find_model(config_of(model, tie_word_embeddings=True))
     held = {
-        tensor.name: tensor.sections for tensor in rank_tensors(tied, placeholder_dtypes(tied), rules_of("sglang", tied), Parallel(2), 1, 0)
+        tensor.name: tensor.sections
+        for tensor in rank_tensors(tied, placeholder_dtypes(tied, rules_of("sglang", tied)), rules_of("sglang", tied), Parallel(2), 1, 0)
     }
     assert held["lm_head.weight"] == held["model.embed_tokens.weight"] != ()
 

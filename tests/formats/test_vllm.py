@@ -193,7 +193,7 @@ def test_latent_attention_does_not_tie_its_tables():
     model = find_model(config_of("deepseek_v2", tie_word_embeddings=True))
     held = {
         tensor.name: tensor.sections
-        for tensor in rank_tensors(model, placeholder_dtypes(model), rules_of("vllm", model), Parallel(2), 1, 0)
+        for tensor in rank_tensors(model, placeholder_dtypes(model, rules_of("vllm", model)), rules_of("vllm", model), Parallel(2), 1, 0)
     }
     assert held["lm_head.weight"] == held["model.embed_tokens.weight"] != ()
 

@@ -1,6 +1,10 @@
 """The tracer's arithmetic without vLLM: what is recorded on tensors without elements, against what the same code does to real elements."""
 
+import json
+import os
+import signal
 import sys
+import time
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -146,7 +150,12 @@ def kinds(program):
 
 def test_a_function_of_each_element_is_named():
     (piece,) = kinds(lambda target, a: target.copy_(-torch.exp(a.float())))
-    assert piece.functions == ("exp(x)", "neg(x)")
+    assert piece.functions == ("exp(x) in float32", "neg(x) in float32")
+
+
+def test_a_function_is_named_with_the_type_in_which_it_is_computed():
+    (piece,) = kinds(lambda target, a: target.copy_(-torch.exp(a)))
+    assert piece.functions == ("exp(x) in bfloat16", "neg(x) in bfloat16")
 
 
 def test_an_operation_in_place_is_named():
@@ -170,3 +179,46 @@ def test_the_tracer_imports_nothing_of_reshard():
         for file in sorted(__import__("pathlib").Path(path).glob("*.py")):
             assert "import reshard" not in file.read_text() and "from reshard" not in file.read_text()
     assert "vllm" not in sys.modules
+
+
+def test_ranks_are_answered_in_their_order_whatever_becomes_of_their_processes(tmp_path):
+    trace, ranks = (import_module(f"reshard.plugins.vllm_tracer.{name}") for name in ("trace", "ranks"))
+
+    def work(rank):
+        if rank == 0:
+            time.sleep(0.2)
+        if rank == 1:
+            raise ValueError("no such rank")
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"tensors": rank}
+
+    path = tmp_path / "answer.jsonl"
+    with path.open("w") as answer:
+        trace._in_forks(answer, ranks.Case(tp=5), range(5), work)
+    lines = list(map(json.loads, path.read_text().splitlines()))
+    assert [line["rank"] for line in lines] == [0, 1, 2, 3, 4]
+    assert [line.get("tensors") for line in lines] == [0, None, None, 3, 4]
+    assert lines[1]["failed"].startswith("ValueError: no such rank") and lines[2]["failed"] == "its process ended with status 9"
+    assert [each.name for each in tmp_path.iterdir()] == ["answer.jsonl"]
+
+
+def test_packages_that_are_missing_are_stood_in_for(monkeypatch):
+    stand_ins = import_module("reshard.plugins.vllm_tracer.stand_ins")
+    monkeypatch.setattr(stand_ins, "PACKAGES", ("no_such_package", "json"))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    stand_ins.stand_in()
+    from no_such_package.inner import Kernel, jit  # type: ignore[import-not-found]
+
+    @jit
+    def function(x: Kernel | None, y: Kernel[int]) -> None: ...
+
+    @jit(option=1)
+    def other() -> int:
+        return 1
+
+    class Own(Kernel): ...
+
+    assert function.__name__ == "function" and other() == 1
+    assert isinstance(Own(), Kernel) and not hasattr(Kernel, "__wrapped__")
+    assert json.loads("1") == 1

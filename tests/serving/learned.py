@@ -2,9 +2,9 @@
 
     python tests/serving/learned.py [--long] [--reshard PATH] [--python PATH]
 
-1. For every declared model (those in fixtures/hf, tiny ones of all other types): the layout that is learned at TP 2 writes the same bytes
-   as the declaration, on all ranks. With --long those in fixtures/hf also at TP 1 and 4, with EP 2 and with PP 2. Where a version of vLLM
-   has other names, the row to add is printed.
+1. For every declared model (the small ones of fixtures/hf and fixtures/vllm_declared): the layout that is learned at TP 2 gives the same
+   elements as the declaration, on all ranks; with --long at all degrees at which real ranks were compared. Where a version of vLLM has
+   other names, the row to add is printed.
 2. Tiny models of many kinds of loaders, saved by transformers (tiny_models.py): files converted by a learned layout hold what real ranks
    hold, at TP 1 and 2, bit for bit.
 3. A layout of TP 1, 2 and 4 covers TP 8, and equals the layout that is traced there.
@@ -22,15 +22,21 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+FIXTURES = HERE.parents[1] / "fixtures"
+sys.path[:0] = [str(HERE), str(HERE.parent), str(FIXTURES), str(FIXTURES / "vllm_declared")]
 
+import named_weights  # noqa: E402
 from check import HF, VLLM, asked, held, installed, served  # noqa: E402
 from environments import run_checks  # noqa: E402
 from places import ranks  # noqa: E402
 from questions import Ask  # noqa: E402
+from rank_contents import described, laid_out, our_value, sizes_of  # noqa: E402
+from recipes import READ_AS  # noqa: E402
 from tiny_models import TYPES  # noqa: E402
 
-from reshard.models.lookup import built_in_model_types  # noqa: E402
+from reshard.geometry.parallel import Parallel  # noqa: E402
+from reshard.models.lookup import built_in_model_types, find_architecture, find_model  # noqa: E402
+from reshard.models.model import Model  # noqa: E402
 from reshard.serving.learned.learn import LearnedLayout, learned_layout, traced_rank  # noqa: E402
 from reshard.verbs.learn import answered, config_of, write_layout  # noqa: E402
 
@@ -54,7 +60,7 @@ Sizes = dict[str, int]
 
 def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
     """Each check as (what, passed, detail)."""
-    yield from declared(reshard, python, work)
+    yield from declared(python, work)
     yield from undeclared(reshard, python, work)
     if LONG:
         yield from all_types(python, work)
@@ -84,30 +90,58 @@ def row_of(name: str, layout: LearnedLayout | str) -> str:
     return f"| {name} | {layout.model_class} | {about} |"
 
 
-def declared(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
-    """Trace against declaration."""
-    cases = {HF / name: cases_of(name) for name in DECLARED}
-    # The small models of the other types are made with sizes that some classes of vLLM do not take: they are looked at by hand.
-    others = [name for name in built_in_model_types() if name in TYPES and name not in DECLARED] if LONG else []
-    make_tiny(python, work / "declared", others)
-    cases |= {work / "declared" / name: [{"tp": 2}] for name in others if (work / "declared" / name / "config.json").exists()}
-    layouts = learned(python, cases)
-    for name, layout in layouts.items():
-        for sizes in cases[name]:
-            what = f"{name.name} at {spelled(sizes)}: the layout that vLLM's loader makes is the declared one"
+def declared(python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
+    """Trace against declaration: both give the same elements for every rank."""
+    models = {name: json.loads((HF / name / "config.json").read_text()) for name in DECLARED}
+    cases, zeros = {name: cases_of(name) for name in DECLARED}, dict[str, str | None]()
+    for path in sorted((FIXTURES / "vllm_declared").glob("*.json")):
+        reference = json.loads(path.read_text())
+        degrees = [sizes_of(degree) for degree, ranks in reference["degrees"].items() if isinstance(ranks, list)]
+        if degrees:
+            models[path.stem], cases[path.stem] = reference["config"], degrees if LONG else [{"tp": 2}]
+            zeros[path.stem] = reference.get("zeros")
+    missing = sorted(set(built_in_model_types()) - {name.partition("-")[0] for name in models})
+    yield "every declared type is traced, or refused by name", all(map(is_refused, missing)), ", ".join(missing)
+    folders = {work / "declared" / name: name for name in models}
+    weights = {folder: write_named(folder, models[name], zeros.get(name)) for folder, name in folders.items()}
+    layouts = learned(python, {folder: cases[name] for folder, name in folders.items()})
+    for folder, layout in layouts.items():
+        for sizes in cases[folder.name]:
+            what = f"{folder.name} at {spelled(sizes)}: the layout that vLLM's loader makes is the declared one"
             if not isinstance(layout, LearnedLayout):
                 yield what, False, layout
                 continue
-            write_layout(layout, work / f"{name.name}.json")
-            options = [word for size, number in sizes.items() for word in (f"--{size}", str(number))]
-            by_rule = convert(reshard, name, work / "by-rule", *options)
-            by_layout = convert(
-                reshard, name, work / "by-layout", *options, "--layout", str(work / f"{name.name}.json"), "--accept-platform"
-            )
-            if isinstance(by_rule, str) or isinstance(by_layout, str):
-                yield what, False, f"{by_rule} {by_layout}"[:1500]
-            else:
-                yield what, by_rule == by_layout, "\n".join(differences(by_layout, by_rule, layout))
+            found, expected = (dict(enumerate(each)) for each in both(layout, models[folder.name], weights[folder], sizes))
+            yield what, found == expected, "\n".join(differences(found, expected, layout))
+
+
+def is_refused(model_type: str) -> bool:
+    """Whether the declaration says that vLLM does not load such a model; or that it is the text part of a model that is compared."""
+    architecture = find_architecture(model_type)
+    assert architecture is not None
+    quirks = architecture.engines.get("vllm")
+    return quirks is not None and quirks.not_loadable is not None
+
+
+def write_named(folder: Path, config: dict[str, Any], zeros: str | None) -> dict[str, Any]:
+    """A model whose weights follow from their names, in a folder; the elements of its weights."""
+    model = find_model(config)
+    assert model is not None
+    shapes = {weight.name: weight.shape for weight in model.weights.values() if not weight.optional}
+    named_weights.write(folder, {**config, **READ_AS.get(folder.name.partition("-")[0], {})}, shapes, zeros)
+    return named_weights.weights_of(shapes, zeros)
+
+
+def both(
+    layout: LearnedLayout, config: dict[str, Any], weights: dict[str, Any], sizes: Sizes
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What the ranks hold: by the layout, and by the declaration."""
+    model, parallel = find_model(config), Parallel(**sizes)
+    assert model is not None
+    model = Model(model.architecture, {**model.config, str(model.architecture.mtp_layers): 0})
+    ranks = [layout.rank_tensors(parallel, tp, pp, {}) for pp in range(parallel.pp) for tp in range(parallel.tp)]
+    traced = [described([each for each in rank if each.nbytes], weights, our_value) for rank in ranks]
+    return traced, list(laid_out(model, weights, sizes, our_value))
 
 
 def make_tiny(python: Path, folder: Path, types: Iterable[str]) -> None:

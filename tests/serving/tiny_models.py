@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -61,7 +62,7 @@ OWN: dict[str, dict[str, object]] = {
     "mamba2": {"hidden_size": 64, "head_dim": 16, "num_heads": 8, "expand": 2, "n_groups": 2},
     "falcon": {"num_attention_heads": 8, "num_kv_heads": 2, "new_decoder_architecture": True, "alibi": False, "bias": False},
     "bloom": {"n_head": 8, "hidden_size": 64, "num_attention_heads": None},
-    "gpt_bigcode": {"n_head": 8, "multi_query": True},
+    "gpt_bigcode": {"n_head": 8, "multi_query": True, "num_key_value_heads": None},
     "gptj": {"n_head": 8, "rotary_dim": 4},
     "jamba": {"num_hidden_layers": 8, "attn_layer_period": 4, "attn_layer_offset": 2, "expert_layer_period": 2, "use_mamba_kernels": False},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "mamba"], "mamba_n_heads": 8, "mamba_d_head": 16},
@@ -90,11 +91,13 @@ OWN: dict[str, dict[str, object]] = {
     "glm_moe_dsa": {"topk_method": "noaux_tc", "num_key_value_heads": 8},
     "glm4_moe_lite": {"num_key_value_heads": 8},
     "minicpm3": {"num_key_value_heads": 8},
-    "kimi_linear": {"num_key_value_heads": 8},
+    "kimi_linear": {"num_key_value_heads": 8, "linear_num_heads": 16, "linear_head_dim": 6, "q_lora_rank": None, "n_group": 1,
+                    "moe_intermediate_size": 512, "layer_types": HYBRID, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "afmoe": {"layer_types": SLIDING, "num_dense_layers": 1, "n_group": 1},
     "phimoe": {"num_local_experts": 4},
     "ernie4_5_moe": {"moe_layer_start_index": 1, "moe_layer_interval": 1},
     "granitemoeshared": {"shared_intermediate_size": 32},
+    "qwen3_vl_moe": {"tie_word_embeddings": False},
     "longcat_flash": {"num_layers": 2, "ffn_hidden_size": 96, "zero_expert_num": 2},
     "zamba2": {"num_hidden_layers": 6, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2, "layer_types": ["mamba", "mamba", "hybrid"] * 2},
     "exaone_moe": {"layer_types": SLIDING, "is_moe_layer": [False, True, True, True], "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
@@ -104,12 +107,31 @@ PUBLISHED: dict[str, dict[str, object]] = {
     "afmoe": {"score_func": "sigmoid", "n_group": 1, "topk_group": 1, "route_norm": True},
     "glm4_moe": {"head_dim": 8},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
-    "hy_v3": {"first_k_dense_replace": 1},
+    "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 32, "qk_norm": True, "route_norm": True},
+    "glm4v": {"attention_bias": True},
+    "kimi_linear": {
+        "linear_attn_config": {
+            "full_attn_layers": [4],
+            "kda_layers": [1, 2, 3],
+            "head_dim": 6,
+            "num_heads": 16,
+            "short_conv_kernel_size": 4,
+        },
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "mla_use_nope": True,
+        "moe_router_activation_func": "sigmoid",
+        "use_grouped_topk": True,
+    },
     "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True},
     "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_num": 2, "zero_expert_type": "identity"},
     "mimo_v2_flash": {"hybrid_layer_pattern": [0, 1, 1, 0], "moe_layer_freq": [0, 1, 1, 1]},
     "qwen3_vl_moe": {"norm_topk_prob": True},
 }
+# transformers saves the stacked experts of these types in another orientation than published files have.
+TRANSPOSED = ("qwen3_vl_moe",)
+# Names that published files have in place of those that transformers saves: (pattern, replacement).
+RENAMED = {"kimi_linear": (r"block_sparse_moe\.((gate|up|down)_proj)", r"mlp.\1")}
 TYPES = (
     *("afmoe", "apertus", "arcee", "bloom", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5"),
     *("ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "gemma", "gemma2", "gemma3_text", "gemma3n_text"),
@@ -162,11 +184,25 @@ def save(model_type: str, folder: Path) -> None:
             if tensor.is_floating_point():
                 tensor.copy_(torch.randn(tensor.shape) * 0.2)
     model.save_pretrained(folder)
+    if model_type in (*TRANSPOSED, *RENAMED):
+        _as_published(model_type, folder / "model.safetensors")
     path = folder / "config.json"
     saved, added = json.loads(path.read_text()), PUBLISHED.get(model_type, {})
     inner = saved["text_config"] if is_tower else saved
     inner.update({key: value for key, value in added.items() if key not in inner})
     path.write_text(json.dumps(saved, indent=1))
+
+
+def _as_published(model_type: str, path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    if model_type in TRANSPOSED:
+        stacked = {name for name, tensor in tensors.items() if name.endswith(("gate_up_proj", "down_proj")) and tensor.ndim == 3}
+        tensors |= {name: tensors[name].transpose(1, 2).contiguous() for name in stacked}
+    if model_type in RENAMED:
+        tensors = {re.sub(*RENAMED[model_type], name): tensor for name, tensor in tensors.items()}
+    save_file(tensors, path, {"format": "pt"})
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from reshard.adapter.rank_files import first_missing, listed
 from reshard.engine.masters import wrong_master
 from reshard.errors import CheckpointError, MissingFile, MixedSaves
 from reshard.index.index import Index
@@ -23,10 +24,9 @@ _PER_FILE, _PER_FILE_IN_DOUBT = 2, 2000
 
 def check_ranks(paths: Mapping[int, str], ranks: int, what: str, *, why: str) -> None:
     """Raises CheckpointError unless each of the ranks 0..ranks - 1 has a file, and there is no other. paths: by rank."""
-    if missing := [rank for rank in range(ranks) if rank not in paths]:
-        some = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    if missing := first_missing(paths, ranks):
         raise MissingFile(
-            f"of {ranks} {what} ranks, {some} {'has' if len(missing) == 1 else 'have'} no file",
+            f"of {ranks} {what} ranks, {listed(missing)} {'has' if len(missing) == 1 else 'have'} no file",
             where=next(iter(paths.values()), None),
             why=why,
             do="Copy the missing files from where the checkpoint was written",

@@ -13,6 +13,7 @@ from typing import Any
 
 from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.errors import UnsupportedError
+from reshard.models.config_values import number, rotary_settings, rotary_type, whole_number
 from reshard.models.model import Model
 
 from .chunks import Chunk
@@ -79,8 +80,8 @@ def model_settings(model: Model) -> dict[str, Any]:
         settings |= _experts(model)
     if "kv_rank" in dimensions:
         settings |= _latent(model)
-    if config.get("sliding_window") and config.get("use_sliding_window", kind == "mistral"):
-        settings["window_size"] = (config["sliding_window"] - 1, 0)
+    if (window := whole_number(config, "sliding_window")) and config.get("use_sliding_window", kind == "mistral"):
+        settings["window_size"] = (window - 1, 0)
     return settings
 
 
@@ -91,14 +92,17 @@ def _first_layer(model: Model) -> list[Any]:
 def _positions(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     if kind == "gpt2":
         return {"position_embedding_type": "learned_absolute", "use_rotary_position_embeddings": False}
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope = rotary_settings(config)
     settings = {
         "position_embedding_type": "rope",
         "use_rotary_position_embeddings": False,
-        "rotary_base": config.get("rope_theta") or config.get("rotary_emb_base") or rope.get("rope_theta") or 10000,
-        "rotary_percent": config.get("partial_rotary_factor") or config.get("rotary_pct") or rope.get("partial_rotary_factor") or 1.0,
+        "rotary_base": number(config, "rope_theta") or number(config, "rotary_emb_base") or number(rope, "rope_theta") or 10000,
+        "rotary_percent": number(config, "partial_rotary_factor")
+        or number(config, "rotary_pct")
+        or number(rope, "partial_rotary_factor")
+        or 1.0,
     }
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope_type = rotary_type(rope)
     if rope_type == "llama3":
         fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         if any(rope.get(key) != value for key, value in fixed.items()):
@@ -106,9 +110,9 @@ def _positions(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
                 "the config scales rotary positions with other factors than Megatron, which has fixed ones",
                 why=f"Megatron has {fixed}; the config has {rope}",
             )
-        return settings | {"use_rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+        return settings | {"use_rope_scaling": True, "rope_scaling_factor": _factor(rope)}
     if rope_type == "linear":
-        return settings | {"rotary_seq_len_interpolation_factor": int(rope["factor"])}
+        return settings | {"rotary_seq_len_interpolation_factor": int(_factor(rope))}
     if rope_type == "yarn":
         if not kind.startswith("deepseek"):
             settings["position_embedding_type"] = "yarn"
@@ -126,6 +130,13 @@ def _positions(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
             f"Megatron has no rotary positions of the type {rope_type!r}", why="The config names this type in rope_scaling"
         )
     return settings | ({"rope_type": "rope"} if kind.startswith("deepseek") else {})
+
+
+def _factor(rope: Mapping[str, Any]) -> float:
+    factor = number(rope, "factor")
+    if factor is None:
+        raise UnsupportedError("rope_scaling has no factor", why=f"Rotary positions of the type {rotary_type(rope)!r} need one")
+    return factor
 
 
 def _activation(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,6 +168,7 @@ def _experts(model: Model) -> dict[str, Any]:
 
 def _latent(model: Model) -> dict[str, Any]:
     config, dimensions = model.config, model.dimensions
+    groups = whole_number(config, "n_group") or 1
     settings = {
         "q_lora_rank": dimensions.get("q_rank"),
         "kv_lora_rank": dimensions["kv_rank"],
@@ -164,8 +176,8 @@ def _latent(model: Model) -> dict[str, Any]:
         "qk_pos_emb_head_dim": dimensions["rope_dim"],
         "v_head_dim": dimensions["v_dim"],
         "moe_router_topk_scaling_factor": config.get("routed_scaling_factor"),
-        "moe_router_num_groups": config.get("n_group") if (config.get("n_group") or 1) > 1 else None,
-        "moe_router_group_topk": config.get("topk_group") if (config.get("n_group") or 1) > 1 else None,
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": config.get("topk_group") if groups > 1 else None,
         "mtp_num_layers": model.mtp_layers or None,
     }
     if model.architecture.family == "deepseek_v3":

@@ -76,7 +76,7 @@ def lay_out(serving_format: ServingFormat, layout: LearnedLayout, content: Conte
 
     Raises: RequestError if the layout does not fit the content, the config or the sizes.
     """
-    from reshard.adapter.serving_format.writing import rank_files
+    from reshard.adapter.serving_format.writing import about_values, rank_files
 
     parallel = target.parallel
     parallel.allow(
@@ -96,13 +96,14 @@ def lay_out(serving_format: ServingFormat, layout: LearnedLayout, content: Conte
     stored = {dtypes.get(name, template.dtype): None for name, template in templates.items() if template.parts}
     sidecars = companions.sidecars(stored, target.dtype or layout.dtype)
     unused = {name: f"{serving_format.engine}'s own loader does not read it" for name in content.weights if name not in used}
+    values = about_values(_computed(layout, dtypes, parallel))
     note = f"by a layout learned from {serving_format.engine} {layout.engine_version} ({layout.model_class}, build for {layout.platform})"
     return Layout(
         serving_format.name,
         tuple(files),
         (Sidecar(LAYOUT_FILE, text_of(layout).encode()), *sidecars),
         parallel,
-        (note, *_about_platform(templates), *_about_casts(layout, content, target, dtypes)),
+        (note, *_about_platform(templates), *_about_casts(layout, content, target, dtypes), *values),
         left_out=unused,
     )
 
@@ -117,11 +118,17 @@ def _about_casts(layout: LearnedLayout, content: Content, target: Target, dtypes
     cast: dict[str, DType] = {}
     for name, numbers, template in layout.rank_templates(target.parallel, 0, 0):
         for source in sources_of(template, numbers, (target.parallel.tp, 0)) if target.dtype is None else ():
-            if content.tensors[source].dtype != dtypes[name]:
+            if content.tensors[source].dtype != dtypes[name] and not dtypes[name].function:
                 cast[source] = dtypes[name]
     if cast:
         first, dtype = next(iter(cast.items()))
         yield f"{len(cast)} weights are cast, as the engine does it: {first} to {dtype}; `reshard verify --cast` compares them"
+
+
+def _computed(layout: LearnedLayout, dtypes: Mapping[str, DType], parallel: Parallel) -> dict[str, DType]:
+    """Checkpoint tensor -> its type in the engine, for those of which the engine stores a function."""
+    named = ((name, sources_of(template, numbers, (parallel.tp, 0))) for name, numbers, template in layout.rank_templates(parallel, 0, 0))
+    return {source: dtypes[name] for name, sources in named if dtypes[name].function for source in sources}
 
 
 def _all_templates(layout: LearnedLayout, parallel: Parallel) -> Iterator[tuple[str, tuple[int, ...], TensorTemplate]]:

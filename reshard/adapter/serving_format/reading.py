@@ -164,7 +164,7 @@ def _with_stored_experts(parallel: Parallel, model: Model, headers: RankHeaders)
 def _index(format_name: str, model: Model, rules: EngineRules, parallel: Parallel, headers: RankHeaders, facts: RunFacts) -> Index:
     """The index of the files of all ranks. Raises CheckpointError if a rank does not hold exactly what the rules expect."""
     aliases = {stored: name for name, stored in scale_aliases(model, rules).items()}
-    dtypes = placeholder_dtypes(model)
+    dtypes = placeholder_dtypes(model, rules)
     placed: list[tuple[TargetFile, PlacedTensor]] = []
     for (pp_rank, tp_rank), rank_headers in headers.items():
         expected = rank_tensors(model, dtypes, rules, parallel, tp_rank, pp_rank)
@@ -218,5 +218,5 @@ def _aliases_of(item: PlacedTensor, aliases: Mapping[str, str]) -> Iterator[Plac
 def _with_stored_dtype(tensor: StoredTensor, dtype: DType) -> StoredTensor:
     """The tensor in the element type that the file has; a constant keeps its value."""
     if tensor.sections or tensor.dtype == dtype or not tensor.filled or len(tensor.fill) == 1:
-        return replace(tensor, dtype=dtype)
+        return replace(tensor, dtype=dtype.of(tensor.dtype.function))
     return replace(tensor, dtype=dtype, fill=dtype.encoded(*struct.unpack("<f", tensor.fill)))

@@ -13,6 +13,7 @@ from reshard.adapter.safetensors_writer import framed
 from reshard.canonical.content import Content, check_against_model
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType
+from reshard.geometry.quantities import plural
 from reshard.geometry.stored import StoredTensor
 from reshard.models.model import Model
 from reshard.plans.layout import Layout, Sidecar, TargetFile
@@ -51,7 +52,14 @@ def lay_out(serving_format: ServingFormat, content: Content, target: Target, com
         tuple(rank_files(serving_format, target, lambda tp, pp: rank_tensors(model, stored, rules, target.parallel, tp, pp))),
         _sidecars(companions, stored, engine_config),
         target.parallel,
-        (*serving_format.notes(model, target), *rules.quirks.notes, *class_notes, *config_notes, *_about_left_out(left_out, content)),
+        (
+            *serving_format.notes(model, target),
+            *rules.quirks.notes,
+            *class_notes,
+            *config_notes,
+            *_about_left_out(left_out, content),
+            *about_values(stored),
+        ),
         aliases=scale_aliases(model, rules),
         left_out=left_out,
     )
@@ -87,12 +95,27 @@ def _check_content(content: Content, model: Model, rules: EngineRules) -> None:
 def _with_config_defaults(companions: ModelFiles, rules: EngineRules) -> tuple[ModelFiles, tuple[str, ...]]:
     """The config with the keys that the engine's class needs, and a note about the added keys."""
     config = companions.config or {}
-    added = {key: value for key, value in rules.quirks.config_defaults if key not in config}
+    added = {key: value for key, value in rules.quirks.config_defaults if not _is_stated(config, key.split("."))}
     if not added:
         return companions, ()
+    for key, value in added.items():
+        config = _with_key(config, key.split("."), value)
     settings = ", ".join(f"{key}: {value}" for key, value in added.items())
     note = f"added to config.json, since {rules.engine} needs it: {settings}"
-    return replace(companions, config={**config, **added}, derived=True), (note,)
+    return replace(companions, config=config, derived=True), (note,)
+
+
+def _is_stated(config: Mapping[str, Any], words: list[str]) -> bool:
+    """Whether a config has a key, given as the words on the way to it."""
+    first, *rest = words
+    inner = config.get(first)
+    return first in config and (not rest or (isinstance(inner, Mapping) and _is_stated(inner, rest)))
+
+
+def _with_key(config: Mapping[str, Any], words: list[str], value: object) -> dict[str, Any]:
+    """A config with a key, given as the words on the way to it."""
+    first, *rest = words
+    return {**config, first: _with_key(config.get(first) or {}, rest, value) if rest else value}
 
 
 def _sidecars(companions: ModelFiles, dtypes: Mapping[str, DType], engine_config: dict[str, Any] | None) -> tuple[Sidecar, ...]:
@@ -110,6 +133,16 @@ def _about_left_out(left_out: Mapping[str, str], content: Content) -> tuple[str,
     globs = dict.fromkeys(re.sub(r"^((?:[a-z_]+\.)*?layers\.\d+|[^.]+)\..*", r"\1.*", name) for name in left)
     excluded = " ".join(f"--exclude '{glob}'" for glob in globs)
     return (f"layers are left out; `reshard verify {excluded}` compares all others with the source",) if globs else ()
+
+
+def about_values(stored: Mapping[str, DType]) -> Iterator[str]:
+    """A note about weights in whose place the engine stores a function of them."""
+    if computed := {name: dtype for name, dtype in stored.items() if dtype.function}:
+        name, dtype = next(iter(computed.items()))
+        yield (
+            f"of {plural(len(computed), 'weight')} such as {name} the engine stores {dtype.function}, so that the weight itself does not "
+            "come back from these files; `reshard verify` computes the same"
+        )
 
 
 def rank_files(

@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from reshard.geometry.dtypes import FLOATING_WORDS, from_user
+from reshard.geometry.dtypes import FLOATING_WORDS, DType, from_user
+from reshard.geometry.functions import FUNCTIONS
 from reshard.models.declared.node import Node
-from reshard.models.declared.weights import split_of
+from reshard.models.declared.weights import layer_set, split_of
 from reshard.models.quirks import EngineName, ModelQuirks, Version
 from reshard.models.roles import ROLES
 
@@ -67,6 +68,11 @@ def _settings(node: Node) -> tuple[tuple[str, object], ...]:
     return tuple((key, inner.setting()) for key, inner in node.mapping().items())
 
 
+def _dtype(node: Node) -> DType | None:
+    """An element type; None for the one that the model computes in."""
+    return from_user(node.one_of(("model", *FLOATING_WORDS)))
+
+
 def _roles(node: Node) -> tuple[str, ...]:
     return tuple(item.word(r"[\w.-]+", "a role") for item in node.items())
 
@@ -81,9 +87,11 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "of_class": lambda node: {name: _quirks(inner) for name, inner in node.mapping().items()},
     "since": _version,
     "names": _names,
+    "names_in": lambda node: {layer_set(inner.inner("", name)): _names(inner) for name, inner in node.mapping().items()},
     "fusions": lambda node: {module: _roles(inner) for module, inner in node.mapping().items()},
     "even_rows_first": lambda node: {role: inner.word(r"[a-z_][a-z0-9_]*", "a dimension") for role, inner in node.mapping().items()},
-    "dtypes": lambda node: {role: from_user(inner.one_of(FLOATING_WORDS)) for role, inner in node.mapping().items()},
+    "dtypes": lambda node: {role: _dtype(inner) for role, inner in node.mapping().items()},
+    "values": lambda node: {role: inner.one_of(FUNCTIONS) for role, inner in node.mapping().items()},
     "splits": lambda node: {role: split_of(inner) for role, inner in node.mapping().items()},
     "keep_fused": lambda node: {role: _version(inner) for role, inner in node.mapping().items()},
     "tied_table_stored_as": lambda node: node.one_of(("head", "embedding", "both")),
@@ -91,8 +99,12 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "module_names": lambda node: {role: inner.word() for role, inner in node.mapping().items()},
     "unsupported": _unsupported,
     "tp_at_most_experts": Node.flag,
+    "least_expert_width": lambda node: node.number(1),
     "stages_need_experts": Node.flag,
-    "tied_refuses_stages": Node.flag,
+    "one_stage": Node.flag,
+    "one_stage_if": Node.condition,
+    "layer_lists": lambda node: {layer_set(inner.inner("", name)): _engine_words(inner) for name, inner in node.mapping().items()},
+    "in_place_of": lambda node: {role: inner.word(r"[\w.-]+", "a role") for role, inner in node.mapping().items()},
     "stores_normalizer": Node.flag,
     "normalizer_until": _version,
     "quantizes_router": Node.flag,

@@ -12,8 +12,10 @@ from reshard.models.architecture import Dimension
 from reshard.models.declared.yaml_data import Document, Path
 
 CONFIG_KEY = r"[\w.-]+"
+# A key of a dimension, which may name the entry of each layer: num_heads.{layer}.
+KEY_OF_LAYER = r"[\w-]+(\.([\w-]+|\{layer\}))*"
 _TERM = r"(?:[a-z_][a-z0-9_]*|[1-9][0-9]{0,9})"
-_EXPRESSION = re.compile(rf"\s*{_TERM}(?:\s*[*/+]\s*{_TERM})*\s*")
+_EXPRESSION = re.compile(rf"\s*{_TERM}(?:\s*[*/+-]\s*{_TERM})*\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,10 @@ class Node:
     def config_key(self) -> str:
         """The value, a key of the config."""
         return self.word(CONFIG_KEY, "a key of the config")
+
+    def condition(self) -> str:
+        """The value, a condition on the config, as Model.holds takes it."""
+        return self.word(rf"(not )?{CONFIG_KEY}( is [\w.-]+)?", "a key of the config, KEY is VALUE, or `not` and one of these")
 
     def one_of(self, words: Sequence[str]) -> str:
         """The value, one of some words."""

@@ -15,7 +15,7 @@ declarations of other models come from the function `find`, so that this file kn
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,9 +24,9 @@ from reshard.errors import RequestError
 from reshard.models.architecture import LAYER_SETS, Architecture, Dimension, LayerRule, Weight
 from reshard.models.declared import yaml_data
 from reshard.models.declared.engines import engines_of
-from reshard.models.declared.node import CONFIG_KEY, Node, expression
+from reshard.models.declared.node import KEY_OF_LAYER, Node, expression
 from reshard.models.declared.version_1 import in_version_2
-from reshard.models.declared.weights import NUMBER, WeightReader, overlap
+from reshard.models.declared.weights import NUMBER, WeightReader, layer_set, overlap
 from reshard.models.roles import DECLARED_ROLES
 
 # The version of the language that is described in docs/architectures.md and that drafts are written in.
@@ -41,10 +41,11 @@ KEYS = (
 )  # fmt: skip
 
 
-def parse_declaration(content: bytes, where: str, find: Find) -> Architecture:
+def parse_declaration(content: bytes, where: str, find: Find, language_model: str | None = None) -> Architecture:
     """The architecture that a declaration declares.
 
-    where: the file, as errors name it. find: returns the declarations of the models that `extends` and `like` name.
+    where: the file, as errors name it. find: returns the declarations of the models that `extends` and `like` name. language_model: the
+    model that is extended if `extends` leaves it to the config; None: the one that the declaration names for configs that name none.
 
     Raises: RequestError, naming the line, if any part of the declaration is not understood.
     """
@@ -54,13 +55,13 @@ def parse_declaration(content: bytes, where: str, find: Find) -> Architecture:
     if "model_type" not in keys:
         raise root.error("it has no model_type", do="Add `model_type:` and the model_type of the model's config")
     model_type = keys["model_type"].word(r"[A-Za-z][\w.-]*")
-    base = _extended(keys, find)
+    base = _extended(keys, find, language_model)
     dimensions = _dimensions(keys["dimensions"], base) if "dimensions" in keys else dict(base.dimensions if base else {})
     if "layers" not in dimensions:
         raise root.error("no dimension is called layers", do="Add it under `dimensions`, such as `layers: num_hidden_layers`")
     reader = WeightReader(dimensions)
-    towers = [(node, reader.weight(name, node)) for name, node in keys["towers"].mapping().items()] if "towers" in keys else []
-    nodes = [(node, reader.weight(name, node)) for name, node in keys["weights"].mapping().items()] if "weights" in keys else []
+    towers = _weights(keys["towers"], reader) if "towers" in keys else []
+    nodes = _weights(keys["weights"], reader) if "weights" in keys else []
     weights, fields = [weight for _, weight in nodes], _fields(keys, base, find)
     if base:
         made = base.extended(*weights, model_type=model_type, without=_without(keys, base), **fields)
@@ -73,8 +74,15 @@ def parse_declaration(content: bytes, where: str, find: Find) -> Architecture:
         raise root.error("it declares no weights", do="Name them under `weights`, or take over those of another model with `extends:`")
     for node, weight in nodes:
         _check_layers(weight, made, node)
+    for name, dimension in dimensions.items():
+        _check_sets([of for form in dimension.forms for of in form.in_sets], made, root.inner(name, None))
     _check_names(made, nodes)
     return replace(made, tied=_tied(keys, made, base))
+
+
+def _weights(node: Node, reader: WeightReader) -> list[tuple[Node, Weight]]:
+    """The weights of a mapping. The value of a name may be a list, each item of which is about other layers."""
+    return [(item, reader.weight(name, item)) for name, inner in node.mapping().items() for item in inner.items()]
 
 
 def _root(content: bytes, where: str) -> Node:
@@ -123,9 +131,15 @@ def _declared(node: Node, find: Find) -> Architecture:
     return architecture
 
 
-def _extended(keys: Mapping[str, Node], find: Find) -> Architecture | None:
+def _extended(keys: Mapping[str, Node], find: Find, language_model: str | None) -> Architecture | None:
     if "extends" in keys:
-        base = _declared(keys["extends"], find)
+        node, inner_config = keys["extends"], None
+        if isinstance(node.value, dict):
+            if len(node.value) != 1:
+                raise node.unexpected("a model, or {KEY: MODEL} with the key of the config in which the language model is named")
+            [(inner_config, usual)] = node.mapping().items()
+            node = usual.inner("", language_model) if language_model else usual
+        base = replace(_declared(node, find), language_model_in=inner_config)
         return _renamed(base, keys["renamed"]) if "renamed" in keys else base
     if needless := next((key for key in ("without", "renamed") if key in keys), None):
         raise keys[needless].error(f"`{needless}` is about the weights of the model that `extends:` names, and there is no `extends:`")
@@ -181,17 +195,19 @@ def _dimensions(node: Node, base: Architecture | None) -> dict[str, Dimension]:
     # A default may use the dimensions before it. Those of the extended declaration keep their places.
     before: dict[str, Dimension] = {}
     for name, dimension in dimensions.items():
-        form: Dimension | None = dimension if name in own_dimensions else None
-        while form:
+        for form in dimension.forms if name in own_dimensions else ():
             if form.multiple_of:
                 expression(node.inner(name, form.multiple_of), before, why="A default is rounded to a multiple of a dimension before it")
             if form.default:
-                expression(node.inner(name, form.default), before, why="A default is an expression of the dimensions before it")
-            form = form.otherwise
+                itself = {} if form is dimension else {name: dimension}
+                why = "A default is an expression of the dimensions before it"
+                expression(node.inner(name, form.default), {**before, **itself}, why=why)
         before[name] = dimension
+    if "layers" in dimensions and dimensions["layers"].optional and not dimensions["layers"].counts:
+        raise node.inner("layers", None).error("layers cannot be optional", why="It is the number of times that weights are repeated")
     for name in ("layers", "experts"):
-        if name in dimensions and dimensions[name].optional and not dimensions[name].counts:
-            raise node.inner(name, None).error(f"{name} cannot be optional", why="It is the number of times that weights are repeated")
+        if name in dimensions and dimensions[name].differs:
+            raise node.inner(name, None).error(f"{name} is the same in all layers", do="Leave out `in` and {layer}")
     return dimensions
 
 
@@ -199,13 +215,14 @@ def _dimension(node: Node) -> Dimension:
     if isinstance(node.value, int) and not isinstance(node.value, bool):
         return Dimension((), default=str(node.number(1)))
     if not isinstance(node.value, dict):
-        return Dimension(_config_keys(node))
-    keys = node.mapping(("keys", "default", "optional", "entries_of", "multiple_of", "when", "otherwise"))
-    config_keys = _config_keys(keys["keys"]) if "keys" in keys else ()
+        return Dimension(_keys_of_layers(node))
+    keys = node.mapping(("keys", "default", "optional", "entries_of", "multiple_of", "when", "otherwise", "in"))
+    config_keys = _keys_of_layers(keys["keys"]) if "keys" in keys else ()
     if "entries_of" in keys:
         if "keys" in keys or "default" in keys:
             raise node.error("`entries_of` counts the entries of a list of the config", do="Leave out `keys` and `default`")
         return Dimension(_config_keys(keys["entries_of"]), optional=True, counts=True)
+    of_sets = keys["in"].mapping() if "in" in keys else {}
     default = str(keys["default"].value) if "default" in keys else None
     if default is not None and not isinstance(keys["default"].value, str | int):
         raise keys["default"].unexpected("an expression of dimensions")
@@ -218,9 +235,14 @@ def _dimension(node: Node) -> Dimension:
         default,
         keys["optional"].flag() if "optional" in keys else False,
         multiple_of=keys["multiple_of"].word(r"[a-z_][a-z0-9_]*", "a dimension") if "multiple_of" in keys else None,
-        when=keys["when"].word(rf"(not )?{CONFIG_KEY}", "a key of the config, or `not` and a key") if "when" in keys else None,
+        when=keys["when"].condition() if "when" in keys else None,
         otherwise=_dimension(keys["otherwise"]) if "otherwise" in keys else None,
+        in_sets={layer_set(inner.inner("", name)): _dimension(inner) for name, inner in of_sets.items()},
     )
+
+
+def _keys_of_layers(node: Node) -> tuple[str, ...]:
+    return tuple(item.word(KEY_OF_LAYER, "a key of the config") for item in node.items())
 
 
 def _config_keys(node: Node) -> tuple[str, ...]:
@@ -237,6 +259,9 @@ def _fields(keys: Mapping[str, Node], base: Architecture | None, find: Find) -> 
         fields["like"], fields["engines"] = like.family, like.engines
     if "engines" in keys:
         fields["engines"] = {**fields.get("engines", {}), **engines_of(keys["engines"])}
+    if base and base.language_model_in:
+        own = fields.get("engines", {})
+        fields["engines"] = {name: own[name].around(base.engines[name]) for name in base.engines if name in own}
     for key in ("dropped", "carried"):
         if key in keys:
             reasons = {_regex(glob): _reason(node) for glob, node in keys[key].mapping().items()}
@@ -248,8 +273,8 @@ def _fields(keys: Mapping[str, Node], base: Architecture | None, find: Find) -> 
         if strange := next((name for name in declared if name in LAYER_SETS or not re.fullmatch(r"[a-z_][a-z0-9_]*", name)), None):
             raise keys["layer_sets"].error(f"a set of layers cannot be called {strange!r}", do="Name it by another word in lower case")
         fields["layer_sets"] = {**(base.layer_sets if base else {}), **declared}
-    if "text_config" in keys:
-        fields["text_config"] = keys["text_config"].config_key()
+    if "text_config" in keys or (base and base.language_model_in):
+        fields["text_config"] = keys["text_config"].config_key() if "text_config" in keys else base and base.language_model_in
     if "mtp_layers" in keys:
         fields["mtp_layers"] = keys["mtp_layers"].config_key()
     if "defaults" in keys:
@@ -272,17 +297,22 @@ def _reason(node: Node) -> str:
     return node.value
 
 
+_LAYER_KEYS = ("indices", "first", "last", "step", "every", "dense", "at_end")
+
+
 def _layer_rule(node: Node) -> LayerRule:
     if node.value == "all":
         return LayerRule()
-    keys = node.mapping(("list", "entries", "indices", "first", "last", "step", "every", "offset", "dense"))
+    keys = node.mapping(("when", "list", "entries", "offset", "indices_start", *_LAYER_KEYS))
     if ("list" in keys) != ("entries" in keys):
         raise node.error("`list` names a list of the config and `entries` which of its entries count", do="Write both, or none of them")
-    config_keys = {key: keys[key].config_key() for key in ("indices", "first", "last", "step", "every", "dense") if key in keys}
+    config_keys = {key: keys[key].config_key() for key in _LAYER_KEYS if key in keys}
     return LayerRule(
+        when=keys["when"].condition() if "when" in keys else None,
         keys=_config_keys(keys["list"]) if "list" in keys else (),
         entries=tuple(_entry(item) for item in keys["entries"].items()) if "entries" in keys else (),
         offset=keys["offset"].number(0) if "offset" in keys else 0,
+        indices_start=keys["indices_start"].number(0) if "indices_start" in keys else 0,
         **config_keys,
     )
 
@@ -323,12 +353,7 @@ def _check_layers(weight: Weight, made: Architecture, node: Node) -> None:
     """Raises RequestError if a weight belongs to layers or experts that its name has no index for, or that are not declared."""
     if weight.layers and "{layer}" not in weight.name:
         raise node.error(f"`layers: {', '.join(weight.layers)}` needs the number of the layer in the name, and the name has none")
-    sets = [name.removeprefix("not ") for name in weight.layers]
-    if strange := next((name for name in sets if name not in (*LAYER_SETS, *made.layer_sets)), None):
-        raise node.error(
-            f"no set of layers is called {strange!r}",
-            do=f"The sets are {', '.join((*LAYER_SETS, *made.layer_sets))}; declare another one under `layer_sets`",
-        )
+    sets = _check_sets(weight.layers, made, node)
     if "mtp" in sets and made.mtp_layers is None:
         raise node.error("the number of layers for multi-token prediction is not declared", do="Add `mtp_layers:` and the config's key")
     if "{expert}" in weight.name and "experts" not in made.dimensions:
@@ -344,6 +369,17 @@ def _check_layers(weight: Weight, made: Architecture, node: Node) -> None:
         )
 
 
+def _check_sets(names: Iterable[str], made: Architecture, node: Node) -> list[str]:
+    """The names of sets of layers without `not`. Raises RequestError if one is not declared."""
+    sets = [name.removeprefix("not ") for name in names]
+    if strange := next((name for name in sets if name not in (*LAYER_SETS, *made.layer_sets)), None):
+        raise node.error(
+            f"no set of layers is called {strange!r}",
+            do=f"The sets are {', '.join((*LAYER_SETS, *made.layer_sets))}; declare another one under `layer_sets`",
+        )
+    return sets
+
+
 def _check_names(made: Architecture, nodes: Sequence[tuple[Node, Weight]]) -> None:
     """Raises RequestError if one tensor could belong to two of the names."""
     by_pattern: dict[str, list[str]] = {}
@@ -352,5 +388,8 @@ def _check_names(made: Architecture, nodes: Sequence[tuple[Node, Weight]]) -> No
     for node, weight in nodes:
         names = by_pattern[re.sub(NUMBER, "#", weight.name)]
         other = next((name for name in names if name != weight.name and overlap(name, weight.name)), None)
-        if other or names.count(weight.name) > 2:
-            raise node.error(f"one tensor could have this name and {other or weight.name}", do="Leave one of the two")
+        alike = [one for _, one in nodes if one.name == weight.name]
+        if other or (len(alike) > 1 and not all(one.layers for one in alike)):
+            raise node.error(
+                f"one tensor could have this name and {other or weight.name}", do="Leave one of the two, or name the layers of each"
+            )

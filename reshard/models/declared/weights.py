@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard.models.architecture import Dimension, Weight
-from reshard.models.declared.node import CONFIG_KEY, Node, expression
+from reshard.models.declared.node import Node, expression
 from reshard.models.roles import DECLARED_ROLES, ROLES, Column, FirstRank, Heads, Replicate, Row, Split, Vocabulary
 
 WEIGHT_KEYS = ("role", "shape", "split", "fuses", "interleaved_by", "transposed", "stacked", "when", "layers")
@@ -43,8 +43,8 @@ class WeightReader:
             name,
             role,
             self._shape(node, keys, name, rows, transposed=transposed),
-            keys["when"].word(rf"(not )?{CONFIG_KEY}", "a key of the config, or `not` and a key") if "when" in keys else None,
-            tuple(_layer_set(item) for item in keys["layers"].items()) if "layers" in keys else (),
+            keys["when"].condition() if "when" in keys else None,
+            tuple(layer_set(item) for item in keys["layers"].items()) if "layers" in keys else (),
             rows if "fuses" in keys else {},
             self._interleaved_by(keys) if "interleaved_by" in keys else None,
             transposed,
@@ -157,7 +157,8 @@ def split_of(node: Node) -> Split:
     return Heads(count, keys["copies"].flag() if "copies" in keys else False)
 
 
-def _layer_set(node: Node) -> str:
+def layer_set(node: Node) -> str:
+    """The name of a set of layers, or `not` and the name."""
     return node.word(r"(not )?[a-z_][a-z0-9_]*", "a set of layers, or `not` and a set of layers")
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reshard.errors import RequestError
-from reshard.geometry.dtypes import from_safetensors
+from reshard.geometry.dtypes import DType, from_safetensors
+from reshard.geometry.functions import FUNCTIONS
 from reshard.serving.learned.layout import (
     LearnedLayout,
     LearnedSizes,
@@ -92,7 +93,7 @@ def _range_text(values: tuple[int, ...]) -> str:
 
 
 def _template_json(template: TensorTemplate) -> dict[str, Any]:
-    found: dict[str, Any] = {"dtype": template.dtype.name, "shape": _numbers_json(template.shape)}
+    found: dict[str, Any] = {"dtype": str(template.dtype), "shape": _numbers_json(template.shape)}
     if template.parts:
         found["parts"] = [_part_json(part) for part in template.parts]
     for key in ("fill", "problem", "kernel"):
@@ -228,13 +229,21 @@ def _row(row: list[Any], templates: list[TensorTemplate]) -> NamedTemplate:
 def _template(document: Mapping[str, Any]) -> TensorTemplate:
     fill = document.get("fill")
     return TensorTemplate(
-        dtype=from_safetensors(document["dtype"], where="a template"),
+        dtype=_dtype(document["dtype"]),
         shape=_numbers(document["shape"]),
         parts=tuple(_part(part) for part in document.get("parts", ())),
         fill=None if fill is None else float(fill),
         problem=_text(document.get("problem", "")),
         kernel=_text(document.get("kernel", "")),
     )
+
+
+def _dtype(text: str) -> DType:
+    """F32, or F32 of -exp."""
+    name, _, function = _text(text).partition(" of ")
+    if function and function not in FUNCTIONS:
+        raise ValueError(f"{function!r} is no known function")
+    return from_safetensors(name, where="a template").of(function)
 
 
 def _part(document: Mapping[str, Any]) -> TemplatePart:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from reshard.serving.learned.layers import Ranks, folded_layers
-from reshard.serving.learned.layout import NamedTemplate, TemplateAxis, TemplatePart, TemplateRun, TensorTemplate, dtype_of
+from reshard.serving.learned.layout import NamedTemplate, TemplateAxis, TemplatePart, TemplateRun, TensorTemplate
 from reshard.serving.learned.numbers import Fixed, Number, TpRank, fitted, listed
 from reshard.serving.learned.parts import TracedPart, TracedTensor
 from reshard.serving.learned.unfold import plain, unfolded_tensor
@@ -88,7 +88,7 @@ def _template(tensors: Mapping[TpRank, TracedTensor]) -> TensorTemplate:
         parts.append(_part(found, tensors))
     fill = next((tensor.fill for tensor in tensors.values() if tensor.fill is not None), None)
     kernel = next((tensor.kernel for tensor in tensors.values() if tensor.kernel), "")
-    return TensorTemplate(dtype_of(first.dtype), shape, tuple(parts), fill, first.problem, kernel)
+    return TensorTemplate(first.dtype, shape, tuple(parts), fill, first.problem, kernel)
 
 
 def _part_at(tensor: TracedTensor, of: TracedTensor, position: int) -> TracedPart | None:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from reshard.geometry.dtypes import DType, from_torch
+
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -38,8 +40,8 @@ class TracedPart:
 class TracedTensor:
     """A tensor of one rank."""
 
-    dtype: str
-    """Its element type, as torch calls it."""
+    dtype: DType
+    """Its element type; of a function, if it holds the function's values of all of its parts."""
     shape: tuple[int, ...]
     """Its shape."""
     parts: tuple[TracedPart, ...]
@@ -56,14 +58,16 @@ def traced_tensor(document: Mapping[str, Any]) -> TracedTensor:
     """One tensor of a tracer's answer."""
     parts = tuple(_runs(_part(each) for each in document.get("parts", ())))
     fill, problem = _rest(document)
-    functions = sorted({function for part in parts for function in part.functions if function not in KNOWN_FUNCTIONS})
-    if functions:
-        problem = f"the engine applies {', then '.join(functions)} to {parts[0].source}"
-    return TracedTensor(document["dtype"], tuple(document["shape"]), parts, fill, problem, document.get("kernel", ""))
+    dtype, applied = from_torch(document["dtype"], where="the layout"), {part.functions: part for part in parts}
+    if len(applied) == 1 and applied.keys() <= KNOWN_FUNCTIONS.keys():
+        dtype = dtype.of(KNOWN_FUNCTIONS[parts[0].functions])
+    elif functions := next(filter(None, applied), None):
+        problem = f"the engine applies {', then '.join(functions)} to {applied[functions].source}"
+    return TracedTensor(dtype, tuple(document["shape"]), parts, fill, problem, document.get("kernel", ""))
 
 
-# Functions that a conversion applies. A tensor with another one is refused by name.
-KNOWN_FUNCTIONS: frozenset[str] = frozenset()
+# What an engine does with each element, and the function of it that a conversion computes. A tensor with anything else is refused by name.
+KNOWN_FUNCTIONS: Mapping[tuple[str, ...], str] = {(): "", ("exp(x) in float32", "neg(x) in float32"): "-exp"}
 
 
 def _part(document: Any) -> TracedPart:

@@ -26,7 +26,7 @@ def unfolded_tensor(template: TensorTemplate, numbers: tuple[int, ...], rank: Tp
     """What a template says about one tensor of one rank. numbers: those in its name."""
     shape = tuple(number.at(*rank) for number in template.shape)
     parts = tuple(part for each in template.parts for part in _unfolded_part(each, numbers, rank))
-    return TracedTensor(template.dtype.torch, shape, parts, template.fill, template.problem, template.kernel)
+    return TracedTensor(template.dtype, shape, parts, template.fill, template.problem, template.kernel)
 
 
 def _unfolded_part(part: TemplatePart, numbers: tuple[int, ...], rank: TpRank) -> Iterator[TracedPart]:

@@ -1,0 +1,71 @@
+"""What ranks hold of weights in bfloat16, computed without files."""
+
+import hashlib
+import itertools
+import json
+
+import numpy as np
+from places import FIXTURES, rules_of
+
+from reshard.engine.casts import cast
+from reshard.geometry.dtypes import BF16
+from reshard.geometry.parallel import Parallel
+from reshard.serving.legality import check_degrees
+from reshard.serving.ranks import rank_tensors
+from reshard.serving.weights import stored_dtypes
+
+
+def sizes_of(degree):
+    """tp2-pp2 and tp2-ep as the options of a plan."""
+    words = degree.split("-")
+    sizes = {word[:2]: int(word[2:]) for word in words if word != "ep"}
+    return {**sizes, "ep": sizes["tp"] if "ep" in words else 1}
+
+
+def elements_of(stored, weights, value_of):
+    """The bytes of a stored tensor whose sections are boxes of `weights`, which are words of bfloat16."""
+    fill = stored.fill * stored.dtype.itemsize if len(stored.fill) == 1 else stored.fill
+    flat = np.frombuffer(bytearray(fill) * (stored.nbytes // stored.dtype.itemsize), stored.dtype.word)
+    for section in stored.sections:
+        block = weights[section.name][tuple(slice(at, at + size) for at, size in zip(section.box.offsets, section.box.sizes, strict=True))]
+        if stored.dtype.function:
+            block = value_of(block, stored.dtype)
+        elif stored.dtype.name != "BF16":
+            block = block.astype("<u4") << 16
+        strides = tuple(stride * stored.dtype.itemsize for stride in section.strides)
+        np.lib.stride_tricks.as_strided(flat[section.start :], block.shape, strides)[...] = block
+    return flat.tobytes()
+
+
+def our_value(words, dtype):
+    """A function of words of bfloat16 as `convert` writes it."""
+    return cast(words, BF16, dtype)
+
+
+def value_in_vllm(words, dtype):
+    """A function of words of bfloat16 as torch computed it in the real ranks: our value, or its neighbour where the list says so."""
+    apart = np.zeros(1 << 16, np.int64)
+    for word, distance in json.loads((FIXTURES / "functions/exp.json").read_text())["apart"].items():
+        apart[int(word, 16)] = distance
+    return (our_value(words, dtype) + apart[words]).astype("<u4")
+
+
+def laid_out(model, weights, sizes, value_of):
+    """What every rank of vLLM would hold by the declaration, without a file; in vLLM's order of ranks."""
+    parallel, rules = Parallel(**sizes), rules_of("vllm", model)
+    check_degrees(model, rules, parallel)
+    dtypes = stored_dtypes(model, rules, dict.fromkeys(weights, BF16))
+    for pp_rank, tp_rank in itertools.product(range(parallel.pp), range(parallel.tp)):
+        yield described(rank_tensors(model, dtypes, rules, parallel, tp_rank, pp_rank), weights, value_of)
+
+
+def described(tensors, weights, value_of):
+    """Name -> element type, shape and a digest of the elements, of a rank's stored tensors."""
+    return {
+        stored.name: {
+            "dtype": stored.dtype.name,
+            "shape": list(stored.shape),
+            "sha256": hashlib.sha256(elements_of(stored, weights, value_of)).hexdigest(),
+        }
+        for stored in tensors
+    }
