@@ -211,6 +211,10 @@ class Session:
         return done.returncode, done.stdout
 
 
+# pytest-xdist sets it, which shortens tables; a page shows whole ones.
+os.environ.pop("COLUMNS", None)
+
+
 def run_page(page: Page, folder: Path) -> Iterator[tuple[Command, int, list[str]]]:
     """Every command that is run, with its exit code and the lines that it prints. Python blocks run in their place."""
     session = Session(page, folder)

@@ -12,7 +12,7 @@ from reshard.index.coverage import sharding_text
 from reshard.index.fold import Fold
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import primary_rows
-from reshard.picture.drawing import Span, Strip, strips
+from reshard.picture.drawing import MapRow, Span, strips
 from reshard.picture.page import Html, element, folded, joined, meter, table
 
 # What a page shows of it; the rest is counted.
@@ -37,7 +37,7 @@ def shard_map(tree: Fold, *, most_rows: int = _MOST_ROWS) -> Html:
             (copies if is_copy else own).append((left + start * (right - left - gap), left + stop * (right - left - gap)))
     order = sorted(rows, key=_natural)
     picture = strips(
-        [Strip(holder, tuple(rows[holder][0]), tuple(rows[holder][1])) for holder in order[:most_rows]],
+        [MapRow(holder, tuple(rows[holder][0]), tuple(rows[holder][1])) for holder in order[:most_rows]],
         title=f"Who holds what: {plural(len(order), 'row')}, {plural(len(in_order), 'family', 'families')} of tensors",
         dividers=edges[1:-1].tolist(),
     )
@@ -63,7 +63,7 @@ def tensor_map(tensor: Tensor) -> Html:
         own, copies = rows.setdefault(holder, ([], []))
         (copies if is_copy else own).append((start, stop))
     order = sorted(rows, key=_natural)[:_MOST_ROWS]
-    return strips([Strip(each, tuple(rows[each][0]), tuple(rows[each][1])) for each in order], title=f"Who holds {tensor.name}")
+    return strips([MapRow(each, tuple(rows[each][0]), tuple(rows[each][1])) for each in order], title=f"Who holds {tensor.name}")
 
 
 def held_spans(tensor: Tensor) -> Iterator[tuple[str, float, float, bool]]:

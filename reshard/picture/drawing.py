@@ -12,7 +12,7 @@ Span = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Strip:
+class MapRow:
     """One row of a map: what one holder has."""
 
     label: str
@@ -23,7 +23,7 @@ class Strip:
     """What it holds as a copy of what another one holds."""
 
 
-def strips(rows: Sequence[Strip], *, title: str, dividers: Iterable[float] = (), width: int = 1000) -> Html:
+def strips(rows: Sequence[MapRow], *, title: str, dividers: Iterable[float] = (), width: int = 1000) -> Html:
     """A map: one strip for each row, under each other. dividers: vertical lines, as shares of the width."""
     height = 16 if len(rows) <= 32 else 7 if len(rows) <= 128 else 3
     labels = len(rows) <= 32

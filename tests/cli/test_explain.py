@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from command import reshard
@@ -11,6 +12,7 @@ from places import HF
 from safetensors.torch import load_file, save_file
 
 import reshard as library
+from reshard.measures import mistakes
 
 LAYER = "model.layers.{}."
 PARTS = {
@@ -161,3 +163,10 @@ def test_mistakes_across_layouts_are_named_with_ranges(broken, tmp_path):
     assert reshard("convert", HF / "llama", tmp_path / "good", "--to", "vllm", "--tp", 2).code == 0
     shown = reshard("explain", broken(exchanged("gate", "up")), tmp_path / "good").out
     assert "  holds mlp.up_proj.weight" in shown and "\n    model.layers.{0..1}.mlp.gate_proj.weight\n" in shown
+
+
+def test_rows_with_equal_hashes_are_not_taken_for_equal_rows(monkeypatch):
+    monkeypatch.setattr(mistakes, "_hashed", lambda block: block.reshape(len(block), -1)[:, 0].astype(np.uint64))
+    right = np.array([[1, 5], [2, 6]], np.uint16)
+    assert mistakes.row_mistake("x", np.array([[2, 6], [1, 5]], np.uint16), {"x": right}) == "its rows are reversed"
+    assert mistakes.row_mistake("x", np.array([[2, 7], [1, 5]], np.uint16), {"x": right}) is None

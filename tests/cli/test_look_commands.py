@@ -83,6 +83,13 @@ def test_a_threshold_is_a_gate(trained, threshold, code):
     assert result.code == code and bool(result.document["beyond_threshold"]) == bool(code)
 
 
+def test_a_threshold_is_exact_and_each_of_several_counts(trained):
+    relative = library.diff(LLAMA, trained).largest()[0].relative
+    for factor, code in ((0.999, 1), (1.001, 0)):
+        assert reshard("diff", LLAMA, trained, "--threshold", relative * factor).code == code
+        assert reshard("diff", LLAMA, trained, "--threshold", relative * factor, "--threshold", "largest=1e9").code == code
+
+
 def test_a_threshold_does_not_forgive_a_missing_tensor_or_a_nan(trained):
     (file,) = trained.glob("*.safetensors")
     weights = load_file(file)
