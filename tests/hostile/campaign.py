@@ -25,6 +25,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
@@ -257,6 +258,8 @@ def _all_jobs(args: argparse.Namespace, folder: Path) -> int:
                 outcomes, defects = campaign(args, job, folder)
                 (folder / f"job{job}.json").write_text(json.dumps([outcomes, [[*recipe, outcome] for recipe, outcome, _ in defects]]))
                 code = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         children.append(child)
@@ -268,6 +271,8 @@ def _all_jobs(args: argparse.Namespace, folder: Path) -> int:
         outcomes.update(counts)
         defects += found
     total = sum(count for outcome, count in outcomes.items())
+    if failed:
+        print(f"{len(failed)} of {args.jobs} jobs died: see the traceback above")
     print(f"{total:,} inputs of {len(fixtures())} fixtures in {time.monotonic() - began:.0f} s, seed {args.seed}")
     for outcome in ("refused", "unforeseen", "done", "TRACEBACK", "CRASH", "HANG", "MEMORY", "EXECUTED", "WROTE ELSEWHERE"):
         print(f"  {outcome:16}{outcomes[outcome]:9,}")

@@ -530,7 +530,7 @@ SLOW = """
 import os, sys, time
 real = os.pwrite
 def pwrite(*arguments):
-    time.sleep(0.02)
+    time.sleep(0.1)
     return real(*arguments)
 os.pwrite = pwrite
 from importlib import import_module
