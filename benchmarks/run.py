@@ -5,7 +5,7 @@
 Every measurement is of a whole process, its start included. `cp` and reshard take turns, on a warm cache; `cp` is followed by a
 `sync` of the copies, because reshard syncs what it writes. The ratio is taken pair by pair; its median counts. PYTHON is an interpreter
 with torch, accelerate and verl, or with DeepSpeed (peers.py and deepspeed_peers.py say how to make them); without it the peers and
-the cases that start from their files are left out. A peer whose package is missing is left out, too.
+the cases that start from their files are left out. So is a peer whose package is missing.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def plan_document(plan: Plan, *, full: bool) -> dict[str, Any]:
-    """The plan with stable keys, and what each rank holds. full: each tensor, too."""
+    """The plan with stable keys, and what each rank holds. full: include each tensor."""
     from dataclasses import asdict
 
     from reshard.plans import summary

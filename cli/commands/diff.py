@@ -81,7 +81,7 @@ def command(left: str, right: str, headers: bool, thresholds: tuple[str, ...], l
 
 
 def document(result: Diff, beyond: list[Change] | None, *, full: bool) -> dict[str, Any]:
-    """The result with stable keys. full: each tensor, too."""
+    """The result with stable keys. full: include each tensor."""
     from reshard.measures.changes import sum_of
 
     return {

@@ -396,24 +396,15 @@ def _shares(opened: Checkpoint, view: TreeView) -> tuple[ByteShare, ...]:
 
 
 def _show_shares(found: tuple[ByteShare, ...], view: TreeView) -> None:
+    from reshard.index.balance import share_rows
+
     if not found:
         show(f"  the files do not say which {view.by} held what; --by file shows where the bytes are")
         return
-    total, most = sum(share.nbytes for share in found), max(share.nbytes for share in found)
-    shown = found[: view.most]
-    rows = [
-        (
-            share.name,
-            share.tensors,
-            nbytes_text(share.nbytes),
-            f"{100 * share.nbytes / (total or 1):.3g} %",
-            bar_text(share.nbytes / (most or 1)),
-        )
-        for share in shown
-    ]
+    rows = share_rows(found, len(found[: view.most]), bar_text)
     show_table(rows, (str(view.by), "tensors", "bytes", "share", ""), optional=(4,))
-    if len(found) > len(shown):
-        show(f"  and {len(found) - len(shown):,} more; --limit 0 shows all")
+    if len(found) > len(rows):
+        show(f"  and {len(found) - len(rows):,} more; --limit 0 shows all")
 
 
 def _percent(part: int, whole: int) -> str:

@@ -96,10 +96,10 @@ class _Wanted:
 def _rank_files(wanted: _Wanted, kind: str) -> Iterator[TargetFile]:
     """The files of one kind, "model" or "optim", of all ranks. Ranks whose files are alike are laid out once."""
 
-    def described(rank: int) -> _RankTensors:
+    def described(rank: int) -> tuple[_RankTensors, bytes]:
         tensors = _RankTensors(wanted, rank)
-        tensors.state_dict = _model_state_dict(tensors) if kind == "model" else _optimizer_state_dict(tensors)
-        return tensors
+        state_dict = _model_state_dict(tensors) if kind == "model" else _optimizer_state_dict(tensors)
+        return tensors, pickle_writer.dumps(state_dict)
 
     content, ranks = wanted.content, wanted.ranks
     tensors_of_kind = content.weights if kind == "model" else content.states
@@ -113,14 +113,17 @@ def _rank_files(wanted: _Wanted, kind: str) -> Iterator[TargetFile]:
         yield from _files_of_alike_ranks(f"{kind}_world_size_{ranks}_rank_", list(alike), described)
 
 
-def _files_of_alike_ranks(stem: str, alike: list[int], described: Callable[[int], _RankTensors]) -> Iterator[TargetFile]:
-    """The files of consecutive ranks whose pickles differ in their number only. stem: what precedes the rank in the names of the files."""
+def _files_of_alike_ranks(stem: str, alike: list[int], described: Callable[[int], tuple[_RankTensors, bytes]]) -> Iterator[TargetFile]:
+    """The files of consecutive ranks whose pickles differ in their number only.
+
+    stem: what precedes the rank in the names of the files. described: rank -> its tensors and its pickle.
+    """
     first = alike[0]
-    tensors = described(first)
+    tensors, pickle = described(first)
     storages = tensors.storages
     # The pickles of two more ranks tell where the number stands.
-    others = {rank: described(rank).pickle() for rank in dict.fromkeys(alike[1:2] + alike[-1:]) if rank != first}
-    pickles = numbered_bytes(tensors.pickle(), first, others)
+    others = {rank: described(rank)[1] for rank in dict.fromkeys(alike[1:2] + alike[-1:]) if rank != first}
+    pickles = numbered_bytes(pickle, first, others)
     if pickles is None:  # something else differs from rank to rank
         for rank in alike:
             yield from _files_of_alike_ranks(stem, [rank], described)
@@ -153,8 +156,6 @@ class _RankTensors:
         """What fills each local tensor."""
         self.steps: dict[Plain, int] = {}
         """How many rows of its canonical tensor the next rank's part lies further."""
-        self.state_dict: Mapping[str, Any] = {}
-        """The root of the pickle."""
         self._tensors = Tensors()
         major, minor = wanted.torch_version.split(".")
         self._row_shards = RowShards(self._tensors, wanted.ranks, rank, _DIMENSION, (int(major), int(minor)))
@@ -163,10 +164,6 @@ class _RankTensors:
     def storages(self) -> list[Plain | bytes]:
         """Element i is the content of the storage with the key i."""
         return self._tensors.storages
-
-    def pickle(self) -> bytes:
-        """The pickle of the state dict."""
-        return pickle_writer.dumps(self.state_dict)
 
     def rows(self, key: str, name: str, tensor: Tensor) -> Call:
         """The rank's rows of the canonical tensor `key` as a DTensor. A scalar is a plain tensor, whole on every rank."""

@@ -194,10 +194,10 @@ class _EntryReader:
             claimed, shape, offsets = claim["dtype"], claim["shape"], claim["data_offsets"]  # type: ignore[index]
         except (TypeError, KeyError, IndexError):
             _refuse(f"{self._path}: {name}", f"the entry is {_short(claim)}, not an object with dtype, shape and data_offsets")
-        form = self._forms.get(f"{claimed!r}{shape!r}")
-        if form is None:
-            form = self._form(claimed, shape, f"{self._path}: {name}")
-        dtype, sizes, nbytes = form
+        key = f"{claimed!r}{shape!r}"
+        if key not in self._forms:
+            self._forms[key] = _form(claimed, shape, f"{self._path}: {name}")
+        dtype, sizes, nbytes = self._forms[key]
         if not _are_counts(offsets) or len(offsets) != 2:
             _refuse(f"{self._path}: {name}", f"data_offsets is {_short(offsets)}, not two non-negative integers")
         start, stop = offsets
@@ -210,13 +210,13 @@ class _EntryReader:
             )
         return TensorEntry(name, dtype, sizes, self._data + start, nbytes)
 
-    def _form(self, claimed: Any, shape: object, where: str) -> tuple[DType, tuple[int, ...], int]:
-        if not _are_counts(shape):
-            _refuse(where, f"the shape is {_short(shape)}, not a list of non-negative integers")
-        dtype = from_safetensors(claimed, where=where)
-        form = dtype, tuple(shape), math.prod(shape) * dtype.itemsize
-        self._forms[f"{claimed!r}{shape!r}"] = form
-        return form
+
+def _form(claimed: Any, shape: object, where: str) -> tuple[DType, tuple[int, ...], int]:
+    """The element type and the shape of a claim, and the bytes of such a tensor."""
+    if not _are_counts(shape):
+        _refuse(where, f"the shape is {_short(shape)}, not a list of non-negative integers")
+    dtype = from_safetensors(claimed, where=where)
+    return dtype, tuple(shape), math.prod(shape) * dtype.itemsize
 
 
 def _check_tiling(entries: list[TensorEntry], data: int, size: int | None, path: str) -> None:

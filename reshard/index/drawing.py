@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from reshard.geometry.quantities import nbytes_text, plural
-from reshard.index.balance import shares
+from reshard.index.balance import share_rows, shares
 from reshard.index.coverage import sharding_text
 from reshard.index.fold import Fold
 from reshard.index.index import Index, Tensor
@@ -102,17 +102,7 @@ def family_name(tree: Fold, leaf: Fold) -> str:
 def share_table(index: Index, by: str) -> Html:
     """The stored bytes of each rank, file, kind, element type or layer, with bars; empty if the index does not tell."""
     found = shares(index, by)
-    total, most = sum(share.nbytes for share in found), max((share.nbytes for share in found), default=1)
-    rows = [
-        (
-            share.name,
-            share.tensors,
-            nbytes_text(share.nbytes),
-            f"{100 * share.nbytes / (total or 1):.3g} %",
-            meter(share.nbytes / (most or 1)),
-        )
-        for share in found[:_MOST_SHARES]
-    ]
+    rows = share_rows(found, _MOST_SHARES, meter)
     if not rows:
         return Html("")
     more = element("p", f"{len(found) - len(rows):,} more are not shown.", class_="dim") if len(found) > len(rows) else ""

@@ -1,4 +1,4 @@
-"""Fold: a checkpoint as a tree of names in which alike layers, and alike experts, are one branch.
+"""Fold: a checkpoint as a tree of names. Layers, and experts, that are alike share one branch.
 
     model.layers.0.mlp.up_proj.weight  ...  model.layers.31.mlp.up_proj.weight
     -> model > layers.{0..31} > mlp > up_proj.weight: 32 tensors

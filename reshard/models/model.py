@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -21,7 +21,7 @@ from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, joined
 from reshard.models.architecture import Architecture, Dimension, LayerRule, Weight
-from reshard.models.config_values import value_at, whole_number
+from reshard.models.config_values import entries, value_at, whole_number
 from reshard.models.quantization import BlockShape, Quantization, Scale, quantization_of
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import ROLES, Split
@@ -249,6 +249,10 @@ class Model:
     def count(self, key: str) -> int | None:
         """The whole number that `setting` gives; None if there is none. Raises RequestError if it is not a whole number."""
         return whole_number({key: self.setting(key)}, key)
+
+    def listed(self, key: str) -> Sequence[Any]:
+        """The list that `setting` gives; empty if there is none. Raises RequestError if it is not a list."""
+        return entries({key: self.setting(key)}, key)
 
     @property
     def class_name(self) -> str | None:

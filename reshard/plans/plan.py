@@ -158,7 +158,7 @@ class Plan:
         read = compared = copied = 0
         for route in self.routes:
             shards, itemsize = route.source.shards, route.source.dtype.itemsize
-            replicas = shards.elements - shards.without_replicas().elements if len(shards) > 1 else 0
+            replicas = int(shards.sizes[~primary_rows(shards)].prod(axis=1).sum()) if len(shards) > 1 else 0
             read += (shards.elements - replicas) * itemsize
             compared += replicas * itemsize
             if route.source.scaling:

@@ -11,10 +11,6 @@ Source: vLLM 0.32, ModelConfig.get_num_kv_heads and v1/kv_cache_interface.py (Fu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-from reshard.models.config_values import entries
 from reshard.models.model import Model
 
 
@@ -37,7 +33,7 @@ def caching_layers(model: Model) -> frozenset[int]:
 def windows(model: Model) -> tuple[int | None, ...]:
     """Per layer, the most tokens of a sequence that are cached; None: all. The config's `layer_types` says which layers have a window."""
     layers, window = model.dimensions["layers"], model.count("sliding_window")
-    types = _layer_types(model)
+    types = model.listed("layer_types")
     if not window or len(types) < layers:
         return (None,) * layers
     return tuple(window if types[layer] == "sliding_attention" else None for layer in range(layers))
@@ -47,8 +43,4 @@ def unassigned_window(model: Model) -> int | None:
     """The config's sliding window if there is no `layer_types` to say which layers have it; otherwise None."""
     window = model.count("sliding_window")
     is_used = model.setting("use_sliding_window") is not False
-    return window if window and is_used and not _layer_types(model) else None
-
-
-def _layer_types(model: Model) -> Sequence[Any]:
-    return entries(model.settings, "layer_types") or entries(model.architecture.defaults, "layer_types")
+    return window if window and is_used and not model.listed("layer_types") else None

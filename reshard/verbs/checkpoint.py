@@ -151,7 +151,7 @@ class Checkpoint:
 
     @cached_property
     def tree(self) -> Fold:
-        """The tensors as a tree of names in the model's order, in which alike layers and experts are one branch."""
+        """The tensors as a tree of names in the model's order. Layers and experts that are alike share one branch."""
         return self.tree_of(self.index.tensors)
 
     def tree_of(self, tensors: Iterable[Tensor]) -> Fold:

@@ -81,7 +81,7 @@ class ServerComparison:
     missing: list[str] = field(default_factory=list)
     """Parameters that are expected and that the server does not have under any name."""
     not_comparable: list[str] = field(default_factory=list)
-    """Parameters of the server of which the checkpoint tells nothing: made by the engine, or repacked under another name."""
+    """Parameters of the server that cannot be compared with the checkpoint: made by the engine, or repacked under another name."""
 
     @property
     def is_equal(self) -> bool:
