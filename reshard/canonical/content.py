@@ -101,9 +101,10 @@ class Content:
     """The names that the globs of the selection are matched with: those of all stored tensors."""
 
     @cached_property
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Mapping[str, Tensor]:
         """The tensors of the model by canonical name."""
-        return {name: tensor for name, tensor in self.tensors.items() if not is_state_key(name)}
+        states = self.states
+        return {name: tensor for name, tensor in self.tensors.items() if name not in states} if states else self.tensors
 
     @cached_property
     def states(self) -> dict[str, Tensor]:
@@ -151,7 +152,7 @@ def content_of(index: Index, model: Model | None, selection: Selection) -> Conte
     drops: list[Drop] = []
     chosen = _without_prefix(chosen, selection.strip_prefix)
     names = tuple(dict.fromkeys((*chosen, *(tensor.name.removeprefix(selection.strip_prefix) for tensor, _ in others))))
-    for name in [name for name in chosen if not _is_selected(name, selection)]:
+    for name in [name for name in chosen if not _is_selected(name, selection)] if selection.is_partial else ():
         drops.append(_drop(chosen.pop(name), "left out by --include or --exclude"))
     tied: tuple[str, ...] = ()
     if model:
@@ -222,9 +223,7 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
     model = content.model
     if model is None:
         return
-    missing = [
-        name for name, weight in model.weights.items() if name not in content.tensors and name not in optional and not weight.optional
-    ]
+    missing = [name for name in model.weights if name not in content.tensors and name not in optional and not model.weights[name].optional]
     carried = [name for name in content.weights if name not in model.weights and not model.reason_not_served(name)]
     unknown = [*carried, *content.unknown]
     for name, weight in model.weights.items():
@@ -339,6 +338,8 @@ def _of_kind(index: Index, selection: Selection) -> tuple[dict[str, Tensor], lis
         carried = ("state", "other") if selection.root is None else ("state",)
         others = [tensor for tensor in index.tensors if tensor.kind in carried and not _is_of_optimizer(tensor, chosen)]
         chosen |= {tensor.name: tensor for tensor in others if tensor.name not in chosen}
+    if len(chosen) == len(index.tensors):
+        return chosen, []
     used = {id(tensor) for tensor in chosen.values()}
     return chosen, [(tensor, _reason_to_drop(tensor, stored)) for tensor in index.tensors if id(tensor) not in used]
 
@@ -367,10 +368,11 @@ def _take_unknown(chosen: dict[str, Tensor], model: Model) -> Iterator[Drop]:
 
     Raises: UnsupportedError if there is nothing but a LoRA adapter.
     """
-    names, model_type = Names(model), model.architecture.model_type
-    head = model.architecture.tied[0]
-    known = {head, *model.weights}
-    unknown = [name for name in chosen if name not in known and not model.reason_not_served(name) and names.array(name) is None]
+    model_type, head = model.architecture.model_type, model.architecture.tied[0]
+    unknown = [name for name in chosen if name not in model.weights and name != head and not model.reason_not_served(name)]
+    if unknown:
+        names = Names(model)
+        unknown = [name for name in unknown if names.array(name) is None]
     if unknown and all(chosen[name].kind == "adapter" for name in chosen):
         raise UnsupportedError(
             f"the checkpoint holds a LoRA adapter and no base weights, for example {unknown[0]}",

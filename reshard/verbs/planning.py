@@ -11,6 +11,7 @@ from reshard.adapter.model_files import blaming_the_parent
 from reshard.canonical.content import check_against_model, check_selected, content_of
 from reshard.canonical.dequantization import quantized_names, with_scales_attached, without_quantization
 from reshard.canonical.globs import check_globs
+from reshard.containers.gc_pause import gc_paused
 from reshard.errors import RequestError
 from reshard.geometry.stored import whole
 from reshard.index.index import Tensor
@@ -30,6 +31,7 @@ _NAMES_ARE_KEPT = (
 _ADAPTERS_ARE_COPIED = "LoRA adapters are copied as they are, and not merged into the base weights; PEFT merges them (merge_and_unload)"
 
 
+@gc_paused()
 def plan_conversion(source: Checkpoint, request: ConversionRequest) -> Plan:
     """The proven plan of the conversion of a checkpoint that the request asks for.
 
