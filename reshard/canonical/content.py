@@ -19,7 +19,7 @@ from reshard.canonical.wrappers import is_wrapper
 from reshard.errors import CheckpointError, IncompleteError, RequestError, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, Tensor
-from reshard.models.model import Model
+from reshard.models.model import Model, ModelWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,28 @@ class Content:
         """The tensors that are left out because they are no weights of the model, without optimizer state."""
         return tuple(drop for drop in self.drops if drop.kind in _WITHHELD and drop.reason != _OPTIMIZER)
 
+    @cached_property
+    def missing(self) -> tuple[str, ...]:
+        """The names of the model's weights that are not among the tensors."""
+        return tuple(name for name in self._model_weights if name not in self.tensors)
+
+    @cached_property
+    def besides_model(self) -> tuple[str, ...]:
+        """The names of the weights that the model does not have."""
+        return tuple(name for name in self.weights if name not in self._model_weights)
+
+    @cached_property
+    def other_shapes(self) -> tuple[str, ...]:
+        """The names of the weights whose shape differs from the model's."""
+        missing = set(self.missing)
+        return tuple(
+            name for name, weight in self._model_weights.items() if name not in missing and self.tensors[name].shape != weight.shape
+        )
+
+    @property
+    def _model_weights(self) -> Mapping[str, ModelWeight]:
+        return self.model.weights if self.model else {}
+
     @property
     def unknown(self) -> tuple[str, ...]:
         """The names of the tensors that are left out because the declared architecture lacks them."""
@@ -156,12 +178,12 @@ def content_of(index: Index, model: Model | None, selection: Selection) -> Conte
         drops.append(_drop(chosen.pop(name), "left out by --include or --exclude"))
     tied: tuple[str, ...] = ()
     if model:
-        for name in [name for name in chosen if model.reason_to_drop(name)]:
-            drops.append(_drop(chosen.pop(name), str(model.reason_to_drop(name))))
+        others_than_weights = [name for name in chosen if name not in model.weights]
+        drops.extend(_take_unneeded(chosen, others_than_weights, model))
         if model.is_tied:
             tied = _tie(chosen, *model.architecture.tied)
         if not selection.keep_unknown:
-            drops.extend(_take_unknown(chosen, model))
+            drops.extend(_take_unknown(chosen, [name for name in others_than_weights if name in chosen], model))
     if not chosen:
         _check_globs(selection, names)
         raise RequestError(
@@ -223,18 +245,17 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
     model = content.model
     if model is None:
         return
-    missing = [name for name in model.weights if name not in content.tensors and name not in optional and not model.weights[name].optional]
-    carried = [name for name in content.weights if name not in model.weights and not model.reason_not_served(name)]
+    if content.other_shapes:
+        name = content.other_shapes[0]
+        raise CheckpointError(
+            f"its shape is {list(content.tensors[name].shape)}, the config says {list(model.weights[name].shape)}",
+            where=name,
+            why="The config belongs to another model, or the vocabulary was padded in training",
+            do="Name the directory of the config that this model was trained with: --model DIR",
+        )
+    missing = [name for name in content.missing if name not in optional and not model.weights[name].optional]
+    carried = [name for name in content.besides_model if not model.reason_not_served(name)]
     unknown = [*carried, *content.unknown]
-    for name, weight in model.weights.items():
-        tensor = content.tensors.get(name)
-        if tensor is not None and tensor.shape != weight.shape:
-            raise CheckpointError(
-                f"its shape is {list(tensor.shape)}, the config says {list(weight.shape)}",
-                where=name,
-                why="The config belongs to another model, or the vocabulary was padded in training",
-                do="Name the directory of the config that this model was trained with: --model DIR",
-            )
     if missing and not partial:
         needs = f"a {model.architecture.model_type} model needs it"
         raise IncompleteError(
@@ -363,13 +384,22 @@ def _reason_to_drop(tensor: Tensor, stored: Mapping[str, Tensor]) -> str:
     return _OPTIMIZER
 
 
-def _take_unknown(chosen: dict[str, Tensor], model: Model) -> Iterator[Drop]:
+def _take_unneeded(chosen: dict[str, Tensor], names: list[str], model: Model) -> Iterator[Drop]:
+    """Remove those of these tensors that the architecture leaves out on purpose, each with the reason."""
+    for name in names:
+        if reason := model.reason_to_drop(name):
+            yield _drop(chosen.pop(name), reason)
+
+
+def _take_unknown(chosen: dict[str, Tensor], others: list[str], model: Model) -> Iterator[Drop]:
     """Remove the tensors that the declared architecture lacks, each with the reason. If it lacks all, they stay: a prefix may hide them.
+
+    others: the chosen tensors that are not weights of the model.
 
     Raises: UnsupportedError if there is nothing but a LoRA adapter.
     """
     model_type, head = model.architecture.model_type, model.architecture.tied[0]
-    unknown = [name for name in chosen if name not in model.weights and name != head and not model.reason_not_served(name)]
+    unknown = [name for name in others if name != head and not model.reason_not_served(name)]
     if unknown:
         names = Names(model)
         unknown = [name for name in unknown if names.array(name) is None]

@@ -195,10 +195,11 @@ class _EntryReader:
         except (TypeError, KeyError, IndexError):
             _refuse(f"{self._path}: {name}", f"the entry is {_short(claim)}, not an object with dtype, shape and data_offsets")
         key = f"{claimed!r}{shape!r}"
-        if key not in self._forms:
-            self._forms[key] = _form(claimed, shape, f"{self._path}: {name}")
-        dtype, sizes, nbytes = self._forms[key]
-        if not _are_counts(offsets) or len(offsets) != 2:
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = _form(claimed, shape, f"{self._path}: {name}")
+        dtype, sizes, nbytes = form
+        if not isinstance(offsets, list) or len(offsets) != 2 or not (_is_count(offsets[0]) and _is_count(offsets[1])):
             _refuse(f"{self._path}: {name}", f"data_offsets is {_short(offsets)}, not two non-negative integers")
         start, stop = offsets
         if stop - start != nbytes:
@@ -256,7 +257,11 @@ def _are_counts(claim: object) -> TypeGuard[list[int]]:
     """Whether a claim is a list of at most 64 non-negative integers below 2**63. JSON's true and false are not integers."""
     if not isinstance(claim, list) or len(claim) > 64:
         return False
-    return all(type(number) is int and 0 <= number < 1 << 63 for number in claim)
+    return all(map(_is_count, claim))
+
+
+def _is_count(claim: object) -> bool:
+    return type(claim) is int and 0 <= claim < 1 << 63
 
 
 def _check_unicode(name: str, path: str) -> None:

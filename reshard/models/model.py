@@ -19,6 +19,7 @@ from typing import Any
 
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
+from reshard.geometry.light_dataclass import light_dataclass
 from reshard.geometry.mosaics import Mosaic, joined
 from reshard.models.architecture import Architecture, Dimension, LayerRule, Weight
 from reshard.models.config_values import entries, value_at, whole_number
@@ -27,7 +28,7 @@ from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import ROLES, Split
 
 
-@dataclass(frozen=True, slots=True)
+@light_dataclass(frozen=True, slots=True)
 class ModelWeight:
     """One tensor of one model."""
 
@@ -63,7 +64,7 @@ class LayerKind:
     """The weights of the first of them, in the model's order."""
 
 
-@dataclass(frozen=True, slots=True)
+@light_dataclass(frozen=True, slots=True)
 class Part:
     """The part of a canonical tensor that has one role, viewed as an array [out features, in features] or [out features]."""
 

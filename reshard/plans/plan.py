@@ -17,6 +17,7 @@ from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
+from reshard.geometry.light_dataclass import light_dataclass
 from reshard.geometry.quantities import plural
 from reshard.index.index import Index, Tensor
 from reshard.index.join import meetings
@@ -30,7 +31,7 @@ from reshard.plans.target import Target
 from reshard.storage.files import Files
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@light_dataclass(frozen=True, slots=True, eq=False)
 class Route:
     """One canonical tensor in a plan: where it is read, and where it is written."""
 
