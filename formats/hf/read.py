@@ -68,20 +68,22 @@ def stored_weights(files: Files, *, headers_only: bool = False) -> StoredWeights
         tensors_of_file, objects_of_file = file_content(files, path, headers_only=headers_only)
         objects.extend(objects_of_file)
         for tensor in tensors_of_file:
-            if to_read.weight_map.get(tensor.name, path) != path:
+            indexed = to_read.weight_map.get(tensor.name)
+            if indexed is None:
+                not_indexed.append(tensor.name)
+            elif indexed != path:
                 copies.append(tensor)
                 continue
-            if to_read.weight_map and tensor.name not in to_read.weight_map:
-                not_indexed.append(tensor.name)
-            if tensor.name in tensors:
+            other = tensors.setdefault(tensor.name, tensor)
+            if other is not tensor:
                 raise CheckpointError(
-                    f"two files hold it: {tensors[tensor.name].shards.path(0)} and {path}",
+                    f"two files hold it: {other.shards.path(0)} and {path}",
                     where=tensor.name,
                     why="No index says which one counts, and loaders take whichever comes last",
                     do="Remove the file that does not belong to this model",
                 )
-            tensors[tensor.name] = tensor
-    if absent := [name for name in to_read.weight_map if name not in tensors]:
+    if len(tensors) - len(not_indexed) < len(to_read.weight_map):
+        absent = [name for name in to_read.weight_map if name not in tensors]
         raise IncompleteError(
             f"the index places it in {to_read.weight_map[absent[0]]}, which does not hold it"
             + (f" (nor {len(absent) - 1} others)" if len(absent) > 1 else ""),
@@ -90,11 +92,12 @@ def stored_weights(files: Files, *, headers_only: bool = False) -> StoredWeights
             do="Get the index and the files from the same save",
         )
     notes = to_read.notes
-    if not_indexed:
+    if not_indexed and to_read.weight_map:
         notes += (f"{len(not_indexed)} tensors are in the files but not in the index, such as {not_indexed[0]}; they are read",)
     if copies:
         notes += (_note_on_copies(tensors, copies),)
-    return StoredWeights(to_read.paths, tuple(_with_copies(tensors, copies)), tuple(objects), notes)
+    found = _with_copies(tensors, copies) if copies else tensors.values()
+    return StoredWeights(to_read.paths, tuple(found), tuple(objects), notes)
 
 
 def _note_on_copies(tensors: Mapping[str, Tensor], copies: Sequence[Tensor]) -> str:

@@ -130,6 +130,8 @@ class Content:
     @cached_property
     def missing(self) -> tuple[str, ...]:
         """The names of the model's weights that are not among the tensors."""
+        if len(self.weights) - len(self.besides_model) == len(self._model_weights):
+            return ()
         return tuple(name for name in self._model_weights if name not in self.tensors)
 
     @cached_property

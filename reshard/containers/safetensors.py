@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
+from sys import intern
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from reshard.containers import magic_bytes
@@ -209,7 +210,7 @@ class _EntryReader:
                 f"the shape {_short(shape)} of {dtype} needs {_number(nbytes)}",
                 do="Get the file again",
             )
-        return TensorEntry(name, dtype, sizes, self._data + start, nbytes)
+        return TensorEntry(intern(name), dtype, sizes, self._data + start, nbytes)
 
 
 def _form(claimed: Any, shape: object, where: str) -> tuple[DType, tuple[int, ...], int]:

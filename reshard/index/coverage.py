@@ -46,8 +46,11 @@ def check_all_covered(tensors: Iterable[Tensor]) -> None:
     in_one_piece: dict[int, tuple[PieceTable, list[Tensor]]] = {}
     covered: set[tuple[object, ...]] = set()
     for tensor in tensors:
-        if len(tensor.shards) == 1 and tensor.shards.table.primary is None:
-            in_one_piece.setdefault(id(tensor.shards.table), (tensor.shards.table, []))[1].append(tensor)
+        shards = tensor.shards
+        if shards.stop - shards.start == 1 and shards.table.primary is None:
+            if id(shards.table) not in in_one_piece:
+                in_one_piece[id(shards.table)] = shards.table, []
+            in_one_piece[id(shards.table)][1].append(tensor)
             continue
         cut = cut_of(tensor)
         if cut not in covered:

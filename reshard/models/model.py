@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
+from sys import intern
 from typing import Any
 
 from reshard.errors import RequestError
@@ -446,7 +447,7 @@ class Model:
                 named.append((weight, shape, pattern, front, back))
             for expert in range(self.dimensions["experts"]) if is_expert else (None,):
                 for weight, shape, pattern, front, back in named:
-                    name = f"{front}{expert}{back}" if is_expert else front
+                    name = intern(f"{front}{expert}{back}" if is_expert else front)
                     scales = self._scales(weight, name)
                     yield ModelWeight(name, weight.role, shape, layer, weight, pattern, expert, optional, scales)
                     for scale in scales:
