@@ -219,7 +219,9 @@ def content_of(index: Index, model: Model | None, selection: Selection) -> Conte
 
 def check_selected(*contents: Content) -> None:
     """Raises RequestError if a glob of the selection that chose these contents matches no tensor of any of them."""
-    _check_globs(contents[0].selection, {name: None for content in contents for name in content.names})
+    selection = contents[0].selection
+    if selection.is_partial:
+        _check_globs(selection, {name: None for content in contents for name in content.names})
 
 
 def _check_globs(selection: Selection, names: Collection[str]) -> None:

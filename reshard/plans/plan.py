@@ -158,13 +158,14 @@ class Plan:
         """The sums over the plan."""
         read = compared = copied = 0
         for route in self.routes:
-            shards, itemsize = route.source.shards, route.source.dtype.itemsize
+            source, target = route.source, route.target
+            shards, itemsize = source.shards, source.dtype.itemsize
             replicas = int(shards.sizes[~primary_rows(shards)].prod(axis=1).sum()) if len(shards) > 1 else 0
             read += (shards.elements - replicas) * itemsize
             compared += replicas * itemsize
-            if route.source.scaling:
-                read += route.source.scaling.scales.nbytes
-            copied += route.target.shards.elements * route.target.dtype.itemsize
+            if source.scaling:
+                read += source.scaling.scales.nbytes
+            copied += target.shards.elements * target.dtype.itemsize
         written = sum(file.nbytes for file in self.layout.files)
         stored = sum(file.stored_nbytes for file in self.layout.files)
         return Totals(
