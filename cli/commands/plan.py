@@ -31,7 +31,6 @@ def command(source: str, to: str | None, as_json: bool, full: bool, **given: Any
     import reshard
     from reshard.containers.gc_pause import gc_paused
     from reshard.errors import RequestError
-    from reshard.verbs.pages import plan_page
     from reshard.verbs.request import OpenOptions
 
     page = options.page_of(given)
@@ -44,5 +43,7 @@ def command(source: str, to: str | None, as_json: bool, full: bool, **given: Any
     with gc_paused():
         plan = reshard.plan(reshard.open(source, **options.take(given, OpenOptions)), to=to, **given)
         if page.path:
+            from reshard.verbs.pages import plan_page
+
             page.write(plan_page(plan))
         show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)
