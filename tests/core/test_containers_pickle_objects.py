@@ -73,7 +73,7 @@ def as_a_whole(data: bytes) -> object:
 def in_columns(data: bytes) -> object:
     """None: the columns cannot tell, so `parse` loads the pickle as a whole."""
     try:
-        root, objects = pickle_objects.load_objects(data, "ChunkStorageMetadata", ("MetadataIndex", "_StorageInfo"), where="x")
+        root, objects = pickle_objects.load_objects(lambda: data, "ChunkStorageMetadata", ("MetadataIndex", "_StorageInfo"), where="x")
         return content(dcp_metadata._of_objects(root, objects, "x"))
     except pickle_objects.NotColumnsError:
         return None
@@ -100,7 +100,7 @@ def test_columns_say_what_the_values_say(options: dict[str, Any]) -> None:
 
 def test_most_objects_are_in_the_columns() -> None:
     data = written(chunks=5000, axes=(2,))
-    root, objects = pickle_objects.load_objects(data, "ChunkStorageMetadata", ("MetadataIndex", "_StorageInfo"), where="x")
+    root, objects = pickle_objects.load_objects(lambda: data, "ChunkStorageMetadata", ("MetadataIndex", "_StorageInfo"), where="x")
     listed = root.get("state_dict_metadata")["layer.2"].get("chunks")
     runs = [item for item in listed if isinstance(item, pickle_objects.Run)]
     assert sum(run.count for run in runs) > 4950 and len(listed) < 80
