@@ -29,6 +29,7 @@ def command(source: str, to: str | None, as_json: bool, full: bool, **given: Any
     No weight is read and nothing is written. `reshard degrees` compares several parallel sizes.
     """
     import reshard
+    from reshard.containers.gc_pause import gc_paused
     from reshard.errors import RequestError
     from reshard.verbs.pages import plan_page
     from reshard.verbs.request import OpenOptions
@@ -40,7 +41,8 @@ def command(source: str, to: str | None, as_json: bool, full: bool, **given: Any
             why="A plan is of one conversion",
             do=f"Did you mean `reshard degrees {source}`, which lists the parallel sizes that a model can be served at?",
         )
-    plan = reshard.plan(reshard.open(source, **options.take(given, OpenOptions)), to=to, **given)
-    if page.path:
-        page.write(plan_page(plan))
-    show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)
+    with gc_paused():
+        plan = reshard.plan(reshard.open(source, **options.take(given, OpenOptions)), to=to, **given)
+        if page.path:
+            page.write(plan_page(plan))
+        show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)

@@ -63,6 +63,7 @@ _BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked", "inv
 _MARKS = _ADAPTERS | _RECIPES | _BUFFERS
 _RNG = re.compile(r"(?:^|[._])(?:rng|random|generator)(?:$|[._])")
 _WEIGHT_LIKE = re.compile(r"(?:^|\.)(?:weight|bias)$")
+_OF_TRAINED = ("master", "moment1", "moment2")
 # Element types into which quantizers pack weights.
 _PACKED = ("U8", "I8", "I32")
 
@@ -96,12 +97,12 @@ def is_run_root(root: str) -> bool:
 def classified(index: Index, model: Model | None) -> Index:
     """The index in which every tensor that a format takes for a weight has its class as its kind. `index` itself if all are weights."""
     weights = [tensor for tensor in index.tensors if tensor.kind == "weight"]
-    trained = frozenset(tensor.name for tensor in index.tensors if tensor.kind in ("master", "moment1", "moment2"))
+    trained = frozenset(tensor.name for tensor in index.tensors if tensor.kind != "weight" and tensor.kind in _OF_TRAINED)
     by_root: dict[str, list[Tensor]] = {}
     for tensor in weights:
         by_root.setdefault(root_of(tensor.name), []).append(tensor)
     kinds = {root: _kind_under_root(root, by_root, index.facts.roots, trained) for root in by_root}
-    guessed = [(tensor, kinds[root_of(tensor.name)] or _kind_of_tensor(tensor, trained)) for tensor in weights]
+    guessed = ((tensor, kinds[root] or _kind_of_tensor(tensor, trained)) for root, of_root in by_root.items() for tensor in of_root)
     doubtful = [(tensor, kind) for tensor, kind in guessed if kind != "weight"]
     if not doubtful:
         return index
