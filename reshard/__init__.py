@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from reshard.errors import CheckpointError, DifferenceFound, RequestError, ReshardError
     from reshard.verbs.checkpoint import Checkpoint, open
     from reshard.verbs.convert import convert
+    from reshard.verbs.convert_part import convert_part
     from reshard.verbs.degrees import degrees
     from reshard.verbs.diff import diff
     from reshard.verbs.digests import digests
@@ -38,6 +39,7 @@ __all__ = [
     "RequestError",
     "ReshardError",
     "convert",
+    "convert_part",
     "degrees",
     "diff",
     "digests",
