@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from reshard.verbs.fingerprint import fingerprint
     from reshard.verbs.learn import learn
     from reshard.verbs.plan import plan
+    from reshard.verbs.plan_files import load_plan, save_plan
     from reshard.verbs.roundtrip import roundtrip
     from reshard.verbs.stats import stats
     from reshard.verbs.verify import verify
@@ -48,9 +49,11 @@ __all__ = [
     "explain",
     "fingerprint",
     "learn",
+    "load_plan",
     "open",
     "plan",
     "roundtrip",
+    "save_plan",
     "stats",
     "verify",
 ]
@@ -68,6 +71,8 @@ def __getattr__(name: str) -> Any:
     module = "errors" if name.endswith(("Error", "Found")) else f"verbs.{name}"
     if name in ("Checkpoint", "open"):
         module = "verbs.checkpoint"
+    elif name in ("load_plan", "save_plan"):
+        module = "verbs.plan_files"
     return getattr(import_module(f"reshard.{module}"), name)
 
 

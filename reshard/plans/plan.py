@@ -104,6 +104,16 @@ class Totals:
     """Bytes of the source tensors that are left out."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlanDigests:
+    """The digests of a plan that was read from a plan file."""
+
+    identity: str
+    """Its identity (`Plan.identity`)."""
+    request: str
+    """The digest of what determines the result besides the source's content (engine/record.py)."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """A conversion that can be printed, proven and run."""
@@ -122,6 +132,8 @@ class Plan:
     """The index of the target once it is written."""
     routes: tuple[Route, ...]
     """One route per canonical tensor, in the order in which the source's files hold them."""
+    digests: PlanDigests | None = None
+    """Its digests, if it was read from a plan file: such a plan holds what running it needs. None: they are computed."""
 
     def __repr__(self) -> str:
         formats, files = f"{self.source.format} -> {self.layout.format}", plural(len(self.layout.files), "file")
@@ -242,6 +254,8 @@ class Plan:
 
         A conversion may only be resumed by a plan with the same identity.
         """
+        if self.digests:
+            return self.digests.identity
         # The journal and the manifest hold digests of this version.
         about = {**self.to_json(tensors=False), "dropped": [_fields(drop) for drop in self.drops]}
         digest = hashlib.sha256(f"digests {CURRENT.number}\0{json.dumps(about, sort_keys=True)}".encode())
