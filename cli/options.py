@@ -318,6 +318,7 @@ parts = together(
         help="Convert part I of N, counted from 0; auto: as Slurm, torchrun or Kubernetes say. The last part completes TARGET.",
     ),
     option("--parts", section=PARTS, type=click.IntRange(1), metavar="N", help="With --part auto: how many parts there are (Kubernetes)."),
+    option("--plan", "plan_path", section=PARTS, metavar="FILE", help="Run the plan that `reshard plan --plan-out` wrote, for all parts."),
     option("--finish", section=PARTS, is_flag=True, help="Complete TARGET if all parts are done; otherwise name what is missing."),
 )
 

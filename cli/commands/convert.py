@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from reshard.geometry.quantities import plural
 
@@ -40,7 +41,7 @@ _MOST = 20
 )
 @click.argument("source")
 @click.argument("target")
-@options.target()
+@options.target(required=False)
 @options.selection("Convert")
 @options.format_name
 @options.model
@@ -77,6 +78,9 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
     part, finish = _part_of(given), given.pop("finish")
     effort, show_progress = Effort(**options.take(given, EffortOptions)), given.pop("show_progress")
     plan = _planned(source, to, given)
+    if (dry_run or full) and plan.digests:
+        raise click.UsageError("A plan file is not shown: give --dry-run and --full to the command that writes it", click.get_current_context())
+    metrics.label(target=target, format=plan.layout.format)
     if dry_run:
         show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)
         return
@@ -123,12 +127,20 @@ def _part_of(given: dict[str, Any]) -> Part | None:
 
 
 def _planned(source: str, to: str | None, given: dict[str, Any]) -> Plan:
+    """The plan that the options ask for, or the one in a plan file."""
     import reshard
     from reshard.verbs.request import OpenOptions
 
-    if to is None:
-        raise click.UsageError("Missing option '--to'.", click.get_current_context())
-    return reshard.plan(reshard.open(source, **options.take(given, OpenOptions)), to=to, **given)
+    context, path = click.get_current_context(), given.pop("plan_path")
+    if path is None:
+        if to is None:
+            raise click.UsageError("Missing option '--to'.", context)
+        return reshard.plan(reshard.open(source, **options.take(given, OpenOptions)), to=to, **given)
+    is_given = [name for name in ("to", *given) if context.get_parameter_source(name) == ParameterSource.COMMANDLINE]
+    if is_given:
+        flag = "--" + is_given[0].replace("_", "-")
+        raise click.UsageError(f"{flag} and --plan contradict each other: the plan file says what is written", context)
+    return reshard.load_plan(path, source)
 
 
 def _show_part(completed: Conversion | None, found: PartResult) -> None:

@@ -63,7 +63,7 @@ class Part:
     @staticmethod
     def parse(text: str) -> Part:
         """The part from a text such as "3/8". Raises RequestError if it is another text."""
-        found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+        found = re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", text)
         if not found:
             raise RequestError(f"--part {text}: not of the form I/N", do="Give the number of the part and how many there are, such as 0/8")
         return Part(int(found[1]), int(found[2]))

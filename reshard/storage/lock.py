@@ -68,6 +68,7 @@ class Lock:
                 if final and _recorded(self._path).get("plan") != self._record["plan"]:
                     raise self.refusal()
                 time.sleep(0.02)
+            self._write_record()
 
     def try_acquire(self) -> bool:
         """Take the lock if nobody has it or a share of it; returns whether it was taken."""

@@ -130,7 +130,8 @@ class Staging:
                 (self.work / path).parent.mkdir(parents=True, exist_ok=True)
                 self._create(path, size)
             self._sync_folders_of(self.work, sizes)
-        self._descriptors = Descriptors(self.work, os.O_RDWR)
+        # Write-only: an NFS client that may read a file writes whole pages, with stale bytes of other machines on them.
+        self._descriptors = Descriptors(self.work, os.O_WRONLY)
 
     def write(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Write bytes into a staged file. Raises SystemRefusal if the disk is full or the file cannot be written."""

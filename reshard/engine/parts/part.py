@@ -96,6 +96,7 @@ class PartConversion:
             # What is replaced stands in the journal.
             completing = Conversion(self.plan, self._root, resume=True, provenance=self._provenance, **self._limits)
             complete(completing)
+            completing.resumed_bytes = completing.total - (self.total - self.resumed_bytes)
             self.completed = completing if completing.fingerprint else None
 
     def _begin(self, staging: Staging) -> None:
