@@ -78,8 +78,7 @@ class ColumnsFile:
     def __init__(self, path: str | os.PathLike[str], kind: str, version: int) -> None:
         self.path = os.fspath(path)
         with system_errors("read", Path(path)), open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            self._content = memoryview(file.read(_MOST_BYTES) if size <= _MOST_BYTES else b"")
+            self._content = memoryview(file.read() if os.fstat(file.fileno()).st_size <= _MOST_BYTES else b"")
         self._places: dict[str, tuple[str, int, int, int]] = {}
         self._decoded = 0
         header = self._header(kind, version)

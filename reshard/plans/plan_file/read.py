@@ -125,7 +125,7 @@ def _tensors(file: ColumnsFile, side: str, dtypes: Sequence[DType], sizes: Mappi
             raise file.damaged(f"a tensor of the {side} has the shape {shape}")
         at, start = at + ndim, starts[ndim]
         starts[ndim] += count
-        tensors.append(Tensor(_text(file, name), dtypes[number], shape, "weight", Shards(tables[ndim].table, start, start + count)))
+        tensors.append(Tensor(_name(file, name), dtypes[number], shape, "weight", Shards(tables[ndim].table, start, start + count)))
     for ndim, table in tables.items():
         table.check([tensor for tensor in tensors if len(tensor.shape) == ndim])
     if at != len(shapes):
@@ -289,11 +289,19 @@ def _dtype(file: ColumnsFile, name: object, function: object) -> DType:
 def _text(file: ColumnsFile, value: object) -> str:
     if not isinstance(value, str):
         raise file.damaged(f"{str(value)[:100]!r} stands where text is expected")
+    value.encode("utf-8", "surrogateescape")  # Names of files may hold bytes that are not UTF-8. What else UTF-8 lacks raises UnicodeError.
     return value
 
 
+def _name(file: ColumnsFile, value: object) -> str:
+    """The name of a tensor, which is hashed as UTF-8."""
+    name = _text(file, value)
+    name.encode()
+    return name
+
+
 def _texts(file: ColumnsFile, value: Mapping[Any, Any]) -> dict[str, str]:
-    return {_text(file, key): _text(file, each) for key, each in value.items()}
+    return {_name(file, key): _name(file, each) for key, each in value.items()}
 
 
 def _size(file: ColumnsFile, value: object) -> int:
