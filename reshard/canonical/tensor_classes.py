@@ -14,7 +14,8 @@ Everything else is decided here, for all formats, and only by what is certain:
 - A key beside the model never holds the model's weights. A matrix under it, or a tensor called weight or bias, makes it another model.
 - Without such keys, only the words below count, and only as the first part of a name. A run's word does not count if something under it
   looks like a weight: a model may have a part called `scheduler`.
-- Floating-point tensors are weights. Integers with two axes are weights that were packed by a quantizer; other integers are buffers.
+- Floating-point tensors are weights. Integers with two axes are weights that were packed by a quantizer, and the tables of draft models
+  are weights; other integers are buffers.
 
 What a declared architecture lacks is *unknown*; content.py finds it, because it depends on the selection.
 """
@@ -31,6 +32,7 @@ from reshard.canonical.optimizer_state import is_state_key
 from reshard.canonical.wrappers import without_wrappers
 from reshard.errors import RequestError
 from reshard.index.index import Index, Kind, ParamGroup, Tensor
+from reshard.models.drafts import is_draft_table
 from reshard.models.model import Model
 
 # Keys under which trainers keep the model's state dict. Where several occur, the first of this list holds the main model.
@@ -149,7 +151,7 @@ def _kind_of_tensor(tensor: Tensor, trained: frozenset[str]) -> Kind:
     if parts[-1] in _BUFFERS:
         return "buffer"
     is_packed = dtype.name in _PACKED and len(tensor.shape) > 1
-    return "weight" if _is_number(tensor) or is_packed else "buffer"
+    return "weight" if _is_number(tensor) or is_packed or is_draft_table(name) else "buffer"
 
 
 def stored_models(index: Index) -> tuple[StoredModel, ...]:

@@ -391,7 +391,17 @@ class Model:
         """Why serving engines leave out a tensor that a checkpoint may contain besides the weights; None for other names."""
         if name in self.weights:
             return None
-        return next((reason for pattern, reason in self.architecture.carried.items() if re.fullmatch(pattern, name)), None)
+        matches = ((pattern.fullmatch(name), reason) for pattern, reason in self._carried)
+        return next((reason for found, reason in matches if found and self._is_after_layers(found)), None)
+
+    @cached_property
+    def _carried(self) -> list[tuple[re.Pattern[str], str]]:
+        return [(re.compile(pattern), reason) for pattern, reason in self.architecture.carried.items()]
+
+    def _is_after_layers(self, found: re.Match[str]) -> bool:
+        """Whether the layer that `{mtp}` stands for in a declared name comes after the last layer; True without `{mtp}`."""
+        layer = found.groupdict().get("mtp")
+        return layer is None or int(layer) >= self.dimensions["layers"]
 
     def is_in_layer(self, name: str) -> bool:
         """Whether a name lies in one of the numbered layers that the architecture declares."""

@@ -1,6 +1,6 @@
 """Plan: for each canonical tensor, the source pieces that feed the target pieces. A plan is made without reading a weight.
 
-A plan can be printed, written as JSON, and split into tasks that share no target file. It is proven before it runs (proof.py).
+A plan can be printed, written as JSON, and split into tasks that share no source byte (bands.py). It is proven before it runs (proof.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from reshard.index.index import Index, Tensor
 from reshard.index.join import meetings
 from reshard.index.shards import PieceTable, primary_rows
 from reshard.picture.drawing import in_notebook
+from reshard.plans.bands import Band, bands_of
 from reshard.plans.digests import CURRENT
 from reshard.plans.layout import Layout
 from reshard.plans.layout_index import index_of_layout
@@ -77,19 +78,6 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """A part of a plan that can run on its own: no other task writes its files."""
-
-    files: tuple[str, ...]
-    """The target files that it writes."""
-    tensors: tuple[str, ...]
-    """The canonical tensors that fill them."""
-
-    def __repr__(self) -> str:
-        return f"Task({plural(len(self.files), 'file')}, {plural(len(self.tensors), 'tensor')})"
-
-
-@dataclass(frozen=True, slots=True)
 class Totals:
     """Sums over a plan."""
 
@@ -117,6 +105,16 @@ class Totals:
     """Bytes of the source tensors that are left out."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlanDigests:
+    """The digests of a plan that was read from a plan file."""
+
+    identity: str
+    """Its identity (`Plan.identity`)."""
+    request: str
+    """The digest of what determines the result besides the source's content (engine/record.py)."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """A conversion that can be printed, proven and run."""
@@ -135,6 +133,8 @@ class Plan:
     """The index of the target once it is written."""
     routes: tuple[Route, ...]
     """One route per canonical tensor, in the order in which the source's files hold them."""
+    digests: PlanDigests | None = None
+    """Its digests, if it was read from a plan file: such a plan holds what running it needs. None: they are computed."""
 
     def __repr__(self) -> str:
         formats, files = f"{self.source.format} -> {self.layout.format}", plural(len(self.layout.files), "file")
@@ -182,30 +182,9 @@ class Plan:
             dropped=sum(drop.nbytes for drop in self.drops),
         )
 
-    def tasks(self) -> tuple[Task, ...]:
-        """The plan in independent tasks. Two target files are in the same task if a tensor goes to both.
-
-        So every tensor is read by one task, and each task can run on another machine.
-        """
-        parent = {file.path: file.path for file in self.layout.files}
-
-        def root(path: str) -> str:
-            while parent[path] != path:
-                parent[path] = parent[parent[path]]
-                path = parent[path]
-            return path
-
-        for route in self.routes:
-            first, *others = route.target.shards.holders
-            for other in others:
-                parent[root(other)] = root(first)
-        files: dict[str, list[str]] = {}
-        tensors: dict[str, list[str]] = {}
-        for file in self.layout.files:
-            files.setdefault(root(file.path), []).append(file.path)
-        for route in self.routes:
-            tensors.setdefault(root(route.target.shards.holders[0]), []).append(route.name)
-        return tuple(Task(tuple(paths), tuple(tensors.get(key, ()))) for key, paths in files.items())
+    def bands(self) -> tuple[Band, ...]:
+        """The plan in tasks, each of which can run on another machine: no source byte is read for two of them (bands.py)."""
+        return bands_of(self.routes)
 
     def picture(self) -> str:
         """Who holds what in the source and in the target, as SVG with captions."""
@@ -257,7 +236,7 @@ class Plan:
                 for route in self.routes
             ]
             document["dropped"] = [_fields(drop) for drop in self.drops]
-            document["tasks"] = [{"files": list(task.files), "tensors": list(task.tensors)} for task in self.tasks()]
+            document["tasks"] = [_task_json([self.routes[i] for i in band.routes]) for band in self.bands()]
         if copies:
             document["copies"] = [
                 {
@@ -277,6 +256,8 @@ class Plan:
 
         A conversion may only be resumed by a plan with the same identity.
         """
+        if self.digests:
+            return self.digests.identity
         # The journal and the manifest hold digests of this version.
         about = {**self.to_json(tensors=False), "dropped": [_fields(drop) for drop in self.drops]}
         digest = hashlib.sha256(f"digests {CURRENT.number}\0{json.dumps(about, sort_keys=True)}".encode())
@@ -292,6 +273,14 @@ class Plan:
         for file in self.source.files:
             digest.update(f"{file.path}\0{file.nbytes}\0{self.source_files.stamp(file.path)}\0".encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
+
+
+def _task_json(routes: Sequence[Route]) -> dict[str, Any]:
+    """A task as plain values: the files that it writes into, and the tensors that it converts."""
+    return {
+        "files": list(dict.fromkeys(path for route in routes for path in route.target.shards.holders)),
+        "tensors": [route.name for route in routes],
+    }
 
 
 def make_plan(source: Index, source_files: Files, content: Content, target: Target, layout: Layout) -> Plan:
