@@ -20,7 +20,7 @@ from ..tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
     from reshard.engine.run import Conversion
-    from reshard.plans.bands import Part
+    from reshard.plans.bands import PartNumber
     from reshard.plans.plan import Plan
     from reshard.verbs.convert import Result
     from reshard.verbs.convert_part import PartResult
@@ -79,7 +79,9 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
     effort, show_progress = Effort(**options.take(given, EffortOptions)), given.pop("show_progress")
     plan = _planned(source, to, given)
     if (dry_run or full) and plan.digests:
-        raise click.UsageError("A plan file is not shown: give --dry-run and --full to the command that writes it", click.get_current_context())
+        raise click.UsageError(
+            "A plan file is not shown: give --dry-run and --full to the command that writes it", click.get_current_context()
+        )
     metrics.label(target=target, format=plan.layout.format)
     if dry_run:
         show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)
@@ -96,8 +98,10 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
         show_json(found.to_json()) if as_json else _show_part(running.completed, found)
         return
     if result is None:
-        whole = finishing(plan, target, effort, provenance) if finish else conversion(
-            plan, target, existing=existing, effort=effort, provenance=provenance
+        whole = (
+            finishing(plan, target, effort, provenance)
+            if finish
+            else conversion(plan, target, existing=existing, effort=effort, provenance=provenance)
         )
         with bar(whole.total, "convert", show_progress) as advance:
             for done in whole.run():
@@ -114,7 +118,7 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
         _show_result(whole, result)
 
 
-def _part_of(given: dict[str, Any]) -> Part | None:
+def _part_of(given: dict[str, Any]) -> PartNumber | None:
     """The part that this process converts; None: everything."""
     part, parts = given.pop("part"), given.pop("parts")
     if part is None and parts is None:

@@ -8,9 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.engine.events import event
-from reshard.engine.journal import Journal, Unfinished, journal_of_part, progress, read_journal
+from reshard.engine.journal import Journal, Unfinished, journal_of_part, progress, read_header, read_journal
 from reshard.engine.record import Provenance
-from reshard.engine.run import Conversion, Done, block_jobs, check_source_is_unchanged, copied_blocks, is_finished, widest_element, workers_of
+from reshard.engine.run import (
+    Conversion,
+    Done,
+    block_jobs,
+    check_source_is_unchanged,
+    copied_blocks,
+    is_finished,
+    widest_element,
+    workers_of,
+)
 from reshard.errors import TargetError, TargetInUse
 from reshard.geometry.boxes import blocks
 from reshard.geometry.quantities import plural
@@ -66,7 +75,7 @@ class PartConversion:
         """The conversion, if the target is complete when `run` has ended."""
         self._root, self._identity = Path(root), plan.identity()
         self._workers = workers_of(plan, workers, memory)
-        self._replaces, self._limits, self._provenance = replaces, {"workers": workers, "memory": memory}, provenance
+        self._replaces, self._given_workers, self._memory, self._provenance = replaces, workers, memory, provenance
 
     @property
     def total(self) -> int:
@@ -85,7 +94,7 @@ class PartConversion:
                     self._identity,
                     lambda: progress(self._root),
                     is_begun=self._is_begun,
-                    begin=lambda: self._begin(staging),
+                    begin=lambda: self._whole().begin(staging),
                 ),
                 system_errors("written", self._root),
             ):
@@ -93,14 +102,22 @@ class PartConversion:
                 if unfinished and not unfinished.committing:
                     yield from self._copy(staging, unfinished)
         if self._is_there() or ((found := self._unfinished()) and not missing_bands(self.plan, found.blocks).bands):
-            # What is replaced stands in the journal.
-            completing = Conversion(self.plan, self._root, resume=True, provenance=self._provenance, **self._limits)
+            completing = self._whole(resume=True)  # What is replaced stands in the journal.
             complete(completing)
             completing.resumed_bytes = completing.total - (self.total - self.resumed_bytes)
             self.completed = completing if completing.fingerprint else None
 
-    def _begin(self, staging: Staging) -> None:
-        Conversion(self.plan, self._root, replaces=self._replaces, provenance=self._provenance, **self._limits).begin(staging)
+    def _whole(self, *, resume: bool = False) -> Conversion:
+        """The conversion that this is a part of."""
+        return Conversion(
+            self.plan,
+            self._root,
+            resume=resume,
+            replaces=tuple if resume else self._replaces,
+            workers=self._given_workers,
+            memory=self._memory,
+            provenance=self._provenance,
+        )
 
     def _copy(self, staging: Staging, unfinished: Unfinished) -> Iterator[Done]:
         routes = [i for band in self.bands for i in band.routes]
@@ -132,7 +149,8 @@ class PartConversion:
         return found if found and found.header.identity == self._identity else None
 
     def _is_begun(self) -> bool:
-        return self._unfinished() is not None or self._is_there()
+        header = read_header(self._root)
+        return header.identity == self._identity if header else self._is_there()
 
     def _is_there(self) -> bool:
         """Whether the target holds the result of the plan already."""
@@ -140,7 +158,7 @@ class PartConversion:
 
 
 def complete(conversion: Conversion) -> None:
-    """Give the files of a conversion whose blocks are all there their final names, unless another process does: then it has no fingerprint."""
+    """Give the files of a conversion whose blocks are all there their final names. If another process does, it has no fingerprint."""
     try:
         for _ in conversion.run():
             pass
@@ -184,6 +202,8 @@ def check_nothing_is_missing(plan: Plan, root: Path) -> None:
             missing.sentence(plan),
             where=str(root),
             why="Parts are still running" if running else "No part is running",
-            do="Wait for the parts" if running else "Run the missing parts again, or run --resume, which converts what is missing with one process",
+            do="Wait for the parts"
+            if running
+            else "Run the missing parts again, or run --resume, which converts what is missing with one process",
             id="target-in-use",
         )

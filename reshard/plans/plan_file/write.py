@@ -69,8 +69,8 @@ def _tensors(columns: ColumnsWriter, side: str, tensors: Sequence[Tensor], dtype
                 shards, located = tensor.shards, tensor.shards.located()
                 used, which = np.unique(located.files, return_inverse=True)
                 numbers = np.array([paths.setdefault(located.paths[file], len(paths)) for file in used.tolist()], np.int64)
-                one = isinstance(located.dtype, DType)
-                each = [located.dtype] * len(shards) if one else located.dtype.tolist()  # type: ignore[union-attr]
+                stored = located.dtype
+                each = [stored] * len(shards) if isinstance(stored, DType) else stored.tolist()
                 rows["offsets"].append(shards.offsets.reshape(-1))
                 rows["sizes"].append(shards.sizes.reshape(-1))
                 rows["strides"].append(located.strides.reshape(-1))
