@@ -13,8 +13,7 @@ from reshard.engine.run import Conversion
 from reshard.geometry.quantities import plural
 from reshard.plans.bands import PartNumber, bands_owned
 from reshard.plans.plan import Plan
-from reshard.storage.system_calls import system_errors
-from reshard.verbs.convert import Existing, Result, check_whole, conversion, existing_target, replaceable, result_of, target_folder
+from reshard.verbs.convert import Existing, Result, conversion, existing_target, result_of, shared_conversion, target_folder
 from reshard.verbs.request import Effort, EffortOptions, PathLike
 
 _NO_LIMITS = Effort()
@@ -99,20 +98,12 @@ def part_conversion(
     provenance: Provenance = _NO_PROVENANCE,
 ) -> PartConversion:
     """A part that has not begun, for callers that run it block by block."""
-    check_whole(plan)
-    root = target_folder(target)
-
-    def replaces() -> tuple[str, ...]:
-        with system_errors("read", root):
-            return replaceable(root, plan, existing)
-
-    bands = bands_owned(plan.bands(), part)
-    return PartConversion(plan, root, bands, replaces=replaces, workers=effort.workers, memory=effort.memory, provenance=provenance)
+    return shared_conversion(PartConversion, plan, target, bands_owned(plan.bands(), part), existing, effort, provenance)
 
 
 def part_result(running: PartConversion, target: PathLike, part: PartNumber | str, seconds: float) -> PartResult:
     """The result of a part that has run to its end."""
-    result = result_of(running.completed, target, seconds) if running.completed else None
+    result = result_of(running, target, seconds) if running.completed else None
     number = PartNumber.parse(part) if isinstance(part, str) else part
     return PartResult(os.fspath(target), number, len(running.bands), running.total, running.resumed_bytes, seconds, result)
 
