@@ -7,6 +7,7 @@ stay finished. Measured with Ray 2.60.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,8 @@ def connected(address: str | None = None) -> Any:
         import ray
     except ModuleNotFoundError:
         raise UnsupportedError("--ray needs Ray, which is not installed", do="Install it with `pip install 'reshard[ray]'`") from None
+    # Where one task fails, so do others, whose errors nobody asks for. Ray would print them with their tracebacks.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if not ray.is_initialized():
         try:
             ray.init(address=address, configure_logging=False, log_to_driver=False)
