@@ -14,7 +14,7 @@ import click
 from reshard.geometry.quantities import plural
 
 from .. import options
-from ..json_output import show_json
+from ..json_output import Streamed, show_json
 from ..plans import show_drop_reasons
 from ..tables import bar_text, count_text, nbytes_text, shape_text, show, show_table, strip_text
 
@@ -151,7 +151,7 @@ def document(opened: Checkpoint, tensors: list[Tensor] | None, view: TreeView) -
 def _details(opened: Checkpoint, tensors: list[Tensor]) -> dict[str, Any]:
     """What a summary leaves out."""
     return {
-        "tensors": [_tensor(tensor) for tensor in tensors],
+        "tensors": Streamed(_tensor, tensors),
         "withheld": [{"name": drop.name, "kind": drop.kind, "bytes": drop.nbytes, "reason": drop.reason} for drop in _withheld(opened)],
         "objects": list(opened.index.objects),
     }
