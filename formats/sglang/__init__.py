@@ -24,7 +24,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from reshard.adapter.option import ENGINE_VERSION, MAX_SHARD_SIZE
+from reshard.adapter.option import ACCEPT_PLATFORM, ENGINE_VERSION, LAYOUT, MAX_SHARD_SIZE
 from reshard.adapter.serving_format import ServingFormat
 
 if TYPE_CHECKING:
@@ -39,12 +39,13 @@ if TYPE_CHECKING:
 class Sglang(ServingFormat):
     name = "sglang"
     summary = "SGLang sharded_state: pre-sharded for tensor and expert parallel ranks"
-    owns = ("model-rank-*-part-*.safetensors",)
+    owns = ("model-rank-*-part-*.safetensors", "reshard.layout.json")
     # The file names are the same: only the manifest tells the formats apart.
     refines = ("vllm",)
-    options = (ENGINE_VERSION, MAX_SHARD_SIZE)
+    options = (ENGINE_VERSION, MAX_SHARD_SIZE, LAYOUT, ACCEPT_PLATFORM)
     engine = "SGLang"
     producer = "SGLang sharded_state"
+    tracer = "reshard.plugins.loader_tracer"
     sizes = ("tp", "ep")
     file_pattern = re.compile(r"model-rank-(?P<rank>\d+)-part-[^/]*\.safetensors")
 

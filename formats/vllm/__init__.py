@@ -43,7 +43,7 @@ class Vllm(ServingFormat):
     options = (ENGINE_VERSION, MAX_SHARD_SIZE, LAYOUT, ACCEPT_PLATFORM)
     engine = "vLLM"
     producer = "vLLM sharded_state"
-    tracer = "reshard.plugins.vllm_tracer"
+    tracer = "reshard.plugins.loader_tracer"
     file_pattern = re.compile(r"model-(?:rank-(?P<rank>\d+)|pp-(?P<pp>\d+)-tp-(?P<tp>\d+))-part-[^/]*\.safetensors")
 
     def read(self, files: Files, hints: Hints) -> Index:
