@@ -10,7 +10,16 @@ from pathlib import Path
 from reshard.engine.events import event
 from reshard.engine.journal import Journal, Unfinished, journal_of_part, progress, read_journal
 from reshard.engine.record import Provenance
-from reshard.engine.run import Conversion, Done, block_jobs, check_source_is_unchanged, copied_blocks, is_finished, widest_element, workers_of
+from reshard.engine.run import (
+    Conversion,
+    Done,
+    block_jobs,
+    check_source_is_unchanged,
+    copied_blocks,
+    is_finished,
+    widest_element,
+    workers_of,
+)
 from reshard.errors import TargetError, TargetInUse
 from reshard.geometry.boxes import blocks
 from reshard.geometry.quantities import plural
