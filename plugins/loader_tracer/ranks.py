@@ -63,9 +63,7 @@ class Engine(Protocol):
     def engine_config(self, model: str, case: Case, *, trust_remote_code: bool) -> Any:
         """The configuration of a model at these sizes, with its class imported. Raises what the engine raises for sizes that it refuses."""
 
-    def loaded_rank(
-        self, config: Any, case: Case, rank: int, recorder: Any, sources: dict[str, Any]
-    ) -> AbstractContextManager[LoadedRank]:
+    def loaded_rank(self, config: Any, case: Case, rank: int, recorder: Any, sources: dict[str, Any]) -> AbstractContextManager[LoadedRank]:
         """The model of one rank after the engine's loader has loaded `sources`, with everything recorded. sources: name -> tensor on `meta`."""
 
     def kernel_choices(self, model: Any) -> Iterator[tuple[str, str]]:
