@@ -210,5 +210,7 @@ def test_learn_needs_a_model_an_engine_and_a_python_that_has_it(models, tmp_path
         reshard.learn(models("olmo2"), engine="vllm", engine_python="/nowhere/python")
     with pytest.raises(UnsupportedError, match="must have the engine and torch"):
         reshard.learn(models("olmo2"), engine="vllm", engine_python=sys.executable)
+    with pytest.raises(RequestError, match=r"--pp 2 does not apply to SGLang's files. Leave out --pp"):
+        reshard.learn(models("olmo2"), engine="sglang", pp=(1, 2))
     with pytest.raises(RequestError, match="Give it sizes of --tp"):
         reshard.learn(models("olmo2"), engine="vllm", tp=(2,), ep=(4,))

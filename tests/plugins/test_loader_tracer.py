@@ -1,4 +1,4 @@
-"""The tracer's arithmetic without an engine: what is recorded on tensors without elements, against what the same code does to real elements."""
+"""The tracer's arithmetic without an engine: what is recorded on tensors without elements, against what the same code does to real ones."""
 
 import json
 import os
