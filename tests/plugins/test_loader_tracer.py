@@ -203,6 +203,29 @@ def test_ranks_are_answered_in_their_order_whatever_becomes_of_their_processes(t
     assert [each.name for each in tmp_path.iterdir()] == ["answer.jsonl"]
 
 
+class Model:
+    """A model of an engine with one module, which is of a class in that Python module and has that method for its weights."""
+
+    def __init__(self, module_name, method=None):
+        self._module = type("Module", (), {"__module__": module_name})()
+        self._module.quant_method = method
+
+    def named_modules(self):
+        return [("layers.0.attn", self._module)]
+
+
+def test_what_depends_on_the_platform_is_marked():
+    vllm, sglang = (import_module(f"reshard.plugins.loader_tracer.{name}_ranks") for name in ("vllm", "sglang"))
+    for engine in (vllm, sglang):
+        assert list(engine.kernel_choices(Model("engine.models.nvidia.model"))) == []
+        assert list(engine.kernel_choices(Model("engine.layers.linear", type("UnquantizedLinearMethod", (), {})()))) == []
+        (module, reason), *_ = engine.kernel_choices(Model("engine.layers.linear", type("Fp8LinearMethod", (), {})()))
+        assert module == "layers.0.attn" and "Fp8LinearMethod" in reason
+    # vLLM's DeepSeek-V4 pads the sinks on GPUs.
+    assert list(vllm.kernel_choices(Model("vllm.models.deepseek_v4.cpu.model")))
+    assert list(sglang.kernel_choices(Model("sglang.layers.moe", type("UnquantizedFusedMoEMethod", (), {})())))
+
+
 def test_packages_that_are_missing_are_stood_in_for(monkeypatch):
     stand_ins = import_module("reshard.plugins.loader_tracer.stand_ins")
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
