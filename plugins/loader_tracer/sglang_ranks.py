@@ -100,7 +100,7 @@ def loaded_rank(config: Arguments, case: Case, rank: int, recorder: Any, sources
             disable_cuda_graph=True,
             # Some models demand these, although they hold the same weights without them.
             disable_radix_cache=True,
-            attention_backend="triton",
+            attention_backend="fa3",
             mem_fraction_static=0.5,
         )
         publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=rank))

@@ -35,8 +35,8 @@ from reshard.verbs.learn import write_layout  # noqa: E402
 
 SGLANG = Environment("SGLang", HERE / "sglang_requirements.txt", options=("--no-deps",))
 LONG = "--long" in sys.argv
-# SGLang's Transformers backend refuses more ranks than KV heads.
-TWO_SIZES = ("seed_oss",)
+# SGLang's Transformers backend refuses more ranks than KV heads, and its class of falcon_h1 more than groups.
+TWO_SIZES = ("seed_oss", "falcon_h1")
 # Experts, stacked experts, convolutions and segments of one tensor, norms per head, towers, SGLang's Transformers backend.
 TINY = ("qwen3_next", "gpt_oss", "glm4_moe", "deepseek_v3", "gemma3_text", "lfm2", "olmo2", "qwen3_vl", "falcon_h1")
 if LONG:
