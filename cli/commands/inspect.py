@@ -71,8 +71,10 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, 
         return
     with gc_paused():  # a hundred thousand tensors are many objects, and none of them is garbage
         opened = reshard.open(checkpoint, **given)
-        check_globs("--tensor", globs, dict.fromkeys(tensor.name for tensor in opened.index.tensors))
-        tensors = [tensor for tensor in opened.index.tensors if not globs or matches(tensor.name, globs)]
+        tensors = list(opened.index.tensors)
+        if globs:
+            check_globs("--tensor", globs, dict.fromkeys(tensor.name for tensor in tensors))
+            tensors = [tensor for tensor in tensors if matches(tensor.name, globs)]
         if page_options.path:
             _write_page(opened, tensors if globs else [], page_options)
         if as_json:

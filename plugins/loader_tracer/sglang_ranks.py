@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .ranks import Case, LoadedRank, Softening, fake_new_groups, large_on_meta, set_environment
+from .ranks import Case, LoadedRank, NoKernel, Softening, fake_new_groups, large_on_meta, set_environment
 from .stand_ins import stand_in
 
 ENVIRONMENT = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * 64)}
@@ -88,30 +88,33 @@ def loaded_rank(config: Arguments, case: Case, rank: int, recorder: Any, sources
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
-    arguments = ServerArgs(
-        model_path=config.model,
-        tp_size=case.tp,
-        ep_size=case.ep,
-        device="cpu",
-        trust_remote_code=config.trust_remote_code,
-        skip_tokenizer_init=True,
-        disable_cuda_graph=True,
-        mem_fraction_static=0.5,
-    )
-    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=rank))
-    model_config = ModelConfig.from_server_args(arguments)
-    bootstrap.init_parallel_runtime(server_args=arguments, device="cpu", dist_port=1)
-    bootstrap.init_layer_runtime(model_config=model_config)
-    initialize_moe_config()
     softened: list[str] = []
-    load_config = LoadConfig()
-    quantization = loader._get_quantization_config(model_config, load_config)
-    device = torch.device("cpu")
-    with loader.set_default_torch_dtype(model_config.dtype), without_kernels(softened):
-        with recorder, large_on_meta(), device:
-            model = loader._initialize_model(model_config, load_config, quantization)
-        with recorder:
-            loader.DefaultModelLoader.load_weights_and_postprocess(model, iter(sources.items()), device)
+    with without_kernels(softened):
+        arguments = ServerArgs(
+            model_path=config.model,
+            tp_size=case.tp,
+            ep_size=case.ep,
+            device="cpu",
+            trust_remote_code=config.trust_remote_code,
+            skip_tokenizer_init=True,
+            disable_cuda_graph=True,
+            # Some models demand these, although they hold the same weights without them.
+            disable_radix_cache=True,
+            attention_backend="fa3",
+            mem_fraction_static=0.5,
+        )
+        publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=rank))
+        model_config = ModelConfig.from_server_args(arguments)
+        bootstrap.init_parallel_runtime(server_args=arguments, device="cpu", dist_port=1)
+        bootstrap.init_layer_runtime(model_config=model_config)
+        initialize_moe_config()
+        load_config, device = LoadConfig(), torch.device("cpu")
+        quantization = loader._get_quantization_config(model_config, load_config)
+        with loader.set_default_torch_dtype(model_config.dtype):
+            with recorder, large_on_meta(), device:
+                model = loader._initialize_model(model_config, load_config, quantization)
+            with recorder:
+                loader.DefaultModelLoader.load_weights_and_postprocess(model, iter(sources.items()), device)
         yield LoadedRank(model, str(model_config.dtype).removeprefix("torch."), softened)
 
 
@@ -119,10 +122,22 @@ def loaded_rank(config: Arguments, case: Case, rank: int, recorder: Any, sources
 def without_kernels(softened: list[str]) -> Iterator[None]:
     """A context in which layers can be built although this platform lacks their kernels. What was missing is appended to `softened`."""
     softening = Softening(softened)
+    softening.soften("sglang.srt.layers.rotary_embedding.factory", "get_rope_cpu", _rope_without_kernel)
+    softening.soften("sglang.srt.platforms.device_mixin", "DeviceMixin.get_device", lambda *_: "cpu")
+    softening.soften("torch.cuda", "get_device_capability", lambda *_: (9, 0))
+    softening.soften("torch.cuda", "Stream", lambda *_, **__: NoKernel())
+    softening.soften("torch.cuda", "Event", lambda *_, **__: NoKernel())
     try:
         yield
     finally:
         softening.undo()
+
+
+def _rope_without_kernel(*args: Any, device: Any = None, **names: Any) -> Any:
+    """The rotary positions as other platforms compute them. They hold no weight."""
+    from sglang.srt.layers.rotary_embedding import get_rope
+
+    return get_rope(*args[:8], **names)  # the last one is the device
 
 
 def kernel_choices(model: Any) -> Iterator[tuple[str, str]]:
