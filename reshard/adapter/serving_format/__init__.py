@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from reshard.models.model import Model
     from reshard.plans.layout import Layout
     from reshard.plans.target import Target
+    from reshard.serving.learned.layout import LearnedLayout
     from reshard.serving.rules import EngineRules
     from reshard.storage.files import Files
 
@@ -59,6 +60,10 @@ class ServingFormat(Format):
 
     tracer: ClassVar[str | None] = None
     """The package with the program that traces the engine's own loader (`reshard learn`); None if there is none."""
+
+    def layout_notes(self, layout: LearnedLayout) -> tuple[str, ...]:
+        """Notes about files that follow a learned layout, such as how to start the engine."""
+        return ()
 
     # Writing: what a subclass may override.
 
