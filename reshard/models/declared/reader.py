@@ -24,6 +24,7 @@ from reshard.errors import RequestError
 from reshard.models.architecture import LAYER_SETS, Architecture, Dimension, LayerRule, Weight
 from reshard.models.declared import yaml_data
 from reshard.models.declared.engines import engines_of
+from reshard.models.declared.frameworks import frameworks_of
 from reshard.models.declared.node import KEY_OF_LAYER, Node, expression
 from reshard.models.declared.version_1 import in_version_2
 from reshard.models.declared.weights import NUMBER, WeightReader, layer_set, overlap
@@ -37,7 +38,7 @@ UNKNOWN = "?"
 Find = Callable[[str], Architecture | None]
 KEYS = (
     "language", "model_type", "class", "extends", "like", "text_config", "without", "renamed", "dimensions", "towers", "weights", "tied",
-    "sparse_layers", "layer_sets", "mtp_layers", "dropped", "carried", "defaults", "vocabulary_multiple", "engines",
+    "sparse_layers", "layer_sets", "mtp_layers", "dropped", "carried", "defaults", "vocabulary_multiple", "engines", "frameworks",
 )  # fmt: skip
 
 
@@ -256,9 +257,11 @@ def _fields(keys: Mapping[str, Node], base: Architecture | None, find: Find) -> 
         fields["class_name"] = keys["class"].word(r"[A-Za-z_]\w*")
     if "like" in keys:
         like = _declared(keys["like"], find)
-        fields["like"], fields["engines"] = like.family, like.engines
+        fields["like"], fields["engines"], fields["frameworks"] = like.family, like.engines, like.frameworks
     if "engines" in keys:
         fields["engines"] = {**fields.get("engines", {}), **engines_of(keys["engines"])}
+    if "frameworks" in keys:
+        fields["frameworks"] = {**fields.get("frameworks", {}), **frameworks_of(keys["frameworks"])}
     if base and base.language_model_in:
         own = fields.get("engines", {})
         fields["engines"] = {name: own[name].around(base.engines[name]) for name in base.engines if name in own}
