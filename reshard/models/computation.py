@@ -23,11 +23,18 @@ class ConfigKey:
 
 
 @dataclass(frozen=True, slots=True)
+class LayersOf:
+    """A setting whose value is a list with 1 for each layer of a set and 0 for the others."""
+
+    layer_set: str
+
+
+@dataclass(frozen=True, slots=True)
 class Computation:
     """How a framework computes one model. A model without one was not compared with the framework."""
 
     settings: Mapping[str, object] = field(default_factory=dict)
-    """The framework's own settings: a value, or a ConfigKey."""
+    """The framework's own settings: a value, a ConfigKey or a LayersOf."""
 
     assumes: tuple[tuple[str, object], ...] = ()
     """Config keys that the framework cannot set, each with the value that it computes. A model with another value is refused."""

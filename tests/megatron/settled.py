@@ -1,8 +1,8 @@
 """Megatron-Core's model, built from nothing but the settings in a checkpoint that reshard wrote, as Megatron-LM does it with
 --use-checkpoint-args.
 
-Its logits have to be those of the Hugging Face folder that reshard read. Then it is saved again by Megatron's own writers, in both forms, for
-reshard to read back, and trains one step.
+Its logits have to be those of the Hugging Face folder that reshard read. Then it is saved again by Megatron's own writers, in both forms,
+for reshard to read back, and trains one step.
 """
 
 from __future__ import annotations

@@ -26,33 +26,41 @@ COMMON = {
     "tie_word_embeddings": False,
 }
 NO_HEAD_DIM = {key: size for key, size in COMMON.items() if key != "head_dim"}
-ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
-ROUTED |= {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1}
+ROUTED |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True}
 LATENT = {"q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6, "num_key_value_heads": 4}
 LATENT |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 2}
 LATENT |= {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "num_hidden_layers": 2, "head_dim": 4}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 
 # Model type -> the sizes of its config.
 SIZES: dict[str, dict[str, object]] = {
     "arcee": COMMON,
-    "cwm": COMMON | {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"], "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "cwm": COMMON | {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"], "rope_parameters": ROPE},
     "deepseek_v2": COMMON | LATENT | {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 2, "norm_topk_prob": False},
     "deepseek_v3": COMMON | LATENT | {"n_group": 2, "topk_group": 1, "norm_topk_prob": True},
     "dots1": COMMON | ROUTED,
     "ernie4_5": COMMON | {"use_bias": False},
-    "glm": COMMON | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}, "head_dim": 8},
+    "exaone_moe": COMMON
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_shared_experts": 1, "norm_topk_prob": True}
+    | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]}
+    | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
+    "glm": COMMON | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}, "head_dim": 8},
     "glm4_moe": COMMON | ROUTED | {"use_qk_norm": True, "head_dim": 8},
     "glm4_moe_lite": COMMON | LATENT | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "mlp_layer_types": ["dense", "sparse"]},
     "gpt_oss": COMMON
     | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "head_dim": 8, "intermediate_size": 12}
     | {"rope_parameters": YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}},
+    "hy_v3": COMMON
+    | {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_shared_experts": 1}
+    | {"router_scaling_factor": 1.5, "mlp_layer_types": ["dense", "sparse"], "first_k_dense_replace": 1},
     "jais2": COMMON,
     "mistral": COMMON | {"sliding_window": 5},
     "phi3": NO_HEAD_DIM | {"sliding_window": 5},
     "seed_oss": COMMON,
     "smollm3": NO_HEAD_DIM | {"no_rope_layers": [1, 0]},
-    "stablelm": NO_HEAD_DIM | {"use_qkv_bias": True},
+    "stablelm": NO_HEAD_DIM | {"use_qkv_bias": True, "hidden_size": 32},
     "starcoder2": NO_HEAD_DIM | {"sliding_window": 5},
 }
 

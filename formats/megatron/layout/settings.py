@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.errors import UnsupportedError
-from reshard.models.computation import Computation, ConfigKey
+from reshard.models.computation import Computation, ConfigKey, LayersOf
 from reshard.models.config_values import number, rotary_settings, rotary_type
 from reshard.models.model import Model, Part
 
@@ -64,6 +64,7 @@ def model_settings(model: Model) -> dict[str, Any]:
         "num_experts": dimensions.get("experts") if model.sparse_layers else None,
         "qk_layernorm": parts.have("attention.q_norm", "mla.q_a_norm", "mla.kv_a_norm"),
         "add_bias_linear": parts.have(*LINEAR_ROLES, parameter="bias"),
+        "attention_output_gate": parts.have_output_gate,
         "softmax_type": "learnable" if parts.have("attention.sink") else "vanilla",
         "rotary_interleaved": False,
         "layernorm_zero_centered_gamma": False,
@@ -81,6 +82,40 @@ def model_settings(model: Model) -> dict[str, Any]:
         settings |= _latent(model)
     settings |= _declared(model)
     return settings | _windows(model, settings.pop("window_size", None))
+
+
+# Settings that change the order or the values of stored weights -> what that changes.
+_OF_LAYOUT = {
+    "rotary_interleaved": "the rows of q and k that rotary positions turn are neighbours",
+    "layernorm_zero_centered_gamma": "norms are stored minus one",
+    "apply_layernorm_1p": "norms are stored minus one",
+    "attention_output_gate": "linear_qkv also holds a gate",
+}
+# Settings that change what is computed, by which models that store the same weights differ.
+_OF_COMPUTATION = (
+    "moe_router_score_function",
+    "softmax_type",
+    "no_rope_freq",
+    "quick_geglu",
+    "experimental_attention_variant",
+    "qk_l2_norm",
+)
+
+
+def other_setting(args: Mapping[str, Any], model: Model, *, is_inferred: bool) -> tuple[str, str] | None:
+    """A setting of a run that the model contradicts, and what it changes; None if there is none.
+
+    is_inferred: whether the model was inferred from the settings. Then it also has to compute what the run computed.
+    """
+    own: dict[str, Any] = {"attention_output_gate": _Parts(model).have_output_gate, **_declared(model)}
+    for name, change in _OF_LAYOUT.items():
+        if name in args and bool(args[name]) != bool(own.get(name)):
+            return name, change
+    defaults = {"moe_router_score_function": "softmax", "softmax_type": "vanilla"}
+    for name in _OF_COMPUTATION if is_inferred else ():
+        if (args.get(name) or defaults.get(name)) != (own.get(name) or defaults.get(name)):
+            return name, "the model computes something else"
+    return None
 
 
 LINEAR_ROLES = ("attention.o", "mlp.up", "mlp.down", "expert.up", "expert.down", "shared_expert.up", "shared_expert.down")
@@ -103,6 +138,12 @@ class _Parts:
         """Whether the model has a weight of one of these roles."""
         return any(role in self._of_role and (parameter is None or parameter in self._of_role[role]) for role in roles)
 
+    @property
+    def have_output_gate(self) -> bool:
+        """Whether the rows of q are those of q and of the gate of its output."""
+        parts = self._of_role.get("attention.q", {}).values()
+        return any(part.array.shape[0] == 2 * part.dimensions["heads"] * part.dimensions["head_dim"] for part in parts)
+
     def rows(self, role: str) -> int | None:
         """The output features of a role; None if the model does not have it."""
         return next((part.array.shape[0] for part in self._of_role.get(role, {}).values()), None)
@@ -113,11 +154,17 @@ SAME_LAYER = {"expert.gate_up": "expert.up", "expert.down_bias": "expert.down"}
 
 
 def _declared(model: Model) -> dict[str, Any]:
-    """The settings that the declaration gives; those by a key of the config that is not set are left out."""
-    computation = model.architecture.frameworks.get(FRAMEWORK, Computation())
-    values = {
-        name: model.setting(value.key) if isinstance(value, ConfigKey) else value for name, value in computation.settings.items()
-    }
+    """The settings that the declaration gives, without those of which this model has nothing: a key of the config that is not set, or a set
+    without layers."""
+    computation, layers = model.architecture.frameworks.get(FRAMEWORK, Computation()), range(model.dimensions["layers"])
+
+    def value_of(value: object) -> object:
+        if isinstance(value, LayersOf):
+            among = model.layer_sets[value.layer_set]
+            return [int(layer in among) for layer in layers] if any(layer in among for layer in layers) else None
+        return model.setting(value.key) if isinstance(value, ConfigKey) else value
+
+    values = {name: value_of(value) for name, value in computation.settings.items()}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -136,8 +183,6 @@ def _positions(model: Model, parts: _Parts) -> dict[str, Any]:
         or model.setting("partial_rotary_factor")
         or 1.0,
     }
-    if used := model.listed("no_rope_layers"):  # the config's list has 1 for a layer with rotary positions, Megatron's for one without
-        settings["no_rope_freq"] = [int(not is_used) for is_used in used]
     rope_type = rotary_type(rope)
     if rope_type == "llama3":
         fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

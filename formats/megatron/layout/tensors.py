@@ -139,17 +139,13 @@ _LAYER = (
     _TensorRule("input_layernorm.{parameter}", "replicated", ("attention.norm",)),
     _TensorRule("self_attention.dt_bias", "column", ("delta.dt_bias",)),
     _TensorRule("self_attention.A_log", "column", ("delta.a_log",)),
-    _TensorRule(
-        "self_attention.in_proj.{parameter}", "column", ("delta.q", "delta.k", "delta.v", "delta.z", "delta.b", "delta.a")
-    ),
+    _TensorRule("self_attention.in_proj.{parameter}", "column", ("delta.q", "delta.k", "delta.v", "delta.z", "delta.b", "delta.a")),
     _TensorRule("self_attention.conv1d.{parameter}", "column", ("delta.conv_q", "delta.conv_k", "delta.conv_v")),
     _TensorRule("self_attention.out_norm.{parameter}", "replicated", ("delta.norm",)),
     _TensorRule("self_attention.out_proj.{parameter}", "row", ("delta.out",)),
     _TensorRule("self_attention.core_attention.softmax_offset", "column", ("attention.sink",)),
     _TensorRule("self_attention.linear_proj.{parameter}", "row", ("attention.o",)),
-    _TensorRule(
-        "self_attention.linear_qkv.{parameter}", "query_groups", ("attention.q", "attention.q_gate", "attention.k", "attention.v")
-    ),
+    _TensorRule("self_attention.linear_qkv.{parameter}", "query_groups", ("attention.q", "attention.q_gate", "attention.k", "attention.v")),
     _TensorRule("self_attention.q_layernorm.{parameter}", "replicated", ("attention.q_norm",)),
     _TensorRule("self_attention.k_layernorm.{parameter}", "replicated", ("attention.k_norm",)),
     _TensorRule("self_attention.linear_q_proj.{parameter}", "column", ("mla.q",)),

@@ -9,8 +9,9 @@ The keys of a framework are the fields of Computation. A framework that is liste
 
 from __future__ import annotations
 
-from reshard.models.computation import Computation, ConfigKey
+from reshard.models.computation import Computation, ConfigKey, LayersOf
 from reshard.models.declared.node import Node
+from reshard.models.declared.weights import layer_set
 
 _KEYS = ("settings", "assumes", "lacks")
 
@@ -31,9 +32,10 @@ def _computation(node: Node) -> Computation:
 
 def _value(node: Node) -> object:
     if isinstance(node.value, dict):
-        if node.value.keys() != {"key"}:
-            raise node.unexpected("a value, or {key: KEY} with a key of the config")
-        return ConfigKey(node.mapping()["key"].config_key())
+        forms = node.mapping(("key", "layers"))
+        if len(forms) != 1:
+            raise node.unexpected("a value, {key: KEY} with a key of the config, or {layers: SET} with a set of layers")
+        return ConfigKey(forms["key"].config_key()) if "key" in forms else LayersOf(layer_set(forms["layers"]))
     if not isinstance(node.value, bool | int | float | str):
         raise node.unexpected("true, false, a number or a word")
     return node.value

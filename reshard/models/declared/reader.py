@@ -22,6 +22,7 @@ from typing import Any
 
 from reshard.errors import RequestError
 from reshard.models.architecture import LAYER_SETS, Architecture, Dimension, LayerRule, Weight
+from reshard.models.computation import LayersOf
 from reshard.models.declared import yaml_data
 from reshard.models.declared.engines import engines_of
 from reshard.models.declared.frameworks import frameworks_of
@@ -75,6 +76,8 @@ def parse_declaration(content: bytes, where: str, find: Find, language_model: st
         raise root.error("it declares no weights", do="Name them under `weights`, or take over those of another model with `extends:`")
     for node, weight in nodes:
         _check_layers(weight, made, node)
+    for computation in made.frameworks.values():
+        _check_sets([value.layer_set for value in computation.settings.values() if isinstance(value, LayersOf)], made, root)
     for name, dimension in dimensions.items():
         _check_sets([of for form in dimension.forms for of in form.in_sets], made, root.inner(name, None))
     _check_names(made, nodes)
