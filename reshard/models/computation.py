@@ -20,6 +20,8 @@ class ConfigKey:
     """A setting whose value is that of a key of the model's config."""
 
     key: str
+    when: str | None = None
+    """A key of the config, or "not KEY": the setting is left out unless it is set. None: it always counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import run as harness  # fixtures/megatron/run.py
 import safetensors.torch
 import settings
 import torch
+import torch.distributed as dist
 from loading import Checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -34,6 +35,7 @@ class Ranks(harness._Ranks):
         own = {"no_save_optim": True, "no_save_rng": True, "use_distributed_optimizer": False, "consumed_train_samples": 0}
         own["sequence_parallel"] = layout.tp > 1 and bool(found["num_experts"])  # Megatron wants it there
         self.args = Namespace(**settings.defaults(layout, "fp32", self.hf_config.vocab_size) | found | own)
+        self.args.rank = self.args.local_rank = dist.get_rank()
         self.kind = self.hf_config.model_type
         self.sizes = mapping.Sizes(0, 0, 0, self.hf_config.vocab_size, self.args.padded_vocab_size, gated=True)
 

@@ -26,6 +26,7 @@ COMMON = {
     "tie_word_embeddings": False,
 }
 NO_HEAD_DIM = {key: size for key, size in COMMON.items() if key != "head_dim"}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1}
 ROUTED |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True}
 LATENT = {"q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6, "num_key_value_heads": 4}
@@ -49,6 +50,7 @@ SIZES: dict[str, dict[str, object]] = {
     "glm": COMMON | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}, "head_dim": 8},
     "glm4_moe": COMMON | ROUTED | {"use_qk_norm": True, "head_dim": 8},
     "glm4_moe_lite": COMMON | LATENT | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "mlp_layer_types": ["dense", "sparse"]},
+    "gpt_bigcode": {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_inner": 40, "n_positions": 24} | NO_DROPOUT,
     "gpt_oss": COMMON
     | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "head_dim": 8, "intermediate_size": 12}
     | {"rope_parameters": YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}},
@@ -58,6 +60,7 @@ SIZES: dict[str, dict[str, object]] = {
     "jais2": COMMON,
     "mistral": COMMON | {"sliding_window": 5},
     "phi3": NO_HEAD_DIM | {"sliding_window": 5},
+    "qwen3": COMMON | {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
     "seed_oss": COMMON,
     "smollm3": NO_HEAD_DIM | {"no_rope_layers": [1, 0]},
     "stablelm": NO_HEAD_DIM | {"use_qkv_bias": True, "hidden_size": 32},
@@ -79,7 +82,7 @@ def write(model_type: str, folder: Path, **sizes: object) -> None:
 
 
 def _filling(name: str, shape: torch.Size) -> torch.Tensor:
-    if name.endswith("norm.weight"):
+    if name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
         return 1 + 0.2 * torch.randn(shape)
     if len(shape) == 1:
         return 0.5 * torch.randn(shape)

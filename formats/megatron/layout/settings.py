@@ -162,7 +162,9 @@ def _declared(model: Model) -> dict[str, Any]:
         if isinstance(value, LayersOf):
             among = model.layer_sets[value.layer_set]
             return [int(layer in among) for layer in layers] if any(layer in among for layer in layers) else None
-        return model.setting(value.key) if isinstance(value, ConfigKey) else value
+        if isinstance(value, ConfigKey):
+            return model.setting(value.key) if model.holds(value.when) else None
+        return value
 
     values = {name: value_of(value) for name, value in computation.settings.items()}
     return {name: value for name, value in values.items() if value is not None}
@@ -270,7 +272,7 @@ def _windows(model: Model, window: Any) -> dict[str, Any]:
     kinds = [kind == "sliding_attention" for kind in model.listed("layer_types")[:layers]]
     if not kinds and (first := model.count("max_window_layers")) is not None:
         kinds = [layer >= first for layer in range(layers)]
-    if not window or model.setting("use_sliding_window") is False or (kinds and not any(kinds)):
+    if not window or (kinds and not any(kinds)):
         return {}
     settings: dict[str, Any] = {"window_size": (int(window) - 1, 0)}
     return settings if all(kinds) else settings | {"window_attn_skip_freq": [int(has_window) for has_window in kinds]}

@@ -17,10 +17,13 @@ _NOT_IN_MEGATRON = {
     "attention.post_norm": "norms after attention",
     "mlp.post_norm": "norms after the MLP",
     "vision.": "its tower for images",
-    "indexer.": "an indexer that can be loaded without Transformer Engine",
+    "indexer.": "sparse attention that runs without a GPU",
+    "ssm.": "Mamba layers that run without a GPU",
     "conv.": "gated short convolutions",
+    "kda.": "Kimi's delta attention",
     "embedding_norm": "a norm after the embedding",
     "minimax.": "norms of q and k over all heads at once",
+    "cohere.": "attention beside the MLP in one layer",
 }
 
 
@@ -46,9 +49,9 @@ def megatron_compatible_model(content: Content) -> Model:
             if reason
             else f"The form in which it would store a {model.architecture.model_type} model is not known, and reshard does not guess it",
         )
+    _check_attention_norms(model)
     _check_computation(model)
     _check_biases(model)
-    _check_attention_norms(model)
     _check_router_groups(model)
     if model.quantization:
         raise UnsupportedError(
@@ -119,6 +122,20 @@ def _check_biases(model: Model) -> None:
         )
 
 
+def check_expert_layout(model: Model, experts: str) -> None:
+    """Raises RequestError if the layer classes have no place for the biases of experts."""
+    if experts == "grouped" and _has_expert_biases(model):
+        raise RequestError(
+            f"--experts grouped: the experts of a {model.architecture.model_type} model have biases",
+            why="Megatron's GroupedMLP has none, so they would be lost",
+            do="Choose --experts sequential or --experts te-grouped",
+        )
+
+
+def _has_expert_biases(model: Model) -> bool:
+    return any(part.parameter == "bias" and part.role.startswith("expert.") for part in model.parts())
+
+
 def check_sizes(model: Model, sizes: ParallelSizes) -> None:
     """Raises RequestError if the model does not divide by the parallel sizes. Stages are checked with their layers."""
     experts = model.dimensions.get("experts", 0)
@@ -136,6 +153,13 @@ def check_sizes(model: Model, sizes: ParallelSizes) -> None:
         raise RequestError(
             f"--etp {sizes.etp} does not divide --tp {sizes.tp}",
             why="Megatron's file names have the tensor- and the expert-parallel rank, and would not tell these ranks apart",
+            id="illegal-sizes",
+        )
+    if sizes.etp > 1 and _has_expert_biases(model):
+        raise RequestError(
+            f"--etp {sizes.etp}: the experts of a {model.architecture.model_type} model have biases",
+            why="Megatron-Core refuses biases of experts that several tensor-parallel ranks share",
+            do="Add --etp 1",
             id="illegal-sizes",
         )
     if sizes.vp > 1 and sizes.pp == 1:

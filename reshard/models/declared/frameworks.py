@@ -32,10 +32,11 @@ def _computation(node: Node) -> Computation:
 
 def _value(node: Node) -> object:
     if isinstance(node.value, dict):
-        forms = node.mapping(("key", "layers"))
-        if len(forms) != 1:
+        keys = node.mapping(("key", "when", "layers"))
+        if ("key" in keys) == ("layers" in keys):
             raise node.unexpected("a value, {key: KEY} with a key of the config, or {layers: SET} with a set of layers")
-        return ConfigKey(forms["key"].config_key()) if "key" in forms else LayersOf(layer_set(forms["layers"]))
+        when = keys["when"].condition() if "when" in keys else None
+        return ConfigKey(keys["key"].config_key(), when) if "key" in keys else LayersOf(layer_set(keys["layers"]))
     if not isinstance(node.value, bool | int | float | str):
         raise node.unexpected("true, false, a number or a word")
     return node.value
