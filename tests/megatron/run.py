@@ -9,6 +9,7 @@
     {"tiny": "glm4_moe", "sizes": {..}, "to": "folder"} what save_pretrained writes of a model of tiny_models.py
     {"settled": "folder", "layout": {"tp": 2}, ..}      the model that the settings in a checkpoint describe (settled.py)
         "weights": "folder", "to": "folder"                 its logits are those of the Hugging Face folder; saved again in both forms
+        "held": true, ..                                    or: digests of what its ranks hold and of the keys of its own save
 
 An answer is {"losses": [..], "steps": [..]}, or {"failed": "why"}. Runs of all sizes see the same batches.
 """
@@ -175,7 +176,8 @@ def of_rank(rank: int, asked: dict, scratch: str) -> None:
     if asked.get("adam") == "fused":
         fused_adam.install()
     if "settled" in asked:
-        answer = settled.Ranks(Path(asked["settled"]), Path(asked["weights"]), layout).answered(Path(asked["to"]))
+        of_settings = settled.Ranks(Path(asked["settled"]), Path(asked["weights"]), layout)
+        answer = (of_settings.held if asked.get("held") else of_settings.answered)(Path(asked["to"]))
         if rank == 0:
             (Path(scratch) / "answer.json").write_text(json.dumps(answer))
         dist.barrier()

@@ -7,9 +7,10 @@ for reshard to read back, and trains one step.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import mapping
@@ -19,7 +20,28 @@ import settings
 import torch
 import torch.distributed as dist
 from loading import Checkpoint
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, AutoModelForCausalLM
+
+
+def digest_of_state(state: dict[str, object]) -> str:
+    """Of names, shapes and values of what a rank holds, in its order; values as fp32, in which every value of bf16 is exact."""
+    return digest(
+        f"{name} {list(value.shape)} {hashlib.sha256(value.detach().float().contiguous().numpy().tobytes()).hexdigest()}\n"
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    )
+
+
+def digest_of_keys(folder: Path) -> str:
+    """Of keys and shapes of the tensors of a distributed save."""
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return digest(f"{key} {list(stored[key].size)}\n" for key in sorted(stored) if isinstance(stored[key], TensorStorageMetadata))
+
+
+def digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
 
 
 class Ranks(harness._Ranks):
@@ -39,21 +61,39 @@ class Ranks(harness._Ranks):
         self.kind = self.hf_config.model_type
         self.sizes = mapping.Sizes(0, 0, 0, self.hf_config.vocab_size, self.args.padded_vocab_size, gated=True)
 
-    def answered(self, to: Path) -> dict[str, object]:
-        config = settings.transformer_config(self.args, "fp32")
+    def loaded(self, config: object) -> list:
+        """The chunks with what the checkpoint holds, and nothing else."""
         chunks = self.chunks("fp32", config)
         for tensor in (tensor for chunk in chunks for tensor in chunk.state_dict().values()):
             if isinstance(tensor, torch.Tensor):
                 tensor.fill_(0.5)
         self.stored.load(self.args, chunks)
+        return chunks
+
+    def held(self, to: Path) -> dict[str, object]:
+        """What every rank holds by its number, and the tensors of Megatron's own distributed save, as digests."""
+        config = settings.transformer_config(self.args, "fp32")
+        prepared, optimizer, scheduler = self.prepare(self.loaded(config), config)
+        harness.WRITERS["torch_dist"](self, to, prepared, optimizer, scheduler)
+        state = {
+            f"{i}.{name}": value for i, chunk in enumerate(harness.unwrap_model(prepared)) for name, value in chunk.state_dict().items()
+        }
+        everyone: list = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (self.stored._of_rank().parent.name, digest_of_state(state)))
+        return {"ranks": dict(sorted(everyone)), "keys": digest_of_keys(next(to.glob("iter_*")))}
+
+    def answered(self, to: Path) -> dict[str, object]:
+        config = settings.transformer_config(self.args, "fp32")
+        chunks = self.loaded(config)
         self.assert_same_logits(chunks, safetensors.torch.load_file(self.hub / "model.safetensors"))
         prepared, optimizer, scheduler = self.prepare(chunks, config)
         for form in ("torch", "torch_dist"):
             harness.WRITERS[form](self, to / form, prepared, optimizer, scheduler)
-        return {"loss": self.one_step(prepared, optimizer, config)}
+        self.one_step(prepared, optimizer, config)
+        return {}
 
-    def one_step(self, chunks: list, optimizer: object, config: object) -> float | None:
-        """The loss of one step, which has to change every parameter."""
+    def one_step(self, chunks: list, optimizer: object, config: object) -> None:
+        """One step, which has to change every parameter."""
         losses: list[float] = []
 
         def forward(batches: Iterator, model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
@@ -70,7 +110,6 @@ class Ranks(harness._Ranks):
         after = {name: value for chunk in chunks for name, value in chunk.named_parameters()}
         still = [name for name, value in after.items() if torch.equal(value, before[name]) and ".experts." not in name]
         assert not still, f"{len(still)} parameters do not train, {still[0]} for one"
-        return losses[-1]
 
     def larger(self) -> torch.nn.Module:
         config = AutoConfig.from_pretrained(self.hub)
