@@ -108,7 +108,7 @@ DECLARED = {
     **dict.fromkeys(
         ("arcee", "cwm", "ernie4_5", "glm", "jais2", "mistral", "phi3", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2"), DENSE
     ),
-    **dict.fromkeys(("deepseek_v2", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3"), SPARSE),
+    **dict.fromkeys(("deepseek_v2", "dots1", "exaone_moe", "glm4_moe", "glm4_moe-mtp", "glm4_moe_lite", "hy_v3"), SPARSE),
     "gpt_bigcode": ({"pp": 2}, {}),  # one query group
     "gpt_oss": ({"tp": 2, "ep": 2, "etp": 1}, {"pp": 2, "dp": 2, "ep": 2}),  # Megatron wants experts with biases whole
 }

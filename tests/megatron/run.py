@@ -6,7 +6,7 @@
         "save": "folder", "truth": "file"                   two steps, saved; then three more
         "load": "folder", "weights": "folder"               in fp32: weights and logits are those of the Hugging Face folder
         "load": "folder", "truth": "file"                   with the optimizer: its state is what the truth tells; then three steps
-    {"tiny": "glm4_moe", "sizes": {..}, "to": "folder"} what save_pretrained writes of a model of tiny_models.py
+    {"tiny": "glm4_moe", "to": "folder"}                what save_pretrained writes of a model of tiny_models.py
     {"settled": "folder", "layout": {"tp": 2}, ..}      the model that the settings in a checkpoint describe (settled.py)
         "weights": "folder", "to": "folder"                 its logits are those of the Hugging Face folder; saved again in both forms
         "held": true, ..                                    or: digests of what its ranks hold and of the keys of its own save
@@ -200,7 +200,7 @@ def answered(asked: dict) -> dict[str, object]:
         models.build(asked["hub"], dtype=torch.float32, **asked["sizes"]).save_pretrained(asked["to"])
         return {}
     if "tiny" in asked:
-        tiny_models.write(asked["tiny"], Path(asked["to"]), **asked.get("sizes", {}))
+        tiny_models.write(asked["tiny"], Path(asked["to"]))
         return {}
     if "exchange" in asked:
         exchange_moments(Checkpoint(Path(asked["exchange"])).folder)

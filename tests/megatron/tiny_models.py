@@ -6,8 +6,11 @@ model has one, more query heads than groups, a vocabulary that needs padding.
 
 from __future__ import annotations
 
+import json
+import tempfile
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -68,8 +71,27 @@ SIZES: dict[str, dict[str, object]] = {
 }
 
 
-def write(model_type: str, folder: Path, **sizes: object) -> None:
-    """A model of a type, as save_pretrained writes it. sizes: replace those of SIZES."""
+def write(name: str, folder: Path) -> None:
+    """A model of SIZES, as save_pretrained writes it; "-mtp" adds a layer for multi-token prediction, which transformers leaves out."""
+    model_type, _, predicting = name.partition("-")
+    model = _built(model_type)
+    model.save_pretrained(folder)
+    if not predicting:
+        return
+    layers, hidden = model.config.num_hidden_layers, model.config.hidden_size
+    own = {f"{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "shared_head.norm")} | {"eh_proj.weight": (hidden, 2 * hidden)}
+    further = {f"model.layers.{layers}.{name}": _filling(name, torch.Size(shape)) for name, shape in own.items()}
+    with tempfile.TemporaryDirectory() as larger:
+        _built(model_type, num_hidden_layers=layers + 1).save_pretrained(larger)
+        stored = safetensors.torch.load_file(Path(larger) / "model.safetensors")
+    further |= {name: value for name, value in stored.items() if name.startswith(f"model.layers.{layers}.")}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    stored = safetensors.torch.load_file(folder / "model.safetensors")
+    safetensors.torch.save_file(stored | further, folder / "model.safetensors", {"format": "pt"})
+
+
+def _built(model_type: str, **sizes: object) -> torch.nn.Module:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES[model_type] | sizes), dtype=torch.float32)
     with torch.no_grad():
@@ -78,7 +100,7 @@ def write(model_type: str, folder: Path, **sizes: object) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn(buffer.shape))
-    model.save_pretrained(folder)
+    return model
 
 
 def _filling(name: str, shape: torch.Size) -> torch.Tensor:

@@ -184,7 +184,7 @@ class _RankView:
 
 def is_linear(module: str) -> bool:
     """Whether a module is a linear layer, which keeps the state of an FP8 recipe."""
-    return module.rpartition(".")[2].startswith(("linear_", "eh_proj", "in_proj", "out_proj"))
+    return module.rpartition(".")[2].startswith(("linear_", "eh_proj"))
 
 
 def _fused_norms_first(tensors: Tensors) -> Tensors:

@@ -54,27 +54,27 @@ class LayerSpec:
         return {name: replace(tensor, axis=None) if _DOWN_PROJECTION.match(name) else tensor for name, tensor in layer.items()}
 
     def stored_names(self, layer: Tensors) -> Tensors:
-        """The tensors of a layer under their names in this spec, from those under their names in the local spec. A norm is fused into the
-        first of its linear layers that the layer has."""
+        """The tensors of a layer under their names in this spec, from those under their names in the local spec. A norm is fused into
+        the linear layer after it, if the layer has that."""
         if not self.te:
             return layer
         linear = {name.rpartition(".")[0] for name in layer}
         return {_fused_name(name, linear): tensor for name, tensor in layer.items()}
 
 
-# Norm -> the linear layers after it, into which Transformer Engine fuses it. Experts have no linear layer of their own name in the layer.
+# Norm -> the linear layer after it, into which Transformer Engine fuses it. Of experts the layer has no such linear layer.
 _FUSED_INTO = {
-    "input_layernorm": ("self_attention.linear_qkv", "self_attention.in_proj"),
-    "pre_mlp_layernorm": ("mlp.linear_fc1",),
-    "self_attention.q_layernorm": ("self_attention.linear_q_up_proj",),
-    "self_attention.kv_layernorm": ("self_attention.linear_kv_up_proj",),
+    "input_layernorm": "self_attention.linear_qkv",
+    "pre_mlp_layernorm": "mlp.linear_fc1",
+    "self_attention.q_layernorm": "self_attention.linear_q_up_proj",
+    "self_attention.kv_layernorm": "self_attention.linear_kv_up_proj",
 }
 
 
 def _fused_name(name: str, linear: Collection[str]) -> str:
     module, _, parameter = name.rpartition(".")
-    fused_into = next((other for other in _FUSED_INTO.get(module, ()) if other in linear), None)
-    return f"{fused_into}.layer_norm_{parameter}" if fused_into else name
+    fused_into = _FUSED_INTO.get(module)
+    return f"{fused_into}.layer_norm_{parameter}" if fused_into in linear else name
 
 
 def local_keys(layer: Tensors) -> Tensors:

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from .tensors import SEGMENTS, local_spec_name
+from .tensors import local_spec_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class ParsedKey:
     """The layer for multi-token prediction, if the key has its number."""
     expert: int | None = None
     """The expert, if the key has its number."""
-    block: int | None = None
-    """For a tensor whose blocks have keys of their own, such as gate and up of linear_fc1: the number of the block. Otherwise None."""
+    half: int | None = None
+    """For linear_fc1, if gate and up are stored separately: 0 for gate, 1 for up. Otherwise None."""
 
     @property
     def stacked_axes(self) -> int:
@@ -119,24 +119,16 @@ def _parse_in_layer(name: str, layer: int, *, is_mtp: bool) -> ParsedName:
 
 def parse_key(key: str) -> ParsedKey:
     """The parts of a weight's key in a distributed save."""
-    key, block = _without_block(strip_wrappers(key))
+    key, half = strip_wrappers(key), None
+    if match := _HALF_KEY.fullmatch(key):
+        key, half = match[1], "wv".index(match[2])
     if match := _STACKED_KEY.fullmatch(key):
-        return _with_name(ParsedKey("", stacks_layers=True, block=block), match[1])
+        return _with_name(ParsedKey("", stacks_layers=True, half=half), match[1])
     if match := _NUMBERED_KEY.fullmatch(key):
         number = int(match[2])
         layer, mtp_layer = (number, None) if match[1] == "decoder" else (None, number)
-        return _with_name(ParsedKey("", layer=layer, mtp_layer=mtp_layer, block=block), match[3])
-    return ParsedKey(parse_name(key).name, block=block)
-
-
-def _without_block(key: str) -> tuple[str, int | None]:
-    """The key of the whole tensor, and the number of the block that the key names; None if it names none."""
-    if match := _HALF_KEY.fullmatch(key):
-        return match[1], "wv".index(match[2])
-    for module, words in SEGMENTS.items():
-        if match := re.fullmatch(rf"(.*\.{re.escape(module)}\.(?:weight|bias))\.({'|'.join(words)})", key):
-            return match[1], words.index(match[2])
-    return key, None
+        return _with_name(ParsedKey("", layer=layer, mtp_layer=mtp_layer, half=half), match[3])
+    return ParsedKey(parse_name(key).name, half=half)
 
 
 def _with_name(layer: ParsedKey, name: str) -> ParsedKey:

@@ -64,7 +64,6 @@ def model_settings(model: Model) -> dict[str, Any]:
         "num_experts": dimensions.get("experts") if model.sparse_layers else None,
         "qk_layernorm": parts.have("attention.q_norm", "mla.q_a_norm", "mla.kv_a_norm"),
         "add_bias_linear": parts.have(*LINEAR_ROLES, parameter="bias"),
-        "attention_output_gate": parts.have_output_gate,
         "softmax_type": "learnable" if parts.have("attention.sink") else "vanilla",
         "rotary_interleaved": False,
         "layernorm_zero_centered_gamma": False,
@@ -107,7 +106,7 @@ def other_setting(args: Mapping[str, Any], model: Model, *, is_inferred: bool) -
 
     is_inferred: whether the model was inferred from the settings. Then it also has to compute what the run computed.
     """
-    own: dict[str, Any] = {"attention_output_gate": _Parts(model).have_output_gate, **_declared(model)}
+    own = _declared(model)
     for name, change in _OF_LAYOUT.items():
         if name in args and bool(args[name]) != bool(own.get(name)):
             return name, change
@@ -137,12 +136,6 @@ class _Parts:
     def have(self, *roles: str, parameter: str | None = None) -> bool:
         """Whether the model has a weight of one of these roles."""
         return any(role in self._of_role and (parameter is None or parameter in self._of_role[role]) for role in roles)
-
-    @property
-    def have_output_gate(self) -> bool:
-        """Whether the rows of q are those of q and of the gate of its output."""
-        parts = self._of_role.get("attention.q", {}).values()
-        return any(part.array.shape[0] == 2 * part.dimensions["heads"] * part.dimensions["head_dim"] for part in parts)
 
     def rows(self, role: str) -> int | None:
         """The output features of a role; None if the model does not have it."""

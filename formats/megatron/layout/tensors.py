@@ -4,12 +4,11 @@ Every tensor is described whole, as the ranks of one stage share it, and as the 
 
     linear_qkv    rows by query group: its q heads, its k, its v; split evenly, even if there are more ranks than groups
     linear_fc1    gate and up; each is split, and a rank holds its shard of gate above its shard of up
-    in_proj       of a gated delta net: q, k, v, z, b and a; each is split, as are q, k and v of its conv1d
     experts       one MLP per expert; `MegatronModel.grouped_experts` gives the form of GroupedMLP
     vocabulary    padded at the end, then split
 
-Source: megatron/core/transformer (attention.py, mlp.py, moe/experts.py, multi_latent_attention.py), ssm/gated_delta_net.py and
-tensor_parallel/layers.py of 0.16.1; measured on fixtures/megatron and fixtures/megatron_dist, and by tests/megatron.
+Source: megatron/core/transformer (attention.py, mlp.py, moe/experts.py, multi_latent_attention.py), tensor_parallel/layers.py of 0.16.1;
+measured on fixtures/megatron, fixtures/megatron_dist and fixtures/megatron_declared.
 """
 
 from __future__ import annotations
@@ -84,40 +83,15 @@ class _TensorRule:
     """The roles that are fused in it, in order."""
 
 
-def _rows(array: Mosaic, sizes: Mapping[str, int]) -> dict[str, Mosaic]:
-    """The runs of these sizes of which the rows consist, one after the other and over again: all rows of each."""
-    rounds, runs, start = array.split(0, sum(sizes.values())), {}, 0
-    for role, size in sizes.items():
-        runs[role] = rounds.cut(1, start, start + size).merged(0)
-        start += size
-    return runs
+def _every_second(rows: Mosaic, first: int) -> Mosaic:
+    """Every second row, from row 0 or 1 on."""
+    return rows.split(0, 2).cut(1, first, first + 1).merged(0)
 
 
-def _query_and_gate(array: Mosaic, dimensions: Mapping[str, int]) -> dict[str, Mosaic]:
-    head_dim = dimensions["head_dim"]
-    if array.shape[0] != 2 * dimensions["heads"] * head_dim:
-        return {"attention.q": array}
-    return _rows(array, {"attention.q": head_dim, "attention.q_gate": head_dim})
-
-
-def _delta_inputs(array: Mosaic, dimensions: Mapping[str, int]) -> dict[str, Mosaic]:
-    k_dim = dimensions["delta_k_dim"]
-    v_dim = dimensions["delta_v_heads"] // dimensions["delta_k_heads"] * dimensions["delta_v_dim"]
-    return _rows(array, {"delta.q": k_dim, "delta.k": k_dim, "delta.v": v_dim, "delta.z": v_dim})
-
-
-def _delta_scalars(array: Mosaic, dimensions: Mapping[str, int]) -> dict[str, Mosaic]:
-    heads = dimensions["delta_v_heads"] // dimensions["delta_k_heads"]
-    return _rows(array, {"delta.b": heads, "delta.a": heads})
-
-
-# Role of a weight whose rows alternate between several roles -> the rows of each.
-_ALTERNATING: Mapping[str, Callable[[Mosaic, Mapping[str, int]], dict[str, Mosaic]]] = {
-    "attention.q": _query_and_gate,
-    "expert.gate_up": lambda array, _: _rows(array, {"expert.gate": 1, "expert.up": 1}),
-    "expert.down_bias": lambda array, _: {"expert.down": array},
-    "delta.qkvz": _delta_inputs,
-    "delta.ba": _delta_scalars,
+# Role of a weight in a form of its own -> the usual roles that it consists of: gate and up in alternating rows; a bias beside its weight.
+_SEPARATE: Mapping[str, Callable[[Mosaic], dict[str, Mosaic]]] = {
+    "expert.gate_up": lambda array: {"expert.gate": _every_second(array, 0), "expert.up": _every_second(array, 1)},
+    "expert.down_bias": lambda array: {"expert.down": array},
 }
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -137,15 +111,9 @@ _OUTSIDE_LAYERS = (
 # In the order in which a layer registers its parameters. Norms have the names of the local spec.
 _LAYER = (
     _TensorRule("input_layernorm.{parameter}", "replicated", ("attention.norm",)),
-    _TensorRule("self_attention.dt_bias", "column", ("delta.dt_bias",)),
-    _TensorRule("self_attention.A_log", "column", ("delta.a_log",)),
-    _TensorRule("self_attention.in_proj.{parameter}", "column", ("delta.q", "delta.k", "delta.v", "delta.z", "delta.b", "delta.a")),
-    _TensorRule("self_attention.conv1d.{parameter}", "column", ("delta.conv_q", "delta.conv_k", "delta.conv_v")),
-    _TensorRule("self_attention.out_norm.{parameter}", "replicated", ("delta.norm",)),
-    _TensorRule("self_attention.out_proj.{parameter}", "row", ("delta.out",)),
     _TensorRule("self_attention.core_attention.softmax_offset", "column", ("attention.sink",)),
     _TensorRule("self_attention.linear_proj.{parameter}", "row", ("attention.o",)),
-    _TensorRule("self_attention.linear_qkv.{parameter}", "query_groups", ("attention.q", "attention.q_gate", "attention.k", "attention.v")),
+    _TensorRule("self_attention.linear_qkv.{parameter}", "query_groups", ("attention.q", "attention.k", "attention.v")),
     _TensorRule("self_attention.q_layernorm.{parameter}", "replicated", ("attention.q_norm",)),
     _TensorRule("self_attention.k_layernorm.{parameter}", "replicated", ("attention.k_norm",)),
     _TensorRule("self_attention.linear_q_proj.{parameter}", "column", ("mla.q",)),
@@ -176,15 +144,10 @@ _MTP_MODULE = (
 )
 MTP_COPIES = {"mtp.embedding": "embedding", "mtp.head": "head"}
 """Role of an MTP layer that Megatron does not store -> the role of the model that has the same values."""
-SEGMENTS = {
-    "self_attention.in_proj": ("query", "key", "value", "z", "beta", "alpha"),
-    "self_attention.conv1d": ("query", "key", "value"),
-}
-"""Module -> the words of its blocks: a distributed save stores each block of its tensors under a key of its own."""
 ROLES = {
     *(role for rules in (_OUTSIDE_LAYERS, _LAYER, _EXPERT, _MTP_MODULE) for rule in rules for role in rule.roles),
     *MTP_COPIES,
-    *_ALTERNATING,
+    *_SEPARATE,
 }
 """The roles that Megatron's layers have."""
 
@@ -307,7 +270,7 @@ class MegatronModel:
     def _apply(self, rules: Sequence[_TensorRule], parts: Iterable[Part]) -> Tensors:
         by_role: dict[str, dict[str, Mosaic]] = {}
         for part in parts:
-            separate = _ALTERNATING[part.role](part.array, part.dimensions) if part.role in _ALTERNATING else {part.role: part.array}
+            separate = _SEPARATE[part.role](part.array) if part.role in _SEPARATE else {part.role: part.array}
             for role, array in separate.items():
                 by_role.setdefault(role, {})[part.parameter] = array
         tensors: dict[str, MegatronTensor] = {}
@@ -342,7 +305,6 @@ _LOCAL_NAMES = [
     (re.compile(pattern), name)
     for pattern, name in (
         (r"self_attention\.linear_qkv\.layer_norm_(weight|bias)", r"input_layernorm.\1"),
-        (r"self_attention\.in_proj\.layer_norm_(weight|bias)", r"input_layernorm.\1"),
         (r"self_attention\.linear_q_up_proj\.layer_norm_(weight|bias)", r"self_attention.q_layernorm.\1"),
         (r"self_attention\.linear_kv_up_proj\.layer_norm_(weight|bias)", r"self_attention.kv_layernorm.\1"),
         (r"mlp\.linear_fc1\.layer_norm_(weight|bias)", r"pre_mlp_layernorm.\1"),

@@ -220,7 +220,7 @@ class _Locator:
         else:
             tensors = {**model.layer(layer), **(model.mtp_module(layer - model.layers) if parsed.mtp_layer is not None else {})}
         tensor = named_tensor(tensors, parsed.name, where)
-        return tensor.whole if parsed.block is None else tensor.blocks[parsed.block]
+        return tensor.whole if parsed.half is None else tensor.blocks[parsed.half]
 
     def _where(self, item: TensorItem) -> str:
         return f"{item.fqn} in {self.stored.prefix}.metadata"

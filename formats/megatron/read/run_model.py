@@ -63,7 +63,7 @@ def describe_model(args: Args, hints: Hints, stored_vocab: int | None, where: st
             f"the run was trained with {name}={args[name]!r}, unlike a {model.architecture.model_type} model",
             where=where,
             why=f"With it {change}",
-            do="Give the config of this model with --model DIR",
+            do="Give the config of the model that was trained with --model DIR",
         )
     if padded_vocab is not None and isinstance(true_vocab, int) and padded_vocab < true_vocab:
         raise CheckpointError(

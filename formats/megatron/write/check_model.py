@@ -20,6 +20,7 @@ _NOT_IN_MEGATRON = {
     "indexer.": "sparse attention that runs without a GPU",
     "ssm.": "Mamba layers that run without a GPU",
     "conv.": "gated short convolutions",
+    "delta.": "a gated delta net whose output norm is stored as it is, not minus one",
     "kda.": "Kimi's delta attention",
     "embedding_norm": "a norm after the embedding",
     "minimax.": "norms of q and k over all heads at once",

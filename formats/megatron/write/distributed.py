@@ -32,7 +32,7 @@ from ..layout.chunks import Chunk, cannot_split, is_linear
 from ..layout.layer_spec import local_keys
 from ..layout.parallel_sizes import StageRank
 from ..layout.save_folders import COMMON, DCP_METADATA, METADATA_JSON
-from ..layout.tensors import BUFFERS, SEGMENTS, MegatronTensor, is_decayed
+from ..layout.tensors import BUFFERS, MegatronTensor, is_decayed
 from .save import F32, MegatronSave, begin_save
 
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
@@ -170,12 +170,7 @@ def _layer_tensors(save: MegatronSave, prefix: str, layer: int, lead: _Lead, ep_
     model = save.model
     tensors = save.spec.tensors(model.layer(layer))
     for name, tensor in (save.spec.stored_names(tensors) if save.spec.te else local_keys(tensors)).items():
-        segments = SEGMENTS.get(name.rpartition(".")[0], ())
-        if segments and ".layer_norm_" not in name:
-            for block, segment in zip(tensor.blocks, segments, strict=True):
-                yield _KeyedTensor(f"{prefix}{name}.{segment}", MegatronTensor((block,), tensor.axis), lead)
-        else:
-            yield _KeyedTensor(prefix + name, tensor, lead, is_parameter=name not in BUFFERS)
+        yield _KeyedTensor(prefix + name, tensor, lead, is_parameter=name not in BUFFERS)
     if model.is_sparse(layer):
         experts_per_rank = model.experts // save.sizes.ep
         for expert in range(ep_rank * experts_per_rank, (ep_rank + 1) * experts_per_rank):
@@ -188,7 +183,7 @@ def _fp8_state_keys(tensors: Sequence[_KeyedTensor], rank: StageRank) -> list[st
     keys: dict[str, None] = {}
     for tensor in tensors:
         is_own = rank.is_first_experts and not rank.etp_rank if tensor.is_expert else rank.is_first_dense and not rank.tp_rank
-        module = re.sub(r"\.(weight|bias)(\.\w+)?$", "", tensor.key)
+        module = re.sub(r"\.(weight|bias)$", "", tensor.key)
         if is_own and module != tensor.key and is_linear(module):
             lead = tensor.lead or ((0, 1),)
             shard = ".".join(str(number) for number, _ in lead) + "_" + ".".join(str(count) for _, count in lead)
