@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from reshard.canonical.content import Content
 from reshard.errors import RequestError, UnsupportedError
+from reshard.models.architecture import Architecture
 from reshard.models.lookup import known_model_types
 from reshard.models.model import Model
 
@@ -14,17 +15,20 @@ from ..layout.tensors import ROLES
 _ANOTHER_MODEL = "The weights would load, but the model would be another one"
 # The start of a role that Megatron's layers do not have -> what a model with such weights needs.
 _NOT_IN_MEGATRON = {
+    "vision.": "its tower for images",
     "attention.post_norm": "norms after attention",
     "mlp.post_norm": "norms after the MLP",
-    "vision.": "its tower for images",
-    "indexer.": "sparse attention that runs without a GPU",
-    "ssm.": "Mamba layers that run without a GPU",
-    "conv.": "gated short convolutions",
-    "delta.": "a gated delta net whose output norm is stored as it is, not minus one",
-    "kda.": "Kimi's delta attention",
     "embedding_norm": "a norm after the embedding",
     "minimax.": "norms of q and k over all heads at once",
     "cohere.": "attention beside the MLP in one layer",
+    "apertus.": "an MLP with xIELU",
+    "laguna.": "a projection of its own for the gate of attention's output",
+    "step.": "a projection of its own for the gate of attention's output",
+    "indexer.": "sparse attention whose results can be compared without a GPU",
+    "ssm.": "Mamba layers whose results can be compared without a GPU",
+    "kda.": "Kimi's delta attention",
+    "delta.": "a gated delta net whose output norm is not stored minus one",
+    "conv.": "gated short convolutions",
 }
 
 
@@ -40,15 +44,16 @@ def megatron_compatible_model(content: Content) -> Model:
             why=f"Declared are {', '.join(known_model_types())}",
             do="Give the model's Hugging Face config with --model DIR, and a declaration with --architecture FILE if it is none of these",
         )
-    if foreign := [part for part in model.parts() if part.role not in ROLES]:
-        role = foreign[0].role
-        reason = next((reason for start, reason in _NOT_IN_MEGATRON.items() if role.startswith(start)), None)
+    if lacking := lacking_for(model.architecture):
         raise UnsupportedError(
-            f"Megatron-Core's layers have no such part ({role})",
+            f"models of the type {model.architecture.model_type} need {lacking}, which Megatron-Core 0.16 does not have",
+            why="The weights have no place there, or the model would be another one",
+        )
+    if foreign := [part for part in model.parts() if part.role not in ROLES]:
+        raise UnsupportedError(
+            f"Megatron-Core's layers have no such part ({foreign[0].role})",
             where=foreign[0].tensor,
-            why=f"A {model.architecture.model_type} model needs {reason}, which Megatron-Core 0.16 does not have"
-            if reason
-            else f"The form in which it would store a {model.architecture.model_type} model is not known, and reshard does not guess it",
+            why=f"The form in which it would store a {model.architecture.model_type} model is not known, and reshard does not guess it",
         )
     _check_attention_norms(model)
     _check_computation(model)
@@ -65,6 +70,14 @@ def megatron_compatible_model(content: Content) -> Model:
     return model
 
 
+def lacking_for(architecture: Architecture) -> str | None:
+    """What the models of an architecture need and Megatron-Core does not have, as a noun phrase; None if nothing is known to lack."""
+    computation = architecture.frameworks.get(FRAMEWORK)
+    roles = [role for weight in architecture.weights for role in (weight.fuses or (weight.role,))]
+    by_role = (reason for start, reason in _NOT_IN_MEGATRON.items() if any(role.startswith(start) for role in roles))
+    return (computation.lacks if computation else None) or next(by_role, None)
+
+
 def _check_computation(model: Model) -> None:
     """Raises UnsupportedError unless it is known that Megatron-Core computes what the model computes."""
     computation, model_type = model.architecture.frameworks.get(FRAMEWORK), model.architecture.model_type
@@ -75,8 +88,6 @@ def _check_computation(model: Model) -> None:
             do="If it computes the same as a model that was compared, add `like:` and that model's name to the declaration; "
             "the page of this format lists them",
         )
-    if computation.lacks:
-        raise UnsupportedError(f"a {model_type} model needs {computation.lacks}, which Megatron-Core does not have", why=_ANOTHER_MODEL)
     for key, value in computation.assumes:
         if (setting := model.setting(key)) is not None and setting != value:
             raise UnsupportedError(f"the config sets {key} to {setting!r}, and Megatron-Core computes {value!r}", why=_ANOTHER_MODEL)
