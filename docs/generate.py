@@ -228,10 +228,9 @@ def models() -> str:
 
 
 def megatron_models() -> str:
-    from reshard.formats.megatron.write.check_model import lacking_for
-
     from reshard.models.lookup import built_in_model_types, find_architecture
 
+    lacking_for = import_module("reshard.formats.megatron.write.check_model").lacking_for
     rows = []
     for model_type in built_in_model_types():
         architecture = find_architecture(model_type)
@@ -251,8 +250,8 @@ def megatron_models() -> str:
             "[distributed](../formats/megatron-dist.md) format. The others are refused by name. What is read needs the model's config "
             "(`--model DIR`), unless the run's `args` alone describe the model, as for llama, mistral, mixtral, qwen2, qwen3, their "
             "experts, deepseek, gpt2 and gpt_neox.",
-            "How each was compared, with megatron-core 0.16.1 on CPU ranks. *Logits*: a tiny model of random weights, saved by transformers "
-            "and converted. Megatron's model is built from nothing but the settings that reshard wrote, loads the weights, strictly, and "
+            "How each was compared, with megatron-core 0.16.1 on CPU ranks. *Logits*: a tiny model of random weights, saved by "
+            "transformers and converted. Megatron's model is built from nothing but the settings that reshard wrote, loads the weights, strictly, and "
             "has transformers' logits in fp32; Megatron's own writer saves it in the other format, and reshard reads the same bits; one "
             "training step changes every parameter. *Runs*: checkpoints of training runs, in fixtures/, with optimizer state.",
             _table(("model type", "read and written", "compared"), rows),
@@ -261,14 +260,13 @@ def megatron_models() -> str:
 
 
 def _compared_with_megatron(model_type: str) -> str:
-    references = sorted((_FIXTURES / "megatron_declared").glob("*.json"))
     found = []
-    for path in references:
+    for path in sorted((_FIXTURES / "megatron_declared").glob("*.json"), key=lambda path: path.stem):
         name, _, special = path.stem.partition("-")
         if name == model_type:
             reference = json.loads(path.read_text())
             layouts = (_sizes(reference[to]["sizes"]) for to in ("megatron", "megatron-dist"))
-            found.append("logits: legacy {}, distributed {}".format(*layouts) + (", with multi-token prediction" if special else ""))
+            found.append("logits: legacy {}, distributed {}".format(*layouts) + (" (with multi-token prediction)" if special else ""))
     configs = [json.loads(path.read_text()) for path in _FIXTURES.glob("megatron*/*/model/config.json")]
     if runs := sum(config.get("model_type") == model_type for config in configs):
         found.append(f"runs: {runs}")

@@ -9,11 +9,10 @@ import json
 import shutil
 import sys
 import types
+from importlib import import_module
 
 import pytest
 from places import FIXTURES
-from reshard.formats.megatron.layout.tensors import MTP_COPIES
-from reshard.formats.megatron.write.check_model import lacking_for
 
 import reshard
 from reshard.errors import RequestError, ReshardError, UnsupportedError
@@ -26,6 +25,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa:
 sys.path.insert(0, str(FIXTURES))
 import named_weights  # noqa: E402
 
+lacking_for = import_module("reshard.formats.megatron.write.check_model").lacking_for
+MTP_COPIES = import_module("reshard.formats.megatron.layout.tensors").MTP_COPIES
 REFERENCES = {path.stem: path for path in sorted((FIXTURES / "megatron_declared").glob("*.json"))}
 OPTIONS = {"transformer_impl": "local", "vocab_multiple": 8}
 
