@@ -251,26 +251,29 @@ def megatron_models() -> str:
             "(`--model DIR`), unless the run's `args` alone describe the model, as for llama, mistral, mixtral, qwen2, qwen3, their "
             "experts, deepseek, gpt2 and gpt_neox.",
             "How each was compared, with megatron-core 0.16.1 on CPU ranks. *Logits*: a tiny model of random weights, saved by "
-            "transformers and converted. Megatron's model is built from nothing but the settings that reshard wrote, loads the weights, strictly, and "
+            "transformers and converted. Megatron's model is built from nothing but the settings that reshard wrote, loads the weights, "
+            "strictly, and "
             "has transformers' logits in fp32; Megatron's own writer saves it in the other format, and reshard reads the same bits; one "
-            "training step changes every parameter. *Runs*: checkpoints of training runs, in fixtures/, with optimizer state.",
+            "training step changes every parameter. The sizes are those of the legacy and of the distributed save; *mtp* is a layer for "
+            "multi-token prediction. *Runs*: the number of checkpoints of training runs in fixtures/.",
             _table(("model type", "read and written", "compared"), rows),
         ]
     )
 
 
 def _compared_with_megatron(model_type: str) -> str:
-    found = []
-    for path in sorted((_FIXTURES / "megatron_declared").glob("*.json"), key=lambda path: path.stem):
-        name, _, special = path.stem.partition("-")
-        if name == model_type:
-            reference = json.loads(path.read_text())
-            layouts = (_sizes(reference[to]["sizes"]) for to in ("megatron", "megatron-dist"))
-            found.append("logits: legacy {}, distributed {}".format(*layouts) + (" (with multi-token prediction)" if special else ""))
-    configs = [json.loads(path.read_text()) for path in _FIXTURES.glob("megatron*/*/model/config.json")]
+    """How a model type was compared. After a dash, the name of a reference says what else the model has."""
+    references = sorted((_FIXTURES / "megatron_declared").glob(f"{model_type}*.json"))
+    references = [path for path in references if path.stem.partition("-")[0] == model_type]
+    compared = []
+    if references:
+        sizes = (json.loads(references[0].read_text())[to]["sizes"] for to in ("megatron", "megatron-dist"))
+        compared.append(f"logits, {' and '.join(map(_sizes, sizes))}")
+        compared += [f"logits with {path.stem.partition('-')[2]}" for path in references if "-" in path.stem]
+    configs = (json.loads(path.read_text()) for path in _FIXTURES.glob("megatron*/*/model/config.json"))
     if runs := sum(config.get("model_type") == model_type for config in configs):
-        found.append(f"runs: {runs}")
-    return "; ".join(found)
+        compared.append(f"runs ({runs})")
+    return "; ".join(compared)
 
 
 def _sizes(sizes: dict[str, int]) -> str:
