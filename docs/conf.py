@@ -36,7 +36,7 @@ CONTENTS = {
     "Evidence": "verification benchmarks",
     "Reference": """
         reference/cli reference/python reference/json reference/logs reference/fingerprint reference/exit-codes reference/errors
-        reference/models reference/traced-models
+        reference/models reference/megatron-models reference/traced-models
         reference/versions glossary
     """,
     "Extending": "design extending/format extending/engine architectures extending/option extending/storage",
