@@ -21,7 +21,9 @@ from ..plans import plan_document, show_plan
 @options.selection("Convert")
 @options.format_name
 @options.model
-@options.option("--plan-out", section=options.OUTPUT, metavar="FILE", help="Also write the plan to this file, for `reshard convert --plan`.")
+@options.option(
+    "--plan-out", section=options.OUTPUT, metavar="FILE", help="Also write the plan to this file, for `reshard convert --plan`."
+)
 @options.page
 @options.summary_or_full
 def command(source: str, to: str | None, plan_out: str | None, as_json: bool, full: bool, **given: Any) -> None:
