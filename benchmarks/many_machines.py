@@ -3,9 +3,9 @@
     python benchmarks/many_machines.py [--work DIR] [--tp 16]
 
 The plan, its bands and their owners are those that `reshard convert --part I/N` uses (plans/bands.py). Of each band the contiguous ranges
-of the source are read in requests of at most 16 MiB, and what they make is written in parts of 16 MiB. A node has one link each way. A request
-waits for its latency, then for its turn on the link, and never runs faster than one connection. Each node runs four parts; each has 64
-requests in flight and 1 GiB of memory for what is read and not yet written.
+of the source are read in requests of at most 16 MiB, and what they make is written in parts of 16 MiB. A node has one link each way. A
+request waits for its latency, then for its turn on the link, and never runs faster than one connection. Each node runs four parts; each has
+64 requests in flight and 1 GiB of memory for what is read and not yet written.
 
 Nothing is moved, so this shows what the division of the work allows, and not what the code reaches.
 """
@@ -167,9 +167,8 @@ def main() -> None:
             f"{read / 1e12:.3f} TB read in {requests:,} requests, {written / 1e12:.3f} TB written, {len(work):,} tasks, "
             f"largest {max(weights) / 1e9:.2f} GB of {sum(weights) / 1e9:.0f}"
         )
-    print(
-        "\n| nodes | floor | seconds | times the floor | imbalance of bytes | imbalance of seconds | one node lost at half time | work lost |"
-    )
+    columns = ("nodes", "floor", "seconds", "times the floor", "imbalance of bytes", "of seconds", "a node lost at half time", "work lost")
+    print(f"\n| {' | '.join(columns)} |")
     print("|---|---|---|---|---|---|---|---|")
     network = Network()
     for nodes in (1, 4, 16):

@@ -1,5 +1,5 @@
 """Write the reference pages that follow from the code: reference/cli.md from click, reference/python.md from docstrings,
-reference/models.md from the declarations and from the references of serving engines in fixtures/.
+reference/models.md and reference/megatron-models.md from the declarations and from the references of serving engines in fixtures/.
 
     python docs/generate.py
 
@@ -227,6 +227,59 @@ def models() -> str:
     )
 
 
+def megatron_models() -> str:
+    from reshard.models.lookup import built_in_model_types, find_architecture
+
+    lacking_for = import_module("reshard.formats.megatron.write.check_model").lacking_for
+    rows = []
+    for model_type in built_in_model_types():
+        architecture = find_architecture(model_type)
+        assert architecture is not None
+        if lacking := lacking_for(architecture):
+            rows.append((f"`{model_type}`", "no", f"it needs {lacking}"))
+        elif "megatron" not in architecture.frameworks:
+            rows.append((f"`{model_type}`", "no", "not compared: the transformers release that was used has no class of it"))
+        else:
+            rows.append((f"`{model_type}`", "yes", _compared_with_megatron(architecture.family)))
+    taken = sum(row[1] == "yes" for row in rows)
+    return _page(
+        [
+            GENERATED,
+            "# Models in Megatron",
+            f"{taken} of {len(rows)} declared model types are read and written, in the [legacy](../formats/megatron.md) and the "
+            "[distributed](../formats/megatron-dist.md) format. The others are refused by name. What is read needs the model's config "
+            "(`--model DIR`), unless the run's `args` alone describe the model, as for llama, mistral, mixtral, qwen2, qwen3, their "
+            "experts, deepseek, gpt2 and gpt_neox.",
+            "How each was compared, with megatron-core 0.16.1 on CPU ranks. *Logits*: a tiny model of random weights, saved by "
+            "transformers and converted. Megatron's model is built from nothing but the settings that reshard wrote, loads the weights, "
+            "strictly, and "
+            "has transformers' logits in fp32; Megatron's own writer saves it in the other format, and reshard reads the same bits; one "
+            "training step changes every parameter. The sizes are those of the legacy and of the distributed save; *mtp* is a layer for "
+            "multi-token prediction. *Runs*: the number of checkpoints of training runs in fixtures/.",
+            _table(("model type", "read and written", "compared"), rows),
+        ]
+    )
+
+
+def _compared_with_megatron(model_type: str) -> str:
+    """How a model type was compared. After a dash, the name of a reference says what else the model has."""
+    references = sorted((_FIXTURES / "megatron_declared").glob(f"{model_type}*.json"))
+    references = [path for path in references if path.stem.partition("-")[0] == model_type]
+    compared = []
+    if references:
+        sizes = (json.loads(references[0].read_text())[to]["sizes"] for to in ("megatron", "megatron-dist"))
+        compared.append(f"logits, {' and '.join(map(_sizes, sizes))}")
+        compared += [f"logits with {path.stem.partition('-')[2]}" for path in references if "-" in path.stem]
+    configs = (json.loads(path.read_text()) for path in _FIXTURES.glob("megatron*/*/model/config.json"))
+    if runs := sum(config.get("model_type") == model_type for config in configs):
+        compared.append(f"runs ({runs})")
+    return "; ".join(compared)
+
+
+def _sizes(sizes: dict[str, int]) -> str:
+    return " ".join(f"{axis.upper()} {size}" for axis, size in sizes.items()) or "one rank"
+
+
 _FIXTURES = HERE.parent / "fixtures"
 _OTHER_ENGINES = {"sglang": "SGLang", "trtllm": "TensorRT-LLM"}
 
@@ -274,7 +327,12 @@ def _page(parts: list[str]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-PAGES: dict[str, Callable[[], str]] = {"reference/cli.md": command_line, "reference/python.md": python, "reference/models.md": models}
+PAGES: dict[str, Callable[[], str]] = {
+    "reference/cli.md": command_line,
+    "reference/python.md": python,
+    "reference/models.md": models,
+    "reference/megatron-models.md": megatron_models,
+}
 
 
 def main() -> None:

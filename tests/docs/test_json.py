@@ -111,6 +111,9 @@ def test_plan_and_convert(tmp_path):
     result = printed("convert", *arguments, "--overwrite", "--full")
     check("plan", {"schema_version": 1, **result["plan"]})
     check("convert", printed("convert", *arguments, "--overwrite"), {**result, "plan": {}})
+    parts = [printed("convert", *arguments[:1], tmp_path / "parts", *arguments[2:], "--part", part) for part in ("0/2", "1/2")]
+    check("convert --part", *({**part, "result": None} for part in parts))
+    check("convert", {"schema_version": 1, **parts[1]["result"], "plan": {}})
     check("reshard.json", json.loads((tmp_path / "out" / "reshard.json").read_text()))
 
 

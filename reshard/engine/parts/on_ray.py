@@ -8,6 +8,7 @@ stay finished. Measured with Ray 2.60.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -81,14 +82,22 @@ def connected(address: str | None = None) -> Any:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if not ray.is_initialized():
         try:
+            _check_answers(address)
             ray.init(address=address, configure_logging=False, log_to_driver=False)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise SystemRefusal(
                 f"no Ray cluster answers: {str(error).splitlines()[0]}",
                 where=address,
                 do="Start one with `ray start --head`, and give its address with --ray-address or RAY_ADDRESS",
             ) from None
     return ray
+
+
+def _check_answers(address: str | None) -> None:
+    """Raises OSError if nothing listens at an address HOST:PORT, for which Ray itself would wait for minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def _result(ray: Any, done: Any) -> None:
