@@ -26,8 +26,8 @@ CONTENTS = {
     "Recipes": """
         recipes/serving recipes/serve-without-converting recipes/degrees recipes/fp8 recipes/hf recipes/merge-ranks recipes/deepspeed
         recipes/megatron recipes/optimizer-state recipes/training-memory recipes/undeclared-model recipes/doctor recipes/look
-        recipes/interrupted
-        recipes/nightly
+        recipes/interrupted recipes/many-machines
+        recipes/nightly recipes/runs
     """,
     "Formats": """
         formats/index formats/dcp formats/dcp-safetensors formats/fsdp formats/fsdp-local formats/pt formats/torch-checkpointing

@@ -1,4 +1,4 @@
-"""The verb `verify`: do two checkpoints hold the same weights? Does a folder hold what reshard wrote?"""
+"""The verb `verify`: do two checkpoints hold the same weights? Does a folder hold what reshard wrote, or a live server what it should?"""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from reshard.index.index import Index, Tensor
 from reshard.plans.digests import VERSION_1
 from reshard.plans.manifest import MANIFEST, Digests, Manifest, read_digests, read_manifest
 from reshard.storage.files import Files
+from reshard.storage.server import is_server
 from reshard.storage.tar import open_tree
 from reshard.verbs.checkpoint import Checkpoint, classified_checkpoint, open_both, opened, unchecked
 from reshard.verbs.request import Effort, EffortOptions, OpenOptions, PathLike
@@ -44,9 +45,16 @@ def verify(
     """Whether two checkpoints hold the same weights, whatever their layouts: names, shapes, element types, every bit.
 
     Where only one of them has a config, it speaks for both. cast: where element types differ, compare after casting the left's. Without
-    `right`, a folder that reshard wrote is compared with its own record, reshard.json (`verify_written`).
+    `right`, a folder that reshard wrote is compared with its own record, reshard.json (`verify_written`). If `right` is the address of a
+    server, such as http://localhost:8000, it is asked what its ranks hold (`verify_server`); the result is a ServerComparison.
     """
     effort = Effort(**options)
+    if is_server(right):
+        if cast:
+            raise RequestError("a cast needs a second checkpoint", why="A server is compared in the element type to which it casts weights")
+        from reshard.verbs.verify_server import verify_server
+
+        return verify_server(left, str(right), selection=selection, progress=effort.progress)
     if right is None:
         if cast or selection is not None:
             raise RequestError("a cast or a selection needs a second checkpoint", why=f"The whole folder is compared with its {MANIFEST}")
