@@ -32,9 +32,9 @@ def command(source: str, to: str | None, plan_out: str | None, as_json: bool, fu
     No weight is read and nothing is written. `reshard degrees` compares several parallel sizes.
     """
     import reshard
+    from reshard.containers.gc_pause import gc_paused
     from reshard.engine.events import event
     from reshard.errors import RequestError
-    from reshard.verbs.pages import plan_page
     from reshard.verbs.request import OpenOptions
 
     page = options.page_of(given)
@@ -44,10 +44,13 @@ def command(source: str, to: str | None, plan_out: str | None, as_json: bool, fu
             why="A plan is of one conversion",
             do=f"Did you mean `reshard degrees {source}`, which lists the parallel sizes that a model can be served at?",
         )
-    plan = reshard.plan(reshard.open(source, **options.take(given, OpenOptions)), to=to, **given)
-    if plan_out is not None:
-        nbytes = reshard.save_plan(plan, plan_out)
-        event("plan-file", f"wrote {plan_out}, {nbytes:,} bytes", path=plan_out, bytes=nbytes)
-    if page.path:
-        page.write(plan_page(plan))
-    show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)
+    with gc_paused():
+        plan = reshard.plan(reshard.open(source, **options.take(given, OpenOptions)), to=to, **given)
+        if plan_out is not None:
+            nbytes = reshard.save_plan(plan, plan_out)
+            event("plan-file", f"wrote {plan_out}, {nbytes:,} bytes", path=plan_out, bytes=nbytes)
+        if page.path:
+            from reshard.verbs.pages import plan_page
+
+            page.write(plan_page(plan))
+        show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Piece
+from reshard.geometry.light_dataclass import light_dataclass
 from reshard.geometry.meshes import Distribution, Mesh
 from reshard.geometry.quantities import plural
 from reshard.index.shards import Shards
@@ -29,7 +31,7 @@ KINDS: dict[Kind, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@light_dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
     """A canonical tensor and its pieces."""
 
@@ -73,6 +75,11 @@ class Tensor:
 
     def __repr__(self) -> str:
         return f"Tensor({self.name!r}, {self.dtype}, {list(self.shape)}, {self.kind}, {plural(len(self.shards), 'piece')})"
+
+
+def element_count(tensors: Iterable[Tensor]) -> int:
+    """The number of elements of all tensors, each stored once. Most share a few shapes."""
+    return sum(math.prod(shape) * count for shape, count in Counter(tensor.shape for tensor in tensors).items())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,10 +17,11 @@ from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
+from reshard.geometry.light_dataclass import light_dataclass
 from reshard.geometry.quantities import plural
 from reshard.index.index import Index, Tensor
 from reshard.index.join import meetings
-from reshard.index.shards import primary_rows
+from reshard.index.shards import PieceTable, primary_rows
 from reshard.picture.drawing import in_notebook
 from reshard.plans.bands import Band, bands_of
 from reshard.plans.digests import CURRENT
@@ -31,7 +32,7 @@ from reshard.plans.target import Target
 from reshard.storage.files import Files
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@light_dataclass(frozen=True, slots=True, eq=False)
 class Route:
     """One canonical tensor in a plan: where it is read, and where it is written."""
 
@@ -48,7 +49,7 @@ class Route:
     @property
     def is_cast(self) -> bool:
         """Whether the element type changes."""
-        return self.source.dtype != self.target.dtype
+        return self.source.dtype is not self.target.dtype and self.source.dtype != self.target.dtype
 
     @property
     def dtypes(self) -> tuple[DType, ...]:
@@ -157,13 +158,14 @@ class Plan:
         """The sums over the plan."""
         read = compared = copied = 0
         for route in self.routes:
-            shards, itemsize = route.source.shards, route.source.dtype.itemsize
+            source, target = route.source, route.target
+            shards, itemsize = source.shards, source.dtype.itemsize
             replicas = int(shards.sizes[~primary_rows(shards)].prod(axis=1).sum()) if len(shards) > 1 else 0
             read += (shards.elements - replicas) * itemsize
             compared += replicas * itemsize
-            if route.source.scaling:
-                read += route.source.scaling.scales.nbytes
-            copied += route.target.shards.elements * route.target.dtype.itemsize
+            if source.scaling:
+                read += source.scaling.scales.nbytes
+            copied += target.shards.elements * target.dtype.itemsize
         written = sum(file.nbytes for file in self.layout.files)
         stored = sum(file.stored_nbytes for file in self.layout.files)
         return Totals(
@@ -291,17 +293,20 @@ def make_plan(source: Index, source_files: Files, content: Content, target: Targ
     aliases: dict[str, list[Tensor]] = {}
     for alias, stored in layout.aliases.items():
         aliases.setdefault(stored, []).append(content.tensors[alias])
-    routes = [Route(_with_aliases(content.tensors[t.name], aliases.get(t.name, [])), t) for t in target_index.tensors]
+    routes = [Route(content.tensors[t.name], t) for t in target_index.tensors]
+    if aliases:
+        routes = [replace(route, source=_with_aliases(route.source, aliases.get(route.name, []))) for route in routes]
     for route in routes:
-        _check_function(route)
-    routes.sort(key=lambda route: _first_position(route.source))
-    return Plan(source, source_files, content, target, layout, target_index, tuple(routes))
+        if route.source.dtype.function:
+            _check_function(route)
+    order = _order_in_files([route.source for route in routes])
+    return Plan(source, source_files, content, target, layout, target_index, tuple(routes[i] for i in order))
 
 
 def _check_function(route: Route) -> None:
-    """Raises UnsupportedError if the source holds the values of a function of the weight, and the target does not."""
+    """Raises UnsupportedError unless the target holds the values of the same function of the weight as the source."""
     function = route.source.dtype.function
-    if function and route.target.dtype.function != function:
+    if route.target.dtype.function != function:
         raise UnsupportedError(
             f"the source holds {function} of this weight, rounded to {route.source.dtype.name}",
             where=route.name,
@@ -325,13 +330,25 @@ def _with_aliases(tensor: Tensor, aliases: list[Tensor]) -> Tensor:
     return replace(tensor, shards=tensor.shards.with_copies(list(distinct.values())))
 
 
-def _first_position(tensor: Tensor) -> tuple[str, int]:
-    """The file and the position of a tensor's first piece, as a sort key."""
-    shards = tensor.shards
-    if not len(shards):
-        return "", 0
-    first = int(np.argmin(shards.files)) if len(shards) > 1 else 0
-    return shards.path(first), int(shards.positions[first])
+def _order_in_files(tensors: Sequence[Tensor]) -> list[int]:
+    """The numbers of the tensors in the order in which files hold their first pieces: by path, then by position. Tensors without pieces
+    come first."""
+    # The rows of the first pieces, by table; most tensors are windows on a few tables.
+    rows: dict[int, tuple[PieceTable, list[int], list[int]]] = {}
+    for i, tensor in enumerate(tensors):
+        shards = tensor.shards
+        if count := len(shards):
+            first = int(np.argmin(shards.files)) if count > 1 else 0
+            _, numbers, of_table = rows.setdefault(id(shards.table), (shards.table, [], []))
+            numbers.append(i)
+            of_table.append(shards.start + first)
+    order_of_path = {path: i for i, path in enumerate(sorted({path for table, _, _ in rows.values() for path in table.paths}))}
+    files, positions = np.full(len(tensors), -1, np.int64), np.zeros(len(tensors), np.int64)
+    for table, numbers, of_table in rows.values():
+        files[numbers] = np.array([order_of_path[path] for path in table.paths], np.int64)[table.files[of_table]]
+        positions[numbers] = table.positions[of_table]
+    order: list[int] = np.lexsort((positions, files)).tolist()
+    return order
 
 
 def _stored_json(item: PlacedTensor) -> dict[str, Any]:
