@@ -18,6 +18,7 @@ from ..tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
     from reshard.engine.run import Conversion
+    from reshard.engine.stores.gather import StoreConversion
     from reshard.verbs.convert import Result
 
 # Files that are printed; --json prints all.
@@ -60,6 +61,7 @@ def command(source: str, target: str, to: str, dry_run: bool, as_json: bool, ful
     """
     import reshard
     from reshard.engine.record import Provenance
+    from reshard.storage.local_path import is_url
     from reshard.verbs.convert import conversion, existing_target, result_of, target_folder, unchanged_result
     from reshard.verbs.request import Effort, EffortOptions, OpenOptions
 
@@ -67,7 +69,8 @@ def command(source: str, target: str, to: str, dry_run: bool, as_json: bool, ful
     metrics.label(target=target, format=to)
     existing = existing_target(**{name: given.pop(name) for name in ("resume", "overwrite", "if_changed")})
     provenance = Provenance(tuple(arguments[arguments.index("convert") :]), given.pop("checksums"))
-    target_folder(target)
+    if not is_url(target):
+        target_folder(target)
     checkpoint = reshard.open(source, **options.take(given, OpenOptions))
     effort = Effort(**options.take(given, EffortOptions))
     plan = reshard.plan(checkpoint, to=to, **given)
@@ -94,7 +97,7 @@ def command(source: str, target: str, to: str, dry_run: bool, as_json: bool, ful
         _show_result(running, result)
 
 
-def _show_result(running: Conversion, result: Result) -> None:
+def _show_result(running: Conversion | StoreConversion, result: Result) -> None:
     """Which files were written, how fast, and what was left out."""
     plan, resumed, target, seconds = running.plan, running.resumed_bytes, result.path, result.seconds
     totals = plan.totals()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from reshard.engine.events import event
 from reshard.engine.journal import BlockKey, Journal, JournalHeader, Unfinished, progress, read_journal
 from reshard.engine.pool import run_jobs, workers_within
 from reshard.engine.record import Provenance, records
 from reshard.engine.recorded import SourceCheck
+from reshard.engine.stores.read_ahead import read_ahead
 from reshard.engine.transfer import Pieces, Worker, bytes_of, strips
 from reshard.engine.values import Values
 from reshard.errors import CheckpointError, RequestError, TargetError
@@ -38,7 +40,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class Job:
     """One block to convert."""
 
     key: BlockKey
@@ -87,8 +89,8 @@ class Conversion:
         self._staging = Staging(root)
         self._resume, self._replaces = resume, replaces
         self._identity = plan.identity()
-        self._itemsize = max((dtype.itemsize for route in plan.routes for dtype in route.dtypes), default=1)
-        self._workers = workers_within(memory, workers, self._itemsize, buffers=3 if any(r.is_cast for r in plan.routes) else 2)
+        self._itemsize = widest_element(plan)
+        self._workers = workers_of(plan, workers, memory)
 
     @property
     def total(self) -> int:
@@ -140,9 +142,9 @@ class Conversion:
             yield from self._blocks(digests, journal)
             copied = time.monotonic()
             event("copied", f"copied all blocks in {copied - began:.2f} s", seconds=round(copied - began, 3))
-            self._check_source_is_unchanged()
-            self._check_source(digests)
-            self.fingerprint = self._fingerprint(digests)
+            check_source_is_unchanged(self.plan)
+            self.notes += notes_on_source(self.plan, digests)
+            self.fingerprint = fingerprint_of_blocks(self.plan, digests)
             self._finish(journal, header.replaces, again=resumed is not None and resumed.committing)
             self._log_end(time.monotonic() - began, time.monotonic() - copied)
         except CheckpointError:
@@ -221,17 +223,6 @@ class Conversion:
                 do="Repeat the options of that run, or start again with --overwrite",
             )
 
-    def _check_source_is_unchanged(self) -> None:
-        """Raises CheckpointError if a source file was written after its metadata was read."""
-        for file in self.plan.source.files:
-            if self.plan.source_files.changed(file.path):
-                raise CheckpointError(
-                    "the file was written while it was converted",
-                    where=file.path,
-                    why="A part of the result would be from before and a part from after, so nothing was kept",
-                    do="Wait until the checkpoint has been saved, then convert it again",
-                )
-
     def _check_nothing_else_is_there(self) -> None:
         """Raises RequestError if the target holds files. Without a journal, resuming means starting, which must not touch such files."""
         root = self._staging.root
@@ -247,74 +238,18 @@ class Conversion:
             )
 
     def _blocks(self, digests: dict[BlockKey, bytes], journal: Journal) -> Iterator[Done]:
-        staging, plan = self._staging, self.plan
         if not digests:
-            self._write_framing()
+            write_framing(self.plan, self._staging)
         finished = frozenset(digests)
-        for job in self._jobs():
+        for job in block_jobs(self.plan):
             if job.key in finished:
                 self.resumed_bytes += job.nbytes
                 yield Done(job.route.name, job.nbytes)
-
-        def make_worker() -> Callable[[_Job], tuple[_Job, bytes]]:
-            worker = Worker(plan.source_files, self._itemsize, staging.write, staging.write_runs)
-
-            def perform(job: _Job) -> tuple[_Job, bytes]:
-                digest = CURRENT.new()
-                for strip, (source, target) in strips(job.box, job.source, job.target):
-                    values = job.source.read(worker, source, strip)
-                    digest.update(bytes_of(values))
-                    worker.write(values, target, strip)
-                return job, digest.digest()
-
-            return perform
-
-        for job, digest in run_jobs((job for job in self._jobs() if job.key not in finished), make_worker, self._workers):
+        jobs = (job for job in block_jobs(self.plan) if job.key not in finished)
+        for job, digest in copied_blocks(self.plan, self._staging, jobs, self._itemsize, self._workers):
             digests[job.key] = digest
             journal.add(job.key, digest, job.nbytes)
             yield Done(job.route.name, job.nbytes)
-
-    def _jobs(self) -> Iterator[_Job]:
-        for i, route in enumerate(self.plan.routes):
-            source, target = Values(route.source, route.target.dtype), Pieces(route.target)
-            for j, box in enumerate(blocks(route.target.shape)):
-                yield _Job((i, j), route, source, target, box)
-
-    def _write_framing(self) -> None:
-        """Write the bytes that the plan knows: headers, and constants that are not zero. New files are already filled with zeros."""
-        for file in self.plan.layout.files:
-            for offset, data in file.literals:
-                self._staging.write(file.path, offset, memoryview(data))
-        for constant in self.plan.target_index.constants:
-            if constant.expected.strip(b"\0"):
-                data = constant.expected * (constant.nbytes // len(constant.expected))
-                self._staging.write(constant.path, constant.byte_offset, memoryview(data))
-
-    def _check_source(self, digests: dict[BlockKey, bytes]) -> None:
-        """Compare what was read with the digests that reshard recorded when it wrote the source. Raises CheckpointError if they differ."""
-        check = SourceCheck(self.plan)
-        for i, block_digests in self._by_route(digests):
-            check.add(self.plan.routes[i], block_digests)
-        self.notes += check.notes()
-
-    def _by_route(self, digests: dict[BlockKey, bytes]) -> Iterator[tuple[int, list[bytes]]]:
-        """The digests of each route's blocks in canonical order."""
-        by_route: dict[int, list[tuple[int, bytes]]] = {}
-        for (i, j), digest in digests.items():
-            by_route.setdefault(i, []).append((j, digest))
-        return ((i, [digest for _, digest in sorted(by_route.get(i, []))]) for i in range(len(self.plan.routes)))
-
-    def _fingerprint(self, digests: dict[BlockKey, bytes]) -> Fingerprint:
-        """The fingerprint of the result, from the digests of all blocks."""
-        aliases: dict[str, list[str]] = {}
-        for alias, stored in self.plan.layout.aliases.items():
-            aliases.setdefault(stored, []).append(alias)
-        by_tensor: dict[str, bytes] = {}
-        for i, block_digests in self._by_route(digests):
-            route = self.plan.routes[i]
-            for name in (route.name, *aliases.get(route.name, ())):
-                by_tensor[name] = CURRENT.tensor(name, route.target.dtype, route.target.shape, block_digests)
-        return CURRENT.checkpoint(by_tensor)
 
     def _finish(self, journal: Journal, replaces: tuple[str, ...], *, again: bool) -> None:
         """Write the sidecars and the records, and give all files their final names."""
@@ -338,6 +273,126 @@ class Conversion:
                 where=str(self._staging.root),
                 do="Leave out --checksums, or convert again with --overwrite --checksums",
             )
+
+
+def widest_element(plan: Plan) -> int:
+    """The bytes of the widest element that is read or written."""
+    return max((dtype.itemsize for route in plan.routes for dtype in route.dtypes), default=1)
+
+
+def workers_of(plan: Plan, workers: int | None, memory: int | None) -> int:
+    """The number of threads that run a plan. Raises: as `workers_within` does."""
+    return workers_within(memory, workers, widest_element(plan), buffers=3 if any(route.is_cast for route in plan.routes) else 2)
+
+
+def block_jobs(plan: Plan, routes: Iterable[int] | None = None) -> Iterator[Job]:
+    """The blocks of a plan. routes: the indexes of its routes; None: of all."""
+    for i in range(len(plan.routes)) if routes is None else routes:
+        route = plan.routes[i]
+        source, target = Values(route.source, route.target.dtype), Pieces(route.target)
+        for j, box in enumerate(blocks(route.target.shape)):
+            yield Job((i, j), route, source, target, box)
+
+
+class BlockJob(Protocol):
+    """A block to be copied: a Job, or a Visit of the schedule gather."""
+
+    @property
+    def source(self) -> Values: ...
+    @property
+    def target(self) -> Pieces: ...
+    @property
+    def box(self) -> Box: ...
+
+
+AnyJob = TypeVar("AnyJob", bound=BlockJob)
+
+
+class Sink(Protocol):
+    """Where blocks are written: staged files at offsets (Staging), or uploads that are fed from front to back (FileFronts)."""
+
+    def write(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        """Write bytes into a file."""
+
+    def write_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+        """Write runs of equal length, which follow each other in the buffer, at these byte offsets of a file."""
+
+
+def copied_blocks(
+    plan: Plan, sink: Sink, jobs: Iterable[AnyJob], itemsize: int, workers: int, *, ahead: int | None = None
+) -> Iterator[tuple[AnyJob, bytes]]:
+    """Copy these blocks into the files of a sink; yields each with its digest.
+
+    itemsize: the bytes of the widest element of the plan. ahead: the most bytes that are read ahead from a store.
+    """
+    reading = read_ahead(plan.source_files, ahead)
+
+    def make_worker() -> Callable[[AnyJob], tuple[AnyJob, bytes]]:
+        worker = Worker(plan.source_files, itemsize, sink.write, sink.write_runs)
+
+        def perform(job: AnyJob) -> tuple[AnyJob, bytes]:
+            digest = CURRENT.new()
+            for strip, (source, target) in strips(job.box, job.source, job.target):
+                values = job.source.read(worker, source, strip)
+                digest.update(bytes_of(values))
+                worker.write(values, target, strip)
+            return job, digest.digest()
+
+        return reading.releasing(perform)
+
+    return run_jobs(reading.fetching(jobs, lambda job: job.source.ranges(job.box)), make_worker, workers)
+
+
+def write_framing(plan: Plan, staging: Staging) -> None:
+    """Write the bytes that the plan knows: headers, and constants that are not zero. New files are already filled with zeros."""
+    for file in plan.layout.files:
+        for offset, data in file.literals:
+            staging.write(file.path, offset, memoryview(data))
+    for constant in plan.target_index.constants:
+        if constant.expected.strip(b"\0"):
+            data = constant.expected * (constant.nbytes // len(constant.expected))
+            staging.write(constant.path, constant.byte_offset, memoryview(data))
+
+
+def check_source_is_unchanged(plan: Plan) -> None:
+    """Raises CheckpointError if a source file was written after its metadata was read."""
+    for file in plan.source.files:
+        if plan.source_files.changed(file.path):
+            raise CheckpointError(
+                "the file was written while it was converted",
+                where=file.path,
+                why="A part of the result would be from before and a part from after, so nothing was kept",
+                do="Wait until the checkpoint has been saved, then convert it again",
+            )
+
+
+def notes_on_source(plan: Plan, digests: dict[BlockKey, bytes]) -> tuple[str, ...]:
+    """Compare what was read with the digests that reshard recorded when it wrote the source. Raises CheckpointError if they differ."""
+    check = SourceCheck(plan)
+    for i, block_digests in _by_route(plan, digests):
+        check.add(plan.routes[i], block_digests)
+    return tuple(check.notes())
+
+
+def fingerprint_of_blocks(plan: Plan, digests: dict[BlockKey, bytes]) -> Fingerprint:
+    """The fingerprint of the result, from the digests of all blocks."""
+    aliases: dict[str, list[str]] = {}
+    for alias, stored in plan.layout.aliases.items():
+        aliases.setdefault(stored, []).append(alias)
+    by_tensor: dict[str, bytes] = {}
+    for i, block_digests in _by_route(plan, digests):
+        route = plan.routes[i]
+        for name in (route.name, *aliases.get(route.name, ())):
+            by_tensor[name] = CURRENT.tensor(name, route.target.dtype, route.target.shape, block_digests)
+    return CURRENT.checkpoint(by_tensor)
+
+
+def _by_route(plan: Plan, digests: dict[BlockKey, bytes]) -> Iterator[tuple[int, list[bytes]]]:
+    """The digests of each route's blocks in canonical order."""
+    by_route: dict[int, list[tuple[int, bytes]]] = {}
+    for (i, j), digest in digests.items():
+        by_route.setdefault(i, []).append((j, digest))
+    return ((i, [digest for _, digest in sorted(by_route.get(i, []))]) for i in range(len(plan.routes)))
 
 
 def is_finished(root: Path, identity: str) -> bool:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import CARRIED, CONFIG
@@ -16,18 +16,21 @@ from reshard.engine.events import event
 from reshard.engine.journal import Unfinished, read_journal
 from reshard.engine.record import Provenance
 from reshard.engine.run import Conversion, recorded_fingerprint
-from reshard.errors import CheckpointError, RequestError, TargetError
+from reshard.errors import CheckpointError, RequestError, TargetError, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.plans.digests import Fingerprint
 from reshard.plans.manifest import MANIFEST, RECORDS, listed_files, read_digests, usable_manifest
 from reshard.plans.plan import Plan
 from reshard.plans.summary import DropSummary, drops
 from reshard.storage.files import LocalFiles
-from reshard.storage.local_path import local_path
+from reshard.storage.local_path import is_url, local_path
 from reshard.storage.lock import is_locked
 from reshard.storage.staging import LOCK, WORK_FOLDER
 from reshard.storage.system_calls import system_errors
 from reshard.verbs.request import Effort, EffortOptions, PathLike
+
+if TYPE_CHECKING:
+    from reshard.engine.stores.gather import StoreConversion
 
 Existing = Literal["refuse", "resume", "overwrite", "update"]
 """What happens to what lies in the target: nothing, it is finished, any checkpoint is replaced, or what reshard wrote is."""
@@ -84,7 +87,7 @@ def convert(
     checksums: bool = False,
     **options: Unpack[EffortOptions],
 ) -> Result:
-    """Run a plan into the directory `target`; returns what was written and what was left out.
+    """Run a plan into the directory or URL `target`; returns what was written and what was left out.
 
     resume: finish an interrupted conversion. overwrite: replace the checkpoint in `target` once the new one is complete. if_changed: do
     nothing if `target` holds the result of this plan for the source as it is now; otherwise resume or replace what reshard wrote there.
@@ -103,7 +106,7 @@ def convert(
     return result_of(running, target, time.monotonic() - began)
 
 
-def result_of(running: Conversion, target: PathLike, seconds: float) -> Result:
+def result_of(running: Conversion | StoreConversion, target: PathLike, seconds: float) -> Result:
     """The result of a conversion that has run to its end."""
     plan = running.plan
     assert running.fingerprint is not None
@@ -125,6 +128,10 @@ def unchanged_result(plan: Plan, target: PathLike, provenance: Provenance) -> Re
     """The result of an earlier conversion, if the target holds what this one would write; None if it must be written."""
     from reshard.verbs.unchanged import reason_to_convert
 
+    if is_url(target):
+        raise UnsupportedError(
+            "--if-changed needs a local target", where=os.fspath(target), do="Use --resume, or --overwrite to replace it"
+        )
     root, began = target_folder(target), time.monotonic()
     with system_errors("read", root):
         reason = reason_to_convert(plan, root, checksums=provenance.checksums)
@@ -152,10 +159,14 @@ def conversion(
     existing: Existing = "refuse",
     effort: Effort = _NO_LIMITS,
     provenance: Provenance = _NO_PROVENANCE,
-) -> Conversion:
+) -> Conversion | StoreConversion:
     """A conversion that has not begun, for callers that run it block by block. `convert` runs it to the end."""
     if plan.target.only_rank:
         raise RequestError(f"this is a plan of {dict(plan.target.only_rank)} alone", do="Plan without `only` what is to be written")
+    if is_url(target):
+        from reshard.verbs.into_store import conversion_into_store
+
+        return conversion_into_store(plan, os.fspath(target), existing, effort, provenance)
     root = target_folder(target)
     if existing == "update":
         interrupted = read_journal(root)

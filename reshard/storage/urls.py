@@ -1,0 +1,50 @@
+"""URLs of stores, and the options with which they are opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from reshard.errors import RequestError
+from reshard.storage.store import Store
+
+OBJECT_STORES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
+"""The schemes that obstore serves."""
+_options: ContextVar[Mapping[str, str]] = ContextVar("storage_options", default={})  # noqa: B039  (never changed in place)
+
+
+@contextmanager
+def storage_options(given: Mapping[str, str]) -> Iterator[None]:
+    """Inside this context, stores are opened with these options, such as {"endpoint": "http://minio:9000"}."""
+    token = _options.set({**_options.get(), **given})
+    try:
+        yield
+    finally:
+        _options.reset(token)
+
+
+def set_storage_options(given: Sequence[str]) -> None:
+    """From now on, open stores with these options, each KEY=VALUE. Raises RequestError for a text without `=`."""
+    pairs = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise RequestError(f"--storage-option {text}: not KEY=VALUE", do="Give for example --storage-option endpoint=http://minio:9000")
+        pairs[key] = value
+    _options.set({**_options.get(), **pairs})
+
+
+def open_store(url: str) -> Store:
+    """The store at a URL. Nothing is asked of it yet.
+
+    Raises: UnsupportedError with the command that installs what is missing; RequestError for an option that the store does not know.
+    """
+    scheme = url.partition("://")[0].lower()
+    if scheme in OBJECT_STORES:
+        from reshard.storage.obstore_backend import ObjectStore
+
+        return Store(url, ObjectStore(url, _options.get()))
+    from reshard.storage.fsspec_backend import FsspecStore
+
+    return Store(url, FsspecStore(url, _options.get()))
