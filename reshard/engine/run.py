@@ -10,10 +10,10 @@ from typing import Protocol, TypeVar
 
 from reshard.engine.events import event
 from reshard.engine.journal import BlockKey, Journal, JournalHeader, Unfinished, progress, read_journal
-from reshard.engine.pool import run_jobs, workers_within
+from reshard.engine.pool import workers_within
 from reshard.engine.record import Provenance, records
 from reshard.engine.recorded import SourceCheck
-from reshard.engine.stores.read_ahead import read_ahead
+from reshard.engine.stores.read_ahead import run_reading
 from reshard.engine.transfer import Pieces, Worker, bytes_of, strips
 from reshard.engine.values import Values
 from reshard.errors import CheckpointError, RequestError, TargetError
@@ -325,7 +325,6 @@ def copied_blocks(
 
     itemsize: the bytes of the widest element of the plan. ahead: the most bytes that are read ahead from a store.
     """
-    reading = read_ahead(plan.source_files, ahead)
 
     def make_worker() -> Callable[[AnyJob], tuple[AnyJob, bytes]]:
         worker = Worker(plan.source_files, itemsize, sink.write, sink.write_runs)
@@ -338,9 +337,9 @@ def copied_blocks(
                 worker.write(values, target, strip)
             return job, digest.digest()
 
-        return reading.releasing(perform)
+        return perform
 
-    return run_jobs(reading.fetching(jobs, lambda job: job.source.ranges(job.box)), make_worker, workers)
+    return run_reading(jobs, make_worker, workers, (plan.source_files, lambda job: job.source.ranges(job.box)), memory=ahead)
 
 
 def write_framing(plan: Plan, staging: Staging) -> None:

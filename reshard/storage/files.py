@@ -1,4 +1,4 @@
-"""Files: a read-only tree of files, on the local disk (LocalFiles), in a store (remote_files.py) or planned in memory (VirtualFiles).
+"""Files: a read-only tree of files, on the local disk (LocalFiles), in a store (stores/) or planned in memory (VirtualFiles).
 
 `Files` is the whole interface between reshard and a storage: list a folder, tell a size, read a range. Paths are relative to the
 checkpoint, with forward slashes. A path in a checkpoint's metadata is a claim until `inside` has checked it.
@@ -21,7 +21,7 @@ from reshard.storage.local_path import existing_path
 from reshard.storage.system_calls import open_files_at_once, read_at, read_runs_at, system_errors, system_refusal
 
 if TYPE_CHECKING:
-    from reshard.storage.store import Store
+    from reshard.storage.stores.store import Store
 
 # Errors that say what a path is. Any other error says that the system cannot look now.
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)

@@ -14,7 +14,7 @@ from reshard.storage.files import Files, LocalFiles, read_each_run
 from reshard.storage.local_path import is_url
 
 if TYPE_CHECKING:
-    from reshard.storage.store import Store
+    from reshard.storage.stores.store import Store
 
 _SUFFIXES = (".nemo", ".tar")
 _GZIP = b"\x1f\x8b"
@@ -38,7 +38,7 @@ def open_files(path: str | os.PathLike[str]) -> Files:
     """The files of a directory or of one file, which may be a URL. Raises RequestError if there is nothing."""
     if not is_url(path):
         return LocalFiles(path)
-    from reshard.storage.remote_files import RemoteFiles
+    from reshard.storage.stores.remote_files import RemoteFiles
 
     return RemoteFiles(os.fspath(path))
 

@@ -16,7 +16,7 @@ from reshard.geometry.quantities import plural
 from reshard.plans.manifest import MANIFEST, RECORDS
 from reshard.plans.plan import Plan
 from reshard.storage.staging import WORK_FOLDER
-from reshard.storage.urls import open_store
+from reshard.storage.stores.urls import open_store
 from reshard.verbs.request import Effort
 
 if TYPE_CHECKING:

@@ -39,13 +39,13 @@ from reshard.plans.fixed_bytes import fixed_ranges, parts, planned_bytes
 from reshard.plans.layout import TargetFile
 from reshard.plans.manifest import MANIFEST, sample_ranges, usable_manifest
 from reshard.plans.plan import Plan
-from reshard.storage.file_fronts import FileFronts, FrontFile, part_bytes
-from reshard.storage.remote_files import RemoteFiles
+from reshard.storage.stores.file_fronts import FileFronts, FrontFile, part_bytes
+from reshard.storage.stores.remote_files import RemoteFiles
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from reshard.storage.store import Entry, Store
+    from reshard.storage.stores.store import Entry, Store
 
 _MOST_AT_ONCE = 8
 _LEAST_READING = 32 << 20

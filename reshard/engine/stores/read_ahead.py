@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
+from reshard.engine.pool import run_jobs
 from reshard.engine.transfer import MERGED_GAP, FileRange
+from reshard.errors import ReshardError
 
 if TYPE_CHECKING:
     from reshard.storage.files import Files
-    from reshard.storage.remote_files import Fetched, RemoteFiles
+    from reshard.storage.stores.remote_files import Fetched, RemoteFiles
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -121,14 +123,41 @@ class ReadAhead:
             self._changed.notify_all()
 
 
+def run_reading(
+    jobs: Iterable[Job],
+    make_worker: Callable[[], Callable[[Job], Result]],
+    workers: int,
+    *reads: tuple[Files, Callable[[Job], Iterable[FileRange]]],
+    memory: int | None = None,
+) -> Iterator[Result]:
+    """The results of jobs that read files, as `run_jobs` returns them.
+
+    reads: files, and from a job to the ranges of them that it reads. memory: the most bytes that are read ahead.
+    """
+    reading = [(read_ahead(files, memory), ranges_of) for files, ranges_of in reads]
+    for ahead, ranges_of in reading:
+        jobs = ahead.fetching(jobs, ranges_of)
+
+    def make_releasing_worker() -> Callable[[Job], Result]:
+        perform = make_worker()
+        for ahead, _ in reading:
+            perform = ahead.releasing(perform)
+        return perform
+
+    return run_jobs(jobs, make_releasing_worker, workers)
+
+
 def _ranges(ranges_of: Callable[[Job], Iterable[FileRange]], job: Job) -> list[FileRange]:
-    return list(ranges_of(job))
+    try:
+        return list(ranges_of(job))
+    except ReshardError:
+        return []  # the job meets the same error, and whoever performs it knows what to make of it
 
 
 def read_ahead(files: Files, memory: int | None = None) -> ReadAhead | NoReadAhead:
     """How jobs on these files get their bytes. memory: the most bytes that are fetched ahead."""
     if files.store is None:
         return NoReadAhead()
-    from reshard.storage.remote_files import RemoteFiles
+    from reshard.storage.stores.remote_files import RemoteFiles
 
     return ReadAhead(files, MEMORY_OF_STORES // 2 if memory is None else memory) if isinstance(files, RemoteFiles) else NoReadAhead()

@@ -16,7 +16,7 @@ from typing import Any
 from reshard.engine.journal import BlockKey, JournalHeader
 from reshard.errors import CheckpointError
 from reshard.storage.staging import WORK_FOLDER
-from reshard.storage.store import Entry, Store
+from reshard.storage.stores.store import Entry, Store
 
 BEGUN = f"{WORK_FOLDER}/begun.json"
 _FILES = f"{WORK_FOLDER}/files/"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import RequestError, UnsupportedError
-from reshard.storage.store import Entry, ObjectChanged, Upload
+from reshard.storage.stores.store import Entry, ObjectChanged, Upload
 
 INSTALL = "Install the extra: pip install 'reshard[cloud]'"
 

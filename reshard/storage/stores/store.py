@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from reshard.errors import CheckpointError, ReshardError, SystemRefusal, TargetError
@@ -84,7 +84,7 @@ class ObjectChanged(Exception):
 
 
 @dataclass(slots=True)
-class Traffic:
+class StoreTraffic:
     """What a store was asked for."""
 
     requests: int = 0
@@ -96,6 +96,10 @@ class Traffic:
     repeated: int = 0
     """Requests that failed and were repeated by reshard; the client below it repeats some on its own."""
 
+    def to_json(self) -> dict[str, int]:
+        """The counts as plain values."""
+        return asdict(self)
+
     def __str__(self) -> str:
         repeated = f", {self.repeated:,} repeated" if self.repeated else ""
         return f"{self.requests:,} requests, {self.read:,} bytes read, {self.written:,} bytes written{repeated}"
@@ -105,7 +109,7 @@ class Store:
     """The files below one URL. Threads may share it."""
 
     def __init__(self, url: str, backend: Backend) -> None:
-        self.url, self.traffic = url.rstrip("/"), Traffic()
+        self.url, self.traffic = url.rstrip("/"), StoreTraffic()
         self._backend, self._lock = backend, threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from reshard.storage.store import CheckedUpload, Entry, Store
+from reshard.storage.stores.store import CheckedUpload, Entry, Store
 
 SMALLEST_PART = 8 << 20
 # S3 allows 10,000 parts; a few are left for sizes that are not multiples.

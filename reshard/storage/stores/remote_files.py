@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from reshard.errors import RequestError, TruncatedFile
 from reshard.storage.decoded_ranges import DecodedRanges
 from reshard.storage.files import missing, read_each_run
-from reshard.storage.store import Entry, Store
-from reshard.storage.urls import open_store
+from reshard.storage.stores.store import Entry, Store
+from reshard.storage.stores.urls import open_store
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

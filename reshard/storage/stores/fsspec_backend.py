@@ -10,15 +10,14 @@ from contextlib import suppress
 from typing import Any
 
 from reshard.errors import RequestError, UnsupportedError
-from reshard.storage.store import Entry, Upload
+from reshard.storage.stores.store import Entry, Upload
 
 _PACKAGES = {
-    "hf": "huggingface_hub",
-    "msc": "multi-storage-client",
-    "ssh": "paramiko",
-    "sftp": "paramiko",
-    "hdfs": "pyarrow",
-    "oss": "ossfs",
+    "hf://": "huggingface_hub",
+    "msc://": "multi-storage-client",
+    "ssh://": "paramiko",
+    "sftp://": "paramiko",
+    "hdfs://": "pyarrow",
 }
 _STAMPS = ("ETag", "etag", "blob_id", "checksum", "mtime", "created", "modified", "last_commit")
 
@@ -28,7 +27,7 @@ class FsspecStore:
 
     def __init__(self, url: str, options: Mapping[str, str]) -> None:
         scheme = url.partition("://")[0].lower()
-        package = _PACKAGES.get(scheme)
+        package = _PACKAGES.get(f"{scheme}://")
         try:
             import fsspec
 

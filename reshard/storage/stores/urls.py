@@ -7,11 +7,18 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from reshard.errors import RequestError
-from reshard.storage.store import Store
+from reshard.storage.stores.store import Store
 
 OBJECT_STORES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
 """The schemes that obstore serves."""
+opened: list[Store] = []
+"""The stores that this process has opened, with what they were asked for."""
 _options: ContextVar[Mapping[str, str]] = ContextVar("storage_options", default={})  # noqa: B039  (never changed in place)
+
+
+def current_options() -> Mapping[str, str]:
+    """The options with which stores are opened now."""
+    return _options.get()
 
 
 @contextmanager
@@ -36,15 +43,18 @@ def set_storage_options(given: Sequence[str]) -> None:
 
 
 def open_store(url: str) -> Store:
-    """The store at a URL. Nothing is asked of it yet.
+    """The store at a URL. Nothing is asked of it yet. `opened` lists it.
 
     Raises: UnsupportedError with the command that installs what is missing; RequestError for an option that the store does not know.
     """
     scheme = url.partition("://")[0].lower()
     if scheme in OBJECT_STORES:
-        from reshard.storage.obstore_backend import ObjectStore
+        from reshard.storage.stores.obstore_backend import ObjectStore
 
-        return Store(url, ObjectStore(url, _options.get()))
-    from reshard.storage.fsspec_backend import FsspecStore
+        store = Store(url, ObjectStore(url, _options.get()))
+    else:
+        from reshard.storage.stores.fsspec_backend import FsspecStore
 
-    return Store(url, FsspecStore(url, _options.get()))
+        store = Store(url, FsspecStore(url, _options.get()))
+    opened.append(store)
+    return store
