@@ -41,6 +41,9 @@ class Files(Protocol):
     def store(self) -> Store | None:
         """The store that the files lie in; None: they are on this machine."""
 
+    def opened(self) -> None:
+        """Take note that the metadata has been read, and only tensors are read from now on."""
+
     def parent(self) -> Files | None:
         """The folder that contains the root; None if there is none that could hold files of the checkpoint."""
 
@@ -192,6 +195,9 @@ class LocalFiles:
         """Whether the root is one file."""
         return self._only_file is not None
 
+    def opened(self) -> None:
+        return None
+
     def parent(self) -> LocalFiles | None:
         """The directory that contains the root, as the user would write it; None for the root of the file system."""
         root = self.root or "."
@@ -319,6 +325,9 @@ class VirtualFiles:
         self.root = root
         self._sizes: dict[str, int] = {}
         self._literals: dict[str, list[tuple[int, bytes]]] = {}
+
+    def opened(self) -> None:
+        return None
 
     def parent(self) -> None:
         return None

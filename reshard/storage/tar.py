@@ -65,6 +65,9 @@ class TarFiles:
     def store(self) -> Store | None:
         return self._files.store
 
+    def opened(self) -> None:
+        self._files.opened()
+
     def parent(self) -> None:
         return None
 

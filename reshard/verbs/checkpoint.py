@@ -242,6 +242,7 @@ def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
     check_steps(files, index)
     check_copied_files(files, index)
     checkpoint = classified_checkpoint(replace(checkpoint, index=format.check_values(files, index)))
+    files.opened()
     _log_opened(checkpoint, time.monotonic() - began)
     return checkpoint
 

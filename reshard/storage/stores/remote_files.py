@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 # Most headers fit into 64 KiB: a safetensors header has about 120 bytes per tensor, a zip's directory about 100 per storage.
 _END = 64 << 10
-# A small read in the middle of a file fetches this much, because the next one is usually nearby.
-_NEARBY = 32 << 10
+# A small read in the middle of a file fetches this much, because the next one is usually nearby; a longer one, of weights, this much more.
+_NEARBY, _FURTHER = 32 << 10, 4 << 20
 # What a reader asks for at the start or end of a file is metadata up to this length. Longer reads are cut into ranges.
 _LONGEST_HEADER, _LONGEST_RANGE = 64 << 20, 16 << 20
 _MOST_METADATA = 128 << 20
@@ -54,7 +54,7 @@ class RemoteFiles:
         self.root, self._store = url, open_store(url)
         self._only_file: str | None = None
         self._entries: dict[str, Entry | None] = {}
-        self._is_listed = lists
+        self._is_listed, self._is_opening = lists, True
         self._fetched: dict[str, list[Fetched]] = {}
         self._metadata: deque[Fetched] = deque()
         self._metadata_bytes = 0
@@ -68,6 +68,10 @@ class RemoteFiles:
     def store(self) -> Store:
         """The store, which counts what it was asked for."""
         return self._store
+
+    def opened(self) -> None:
+        """The metadata has been read: from now on, what is read of one file says nothing about the files like it."""
+        self._is_opening = False
 
     @property
     def is_file(self) -> bool:
@@ -183,21 +187,34 @@ class RemoteFiles:
     def _fetch_around(self, entry: Entry, at: int, stop: int) -> Fetched:
         """Fetch bytes [at, stop) of a file, or the first of them, and what lies around them. If they are at its start or end, also fetch
         the same bytes of the files like it."""
-        behind = entry.nbytes - at
-        if entry.nbytes <= 2 * _END:
+        nbytes, behind = entry.nbytes, entry.nbytes - at
+        if not self._is_opening:
+            return self._fetch_metadata(entry, at, max(stop, at + (_NEARBY if stop - at < _NEARBY else _FURTHER)))
+        if nbytes <= 2 * _END:
             return self._of_files_like(entry, at, lambda nbytes: (0, nbytes) if nbytes <= 2 * _END else None)
-        if at <= _END and stop <= _LONGEST_HEADER:
-            start, margin = (at if at else 0), (stop - _END) // 8 if stop > _END else 0
-            return self._of_files_like(entry, at, lambda nbytes: (start, min(nbytes, max(_END, stop + margin))))
-        if entry.nbytes - stop <= _END and behind <= _LONGEST_HEADER:
-            distance = max(_END, behind + behind // 8)
-            last = self._covering(entry.path, entry.nbytes - 1)
-            until = entry.nbytes - last.start if last and last.start > at else 0
-            return self._of_files_like(entry, at, lambda nbytes: (max(0, nbytes - distance), nbytes - until))
+        known = self._known_from_start(entry.path)
+        if at <= known + _END and stop <= _LONGEST_HEADER:
+            longest = max(known + _END, stop + (stop - known) // 8)
+            return self._of_files_like(entry, at, lambda nbytes: (known, min(nbytes, longest)))
+        if nbytes - stop <= _END and behind <= _LONGEST_HEADER:
+            last = self._covering(entry.path, nbytes - 1)
+            first, until = max(_END, behind + behind // 8), nbytes - last.start if last and last.start > at else 0
+            return self._of_files_like(entry, at, lambda nbytes: (max(0, nbytes - first), nbytes - until))
+        return self._fetch_metadata(entry, at, max(stop, at + _NEARBY))
+
+    def _fetch_metadata(self, entry: Entry, at: int, stop: int) -> Fetched:
+        """Fetch bytes of one file up to `stop`, or to what was fetched already."""
         later = (found.start for found in tuple(self._fetched.get(entry.path, ())) if found.start > at)
-        found = self._begin(entry, at, min(max(min(stop, at + _LONGEST_RANGE), at + _NEARBY), entry.nbytes, *later))
+        found = self._begin(entry, at, min(stop, at + _LONGEST_RANGE, entry.nbytes, *later))
         self._keep([found])
         return found
+
+    def _known_from_start(self, path: str) -> int:
+        """How many of a file's first bytes were fetched."""
+        stop = 0
+        while found := self._covering(path, stop):
+            stop = found.stop
+        return stop
 
     def _of_files_like(self, entry: Entry, at: int, part: Callable[[int], tuple[int, int] | None]) -> Fetched:
         """Fetch a part of a file that holds the byte `at`, and of the files like it that come after it.
