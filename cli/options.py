@@ -231,11 +231,11 @@ architecture = option(
 
 
 def _set_storage_options(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> None:
-    """Stores are opened with these options from now on."""
+    """Until the command ends, stores are opened with these options."""
     if given:
-        from reshard.storage.stores.urls import set_storage_options
+        from reshard.storage.stores.urls import parsed_options, storage_options
 
-        set_storage_options(given)
+        ctx.with_resource(storage_options(parsed_options(given)))
 
 
 storage_option = option(

@@ -120,7 +120,7 @@ def fingerprint_blocks(
 
         return perform
 
-    reads = (side.files, lambda job: job.sides[0].ranges(job.box))
+    reads = (side.files, lambda job: (job.sides[0], job.box))
     yield from run_reading(jobs(), make_worker, workers_within(memory, workers, itemsize, buffers=2), reads)
 
 
@@ -201,7 +201,7 @@ def compare(
         return perform
 
     threads = workers_within(memory, workers, itemsize, buffers=5 if with_cast else 4)
-    reads = (left.files, lambda job: job.sides[0].ranges(job.box)), (right.files, lambda job: job.sides[1].ranges(job.box))
+    reads = (left.files, lambda job: (job.sides[0], job.box)), (right.files, lambda job: (job.sides[1], job.box))
     for job, nbytes, element, hashed in run_reading(jobs(), make_worker, threads, *reads):
         result.nbytes += nbytes
         if element is not None and (job.name not in different or job.number < different[job.name][0]):

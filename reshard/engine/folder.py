@@ -121,7 +121,7 @@ def hash_blocks(
 
     unreadable: set[str] = set()
     threads = workers_within(memory, workers, itemsize, buffers=2)
-    for name, number, nbytes, digest in run_reading(jobs(), make_worker, threads, (files, lambda job: job[2].ranges(job[3]))):
+    for name, number, nbytes, digest in run_reading(jobs(), make_worker, threads, (files, lambda job: (job[2], job[3]))):
         result.nbytes += nbytes
         if isinstance(digest, bytes):
             found.setdefault(name, {})[number] = digest

@@ -339,7 +339,7 @@ def copied_blocks(
 
         return perform
 
-    return run_reading(jobs, make_worker, workers, (plan.source_files, lambda job: job.source.ranges(job.box)), memory=ahead)
+    return run_reading(jobs, make_worker, workers, (plan.source_files, lambda job: (job.source, job.box)), memory=ahead)
 
 
 def write_framing(plan: Plan, staging: Staging) -> None:

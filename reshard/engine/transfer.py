@@ -40,8 +40,6 @@ WriteRuns = Callable[[str, Sequence[int], memoryview], None]
 """Writes runs of equal length, which follow each other in the buffer, to (path, byte offsets)."""
 FileRange = tuple[str, int, int]
 """Bytes of a file: (path, start, stop)."""
-MERGED_GAP = 1 << 20
-"""Two ranges of a file in a store that are at most this far apart are read as one: that is sooner done than a second request."""
 # The most bytes of a strip. With 1 MiB of second-level cache, 512 KiB and 1 MiB were fastest; smaller strips take more calls. (Linux
 # also writes slower in larger pieces, see staging.py.)
 STRIP_BYTES = 1 << 19
@@ -179,11 +177,11 @@ class Pieces:
             if shared is not None:
                 yield piece, shared, bool(self._primary[row])
 
-    def ranges(self, box: Box) -> Iterator[FileRange]:
-        """The file ranges that hold a box, with the bytes between its runs where these are few."""
+    def ranges(self, box: Box, gap: int) -> Iterator[FileRange]:
+        """The file ranges that hold a box, with the bytes between its runs where these are at most `gap` bytes."""
         for piece, shared, _ in self.meeting(box):
             itemsize, start = piece.extent.dtype.itemsize, piece.byte_offset_of(shared)
-            for offset, elements in covering_spans(shared.sizes, piece.extent.strides, MERGED_GAP // itemsize):
+            for offset, elements in covering_spans(shared.sizes, piece.extent.strides, gap // itemsize):
                 yield piece.extent.path, start + offset * itemsize, start + (offset + elements) * itemsize
 
     def within(self, slab: Box, axis: int) -> SlabPieces:

@@ -81,7 +81,7 @@ def measure(
         return perform
 
     threads = workers_within(memory, workers, itemsize, buffers=3)
-    for number, nbytes, statistics, fault in run_reading(jobs(), make_worker, threads, (files, lambda job: job.pieces.ranges(job.box))):
+    for number, nbytes, statistics, fault in run_reading(jobs(), make_worker, threads, (files, lambda job: (job.pieces, job.box))):
         entry = measured[number]
         entry.fault = entry.fault or fault
         if statistics is None:

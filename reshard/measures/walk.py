@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from reshard.engine.pool import workers_within
-from reshard.engine.stores.read_ahead import run_reading
-from reshard.engine.transfer import Block, FileRange, Pieces, Worker
+from reshard.engine.stores.read_ahead import BoxOfTensor, run_reading
+from reshard.engine.transfer import Block, Pieces, Worker
 from reshard.geometry.boxes import Box, blocks
 from reshard.index.index import Tensor
 from reshard.storage.files import Files
@@ -52,8 +52,8 @@ def walk(
 
         return perform
 
-    def reads(side: int) -> tuple[Files, Callable[[tuple[int, Box, tuple[Pieces, ...]]], Iterator[FileRange]]]:
-        return files[side], lambda job: job[2][side].ranges(job[1])
+    def reads(side: int) -> tuple[Files, Callable[[tuple[int, Box, tuple[Pieces, ...]]], BoxOfTensor]]:
+        return files[side], lambda job: (job[2][side], job[1])
 
     threads = workers_within(memory, workers, itemsize, buffers=2 * len(files))
     yield from run_reading(jobs(), make_worker, threads, *map(reads, range(len(files))))

@@ -14,8 +14,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from reshard.engine.pool import run_jobs
-from reshard.engine.transfer import MERGED_GAP, FileRange
+from reshard.engine.transfer import FileRange, Pieces
+from reshard.engine.values import Values
 from reshard.errors import ReshardError
+from reshard.geometry.boxes import Box
 
 if TYPE_CHECKING:
     from reshard.storage.files import Files
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
+BoxOfTensor = tuple[Pieces | Values, Box]
+"""What a job reads of one checkpoint: a box of a tensor."""
 MEMORY_OF_STORES = 1 << 30
 """Bytes of buffers for a conversion from or to a store, if the caller sets no limit."""
 LONGEST_REQUEST = 16 << 20
@@ -37,7 +41,7 @@ _LOCATED_AT_ONCE = 32
 class NoReadAhead:
     """Jobs on local files."""
 
-    def fetching(self, jobs: Iterable[Job], ranges_of: Callable[[Job], Iterable[FileRange]]) -> Iterable[Job]:
+    def fetching(self, jobs: Iterable[Job], reads: Callable[[Job], BoxOfTensor]) -> Iterable[Job]:
         """The same jobs."""
         return jobs
 
@@ -56,21 +60,21 @@ class ReadAhead:
         self._users: dict[int, list[list[Fetched | int]]] = {}
         self._changed = threading.Condition()
 
-    def fetching(self, jobs: Iterable[Job], ranges_of: Callable[[Job], Iterable[FileRange]]) -> Iterator[Job]:
-        """The jobs in their order, each after its bytes were asked for. ranges_of: the file ranges that a job will read; it may read
-        small headers to find them."""
+    def fetching(self, jobs: Iterable[Job], reads: Callable[[Job], BoxOfTensor]) -> Iterator[Job]:
+        """The jobs in their order, each after its bytes were asked for. reads: what a job will read."""
         from concurrent.futures import ThreadPoolExecutor
 
+        gap = self._files.MERGED_GAP
         with ThreadPoolExecutor(_LOCATED_AT_ONCE, thread_name_prefix="reshard-locate") as threads:
             source = iter(jobs)
-            located = deque((job, threads.submit(_ranges, ranges_of, job)) for job in islice(source, _LOCATED_AT_ONCE))
+            located = deque((job, threads.submit(_ranges, reads, job, gap)) for job in islice(source, _LOCATED_AT_ONCE))
             ready: deque[Job] = deque()
             while located or ready:
                 while located and (not ready or self._held + self._batch <= self._memory):
                     batch, nbytes = [], 0
                     while located and nbytes < self._batch:
                         job, future = located.popleft()
-                        located.extend((following, threads.submit(_ranges, ranges_of, following)) for following in islice(source, 1))
+                        located.extend((following, threads.submit(_ranges, reads, following, gap)) for following in islice(source, 1))
                         batch.append((job, future.result()))
                         nbytes += sum(stop - start for _, start, stop in batch[-1][1])
                     with self._changed:
@@ -96,7 +100,12 @@ class ReadAhead:
         wanted = [(path, start, stop, id(job)) for job, ranges in batch for path, start, stop in ranges if self._files.can_fetch(path)]
         requests: list[tuple[str, int, int, set[int]]] = []
         for path, start, stop, user in sorted(wanted):
-            if requests and requests[-1][0] == path and start - requests[-1][2] <= MERGED_GAP and stop - requests[-1][1] <= LONGEST_REQUEST:
+            if (
+                requests
+                and requests[-1][0] == path
+                and start - requests[-1][2] <= self._files.MERGED_GAP
+                and stop - requests[-1][1] <= LONGEST_REQUEST
+            ):
                 last = requests[-1]
                 requests[-1] = path, last[1], max(last[2], stop), {*last[3], user}
                 continue
@@ -127,16 +136,16 @@ def run_reading(
     jobs: Iterable[Job],
     make_worker: Callable[[], Callable[[Job], Result]],
     workers: int,
-    *reads: tuple[Files, Callable[[Job], Iterable[FileRange]]],
+    *reads: tuple[Files, Callable[[Job], BoxOfTensor]],
     memory: int | None = None,
 ) -> Iterator[Result]:
     """The results of jobs that read files, as `run_jobs` returns them.
 
     reads: files, and from a job to the ranges of them that it reads. memory: the most bytes that are read ahead.
     """
-    reading = [(read_ahead(files, memory), ranges_of) for files, ranges_of in reads]
-    for ahead, ranges_of in reading:
-        jobs = ahead.fetching(jobs, ranges_of)
+    reading = [(read_ahead(files, memory), reads) for files, reads in reads]
+    for ahead, reads in reading:
+        jobs = ahead.fetching(jobs, reads)
 
     def make_releasing_worker() -> Callable[[Job], Result]:
         perform = make_worker()
@@ -147,9 +156,11 @@ def run_reading(
     return run_jobs(jobs, make_releasing_worker, workers)
 
 
-def _ranges(ranges_of: Callable[[Job], Iterable[FileRange]], job: Job) -> list[FileRange]:
+def _ranges(reads: Callable[[Job], BoxOfTensor], job: Job, gap: int) -> list[FileRange]:
+    """The file ranges that a job reads. To find them, small headers may be read."""
+    tensor, box = reads(job)
     try:
-        return list(ranges_of(job))
+        return list(tensor.ranges(box, gap))
     except ReshardError:
         return []  # the job meets the same error, and whoever performs it knows what to make of it
 

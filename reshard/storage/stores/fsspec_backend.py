@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from typing import Any
 
 from reshard.errors import RequestError, UnsupportedError
@@ -90,7 +91,8 @@ class FsspecStore:
         return f"{self._root}/{path}" if path else self._root
 
     def _entry(self, found: Mapping[str, Any]) -> Entry:
-        stamp = next((str(found[key]) for key in _STAMPS if found.get(key)), "")
+        stamp = next((found[key] for key in _STAMPS if found.get(key)), "")
+        stamp = str(stamp.timestamp() if isinstance(stamp, datetime) else stamp)
         name = found["name"].removeprefix(self._root).lstrip("/") if found["name"].startswith(self._root) else found["name"]
         return Entry(name, found["size"] or 0, f"{stamp} {found['size']}")
 

@@ -50,6 +50,8 @@ class ObjectStore:
             ) from None
 
     def list(self, folder: str, *, below: bool) -> Iterator[Entry]:
+        if self._is_web:
+            return  # web servers list nothing
         prefix = folder.rstrip("/") or None
         if not below:
             found = self._obstore.list_with_delimiter(self._store, prefix)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,9 @@ class Fetched:
 
 class RemoteFiles:
     """`Files` of a folder in a store, or of one file there. Raises RequestError if there is nothing at the URL."""
+
+    MERGED_GAP = 1 << 20
+    """Two ranges of a file that are at most this far apart are read as one: that is sooner done than a second request."""
 
     def __init__(self, url: str, *, lists: bool = True) -> None:
         """lists: list the whole folder now, in which case it must hold something; else each file is looked for when it is asked for."""
@@ -85,6 +88,8 @@ class RemoteFiles:
 
     def list(self, folder: str = "") -> tuple[str, ...]:
         prefix = folder.rstrip("/") + "/" if folder else ""
+        if self._only_file is not None:
+            return (self._only_file,) if not folder else ()
         if not self._is_listed:
             found = self._store.list(folder, below=False)
             self._entries.update((entry.path, entry) for entry in found if not entry.path.endswith("/"))
@@ -112,6 +117,13 @@ class RemoteFiles:
         return self._decoded.add(path, start, nbytes, codecs, limit=limit)
 
     def read_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+        entry, length = self._entry(path), len(buffer) // len(byte_offsets)
+        if entry is not None and path not in self._decoded:
+            # Runs that are close together are fetched with what is between them.
+            for start, stop in _joined(byte_offsets, length):
+                at = start
+                while at < min(stop, entry.nbytes):
+                    at = (self._covering(path, at) or self._fetch_metadata(entry, at, stop)).stop
         read_each_run(self, path, byte_offsets, buffer)
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
@@ -160,10 +172,12 @@ class RemoteFiles:
             store = open_store(above)
             entry = store.look(name)
             if entry is not None:
-                self._only_file, self._store, self._entries = name, store, {name: entry}
+                self._only_file, self._store, self._entries, self._is_listed = name, store, {name: entry}, False
                 return
         raise RequestError(
-            f"there is no file or folder {url!r}", do="Check the URL, and the region and endpoint of the store", id="not-found"
+            f"there is no file or folder {url!r}",
+            do="Check the URL, and the region and endpoint of the store; of a web server, give the URL of one file",
+            id="not-found",
         )
 
     def _entry(self, path: str) -> Entry | None:
@@ -257,6 +271,17 @@ class RemoteFiles:
                 old.append(self._metadata.popleft())
                 self._metadata_bytes -= old[-1].stop - old[-1].start
         self.release(old)
+
+
+def _joined(byte_offsets: Sequence[int], length: int) -> Iterator[tuple[int, int]]:
+    """The ranges that hold runs of that length, each at most as long as one request."""
+    start = stop = byte_offsets[0]
+    for byte_offset in byte_offsets:
+        if not 0 <= byte_offset - stop <= RemoteFiles.MERGED_GAP or byte_offset + length - start > _LONGEST_RANGE:
+            yield start, stop
+            start = byte_offset
+        stop = byte_offset + length
+    yield start, stop
 
 
 def _form(path: str) -> tuple[int, str]:

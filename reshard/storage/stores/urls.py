@@ -31,15 +31,15 @@ def storage_options(given: Mapping[str, str]) -> Iterator[None]:
         _options.reset(token)
 
 
-def set_storage_options(given: Sequence[str]) -> None:
-    """From now on, open stores with these options, each KEY=VALUE. Raises RequestError for a text without `=`."""
+def parsed_options(given: Sequence[str]) -> dict[str, str]:
+    """The options of texts KEY=VALUE. Raises RequestError for a text without `=`."""
     pairs = {}
     for text in given:
         key, equals, value = text.partition("=")
         if not equals or not key:
             raise RequestError(f"--storage-option {text}: not KEY=VALUE", do="Give for example --storage-option endpoint=http://minio:9000")
         pairs[key] = value
-    _options.set({**_options.get(), **pairs})
+    return pairs
 
 
 def open_store(url: str) -> Store:
