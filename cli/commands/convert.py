@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from reshard.geometry.quantities import plural
 
@@ -19,7 +21,10 @@ from ..tables import nbytes_text, show, table
 if TYPE_CHECKING:
     from reshard.engine.run import Conversion
     from reshard.engine.stores.gather import StoreConversion
+    from reshard.plans.bands import Part
+    from reshard.plans.plan import Plan
     from reshard.verbs.convert import Result
+    from reshard.verbs.convert_part import PartResult
 
 # Files that are printed; --json prints all.
 _MOST = 20
@@ -32,11 +37,12 @@ _MOST = 20
         "reshard convert step-1000 out --to vllm --tp 8 --model llama-3-8b",
         "reshard convert step-1000 out --to hf --dtype bf16",
         "reshard convert step-1000 out --to megatron --tp 2 --pp 2 --optimizer --dry-run",
+        "srun -n 8 reshard convert step-1000 out --to vllm --tp 8 --part auto",
     ],
 )
 @click.argument("source")
 @click.argument("target")
-@options.target()
+@options.target(required=False)
 @options.selection("Convert")
 @options.format_name
 @options.model
@@ -53,17 +59,18 @@ _MOST = 20
     "--checksums", section=options.OUTPUT, is_flag=True, help="Also write SHA256SUMS for `sha256sum -c`; reads the result once more."
 )
 @options.effort
+@options.parts
 @options.summary_or_full
-def command(source: str, target: str, to: str, dry_run: bool, as_json: bool, full: bool, show_progress: bool | None, **given: Any) -> None:
+def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bool, full: bool, **given: Any) -> None:
     """Convert SOURCE to another format and write it to the directory TARGET.
 
     TARGET is written atomically: its files appear under their names only when all are complete.
     """
-    import reshard
     from reshard.engine.record import Provenance
     from reshard.storage.local_path import is_url
     from reshard.verbs.convert import conversion, existing_target, result_of, target_folder, unchanged_result
-    from reshard.verbs.request import Effort, EffortOptions, OpenOptions
+    from reshard.verbs.convert_part import finishing, part_conversion, part_result
+    from reshard.verbs.request import Effort, EffortOptions
 
     metrics, arguments = current().metrics, current().arguments
     metrics.label(target=target, format=to)
@@ -71,21 +78,38 @@ def command(source: str, target: str, to: str, dry_run: bool, as_json: bool, ful
     provenance = Provenance(tuple(arguments[arguments.index("convert") :]), given.pop("checksums"))
     if not is_url(target):
         target_folder(target)
-    checkpoint = reshard.open(source, **options.take(given, OpenOptions))
-    effort = Effort(**options.take(given, EffortOptions))
-    plan = reshard.plan(checkpoint, to=to, **given)
+    part, finish = _part_of(given), given.pop("finish")
+    effort, show_progress = Effort(**options.take(given, EffortOptions)), given.pop("show_progress")
+    plan = _planned(source, to, given)
+    if (dry_run or full) and plan.digests:
+        raise click.UsageError(
+            "A plan file is not shown: give --dry-run and --full to the command that writes it", click.get_current_context()
+        )
+    metrics.label(target=target, format=plan.layout.format)
     if dry_run:
         show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)
         return
     began = time.monotonic()
     result = unchanged_result(plan, target, provenance) if existing == "update" else None
     metrics.record(tensors=len(plan.routes), dropped=len(plan.drops), unchanged=result is not None)
-    if result is None:
-        running = conversion(plan, target, existing=existing, effort=effort, provenance=provenance)
-        with bar(running.total, "convert", show_progress) as advance:
+    if part is not None and result is None:
+        running = part_conversion(plan, target, part, "refuse" if existing == "resume" else existing, effort, provenance)
+        with bar(running.total, f"convert {part}", show_progress) as advance:
             for done in running.run():
                 advance(done.nbytes)
-        result = result_of(running, target, time.monotonic() - began)
+        found = part_result(running, target, part, time.monotonic() - began)
+        show_json(found.to_json()) if as_json else _show_part(running.completed, found)
+        return
+    if result is None:
+        whole = (
+            finishing(plan, target, effort, provenance)
+            if finish
+            else conversion(plan, target, existing=existing, effort=effort, provenance=provenance)
+        )
+        with bar(whole.total, "convert", show_progress) as advance:
+            for done in whole.run():
+                advance(done.nbytes)
+        result = result_of(whole, target, time.monotonic() - began)
         totals = plan.totals()
         metrics.record(bytes_read=totals.read, bytes_written=totals.written)
     if as_json:
@@ -94,7 +118,48 @@ def command(source: str, target: str, to: str, dry_run: bool, as_json: bool, ful
         sizes = f"{plural(len(result.files), 'file')}, {nbytes_text(sum(result.files.values()))}"
         show(f"{target}: unchanged, {sizes}, fingerprint {result.fingerprint.root}")
     else:
-        _show_result(running, result)
+        _show_result(whole, result)
+
+
+def _part_of(given: dict[str, Any]) -> Part | None:
+    """The part that this process converts; None: everything."""
+    part, parts = given.pop("part"), given.pop("parts")
+    if part is None and parts is None:
+        return None
+    from reshard.verbs.launcher import part_of
+
+    if given["finish"]:
+        raise click.UsageError("--finish and --part contradict each other", click.get_current_context())
+    return part_of(part, parts, os.environ)
+
+
+def _planned(source: str, to: str | None, given: dict[str, Any]) -> Plan:
+    """The plan that the options ask for, or the one in a plan file."""
+    import reshard
+    from reshard.verbs.request import OpenOptions
+
+    context, path = click.get_current_context(), given.pop("plan_path")
+    if path is None:
+        if to is None:
+            raise click.UsageError("Missing option '--to'.", context)
+        return reshard.plan(reshard.open(source, **options.take(given, OpenOptions)), to=to, **given)
+    is_given = [name for name in ("to", *given) if context.get_parameter_source(name) == ParameterSource.COMMANDLINE]
+    if is_given:
+        flag = "--" + is_given[0].replace("_", "-")
+        raise click.UsageError(f"{flag} and --plan contradict each other: the plan file says what is written", context)
+    return reshard.load_plan(path, source)
+
+
+def _show_part(completed: Conversion | None, found: PartResult) -> None:
+    """What a part has done, and the result if it has completed the target."""
+    if completed and found.result:
+        _show_result(completed, found.result)
+        return
+    earlier = f", {nbytes_text(found.resumed_bytes)} of them from an earlier run" if found.resumed_bytes else ""
+    show(
+        f"{found.path}: part {found.part}, {plural(found.tasks, 'task')}, {nbytes_text(found.nbytes)} in {found.seconds:.1f} s{earlier}; "
+        "not complete yet"
+    )
 
 
 def _show_result(running: Conversion | StoreConversion, result: Result) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.geometry.quantities import plural
+from reshard.models.drafts import draft_class
 
 from .. import options
 from ..json_output import show_json
@@ -254,12 +255,11 @@ def _show_checkpoint(opened: Checkpoint, view: TreeView, model: str | None) -> N
 
 def _show_answer(opened: Checkpoint, model: str | None) -> None:
     """What it is, whether it is complete, what it can become, and the next command."""
-    from reshard.models.lookup import model_type_of
     from reshard.verbs.outlook import outlook
 
     index, facts, found = opened.index, opened.index.facts, outlook(opened, _content(opened))
     dtypes = dict.fromkeys(tensor.dtype.name for tensor in index.tensors if tensor.kind in ("weight", "master"))
-    what = [model_type_of(opened.model_files.config or {}) or "unknown model", f"{_size_text(opened)}", ", ".join(list(dtypes)[:3])]
+    what = [_name_of_model(opened.model_files.config or {}) or "unknown model", f"{_size_text(opened)}", ", ".join(list(dtypes)[:3])]
     ranks = facts.mesh.ranks if facts.mesh else None
     where = (
         f"{index.format}" + (f" of {plural(ranks, 'rank')}" if ranks else "") + (f", step {facts.step}" if facts.step is not None else "")
@@ -462,20 +462,31 @@ _PLACEMENT_COLUMNS = ("dimension", "ranks", "placement", "meaning")
 
 
 def _model_text(opened: Checkpoint) -> str:
-    from reshard.models.lookup import model_type_of
-
     text = _size_text(opened)
     config = opened.model_files.config
     if config is None:
         return text + "; no config.json here or in the parent directory (--model DIR gives one)"
     if opened.model is None:
-        return f"{model_type_of(config)} (unsupported architecture: only hf and other whole-tensor formats), {text}"
+        reason = (
+            "engines read it from its hf folder"
+            if draft_class(config)
+            else "unsupported architecture: only hf and other whole-tensor formats"
+        )
+        return f"{_name_of_model(config)} ({reason}), {text}"
     d, architecture = opened.model.dimensions, opened.model.architecture
     tied = ", tied head" if opened.model.is_tied else ""
     sizes = f"{d['layers']} layers, hidden {d['hidden']}, {d['heads']} heads ({d['kv_heads']} KV), vocabulary {d['vocab']}"
     declared = f", declared by {architecture.declared_in}" if architecture.declared_in else ""
     named = "" if declared or opened.architecture is None else f", read as {architecture.model_type}"
-    return f"{model_type_of(config)}{declared}{named}, {text}: {sizes}{tied}"
+    return f"{_name_of_model(config)}{declared}{named}, {text}: {sizes}{tied}"
+
+
+def _name_of_model(config: Mapping[str, Any]) -> str | None:
+    """What a config calls its model: its type, or the class of a draft model; None if it names neither."""
+    from reshard.models.lookup import model_type_of
+
+    draft = draft_class(config)
+    return f"draft model {draft}" if draft else model_type_of(config)
 
 
 def _size_text(opened: Checkpoint) -> str:

@@ -132,10 +132,10 @@ class Conversion:
         if earlier and earlier.committing and not resumed:
             # No complete checkpoint is left to preserve, and without the journal nothing would say so.
             staging.remove((*earlier.header.replaces, *replaces))
-        self._prepare(resumed)
+        self._prepare(staging, resumed)
         digests = dict(resumed.blocks) if resumed else {}
         header = resumed.header if resumed else self._header(replaces)
-        journal = Journal(staging, None if resumed else header, finished=resumed.nbytes if resumed else 0)
+        journal = Journal(staging, None if resumed else header, finished=resumed.nbytes_of_journal if resumed else 0)
         began = time.monotonic()
         self._log_begin(resumed, header.replaces)
         try:
@@ -155,6 +155,21 @@ class Conversion:
         except BaseException:
             journal.stop()
             raise
+
+    def begin(self, staging: Staging) -> None:
+        """Prepare the files, their framing and the journal, for processes that each convert a part. The caller has the lock of the target.
+
+        Raises: TargetError if something lies there that may not be replaced.
+        """
+        replaces = self._replaces()
+        earlier = read_journal(staging.root)
+        if earlier and earlier.committing:
+            staging.remove((*earlier.header.replaces, *replaces))
+        self._prepare(staging, None)
+        write_framing(self.plan, staging)
+        staging.sync()
+        Journal(staging, self._header(replaces)).stop()
+        staging.close()
 
     def _log_begin(self, resumed: Unfinished | None, replaces: tuple[str, ...]) -> None:
         files, earlier = self.plan.layout.files, resumed.nbytes if resumed else 0
@@ -202,14 +217,14 @@ class Conversion:
     def _header(self, replaces: tuple[str, ...]) -> JournalHeader:
         return JournalHeader(self._identity, replaces, self.plan.layout.format, self.total, self._provenance.arguments)
 
-    def _prepare(self, resumed: Unfinished | None) -> None:
+    def _prepare(self, staging: Staging, resumed: Unfinished | None) -> None:
         """Prepare the files. A run that cannot begin leaves nothing behind; one that cannot continue keeps the work of the earlier run."""
         sizes = {file.path: file.nbytes for file in self.plan.layout.files}
         try:
-            self._staging.prepare(sizes, resume=resumed is not None, committing=resumed is not None and resumed.committing)
+            staging.prepare(sizes, resume=resumed is not None, committing=resumed is not None and resumed.committing)
         except RequestError:
             if not resumed:
-                self._staging.abandon()
+                staging.abandon()
             raise
 
     def _check_identity(self, earlier: Unfinished) -> None:

@@ -15,10 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
+from sys import intern
 from typing import Any
 
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
+from reshard.geometry.light_dataclass import light_dataclass
 from reshard.geometry.mosaics import Mosaic, joined
 from reshard.models.architecture import Architecture, Dimension, LayerRule, Weight
 from reshard.models.config_values import entries, value_at, whole_number
@@ -27,7 +29,7 @@ from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import ROLES, Split
 
 
-@dataclass(frozen=True, slots=True)
+@light_dataclass(frozen=True, slots=True)
 class ModelWeight:
     """One tensor of one model."""
 
@@ -63,7 +65,7 @@ class LayerKind:
     """The weights of the first of them, in the model's order."""
 
 
-@dataclass(frozen=True, slots=True)
+@light_dataclass(frozen=True, slots=True)
 class Part:
     """The part of a canonical tensor that has one role, viewed as an array [out features, in features] or [out features]."""
 
@@ -324,7 +326,9 @@ class Model:
                     why="The layers of the two have this one in common",
                     do="Compare the sets of layers in the declaration with the config",
                 )
-        return {name: weight for name, weight in found.items() if name not in absent}
+        for name in absent:
+            found.pop(name, None)
+        return found
 
     def parts(self, *, keep_fused: frozenset[str] = frozenset()) -> tuple[Part, ...]:
         """The parts of all weights. keep_fused: roles of fused weights, such as "attention.qkv", that stay one part."""
@@ -353,7 +357,9 @@ class Model:
         return tuple(weight for weight in self.weights.values() if weight.layer is None)
 
     def reason_to_drop(self, name: str) -> str | None:
-        """Why a tensor of that name is left out on purpose; None if it is not."""
+        """Why a tensor of that name is left out on purpose; None if it is not. Weights of the model never are."""
+        if name in self.weights:
+            return None
         return next((reason for pattern, reason in self._dropped if pattern.fullmatch(name)), None)
 
     @cached_property
@@ -364,7 +370,17 @@ class Model:
         """Why serving engines leave out a tensor that a checkpoint may contain besides the weights; None for other names."""
         if name in self.weights:
             return None
-        return next((reason for pattern, reason in self.architecture.carried.items() if re.fullmatch(pattern, name)), None)
+        matches = ((pattern.fullmatch(name), reason) for pattern, reason in self._carried)
+        return next((reason for found, reason in matches if found and self._is_after_layers(found)), None)
+
+    @cached_property
+    def _carried(self) -> list[tuple[re.Pattern[str], str]]:
+        return [(re.compile(pattern), reason) for pattern, reason in self.architecture.carried.items()]
+
+    def _is_after_layers(self, found: re.Match[str]) -> bool:
+        """Whether the layer that `{mtp}` stands for in a declared name comes after the last layer; True without `{mtp}`."""
+        layer = found.groupdict().get("mtp")
+        return layer is None or int(layer) >= self.dimensions["layers"]
 
     def is_in_layer(self, name: str) -> bool:
         """Whether a name lies in one of the numbered layers that the architecture declares."""
@@ -434,11 +450,14 @@ class Model:
         """
         optional = layer is not None and layer >= self.dimensions["layers"]
         for is_expert, run in groupby(weights, key=lambda item: "{expert}" in item[0].name):
-            declared = list(run)
+            named = []
+            for weight, shape in run:
+                pattern = weight.name.format(layer="{layer}", expert="{expert}", **numbers) if numbers else weight.name
+                front, _, back = pattern.replace("{layer}", str(layer)).partition("{expert}")
+                named.append((weight, shape, pattern, front, back))
             for expert in range(self.dimensions["experts"]) if is_expert else (None,):
-                for weight, shape in declared:
-                    pattern = weight.name.format(layer="{layer}", expert="{expert}", **numbers) if numbers else weight.name
-                    name = numbered(pattern, layer, expert)
+                for weight, shape, pattern, front, back in named:
+                    name = intern(f"{front}{expert}{back}" if is_expert else front)
                     scales = self._scales(weight, name)
                     yield ModelWeight(name, weight.role, shape, layer, weight, pattern, expert, optional, scales)
                     for scale in scales:

@@ -234,6 +234,7 @@ def open_both(left: PathLike, right: PathLike, **options: Unpack[ModelOptions]) 
     return found[0], found[1]
 
 
+@gc_paused()
 def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
     began = time.monotonic()
     format, checkpoint = unchecked(path, options)

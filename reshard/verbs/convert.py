@@ -152,6 +152,12 @@ def target_folder(target: PathLike) -> Path:
     return root
 
 
+def check_whole(plan: Plan) -> None:
+    """Raises RequestError if the plan is of one rank alone, which is only looked at."""
+    if plan.target.only_rank:
+        raise RequestError(f"this is a plan of {dict(plan.target.only_rank)} alone", do="Plan without `only` what is to be written")
+
+
 def conversion(
     plan: Plan,
     target: PathLike,
@@ -161,12 +167,23 @@ def conversion(
     provenance: Provenance = _NO_PROVENANCE,
 ) -> Conversion | StoreConversion:
     """A conversion that has not begun, for callers that run it block by block. `convert` runs it to the end."""
-    if plan.target.only_rank:
-        raise RequestError(f"this is a plan of {dict(plan.target.only_rank)} alone", do="Plan without `only` what is to be written")
+    check_whole(plan)
     if is_url(target):
         from reshard.verbs.into_store import conversion_into_store
 
         return conversion_into_store(plan, os.fspath(target), existing, effort, provenance)
+    return local_conversion(plan, target, existing=existing, effort=effort, provenance=provenance)
+
+
+def local_conversion(
+    plan: Plan,
+    target: PathLike,
+    *,
+    existing: Existing = "refuse",
+    effort: Effort = _NO_LIMITS,
+    provenance: Provenance = _NO_PROVENANCE,
+) -> Conversion:
+    """The same for a local directory."""
     root = target_folder(target)
     if existing == "update":
         interrupted = read_journal(root)
@@ -174,7 +191,7 @@ def conversion(
 
     def replaces() -> tuple[str, ...]:
         with system_errors("read", root):
-            return _replaceable(root, plan, existing)
+            return replaceable(root, plan, existing)
 
     # Asked now, before anything is created, and again when no other run can write there. Whoever writes there now is named by `run`.
     if not is_locked(root / WORK_FOLDER / LOCK):
@@ -183,7 +200,7 @@ def conversion(
     return Conversion(plan, root, resume=resume, replaces=replaces, workers=effort.workers, memory=effort.memory, provenance=provenance)
 
 
-def _replaceable(root: Path, plan: Plan, existing: Existing) -> tuple[str, ...]:
+def replaceable(root: Path, plan: Plan, existing: Existing) -> tuple[str, ...]:
     """The files in the target directory that a conversion may replace. Raises RequestError if it may not write there."""
     _check_place(root, Path(plan.source_files.root))
     entries = sorted(entry.name for entry in root.iterdir() if entry.name != WORK_FOLDER) if root.exists() else []

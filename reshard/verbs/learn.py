@@ -83,13 +83,13 @@ def _tracer(engine: str) -> Path:
 
 
 def answered(engine: str, engine_python: PathLike, requests: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The lines of a tracer's answer to several requests (plugins/vllm_tracer/__main__.py)."""
+    """The lines of a tracer's answer to several requests (plugins/loader_tracer/__main__.py)."""
     tracer, python = _tracer(engine), os.fspath(engine_python)
     with tempfile.TemporaryDirectory() as work:
         asked, answer = Path(work, "requests.json"), Path(work, "answer.jsonl")
         asked.write_text(json.dumps(requests))
         try:
-            done = subprocess.run([python, tracer, asked, answer], capture_output=True, text=True)
+            done = subprocess.run([python, tracer, engine, asked, answer], capture_output=True, text=True)
         except OSError as error:
             raise RequestError(f"--engine-python {python}: {error.strerror}", do="Give the path of a Python interpreter") from error
         if done.returncode or not answer.exists():

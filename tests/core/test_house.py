@@ -190,8 +190,9 @@ STORES = [f"reshard/storage/stores/{name}.py" for name in ("obstore_backend", "f
 
 
 @pytest.mark.parametrize("path", [*CORE, *FORMATS, *CLI], ids=label)
-def test_nothing_can_open_a_network_connection(path):
-    """SECURITY.md promises it."""
+def test_nothing_else_can_open_a_network_connection(path):
+    """SECURITY.md promises it: those of stores can, and one connects to an address of the command line. That it does no more is tested in
+    tests/cli/test_live_server.py."""
     network = {
         "obstore",
         "boto3",
@@ -211,7 +212,14 @@ def test_nothing_can_open_a_network_connection(path):
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-        assert label(path) in STORES or not network & {name.split(".")[0] for name in names}
+        assert label(path) in (*STORES, "reshard/storage/server.py") or not network & {name.split(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("path", [*CORE, *FORMATS, *CLI], ids=label)
+def test_one_verb_asks_a_server(path):
+    users = {"storage.server": "verbs.verify_server", "verbs.verify_server": "verbs.verify"}
+    for used in set(imported(path)) & users.keys():
+        assert path == MODULES.get(users[used]) or label(path) == "cli/commands/verify.py", label(path)
 
 
 @pytest.mark.parametrize("path", FORMATS, ids=label)

@@ -100,15 +100,35 @@ def _groups(plan: Plan, most: int) -> list[tuple[TargetFile, ...]]:
     """The files in groups that are written one after the other: those that share tensors together, as far as so many may be open."""
     by_path = {file.path: file for file in plan.layout.files}
     groups: list[tuple[TargetFile, ...]] = []
-    for task in plan.tasks():
+    for paths in _sharing_tensors(plan):
         group: list[TargetFile] = []
-        for rank in _by_rank([by_path[path] for path in task.files]):
+        for rank in _by_rank([by_path[path] for path in paths]):
             if group and most_open([*group, *rank]) > most:
                 groups.append(tuple(group))
                 group = []
             group += rank
         groups.append(tuple(group))
     return groups
+
+
+def _sharing_tensors(plan: Plan) -> list[list[str]]:
+    """The files in sets: two files are in the same set if a tensor goes to both."""
+    parent = {file.path: file.path for file in plan.layout.files}
+
+    def root(path: str) -> str:
+        while parent[path] != path:
+            parent[path] = parent[parent[path]]
+            path = parent[path]
+        return path
+
+    for route in plan.routes:
+        first, *others = route.target.shards.holders or ("",)
+        for other in others:
+            parent[root(other)] = root(first)
+    sets: dict[str, list[str]] = {}
+    for file in plan.layout.files:
+        sets.setdefault(root(file.path), []).append(file.path)
+    return list(sets.values())
 
 
 def _by_rank(files: Sequence[TargetFile]) -> list[list[TargetFile]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
@@ -50,6 +51,14 @@ class NoReadAhead:
         return perform
 
 
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """Bytes that several jobs read."""
+
+    fetched: Fetched
+    users: int
+
+
 class ReadAhead:
     """Jobs on files in a store. memory: the most bytes that are fetched and not released."""
 
@@ -57,7 +66,7 @@ class ReadAhead:
         self._files, self._memory = files, memory
         self._batch = max(min(memory // 4, 128 << 20), min(memory, LONGEST_REQUEST))
         self._held = 0
-        self._users: dict[int, list[list[Fetched | int]]] = {}
+        self._users: dict[int, list[_Shared]] = {}
         self._changed = threading.Condition()
 
     def fetching(self, jobs: Iterable[Job], reads: Callable[[Job], BoxOfTensor]) -> Iterator[Job]:
@@ -117,18 +126,17 @@ class ReadAhead:
         with self._changed:
             self._held += sum(stop - start for _, start, stop, _ in requests)
         for path, start, stop, users in requests:
-            shared: list[Fetched | int] = [self._files.fetch(path, start, stop), len(users)]
+            shared = _Shared(self._files.fetch(path, start, stop), len(users))
             for user in users:
                 self._users.setdefault(user, []).append(shared)
 
     def _release(self, job: object) -> None:
         with self._changed:
             for shared in self._users.pop(id(job), ()):
-                fetched, users = shared
-                shared[1] = int(users) - 1  # type: ignore[call-overload]
-                if not shared[1]:
-                    self._files.release([fetched])  # type: ignore[list-item]
-                    self._held -= fetched.stop - fetched.start  # type: ignore[union-attr]
+                shared.users -= 1
+                if not shared.users:
+                    self._files.release([shared.fetched])
+                    self._held -= shared.fetched.stop - shared.fetched.start
             self._changed.notify_all()
 
 
@@ -141,11 +149,11 @@ def run_reading(
 ) -> Iterator[Result]:
     """The results of jobs that read files, as `run_jobs` returns them.
 
-    reads: files, and from a job to the ranges of them that it reads. memory: the most bytes that are read ahead.
+    reads: files, and from a job to the box that it reads of them. memory: the most bytes that are read ahead.
     """
-    reading = [(read_ahead(files, memory), reads) for files, reads in reads]
-    for ahead, reads in reading:
-        jobs = ahead.fetching(jobs, reads)
+    reading = [(read_ahead(files, memory), reads_of) for files, reads_of in reads]
+    for ahead, reads_of in reading:
+        jobs = ahead.fetching(jobs, reads_of)
 
     def make_releasing_worker() -> Callable[[Job], Result]:
         perform = make_worker()

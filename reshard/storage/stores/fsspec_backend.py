@@ -33,7 +33,7 @@ class FsspecStore:
             import fsspec
 
             known = scheme in fsspec.available_protocols()
-            self._files, self._root = fsspec.core.url_to_fs(url, **options) if known else (None, "")
+            found: tuple[Any, str] = fsspec.core.url_to_fs(url, **options) if known else (None, "")
         except ImportError:
             needed = f"fsspec {package}" if package else "fsspec"
             raise UnsupportedError(
@@ -43,6 +43,7 @@ class FsspecStore:
             ) from None
         except (TypeError, ValueError) as error:
             raise RequestError(f"this URL or a --storage-option is not understood: {error}", where=url) from None
+        self._files, self._root = found
         if self._files is None:
             raise UnsupportedError(
                 f"{scheme}:// is not a known kind of path",

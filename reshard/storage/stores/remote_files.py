@@ -249,7 +249,7 @@ class RemoteFiles:
             self._keep(begun)
         return begun[0]
 
-    def _after(self, entry: Entry) -> list[Entry]:
+    def _after(self, entry: Entry) -> Sequence[Entry]:
         """The files whose names differ from this one's in numbers only, or in folders, that come after it in the order of these numbers."""
         if not self._like:
             for other in self._entries.values():
