@@ -298,6 +298,10 @@ def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Check
     unfinished = None if is_url(path) else read_journal(Path(path))
     if unfinished and (unfinished.committing or files.list() == (f"{WORK_FOLDER}/",)):
         raise unfinished.refusal()
+    if files.store is not None:
+        from reshard.engine.stores.store_target import check_ended
+
+        check_ended(files)
     _check_recorded_files(files)
     try:
         with _read_as_claims(os.fspath(path)):

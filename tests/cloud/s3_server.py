@@ -74,7 +74,9 @@ class S3Server:
         self.root, self.latency, self.faults = Path(root), latency, faults or Faults()
         self.root.mkdir(parents=True, exist_ok=True)
         self.objects, self.uploads = {}, {}  # (bucket, key) -> Stored; upload id -> ((bucket, key), {number: (path, bytes, etag)})
+        self.written = Counter()  # how often each key was put or completed
         self.requests, self.by_key, self.in_flight, self.most_in_flight = Counter(), Counter(), 0, 0
+        self.forbidden = ""  # keys with this text in them may not be written
         self.bytes_out = self.bytes_in = 0
         self.sizes = []  # bytes of each range that was asked for
         self.lock = threading.Lock()
@@ -101,7 +103,7 @@ class S3Server:
     def reset_counts(self):
         with self.lock:
             self.requests, self.by_key, self.most_in_flight, self.bytes_out, self.bytes_in = Counter(), Counter(), 0, 0, 0
-            self.sizes = []
+            self.sizes, self.written = [], Counter()
 
     def keys(self, bucket, prefix=""):
         return sorted(key for name, key in self.objects if name == bucket and key.startswith(prefix))
@@ -154,6 +156,8 @@ class _Handler(BaseHTTPRequestHandler):
             if self.fault == "reset":
                 return self.break_connection()
             body = self.receive()
+            if owner.forbidden and owner.forbidden in key and self.command != "GET":
+                return self.error(403, "AccessDenied")
             if self.fault == "slowdown":
                 return self.error(503, "SlowDown")
             return getattr(self, self.action())(body)
@@ -242,6 +246,7 @@ class _Handler(BaseHTTPRequestHandler):
     def put(self, body):
         path, nbytes, etag = body
         with self.server.owner.lock:
+            self.server.owner.written[self.at[1]] += 1
             if self.headers.get("If-None-Match") == "*" and self.at in self.server.owner.objects:
                 exists = True
             else:
@@ -310,6 +315,7 @@ class _Handler(BaseHTTPRequestHandler):
             if numbers != sorted(parts) or any(parts[number][1] < 5 << 20 for number in numbers[:-1]):
                 return self.error(400, "EntityTooSmall")
             etag = f"{uuid.uuid4().hex}-{len(numbers)}"
+            owner.written[at[1]] += 1
             owner.objects[at] = Stored([parts[number][:2] for number in numbers], etag)
             del owner.uploads[upload]
         return self.answer(

@@ -9,17 +9,34 @@ A file's record is written after the file. It counts only if plan, length and st
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from reshard.engine.journal import BlockKey, JournalHeader
 from reshard.errors import CheckpointError
+from reshard.plans.manifest import MANIFEST
+from reshard.storage.files import Files, read_whole
 from reshard.storage.staging import WORK_FOLDER
 from reshard.storage.stores.store import Entry, Store
 
 BEGUN = f"{WORK_FOLDER}/begun.json"
 _FILES = f"{WORK_FOLDER}/files/"
+
+
+def check_ended(files: Files) -> None:
+    """Raises CheckpointError, with the command that finishes it, if a conversion into this folder has begun and has not ended."""
+    if files.size(BEGUN) is None or files.size(MANIFEST) is not None:
+        return
+    header = JournalHeader.of(json.loads(read_whole(files, BEGUN, limit=1 << 24)))
+    raise CheckpointError(
+        f"a conversion to {header.to} has begun here and has not ended",
+        where=files.root,
+        why="The checkpoint is not complete",
+        do=f"Wait until it has ended. If it was interrupted: {header.command()}",
+        id="source-incomplete",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +64,8 @@ class StoreTarget:
 
     def begin(self, header: JournalHeader) -> None:
         """Record that a conversion begins. Raises TargetError if another one was first."""
-        self.store.create(BEGUN, json.dumps(header.record()).encode())
+        # The identity of the run makes the content unique, so that a second run of the same plan is refused.
+        self.store.create(BEGUN, json.dumps({**header.record(), "run": uuid.uuid4().hex}).encode())
 
     def finished(self, identity: str) -> dict[str, FinishedFile]:
         """The files that an earlier run of the same plan has completed, by path."""

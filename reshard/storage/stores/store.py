@@ -281,9 +281,12 @@ class CheckedUpload:
         try:
             with self._failing():
                 self._upload.close()
-        except SystemRefusal:
+        except SystemRefusal as refusal:
             # The store may have completed the file, and its answer was lost.
-            entry = self._store.look(self._path)
+            try:
+                entry = self._store.look(self._path)
+            except SystemRefusal:
+                raise refusal from None
             if entry is None or entry.nbytes != self._nbytes:
                 raise
         self._store._count(requests=2)
