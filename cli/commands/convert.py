@@ -87,7 +87,7 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
         )
     metrics.label(target=target, format=plan.layout.format)
     if dry_run:
-        show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)
+        show_json(plan_document(plan, full=full, target=target)) if as_json else show_plan(plan, target)
         return
     began = time.monotonic()
     result = unchanged_result(plan, target, provenance) if existing == "update" else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from reshard.errors import RequestError, UnsupportedError
 from reshard.storage.stores.store import Entry, ObjectChanged, Upload
 
+_REFUSED = ("lacked the necessary privileges", "lacked valid authentication")
 INSTALL = "Install the extra: pip install 'reshard[cloud]'"
 
 
@@ -107,20 +108,29 @@ class _Writer:
         self._obstore, self._file, self._ended = obstore, file, False
 
     def write(self, data: bytes) -> None:
-        try:
+        with self._refusing():
             self._file.write(data)
-        except _refusals(self._obstore) as error:
-            raise PermissionError(_first_line(error)) from error
 
     def close(self) -> None:
+        with self._refusing():
+            self._file.close()
         self._ended = True
-        self._file.close()
 
     def abort(self) -> None:
         if not self._ended:
             self._ended = True
             # Leaving the context with an exception aborts the upload.
             self._file.__exit__(InterruptedError, InterruptedError("the file is given up"), None)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            # The writer of obstore raises OSError for everything.
+            if isinstance(error, _refusals(self._obstore)) or any(text in str(error) for text in _REFUSED):
+                raise PermissionError(_first_line(error)) from error
+            raise
 
 
 def _entry(found: Mapping[str, Any]) -> Entry:

@@ -241,7 +241,8 @@ class Store:
         raise AssertionError("the last attempt returns or raises")
 
     def _refusal(self, error: Exception, action: str, path: str) -> SystemRefusal:
-        text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+        text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        text = text.partition(": <?xml")[0][:300]
         advice = (
             "Check the credentials and permissions"
             if isinstance(error, PermissionError)
