@@ -81,7 +81,7 @@ def _clean_store(url: str, yes: bool, as_json: bool) -> None:
     nbytes = sum(each.nbytes for each in found)
     if as_json:
         left = [{**each.to_json(), "removed": yes} for each in found]
-        show_json({"directory": url, "removed": nbytes if yes else 0, "leftovers": left})
+        show_json({"directory": url, "removed": nbytes if yes else 0, "folders": [], "leftovers": left})
         return
     for each in found if not current().log.quiet else ():
         age = "" if each.age is None else f", {duration_text(each.age)} old"

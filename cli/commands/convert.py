@@ -76,7 +76,11 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
     metrics.label(target=target, format=to)
     existing = existing_target(**{name: given.pop(name) for name in ("resume", "overwrite", "if_changed")})
     provenance = Provenance(tuple(arguments[arguments.index("convert") :]), given.pop("checksums"))
-    if not is_url(target):
+    if is_url(target):
+        from reshard.verbs.into_store import check_store_target
+
+        check_store_target(target)
+    else:
         target_folder(target)
     part, finish = _part_of(given), given.pop("finish")
     effort, show_progress = Effort(**options.take(given, EffortOptions)), given.pop("show_progress")

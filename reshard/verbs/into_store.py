@@ -28,8 +28,7 @@ def conversion_into_store(plan: Plan, url: str, existing: Existing, effort: Effo
 
     Raises: TargetError if something lies there that may not be replaced; UnsupportedError for a web server, which is only read.
     """
-    if url.partition("://")[0].lower() in ("http", "https"):
-        raise UnsupportedError("http(s):// can be read, and not written", where=url, do="Give s3://, gs://, az:// or a local directory")
+    check_store_target(url)
     if existing == "update":
         raise UnsupportedError("--if-changed needs a local target", where=url, do="Use --resume, or --overwrite to replace it")
     _check_place(url.rstrip("/"), plan.source_files.root.rstrip("/"))
@@ -44,6 +43,12 @@ def conversion_into_store(plan: Plan, url: str, existing: Existing, effort: Effo
         memory=effort.memory,
         provenance=provenance,
     )
+
+
+def check_store_target(url: str) -> None:
+    """Raises UnsupportedError for the URL of a web server."""
+    if url.partition("://")[0].lower() in ("http", "https"):
+        raise UnsupportedError("http(s):// can be read, and not written", where=url, do="Give s3://, gs://, az:// or a local directory")
 
 
 def _replaceable(target: StoreTarget, plan: Plan, existing: Existing) -> tuple[str, ...]:
