@@ -161,14 +161,17 @@ class Pieces:
     def __init__(self, tensor: Tensor, rows: Columns | None = None) -> None:
         self.tensor, self.itemsize = tensor, tensor.dtype.itemsize
         shards = tensor.shards
-        self._rows = np.arange(len(shards)) if rows is None else rows
-        self._offsets, self._stops = shards.offsets[self._rows], (shards.offsets + shards.sizes)[self._rows]
+        self._rows = rows
+        chosen = slice(None) if rows is None else rows
+        self._offsets, self._stops = shards.offsets[chosen], (shards.offsets + shards.sizes)[chosen]
         self._primary = primary_rows(shards)
 
     def meeting(self, box: Box) -> Iterator[tuple[Piece, Box, bool]]:
         """Each piece that shares elements with the box, the box that they share, and whether the piece is primary; primary pieces first."""
         shards = self.tensor.shards
-        rows = np.zeros(1, np.int64) if len(shards) == 1 else self._rows[rows_meeting(self._offsets, self._stops, box)]
+        rows = np.zeros(1, np.int64) if len(shards) == 1 else rows_meeting(self._offsets, self._stops, box)
+        if self._rows is not None:
+            rows = self._rows[rows]
         if len(rows) > 1:
             rows = np.concatenate([rows[self._primary[rows]], rows[~self._primary[rows]]])
         for row in rows.tolist():

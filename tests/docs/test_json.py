@@ -108,7 +108,7 @@ def test_plan_and_convert(tmp_path):
     arguments = (FSDP2 / "checkpoint", tmp_path / "out", "--to", "vllm", "--tp", 2, *MODEL)
     check("plan", printed("plan", arguments[0], *arguments[2:], "--full"), printed("convert", *arguments, "--dry-run"), *in_a_store(*arguments))
     result = printed("convert", *arguments, "--overwrite", "--full")
-    check("plan", {"schema_version": 1, **result["plan"]})
+    check("plan", {"schema_version": 1, **result["plan"]}, *in_a_store(*arguments))
     check("convert", printed("convert", *arguments, "--overwrite"), {**result, "plan": {}})
     check("reshard.json", json.loads((tmp_path / "out" / "reshard.json").read_text()))
 

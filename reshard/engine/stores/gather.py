@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from reshard.storage.stores.store import Entry, Store
 
-_MOST_AT_ONCE = 8
+_MOST_AT_ONCE, _WORKERS = 8, 8
 _LEAST_READING = 32 << 20
 _NO_PROVENANCE = Provenance()
 
@@ -100,7 +100,8 @@ class StoreConversion:
         """Sentences about the run for the user; complete when `run` has ended."""
         self._store, self._resume, self._replaces, self._provenance = store, resume, tuple(replaces), provenance
         self._identity = plan.identity()
-        self._workers = workers_of(plan, workers, None)
+        # A thread waits while the parts of its file are under way, and others go on meanwhile.
+        self._workers = workers_of(plan, workers or _WORKERS, None)
         self._budget = Budget(MEMORY_OF_STORES if memory is None else memory, plan.layout.files)
 
     @property
