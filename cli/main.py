@@ -130,9 +130,9 @@ def run(arguments: list[str]) -> int:
 def _log_stores() -> None:
     """Log what each store was asked for. Without a URL, the module of stores was never loaded."""
     urls = sys.modules.get("reshard.storage.stores.urls")
-    for store in urls.opened if urls else ():
-        if store.traffic.requests:
-            event("store", f"{store.url}: {store.traffic}", url=store.url, **store.traffic.to_json())
+    for url, traffic in urls.opened if urls else ():
+        if traffic.requests:
+            event("store", f"{url}: {traffic}", url=url, **traffic.to_json())
     if urls:
         urls.opened.clear()
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 from reshard.errors import RequestError
-from reshard.storage.stores.store import Store
+from reshard.storage.stores.store import Store, StoreTraffic
 
 OBJECT_STORES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
 """The schemes that obstore serves."""
-opened: list[Store] = []
-"""The stores that this process has opened, with what they were asked for."""
+opened: deque[tuple[str, StoreTraffic]] = deque(maxlen=1000)
+"""The stores that this process has opened last: URL, and what was asked of each."""
 _options: ContextVar[Mapping[str, str]] = ContextVar("storage_options", default={})  # noqa: B039  (never changed in place)
 
 
@@ -56,5 +57,5 @@ def open_store(url: str) -> Store:
         from reshard.storage.stores.fsspec_backend import FsspecStore
 
         store = Store(url, FsspecStore(url, _options.get()))
-    opened.append(store)
+    opened.append((store.url, store.traffic))
     return store
