@@ -39,6 +39,7 @@ COMMANDS = {
     "fingerprint": (".commands.fingerprint", "Digest a checkpoint's weights, whatever their layout."),
     "digests": (".commands.digests", "Digest what a serving engine's ranks hold, and compare with a live server."),
     "roundtrip": (".commands.roundtrip", "Prove that a conversion and its way back lose nothing."),
+    "watch": (".commands.watch", "Convert every step of a run as soon as it is complete."),
     "degrees": (".commands.degrees", "List the valid TP/PP sizes and the memory each GPU needs."),
     "learn": (".commands.learn", "Learn how a serving engine lays out a model, from the engine's own loader."),
     "estimate": (".commands.estimate", "Estimate training memory per rank before you launch."),

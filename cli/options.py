@@ -338,7 +338,9 @@ parts = together(
         help="Convert part I of N, counted from 0; auto: as Slurm, torchrun or Kubernetes say. The last part completes TARGET.",
     ),
     option("--parts", section=PARTS, type=click.IntRange(1), metavar="N", help="With --part auto: how many parts there are (Kubernetes)."),
-    option("--plan", "plan_path", section=PARTS, metavar="FILE", help="Run the plan that `reshard plan --plan-out` wrote, for all parts."),
+    option("--plan", "plan_path", section=PARTS, metavar="FILE", help="Run the plan that `reshard plan --plan-out` wrote."),
+    option("--ray", section=PARTS, is_flag=True, help="Convert with the tasks of a Ray cluster."),
+    option("--ray-address", section=PARTS, metavar="ADDRESS", help="With --ray: the cluster (default: RAY_ADDRESS, or this machine)."),
     option("--finish", section=PARTS, is_flag=True, help="Complete TARGET if all parts are done; otherwise name what is missing."),
 )
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from reshard.verbs.roundtrip import roundtrip
     from reshard.verbs.stats import stats
     from reshard.verbs.verify import verify
+    from reshard.verbs.watch import watch
 
 __version__ = "0.1.0"
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "save_plan",
     "stats",
     "verify",
+    "watch",
 ]
 
 

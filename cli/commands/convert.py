@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,12 +20,14 @@ from ..progress import bar
 from ..tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
+    from reshard.engine.parts.part import PartConversion
+    from reshard.engine.record import Provenance
     from reshard.engine.run import Conversion
     from reshard.engine.stores.gather import StoreConversion
-    from reshard.plans.bands import Part
+    from reshard.plans.bands import PartNumber
     from reshard.plans.plan import Plan
-    from reshard.verbs.convert import Result
-    from reshard.verbs.convert_part import PartResult
+    from reshard.verbs.convert import Existing, Result
+    from reshard.verbs.request import Effort
 
 # Files that are printed; --json prints all.
 _MOST = 20
@@ -68,8 +71,7 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
     """
     from reshard.engine.record import Provenance
     from reshard.storage.local_path import is_url
-    from reshard.verbs.convert import conversion, existing_target, result_of, target_folder, unchanged_result
-    from reshard.verbs.convert_part import finishing, part_conversion, part_result
+    from reshard.verbs.convert import existing_target, result_of, target_folder, unchanged_result
     from reshard.verbs.request import Effort, EffortOptions
 
     metrics, arguments = current().metrics, current().arguments
@@ -82,7 +84,7 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
         check_store_target(target)
     else:
         target_folder(target)
-    part, finish = _part_of(given), given.pop("finish")
+    sharing = _sharing(given)
     effort, show_progress = Effort(**options.take(given, EffortOptions)), given.pop("show_progress")
     plan = _planned(source, to, given)
     if (dry_run or full) and plan.digests:
@@ -96,24 +98,16 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
     began = time.monotonic()
     result = unchanged_result(plan, target, provenance) if existing == "update" else None
     metrics.record(tensors=len(plan.routes), dropped=len(plan.drops), unchanged=result is not None)
-    if part is not None and result is None:
-        running = part_conversion(plan, target, part, "refuse" if existing == "resume" else existing, effort, provenance)
-        with bar(running.total, f"convert {part}", show_progress) as advance:
+    if result is None:
+        running = sharing.running(plan, target, existing, effort, provenance)
+        with bar(running.total, sharing.label, show_progress) as advance:
             for done in running.run():
                 advance(done.nbytes)
-        found = part_result(running, target, part, time.monotonic() - began)
-        show_json(found.to_json()) if as_json else _show_part(running.completed, found)
-        return
-    if result is None:
-        whole = (
-            finishing(plan, target, effort, provenance)
-            if finish
-            else conversion(plan, target, existing=existing, effort=effort, provenance=provenance)
-        )
-        with bar(whole.total, "convert", show_progress) as advance:
-            for done in whole.run():
-                advance(done.nbytes)
-        result = result_of(whole, target, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        if sharing.part:
+            _show_part(running, target, sharing.part, seconds, as_json=as_json)  # type: ignore[arg-type]  # it is a PartConversion
+            return
+        result = result_of(running, target, seconds)
         totals = plan.totals()
         metrics.record(bytes_read=totals.read, bytes_written=totals.written)
     if as_json:
@@ -122,19 +116,55 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
         sizes = f"{plural(len(result.files), 'file')}, {nbytes_text(sum(result.files.values()))}"
         show(f"{target}: unchanged, {sizes}, fingerprint {result.fingerprint.root}")
     else:
-        _show_result(whole, result)
+        _show_result(running, result)
 
 
-def _part_of(given: dict[str, Any]) -> Part | None:
-    """The part that this process converts; None: everything."""
+@dataclass(frozen=True, slots=True)
+class _Sharing:
+    """How the work is shared: this process does all of it, one part, what is left at the end, or gives it to a Ray cluster."""
+
+    part: PartNumber | None
+    finish: bool
+    ray: bool
+    ray_address: str | None
+
+    @property
+    def label(self) -> str:
+        """What the progress bar says."""
+        return f"convert {self.part}" if self.part else "convert"
+
+    def running(
+        self, plan: Plan, target: str, existing: Existing, effort: Effort, provenance: Provenance
+    ) -> Conversion | StoreConversion | PartConversion:
+        """The conversion that has not begun."""
+        if not (self.part or self.finish or self.ray):
+            from reshard.verbs.convert import conversion
+
+            return conversion(plan, target, existing=existing, effort=effort, provenance=provenance)
+        if self.ray:
+            from reshard.verbs.convert import ray_conversion
+
+            return ray_conversion(plan, target, existing=existing, effort=effort, provenance=provenance, address=self.ray_address)
+        from reshard.verbs.convert_part import finishing, part_conversion
+
+        if self.part:
+            return part_conversion(plan, target, self.part, existing, effort, provenance)
+        return finishing(plan, target, effort, provenance)
+
+
+def _sharing(given: dict[str, Any]) -> _Sharing:
+    """How the work is shared, taken out of what the command was given."""
     part, parts = given.pop("part"), given.pop("parts")
-    if part is None and parts is None:
-        return None
-    from reshard.verbs.launcher import part_of
+    finish, ray, address = (given.pop(name) for name in ("finish", "ray", "ray_address"))
+    chosen = {"--part": part is not None or parts is not None, "--finish": finish, "--ray": ray or address is not None}
+    if len(flags := [flag for flag, is_given in chosen.items() if is_given]) > 1:
+        raise click.UsageError(f"{flags[0]} and {flags[1]} contradict each other", click.get_current_context())
+    number = None
+    if chosen["--part"]:
+        from reshard.verbs.launcher import part_of
 
-    if given["finish"]:
-        raise click.UsageError("--finish and --part contradict each other", click.get_current_context())
-    return part_of(part, parts, os.environ)
+        number = part_of(part, parts, os.environ)
+    return _Sharing(number, finish, chosen["--ray"], address)
 
 
 def _planned(source: str, to: str | None, given: dict[str, Any]) -> Plan:
@@ -154,19 +184,22 @@ def _planned(source: str, to: str | None, given: dict[str, Any]) -> Plan:
     return reshard.load_plan(path, source)
 
 
-def _show_part(completed: Conversion | None, found: PartResult) -> None:
+def _show_part(running: PartConversion, target: str, part: PartNumber, seconds: float, *, as_json: bool) -> None:
     """What a part has done, and the result if it has completed the target."""
-    if completed and found.result:
-        _show_result(completed, found.result)
+    from reshard.verbs.convert_part import part_result
+
+    found = part_result(running, target, part, seconds)
+    if as_json:
+        show_json(found.to_json())
         return
     earlier = f", {nbytes_text(found.resumed_bytes)} of them from an earlier run" if found.resumed_bytes else ""
-    show(
-        f"{found.path}: part {found.part}, {plural(found.tasks, 'task')}, {nbytes_text(found.nbytes)} in {found.seconds:.1f} s{earlier}; "
-        "not complete yet"
-    )
+    done = f"{plural(found.tasks, 'task')}, {nbytes_text(found.nbytes)} in {seconds:.1f} s{earlier}"
+    show(f"{target}: part {part}, {done}; {'complete' if found.result else 'not complete yet'}")
+    if found.result and not current().log.quiet:
+        _show_files(running.plan, found.result)
 
 
-def _show_result(running: Conversion | StoreConversion, result: Result) -> None:
+def _show_result(running: Conversion | StoreConversion | PartConversion, result: Result) -> None:
     """Which files were written, how fast, and what was left out."""
     plan, resumed, target, seconds = running.plan, running.resumed_bytes, result.path, result.seconds
     totals = plan.totals()
@@ -176,8 +209,12 @@ def _show_result(running: Conversion | StoreConversion, result: Result) -> None:
         + (f", {nbytes_text(resumed)} of them from an earlier run" if resumed else "")
         + (f", fingerprint {result.fingerprint.root}" if current().log.quiet else "")
     )
-    if current().log.quiet:
-        return
+    if not current().log.quiet:
+        _show_files(plan, result)
+
+
+def _show_files(plan: Plan, result: Result) -> None:
+    """The files, and what was left out."""
     files = plan.layout.files
     listed = files if len(files) <= _MOST + 1 else files[:_MOST]  # A line saves none when it stands for one file.
     show(table([(file.path, nbytes_text(file.nbytes), len(file.tensors)) for file in listed], ("file", "bytes", "tensors")))

@@ -15,8 +15,9 @@ from reshard.geometry.quantities import plural
 from reshard.models.drafts import draft_class
 
 from .. import options
-from ..json_output import show_json
+from ..json_output import Streamed, show_json
 from ..plans import show_drop_reasons
+from ..runs import show_run
 from ..tables import bar_text, count_text, nbytes_text, shape_text, show, show_table, strip_text
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ _ROWS_ON_TERMINAL, _MOST_ROWS_OF_JSON = 50, 1000
         "reshard inspect step-1000",
         "reshard inspect step-1000 --tensor '*q_proj*'",
         "reshard inspect step-1000 --by rank --sort bytes",
+        "reshard inspect runs/7",
     ],
 )
 @click.argument("checkpoint")
@@ -53,17 +55,26 @@ _ROWS_ON_TERMINAL, _MOST_ROWS_OF_JSON = 50, 1000
 @options.page
 @options.summary_or_full
 def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, **given: Any) -> None:
-    """Show what CHECKPOINT is, whether it is complete, what it can become, and what it holds. No weight is read."""
+    """Show what CHECKPOINT is, whether it is complete, what it can become, and what it holds. No weight is read.
+
+    If CHECKPOINT is the folder of a run, list the checkpoints of its steps, at any depth, and which of them are complete.
+    """
     import reshard
     from reshard.canonical.globs import check_globs, matches
     from reshard.containers.gc_pause import gc_paused
+    from reshard.runs.steps import find_steps, is_run
 
     page_options = options.page_of(given)
     view = TreeView(**{name: given.pop(name) for name in ("by", "depth", "sort", "limit")})
+    if given["format"] is None and is_run(checkpoint):
+        show_run(checkpoint, find_steps(checkpoint), as_json=as_json)
+        return
     with gc_paused():  # a hundred thousand tensors are many objects, and none of them is garbage
         opened = reshard.open(checkpoint, **given)
-        check_globs("--tensor", globs, dict.fromkeys(tensor.name for tensor in opened.index.tensors))
-        tensors = [tensor for tensor in opened.index.tensors if not globs or matches(tensor.name, globs)]
+        tensors = list(opened.index.tensors)
+        if globs:
+            check_globs("--tensor", globs, dict.fromkeys(tensor.name for tensor in tensors))
+            tensors = [tensor for tensor in tensors if matches(tensor.name, globs)]
         if page_options.path:
             _write_page(opened, tensors if globs else [], page_options)
         if as_json:
@@ -152,7 +163,7 @@ def document(opened: Checkpoint, tensors: list[Tensor] | None, view: TreeView) -
 def _details(opened: Checkpoint, tensors: list[Tensor]) -> dict[str, Any]:
     """What a summary leaves out."""
     return {
-        "tensors": [_tensor(tensor) for tensor in tensors],
+        "tensors": Streamed(_tensor, tensors),
         "withheld": [{"name": drop.name, "kind": drop.kind, "bytes": drop.nbytes, "reason": drop.reason} for drop in _withheld(opened)],
         "objects": list(opened.index.objects),
     }

@@ -35,7 +35,6 @@ def command(source: str, to: str | None, plan_out: str | None, as_json: bool, fu
     from reshard.containers.gc_pause import gc_paused
     from reshard.engine.events import event
     from reshard.errors import RequestError
-    from reshard.verbs.pages import plan_page
     from reshard.verbs.request import OpenOptions
 
     page = options.page_of(given)
@@ -51,5 +50,7 @@ def command(source: str, to: str | None, plan_out: str | None, as_json: bool, fu
             nbytes = reshard.save_plan(plan, plan_out)
             event("plan-file", f"wrote {plan_out}, {nbytes:,} bytes", path=plan_out, bytes=nbytes)
         if page.path:
+            from reshard.verbs.pages import plan_page
+
             page.write(plan_page(plan))
         show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)

@@ -67,6 +67,7 @@ def command(left: str, right: str | None, cast: bool, as_json: bool, show_progre
     metrics, page = current().metrics, options.page_of(given)
     metrics.label(target=left if right is None else right)
     about_model, effort = options.take(given, ModelOptions), options.take(given, EffortOptions)
+    result: Comparison
     on_server: ServerComparison | None = None
     if right is not None and is_server(right):
         from reshard.verbs.verify_server import verify_server
@@ -76,7 +77,8 @@ def command(left: str, right: str | None, cast: bool, as_json: bool, show_progre
         opened = reshard.open(left, **about_model)
         total = sum(tensor.nbytes for tensor in opened.index.tensors if tensor.kind == "weight")
         with bar(total, "verify", show_progress) as advance:
-            result = on_server = verify_server(opened, right, selection=selection_of(given), progress=advance)
+            on_server = verify_server(opened, right, selection=selection_of(given), progress=advance)
+        result = on_server
     elif right is None:
         if cast or any(given.values()):
             raise RequestError("a cast or a selection needs a second checkpoint", do="Give RIGHT, or leave these options out")

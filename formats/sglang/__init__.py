@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from reshard.geometry.parallel import Parallel
     from reshard.models.model import Model
     from reshard.plans.target import Target
+    from reshard.serving.learned.layout import LearnedLayout
     from reshard.serving.rules import EngineRules
     from reshard.storage.files import Files
 
@@ -74,6 +75,14 @@ class Sglang(ServingFormat):
         from .rules import notes
 
         return notes(model, target)
+
+    def layout_notes(self, layout: LearnedLayout) -> tuple[str, ...]:
+        if not any(".shared_expert" in each.name for stage in layout.stages for each in stage.tensors):
+            return ()
+        return (
+            "start SGLang with --disable-shared-experts-fusion, as the layout was learned: otherwise it may take a shared expert for one "
+            "more routed expert",
+        )
 
 
 def _json(files: Files, path: str) -> Mapping[str, object]:

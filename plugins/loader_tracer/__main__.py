@@ -2,9 +2,9 @@
 
     python loader_tracer ENGINE REQUESTS ANSWER
 
-ENGINE is vllm or sglang. REQUESTS is a JSON list of {"model": folder, "cases": [{"tp": 8, "pp": 1, "ep": 1}], "ranks": [0, 7] or null, "trust_remote_code": false}.
-ANSWER gets one JSON document per line. For each request: first what is traced and with what, then one line per rank, or per case that the engine
-refuses.
+ENGINE is vllm or sglang. REQUESTS is a JSON list of {"model": folder, "cases": [{"tp": 8, "pp": 1, "ep": 1}], "ranks": [0, 7] or null,
+"trust_remote_code": false}. ANSWER gets one JSON document per line. For each request: first what is traced and with what, then one line per
+rank, or per case that the engine refuses.
 """
 
 import sys

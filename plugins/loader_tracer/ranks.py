@@ -64,7 +64,10 @@ class Engine(Protocol):
         """The configuration of a model at these sizes, with its class imported. Raises what the engine raises for sizes that it refuses."""
 
     def loaded_rank(self, config: Any, case: Case, rank: int, recorder: Any, sources: dict[str, Any]) -> AbstractContextManager[LoadedRank]:
-        """The model of one rank after the engine's loader has loaded `sources`, with everything recorded. sources: name -> tensor on `meta`."""
+        """The model of one rank after the engine's loader has loaded `sources`, with everything recorded.
+
+        sources: name -> tensor on `meta`.
+        """
 
     def kernel_choices(self, model: Any) -> Iterator[tuple[str, str]]:
         """Module -> why the form of its tensors depends on the kernel that the platform chooses."""

@@ -193,7 +193,7 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
     """
     if model is None:
         return index
-    if all(map(_declared(model).fullmatch, _names_besides_weights(index, model, prefix))):
+    if all(map(_declared(model).fullmatch, _model_names(index, prefix))):
         return index
     names = Names(model)
     arrays: dict[str, Mosaic | None] = {}
@@ -231,11 +231,10 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
     return replace(index, tensors=tensors, facts=facts, param_groups=groups)
 
 
-def _names_besides_weights(index: Index, model: Model, prefix: str) -> Iterator[str]:
-    """The names of weights and masters, without the prefix, under which the model itself has no weight."""
-    stored = (tensor.name for tensor in index.tensors if tensor.kind in ("weight", "master"))
-    names = (name.removeprefix(prefix) for name in stored) if prefix else stored
-    return (name for name in names if name not in model.weights)
+def _model_names(index: Index, prefix: str) -> Iterator[str]:
+    """The names of the weights and masters, without the prefix."""
+    names = (tensor.name for tensor in index.tensors if tensor.kind in ("weight", "master"))
+    return (name.removeprefix(prefix) for name in names) if prefix else names
 
 
 def _declared(model: Model) -> re.Pattern[str]:

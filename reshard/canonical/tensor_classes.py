@@ -31,7 +31,7 @@ from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import is_state_key
 from reshard.canonical.wrappers import without_wrappers
 from reshard.errors import RequestError
-from reshard.index.index import Index, Kind, ParamGroup, Tensor
+from reshard.index.index import Index, Kind, ParamGroup, Tensor, element_count
 from reshard.models.drafts import is_draft_table
 from reshard.models.model import Model
 
@@ -160,15 +160,16 @@ def stored_models(index: Index) -> tuple[StoredModel, ...]:
     for tensor in index.tensors:
         if tensor.kind in ("weight", "buffer", "other"):
             tensors.setdefault(root_of(tensor.name) if tensor.kind == "other" else None, []).append(tensor)
-    copied = {tensor.name for tensor in index.tensors if tensor.kind in ("weight", "buffer", "other", "adapter")}
-    if masters := [tensor for tensor in index.tensors if tensor.kind == "master" and tensor.name not in copied]:
-        tensors.setdefault(None, []).extend(masters)
+    if masters := [tensor for tensor in index.tensors if tensor.kind == "master"]:
+        copied = {tensor.name for tensor in index.tensors if tensor.kind in ("weight", "buffer", "other", "adapter")}
+        if alone := [tensor for tensor in masters if tensor.name not in copied]:
+            tensors.setdefault(None, []).extend(alone)
     return tuple(
         StoredModel(
             root=root or _MAIN,
             is_main=root is None,
             tensors=len(of_model),
-            parameters=sum(t.elements for t in of_model if t.kind != "buffer"),
+            parameters=element_count(t for t in of_model if t.kind != "buffer"),
             nbytes=sum(t.nbytes for t in of_model),
         )
         for root, of_model in sorted(tensors.items(), key=lambda item: item[0] is not None)

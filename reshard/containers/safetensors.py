@@ -179,7 +179,10 @@ def _parse(raw: bytes, path: str) -> dict[str, object]:
         return claims
 
     try:
-        claims = json.loads(raw.decode(), object_pairs_hook=unique)
+        text = raw.decode()
+        claims = json.loads(text)
+        if b"\\" in raw or raw.count(b'"') != 2 * _strings(claims):
+            claims = json.loads(text, object_pairs_hook=unique)
     except UnicodeDecodeError as error:
         _refuse(path, f"the header is not UTF-8: byte {8 + error.start} of the file is 0x{raw[error.start]:02x}", do="Get the file again")
     except (ValueError, RecursionError) as error:
@@ -187,6 +190,15 @@ def _parse(raw: bytes, path: str) -> dict[str, object]:
     if not isinstance(claims, dict):
         _refuse(path, f"the header is a JSON {type(claims).__name__}, not an object", do="Get the file again")
     return claims
+
+
+def _strings(claims: object) -> int:
+    """How many strings a header without repeated keys has, if each entry has its three keys: a name, the keys, an element type. If the text
+    has as many, no key is repeated."""
+    if not isinstance(claims, dict):
+        return 0
+    metadata = claims.get("__metadata__")
+    return 5 * len(claims) + (2 * len(metadata) - 4 if isinstance(metadata, dict) else 0)
 
 
 def _refuse_name_twice(pairs: list[tuple[str, object]], path: str) -> NoReturn:
@@ -211,8 +223,9 @@ def _checked(claims: Mapping[str, object], metadata: dict[str, str], path: str, 
     names = tuple(map(intern, claims))
     for name in names if not all(map(str.isascii, names)) else ():
         _check_unicode(name, path)
+    entries: Iterable[Any] = claims.values()
     try:
-        parts = list(map(itemgetter("dtype", "shape", "data_offsets"), claims.values()))
+        parts = list(map(itemgetter("dtype", "shape", "data_offsets"), entries))
     except (TypeError, KeyError, IndexError):
         _refuse_incomplete(claims, path)
     # Element type and shape as text, which tells 1 from true and 1.0 -> the number of their form. They are checked once.

@@ -6,9 +6,10 @@
     ...
     {"commit": "begun"}
 
-The parts of a conversion share the first line. Each process writes the other lines into a file of its own, parts/*.jsonl, and all of
-them count. A line is written only after the bytes of its blocks have been synced. An incomplete last line is ignored. From the last line on, the target
+A line is written only after the bytes of its blocks have been synced. An incomplete last line is ignored. From the last line on, the target
 holds no complete checkpoint until the journal is removed.
+
+The parts of a conversion share the first line and the last one. Each process writes its blocks into a file of its own, parts/*.jsonl.
 """
 
 from __future__ import annotations
@@ -241,6 +242,19 @@ def progress(root: Path) -> str:
     """How far the conversion in the work folder of a target is: ", 63 % done"; empty if there is none or it does not tell."""
     unfinished = read_journal(root)
     return unfinished.progress if unfinished else ""
+
+
+def read_header(root: Path) -> JournalHeader | None:
+    """The first line of the journal in the work folder of a target; None if there is none. Raises: as `read_journal` does."""
+    path = root / WORK_FOLDER / JOURNAL
+    with system_errors("read", path):
+        try:
+            with open(path, errors="replace") as file:
+                line = file.readline()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+    record = _record(line) if line.endswith("\n") else {}
+    return JournalHeader.of(record) if "identity" in record else None
 
 
 def journal_of_part(staging: Staging) -> Path:

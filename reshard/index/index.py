@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -74,6 +75,11 @@ class Tensor:
 
     def __repr__(self) -> str:
         return f"Tensor({self.name!r}, {self.dtype}, {list(self.shape)}, {self.kind}, {plural(len(self.shards), 'piece')})"
+
+
+def element_count(tensors: Iterable[Tensor]) -> int:
+    """The number of elements of all tensors, each stored once. Most share a few shapes."""
+    return sum(math.prod(shape) * count for shape, count in Counter(tensor.shape for tensor in tensors).items())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -151,7 +151,7 @@ def read_architecture(path: str | os.PathLike[str]) -> Architecture:
         )
     declared = replace(_read(Path(path), os.fspath(path), find_architecture), declared_in=os.fspath(path))
     built_in = None if declared.engines or declared.like else find_architecture(declared.model_type)
-    return replace(declared, engines=built_in.engines) if built_in else declared
+    return replace(declared, engines=built_in.engines, frameworks=built_in.frameworks) if built_in else declared
 
 
 def declaration_text(model_type: str) -> str:

@@ -124,6 +124,27 @@ def _too_large(what: str, limit: int) -> RequestError:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _NamesInLayer:
+    """The names in one layer that follow from a pattern: one for each expert, or a single one."""
+
+    pattern: str
+    """The name with {layer} and {expert} in place of these numbers."""
+    front: str
+    """The name up to the number of the expert; all of it if it has none."""
+    back: str | None
+    """What follows that number."""
+
+    @classmethod
+    def of(cls, pattern: str, layer: int | None) -> _NamesInLayer:
+        front, number, back = pattern.replace("{layer}", str(layer)).partition("{expert}")
+        return cls(pattern, front, back if number else None)
+
+    def of_expert(self, expert: int | None) -> str:
+        """The name in an expert. The names of tensors are compared with it a million times, so equal ones are one object."""
+        return intern(self.front if self.back is None else f"{self.front}{expert}{self.back}")
+
+
 class Dimensions(dict[str, int]):
     """The dimensions of one model by name. Raises RequestError for a dimension that the model does not have."""
 
@@ -450,32 +471,33 @@ class Model:
         """
         optional = layer is not None and layer >= self.dimensions["layers"]
         for is_expert, run in groupby(weights, key=lambda item: "{expert}" in item[0].name):
-            named = []
+            # What the experts share is computed once.
+            alike = []
             for weight, shape in run:
                 pattern = weight.name.format(layer="{layer}", expert="{expert}", **numbers) if numbers else weight.name
-                front, _, back = pattern.replace("{layer}", str(layer)).partition("{expert}")
-                named.append((weight, shape, pattern, front, back))
+                quantization, stem = self._quantization_of(weight, pattern), pattern.removesuffix("weight")
+                scales = quantization.scales if quantization else ()
+                beside = [(scale, scale.shape(shape), _NamesInLayer.of(stem + scale.kind, layer)) for scale in scales]
+                alike.append((weight, shape, _NamesInLayer.of(pattern, layer), quantization, beside))
             for expert in range(self.dimensions["experts"]) if is_expert else (None,):
-                for weight, shape, pattern, front, back in named:
-                    name = intern(f"{front}{expert}{back}" if is_expert else front)
-                    scales = self._scales(weight, name)
-                    yield ModelWeight(name, weight.role, shape, layer, weight, pattern, expert, optional, scales)
-                    for scale in scales:
-                        beside = pattern.removesuffix("weight") + scale.kind
-                        name, of_scale = numbered(beside, layer, expert), scale.shape(shape)
-                        yield ModelWeight(name, weight.role, of_scale, layer, weight, beside, expert, optional, scale=scale)
-                    if weight.role == "attention.o" and scales and self.quantization:
-                        module = pattern.removesuffix(".weight").rpartition(".")[0]
-                        for scale in self.quantization.cache_scales:
-                            beside, role = f"{module}.{scale.kind}", f"attention.{scale.kind}"
-                            name, of_scale = numbered(beside, layer, expert), scale.single_shape
-                            yield ModelWeight(name, role, of_scale, layer, weight, beside, expert, optional, scale=scale)
+                for weight, shape, names, quantization, beside in alike:
+                    name = names.of_expert(expert)
+                    scales = quantization.scales_of(name) if quantization else ()
+                    yield ModelWeight(name, weight.role, shape, layer, weight, names.pattern, expert, optional, scales)
+                    for scale, of_scale, its in beside if scales else ():
+                        name = its.of_expert(expert)
+                        yield ModelWeight(name, weight.role, of_scale, layer, weight, its.pattern, expert, optional, scale=scale)
+                    if weight.role == "attention.o" and scales and quantization:
+                        module = names.pattern.removesuffix(".weight").rpartition(".")[0]
+                        for scale in quantization.cache_scales:
+                            pattern, role = f"{module}.{scale.kind}", f"attention.{scale.kind}"
+                            name, of_scale = numbered(pattern, layer, expert), scale.single_shape
+                            yield ModelWeight(name, role, of_scale, layer, weight, pattern, expert, optional, scale=scale)
 
-    def _scales(self, weight: Weight, name: str) -> tuple[Scale, ...]:
-        if self.quantization is None or not name.endswith(".weight"):
-            return ()
+    def _quantization_of(self, weight: Weight, pattern: str) -> Quantization | None:
+        """How a weight is quantized, unless the config excludes its module; None: weights of its role are not."""
         is_quantized = any(role in ROLES and ROLES[role].quantized for role in (weight.role, *weight.fuses))
-        return self.quantization.scales_of(name) if is_quantized else ()
+        return self.quantization if is_quantized and pattern.endswith(".weight") else None
 
     @cached_property
     def _separate_parts(self) -> tuple[Part, ...]:

@@ -48,7 +48,7 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartNumber:
     """One of the processes that share a conversion."""
 
     number: int
@@ -61,12 +61,12 @@ class Part:
             raise RequestError(f"part {self.number} of {self.of}: parts are counted from 0 to {self.of - 1}", do="For example --part 0/8")
 
     @staticmethod
-    def parse(text: str) -> Part:
+    def parse(text: str) -> PartNumber:
         """The part from a text such as "3/8". Raises RequestError if it is another text."""
         found = re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", text)
         if not found:
             raise RequestError(f"--part {text}: not of the form I/N", do="Give the number of the part and how many there are, such as 0/8")
-        return Part(int(found[1]), int(found[2]))
+        return PartNumber(int(found[1]), int(found[2]))
 
     def __str__(self) -> str:
         return f"{self.number}/{self.of}"
@@ -102,7 +102,7 @@ def owners(weights: Sequence[int], parts: int) -> list[int]:
     return found
 
 
-def bands_owned(bands: Sequence[Band], part: Part) -> tuple[Band, ...]:
+def bands_owned(bands: Sequence[Band], part: PartNumber) -> tuple[Band, ...]:
     """The bands of one part, in the order of the plan."""
     found = owners([band.weight for band in bands], part.of)
     return tuple(band for band, owner in zip(bands, found, strict=True) if owner == part.number)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reshard.index.index import Index, Tensor
+from reshard.index.index import Index, Tensor, element_count
 
 if TYPE_CHECKING:
     from reshard.canonical.content import Content, Drop
@@ -98,16 +98,17 @@ def kinds(index: Index) -> tuple[KindSummary, ...]:
     groups: dict[tuple[str, str], list[Tensor]] = {}
     for tensor in index.tensors:
         groups.setdefault((tensor.kind, tensor.dtype.name), []).append(tensor)
-    return tuple(
-        KindSummary(kind, dtype, len(tensors), sum(t.elements for t in tensors), sum(t.nbytes for t in tensors))
-        for (kind, dtype), tensors in groups.items()
-    )
+    found = []
+    for (kind, dtype), tensors in groups.items():
+        elements = element_count(tensors)
+        found.append(KindSummary(kind, dtype, len(tensors), elements, elements * tensors[0].dtype.itemsize))
+    return tuple(found)
 
 
 def parameter_count(content: Content) -> int:
     """The number of the model's parameters. A tied embedding counts once; scales of quantized weights, buffers and adapters do not."""
     scales = {name for name, weight in content.model.weights.items() if weight.scale} if content.model else set()
-    return sum(t.elements for name, t in content.weights.items() if t.kind in ("weight", "master") and name not in scales)
+    return element_count(t for name, t in content.weights.items() if t.kind in ("weight", "master") and name not in scales)
 
 
 def adapter(index: Index) -> AdapterSummary | None:

@@ -157,8 +157,7 @@ class Checkpoint:
 
     def tree_of(self, tensors: Iterable[Tensor]) -> Fold:
         """The same of some tensors."""
-        order = {name: position for position, name in enumerate(self.model.weights)} if self.model else None
-        return fold(tensors, order)
+        return fold(tensors, self.model.weights if self.model else ())
 
     def picture(self) -> str:
         """Who holds what, as SVG with a caption; empty if every tensor is in one piece."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,7 +17,7 @@ from reshard.engine.events import event
 from reshard.engine.journal import Unfinished, read_journal
 from reshard.engine.record import Provenance
 from reshard.engine.run import Conversion, recorded_fingerprint
-from reshard.errors import CheckpointError, RequestError, TargetError, UnsupportedError
+from reshard.errors import CheckpointError, RequestError, TargetError, TargetInUse, UnsupportedError, check_word
 from reshard.geometry.quantities import plural
 from reshard.plans.digests import Fingerprint
 from reshard.plans.manifest import MANIFEST, RECORDS, listed_files, read_digests, usable_manifest
@@ -30,10 +31,14 @@ from reshard.storage.system_calls import system_errors
 from reshard.verbs.request import Effort, EffortOptions, PathLike
 
 if TYPE_CHECKING:
+    from reshard.engine.parts.part import PartConversion
     from reshard.engine.stores.gather import StoreConversion
+    from reshard.plans.bands import Band
 
 Existing = Literal["refuse", "resume", "overwrite", "update"]
 """What happens to what lies in the target: nothing, it is finished, any checkpoint is replaced, or what reshard wrote is."""
+Executor = Literal["threads", "ray"]
+"""What runs a conversion: threads of this process, or the tasks of a Ray cluster."""
 _NO_LIMITS = Effort()
 _NO_PROVENANCE = Provenance()
 
@@ -85,6 +90,7 @@ def convert(
     overwrite: bool = False,
     if_changed: bool = False,
     checksums: bool = False,
+    executor: Executor = "threads",
     **options: Unpack[EffortOptions],
 ) -> Result:
     """Run a plan into the directory or URL `target`; returns what was written and what was left out.
@@ -92,6 +98,8 @@ def convert(
     resume: finish an interrupted conversion. overwrite: replace the checkpoint in `target` once the new one is complete. if_changed: do
     nothing if `target` holds the result of this plan for the source as it is now; otherwise resume or replace what reshard wrote there.
     checksums: also write SHA256SUMS for `sha256sum -c`, which reads the result once more.
+    executor: "ray" for the tasks of a Ray cluster: the one that is connected (`ray.init`), that of RAY_ADDRESS, or a new one on this
+    machine; such a conversion always resumes.
 
     Raises: RequestError if the target exists and neither was said, or the disk has no room. CheckpointError if reshard wrote the source,
     and its weights are not those that it wrote.
@@ -100,18 +108,29 @@ def convert(
     existing, provenance = existing_target(resume=resume, overwrite=overwrite, if_changed=if_changed), Provenance(checksums=checksums)
     if existing == "update" and (result := unchanged_result(plan, target, provenance)):
         return result
-    running = conversion(plan, target, existing=existing, effort=effort, provenance=provenance)
+    check_word("executor", executor, ("threads", "ray"))
+    make = ray_conversion if executor == "ray" else conversion
+    running = make(plan, target, existing=existing, effort=effort, provenance=provenance)
     for done in running.run():
         effort.report(done.nbytes)
     return result_of(running, target, time.monotonic() - began)
 
 
-def result_of(running: Conversion | StoreConversion, target: PathLike, seconds: float) -> Result:
-    """The result of a conversion that has run to its end."""
-    plan = running.plan
-    assert running.fingerprint is not None
+def result_of(running: Conversion | StoreConversion | PartConversion, target: PathLike, seconds: float) -> Result:
+    """The result of a conversion that has run to its end. Raises TargetInUse if another process still writes the target."""
+    from reshard.engine.parts.part import PartConversion
+
+    whole = running.completed if isinstance(running, PartConversion) else running
+    if whole is None:
+        raise TargetInUse(
+            "all tasks are done, and another process still writes here, so the files have not got their final names",
+            where=os.fspath(target),
+            do="Wait until it has ended, then run the same command with --finish",
+        )
+    plan = whole.plan
+    assert whole.fingerprint is not None
     files = {file.path: file.nbytes for file in plan.layout.files}
-    return Result(os.fspath(target), files, drops(plan), (*plan.layout.notes, *running.notes), running.fingerprint, seconds)
+    return Result(os.fspath(target), files, drops(plan), (*plan.layout.notes, *whole.notes), whole.fingerprint, seconds)
 
 
 def existing_target(*, resume: bool, overwrite: bool, if_changed: bool) -> Existing:
@@ -191,7 +210,7 @@ def local_conversion(
 
     def replaces() -> tuple[str, ...]:
         with system_errors("read", root):
-            return replaceable(root, plan, existing)
+            return _replaceable(root, plan, existing)
 
     # Asked now, before anything is created, and again when no other run can write there. Whoever writes there now is named by `run`.
     if not is_locked(root / WORK_FOLDER / LOCK):
@@ -200,7 +219,46 @@ def local_conversion(
     return Conversion(plan, root, resume=resume, replaces=replaces, workers=effort.workers, memory=effort.memory, provenance=provenance)
 
 
-def replaceable(root: Path, plan: Plan, existing: Existing) -> tuple[str, ...]:
+def ray_conversion(
+    plan: Plan,
+    target: PathLike,
+    *,
+    existing: Existing = "refuse",
+    effort: Effort = _NO_LIMITS,
+    provenance: Provenance = _NO_PROVENANCE,
+    address: str | None = None,
+) -> PartConversion:
+    """A conversion by the tasks of a Ray cluster that has not begun. address: that of the cluster, if none is connected.
+
+    Raises: UnsupportedError if Ray is not installed, SystemRefusal if no cluster answers.
+    """
+    from reshard.engine.parts.on_ray import RayConversion, connected
+
+    connected(address)
+    return shared_conversion(RayConversion, plan, target, plan.bands(), existing, effort, provenance)
+
+
+def shared_conversion(
+    kind: type[PartConversion],
+    plan: Plan,
+    target: PathLike,
+    bands: Sequence[Band],
+    existing: Existing,
+    effort: Effort,
+    provenance: Provenance,
+) -> PartConversion:
+    """A conversion that has not begun, of these bands of a plan. Other processes may convert others, or the same."""
+    check_whole(plan)
+    root = target_folder(target)
+
+    def replaces() -> tuple[str, ...]:
+        with system_errors("read", root):
+            return _replaceable(root, plan, "refuse" if existing == "resume" else existing)
+
+    return kind(plan, root, bands, replaces=replaces, workers=effort.workers, memory=effort.memory, provenance=provenance)
+
+
+def _replaceable(root: Path, plan: Plan, existing: Existing) -> tuple[str, ...]:
     """The files in the target directory that a conversion may replace. Raises RequestError if it may not write there."""
     _check_place(root, Path(plan.source_files.root))
     entries = sorted(entry.name for entry in root.iterdir() if entry.name != WORK_FOLDER) if root.exists() else []

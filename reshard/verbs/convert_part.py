@@ -11,10 +11,9 @@ from reshard.engine.parts.part import PartConversion, check_nothing_is_missing
 from reshard.engine.record import Provenance
 from reshard.engine.run import Conversion
 from reshard.geometry.quantities import plural
-from reshard.plans.bands import Part, bands_owned
+from reshard.plans.bands import PartNumber, bands_owned
 from reshard.plans.plan import Plan
-from reshard.storage.system_calls import system_errors
-from reshard.verbs.convert import Existing, Result, check_whole, existing_target, local_conversion, replaceable, result_of, target_folder
+from reshard.verbs.convert import Existing, Result, existing_target, local_conversion, result_of, shared_conversion, target_folder
 from reshard.verbs.request import Effort, EffortOptions, PathLike
 
 _NO_LIMITS = Effort()
@@ -27,7 +26,7 @@ class PartResult:
 
     path: str
     """The target directory."""
-    part: Part
+    part: PartNumber
     """The part."""
     tasks: int
     """The number of its tasks."""
@@ -66,7 +65,7 @@ class PartResult:
 def convert_part(
     plan: Plan,
     target: PathLike,
-    part: Part | str,
+    part: PartNumber | str,
     *,
     overwrite: bool = False,
     if_changed: bool = False,
@@ -83,7 +82,7 @@ def convert_part(
     effort, began = Effort(**options), time.monotonic()
     existing = existing_target(resume=False, overwrite=overwrite, if_changed=if_changed)
     running = part_conversion(
-        plan, target, Part.parse(part) if isinstance(part, str) else part, existing, effort, Provenance(checksums=checksums)
+        plan, target, PartNumber.parse(part) if isinstance(part, str) else part, existing, effort, Provenance(checksums=checksums)
     )
     for done in running.run():
         effort.report(done.nbytes)
@@ -93,27 +92,19 @@ def convert_part(
 def part_conversion(
     plan: Plan,
     target: PathLike,
-    part: Part,
+    part: PartNumber,
     existing: Existing = "refuse",
     effort: Effort = _NO_LIMITS,
     provenance: Provenance = _NO_PROVENANCE,
 ) -> PartConversion:
     """A part that has not begun, for callers that run it block by block."""
-    check_whole(plan)
-    root = target_folder(target)
-
-    def replaces() -> tuple[str, ...]:
-        with system_errors("read", root):
-            return replaceable(root, plan, existing)
-
-    bands = bands_owned(plan.bands(), part)
-    return PartConversion(plan, root, bands, replaces=replaces, workers=effort.workers, memory=effort.memory, provenance=provenance)
+    return shared_conversion(PartConversion, plan, target, bands_owned(plan.bands(), part), existing, effort, provenance)
 
 
-def part_result(running: PartConversion, target: PathLike, part: Part | str, seconds: float) -> PartResult:
+def part_result(running: PartConversion, target: PathLike, part: PartNumber | str, seconds: float) -> PartResult:
     """The result of a part that has run to its end."""
-    result = result_of(running.completed, target, seconds) if running.completed else None
-    number = Part.parse(part) if isinstance(part, str) else part
+    result = result_of(running, target, seconds) if running.completed else None
+    number = PartNumber.parse(part) if isinstance(part, str) else part
     return PartResult(os.fspath(target), number, len(running.bands), running.total, running.resumed_bytes, seconds, result)
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from reshard.errors import RequestError
-from reshard.plans.bands import Part
+from reshard.plans.bands import PartNumber
 
 
-def part_of(text: str | None, parts: int | None, environment: Mapping[str, str]) -> Part:
+def part_of(text: str | None, parts: int | None, environment: Mapping[str, str]) -> PartNumber:
     """The part that --part and --parts say, where "auto" asks the launcher's environment.
 
     parts: how many parts there are, where the launcher does not say it.
@@ -23,7 +23,7 @@ def part_of(text: str | None, parts: int | None, environment: Mapping[str, str])
     if text is not None and text != "auto":
         if parts is not None:
             raise RequestError(f"--part {text} and --parts {parts} contradict each other", do="Leave out --parts, or say --part auto")
-        return Part.parse(text)
+        return PartNumber.parse(text)
     task = _array_task(environment) or _completion_index(environment, parts)
     process = _pair(environment, "RANK", "WORLD_SIZE") or _pair(environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     if task is None and process is None:
@@ -32,21 +32,21 @@ def part_of(text: str | None, parts: int | None, environment: Mapping[str, str])
             why="Known are Slurm's arrays and steps, torchrun (RANK, WORLD_SIZE) and Kubernetes' Indexed Jobs (JOB_COMPLETION_INDEX)",
             do="Say it, for example --part 0/8",
         )
-    outer, inner = task or Part(0, 1), process or Part(0, 1)
-    found = Part(outer.number * inner.of + inner.number, outer.of * inner.of)
+    outer, inner = task or PartNumber(0, 1), process or PartNumber(0, 1)
+    found = PartNumber(outer.number * inner.of + inner.number, outer.of * inner.of)
     if parts is not None and found.of != parts:
         raise RequestError(f"--parts {parts}: the launcher has {found.of} processes", do="Leave out --parts")
     return found
 
 
-def _pair(environment: Mapping[str, str], number: str, count: str) -> Part | None:
+def _pair(environment: Mapping[str, str], number: str, count: str) -> PartNumber | None:
     """The part that two variables name; None unless both are set."""
     if number not in environment or count not in environment:
         return None
-    return Part(_number(environment, number), _number(environment, count))
+    return PartNumber(_number(environment, number), _number(environment, count))
 
 
-def _array_task(environment: Mapping[str, str]) -> Part | None:
+def _array_task(environment: Mapping[str, str]) -> PartNumber | None:
     """The task of a Slurm array. Its numbers may begin anywhere and have a step: --array=1-15:2."""
     if "SLURM_ARRAY_TASK_ID" not in environment:
         return None
@@ -58,10 +58,10 @@ def _array_task(environment: Mapping[str, str]) -> Part | None:
             f"--part auto: the Slurm array has {count} tasks from {first} to {last}, which are not evenly spaced",
             do="Use an array such as 0-7, or say --part I/N",
         )
-    return Part((task - first) // max(step, 1), count)
+    return PartNumber((task - first) // max(step, 1), count)
 
 
-def _completion_index(environment: Mapping[str, str], parts: int | None) -> Part | None:
+def _completion_index(environment: Mapping[str, str], parts: int | None) -> PartNumber | None:
     """The pod of an Indexed Job. Kubernetes does not say how many there are."""
     if "JOB_COMPLETION_INDEX" not in environment:
         return None
@@ -69,7 +69,7 @@ def _completion_index(environment: Mapping[str, str], parts: int | None) -> Part
         raise RequestError(
             "--part auto: JOB_COMPLETION_INDEX does not say how many parts there are", do="Add --parts N, the completions of the Job"
         )
-    return Part(_number(environment, "JOB_COMPLETION_INDEX"), parts)
+    return PartNumber(_number(environment, "JOB_COMPLETION_INDEX"), parts)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -109,7 +109,7 @@ def _on_replicas(expected: dict[str, str], held: Mapping[str, str], address: str
             f"the server tells of {len(held):,} parameters on {len(replicas):,} replicas, and the model has {len(expected):,}",
             where=address,
         )
-    found = {}
+    found: dict[str, str] = {}
     for key, digest in expected.items():
         rank, name = split_key(key)
         found |= {rank._replace(dp=dp, pcp=pcp).key(name): digest for dp, pcp in replicas}

@@ -58,6 +58,10 @@ def test_what_is_repacked_is_not_comparable_and_never_equal():
     result = verified("llama", vllm(repacked), "--json")[0]
     about = result.document["server"]
     assert result.code == 0 and len(about["not_comparable"]) == 8 and about["matching"] == len(digests) - 8
+    layer = "dp0:pp0:pcp0:tp0:model.layers.0.self_attn.qkv_proj."
+    biased = {**held("qwen2"), layer + "weight": EMPTY, layer + "bias": "1" * 64}
+    result = verified("qwen2", vllm(biased), "--json")[0]
+    assert result.code == 0 and result.document["server"]["not_comparable"] == [layer + "weight", layer + "bias"]
     nothing = verified("llama", vllm(dict.fromkeys(digests, EMPTY)))[0]
     assert nothing.code == 1 and "0 parameters equal" in nothing.out
 

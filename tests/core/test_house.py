@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # A room imports only rooms above it in this list. architectures/ is data.
 ROOMS = [
     "errors", "geometry", "picture", "storage", "containers", "models", "serving", "training", "index", "canonical", "plans", "adapter",
-    "engine", "measures", "health", "verbs",
+    "engine", "measures", "health", "runs", "verbs",
 ]  # fmt: skip
 CORE = sorted((ROOT / "reshard").rglob("*.py"))
 FORMATS = sorted((ROOT / "formats").rglob("*.py"))
@@ -110,7 +110,7 @@ def folders_of_code():
 def test_a_room_has_at_most_about_a_dozen_files(folder):
     if label(folder) not in ("cli/commands", "reshard/verbs"):  # one file per command, one per verb
         assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= 14
-    assert len([inner for inner in folder.iterdir() if inner.is_dir() and inner.name != "__pycache__"]) <= 16
+    assert len([inner for inner in folder.iterdir() if inner.is_dir() and inner.name != "__pycache__"]) <= 17
 
 
 def public_classes():
@@ -217,9 +217,9 @@ def test_nothing_else_can_open_a_network_connection(path):
 
 @pytest.mark.parametrize("path", [*CORE, *FORMATS, *CLI], ids=label)
 def test_one_verb_asks_a_server(path):
-    users = {"storage.server": "verbs.verify_server", "verbs.verify_server": "verbs.verify"}
+    users = {"storage.server": ("verbs.verify_server", "verbs.verify"), "verbs.verify_server": ("verbs.verify",)}
     for used in set(imported(path)) & users.keys():
-        assert path == MODULES.get(users[used]) or label(path) == "cli/commands/verify.py", label(path)
+        assert path in [MODULES.get(user) for user in users[used]] or label(path) == "cli/commands/verify.py", label(path)
 
 
 @pytest.mark.parametrize("path", FORMATS, ids=label)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,7 +56,7 @@ def check(section: str, *documents: Any) -> None:
     keys = documented(section)
     found = {leaf for document in documents for leaf in leaves(document) if leaf != ("schema_version",) or section == "reshard.json"}
     if section != "reshard.json":
-        schema = json.loads((SCHEMAS / f"{section.replace(' --', '-')}.json").read_text())
+        schema = json.loads((SCHEMAS / f"{section.replace(' --', '-').replace(' ', '-')}.json").read_text())
         for document in documents:
             assert not (wrong := list(violations(document, schema))), wrong[:3]
     unknown = [leaf for leaf in found if not any(matches(key, leaf) for key in keys)]
@@ -110,6 +111,9 @@ def test_plan_and_convert(tmp_path):
     result = printed("convert", *arguments, "--overwrite", "--full")
     check("plan", {"schema_version": 1, **result["plan"]}, *in_a_store(*arguments))
     check("convert", printed("convert", *arguments, "--overwrite"), {**result, "plan": {}})
+    parts = [printed("convert", *arguments[:1], tmp_path / "parts", *arguments[2:], "--part", part) for part in ("0/2", "1/2")]
+    check("convert --part", *({**part, "result": None} for part in parts))
+    check("convert", {"schema_version": 1, **parts[1]["result"], "plan": {}})
     check("reshard.json", json.loads((tmp_path / "out" / "reshard.json").read_text()))
 
 
@@ -149,6 +153,14 @@ def test_digests(tmp_path):
     found["dp0:pp0:pcp0:tp0:renamed"], found["dp0:pp0:pcp0:tp0:new"] = found.pop(key), "0"
     answer.write_text(json.dumps({"checksums": found}))
     check("digests", alone, printed(*arguments, "--compare", answer), printed("digests", LLAMA, "--to", "sglang"))
+
+
+def test_a_run_and_its_watch(tmp_path):
+    for step in (1, 2):
+        shutil.copytree(FSDP2 / "checkpoint", tmp_path / "run" / f"step-{step}")
+    check("inspect RUN", printed("inspect", tmp_path / "run"))
+    lines = reshard("watch", tmp_path / "run", "--to", "hf", "--into", tmp_path / "out/{step}", *MODEL, "--all", "--json").out
+    check("watch", *map(json.loads, lines.splitlines()))
 
 
 def test_doctor():

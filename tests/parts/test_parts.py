@@ -19,11 +19,13 @@ import reshard
 from reshard.engine.journal import read_journal
 from reshard.engine.parts.part import missing_bands
 from reshard.errors import CheckpointError, RequestError, TargetError, TargetInUse
+from reshard.plans.bands import PartNumber
 from reshard.storage.lock import Lock
 from reshard.storage.staging import Staging
 from reshard.verbs.convert_part import part_conversion
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent / "hostile")]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "hostile"))
 
 from interruptions import child, ended
 from kills import experiment
@@ -117,7 +119,7 @@ def test_parts_replace_an_older_checkpoint_when_all_are_done(plan, whole, tmp_pa
 
 
 def test_another_plan_is_refused_while_parts_run(plan, tmp_path):
-    running = part_conversion(plan, tmp_path / "out", reshard.plans.bands.Part(0, 2)).run()
+    running = part_conversion(plan, tmp_path / "out", PartNumber(0, 2)).run()
     next(running)
     other = reshard.plan(HF / "llama", to="vllm", tp=4)
     for attempt in (
@@ -143,7 +145,7 @@ def test_a_part_waits_for_one_process_with_the_same_plan(plan, whole, tmp_path):
 
 def test_no_part_completes_the_target_while_another_one_still_writes(plan, whole, tmp_path):
     """The second run of a part may be slow: the files get their final names when it has left."""
-    slow = part_conversion(plan, tmp_path / "out", reshard.plans.bands.Part(0, 2)).run()
+    slow = part_conversion(plan, tmp_path / "out", PartNumber(0, 2)).run()
     next(slow)
     assert not any(each.complete for each in parts(plan, tmp_path / "out", 2))
     assert not (tmp_path / "out" / "reshard.json").exists()
@@ -223,7 +225,7 @@ def test_a_journal_that_claims_a_block_of_another_plan_is_not_believed(plan, tmp
 
 
 def test_a_share_of_the_lock_shows_as_a_running_conversion(plan, tmp_path):
-    running = part_conversion(plan, tmp_path / "out", reshard.plans.bands.Part(0, 2)).run()
+    running = part_conversion(plan, tmp_path / "out", PartNumber(0, 2)).run()
     next(running)
     assert "a conversion is running here" in str(read_journal(tmp_path / "out").refusal())
     running.close()

@@ -54,7 +54,7 @@ def test_the_source_is_checked_with_what_reshard_recorded_about_it(tmp_path):
     content[-5] ^= 1
     path.write_bytes(content)
     os.utime(path, ns=(stamps.st_atime_ns, stamps.st_mtime_ns))
-    with pytest.raises(CheckpointError, match="does not match reshard.json"):
+    with pytest.raises(CheckpointError, match=r"does not match reshard\.json"):
         reshard.convert(reshard.load_plan(tmp_path / "plan", tmp_path / "source"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -75,7 +75,7 @@ def test_the_command_line_plans_once(tmp_path):
 def test_another_source_and_a_changed_one_are_refused(tmp_path):
     source = shutil.copytree(HF / "llama", tmp_path / "m")
     reshard.save_plan(reshard.plan(source, to="hf"), tmp_path / "plan")
-    with pytest.raises(CheckpointError, match="bytes were planned|were planned"):
+    with pytest.raises(CheckpointError, match="were planned"):
         reshard.load_plan(tmp_path / "plan", HF / "qwen2")
     os.utime(source / "model.safetensors", ns=(1, 1))
     with pytest.raises(CheckpointError, match="was written since"):

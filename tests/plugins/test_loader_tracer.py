@@ -1,4 +1,4 @@
-"""The tracer's arithmetic without an engine: what is recorded on tensors without elements, against what the same code does to real elements."""
+"""The tracer's arithmetic without an engine: what is recorded on tensors without elements, against what the same code does to real ones."""
 
 import json
 import os
@@ -201,6 +201,29 @@ def test_ranks_are_answered_in_their_order_whatever_becomes_of_their_processes(t
     assert [line.get("tensors") for line in lines] == [0, None, None, 3, 4]
     assert lines[1]["failed"].startswith("ValueError: no such rank") and lines[2]["failed"] == "its process ended with status 9"
     assert [each.name for each in tmp_path.iterdir()] == ["answer.jsonl"]
+
+
+class Model:
+    """A model of an engine with one module, which is of a class in that Python module and has that method for its weights."""
+
+    def __init__(self, module_name, method=None):
+        self._module = type("Module", (), {"__module__": module_name})()
+        self._module.quant_method = method
+
+    def named_modules(self):
+        return [("layers.0.attn", self._module)]
+
+
+def test_what_depends_on_the_platform_is_marked():
+    vllm, sglang = (import_module(f"reshard.plugins.loader_tracer.{name}_ranks") for name in ("vllm", "sglang"))
+    for engine in (vllm, sglang):
+        assert list(engine.kernel_choices(Model("engine.models.nvidia.model"))) == []
+        assert list(engine.kernel_choices(Model("engine.layers.linear", type("UnquantizedLinearMethod", (), {})()))) == []
+        (module, reason), *_ = engine.kernel_choices(Model("engine.layers.linear", type("Fp8LinearMethod", (), {})()))
+        assert module == "layers.0.attn" and "Fp8LinearMethod" in reason
+    # vLLM's DeepSeek-V4 pads the sinks on GPUs.
+    assert list(vllm.kernel_choices(Model("vllm.models.deepseek_v4.cpu.model")))
+    assert list(sglang.kernel_choices(Model("sglang.layers.moe", type("UnquantizedFusedMoEMethod", (), {})())))
 
 
 def test_packages_that_are_missing_are_stood_in_for(monkeypatch):

@@ -10,7 +10,8 @@ Makes the vLLM environment (.venv-vllm) where there is none. Then, each as a che
 4. its ranks hold what is written of models of random sizes (random_models.py), or both refuse them;
 5. with a draft model that went through reshard, it decodes the same tokens, from sharded_state and from Hugging Face files;
 6. real vLLM loads FSDP2, ZeRO-3 and Megatron checkpoints by --load-format reshard: it decodes as from the converted ones, and its ranks
-   hold the same bits; they read their own bytes only; a wrong config and what is not there are noticed.
+   hold the same bits; they read their own bytes only; a wrong config and what is not there are noticed;
+7. a live server is asked what its ranks hold: equal to the right checkpoint, different from a stale and a wrong one (live.py).
 That converted files equal the references is tests/formats' part, which needs no vLLM.
 """
 
@@ -37,6 +38,7 @@ sys.path.insert(0, str(HERE.parent))
 import sessions  # noqa: E402
 from draft import make_draft  # noqa: E402
 from environments import Environment, run_checks  # noqa: E402
+from live import live_checks  # noqa: E402
 from places import exchange_query_heads, ranks, stored  # noqa: E402
 from questions import Ask, asking  # noqa: E402
 
@@ -63,6 +65,7 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
         yield from decoded_directly(reshard, work, ask, plugin)
         yield from held_directly(reshard, work, ask, plugin)
         yield from noticed(work, ask, plugin)
+        yield from live_checks(reshard, python, work)
         yield from references_hold(*references.result())
         yield from random_hold(*random.result())
 

@@ -75,10 +75,6 @@ def model_type(args: Args) -> str:
 def check_supported(args: Args, where: str) -> None:
     """Raises NotUnderstoodError for settings that change the values or the order of the stored weights in a way that is not read."""
     reasons = {
-        "layernorm_zero_centered_gamma": "norms are stored minus one",
-        "apply_layernorm_1p": "norms are stored minus one",
-        "rotary_interleaved": "the rows of q and k are interleaved",
-        "attention_output_gate": "linear_qkv also holds a gate",
         "heterogeneous_layers_config_path": "layers differ from each other",
         "is_hybrid_model": "attention and other layers are mixed",
         "hybrid_override_pattern": "attention and other layers are mixed",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from reshard.models.model import Model
     from reshard.plans.layout import Layout
     from reshard.plans.target import Target
+    from reshard.serving.learned.layout import LearnedLayout
     from reshard.serving.rules import EngineRules
     from reshard.storage.files import Files
 
@@ -66,6 +67,10 @@ class ServingFormat(Format):
     def weight_checker(self) -> WeightChecker | None:
         """How a live server of the engine tells what its ranks hold; None if it does not."""
         return None
+
+    def layout_notes(self, layout: LearnedLayout) -> tuple[str, ...]:
+        """Notes about files that follow a learned layout, such as how to start the engine."""
+        return ()
 
     # Writing: what a subclass may override.
 

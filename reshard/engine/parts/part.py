@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.engine.events import event
-from reshard.engine.journal import Journal, Unfinished, journal_of_part, progress, read_journal
+from reshard.engine.journal import BlockKey, Journal, Unfinished, journal_of_part, progress, read_header, read_journal
 from reshard.engine.record import Provenance
 from reshard.engine.run import (
     Conversion,
@@ -73,9 +74,12 @@ class PartConversion:
         """The bytes of its bands that were there already."""
         self.completed: Conversion | None = None
         """The conversion, if the target is complete when `run` has ended."""
-        self._root, self._identity = Path(root), plan.identity()
-        self._workers = workers_of(plan, workers, memory)
-        self._replaces, self._limits, self._provenance = replaces, {"workers": workers, "memory": memory}, provenance
+        self.root = Path(root)
+        """The target."""
+        self.given_workers, self.memory = workers, memory
+        """What the caller allows."""
+        self._identity, self._workers = plan.identity(), workers_of(plan, workers, memory)
+        self._replaces, self._provenance = replaces, provenance
 
     @property
     def total(self) -> int:
@@ -87,34 +91,54 @@ class PartConversion:
 
         Raises: as Conversion.run does. After any error, finished blocks are in the journal, and the other parts go on.
         """
-        staging = Staging(self._root)
         if not self._is_there():
-            with (
-                staging.shared(
-                    self._identity,
-                    lambda: progress(self._root),
-                    is_begun=self._is_begun,
-                    begin=lambda: self._begin(staging),
-                ),
-                system_errors("written", self._root),
-            ):
+            staging = Staging(self.root)
+            with self._shared(staging, lambda: self._whole().begin(staging)):
                 unfinished = self._unfinished()
                 if unfinished and not unfinished.committing:
-                    yield from self._copy(staging, unfinished)
+                    yield from self._copy(staging, unfinished.blocks)
         if self._is_there() or ((found := self._unfinished()) and not missing_bands(self.plan, found.blocks).bands):
-            # What is replaced stands in the journal.
-            completing = Conversion(self.plan, self._root, resume=True, provenance=self._provenance, **self._limits)
+            completing = self._whole(resume=True)  # What is replaced stands in the journal.
             complete(completing)
-            completing.resumed_bytes = completing.total - (self.total - self.resumed_bytes)
             self.completed = completing if completing.fingerprint else None
 
-    def _begin(self, staging: Staging) -> None:
-        Conversion(self.plan, self._root, replaces=self._replaces, provenance=self._provenance, **self._limits).begin(staging)
+    def copy(self) -> Iterator[Done]:
+        """Convert the bands for a process that has begun the conversion and completes it. What is there already is converted again.
 
-    def _copy(self, staging: Staging, unfinished: Unfinished) -> Iterator[Done]:
+        Raises: TargetError if that process has gone.
+        """
+        staging = Staging(self.root)
+        with self._shared(staging, self._refuse_to_begin):
+            yield from self._copy(staging, {})
+
+    @contextmanager
+    def _shared(self, staging: Staging, begin: Callable[[], None]) -> Iterator[None]:
+        with (
+            staging.shared(self._identity, lambda: progress(self.root), is_begun=self._is_begun, begin=begin),
+            system_errors("written", self.root),
+        ):
+            yield
+
+    def _refuse_to_begin(self) -> None:
+        raise TargetError("the conversion that this task belongs to has ended", where=str(self.root), id="target-in-use")
+
+    def _whole(self, *, resume: bool = False) -> Conversion:
+        """The conversion that this is a part of."""
+        return Conversion(
+            self.plan,
+            self.root,
+            resume=resume,
+            replaces=tuple if resume else self._replaces,
+            workers=self.given_workers,
+            memory=self.memory,
+            provenance=self._provenance,
+        )
+
+    def _copy(self, staging: Staging, finished: Mapping[BlockKey, bytes]) -> Iterator[Done]:
+        """Convert the blocks of the bands that are not finished yet."""
         routes = [i for band in self.bands for i in band.routes]
         staging.prepare({file.path: file.nbytes for file in self.plan.layout.files}, resume=True)
-        began, finished, itemsize = time.monotonic(), unfinished.blocks.keys(), widest_element(self.plan)
+        began, itemsize = time.monotonic(), widest_element(self.plan)
         for i in routes:
             for j, box in enumerate(blocks(self.plan.routes[i].target.shape)):
                 if (i, j) in finished:
@@ -137,19 +161,20 @@ class PartConversion:
 
     def _unfinished(self) -> Unfinished | None:
         """This conversion, as its journals describe it."""
-        found = read_journal(self._root)
+        found = read_journal(self.root)
         return found if found and found.header.identity == self._identity else None
 
     def _is_begun(self) -> bool:
-        return self._unfinished() is not None or self._is_there()
+        header = read_header(self.root)
+        return header.identity == self._identity if header else self._is_there()
 
     def _is_there(self) -> bool:
         """Whether the target holds the result of the plan already."""
-        return not Staging(self._root).journal.exists() and is_finished(self._root, self._identity)
+        return not Staging(self.root).journal.exists() and is_finished(self.root, self._identity)
 
 
 def complete(conversion: Conversion) -> None:
-    """Give the files of a conversion whose blocks are all there their final names, unless another process does: then it has no fingerprint."""
+    """Give the files of a conversion whose blocks are all there their final names. If another process does, it has no fingerprint."""
     try:
         for _ in conversion.run():
             pass
@@ -157,7 +182,7 @@ def complete(conversion: Conversion) -> None:
         event("left", f"another process completes the target: {refusal.what}")
 
 
-def missing_bands(plan: Plan, finished: Collection[tuple[int, int]]) -> Missing:
+def missing_bands(plan: Plan, finished: Collection[BlockKey]) -> Missing:
     """The bands that have blocks which are not finished. finished: the keys of the finished blocks."""
     bands, nbytes = plan.bands(), 0
     incomplete = []

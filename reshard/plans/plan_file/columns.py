@@ -55,15 +55,11 @@ class ColumnsWriter:
         content = json.dumps(value, separators=(",", ":")).encode()
         self._add(name, "json", len(content), content)
 
-    def write(self, path: str | os.PathLike[str]) -> int:
-        """Write the file, which appears under its name when it is complete; returns its length."""
+    def content(self) -> bytes:
+        """The content of the file."""
         header = json.dumps({"kind": self._kind, "version": self._version, "columns": self._types}).encode()
         content = b"".join((_MAGIC, struct.pack("<Q", len(header)), header, *self._stored))
-        partial = Path(f"{os.fspath(path)}.partial")
-        with system_errors("written", Path(path)):
-            partial.write_bytes(content + CURRENT.block(memoryview(content)))
-            os.replace(partial, path)
-        return len(content) + 32
+        return content + CURRENT.block(memoryview(content))
 
     def _add(self, name: str, code: str, count: int, content: bytes) -> None:
         assert name not in self._types
@@ -75,10 +71,10 @@ class ColumnsWriter:
 class ColumnsFile:
     """The columns of a file. Everything that is wrong with it raises CheckpointError, except its version: UnsupportedError."""
 
-    def __init__(self, path: str | os.PathLike[str], kind: str, version: int) -> None:
-        self.path = os.fspath(path)
-        with system_errors("read", Path(path)), open(path, "rb") as file:
-            self._content = memoryview(file.read() if os.fstat(file.fileno()).st_size <= _MOST_BYTES else b"")
+    def __init__(self, path: str, content: bytes, kind: str, version: int) -> None:
+        self.path = path
+        """The path of the file, for messages."""
+        self._content = memoryview(content)
         self._places: dict[str, tuple[str, int, int, int]] = {}
         self._decoded = 0
         header = self._header(kind, version)
@@ -93,6 +89,13 @@ class ColumnsFile:
             start += nbytes
         if start != end:
             raise self.damaged(f"the columns end at byte {start:,}, the file at {end:,}")
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str], kind: str, version: int) -> ColumnsFile:
+        """The file at a path."""
+        with system_errors("read", Path(path)), open(path, "rb") as file:
+            content = file.read() if os.fstat(file.fileno()).st_size <= _MOST_BYTES else b""
+        return cls(os.fspath(path), content, kind, version)
 
     def integers(self, name: str, *, most: int = 1 << 50) -> Columns:
         """A column of integers between 0 and `most`."""

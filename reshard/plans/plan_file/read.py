@@ -43,11 +43,19 @@ def read_plan(path: str | os.PathLike[str], source: Files) -> Plan:
     Raises: CheckpointError if the file is damaged or names what lies outside of source or target, or the source has changed since.
     UnsupportedError if another version of reshard wrote it.
     """
-    file = ColumnsFile(path, KIND, VERSION)
+    return _checked(ColumnsFile.at(path, KIND, VERSION), source)
+
+
+def plan_of_content(content: bytes, source: Files) -> Plan:
+    """The plan in the content of a plan file. Raises: as `read_plan` does."""
+    return _checked(ColumnsFile("plan", content, KIND, VERSION), source)
+
+
+def _checked(file: ColumnsFile, source: Files) -> Plan:
     try:
         return _plan(file, source)
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError) as error:
-        # The checks below name what is wrong where it is likely. A file with a right digest that reshard did not write can be wrong anywhere.
+        # The checks below name what is likely to be wrong. A forged file with a right digest can be wrong anywhere.
         raise file.damaged(f"it does not describe a plan ({type(error).__name__}: {error})") from None
 
 

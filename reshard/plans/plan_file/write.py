@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,22 @@ from reshard.index.shards import primary_rows
 from reshard.plans.plan import Plan
 from reshard.plans.plan_file.columns import ColumnsWriter
 from reshard.storage.files import Files
+from reshard.storage.system_calls import system_errors
 
 KIND, VERSION = "plan", 1
 
 
 def write_plan(plan: Plan, path: str | os.PathLike[str], *, request: str) -> int:
-    """Write a plan to a file; returns the file's length. request: the digest of what determines the result besides the source's content.
+    """Write a plan to a file, which appears under its name when it is complete; returns its length. request: as for `plan_content`."""
+    content, partial = plan_content(plan, request=request), Path(f"{os.fspath(path)}.partial")
+    with system_errors("written", Path(path)):
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    return len(content)
+
+
+def plan_content(plan: Plan, *, request: str) -> bytes:
+    """The content of a plan file. request: the digest of what determines the result besides the content of the source.
 
     Headers that say where a piece lies are read.
     """
@@ -37,7 +48,7 @@ def write_plan(plan: Plan, path: str | os.PathLike[str], *, request: str) -> int
     _source(columns, plan, source_paths)
     _target(columns, plan, target_paths)
     columns.value("plan", _about(plan, request))
-    return columns.write(path)
+    return columns.content()
 
 
 class _DTypes:
@@ -69,8 +80,8 @@ def _tensors(columns: ColumnsWriter, side: str, tensors: Sequence[Tensor], dtype
                 shards, located = tensor.shards, tensor.shards.located()
                 used, which = np.unique(located.files, return_inverse=True)
                 numbers = np.array([paths.setdefault(located.paths[file], len(paths)) for file in used.tolist()], np.int64)
-                one = isinstance(located.dtype, DType)
-                each = [located.dtype] * len(shards) if one else located.dtype.tolist()  # type: ignore[union-attr]
+                stored = located.dtype
+                each = [stored] * len(shards) if isinstance(stored, DType) else stored.tolist()
                 rows["offsets"].append(shards.offsets.reshape(-1))
                 rows["sizes"].append(shards.sizes.reshape(-1))
                 rows["strides"].append(located.strides.reshape(-1))
