@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from reshard.canonical.lora import base_name, is_of_adapter
+from reshard.canonical.trainer_names import with_published_names
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, Tile, joined, stacked
@@ -201,6 +202,8 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
         return _without_peft(index)
     if all(map(_declared(model).fullmatch, _model_names(index, prefix))):
         return index
+    if (published := with_published_names(index, model)) is not index:
+        return published
     names = Names(model)
     arrays: dict[str, Mosaic | None] = {}
 

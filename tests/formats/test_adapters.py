@@ -63,7 +63,9 @@ def test_every_target_and_every_division_into_blocks_gives_the_same_merge(tmp_pa
     for number, options in enumerate([{"to": "hf"}, {"to": "vllm", "tp": 2}, {"to": "sglang", "tp": 2}, {"to": "megatron", "tp": 2}]):
         plan = reshard.plan(HF / "llama", merge_adapter=PEFT / "patterns" / "adapter", **options)
         result = reshard.convert(plan, tmp_path / str(number))
-        found.add(reshard.fingerprint(reshard.open(tmp_path / str(number), model=HF / "llama", vocab_size=250 * (number == 3) or None)).root)
+        found.add(
+            reshard.fingerprint(reshard.open(tmp_path / str(number), model=HF / "llama", vocab_size=250 * (number == 3) or None)).root
+        )
         assert result.fingerprint.root
     assert len(found) == 1
     rank = reshard.open(HF / "llama").view(to="vllm", tp=4, rank=3, merge_adapter=PEFT / "dora" / "adapter")
@@ -75,13 +77,15 @@ def test_every_target_and_every_division_into_blocks_gives_the_same_merge(tmp_pa
 def test_half_a_row_of_a_dora_weight_is_scaled_by_the_length_of_the_whole_row(tmp_path):
     plan = reshard.plan(HF / "llama", to="hf", merge_adapter=PEFT / "dora" / "adapter")
     reshard.convert(plan, tmp_path / "out")
-    from reshard.geometry.stored import whole
     from reshard.engine.views import LazyTensor
+    from reshard.geometry.stored import whole
 
     name = "model.layers.1.self_attn.v_proj.weight"
     tensor = plan.content.tensors[name]
     lazy = LazyTensor(whole(name, tensor.dtype, tensor.shape), {name: tensor}, plan.source_files)
-    assert np.array_equal(lazy[:, 16:].words(), load(tmp_path / "out", "model.safetensors")[name][:, 16:].contiguous().view(torch.uint16).numpy())
+    assert np.array_equal(
+        lazy[:, 16:].words(), load(tmp_path / "out", "model.safetensors")[name][:, 16:].contiguous().view(torch.uint16).numpy()
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
