@@ -75,7 +75,7 @@ def _without_base_layers(module: str) -> str:
 
 
 def _stacked_modules(modules: Mapping[str, object], settings: LoraSettings) -> tuple[str, ...]:
-    """The modules whose parameters are adapted by `target_parameters`. Several of one module are nested: `experts`, `experts.base_layer`."""
+    """The modules whose parameters `target_parameters` adapts. Several of one module are nested: `experts`, `experts.base_layer`."""
     targets = [target.rpartition(".")[0] for target in settings.target_parameters]
     found = ((module, _without_base_layers(module)) for module in modules)
     return tuple(module for module, bare in found if any(bare == target or bare.endswith("." + target) for target in targets))

@@ -6,13 +6,11 @@ along axis 0. The order of rotary rows is that of the query and key heads, of he
     halves   0, 1, 2, ...                the published order: row i is rotated with row i + head_dim / 2
     pairs    0, d/2, 1, d/2 + 1, ...     row 2 i is rotated with row 2 i + 1
 
-A trainer is recognised if every weight of the checkpoint has a name of its table and every weight of the model is there; the shapes must fit.
-Nothing follows from a part of the names. The rows hold for the model types that the table lists: torchtitan's qwen3, for example, has the same
-names and halves.
+A trainer is recognised if every weight of the checkpoint has a name of its table; the shapes must fit, and every weight of the model
+must be there. Nothing follows from a part of the names. The rows hold for the model types that the table lists.
 
-Source: torchtitan 0.2.2 and 0.3 (models/llama3/model/state_dict_adapter.py), Meta's llama and transformers' convert_llama_weights_to_hf.py,
-mistral-inference, litgpt 0.5.13 (scripts/convert_hf_checkpoint.py), OLMo-core (nn/hf/convert.py); measured facts in tests/formats/
-test_trainer_names.py.
+Source: torchtitan 0.2.2 and 0.3.0 (models/llama3, state_dict_adapter.py), transformers' convert_llama_weights_to_hf.py for Meta's files,
+litgpt 0.5.13 (scripts/convert_hf_checkpoint.py), OLMo-core 3.0.0 (nn/hf/convert.py); compared with them in fixtures/trainer_names.
 """
 
 from __future__ import annotations
@@ -97,17 +95,22 @@ _OLMO_CORE = {
     "lm_head.norm.weight": ("final_norm",),
     "lm_head.w_out.weight": ("head",),
 }
-# The first table that fits is taken; two that have the same rows differ in nothing.
-TRAINERS = {
-    table.trainer: table
-    for table in (
-        TrainerNames("meta", _LLAMA, pairs=("llama", "mistral"), computed=("rope.freqs", "freqs_cis")),
-        TrainerNames("torchtitan-0.2", _LLAMA, pairs=("llama",), computed=("freqs_cis",)),
-        TrainerNames("torchtitan", _TITAN, pairs=("llama",), computed=("freqs_cis",)),
-        TrainerNames("litgpt", _LITGPT, halves=("llama", "mistral")),
-        TrainerNames("olmo-core", _OLMO_CORE, halves=("llama",)),
-    )
+# OLMo 2 has its norms after attention and MLP, under the same names, and norms of queries and keys.
+_OLMO_CORE_2 = _OLMO_CORE | {
+    "blocks.{layer}.attention_norm.weight": ("attention.post_norm",),
+    "blocks.{layer}.feed_forward_norm.weight": ("mlp.post_norm",),
+    "blocks.{layer}.attention.q_norm.weight": ("attention.q_norm",),
+    "blocks.{layer}.attention.k_norm.weight": ("attention.k_norm",),
 }
+# The first table that fits is taken; two that have the same rows differ in nothing.
+TRAINERS = (
+    TrainerNames("meta", _LLAMA, pairs=("llama", "mistral"), computed=("rope.freqs", "freqs_cis")),
+    TrainerNames("torchtitan-0.2", _LLAMA, pairs=("llama",), computed=("freqs_cis",)),
+    TrainerNames("torchtitan", _TITAN, pairs=("llama",), computed=("freqs_cis",)),
+    TrainerNames("litgpt", _LITGPT, halves=("llama", "mistral")),
+    TrainerNames("olmo-core", _OLMO_CORE, halves=("llama",)),
+    TrainerNames("olmo-core", _OLMO_CORE_2, halves=("olmo2",)),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +191,7 @@ class Places:
 def places_of(names: Iterable[str], model: Model) -> Places | None:
     """The places of the trainer whose names these are, all of them; None if they are none's."""
     known = set(names)
-    for table in TRAINERS.values():
+    for table in TRAINERS:
         if not table.holds(model) or not any(name.replace("{layer}", "0") in known for name in table.rows if "{layer}" in name):
             continue
         places = Places(table, model)
@@ -199,13 +202,16 @@ def places_of(names: Iterable[str], model: Model) -> Places | None:
 
 def named_places(trainer: str, model: Model | None) -> Places:
     """The places of the trainer that `--names` names. Raises RequestError if it is not known, UnsupportedError for another model."""
-    table = TRAINERS.get(trainer)
-    if table is None:
-        raise RequestError(f"--names {trainer}: unknown trainer", do=f"Choose one of {', '.join(TRAINERS)}")
-    if model is None or not table.holds(model):
+    tables = [table for table in TRAINERS if table.trainer == trainer]
+    if not tables:
+        known = dict.fromkeys(table.trainer for table in TRAINERS)
+        raise RequestError(f"--names {trainer}: unknown trainer", do=f"Choose one of {', '.join(known)}")
+    table = next((table for table in tables if model is not None and table.holds(model)), None)
+    if model is None or table is None:
         name = model.architecture.model_type if model else "an unknown model"
+        types = (model_type for table in tables for model_type in (*table.pairs, *table.halves))
         raise UnsupportedError(
-            f"--names {trainer}: its names are known for {', '.join((*table.pairs, *table.halves))}, and this is {name}",
+            f"--names {trainer}: its names are known for {', '.join(types)}, and this is {name}",
             why="Names that were not compared with the trainer's own are not written",
             do="Leave out --names" if model else "Name the model with --model DIR",
         )
@@ -228,8 +234,8 @@ def with_published_names(index: Index, model: Model) -> Index:
             continue
         if tensor.shape != array.shape:
             raise CheckpointError(
-                f"its shape is {list(tensor.shape)}; as a tensor of {places.table.trainer} it holds {', '.join(array.names)}, which have the "
-                f"shape {list(array.shape)}",
+                f"its shape is {list(tensor.shape)}; as a tensor of {places.table.trainer} it holds {', '.join(array.names)} "
+                f"{list(array.shape)}",
                 where=tensor.name,
                 why="The config belongs to another model",
                 do="Give the config that this model was trained with: --model DIR",

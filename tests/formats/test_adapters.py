@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,11 @@ from command import reshard as run
 from places import FIXTURES
 
 import reshard
+from reshard.canonical.content import Selection, content_of
+from reshard.canonical.lora import with_adapter_names
+from reshard.engine.views import LazyTensor
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
+from reshard.geometry.stored import whole
 
 PEFT, HF = FIXTURES / "peft", FIXTURES / "hf"
 CASES = sorted(path.parent.name for path in PEFT.glob("*/truth.json"))
@@ -68,18 +73,16 @@ def test_every_target_and_every_division_into_blocks_gives_the_same_merge(tmp_pa
         )
         assert result.fingerprint.root
     assert len(found) == 1
-    rank = reshard.open(HF / "llama").view(to="vllm", tp=4, rank=3, merge_adapter=PEFT / "dora" / "adapter")
-    whole = reshard.open(HF / "llama").view(to="vllm", tp=1, merge_adapter=PEFT / "dora" / "adapter")
+    rank, every = (
+        reshard.open(HF / "llama").view(to="vllm", tp=tp, rank=tp - 1, merge_adapter=PEFT / "plain" / "adapter") for tp in (4, 1)
+    )
     name = "model.layers.0.mlp.down_proj.weight"
-    assert np.array_equal(rank[name].words(), whole[name].words()[:, 66:])
+    assert np.array_equal(rank[name].words(), every[name].words()[:, 66:])
 
 
 def test_half_a_row_of_a_dora_weight_is_scaled_by_the_length_of_the_whole_row(tmp_path):
     plan = reshard.plan(HF / "llama", to="hf", merge_adapter=PEFT / "dora" / "adapter")
     reshard.convert(plan, tmp_path / "out")
-    from reshard.engine.views import LazyTensor
-    from reshard.geometry.stored import whole
-
     name = "model.layers.1.self_attn.v_proj.weight"
     tensor = plan.content.tensors[name]
     lazy = LazyTensor(whole(name, tensor.dtype, tensor.shape), {name: tensor}, plan.source_files)
@@ -119,14 +122,12 @@ def test_base_and_adapter_of_one_checkpoint_are_separated(tmp_path):
     assert reshard.verify(tmp_path / "merged", tmp_path / "again").equal
 
 
-def test_the_adapter_of_a_zero3_save_without_frozen_weights_is_in_the_masters(tmp_path):
-    given = {"lora_alpha": "6", "base_model": "qwen3_moe-sparse", "model": HF / "qwen3_moe-sparse"}
-    reshard.convert(reshard.plan(PEFT / "zero3", to="peft", **given), tmp_path / "out")
-    found, expected = load(tmp_path / "out"), load(PEFT / "fsdp2" / "adapter")
-    assert found.keys() == expected.keys()
-    assert all(found[name].dtype == torch.float32 and torch.equal(found[name], expected[name].float()) for name in found)
-    with pytest.raises(UnsupportedError, match=r"LoRA adapter and no base weights.*--to peft"):
-        reshard.plan(PEFT / "zero3", to="hf", model=HF / "qwen3_moe-sparse")
+def test_an_adapter_that_is_stored_as_masters_alone_is_an_adapter():
+    """As in ZeRO-3 with exclude_frozen_parameters, whose files hold no copy of the adapter in the type of the model."""
+    index = reshard.open(PEFT / "plain" / "adapter").index
+    masters = [replace(t, kind="master", name=t.name.replace(".weight", ".default.weight")) for t in index.tensors]
+    found = content_of(with_adapter_names(replace(index, tensors=tuple(masters))), None, Selection())
+    assert found.is_adapter and found.tensors.keys() == {tensor.name for tensor in index.tensors}
 
 
 def test_what_no_file_says_must_be_given(tmp_path):

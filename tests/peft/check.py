@@ -2,8 +2,8 @@
 
     python tests/peft/check.py [--reshard COMMAND] [--python INTERPRETER]
 
-Of each adapter: reshard's merge is PEFT's in float32 within one unit in the last place of bfloat16; `--to peft` of a trainer's state dict has
-the bits that PEFT saved, and PEFT loads it; `--to hf` of it is the base. An environment with PEFT is made in .venv-peft.
+Of each adapter: reshard's merge is PEFT's in float32 within one unit in the last place of bfloat16; `--to peft` of a trainer's state
+dict has the bits that PEFT saved, and PEFT loads it; `--to hf` of it is the base. An environment with PEFT is made in .venv-peft.
 """
 
 from __future__ import annotations
