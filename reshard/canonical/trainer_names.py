@@ -22,7 +22,7 @@ from functools import cached_property
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
-from reshard.geometry.mosaics import Mosaic, joined
+from reshard.geometry.mosaics import Mosaic, Tile, joined
 from reshard.geometry.sections import Section, Sections
 from reshard.geometry.stored import StoredTensor
 from reshard.index.index import Index, ParamGroup, Tensor
@@ -167,7 +167,7 @@ class Places:
             box = Box(tuple(starts[row].tolist()), tuple(sizes[row].tolist()))
             if heads is None:
                 for tile in array.tiles:
-                    part = tile
+                    part: Tile | None = tile
                     for axis in range(len(array.shape)):
                         part = part and part.cut(axis, box.offsets[axis], box.stops[axis])
                     if part is not None:

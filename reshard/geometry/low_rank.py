@@ -37,4 +37,5 @@ def add_products(delta: Float32, rows: Float32 | None, columns: Float32) -> None
 def row_lengths(values: Float32) -> Float32:
     """The Euclidean length of each row, computed in float64 and rounded once. values: [m, n]."""
     wide = values.astype(np.float64)
-    return np.sqrt(np.add.reduce(wide * wide, axis=1)).astype(np.float32)
+    lengths: Float32 = np.sqrt(np.add.reduce(wide * wide, axis=1)).astype(np.float32)
+    return lengths

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -140,7 +140,7 @@ def _with_adapter(content: Content, index: Index, base: Checkpoint, adapter: Che
     merged = with_adapter_merged(content, Adapter(os.path.abspath(adapter.path), LoraSettings(config), tensors))
     files = tuple(replace(file, path=JoinedFiles.path_in(adapter.files, file.path)) for file in adapter.index.files)
     both = replace(index, tensors=(*index.tensors, *tensors.values()), files=(*index.files, *files))
-    return merged, both, JoinedFiles(base.files, [adapter.files]), _notes_on_types(merged, content)
+    return merged, both, JoinedFiles(base.files, [adapter.files]), tuple(_notes_on_merge(merged, content, adapter.path))
 
 
 def _moved(tensor: Tensor, files: Files) -> Tensor:
@@ -150,13 +150,15 @@ def _moved(tensor: Tensor, files: Files) -> Tensor:
     return replace(tensor, shards=Shards.of([replace(piece, extent=extent)]))
 
 
-def _notes_on_types(merged: Content, base: Content) -> tuple[str, ...]:
-    """A note on weights of the adapter that replace those of the base and have another element type."""
-    other = [name for name, tensor in merged.weights.items() if tensor.dtype != base.tensors[name].dtype]
-    if not other:
-        return ()
-    dtype, name = merged.tensors[other[0]].dtype, other[0]
-    return (f"{plural(len(other), 'weight')} of the adapter, such as {name}, keep its element type {dtype}; --dtype casts them",)
+def _notes_on_merge(merged: Content, base: Content, path: str) -> Iterator[str]:
+    """Notes on an adapter that is merged, and on weights of it that have another element type than those of the base."""
+    count = merged.merged.weights if merged.merged else 0
+    yield f"the adapter {path} is merged into {plural(count, 'weight')}: base + scale * (B x A) in float32, rounded once"
+    if merged.model and merged.model.is_tied and merged.tensors[merged.model.architecture.tied[1]].updates:
+        yield "the head is tied to the embedding, so the merge changes both, as PEFT's does"
+    if other := [name for name, tensor in merged.weights.items() if tensor.dtype != base.tensors[name].dtype]:
+        dtype = merged.tensors[other[0]].dtype
+        yield f"{plural(len(other), 'weight')} of the adapter, such as {other[0]}, keep its element type {dtype}; --dtype casts them"
 
 
 def _check_has_optimizer(source: Checkpoint, format: Format) -> None:
