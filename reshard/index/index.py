@@ -10,6 +10,7 @@ from typing import Any, Literal
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import F32, DType
 from reshard.geometry.extents import Piece
+from reshard.geometry.light_dataclass import light_dataclass
 from reshard.geometry.meshes import Distribution, Mesh
 from reshard.geometry.quantities import plural
 from reshard.index.shards import Shards
@@ -29,7 +30,7 @@ KINDS: dict[Kind, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@light_dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
     """A canonical tensor and its pieces."""
 

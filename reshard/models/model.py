@@ -15,10 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
+from sys import intern
 from typing import Any
 
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
+from reshard.geometry.light_dataclass import light_dataclass
 from reshard.geometry.mosaics import Mosaic, joined
 from reshard.models.architecture import Architecture, Dimension, LayerRule, Weight
 from reshard.models.config_values import entries, value_at, whole_number
@@ -27,7 +29,7 @@ from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import ROLES, Split
 
 
-@dataclass(frozen=True, slots=True)
+@light_dataclass(frozen=True, slots=True)
 class ModelWeight:
     """One tensor of one model."""
 
@@ -63,7 +65,7 @@ class LayerKind:
     """The weights of the first of them, in the model's order."""
 
 
-@dataclass(frozen=True, slots=True)
+@light_dataclass(frozen=True, slots=True)
 class Part:
     """The part of a canonical tensor that has one role, viewed as an array [out features, in features] or [out features]."""
 
@@ -120,6 +122,27 @@ def _too_large(what: str, limit: int) -> RequestError:
         why="No known model comes close, so the file is damaged or was made by hand",
         do="Give the model's own config with --model DIR",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _NamesInLayer:
+    """The names in one layer that follow from a pattern: one for each expert, or a single one."""
+
+    pattern: str
+    """The name with {layer} and {expert} in place of these numbers."""
+    front: str
+    """The name up to the number of the expert; all of it if it has none."""
+    back: str | None
+    """What follows that number."""
+
+    @classmethod
+    def of(cls, pattern: str, layer: int | None) -> _NamesInLayer:
+        front, number, back = pattern.replace("{layer}", str(layer)).partition("{expert}")
+        return cls(pattern, front, back if number else None)
+
+    def of_expert(self, expert: int | None) -> str:
+        """The name in an expert. The names of tensors are compared with it a million times, so equal ones are one object."""
+        return intern(self.front if self.back is None else f"{self.front}{expert}{self.back}")
 
 
 class Dimensions(dict[str, int]):
@@ -324,7 +347,9 @@ class Model:
                     why="The layers of the two have this one in common",
                     do="Compare the sets of layers in the declaration with the config",
                 )
-        return {name: weight for name, weight in found.items() if name not in absent}
+        for name in absent:
+            found.pop(name, None)
+        return found
 
     def parts(self, *, keep_fused: frozenset[str] = frozenset()) -> tuple[Part, ...]:
         """The parts of all weights. keep_fused: roles of fused weights, such as "attention.qkv", that stay one part."""
@@ -353,7 +378,9 @@ class Model:
         return tuple(weight for weight in self.weights.values() if weight.layer is None)
 
     def reason_to_drop(self, name: str) -> str | None:
-        """Why a tensor of that name is left out on purpose; None if it is not."""
+        """Why a tensor of that name is left out on purpose; None if it is not. Weights of the model never are."""
+        if name in self.weights:
+            return None
         return next((reason for pattern, reason in self._dropped if pattern.fullmatch(name)), None)
 
     @cached_property
@@ -364,7 +391,17 @@ class Model:
         """Why serving engines leave out a tensor that a checkpoint may contain besides the weights; None for other names."""
         if name in self.weights:
             return None
-        return next((reason for pattern, reason in self.architecture.carried.items() if re.fullmatch(pattern, name)), None)
+        matches = ((pattern.fullmatch(name), reason) for pattern, reason in self._carried)
+        return next((reason for found, reason in matches if found and self._is_after_layers(found)), None)
+
+    @cached_property
+    def _carried(self) -> list[tuple[re.Pattern[str], str]]:
+        return [(re.compile(pattern), reason) for pattern, reason in self.architecture.carried.items()]
+
+    def _is_after_layers(self, found: re.Match[str]) -> bool:
+        """Whether the layer that `{mtp}` stands for in a declared name comes after the last layer; True without `{mtp}`."""
+        layer = found.groupdict().get("mtp")
+        return layer is None or int(layer) >= self.dimensions["layers"]
 
     def is_in_layer(self, name: str) -> bool:
         """Whether a name lies in one of the numbered layers that the architecture declares."""
@@ -434,29 +471,33 @@ class Model:
         """
         optional = layer is not None and layer >= self.dimensions["layers"]
         for is_expert, run in groupby(weights, key=lambda item: "{expert}" in item[0].name):
-            declared = list(run)
+            # What the experts share is computed once.
+            alike = []
+            for weight, shape in run:
+                pattern = weight.name.format(layer="{layer}", expert="{expert}", **numbers) if numbers else weight.name
+                quantization, stem = self._quantization_of(weight, pattern), pattern.removesuffix("weight")
+                scales = quantization.scales if quantization else ()
+                beside = [(scale, scale.shape(shape), _NamesInLayer.of(stem + scale.kind, layer)) for scale in scales]
+                alike.append((weight, shape, _NamesInLayer.of(pattern, layer), quantization, beside))
             for expert in range(self.dimensions["experts"]) if is_expert else (None,):
-                for weight, shape in declared:
-                    pattern = weight.name.format(layer="{layer}", expert="{expert}", **numbers) if numbers else weight.name
-                    name = numbered(pattern, layer, expert)
-                    scales = self._scales(weight, name)
-                    yield ModelWeight(name, weight.role, shape, layer, weight, pattern, expert, optional, scales)
-                    for scale in scales:
-                        beside = pattern.removesuffix("weight") + scale.kind
-                        name, of_scale = numbered(beside, layer, expert), scale.shape(shape)
-                        yield ModelWeight(name, weight.role, of_scale, layer, weight, beside, expert, optional, scale=scale)
-                    if weight.role == "attention.o" and scales and self.quantization:
-                        module = pattern.removesuffix(".weight").rpartition(".")[0]
-                        for scale in self.quantization.cache_scales:
-                            beside, role = f"{module}.{scale.kind}", f"attention.{scale.kind}"
-                            name, of_scale = numbered(beside, layer, expert), scale.single_shape
-                            yield ModelWeight(name, role, of_scale, layer, weight, beside, expert, optional, scale=scale)
+                for weight, shape, names, quantization, beside in alike:
+                    name = names.of_expert(expert)
+                    scales = quantization.scales_of(name) if quantization else ()
+                    yield ModelWeight(name, weight.role, shape, layer, weight, names.pattern, expert, optional, scales)
+                    for scale, of_scale, its in beside if scales else ():
+                        name = its.of_expert(expert)
+                        yield ModelWeight(name, weight.role, of_scale, layer, weight, its.pattern, expert, optional, scale=scale)
+                    if weight.role == "attention.o" and scales and quantization:
+                        module = names.pattern.removesuffix(".weight").rpartition(".")[0]
+                        for scale in quantization.cache_scales:
+                            pattern, role = f"{module}.{scale.kind}", f"attention.{scale.kind}"
+                            name, of_scale = numbered(pattern, layer, expert), scale.single_shape
+                            yield ModelWeight(name, role, of_scale, layer, weight, pattern, expert, optional, scale=scale)
 
-    def _scales(self, weight: Weight, name: str) -> tuple[Scale, ...]:
-        if self.quantization is None or not name.endswith(".weight"):
-            return ()
+    def _quantization_of(self, weight: Weight, pattern: str) -> Quantization | None:
+        """How a weight is quantized, unless the config excludes its module; None: weights of its role are not."""
         is_quantized = any(role in ROLES and ROLES[role].quantized for role in (weight.role, *weight.fuses))
-        return self.quantization.scales_of(name) if is_quantized else ()
+        return self.quantization if is_quantized and pattern.endswith(".weight") else None
 
     @cached_property
     def _separate_parts(self) -> tuple[Part, ...]:

@@ -56,10 +56,9 @@ def prove(plan: Plan) -> None:
         return
     check_all_covered(route.target for route in plan.routes)
     scales = {route.source.scaling.scales.name for route in plan.routes if route.source.scaling}
-    routed = (
-        {route.name for route in plan.routes} | plan.layout.aliases.keys() | set(plan.layout.inlined_scalars) | plan.layout.left_out.keys()
-    )
-    if lost := sorted(set(plan.content.tensors) - routed):
+    written = {route.source.name for route in plan.routes}
+    routed = written | plan.layout.aliases.keys() | set(plan.layout.inlined_scalars) | plan.layout.left_out.keys()
+    if lost := sorted(name for name in plan.content.tensors if name not in routed):
         raise ProofFailed("the plan neither writes this weight nor names it as dropped", where=lost[0])
     factors = {factor.name for route in plan.routes for update in route.source.updates for factor in update.factors}
     read_beside = len(scales) + len(factors)

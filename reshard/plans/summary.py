@@ -145,18 +145,16 @@ class _WeightFacts:
     """What the summary of a rank needs to know about the weights of a model."""
 
     def __init__(self, model: Model | None) -> None:
-        weights = model.weights.values() if model else ()
-        self._layers = {weight.name: weight.layer for weight in weights if weight.layer is not None}
-        self._roles = {weight.name: weight.role for weight in weights if weight.role in _ROLES_OF_RANKS}
+        self._weights = model.weights if model else {}
         # Ranks share their tuples of names.
         self._known: dict[tuple[str, ...], tuple[frozenset[int], tuple[tuple[int, str], ...]]] = {}
 
     def of(self, names: tuple[str, ...]) -> tuple[frozenset[int], tuple[tuple[int, str], ...]]:
         """The layers of some weights, and (place in `names`, role) of those whose rows are listed."""
         if names not in self._known:
-            layers = frozenset(layer for layer in map(self._layers.get, names) if layer is not None)
-            roles = tuple((place, role) for place, role in enumerate(map(self._roles.get, names)) if role is not None)
-            self._known[names] = layers, roles
+            weights = [(place, weight) for place, name in enumerate(names) if (weight := self._weights.get(name)) is not None]
+            layers = frozenset(weight.layer for _, weight in weights if weight.layer is not None)
+            self._known[names] = layers, tuple((place, weight.role) for place, weight in weights if weight.role in _ROLES_OF_RANKS)
         return self._known[names]
 
 

@@ -51,11 +51,10 @@ class Target:
         """The element type in which the target stores a tensor. Where a source holds a function of a weight, it is that of the weight."""
         if tensor.scaling:
             return self.dtype or BF16
-        is_weight = tensor.kind in ("weight", "buffer", "adapter", "other", "master")
         if (
             self.dtype is None
             or not tensor.dtype.floating
-            or not is_weight
+            or tensor.kind not in ("weight", "buffer", "adapter", "other", "master")
             or tensor.name in self.dtype_kept_for
             or matches(tensor.name, self.keep_dtype)
         ):

@@ -15,6 +15,7 @@ from reshard.canonical.dequantization import quantized_names, with_scales_attach
 from reshard.canonical.globs import check_globs
 from reshard.canonical.lora import LoraSettings, adapters_of, is_of_adapter, with_adapter_names
 from reshard.canonical.merging import Adapter, with_adapter_merged
+from reshard.containers.gc_pause import gc_paused
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.geometry.stored import whole
@@ -37,6 +38,7 @@ _NAMES_ARE_KEPT = (
 _ADAPTERS_ARE_COPIED = "LoRA adapters are copied as they are, and not merged into the base weights; --merge-adapter merges one"
 
 
+@gc_paused()
 def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Checkpoint | None = None) -> Plan:
     """The proven plan of the conversion of a checkpoint that the request asks for. adapter: the LoRA adapter to merge.
 
@@ -53,36 +55,40 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Che
     if (adapter_config := request.options.get("adapter_config")) is not None:
         companions = replace(companions, adapter_config=adapter_config_at(adapter_config))
     index, choose = _adapter_index(source, request, companions) if format.holds_adapters else (source.named(selection), None)
-    content = content_of(index, source.model, selection, choose)
+
+    def chosen() -> Content:
+        """The chosen tensors of `index`, and what reads their values."""
+        return replace(
+            content_of(index, source.model, selection, choose),
+            read_scalar=lambda key: _scalar(content.tensors[key], source.files),
+            recorded=lambda: source.recorded_digests(index, content),
+        )
+
+    content = chosen()
     _check_part(source, content, format)
     with blaming_the_parent(source.model_files):
         check_against_model(content, partial=selection.is_partial, strict=False)
     stored = source.of_model(selection)
     notes = index.facts.notes[len(stored.facts.notes) :]
-    if format.keeps_names and notes:
+    if format.keeps_names and (notes or index is not stored):
         index, notes = stored, (_NAMES_ARE_KEPT,)
-        content = content_of(index, source.model, selection, choose)
+        content = chosen()
     check_selected(content)
     check_globs("--keep-dtype", request.keep_dtype, content.weights)
     if not format.holds_adapters and any(tensor.kind == "adapter" for tensor in content.tensors.values()):
         notes = (*notes, _ADAPTERS_ARE_COPIED)
-    content = replace(
-        content,
-        read_scalar=lambda key: _scalar(content.tensors[key], source.files),
-        recorded=lambda: source.recorded_digests(index, content),
-    )
     kept_for = quantized_names(content, source.model_files.config)
     if request.dequantize:
         content, kept_for = with_scales_attached(content, companions.config), frozenset()
         companions = replace(companions, config=without_quantization(companions.config or {}), derived=True)
-    files = source.files
+    planned, stored, files = content, index, source.files
     if adapter is not None:
-        content, index, files, merged = _with_adapter(content, index, source, adapter)
+        planned, stored, files, merged = _with_adapter(content, index, source, adapter)
         notes = (*notes, *merged)
     target = Target(format.name, request.parallel, request.dtype, request.keep_dtype, kept_for, request.options, request.only_rank)
-    layout = format.lay_out(content, target, companions)
+    layout = format.lay_out(planned, target, companions)
     about_config = (source.model_files.note,) if source.model_files.note else ()
-    plan = make_plan(index, files, content, target, replace(layout, notes=(*about_config, *notes, *layout.notes)))
+    plan = make_plan(stored, files, planned, target, replace(layout, notes=(*about_config, *notes, *layout.notes)))
     prove(plan)
     return plan
 
@@ -138,6 +144,9 @@ def _with_adapter(content: Content, index: Index, base: Checkpoint, adapter: Che
         )
     tensors = {tensor.name: _moved(tensor, adapter.files) for tensor in adapter.index.tensors}
     merged = with_adapter_merged(content, Adapter(os.path.abspath(adapter.path), LoraSettings(config), tensors))
+    # Digests of the base say nothing about the weights that replace some of it.
+    replaced = {name for name, tensor in merged.tensors.items() if tensor is not content.tensors.get(name) and not tensor.updates}
+    merged = replace(merged, recorded=lambda: {name: text for name, text in content.recorded().items() if name not in replaced})
     files = tuple(replace(file, path=JoinedFiles.path_in(adapter.files, file.path)) for file in adapter.index.files)
     both = replace(index, tensors=(*index.tensors, *tensors.values()), files=(*index.files, *files))
     return merged, both, JoinedFiles(base.files, [adapter.files]), tuple(_notes_on_merge(merged, content, adapter.path))

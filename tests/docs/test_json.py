@@ -11,6 +11,7 @@ import pytest
 from command import reshard
 from doc_pages import FIXTURES, ROOT
 from published import LLAMA_70B
+from weight_servers import held, server, vllm
 
 import reshard as library
 from reshard.verbs.convert import conversion
@@ -113,7 +114,10 @@ def test_plan_and_convert(tmp_path):
 
 
 def test_verify_fingerprint_and_roundtrip():
-    check("verify", printed("verify", LLAMA, QWEN3))
+    digests = held("llama")
+    digests["dp0:pp0:pcp0:tp0:renamed"], digests["dp0:pp0:pcp0:tp0:new"] = digests.pop("dp0:pp0:pcp0:tp0:model.norm.weight"), "0"
+    with server(vllm(digests)) as (address, _):
+        check("verify", printed("verify", LLAMA, QWEN3), printed("verify", LLAMA, address))
     check("fingerprint", printed("fingerprint", LLAMA), printed("fingerprint", LLAMA, "--full"))
     check("roundtrip", printed("roundtrip", LLAMA, "--to", "vllm"))
 
@@ -135,11 +139,11 @@ def test_explain(tmp_path):
 
 def test_digests(tmp_path):
     arguments = ("digests", LLAMA, "--to", "vllm")
-    alone, key, server = printed(*arguments), "dp0:pp0:pcp0:tp0:model.norm.weight", tmp_path / "server.json"
-    held = dict(alone["baseline"])
-    held["dp0:pp0:pcp0:tp0:renamed"], held["dp0:pp0:pcp0:tp0:new"] = held.pop(key), "0"
-    server.write_text(json.dumps({"checksums": held}))
-    check("digests", alone, printed(*arguments, "--compare", server))
+    alone, key, answer = printed(*arguments), "dp0:pp0:pcp0:tp0:model.norm.weight", tmp_path / "server.json"
+    found = dict(alone["baseline"])
+    found["dp0:pp0:pcp0:tp0:renamed"], found["dp0:pp0:pcp0:tp0:new"] = found.pop(key), "0"
+    answer.write_text(json.dumps({"checksums": found}))
+    check("digests", alone, printed(*arguments, "--compare", answer), printed("digests", LLAMA, "--to", "sglang"))
 
 
 def test_doctor():

@@ -191,3 +191,10 @@ def test_an_interrupted_merge_is_not_resumed_with_another_adapter(tmp_path):
     other = edited("plain", tmp_path / "other", lora_alpha=8)
     assert plan.identity() != reshard.plan(HF / "llama", to="hf", merge_adapter=other).identity()
     assert plan.identity() != reshard.plan(HF / "llama", to="hf").identity()
+
+
+def test_a_base_that_reshard_wrote_is_compared_with_its_record_where_the_adapter_replaces_nothing(tmp_path):
+    reshard.convert(reshard.plan(HF / "gpt2", to="hf"), tmp_path / "base")
+    result = reshard.convert(reshard.plan(tmp_path / "base", to="hf", merge_adapter=PEFT / "saved" / "adapter"), tmp_path / "out")
+    assert any("not compared" in note and "because of the merge" in note for note in result.notes)
+    assert any("is merged into" in note for note in result.notes)

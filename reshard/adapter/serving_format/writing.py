@@ -46,7 +46,7 @@ def lay_out(serving_format: ServingFormat, content: Content, target: Target, com
     engine_config = serving_format.engine_config(model, target.parallel, dtypes)
     companions, class_notes = companions.completed(model.architecture)
     companions, config_notes = _with_config_defaults(companions, rules)
-    left_out = layers_not_served(model) | {name: reason for name in content.tensors if (reason := model.reason_not_served(name))}
+    left_out = layers_not_served(model) | {name: reason for name in content.besides_model if (reason := model.reason_not_served(name))}
     return Layout(
         serving_format.name,
         tuple(rank_files(serving_format, target, lambda tp, pp: rank_tensors(model, stored, rules, target.parallel, tp, pp))),

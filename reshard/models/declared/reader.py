@@ -286,9 +286,10 @@ def _fields(keys: Mapping[str, Node], base: Architecture | None, find: Find) -> 
 
 
 def _regex(glob: str) -> str:
-    """A regular expression for the names that a glob matches: * is anything, {layer} and {expert} are numbers."""
-    special = {"{layer}": r"\d+", "{expert}": r"\d+", "*": r".*"}
-    return "".join(special.get(word, re.escape(word)) for word in re.split(r"(\{layer\}|\{expert\}|\*)", glob))
+    """A regular expression for the names that a glob matches: * is anything, {layer} and {expert} are numbers, {mtp} is the number of a
+    layer after the last one."""
+    special = {"{layer}": r"\d+", "{expert}": r"\d+", "{mtp}": r"(?P<mtp>\d{1,6})", "*": r".*"}
+    return "".join(special.get(word, re.escape(word)) for word in re.split(r"(\{layer\}|\{expert\}|\{mtp\}|\*)", glob))
 
 
 def _reason(node: Node) -> str:
