@@ -198,3 +198,9 @@ def test_a_base_that_reshard_wrote_is_compared_with_its_record_where_the_adapter
     result = reshard.convert(reshard.plan(tmp_path / "base", to="hf", merge_adapter=PEFT / "saved" / "adapter"), tmp_path / "out")
     assert any("not compared" in note and "because of the merge" in note for note in result.notes)
     assert any("is merged into" in note for note in result.notes)
+
+
+def test_a_plan_file_refuses_a_merge_instead_of_losing_it(tmp_path):
+    adapter = PEFT / "plain" / "adapter"
+    refused = run("plan", HF / "llama", "--to", "hf", "--merge-adapter", adapter, "--plan-out", tmp_path / "plan")
+    assert refused.code == 6 and "merges an adapter" in refused.err and not (tmp_path / "plan").exists()
