@@ -310,6 +310,7 @@ def target(*, required: bool = True) -> Decorator[Any]:
         option("--dtype", section=TARGET, metavar="DTYPE", help="Cast floating-point weights: bf16, fp16, fp32, fp8 ..."),
         option("--keep-dtype", section=TARGET, multiple=True, metavar="GLOB", help="Do not cast tensors whose names match."),
         option("--dequantize", section=TARGET, is_flag=True, help="Dequantize weights to --dtype (default: bf16)."),
+        option("--merge-adapter", section=TARGET, metavar="DIR", help="Merge the LoRA adapter of this PEFT directory into the weights."),
         *_options_of_formats(),
     )
 
