@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from reshard.storage.files import Files
+
+if TYPE_CHECKING:
+    from reshard.storage.stores.store import Store
 
 # Between the root of a tree and a path in it. No absolute path contains it.
 _BETWEEN = "/./"
@@ -29,6 +33,21 @@ class JoinedFiles:
     def _find(self, path: str) -> tuple[Files, str]:
         root, separator, inner = path.partition(_BETWEEN)
         return (self._others[root], inner) if separator and root in self._others else (self._main, path)
+
+    @property
+    def is_file(self) -> bool:
+        return self._main.is_file
+
+    @property
+    def store(self) -> Store | None:
+        return self._main.store
+
+    def opened(self) -> None:
+        for files in (self._main, *self._others.values()):
+            files.opened()
+
+    def parent(self) -> Files | None:
+        return self._main.parent()
 
     def list(self, folder: str = "") -> tuple[str, ...]:
         return self._main.list(folder)
