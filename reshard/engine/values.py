@@ -1,57 +1,131 @@
-"""Values: the elements of a tensor in a given element type. Each box is gathered, multiplied by its scales if it has any, and cast."""
+"""Values: the elements of a tensor in a given element type. Each box is gathered, decoded if the tensor is quantized, and cast."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import numpy as np
 
-from reshard.engine.casts import cast, scaled
+from reshard.engine.casts import cast, decoded
 from reshard.engine.transfer import Block, Pieces, SlabPieces, Strip, Worker
+from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
-from reshard.geometry.dtypes import F32, DType
-from reshard.index.index import Scaling, Tensor
+from reshard.geometry.dtypes import E8M0, F32, DType
+from reshard.index.index import EncodedPart, Encoding, Tensor
+
+# The number of elements that are decoded at once, so that their float32 values stay in a processor's cache.
+_DECODED = 1 << 16
+
+_TERMS = ("codes", "zero point")
 
 
 class Values:
     """The values of a tensor in the element type `dtype`. Several workers may read it."""
 
     def __init__(self, tensor: Tensor, dtype: DType) -> None:
-        self._tensor, self._dtype, self._pieces = tensor, dtype, Pieces(tensor)
-        self._scales = Pieces(tensor.scaling.scales) if tensor.scaling else None
+        self._tensor, self._dtype = tensor, dtype
+        self._stored = [Pieces(stored) for stored in tensor.stored]
         self.itemsize = max(dtype.itemsize, *(stored.itemsize for stored in tensor.dtypes))
 
     def within(self, slab: Box, axis: int) -> SlabPieces:
         """What the pieces of the tensor hold of a slab. Raises CheckpointError as `Pieces.within` does."""
-        return self._pieces.within(slab, axis)
+        if self._tensor.encoding is None:
+            return self._stored[0].within(slab, axis)
+        axes = self._tensor.encoding.parts[0].axes
+        return SlabPieces(self._tensor, (), wants_many_lines=axes != tuple(sorted(axes)))
 
     def read(self, worker: Worker, pieces: SlabPieces, strip: Strip, out: Block | None = None) -> Block:
         """The values of a strip, as an array of lines: `out`, or an array that may be a view of the worker's buffers, which its next read
         overwrites.
 
-        Raises: CheckpointError as `Worker.read` does.
+        Raises: CheckpointError as `Worker.read` does, or if a quantized tensor is stored in groups of another order.
         """
-        source, scaling = self._tensor.dtype, self._tensor.scaling
-        if self._scales is None and source == self._dtype:
+        source, encoding = self._tensor.dtype, self._tensor.encoding
+        if encoding is None and source == self._dtype:
             return worker.read(pieces, strip, out)
-        if self._scales is None or scaling is None:
+        if encoding is None:
             values = cast(worker.read(pieces, strip), source, self._dtype, worker.converted(strip.sizes, self._dtype))
         else:
-            box = strip.box
-            scales_box = scaling.box_of(box)
-            scales = cast(worker.gather(self._scales, scales_box), scaling.scales.dtype, F32).copy()
-            factors = _factors(scales.view(np.float32), scaling, scales_box, box)
-            values = scaled(worker.read(pieces, strip).reshape(box.sizes), source, factors, self._dtype).reshape(strip.sizes)
+            values = worker.converted(strip.sizes, self._dtype)
+            self._decode(worker, encoding, strip.box, values.reshape(strip.box.sizes))
         if out is None:
             return values
         out[...] = values
         return out
 
+    def _decode(self, worker: Worker, encoding: Encoding, box: Box, out: Block) -> None:
+        """Compute the values of a box of a quantized tensor."""
+        stored = [
+            (part, box_of, worker.gather(pieces, box_of).copy())
+            for part, pieces in zip(encoding.parts, self._stored, strict=True)
+            for box_of in (part.box_of(box),)
+        ]
+        for part, at, words in stored:
+            if part.component.use == "group index":
+                _check_order(part, encoding, at, words)
+        for inner in _runs(box):
+            values = {part.component.use: _values(part, at, words, inner) for part, at, words in stored if part.component.use in _TERMS}
+            factors = np.ones((1,) * len(box.sizes), np.float32)
+            with np.errstate(all="ignore"):
+                for part, at, words in stored:
+                    if part.component.use == "scale":
+                        factors = factors * _values(part, at, words, inner)
+                    elif part.component.use == "divisor":
+                        factors = factors / _values(part, at, words, inner)
+            out[inner.relative_to(box.offsets).index] = decoded(values["codes"], values.get("zero point"), factors, self._dtype)
 
-def _factors(scales: Block, scaling: Scaling, scales_box: Box, box: Box) -> Block:
-    """The scales of a box of elements, as an array that numpy broadcasts to the elements."""
-    if scales.ndim != len(box.sizes):
-        return scales.reshape((1,) * len(box.sizes))
-    for axis, step in enumerate(scaling.block_shape):
-        if step is not None and step > 1:
-            indices = np.arange(box.offsets[axis], box.stops[axis]) // step - scales_box.offsets[axis]
-            scales = np.take(scales, indices, axis=axis)
-    return scales
+
+def _runs(box: Box) -> Iterator[Box]:
+    """A box in parts of consecutive lines, with few elements each."""
+    axis = next((axis for axis, size in enumerate(box.sizes) if size > 1), 0)
+    lines = max(1, _DECODED // max(1, math.prod(box.sizes[axis + 1 :])))
+    for start in range(0, box.sizes[axis], lines):
+        yield box.narrow(axis, start, min(start + lines, box.sizes[axis]))
+
+
+def _values(part: EncodedPart, stored_box: Box, words: Block, box: Box) -> Block:
+    """The values of a component for a box of elements, in float32, as an array that numpy broadcasts to the elements.
+
+    words: what the stored tensor holds of `stored_box`.
+    """
+    packing = part.component.packing
+    if not part.axes:
+        return _as_float32(part, words).reshape((1,) * len(box.sizes))
+    within = part.box_of(box)
+    words = words[within.relative_to(stored_box.offsets).index]
+    if packing is None:
+        values = _as_float32(part, words)
+    else:
+        assert part.packed_axis is not None
+        values = packing.unpacked(words, part.packed_axis)
+    values = values.transpose(part.axes)
+    for axis, (size, step) in enumerate(zip(part.block_shape, part.grid, strict=True)):
+        if size is None:
+            continue
+        first = box.offsets[axis] // (step or 1) * ((step or 1) // size)
+        start, stop = box.offsets[axis], box.stops[axis]
+        if size == 1:
+            values = values[(slice(None),) * axis + (slice(start - first, stop - first),)]
+        else:
+            values = np.take(values, np.arange(start, stop) // size - first, axis=axis)
+    return values
+
+
+def _as_float32(part: EncodedPart, words: Block) -> Block:
+    dtype = E8M0 if part.component.exponents else part.tensor.dtype
+    return cast(np.ascontiguousarray(words).view(dtype.word), dtype, F32).view(np.float32)
+
+
+def _check_order(part: EncodedPart, encoding: Encoding, box: Box, words: Block) -> None:
+    """Raises CheckpointError if input features are in other groups than the runs of neighbours."""
+    size = next(size for each in encoding.parts if each.component.use == "scale" for size in each.block_shape[-1:])
+    features = np.arange(box.offsets[0], box.stops[0])
+    expected = features // size if size else features * 0
+    if not np.array_equal(words.view(np.int32), expected):
+        raise CheckpointError(
+            "its input features are not in groups of neighbours (act-order)",
+            where=part.tensor.name,
+            why="The values would be multiplied by the scales of other groups",
+            do="Quantize the model without act-order (desc_act), or load it with the library that wrote it",
+        )

@@ -13,6 +13,7 @@ from reshard.geometry.extents import Piece
 from reshard.geometry.meshes import Distribution, Mesh
 from reshard.geometry.quantities import plural
 from reshard.index.shards import Shards
+from reshard.models.quantized import BlockShape, Component
 
 Kind = Literal["weight", "buffer", "adapter", "other", "master", "moment1", "moment2", "step", "state"]
 """What a tensor is for in the training run. (A *role* is what a weight does in the model, such as attention.q.)"""
@@ -45,13 +46,18 @@ class Tensor:
     """Its pieces."""
     distribution: Distribution | None = None
     """How it was distributed on the run's mesh; None if the files do not say."""
-    scaling: Scaling | None = None
-    """The scales that turn its quantized elements into values; None if it is not quantized, or is copied without dequantization."""
+    encoding: Encoding | None = None
+    """The stored tensors that its values are computed from; None if it is stored as its elements, or is copied without dequantization."""
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """The tensors that are read for it: itself, or those of its encoding."""
+        return tuple(part.tensor for part in self.encoding.parts) if self.encoding else (self,)
 
     @property
     def dtypes(self) -> tuple[DType, ...]:
-        """The element types that are read for it: its own and that of its scales."""
-        return (self.dtype, self.scaling.scales.dtype) if self.scaling else (self.dtype,)
+        """The element types that are read for it."""
+        return (self.dtype, *(tensor.dtype for tensor in self.stored))
 
     @property
     def elements(self) -> int:
@@ -76,24 +82,53 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scaling:
-    """The scales of a quantized tensor: an element times its scale is its value."""
+class EncodedPart:
+    """One of the stored tensors of a quantized tensor."""
 
-    scales: Tensor
-    """The tensor of scales."""
-    block_shape: tuple[int | None, ...]
-    """Elements per scale along each axis; None: one scale for the whole axis."""
+    tensor: Tensor
+    """The stored tensor."""
+    component: Component
+    """What it is for, and how its values are packed."""
+    block_shape: BlockShape
+    """Elements of the quantized tensor per value, along each axis. None: one value for the whole axis."""
+    axes: tuple[int, ...]
+    """For each axis of the quantized tensor, the axis of the stored tensor. Empty if the stored tensor is one number."""
+
+    @property
+    def packed_axis(self) -> int | None:
+        """The axis of the stored tensor along which several values share a word."""
+        packing = self.component.packing
+        return len(self.axes) - 2 + (packing.axis ^ self.component.transposed) if packing else None
+
+    @property
+    def grid(self) -> BlockShape:
+        """Elements of the quantized tensor per stored element, along each of its axes."""
+        count = self.component.packing.count if self.component.packing else 1
+        at = self.packed_axis
+        return tuple(size * count if size and axis == at else size for size, axis in zip(self.block_shape, self.axes, strict=True))
 
     def box_of(self, box: Box) -> Box:
-        """The box of the scales that belong to a box of elements; all scales if they have another number of axes."""
-        shape = self.scales.shape
-        if len(shape) != len(box.sizes):
+        """The box of the stored tensor that belongs to a box of elements: all of it, if it is one number."""
+        shape = self.tensor.shape
+        if not self.axes:
             return Box.whole(shape)
-        spans = [
-            (0, 1) if step is None else (start // step, -(-stop // step))
-            for step, start, stop in zip(self.block_shape, box.offsets, box.stops, strict=True)
-        ]
-        return Box(tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans))
+        starts, stops = [0] * len(shape), list(shape)
+        for size, axis, start, stop in zip(self.grid, self.axes, box.offsets, box.stops, strict=True):
+            if size is not None:
+                starts[axis], stops[axis] = start // size, -(-stop // size)
+        return Box(tuple(starts), tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoding:
+    """How the values of a quantized tensor follow from stored tensors."""
+
+    name: str
+    """What the form is called, such as "MXFP4"."""
+    parts: tuple[EncodedPart, ...]
+    """The stored tensors: the codes, then their scales and zero points."""
+    dtype: DType
+    """The element type of the values, unless another one is asked for."""
 
 
 @dataclass(frozen=True, slots=True)

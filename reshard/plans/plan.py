@@ -50,6 +50,11 @@ class Route:
         return self.source.dtype != self.target.dtype
 
     @property
+    def scaled_by(self) -> tuple[str, ...]:
+        """The names of the stored tensors beside its codes, if it is dequantized."""
+        return tuple(tensor.name for tensor in self.source.stored[1:])
+
+    @property
     def dtypes(self) -> tuple[DType, ...]:
         """The element types that are read and written."""
         return (*self.source.dtypes, self.target.dtype)
@@ -157,12 +162,11 @@ class Plan:
         """The sums over the plan."""
         read = compared = copied = 0
         for route in self.routes:
-            shards, itemsize = route.source.shards, route.source.dtype.itemsize
-            replicas = int(shards.sizes[~primary_rows(shards)].prod(axis=1).sum()) if len(shards) > 1 else 0
-            read += (shards.elements - replicas) * itemsize
-            compared += replicas * itemsize
-            if route.source.scaling:
-                read += route.source.scaling.scales.nbytes
+            for stored in route.source.stored:
+                shards, itemsize = stored.shards, stored.dtype.itemsize
+                replicas = int(shards.sizes[~primary_rows(shards)].prod(axis=1).sum()) if len(shards) > 1 else 0
+                read += (shards.elements - replicas) * itemsize
+                compared += replicas * itemsize
             copied += route.target.shards.elements * route.target.dtype.itemsize
         written = sum(file.nbytes for file in self.layout.files)
         stored = sum(file.stored_nbytes for file in self.layout.files)
@@ -248,7 +252,7 @@ class Plan:
                     "shape": list(route.source.shape),
                     "from": str(route.source.dtype),
                     "to": str(route.target.dtype),
-                    "scaled_by": route.source.scaling.scales.name if route.source.scaling else None,
+                    "scaled_by": ", ".join(route.scaled_by) or None,
                     "source_boxes": len(route.source.shards),
                     "target_boxes": len(route.target.shards),
                 }
@@ -280,7 +284,7 @@ class Plan:
         digest = hashlib.sha256(f"digests {CURRENT.number}\0{json.dumps(about, sort_keys=True)}".encode())
         for route in self.routes:
             source, target = route.source, route.target
-            scales = source.scaling.scales.name if source.scaling else ""
+            scales = ", ".join(route.scaled_by)
             text = f"{route.name}\0{source.dtype}\0{target.dtype}\0{source.shape}\0{scales}\0{len(source.shards)}\0{len(target.shards)}\0"
             digest.update(text.encode("utf-8", "surrogatepass"))
         # Windows on a table are rows of it, and the routes together have all rows.

@@ -55,13 +55,13 @@ def prove(plan: Plan) -> None:
     if plan.target.only_rank:
         return
     check_all_covered(route.target for route in plan.routes)
-    scales = {route.source.scaling.scales.name for route in plan.routes if route.source.scaling}
+    encoded = sum(len(route.source.stored) - 1 for route in plan.routes)
     routed = (
         {route.name for route in plan.routes} | plan.layout.aliases.keys() | set(plan.layout.inlined_scalars) | plan.layout.left_out.keys()
     )
     if lost := sorted(set(plan.content.tensors) - routed):
         raise ProofFailed("the plan neither writes this weight nor names it as dropped", where=lost[0])
-    named = len(plan.content.tensors) + len(scales) - len(plan.content.duplicate_masters) + len(plan.content.drops) + len(plan.content.tied)
+    named = len(plan.content.tensors) + encoded - len(plan.content.duplicate_masters) + len(plan.content.drops) + len(plan.content.tied)
     if named != len(plan.source.tensors):
         raise ProofFailed(f"the source has {len(plan.source.tensors)} tensors, the plan accounts for {named}")
 
@@ -155,7 +155,7 @@ def widens(route: Route) -> bool:
     """Whether the cast of a route keeps every value, so that the cast back gives the same bits."""
     if route.target.dtype.function != route.source.dtype.function:
         return False
-    return route.source.scaling is None and (route.source.dtype.name, route.target.dtype.name) in _EXACT
+    return route.source.encoding is None and (route.source.dtype.name, route.target.dtype.name) in _EXACT
 
 
 _EXACT = {

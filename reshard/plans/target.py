@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.canonical.globs import matches
-from reshard.geometry.dtypes import BF16, DType
+from reshard.geometry.dtypes import DType
 from reshard.geometry.parallel import ONE_RANK, Parallel
 from reshard.geometry.quantities import plural
 from reshard.index.index import Tensor
@@ -49,8 +49,8 @@ class Target:
 
     def dtype_of(self, tensor: Tensor) -> DType:
         """The element type in which the target stores a tensor. Where a source holds a function of a weight, it is that of the weight."""
-        if tensor.scaling:
-            return self.dtype or BF16
+        if tensor.encoding:
+            return self.dtype or tensor.encoding.dtype
         is_weight = tensor.kind in ("weight", "buffer", "adapter", "other", "master")
         if (
             self.dtype is None

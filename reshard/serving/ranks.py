@@ -187,7 +187,7 @@ class EngineRank:
         run = self.rules.quirks.even_rows_first.get(part.role)
         if run and part.parameter == "weight":
             array = array.with_even_first(0, part.dimensions[run])
-        return array.flattened() if part.scale and not any(part.block_shape) else array
+        return array.flattened() if part.is_scale and not any(part.block_shape) else array
 
     def _stacked_experts(self, group: list[Part], fusion: Fusion | None) -> RankTensor:
         """One tensor for all experts of this rank: [experts, ...]. Experts that are alike are laid out once."""
@@ -207,7 +207,7 @@ class EngineRank:
         else:
             array = stacked([joined([self._shard(part) for part in parts]) for parts in stored])
             shape, sections = array.shape, self._sections(array, [part for parts in stored for part in parts])
-        if len(shape) == 2 and shape[1] == 1 and group[0].scale is not None:
+        if len(shape) == 2 and shape[1] == 1 and group[0].is_scale:
             shape = shape[:1]  # one scale for each expert
         is_stacked = self.model.weights[group[0].tensor].declared.stacked
         module = group[0].pattern.rpartition("." if is_stacked else ".{expert}.")[0]

@@ -86,7 +86,7 @@ def stored_dtypes(model: Model, rules: EngineRules, dtypes: Mapping[str, DType])
     dtypes = dict(dtypes)
     fixed = {role: dtype or model_dtype(model, dtypes) for role, dtype in {**rules.dtypes, **rules.quirks.dtypes}.items()}
     for weight in model.weights.values():
-        role = "scale" if weight.scale else weight.role
+        role = "scale" if weight.component and weight.component.element_type == "F32" else weight.role
         if weight.name in dtypes and (role in fixed or role in rules.quirks.values):
             dtypes[weight.name] = fixed.get(role, dtypes[weight.name]).of(rules.quirks.values.get(role, ""))
     return dtypes

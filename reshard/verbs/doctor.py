@@ -156,7 +156,7 @@ def _structure(patient: _Patient, index: Index) -> Iterator[Finding]:
     yield from structure.config_shapes(weights, model, patient.checkpoint.model_files.config)
     yield from structure.missing_layers(weights)
     yield from structure.mixed_dtypes(weights)
-    yield from structure.missing_scales(weights, model, patient.checkpoint.model_files.config)
+    yield from structure.missing_scales(weights, patient.checkpoint.model_files.config)
     yield from structure.uneven_steps(index, patient.files)
     yield from optimizer.optimizer_state(index)
 

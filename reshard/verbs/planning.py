@@ -9,7 +9,7 @@ from reshard.adapter import registry
 from reshard.adapter.format import Format
 from reshard.adapter.model_files import blaming_the_parent
 from reshard.canonical.content import check_against_model, check_selected, content_of
-from reshard.canonical.dequantization import quantized_names, with_scales_attached, without_quantization
+from reshard.canonical.dequantization import quantized_names, with_values, without_quantization
 from reshard.canonical.globs import check_globs
 from reshard.errors import RequestError
 from reshard.geometry.stored import whole
@@ -62,7 +62,7 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest) -> Plan:
     )
     companions, kept_for = source.model_files, quantized_names(content, source.model_files.config)
     if request.dequantize:
-        content, kept_for = with_scales_attached(content, companions.config), frozenset()
+        content, kept_for = with_values(content, companions.config), frozenset()
         companions = replace(companions, config=without_quantization(companions.config or {}), derived=True)
     target = Target(format.name, request.parallel, request.dtype, request.keep_dtype, kept_for, request.options, request.only_rank)
     layout = format.lay_out(content, target, companions)
