@@ -4,14 +4,16 @@ that are no longer tensors of the content. The values are computed when the weig
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError, IncompleteError, RequestError
 from reshard.geometry.dtypes import BF16
 from reshard.index.index import EncodedPart, Encoding, Tensor
+from reshard.index.name_parts import family_of
 from reshard.models.model import Model
 from reshard.models.quantization import quantization_of, unknown_quantization
 from reshard.models.quantized import Component, Quantization, StoredForm
@@ -49,6 +51,44 @@ def with_values(content: Content, config: Mapping[str, Any] | None) -> Content:
     model = Model(content.model.architecture, without_quantization(content.model.config)) if content.model else None
     in_order = dict.fromkeys((*(name for name in content.tensors if name in tensors), *tensors))
     return replace(content, tensors={name: tensors[name] for name in in_order}, drops=tuple(drops), model=model)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedFamily:
+    """Quantized weights that are alike but for the numbers of their layers and experts."""
+
+    name: str
+    """Their name, with # in place of numbers."""
+    form: str
+    """How they are stored, such as "MXFP4"."""
+    shape: tuple[int, ...]
+    """The shape of each, in elements."""
+    weights: int
+    """How many they are."""
+    stored: tuple[tuple[str, str, tuple[int, ...]], ...]
+    """(last word of the name, element type, shape) of each of the tensors in which one of them is stored."""
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of all of them."""
+        return self.weights * math.prod(self.shape)
+
+
+def quantized_families(content: Content, config: Mapping[str, Any] | None) -> tuple[QuantizedFamily, ...]:
+    """The quantized weights of a content, as the config describes them. Weights of which a component is missing are left out."""
+    quantization = quantization_of(config or {})
+    families: dict[tuple[object, ...], QuantizedFamily] = {}
+    for weight, form in quantization.stored_weights(_element_types(content)) if quantization else ():
+        names = form.names(weight)
+        if not names.keys() <= content.tensors.keys():
+            continue
+        tensors = [content.tensors[name] for name in names]
+        stored = tuple((each.kind, tensor.dtype.name, tensor.shape) for each, tensor in zip(names.values(), tensors, strict=True))
+        shape = _canonical_shape(form, tensors[0])
+        key = family_of(weight), form.name, shape, stored
+        known = families.get(key)
+        families[key] = QuantizedFamily(family_of(weight), form.name, shape, known.weights + 1 if known else 1, stored)
+    return tuple(families.values())
 
 
 def quantized_names(content: Content, config: Mapping[str, Any] | None) -> frozenset[str]:
@@ -90,10 +130,9 @@ def _check_is_whole(names: Mapping[str, Component], tensors: Mapping[str, Tensor
 
 def _encoded(weight: str, form: StoredForm, stored: list[tuple[Component, Tensor]]) -> Tensor:
     """A weight as one tensor, encoded in the stored ones. Raises CheckpointError if one of them has another shape than its codes say."""
-    codes = stored[0][1]
-    shape = form.codes.weight_shape(codes.shape) if len(codes.shape) >= 2 else codes.shape
-    canonical = (*shape[:-2], shape[-1], shape[-2]) if form.transposed else shape
-    parts = []
+    codes, parts = stored[0][1], []
+    canonical = _canonical_shape(form, codes)
+    shape = _swapped(canonical) if form.transposed else canonical
     for component, tensor in stored:
         if component.use in _UNUSED:
             continue
@@ -108,6 +147,18 @@ def _encoded(weight: str, form: StoredForm, stored: list[tuple[Component, Tensor
     scale = next(tensor for component, tensor in stored if component.use == "scale")
     dtype = scale.dtype if form.keeps_scale_type else BF16
     return _over(parts[0], replace(codes, name=weight, shape=canonical, encoding=Encoding(form.name, tuple(parts), dtype)))
+
+
+def _canonical_shape(form: StoredForm, codes: Tensor) -> tuple[int, ...]:
+    """The shape of the model's own tensor, by that of its codes. Raises CheckpointError for codes without two axes."""
+    if len(codes.shape) < 2 + len(form.codes.packing.words if form.codes.packing else ()):
+        raise CheckpointError(f"its shape is {list(codes.shape)}; {form.name} weights have two axes or more", where=codes.name)
+    shape = form.codes.weight_shape(codes.shape)
+    return _swapped(shape) if form.transposed else shape
+
+
+def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2])
 
 
 def _part(component: Component, tensor: Tensor, ndim: int, form: StoredForm) -> EncodedPart:
