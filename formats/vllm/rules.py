@@ -153,4 +153,4 @@ def _extra_tensors(model: Model, release: Release, *, stores_normalizer: bool) -
     if release.attention_scales:
         yield from _SCALES
     if model.quantization and "kv_rank" not in model.dimensions:
-        yield from _PLACEHOLDERS[model.quantization.method]
+        yield from _PLACEHOLDERS.get(model.quantization.method, ())

@@ -159,8 +159,27 @@ class NoKernel:
 
     input_dtype = None
 
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Takes what the kernel takes."""
+
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"this platform has no such kernel ({name})")
+
+
+def _no_kernel_class(*_: Any, **__: Any) -> type[NoKernel]:
+    return NoKernel
+
+
+# (module, function) that choose the kernels of packed weights.
+_PACKED_KERNELS = (
+    ("compressed_tensors.schemes.compressed_tensors_wNa16", "choose_mp_linear_kernel"),
+    ("compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4", "init_nvfp4_linear_kernel"),
+    ("compressed_tensors.schemes.compressed_tensors_w4a4_mxfp4", "init_mxfp4_linear_kernel"),
+    ("compressed_tensors.schemes.compressed_tensors_w8a8_mxfp8", "init_mxfp8_linear_kernel"),
+    ("modelopt", "select_linear_kernel"),
+    ("auto_gptq", "choose_mp_linear_kernel"),
+    ("auto_awq", "choose_mp_linear_kernel"),
+)
 
 
 @contextlib.contextmanager
@@ -195,6 +214,9 @@ def without_kernels(softened: list[str]) -> Iterator[None]:
     soften(f"{quantization}.fp8", "init_fp8_linear_kernel", lambda *_, **__: NoKernel())
     soften(f"{quantization}.fp8", "select_fp8_moe_backend", lambda *_, **__: (None, None))
     soften(f"{quantization}.compressed_tensors.schemes.compressed_tensors_w8a8_fp8", "init_fp8_linear_kernel", lambda *_, **__: NoKernel())
+    for module, name in _PACKED_KERNELS:
+        is_class = name.startswith("choose")
+        soften(f"{quantization}.{module}", name, _no_kernel_class if is_class else NoKernel)
     moe = "vllm.model_executor.layers.fused_moe"
     soften(f"{moe}.unquantized_fused_moe_method", "select_unquantized_moe_backend", _first_moe_backend)
     soften("vllm.platforms.cpu", "CpuPlatform.get_attn_backend_cls", _dense_attention)

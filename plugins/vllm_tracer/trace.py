@@ -201,8 +201,27 @@ def _kernel_choices(model: Any) -> Iterator[tuple[str, str]]:
         if kind == "UnquantizedFusedMoEMethod":
             if rounded := _rounded_by_a_kernel(module):
                 yield name, rounded
-        elif not kind.startswith("Unquantized"):
+        elif not kind.startswith("Unquantized") and _scheme_of(module, kind) not in _SAME_FOR_ALL_KERNELS:
             yield name, f"{kind} allocates it for the kernel of this platform"
+
+
+# Linear layers with packed weights whose create_weights allocates the same tensors whatever the kernel is (read in vLLM 0.32).
+_SAME_FOR_ALL_KERNELS = {
+    "CompressedTensorsWNA16",
+    "CompressedTensorsW4A4Fp4",
+    "CompressedTensorsW4A4Mxfp4",
+    "CompressedTensorsW8A8Mxfp8",
+    "AutoGPTQLinearMethod",
+    "AutoAWQLinearMethod",
+    "AutoAWQMarlinLinearMethod",
+    "ModelOptLinearMethod",
+}
+
+
+def _scheme_of(module: Any, kind: str) -> str:
+    """The class that allocates the weights of a linear layer."""
+    scheme = getattr(module, "scheme", None) if kind == "CompressedTensorsLinearMethod" else None
+    return type(scheme).__name__ if scheme else kind
 
 
 def _rounded_by_a_kernel(module: Any) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 
 from reshard.geometry.dtypes import DType
@@ -62,18 +62,41 @@ def layers_not_served(model: Model) -> dict[str, str]:
     return {weight.name: why for weight in model.weights.values() if weight.layer is not None and weight.layer >= layers}
 
 
+# What stands beside quantized weights and is stored once for weights that an engine fuses.
+KEPT_ONCE = ("group index", "shape")
+
+
 def scale_aliases(model: Model, rules: EngineRules) -> dict[str, str]:
-    """Scale -> the equal scale that an engine stores in its place, where it stores one scale for the fused weights of an expert."""
-    kept_once = any(part.parameter in rules.scales_kept_once for parts in parts_by_kind(model, rules).values() for part in parts)
-    if not kept_once:
-        return {}
+    """Scale -> the equal scale that an engine stores in its place, where it stores one for fused weights: an input scale for the weights of
+    an expert, and the groups of input features."""
+
+    def is_kept_once(part: Part) -> bool:
+        kept = part.expert is not None and part.parameter in rules.scales_kept_once
+        return kept or (part.component is not None and part.component.use == "group index")
+
+    return {name: stored for name, stored in _last_of_fused(model, rules, is_kept_once) if name != stored}
+
+
+def shapes_left_out(model: Model, rules: EngineRules) -> dict[str, str]:
+    """Stored shape of a packed weight -> why it is left out, where an engine keeps that of the last of the weights that it fuses."""
+
+    def is_shape(part: Part) -> bool:
+        return part.component is not None and part.component.use == "shape"
+
+    why = "the shape of a packed weight; of fused weights the engine keeps that of the last"
+    return {name: why for name, stored in _last_of_fused(model, rules, is_shape) if name != stored}
+
+
+def _last_of_fused(model: Model, rules: EngineRules, is_kept_once: Callable[[Part], bool]) -> Iterator[tuple[str, str]]:
+    """(component, that of the last of the weights with which its weight is fused), for the components for which `is_kept_once`."""
+    if not any(is_kept_once(part) for parts in parts_by_kind(model, rules).values() for part in parts):
+        return
     last_role = {role: fusion.roles[-1] for fusion in rules.fusions for role in fusion.roles}
     not_served = layers_not_served(model)
-    expert_parts = (part for part in model.parts(keep_fused=rules.keep_fused) if part.expert is not None and part.tensor not in not_served)
-    scales = [part for part in expert_parts if part.parameter in rules.scales_kept_once]
-    names = {(part.layer, part.expert, part.parameter, part.role): part.tensor for part in scales}
-    aliases = {part.tensor: names[part.layer, part.expert, part.parameter, last_role[part.role]] for part in scales}
-    return {name: stored for name, stored in aliases.items() if name != stored}
+    kept = [part for part in model.parts(keep_fused=rules.keep_fused) if part.tensor not in not_served and is_kept_once(part)]
+    names = {(part.layer, part.expert, part.parameter, part.role): part.tensor for part in kept}
+    for part in kept:
+        yield part.tensor, names[part.layer, part.expert, part.parameter, last_role.get(part.role, part.role)]
 
 
 def model_dtype(model: Model, dtypes: Mapping[str, DType]) -> DType:
