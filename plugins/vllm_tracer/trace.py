@@ -205,8 +205,11 @@ def _kernel_choices(model: Any) -> Iterator[tuple[str, str]]:
             yield name, f"{kind} allocates it for the kernel of this platform"
 
 
-# Linear layers with packed weights whose create_weights allocates the same tensors whatever the kernel is (read in vLLM 0.32).
+# Linear layers with packed weights, and scales of the KV cache, whose create_weights allocates the same tensors whatever the kernel is
+# (read in vLLM 0.32).
 _SAME_FOR_ALL_KERNELS = {
+    "CompressedTensorsKVCacheMethod",
+    "ModelOptKVCacheMethod",
     "CompressedTensorsWNA16",
     "CompressedTensorsW4A4Fp4",
     "CompressedTensorsW4A4Mxfp4",

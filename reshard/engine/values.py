@@ -91,11 +91,11 @@ def _values(part: EncodedPart, stored_box: Box, words: Block, box: Box) -> Block
     """
     packing = part.component.packing
     if not part.axes:
-        return _as_float32(part, words).reshape((1,) * len(box.sizes))
+        return component_values(part, words).reshape((1,) * len(box.sizes))
     within = part.box_of(box)
     words = words[within.relative_to(stored_box.offsets).index]
     if packing is None:
-        values = _as_float32(part, words)
+        values = component_values(part, words)
     else:
         assert part.packed_axis is not None
         values = packing.unpacked(words, part.packed_axis)
@@ -112,7 +112,8 @@ def _values(part: EncodedPart, stored_box: Box, words: Block, box: Box) -> Block
     return values
 
 
-def _as_float32(part: EncodedPart, words: Block) -> Block:
+def component_values(part: EncodedPart, words: Block) -> Block:
+    """The values of a component that is not packed, in float32. words: elements of the stored tensor."""
     dtype = E8M0 if part.component.exponents else part.tensor.dtype
     return cast(np.ascontiguousarray(words).view(dtype.word), dtype, F32).view(np.float32)
 

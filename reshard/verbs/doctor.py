@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Unpack
 
@@ -13,9 +14,10 @@ from reshard.engine.one_save import check_copied_files, check_steps
 from reshard.engine.pool import workers_within
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.quantities import plural
-from reshard.health import distributions, elements, experts, files, movement, optimizer, structure, values
+from reshard.health import distributions, elements, experts, files, movement, optimizer, quantized, structure, values
 from reshard.health.findings import SEVERITIES, Finding, Report, found, of_error, sorted_findings
 from reshard.index.index import Index, Tensor
+from reshard.models.quantization import quantization_of
 from reshard.plans.manifest import usable_manifest
 from reshard.storage.files import Files
 from reshard.storage.tar import open_tree
@@ -172,10 +174,21 @@ def _values(patient: _Patient, index: Index, effort: Effort, advance: Callable[[
     yield from elements.bad_numbers(measured)
     yield from elements.lifeless_tensors(measured)
     yield from experts.dead_experts(measured)
+    yield from _quantized(patient, incomplete)
     yield from distributions.norm_outliers(measured)
     yield from distributions.fresh_matrices(measured, patient.checkpoint.model_files.config)
     for difference in wrong_constants(patient.files, index.constants):
         yield found("wrong-padding", difference.detail, tensor=difference.name)
+
+
+def _quantized(patient: _Patient, incomplete: Collection[str | None]) -> Iterator[Finding]:
+    """The checks of quantized weights, unless a part of a tensor is missing."""
+    assert patient.checkpoint
+    config = patient.checkpoint.model_files.config
+    if incomplete or quantization_of(config or {}) is None:
+        return
+    with contextlib.suppress(RequestError):
+        yield from quantized.quantized_weights(patient.checkpoint.content(), config, patient.files)
 
 
 def _changes(checkpoint: Checkpoint, effort: Effort) -> Iterator[Finding]:
