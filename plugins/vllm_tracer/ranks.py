@@ -157,7 +157,7 @@ def large_on_meta() -> Any:
 class NoKernel:
     """In place of a kernel that this platform lacks. Nothing is computed, so nothing calls it."""
 
-    input_dtype = None
+    input_dtype = input_quant_key = None
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Takes what the kernel takes."""

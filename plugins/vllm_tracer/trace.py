@@ -214,6 +214,7 @@ _SAME_FOR_ALL_KERNELS = {
     "CompressedTensorsW4A4Fp4",
     "CompressedTensorsW4A4Mxfp4",
     "CompressedTensorsW8A8Mxfp8",
+    "CompressedTensorsW4A4Mxfp4MoEMethod",
     "AutoGPTQLinearMethod",
     "AutoAWQLinearMethod",
     "AutoAWQMarlinLinearMethod",

@@ -241,9 +241,10 @@ class EngineRank:
     def _extra_tensors(self, tensor: RankTensor, layer: int | None, compute_dtype: DType) -> Iterator[StoredTensor]:
         """The constants that the engine expects beside a tensor."""
         first = tensor.first
-        if first.parameter != "weight":
+        is_codes = first.component is not None and not first.is_scale
+        if first.parameter != "weight" and not is_codes:
             return
-        parent = first.pattern.removesuffix(".weight").rpartition(".")[0]
+        parent = first.pattern.rsplit(".", 2)[0]
         for extra in self.rules.extra_tensors:
             if extra.role == first.role:
                 dtype = extra.dtype or compute_dtype
