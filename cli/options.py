@@ -290,6 +290,8 @@ def target(*, required: bool = True) -> Decorator[Any]:
         option("--dtype", section=TARGET, metavar="DTYPE", help="Cast floating-point weights: bf16, fp16, fp32, fp8 ..."),
         option("--keep-dtype", section=TARGET, multiple=True, metavar="GLOB", help="Do not cast tensors whose names match."),
         option("--dequantize", section=TARGET, is_flag=True, help="Dequantize weights to --dtype (default: bf16)."),
+        option("--quantize", section=TARGET, metavar="FORM", help="Quantize linear layers from bf16: fp8-block, mxfp4."),
+        option("--requantize", section=TARGET, metavar="FORM", help="Store quantized weights with the same values as fp8-block."),
         *_options_of_formats(),
     )
 

@@ -157,10 +157,13 @@ def large_on_meta() -> Any:
 class NoKernel:
     """In place of a kernel that this platform lacks. Nothing is computed, so nothing calls it."""
 
-    input_dtype = input_quant_key = None
+    input_dtype = None
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Takes what the kernel takes."""
+
+    def input_quant_key(self) -> None:
+        """Its inputs are not quantized before it."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"this platform has no such kernel ({name})")

@@ -37,7 +37,7 @@ class SourceCheck:
         tensor, expected = route.source, self._recorded.get(route.name)
         if expected is None:
             self._unknown += 1
-        elif route.is_cast or tensor.encoding:
+        elif route.is_cast or tensor.encoding or tensor.derivation:
             # The blocks were hashed after the cast.
             self._cast += 1
         else:

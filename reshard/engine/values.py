@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from reshard.engine.casts import cast, decoded
-from reshard.engine.transfer import Block, Pieces, SlabPieces, Strip, Worker
+from reshard.engine.quantizers import RECIPES, NotRepresentable
+from reshard.engine.transfer import Block, Pieces, SlabPieces, Strip, Worker, strips
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import E8M0, F32, DType
-from reshard.index.index import EncodedPart, Encoding, Tensor
+from reshard.index.index import Derivation, EncodedPart, Encoding, Tensor
 
 # The number of elements that are decoded at once, so that their float32 values stay in a processor's cache.
 _DECODED = 1 << 16
@@ -30,6 +31,8 @@ class Values:
 
     def within(self, slab: Box, axis: int) -> SlabPieces:
         """What the pieces of the tensor hold of a slab. Raises CheckpointError as `Pieces.within` does."""
+        if self._tensor.derivation:
+            return SlabPieces(self._tensor, (), wants_many_lines=True)  # whole blocks are read at once
         if self._tensor.encoding is None:
             return self._stored[0].within(slab, axis)
         axes = self._tensor.encoding.parts[0].axes
@@ -41,7 +44,14 @@ class Values:
 
         Raises: CheckpointError as `Worker.read` does, or if a quantized tensor is stored in groups of another order.
         """
-        source, encoding = self._tensor.dtype, self._tensor.encoding
+        source, encoding, derivation = self._tensor.dtype, self._tensor.encoding, self._tensor.derivation
+        if derivation:
+            assert source == self._dtype, "what is computed by a recipe is not cast"
+            computed = self._computed(worker, derivation, strip.box).reshape(strip.sizes)
+            if out is None:
+                return computed
+            out[...] = computed
+            return out
         if encoding is None and source == self._dtype:
             return worker.read(pieces, strip, out)
         if encoding is None:
@@ -53,6 +63,38 @@ class Values:
             return values
         out[...] = values
         return out
+
+    def whole(self, worker: Worker, box: Box) -> Block:
+        """The values of a box, as a new array."""
+        result, done = np.empty(box.sizes, self._dtype.word), 0
+        flat = result.reshape(-1)
+        for strip, (pieces,) in strips(box, self):
+            volume = math.prod(strip.sizes)
+            self.read(worker, pieces, strip, flat[done : done + volume].reshape(strip.sizes))
+            done += volume
+        return result
+
+    def _computed(self, worker: Worker, derivation: Derivation, box: Box) -> Block:
+        """A box of a component, computed tile by tile from the weight's values."""
+        recipe, component, shape = RECIPES[derivation.recipe], derivation.component, derivation.weight.shape
+        values, result = Values(derivation.weight, recipe.dtype), np.empty(box.sizes, self._dtype.word)
+        grid = tuple(size or 1 for size in component.grid)
+        for tile in recipe.tiles(shape, [range(a * g, b * g) for a, b, g in zip(box.offsets, box.stops, grid, strict=True)]):
+            try:
+                made = recipe.codes_and_scales(values.whole(worker, tile))[component.is_scale]
+            except NotRepresentable as reason:
+                raise CheckpointError(
+                    f"the values of {tile} {reason}",
+                    where=derivation.weight.name,
+                    why=f"The recipe {derivation.recipe} writes the same values in another form, or nothing",
+                    do="Dequantize the checkpoint with --dequantize, and quantize the result with --quantize",
+                ) from None
+            first = [start // g for start, g in zip(tile.offsets, grid, strict=True)]
+            lows = [max(a, b) for a, b in zip(first, box.offsets, strict=True)]
+            highs = [min(a + n, b) for a, n, b in zip(first, made.shape, box.stops, strict=True)]
+            inner = tuple(slice(low - a, high - a) for low, high, a in zip(lows, highs, first, strict=True))
+            result[tuple(slice(low - a, high - a) for low, high, a in zip(lows, highs, box.offsets, strict=True))] = made[inner]
+        return result
 
     def _decode(self, worker: Worker, encoding: Encoding, box: Box, out: Block) -> None:
         """Compute the values of a box of a quantized tensor."""

@@ -48,10 +48,14 @@ class Tensor:
     """How it was distributed on the run's mesh; None if the files do not say."""
     encoding: Encoding | None = None
     """The stored tensors that its values are computed from; None if it is stored as its elements, or is copied without dequantization."""
+    derivation: Derivation | None = None
+    """The weight from whose values it is computed, if it is a component of a weight that is being quantized."""
 
     @property
     def stored(self) -> tuple[Tensor, ...]:
-        """The tensors that are read for it: itself, or those of its encoding."""
+        """The tensors that are read for it: itself, those of its encoding, or those of the weight that it is computed from."""
+        if self.derivation:
+            return self.derivation.weight.stored
         return tuple(part.tensor for part in self.encoding.parts) if self.encoding else (self,)
 
     @property
@@ -129,6 +133,18 @@ class Encoding:
     """The stored tensors: the codes, then their scales and zero points."""
     dtype: DType
     """The element type of the values, unless another one is asked for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Derivation:
+    """How a component of a quantized weight follows from the weight's values."""
+
+    weight: Tensor
+    """The weight [out, in]."""
+    recipe: str
+    """The name of the recipe, one of engine/quantizers.py."""
+    component: Component
+    """Which component it is."""
 
 
 @dataclass(frozen=True, slots=True)

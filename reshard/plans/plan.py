@@ -55,6 +55,11 @@ class Route:
         return tuple(tensor.name for tensor in self.source.stored[1:])
 
     @property
+    def quantized_by(self) -> str:
+        """The recipe by which it is computed from a weight; empty if it is not."""
+        return self.source.derivation.recipe if self.source.derivation else ""
+
+    @property
     def dtypes(self) -> tuple[DType, ...]:
         """The element types that are read and written."""
         return (*self.source.dtypes, self.target.dtype)
@@ -284,7 +289,7 @@ class Plan:
         digest = hashlib.sha256(f"digests {CURRENT.number}\0{json.dumps(about, sort_keys=True)}".encode())
         for route in self.routes:
             source, target = route.source, route.target
-            scales = ", ".join(route.scaled_by)
+            scales = ", ".join((*route.scaled_by, *filter(None, [route.quantized_by])))
             text = f"{route.name}\0{source.dtype}\0{target.dtype}\0{source.shape}\0{scales}\0{len(source.shards)}\0{len(target.shards)}\0"
             digest.update(text.encode("utf-8", "surrogatepass"))
         # Windows on a table are rows of it, and the routes together have all rows.

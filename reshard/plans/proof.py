@@ -55,7 +55,11 @@ def prove(plan: Plan) -> None:
     if plan.target.only_rank:
         return
     check_all_covered(route.target for route in plan.routes)
-    encoded = sum(len(route.source.stored) - 1 for route in plan.routes)
+    # Components that are computed from one weight read the same stored tensors.
+    stored = {id(tensor): len(tensor.stored) - 1 for tensor in plan.content.tensors.values() if tensor.derivation is None}
+    weights = {id(tensor.derivation.weight): tensor.stored for tensor in plan.content.tensors.values() if tensor.derivation}
+    derived = sum(tensor.derivation is not None for tensor in plan.content.tensors.values())
+    encoded = sum(stored.values()) + sum(map(len, weights.values())) - derived
     routed = (
         {route.name for route in plan.routes} | plan.layout.aliases.keys() | set(plan.layout.inlined_scalars) | plan.layout.left_out.keys()
     )

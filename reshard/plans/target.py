@@ -49,6 +49,8 @@ class Target:
 
     def dtype_of(self, tensor: Tensor) -> DType:
         """The element type in which the target stores a tensor. Where a source holds a function of a weight, it is that of the weight."""
+        if tensor.derivation:
+            return tensor.dtype
         if tensor.encoding:
             return self.dtype or tensor.encoding.dtype
         is_weight = tensor.kind in ("weight", "buffer", "adapter", "other", "master")

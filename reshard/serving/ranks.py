@@ -255,8 +255,6 @@ def _as_stored(array: Mosaic, component: Component) -> Mosaic:
     """A component with the axes in which it is stored, from an array with those of the weight."""
     if component.is_single:
         return array
-    if component.is_vector:
-        return array.merged(0)
     return array.transposed() if component.transposed else array
 
 

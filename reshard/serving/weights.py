@@ -32,7 +32,11 @@ def _parts_by_kind(
     weights: dict[LayerKind | None, tuple[ModelWeight, ...]] = {None: model.weights_outside_layers}
     weights.update({kind: kind.weights for kind in model.layer_kinds})
     return {
-        kind: tuple(part for part in model.parts_of(alike, keep_fused=keep_fused) if (part.role, part.parameter) not in unsupported)
+        kind: tuple(
+            part
+            for part in model.parts_of(alike, keep_fused=keep_fused)
+            if (part.role, part.parameter) not in unsupported and (part.component is None or part.component.use != "group index")
+        )
         for kind, alike in weights.items()
     }
 
@@ -52,7 +56,8 @@ def weights_without_slot(model: Model, rules: EngineRules) -> tuple[str, ...]:
     for kind, parts in parts_by_kind(model, rules).items():
         patterns = {part.pattern for part in parts}
         slots.update(dict.fromkeys(kind.layers if kind else (None,), patterns))
-    return tuple(weight.name for weight in model.weights.values() if weight.pattern not in slots[weight.layer])
+    lacking = (weight for weight in model.weights.values() if weight.pattern not in slots[weight.layer])
+    return tuple(weight.name for weight in lacking if weight.component is None or weight.component.use != "group index")
 
 
 def layers_not_served(model: Model) -> dict[str, str]:
@@ -63,28 +68,30 @@ def layers_not_served(model: Model) -> dict[str, str]:
 
 
 # What stands beside quantized weights and is stored once for weights that an engine fuses.
-KEPT_ONCE = ("group index", "shape")
+KEPT_ONCE = ("shape",)
 
 
 def scale_aliases(model: Model, rules: EngineRules) -> dict[str, str]:
-    """Scale -> the equal scale that an engine stores in its place, where it stores one for fused weights: an input scale for the weights of
-    an expert, and the groups of input features."""
+    """Scale -> the equal scale that an engine stores in its place, where it stores one scale for the fused weights of an expert."""
 
     def is_kept_once(part: Part) -> bool:
-        kept = part.expert is not None and part.parameter in rules.scales_kept_once
-        return kept or (part.component is not None and part.component.use == "group index")
+        return part.expert is not None and part.parameter in rules.scales_kept_once
 
     return {name: stored for name, stored in _last_of_fused(model, rules, is_kept_once) if name != stored}
 
 
-def shapes_left_out(model: Model, rules: EngineRules) -> dict[str, str]:
-    """Stored shape of a packed weight -> why it is left out, where an engine keeps that of the last of the weights that it fuses."""
+def not_stored_by_engines(model: Model, rules: EngineRules) -> dict[str, str]:
+    """Component of a packed weight -> why it is left out. Engines know the groups of input features; of weights that they fuse, they keep
+    the shape of the last."""
 
     def is_shape(part: Part) -> bool:
         return part.component is not None and part.component.use == "shape"
 
     why = "the shape of a packed weight; of fused weights the engine keeps that of the last"
-    return {name: why for name, stored in _last_of_fused(model, rules, is_shape) if name != stored}
+    shapes = {name: why for name, stored in _last_of_fused(model, rules, is_shape) if name != stored}
+    runs = "the groups of input features, which are runs of neighbours"
+    indices = (weight.name for weight in model.weights.values() if weight.component and weight.component.use == "group index")
+    return shapes | dict.fromkeys(indices, runs)
 
 
 def _last_of_fused(model: Model, rules: EngineRules, is_kept_once: Callable[[Part], bool]) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from reshard.adapter.model_files import blaming_the_parent
 from reshard.canonical.content import check_against_model, check_selected, content_of
 from reshard.canonical.dequantization import quantized_names, with_values, without_quantization
 from reshard.canonical.globs import check_globs
+from reshard.canonical.requantization import quantized, requantized
 from reshard.errors import RequestError
 from reshard.geometry.stored import whole
 from reshard.index.index import Tensor
@@ -64,6 +65,10 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest) -> Plan:
     if request.dequantize:
         content, kept_for = with_values(content, companions.config), frozenset()
         companions = replace(companions, config=without_quantization(companions.config or {}), derived=True)
+    if request.quantize or request.requantize:
+        make = quantized if request.quantize else requantized
+        content, config = make(content, companions.config, request.quantize or request.requantize)
+        companions, kept_for = replace(companions, config=config, derived=True), quantized_names(content, config)
     target = Target(format.name, request.parallel, request.dtype, request.keep_dtype, kept_for, request.options, request.only_rank)
     layout = format.lay_out(content, target, companions)
     about_config = (source.model_files.note,) if source.model_files.note else ()

@@ -22,7 +22,7 @@ from reshard.serving.legality import check_degrees, check_stages
 from reshard.serving.ranks import rank_tensors
 from reshard.serving.rules import EngineRules
 from reshard.serving.served_model import require_model
-from reshard.serving.weights import layers_not_served, scale_aliases, shapes_left_out, stored_dtypes, weights_without_slot
+from reshard.serving.weights import layers_not_served, not_stored_by_engines, scale_aliases, stored_dtypes, weights_without_slot
 
 if TYPE_CHECKING:
     from reshard.adapter.serving_format import ServingFormat
@@ -48,7 +48,7 @@ def lay_out(serving_format: ServingFormat, content: Content, target: Target, com
     companions, config_notes = _with_config_defaults(companions, rules)
     left_out = (
         layers_not_served(model)
-        | shapes_left_out(model, rules)
+        | not_stored_by_engines(model, rules)
         | {name: reason for name in content.tensors if (reason := model.reason_not_served(name))}
     )
     return Layout(
