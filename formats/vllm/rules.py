@@ -37,8 +37,11 @@ _FUSIONS = (
 _GROUPS = dict.fromkeys(("ssm.b", "ssm.c", "ssm.conv_b", "ssm.conv_c"), Heads("ssm_groups", copies=True, only_one=True))
 _SCALES = tuple(ExtraTensor("attention.o", f"attn.{name}", 1.0, F32) for name in ("_k_scale", "_q_scale", "_v_scale", "_prob_scale"))
 # In the attention of a quantized model, -1 or a scale of 1 means "not given" (layers/quantization/kv_cache.py).
+_NOT_GIVEN = tuple(ExtraTensor("attention.o", f"attn.{name}_scale", -1.0, None) for name in ("q", "k", "v", "prob"))
 _PLACEHOLDERS = {
-    "fp8": tuple(ExtraTensor("attention.o", f"attn.{name}_scale", -1.0, None) for name in ("q", "k", "v", "prob")),
+    "fp8": _NOT_GIVEN,
+    "modelopt": _NOT_GIVEN,
+    "modelopt_fp4": _NOT_GIVEN,
     "compressed-tensors": (
         *(ExtraTensor("attention.o", f"attn.{name}_scale", 1.0, F32, (1,)) for name in ("q", "k", "v")),
         *(ExtraTensor("attention.o", f"attn.{name}_zero_point", 0.0, None, (1,)) for name in ("q", "k", "v")),

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from reshard.engine.casts import cast, decoded
-from reshard.engine.quantizers import RECIPES, NotRepresentable
+from reshard.engine.recipes.recipe import NotRepresentable
+from reshard.engine.recipes.table import RECIPES
 from reshard.engine.transfer import Block, Pieces, SlabPieces, Strip, Worker, strips
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
@@ -108,7 +109,7 @@ class Values:
                 _check_order(part, encoding, at, words)
         for inner in _runs(box):
             values = {part.component.use: _values(part, at, words, inner) for part, at, words in stored if part.component.use in _TERMS}
-            factors = np.ones((1,) * len(box.sizes), np.float32)
+            factors: Block = np.ones((1,) * len(box.sizes), np.float32)
             with np.errstate(all="ignore"):
                 for part, at, words in stored:
                     if part.component.use == "scale":

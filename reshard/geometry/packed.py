@@ -57,12 +57,14 @@ class Packing:
         if axis == words.ndim - 1 and self.places == tuple(range(len(self.places))):
             # Places in order are the bytes in order, since stored words are little-endian.
             pairs = np.take(_values_of_bytes(self.values), np.ascontiguousarray(words).view(np.uint8))
-            return pairs.view(np.float32)
+            values: npt.NDArray[np.float32] = pairs.view(np.float32)
+            return values
         shifts = np.array(self.places, words.dtype) * words.dtype.type(self.bits)
         codes = (words[..., None] >> shifts) & words.dtype.type(len(self.values) - 1)
         codes = np.moveaxis(codes, -1, axis + 1)
         shape = (*words.shape[:axis], words.shape[axis] * len(self.places), *words.shape[axis + 1 :])
-        return np.take(np.array(self.values, np.float32), codes.reshape(shape))
+        looked_up: npt.NDArray[np.float32] = np.take(np.array(self.values, np.float32), codes.reshape(shape))
+        return looked_up
 
 
 @lru_cache(maxsize=8)
@@ -71,7 +73,8 @@ def _values_of_bytes(values: tuple[float, ...]) -> Block:
     bits = len(values).bit_length() - 1
     codes = (np.arange(256)[:, None] >> np.arange(0, 8, bits)) & (len(values) - 1)
     table = np.array(values, np.float32)[codes]
-    return table.view(np.uint64 if bits == 4 else np.uint32).reshape(256)
+    words: Block = table.view(np.uint64 if bits == 4 else np.uint32).reshape(256)
+    return words
 
 
 def fp4(*, words: tuple[int, ...] = ()) -> Packing:

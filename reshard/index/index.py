@@ -142,7 +142,7 @@ class Derivation:
     weight: Tensor
     """The weight [out, in]."""
     recipe: str
-    """The name of the recipe, one of engine/quantizers.py."""
+    """The name of the recipe, one of engine/recipes."""
     component: Component
     """Which component it is."""
 

@@ -113,7 +113,7 @@ class Part:
         return self.component is not None and self.component.is_scale
 
     @property
-    def blocks(self) -> BlockShape:
+    def blocks(self) -> tuple[int, ...]:
         """Weight elements along each axis that ranks do not separate."""
         return self.form.blocks if self.form and not self.is_scale else ()
 

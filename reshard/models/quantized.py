@@ -124,7 +124,7 @@ class StoredForm:
         return self.components[1:]
 
     @property
-    def blocks(self) -> BlockShape:
+    def blocks(self) -> tuple[int, ...]:
         """Weight elements along each axis that ranks do not separate: those that share a word, or one of several scales."""
         sizes = [tuple(size or 1 for size in component.grid) for component in self.components]
         return tuple(math.lcm(*along) for along in zip(*sizes, strict=True))

@@ -167,8 +167,8 @@ class Plan:
         """The sums over the plan."""
         read = compared = copied = 0
         for route in self.routes:
-            for stored in route.source.stored:
-                shards, itemsize = stored.shards, stored.dtype.itemsize
+            for tensor in route.source.stored:
+                shards, itemsize = tensor.shards, tensor.dtype.itemsize
                 replicas = int(shards.sizes[~primary_rows(shards)].prod(axis=1).sum()) if len(shards) > 1 else 0
                 read += (shards.elements - replicas) * itemsize
                 compared += replicas * itemsize

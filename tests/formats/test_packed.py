@@ -126,7 +126,7 @@ def test_quantized_weights_are_llm_compressors_bits(form, tmp_path):
 def test_quantized_weights_do_not_depend_on_how_the_work_is_cut(form, tmp_path, monkeypatch):
     random_llama.write(tmp_path / "source")
     monkeypatch.setattr(boxes, "BLOCK_ELEMENTS", 128 * 50)
-    monkeypatch.setattr("reshard.engine.quantizers._COLUMNS", 128)
+    monkeypatch.setattr("reshard.engine.recipes.recipe.COLUMNS", 128)
     reshard.convert(reshard.plan(tmp_path / "source", to="hf", quantize=form), tmp_path / "out")
     assert described(stored(tmp_path / "out")) == json.loads((FIXTURES / "llm-compressor.json").read_text())[form]["tensors"]
 
