@@ -25,8 +25,8 @@ highlight_language = "text"
 CONTENTS = {
     "Recipes": """
         recipes/serving recipes/serve-without-converting recipes/degrees recipes/fp8 recipes/packed recipes/hf recipes/merge-ranks
-        recipes/deepspeed recipes/megatron recipes/optimizer-state recipes/training-memory recipes/undeclared-model recipes/doctor recipes/look
-        recipes/interrupted
+        recipes/deepspeed recipes/megatron recipes/optimizer-state recipes/training-memory recipes/undeclared-model recipes/doctor
+        recipes/look recipes/interrupted
         recipes/nightly
     """,
     "Formats": """
