@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .tables import standard_output
 
 SCHEMA_VERSION = 1
 """Grows when a key goes away or changes its meaning. docs/reference/schemas has a schema for each command."""
+
+
+class Streamed(list[Any]):
+    """A list whose entries are made while they are printed, so that a document of 500,000 tensors needs the memory of one."""
+
+    def __init__(self, make: Callable[[Any], Any], of: Sequence[Any]) -> None:
+        super().__init__()
+        self._make, self._of = make, of
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._make, self._of)
+
+    def __len__(self) -> int:
+        return len(self._of)
 
 
 def show_json(document: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shlex
 import signal
@@ -38,6 +39,7 @@ COMMANDS = {
     "fingerprint": (".commands.fingerprint", "Digest a checkpoint's weights, whatever their layout."),
     "digests": (".commands.digests", "Digest what a serving engine's ranks hold, and compare with a live server."),
     "roundtrip": (".commands.roundtrip", "Prove that a conversion and its way back lose nothing."),
+    "watch": (".commands.watch", "Convert every step of a run as soon as it is complete."),
     "degrees": (".commands.degrees", "List the valid TP/PP sizes and the memory each GPU needs."),
     "learn": (".commands.learn", "Learn how a serving engine lays out a model, from the engine's own loader."),
     "estimate": (".commands.estimate", "Estimate training memory per rank before you launch."),
@@ -90,7 +92,9 @@ class _Stopped(BaseException):
 def main() -> None:
     """Run the command line; exits with its code."""
     _stop_cleanly_on_signals()
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    gc.freeze()  # the interpreter would look for garbage among a million objects before it ends
+    sys.exit(code)
 
 
 def _stop_cleanly_on_signals() -> None:

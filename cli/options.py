@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Function], Function]
 
 # The sections of --help, in order; formats' own sections come between the target and the selection.
-TARGET, SELECTION, SOURCE, EFFORT, OUTPUT, LOG = "Target", "Selection", "Source", "Effort", "Output", "Log"
+TARGET, SELECTION, SOURCE, EFFORT, PARTS, OUTPUT, LOG = "Target", "Selection", "Source", "Effort", "Many machines", "Output", "Log"
 
 
 EPILOG = (
@@ -68,7 +68,7 @@ class Command(click.Command):
             if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None:
                 sections.setdefault(getattr(param, "section", "Options"), []).append(record)
         first = [title for title in ("Options", TARGET) if title in sections]
-        last = [title for title in (SELECTION, SOURCE, EFFORT, OUTPUT, LOG) if title in sections]
+        last = [title for title in (SELECTION, SOURCE, EFFORT, PARTS, OUTPUT, LOG) if title in sections]
         for title in (*first, *(title for title in sections if title not in (*first, *last)), *last):
             with formatter.section(title):
                 formatter.write_dl(sections[title])
@@ -311,6 +311,20 @@ def _options_of_formats() -> Iterable[Decorator[Any]]:
 
 
 _METAVARS: Mapping[str, str] = {"number": "N", "numbers": "N,N,..", "size": "SIZE", "path": "PATH", "text": "V"}
+
+parts = together(
+    option(
+        "--part",
+        section=PARTS,
+        metavar="I/N|auto",
+        help="Convert part I of N, counted from 0; auto: as Slurm, torchrun or Kubernetes say. The last part completes TARGET.",
+    ),
+    option("--parts", section=PARTS, type=click.IntRange(1), metavar="N", help="With --part auto: how many parts there are (Kubernetes)."),
+    option("--plan", "plan_path", section=PARTS, metavar="FILE", help="Run the plan that `reshard plan --plan-out` wrote."),
+    option("--ray", section=PARTS, is_flag=True, help="Convert with the tasks of a Ray cluster."),
+    option("--ray-address", section=PARTS, metavar="ADDRESS", help="With --ray: the cluster (default: RAY_ADDRESS, or this machine)."),
+    option("--finish", section=PARTS, is_flag=True, help="Complete TARGET if all parts are done; otherwise name what is missing."),
+)
 
 effort = together(
     option("--workers", section=EFFORT, type=click.IntRange(1), metavar="N", help="Threads (default: one per processor, at most 8)."),

@@ -26,8 +26,8 @@ CONTENTS = {
     "Recipes": """
         recipes/serving recipes/serve-without-converting recipes/degrees recipes/fp8 recipes/packed recipes/hf recipes/merge-ranks
         recipes/deepspeed recipes/megatron recipes/optimizer-state recipes/training-memory recipes/undeclared-model recipes/doctor
-        recipes/look recipes/interrupted
-        recipes/nightly
+        recipes/look recipes/interrupted recipes/many-machines
+        recipes/nightly recipes/runs
     """,
     "Formats": """
         formats/index formats/dcp formats/dcp-safetensors formats/fsdp formats/fsdp-local formats/pt formats/torch-checkpointing
@@ -36,7 +36,7 @@ CONTENTS = {
     "Evidence": "verification benchmarks",
     "Reference": """
         reference/cli reference/python reference/json reference/logs reference/fingerprint reference/exit-codes reference/errors
-        reference/models reference/traced-models
+        reference/models reference/megatron-models reference/traced-models
         reference/versions glossary
     """,
     "Extending": "design extending/format extending/engine architectures extending/option extending/storage",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from reshard.errors import CheckpointError, DifferenceFound, RequestError, ReshardError
     from reshard.verbs.checkpoint import Checkpoint, open
     from reshard.verbs.convert import convert
+    from reshard.verbs.convert_part import convert_part
     from reshard.verbs.degrees import degrees
     from reshard.verbs.diff import diff
     from reshard.verbs.digests import digests
@@ -26,9 +27,11 @@ if TYPE_CHECKING:
     from reshard.verbs.fingerprint import fingerprint
     from reshard.verbs.learn import learn
     from reshard.verbs.plan import plan
+    from reshard.verbs.plan_files import load_plan, save_plan
     from reshard.verbs.roundtrip import roundtrip
     from reshard.verbs.stats import stats
     from reshard.verbs.verify import verify
+    from reshard.verbs.watch import watch
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,6 +41,7 @@ __all__ = [
     "RequestError",
     "ReshardError",
     "convert",
+    "convert_part",
     "degrees",
     "diff",
     "digests",
@@ -46,11 +50,14 @@ __all__ = [
     "explain",
     "fingerprint",
     "learn",
+    "load_plan",
     "open",
     "plan",
     "roundtrip",
+    "save_plan",
     "stats",
     "verify",
+    "watch",
 ]
 
 
@@ -66,6 +73,8 @@ def __getattr__(name: str) -> Any:
     module = "errors" if name.endswith(("Error", "Found")) else f"verbs.{name}"
     if name in ("Checkpoint", "open"):
         module = "verbs.checkpoint"
+    elif name in ("load_plan", "save_plan"):
+        module = "verbs.plan_files"
     return getattr(import_module(f"reshard.{module}"), name)
 
 

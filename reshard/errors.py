@@ -122,6 +122,12 @@ class TargetError(RequestError):
     id = "target-exists"
 
 
+class TargetInUse(TargetError):
+    """Another run is writing the target now."""
+
+    id = "target-in-use"
+
+
 class SystemRefusal(RequestError):
     """The operating system refuses: no space, no permission, a read-only file system, too many open files."""
 

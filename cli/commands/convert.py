@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from reshard.geometry.quantities import plural
 
@@ -17,8 +20,13 @@ from ..progress import bar
 from ..tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
+    from reshard.engine.parts.part import PartConversion
+    from reshard.engine.record import Provenance
     from reshard.engine.run import Conversion
-    from reshard.verbs.convert import Result
+    from reshard.plans.bands import PartNumber
+    from reshard.plans.plan import Plan
+    from reshard.verbs.convert import Existing, Result
+    from reshard.verbs.request import Effort
 
 # Files that are printed; --json prints all.
 _MOST = 20
@@ -31,11 +39,12 @@ _MOST = 20
         "reshard convert step-1000 out --to vllm --tp 8 --model llama-3-8b",
         "reshard convert step-1000 out --to hf --dtype bf16",
         "reshard convert step-1000 out --to megatron --tp 2 --pp 2 --optimizer --dry-run",
+        "srun -n 8 reshard convert step-1000 out --to vllm --tp 8 --part auto",
     ],
 )
 @click.argument("source")
 @click.argument("target")
-@options.target()
+@options.target(required=False)
 @options.selection("Convert")
 @options.format_name
 @options.model
@@ -52,25 +61,30 @@ _MOST = 20
     "--checksums", section=options.OUTPUT, is_flag=True, help="Also write SHA256SUMS for `sha256sum -c`; reads the result once more."
 )
 @options.effort
+@options.parts
 @options.summary_or_full
-def command(source: str, target: str, to: str, dry_run: bool, as_json: bool, full: bool, show_progress: bool | None, **given: Any) -> None:
+def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bool, full: bool, **given: Any) -> None:
     """Convert SOURCE to another format and write it to the directory TARGET.
 
     TARGET is written atomically: its files appear under their names only when all are complete.
     """
-    import reshard
     from reshard.engine.record import Provenance
-    from reshard.verbs.convert import conversion, existing_target, result_of, target_folder, unchanged_result
-    from reshard.verbs.request import Effort, EffortOptions, OpenOptions
+    from reshard.verbs.convert import existing_target, result_of, target_folder, unchanged_result
+    from reshard.verbs.request import Effort, EffortOptions
 
     metrics, arguments = current().metrics, current().arguments
     metrics.label(target=target, format=to)
     existing = existing_target(**{name: given.pop(name) for name in ("resume", "overwrite", "if_changed")})
     provenance = Provenance(tuple(arguments[arguments.index("convert") :]), given.pop("checksums"))
     target_folder(target)
-    checkpoint = reshard.open(source, **options.take(given, OpenOptions))
-    effort = Effort(**options.take(given, EffortOptions))
-    plan = reshard.plan(checkpoint, to=to, **given)
+    sharing = _sharing(given)
+    effort, show_progress = Effort(**options.take(given, EffortOptions)), given.pop("show_progress")
+    plan = _planned(source, to, given)
+    if (dry_run or full) and plan.digests:
+        raise click.UsageError(
+            "A plan file is not shown: give --dry-run and --full to the command that writes it", click.get_current_context()
+        )
+    metrics.label(target=target, format=plan.layout.format)
     if dry_run:
         show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)
         return
@@ -78,11 +92,15 @@ def command(source: str, target: str, to: str, dry_run: bool, as_json: bool, ful
     result = unchanged_result(plan, target, provenance) if existing == "update" else None
     metrics.record(tensors=len(plan.routes), dropped=len(plan.drops), unchanged=result is not None)
     if result is None:
-        running = conversion(plan, target, existing=existing, effort=effort, provenance=provenance)
-        with bar(running.total, "convert", show_progress) as advance:
+        running = sharing.running(plan, target, existing, effort, provenance)
+        with bar(running.total, sharing.label, show_progress) as advance:
             for done in running.run():
                 advance(done.nbytes)
-        result = result_of(running, target, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        if sharing.part:
+            _show_part(running, target, sharing.part, seconds, as_json=as_json)  # type: ignore[arg-type]  # it is a PartConversion
+            return
+        result = result_of(running, target, seconds)
         totals = plan.totals()
         metrics.record(bytes_read=totals.read, bytes_written=totals.written)
     if as_json:
@@ -94,7 +112,85 @@ def command(source: str, target: str, to: str, dry_run: bool, as_json: bool, ful
         _show_result(running, result)
 
 
-def _show_result(running: Conversion, result: Result) -> None:
+@dataclass(frozen=True, slots=True)
+class _Sharing:
+    """How the work is shared: this process does all of it, one part, what is left at the end, or gives it to a Ray cluster."""
+
+    part: PartNumber | None
+    finish: bool
+    ray: bool
+    ray_address: str | None
+
+    @property
+    def label(self) -> str:
+        """What the progress bar says."""
+        return f"convert {self.part}" if self.part else "convert"
+
+    def running(self, plan: Plan, target: str, existing: Existing, effort: Effort, provenance: Provenance) -> Conversion | PartConversion:
+        """The conversion that has not begun."""
+        if not (self.part or self.finish or self.ray):
+            from reshard.verbs.convert import conversion
+
+            return conversion(plan, target, existing=existing, effort=effort, provenance=provenance)
+        if self.ray:
+            from reshard.verbs.convert import ray_conversion
+
+            return ray_conversion(plan, target, existing=existing, effort=effort, provenance=provenance, address=self.ray_address)
+        from reshard.verbs.convert_part import finishing, part_conversion
+
+        if self.part:
+            return part_conversion(plan, target, self.part, existing, effort, provenance)
+        return finishing(plan, target, effort, provenance)
+
+
+def _sharing(given: dict[str, Any]) -> _Sharing:
+    """How the work is shared, taken out of what the command was given."""
+    part, parts = given.pop("part"), given.pop("parts")
+    finish, ray, address = (given.pop(name) for name in ("finish", "ray", "ray_address"))
+    chosen = {"--part": part is not None or parts is not None, "--finish": finish, "--ray": ray or address is not None}
+    if len(flags := [flag for flag, is_given in chosen.items() if is_given]) > 1:
+        raise click.UsageError(f"{flags[0]} and {flags[1]} contradict each other", click.get_current_context())
+    number = None
+    if chosen["--part"]:
+        from reshard.verbs.launcher import part_of
+
+        number = part_of(part, parts, os.environ)
+    return _Sharing(number, finish, chosen["--ray"], address)
+
+
+def _planned(source: str, to: str | None, given: dict[str, Any]) -> Plan:
+    """The plan that the options ask for, or the one in a plan file."""
+    import reshard
+    from reshard.verbs.request import OpenOptions
+
+    context, path = click.get_current_context(), given.pop("plan_path")
+    if path is None:
+        if to is None:
+            raise click.UsageError("Missing option '--to'.", context)
+        return reshard.plan(reshard.open(source, **options.take(given, OpenOptions)), to=to, **given)
+    is_given = [name for name in ("to", *given) if context.get_parameter_source(name) == ParameterSource.COMMANDLINE]
+    if is_given:
+        flag = "--" + is_given[0].replace("_", "-")
+        raise click.UsageError(f"{flag} and --plan contradict each other: the plan file says what is written", context)
+    return reshard.load_plan(path, source)
+
+
+def _show_part(running: PartConversion, target: str, part: PartNumber, seconds: float, *, as_json: bool) -> None:
+    """What a part has done, and the result if it has completed the target."""
+    from reshard.verbs.convert_part import part_result
+
+    found = part_result(running, target, part, seconds)
+    if as_json:
+        show_json(found.to_json())
+        return
+    earlier = f", {nbytes_text(found.resumed_bytes)} of them from an earlier run" if found.resumed_bytes else ""
+    done = f"{plural(found.tasks, 'task')}, {nbytes_text(found.nbytes)} in {seconds:.1f} s{earlier}"
+    show(f"{target}: part {part}, {done}; {'complete' if found.result else 'not complete yet'}")
+    if found.result and not current().log.quiet:
+        _show_files(running.plan, found.result)
+
+
+def _show_result(running: Conversion | PartConversion, result: Result) -> None:
     """Which files were written, how fast, and what was left out."""
     plan, resumed, target, seconds = running.plan, running.resumed_bytes, result.path, result.seconds
     totals = plan.totals()
@@ -104,8 +200,12 @@ def _show_result(running: Conversion, result: Result) -> None:
         + (f", {nbytes_text(resumed)} of them from an earlier run" if resumed else "")
         + (f", fingerprint {result.fingerprint.root}" if current().log.quiet else "")
     )
-    if current().log.quiet:
-        return
+    if not current().log.quiet:
+        _show_files(plan, result)
+
+
+def _show_files(plan: Plan, result: Result) -> None:
+    """The files, and what was left out."""
     files = plan.layout.files
     listed = files if len(files) <= _MOST + 1 else files[:_MOST]  # A line saves none when it stands for one file.
     show(table([(file.path, nbytes_text(file.nbytes), len(file.tensors)) for file in listed], ("file", "bytes", "tensors")))

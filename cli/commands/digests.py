@@ -7,18 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.geometry.quantities import plural
-
 from .. import options
 from ..json_output import show_json
 from ..progress import bar
+from ..server import server_document, show_server
 from ..tables import show
 
 if TYPE_CHECKING:
-    from reshard.verbs.digests import ServerComparison
-
-# Names of one kind that are printed; --json prints all.
-_MOST = 8
+    from reshard.adapter.serving_format.weight_checker import WeightChecker
 
 
 @click.command(
@@ -37,74 +33,49 @@ _MOST = 8
 @options.model
 @options.as_json
 def command(source: str, to: str, server: str | None, as_json: bool, **given: Any) -> None:
-    """Print the SHA-256 of every parameter of every rank, as the serving engine holds it after loading SOURCE.
+    """Print the digest of every parameter of every rank, as the serving engine holds it after loading SOURCE.
+
+    For vLLM the digest is the SHA-256, for SGLang its hash of 64 bits as on a GPU. With --json, it is printed in the engine's own form.
 
     With --compare, tell whether a live server holds these weights. FILE is what the server answers to
     `curl -X POST http://HOST:8000/weight_checker -H 'Content-Type: application/json' -d '{"action": "checksum"}'`; vLLM answers if it was
-    started with VLLM_SERVER_DEV_MODE=1. The exit code is 1 if a parameter differs or is missing.
+    started with VLLM_SERVER_DEV_MODE=1. SGLang's path is /weights_checker. The exit code is 1 if a parameter differs or is missing.
+    `reshard verify SOURCE http://HOST:8000` asks the server itself.
     """
     import reshard
-    from reshard.verbs.digests import compare_with_server
+    from reshard.verbs.digests import compare_with_server, digests_of, likely_hash, parameters, weight_checker
     from reshard.verbs.request import OpenOptions
 
-    held = _answer(server) if server else None
+    checker = weight_checker(to)
+    held = _answer(server, checker) if server else None
     opened = reshard.open(source, **options.take(given, OpenOptions))
     total = sum(tensor.nbytes for tensor in opened.index.tensors if tensor.kind == "weight")
     with bar(total, "digests", None) as advance:
-        expected = reshard.digests(opened, to=to, progress=advance, **given)
-    result = compare_with_server(expected, held) if held is not None else None
+        expected_parameters = parameters(reshard.plan(opened, to=to, **given))
+        new_hash = likely_hash(expected_parameters, held or {}, checker)
+        expected = digests_of(expected_parameters, new_hash, advance)
+    result = compare_with_server(expected, held, checker) if held is not None else None
     if as_json:
-        show_json({"action": "compare", "baseline": expected, "comparison": None if result is None else document(result)})
+        show_json({**checker.document(expected), "comparison": None if result is None else server_document(result)})
     elif result is None:
         for key, digest in expected.items():
             show(f"{digest}  {key}")
     else:
-        _show(result)
-    click.get_current_context().exit(0 if result is None or result.is_equal else 1)
+        show_server(result)
+    click.get_current_context().exit(0 if result is None or result.equal else 1)
 
 
-def _answer(path: str) -> dict[str, str]:
+def _answer(path: str, checker: WeightChecker) -> dict[str, str]:
     """The digests in a server's answer. Raises CheckpointError if the file holds something else."""
     import json
 
-    from reshard.errors import CheckpointError
+    from reshard.adapter.serving_format.weight_checker import digests_in
     from reshard.storage.system_calls import system_errors
 
     with system_errors("read", path):
         content = Path(path).read_bytes()
     try:
-        document = json.loads(content)
-        checksums = document.get("checksums", document.get("baseline"))
-        return {str(key): str(digest) for key, digest in checksums.items()}
-    except (ValueError, AttributeError):
-        raise CheckpointError(
-            "this is not the answer of a weight checker",
-            where=path,
-            why='It should be {"checksums": {name: digest}}',
-            do="If the server answered 404, start it with VLLM_SERVER_DEV_MODE=1 in its environment, and ask again",
-        ) from None
-
-
-def document(result: ServerComparison) -> dict[str, Any]:
-    """The comparison with stable keys."""
-    return {
-        "equal": result.is_equal,
-        "matching": result.equal,
-        "renamed": result.renamed,
-        "different": result.different,
-        "missing": result.missing,
-        "not_comparable": result.not_comparable,
-    }
-
-
-def _show(result: ServerComparison) -> None:
-    found = result.equal + len(result.renamed)
-    verdict = "the server holds these weights" if result.is_equal else "the server holds other weights"
-    show(f"{verdict}: {plural(found, 'parameter')} equal, {len(result.different):,} different, {len(result.missing):,} missing")
-    for title, keys in (("different", result.different), ("missing", result.missing), ("not comparable", result.not_comparable)):
-        for key in keys[:_MOST]:
-            show(f"  {title:<14}  {key}")
-        if len(keys) > _MOST:
-            show(f"  {title:<14}  and {len(keys) - _MOST:,} more")
-    if result.renamed:
-        show(f"  note            {plural(len(result.renamed), 'parameter')} under another name of the same parameter")
+        answer = json.loads(content)
+    except (ValueError, RecursionError):
+        answer = None
+    return digests_in(answer, [checker], where=path)

@@ -32,7 +32,7 @@ _NAMES = ("ddp", "zero1", "zero2", "zero3, fsdp")
 @click.option("--max-bubble", type=options.ShareParam(), metavar="SHARE", help="Name the fewest microbatches for this bubble, e.g. 10%.")
 @click.option("--dp", type=click.IntRange(1), metavar="N", help="Data-parallel ranks.")
 @click.option("--tp", type=click.IntRange(1), default=1, metavar="N", help="Tensor-parallel size.")
-@click.option("--pp", type=click.IntRange(1), default=1, metavar="N", help="Pipeline-parallel size.")
+@click.option("--pp", type=options.NumbersParam(), default="1", metavar="N,N,..", help="Pipeline-parallel sizes.")
 @click.option("--ep", type=click.IntRange(1), default=1, metavar="N", help="Expert-parallel size.")
 @click.option("--zero", type=click.IntRange(0, 3), metavar="STAGE", help="ZeRO stage; 3 is FSDP (default: a table of all).")
 @click.option("--strategy", type=click.Choice(list(STRATEGIES)), help="The same as --zero, by name.")
@@ -64,95 +64,112 @@ _NAMES = ("ddp", "zero1", "zero2", "zero3, fsdp")
 def command(source: str | None, parameters: int | None, zero: int | None, strategy: str | None, as_json: bool, **given: Any) -> None:
     """Estimate training memory per rank before you launch: weights, gradients, optimizer state and activations, for DDP, ZeRO and FSDP.
 
-    SOURCE is a directory with a Hugging Face config.json, or a checkpoint; its weights are not read. Several numbers of --gpus give a table
-    of strategies and numbers. With --gpu-memory, the smallest of these numbers that fits is named, and with --parameters also the largest
-    model.
+    SOURCE is a directory with a Hugging Face config.json, or a checkpoint; its weights are not read. Several numbers of --gpus or --pp give
+    a table of strategies and sizes, and the bubbles of the pipelines. With --gpu-memory, the smallest of these numbers that fits is named,
+    and with --parameters also the largest model.
     """
     import reshard
     from reshard.errors import RequestError
-    from reshard.training.fitting import fewest_microbatches, fits
+    from reshard.training.fitting import fits
     from reshard.training.memory import ZERO_STAGES, BytesPer
     from reshard.verbs.estimate import estimates
 
     page = options.page_of(given)
-    if (source is None) == (parameters is None):
-        raise RequestError("give either a model or a number of parameters", do="Give a directory with a config.json, or --parameters 7B")
     named = STRATEGIES[strategy] if strategy else None
     if zero is not None and named is not None and zero != named:
         raise RequestError(f"--zero {zero} and --strategy {strategy} contradict each other", do="Give one of them")
     chosen = zero if zero is not None else named
     each = {name: given.pop(f"{name}_bytes") for name in ("weight", "gradient", "master", "moment")}
     bytes_per = BytesPer(**each, moments=given.pop("moments"))
-    subject = source if source is not None else parameters
-    assert subject is not None
-    gpu_counts, nbytes, max_bubble = given.pop("gpus"), given.pop("gpu_memory"), given.pop("max_bubble")
+    gpu_counts, nbytes, pipelines = given.pop("gpus"), given.pop("gpu_memory"), given.pop("pp")
     about: dict[str, Any] = {"zero": ZERO_STAGES if chosen is None else chosen, "bytes_per": bytes_per, **given}
-    found = estimates(subject, gpu_counts, **about) if gpu_counts else (reshard.estimate(subject, gpus=None, **about),)
+    found = estimates(source, gpu_counts or (None,), pipelines=pipelines, parameters=parameters, **about)
     last = found[-1].training.parallel
     of_parameters = None
     if parameters is not None and nbytes is not None:
         gpus = last.dp * last.tp * last.pp
 
         def of_parameters(count: int, zero: int) -> Estimate:
-            return reshard.estimate(count, **{**about, "zero": zero, "gpus": gpus})
+            return reshard.estimate(count, **{**about, "zero": zero, "gpus": gpus, "pp": last.pp, "max_bubble": None})
 
     fitting = fits(found, nbytes, of_parameters) if nbytes is not None else ()
-    fewest = None if max_bubble is None else fewest_microbatches(found[0].training.schedule, max_bubble)
     if page.path:
         from reshard.verbs.pages import estimate_page
 
         page.write(estimate_page(found))
     if as_json:
-        show_json({**document(found[-1]), **_list_document(found, fitting, fewest)})
+        show_json({**document(found[-1]), **_list_document(found, fitting)})
     elif len(found) == 1:
         show_estimate(found[0])
-        _show_fits(fitting, nbytes, fewest)
+        _show_fits(found, fitting, nbytes)
     else:
         _show_list(found)
-        _show_fits(fitting, nbytes, fewest)
+        _show_fits(found, fitting, nbytes)
 
 
-def _list_document(found: Sequence[Estimate], fitting: Sequence[Fit], fewest: int | None) -> dict[str, Any]:
-    """What several numbers of GPUs, the memory of a GPU and a bubble add to the estimate of the largest number."""
-    from reshard.training.fitting import bubbles
+def _list_document(found: Sequence[Estimate], fitting: Sequence[Fit]) -> dict[str, Any]:
+    """What several sizes, the memory of a GPU and a bubble add to the estimate of the largest sizes."""
+    from reshard.training.fitting import bubbles, schedules_of
 
-    schedule = found[0].training.schedule
     return {
         "by_gpus": [
             {
                 "gpus": each.training.parallel.dp * each.training.parallel.tp * each.training.parallel.pp,
+                "pp": each.training.parallel.pp,
+                "fewest_microbatches": each.fewest_microbatches,
                 "totals": {_NAMES[strategy.zero].partition(",")[0]: strategy.fullest.total for strategy in each.strategies},
             }
             for each in found
         ],
         "fits": [{"strategy": _NAMES[fit.zero].partition(",")[0], "gpus": fit.gpus, "parameters": fit.parameters} for fit in fitting],
-        "bubbles": [{"microbatches": count, "bubble": bubble} for count, bubble in (bubbles(schedule) if schedule.stages > 1 else ())],
-        "fewest_microbatches": fewest,
+        "bubbles": [
+            {"stages": schedule.stages, "microbatches": count, "bubble": bubble}
+            for schedule in schedules_of(found)
+            for count, bubble in bubbles(schedule)
+        ],
+        "fewest_microbatches": found[-1].fewest_microbatches,
     }
 
 
 def _show_list(found: Sequence[Estimate]) -> None:
     """A table of strategies and numbers of GPUs: what the fullest rank holds."""
-    counts = [each.training.parallel.dp * each.training.parallel.tp * each.training.parallel.pp for each in found]
+    parallel = [each.training.parallel for each in found]
+    several = len({each.pp for each in parallel}) > 1
+    counts = [f"{each.dp * each.tp * each.pp}" + (f", PP {each.pp}" if several else "") for each in parallel]
     show(f"{found[0].parameters:,} parameters ({count_text(found[0].parameters)}): bytes on the fullest rank")
     show()
     rows = [
         (_NAMES[strategy.zero], *(_bytes(each.strategies[number].fullest.total) for each in found))
         for number, strategy in enumerate(found[0].strategies)
     ]
-    show_table(rows, ("GPUs", *map(str, counts)))
+    show_table(rows, ("GPUs", *counts))
+    _show_bubbles(found)
     show()
     for sentence in found[-1].assumptions:
         show(f"  assumed    {sentence}")
 
 
-def _show_fits(fitting: Sequence[Fit], nbytes: int | None, fewest: int | None) -> None:
+def _show_bubbles(found: Sequence[Estimate]) -> None:
+    """A table of pipelines and numbers of microbatches: the share of the time that stages wait."""
+    from reshard.training.fitting import bubbles, schedules_of
+
+    lines = {f"PP {schedule.stages}": dict(bubbles(schedule)) for schedule in schedules_of(found)}
+    counts = sorted({count for line in lines.values() for count in line})
+    if lines:
+        show()
+        rows = [(name, *(f"{100 * line[count]:.3g} %" if count in line else "" for count in counts)) for name, line in lines.items()]
+        show_table(rows, ("bubble at microbatches", *map(str, counts)))
+
+
+def _show_fits(found: Sequence[Estimate], fitting: Sequence[Fit], nbytes: int | None) -> None:
     for fit in fitting:
         at = f"fits from {plural(fit.gpus, 'GPU')} on" if fit.gpus else "fits at none of these numbers of GPUs"
         largest = f"; the largest model has {count_text(fit.parameters)} parameters" if fit.parameters is not None else ""
         show(f"  {_bytes(nbytes or 0):<9}  {_NAMES[fit.zero]}: {at}{largest}")
-    if fewest is not None:
-        show(f"  bubble     needs at least {plural(fewest, 'microbatch', 'microbatches')}")
+    fewest = {each.training.schedule.stages: each.fewest_microbatches for each in found if each.fewest_microbatches is not None}
+    for stages, count in fewest.items():
+        of = f" at PP {stages}" if len(fewest) > 1 else ""
+        show(f"  bubble     needs at least {plural(count, 'microbatch', 'microbatches')}{of}")
 
 
 def document(found: Estimate) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.geometry.quantities import plural
+from reshard.models.drafts import draft_class
 
 from .. import options
-from ..json_output import show_json
+from ..json_output import Streamed, show_json
 from ..plans import show_drop_reasons
+from ..runs import show_run
 from ..tables import bar_text, count_text, nbytes_text, shape_text, show, show_table, strip_text
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ _ROWS_ON_TERMINAL, _MOST_ROWS_OF_JSON = 50, 1000
         "reshard inspect step-1000",
         "reshard inspect step-1000 --tensor '*q_proj*'",
         "reshard inspect step-1000 --by rank --sort bytes",
+        "reshard inspect runs/7",
     ],
 )
 @click.argument("checkpoint")
@@ -53,17 +56,26 @@ _ROWS_ON_TERMINAL, _MOST_ROWS_OF_JSON = 50, 1000
 @options.page
 @options.summary_or_full
 def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, **given: Any) -> None:
-    """Show what CHECKPOINT is, whether it is complete, what it can become, and what it holds. No weight is read."""
+    """Show what CHECKPOINT is, whether it is complete, what it can become, and what it holds. No weight is read.
+
+    If CHECKPOINT is the folder of a run, list the checkpoints of its steps, at any depth, and which of them are complete.
+    """
     import reshard
     from reshard.canonical.globs import check_globs, matches
     from reshard.containers.gc_pause import gc_paused
+    from reshard.runs.steps import find_steps, is_run
 
     page_options = options.page_of(given)
     view = TreeView(**{name: given.pop(name) for name in ("by", "depth", "sort", "limit")})
+    if given["format"] is None and is_run(checkpoint):
+        show_run(checkpoint, find_steps(checkpoint), as_json=as_json)
+        return
     with gc_paused():  # a hundred thousand tensors are many objects, and none of them is garbage
         opened = reshard.open(checkpoint, **given)
-        check_globs("--tensor", globs, dict.fromkeys(tensor.name for tensor in opened.index.tensors))
-        tensors = [tensor for tensor in opened.index.tensors if not globs or matches(tensor.name, globs)]
+        tensors = list(opened.index.tensors)
+        if globs:
+            check_globs("--tensor", globs, dict.fromkeys(tensor.name for tensor in tensors))
+            tensors = [tensor for tensor in tensors if matches(tensor.name, globs)]
         if page_options.path:
             _write_page(opened, tensors if globs else [], page_options)
         if as_json:
@@ -163,7 +175,7 @@ def document(opened: Checkpoint, tensors: list[Tensor] | None, view: TreeView) -
 def _details(opened: Checkpoint, tensors: list[Tensor]) -> dict[str, Any]:
     """What a summary leaves out."""
     return {
-        "tensors": [_tensor(tensor) for tensor in tensors],
+        "tensors": Streamed(_tensor, tensors),
         "withheld": [{"name": drop.name, "kind": drop.kind, "bytes": drop.nbytes, "reason": drop.reason} for drop in _withheld(opened)],
         "objects": list(opened.index.objects),
     }
@@ -293,12 +305,11 @@ def _show_quantized(opened: Checkpoint) -> None:
 
 def _show_answer(opened: Checkpoint, model: str | None) -> None:
     """What it is, whether it is complete, what it can become, and the next command."""
-    from reshard.models.lookup import model_type_of
     from reshard.verbs.outlook import outlook
 
     index, facts, found = opened.index, opened.index.facts, outlook(opened, _content(opened))
     dtypes = dict.fromkeys(tensor.dtype.name for tensor in index.tensors if tensor.kind in ("weight", "master"))
-    what = [model_type_of(opened.model_files.config or {}) or "unknown model", f"{_size_text(opened)}", ", ".join(list(dtypes)[:3])]
+    what = [_name_of_model(opened.model_files.config or {}) or "unknown model", f"{_size_text(opened)}", ", ".join(list(dtypes)[:3])]
     ranks = facts.mesh.ranks if facts.mesh else None
     where = (
         f"{index.format}" + (f" of {plural(ranks, 'rank')}" if ranks else "") + (f", step {facts.step}" if facts.step is not None else "")
@@ -501,20 +512,31 @@ _PLACEMENT_COLUMNS = ("dimension", "ranks", "placement", "meaning")
 
 
 def _model_text(opened: Checkpoint) -> str:
-    from reshard.models.lookup import model_type_of
-
     text = _size_text(opened)
     config = opened.model_files.config
     if config is None:
         return text + "; no config.json here or in the parent directory (--model DIR gives one)"
     if opened.model is None:
-        return f"{model_type_of(config)} (unsupported architecture: only hf and other whole-tensor formats), {text}"
+        reason = (
+            "engines read it from its hf folder"
+            if draft_class(config)
+            else "unsupported architecture: only hf and other whole-tensor formats"
+        )
+        return f"{_name_of_model(config)} ({reason}), {text}"
     d, architecture = opened.model.dimensions, opened.model.architecture
     tied = ", tied head" if opened.model.is_tied else ""
     sizes = f"{d['layers']} layers, hidden {d['hidden']}, {d['heads']} heads ({d['kv_heads']} KV), vocabulary {d['vocab']}"
     declared = f", declared by {architecture.declared_in}" if architecture.declared_in else ""
     named = "" if declared or opened.architecture is None else f", read as {architecture.model_type}"
-    return f"{model_type_of(config)}{declared}{named}, {text}: {sizes}{tied}"
+    return f"{_name_of_model(config)}{declared}{named}, {text}: {sizes}{tied}"
+
+
+def _name_of_model(config: Mapping[str, Any]) -> str | None:
+    """What a config calls its model: its type, or the class of a draft model; None if it names neither."""
+    from reshard.models.lookup import model_type_of
+
+    draft = draft_class(config)
+    return f"draft model {draft}" if draft else model_type_of(config)
 
 
 def _size_text(opened: Checkpoint) -> str:

@@ -21,16 +21,20 @@ from ..plans import plan_document, show_plan
 @options.selection("Convert")
 @options.format_name
 @options.model
+@options.option(
+    "--plan-out", section=options.OUTPUT, metavar="FILE", help="Also write the plan to this file, for `reshard convert --plan`."
+)
 @options.page
 @options.summary_or_full
-def command(source: str, to: str | None, as_json: bool, full: bool, **given: Any) -> None:
+def command(source: str, to: str | None, plan_out: str | None, as_json: bool, full: bool, **given: Any) -> None:
     """Show the proven plan of converting SOURCE: which rank and file gets what, and what is cast, filled or skipped.
 
     No weight is read and nothing is written. `reshard degrees` compares several parallel sizes.
     """
     import reshard
+    from reshard.containers.gc_pause import gc_paused
+    from reshard.engine.events import event
     from reshard.errors import RequestError
-    from reshard.verbs.pages import plan_page
     from reshard.verbs.request import OpenOptions
 
     page = options.page_of(given)
@@ -40,7 +44,13 @@ def command(source: str, to: str | None, as_json: bool, full: bool, **given: Any
             why="A plan is of one conversion",
             do=f"Did you mean `reshard degrees {source}`, which lists the parallel sizes that a model can be served at?",
         )
-    plan = reshard.plan(reshard.open(source, **options.take(given, OpenOptions)), to=to, **given)
-    if page.path:
-        page.write(plan_page(plan))
-    show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)
+    with gc_paused():
+        plan = reshard.plan(reshard.open(source, **options.take(given, OpenOptions)), to=to, **given)
+        if plan_out is not None:
+            nbytes = reshard.save_plan(plan, plan_out)
+            event("plan-file", f"wrote {plan_out}, {nbytes:,} bytes", path=plan_out, bytes=nbytes)
+        if page.path:
+            from reshard.verbs.pages import plan_page
+
+            page.write(plan_page(plan))
+        show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)

@@ -1,4 +1,4 @@
-"""reshard verify: do two checkpoints hold the same weights? Does a folder hold what reshard wrote?"""
+"""reshard verify: do two checkpoints hold the same weights? Does a folder hold what reshard wrote, or a live server what it should?"""
 
 from __future__ import annotations
 
@@ -12,16 +12,23 @@ from .. import options
 from ..invocation import current
 from ..json_output import show_json
 from ..progress import bar
+from ..server import server_document, show_server
 from ..tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
     from reshard.engine.compare import Comparison
+    from reshard.verbs.digests import ServerComparison
 
 
 @click.command(
     "verify",
     cls=options.Command,
-    examples=["reshard verify step-1000 out", "reshard verify step-1000 out --cast", "reshard verify out"],
+    examples=[
+        "reshard verify step-1000 out",
+        "reshard verify step-1000 out --cast",
+        "reshard verify out",
+        "reshard verify step-1000 http://localhost:8000",
+    ],
 )
 @click.argument("left")
 @click.argument("right", required=False)
@@ -42,10 +49,15 @@ def command(left: str, right: str | None, cast: bool, as_json: bool, show_progre
 
     Without RIGHT, check that the folder LEFT holds what reshard wrote: every bit of weights, optimizer state, replicas, padding, headers
     and small files is compared with reshard.json and reshard.digests, and missing and added files are named.
+
+    If RIGHT is the address of a server, such as http://localhost:8000, ask its weight checker for the digest of every parameter of every
+    rank, and compare them with those that LEFT has at the server's parallel sizes. vLLM answers if it was started with
+    VLLM_SERVER_DEV_MODE=1. What the engine has repacked after loading is not comparable, and does not count as equal.
     """
     import reshard
     from reshard.errors import RequestError
     from reshard.plans.manifest import usable_manifest
+    from reshard.storage.server import is_server
     from reshard.storage.tar import open_tree
     from reshard.verbs.checkpoint import open_both
     from reshard.verbs.pages import comparison_page
@@ -55,7 +67,19 @@ def command(left: str, right: str | None, cast: bool, as_json: bool, show_progre
     metrics, page = current().metrics, options.page_of(given)
     metrics.label(target=left if right is None else right)
     about_model, effort = options.take(given, ModelOptions), options.take(given, EffortOptions)
-    if right is None:
+    result: Comparison
+    on_server: ServerComparison | None = None
+    if right is not None and is_server(right):
+        from reshard.verbs.verify_server import verify_server
+
+        if cast:
+            raise RequestError("a cast needs a second checkpoint", why="A server is compared in the element type to which it casts weights")
+        opened = reshard.open(left, **about_model)
+        total = sum(tensor.nbytes for tensor in opened.index.tensors if tensor.kind == "weight")
+        with bar(total, "verify", show_progress) as advance:
+            on_server = verify_server(opened, right, selection=selection_of(given), progress=advance)
+        result = on_server
+    elif right is None:
         if cast or any(given.values()):
             raise RequestError("a cast or a selection needs a second checkpoint", do="Give RIGHT, or leave these options out")
         manifest = usable_manifest(open_tree(left))
@@ -80,8 +104,11 @@ def command(left: str, right: str | None, cast: bool, as_json: bool, show_progre
                 "bytes": result.nbytes,
                 "differences": [{"name": d.name, "kind": d.kind, "detail": d.detail} for d in result.differences],
                 "notes": result.notes,
+                "server": server_document(on_server) if on_server else None,
             }
         )
+    elif on_server:
+        show_server(on_server, str(right).rstrip("/"))
     else:
         _show(result, with_manifest=right is None)
     click.get_current_context().exit(0 if result.equal else 1)

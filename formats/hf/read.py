@@ -12,10 +12,11 @@ from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
 from reshard.containers import safetensors
 from reshard.errors import CheckpointError, IncompleteError
-from reshard.geometry.boxes import Box
+from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent, Piece
 from reshard.geometry.quantities import plural
+from reshard.geometry.sections import Columns, distinct
 from reshard.index.index import Index, RunFacts, Tensor
 from reshard.index.shards import Located, PieceTable, Shards
 from reshard.storage.files import Files
@@ -68,20 +69,22 @@ def stored_weights(files: Files, *, headers_only: bool = False) -> StoredWeights
         tensors_of_file, objects_of_file = file_content(files, path, headers_only=headers_only)
         objects.extend(objects_of_file)
         for tensor in tensors_of_file:
-            if to_read.weight_map.get(tensor.name, path) != path:
+            indexed = to_read.weight_map.get(tensor.name)
+            if indexed is None:
+                not_indexed.append(tensor.name)
+            elif indexed != path:
                 copies.append(tensor)
                 continue
-            if to_read.weight_map and tensor.name not in to_read.weight_map:
-                not_indexed.append(tensor.name)
-            if tensor.name in tensors:
+            other = tensors.setdefault(tensor.name, tensor)
+            if other is not tensor:
                 raise CheckpointError(
-                    f"two files hold it: {tensors[tensor.name].shards.path(0)} and {path}",
+                    f"two files hold it: {other.shards.path(0)} and {path}",
                     where=tensor.name,
                     why="No index says which one counts, and loaders take whichever comes last",
                     do="Remove the file that does not belong to this model",
                 )
-            tensors[tensor.name] = tensor
-    if absent := [name for name in to_read.weight_map if name not in tensors]:
+    if len(tensors) - len(not_indexed) < len(to_read.weight_map):
+        absent = [name for name in to_read.weight_map if name not in tensors]
         raise IncompleteError(
             f"the index places it in {to_read.weight_map[absent[0]]}, which does not hold it"
             + (f" (nor {len(absent) - 1} others)" if len(absent) > 1 else ""),
@@ -90,11 +93,12 @@ def stored_weights(files: Files, *, headers_only: bool = False) -> StoredWeights
             do="Get the index and the files from the same save",
         )
     notes = to_read.notes
-    if not_indexed:
+    if not_indexed and to_read.weight_map:
         notes += (f"{len(not_indexed)} tensors are in the files but not in the index, such as {not_indexed[0]}; they are read",)
     if copies:
         notes += (_note_on_copies(tensors, copies),)
-    return StoredWeights(to_read.paths, tuple(_with_copies(tensors, copies)), tuple(objects), notes)
+    found = _with_copies(tensors, copies) if copies else tensors.values()
+    return StoredWeights(to_read.paths, tuple(found), tuple(objects), notes)
 
 
 def _note_on_copies(tensors: Mapping[str, Tensor], copies: Sequence[Tensor]) -> str:
@@ -139,33 +143,33 @@ def _safetensors_content(files: Files, path: str, headers_only: bool) -> list[Te
     header = safetensors.read_header(files, path, header_only=headers_only)
     if "DCP_SHARDING_INFO" in header.metadata and len(files.list()) > 1 and re.match(r"shard-", path):
         raise CheckpointError("it is one rank's part of a distributed save, not a Hugging Face checkpoint", where=path)
-    return list(_whole_tensors(header.entries, path))
+    return list(_whole_tensors(header, path))
 
 
-def _whole_tensors(entries: Sequence[safetensors.TensorEntry], path: str) -> Iterator[Tensor]:
+def _whole_tensors(header: safetensors.Header, path: str) -> Iterator[Tensor]:
     """The tensors of a header. Those with the same number of axes are windows on one table."""
-    of_ndim: dict[int, list[safetensors.TensorEntry]] = {}
-    for entry in entries:
-        of_ndim.setdefault(len(entry.shape), []).append(entry)
-    tables = {ndim: _table(alike, path, ndim) for ndim, alike in of_ndim.items()}
-    rows = dict.fromkeys(tables, 0)
-    for entry in entries:
-        ndim = len(entry.shape)
-        row = rows[ndim]
-        rows[ndim] = row + 1
-        yield Tensor(entry.name, entry.dtype, entry.shape, "weight", Shards(tables[ndim], row, row + 1))
+    axes = np.array([len(form.shape) for form in header.forms], np.int64)[header.form_numbers]
+    tables, rows = {}, np.empty(len(axes), np.int64)
+    for ndim in distinct(axes).tolist():
+        alike = np.flatnonzero(axes == ndim)
+        tables[ndim], rows[alike] = _table(header, alike, path, ndim), np.arange(len(alike))
+    forms = [(form.dtype, form.shape, tables[len(form.shape)]) for form in header.forms]
+    for name, number, row in zip(header.names, header.form_numbers.tolist(), rows.tolist(), strict=True):
+        dtype, shape, table = forms[number]
+        yield Tensor(name, dtype, shape, "weight", Shards(table, row, row + 1))
 
 
-def _table(entries: Sequence[safetensors.TensorEntry], path: str, ndim: int) -> PieceTable:
-    """Whole tensors with `ndim` axes, which lie row-major in a file."""
-    sizes = np.array([entry.shape for entry in entries], np.int64).reshape(len(entries), ndim)
-    strides = np.ones_like(sizes)
-    for axis in reversed(range(ndim - 1)):
-        strides[:, axis] = strides[:, axis + 1] * np.maximum(sizes[:, axis + 1], 1)
-    byte_offsets, files = np.array([entry.byte_offset for entry in entries], np.int64), np.zeros(len(entries), np.int32)
-    dtypes = np.empty(len(entries), np.object_)
-    dtypes[:] = [entry.dtype for entry in entries]
-    located = Located((path,), files, byte_offsets, strides, dtypes)
+def _table(header: safetensors.Header, alike: Columns, path: str, ndim: int) -> PieceTable:
+    """Whole tensors with `ndim` axes, which lie row-major in a file. alike: [n], their numbers in the header."""
+    # Forms with another number of axes are not among them.
+    shapes = [form.shape if len(form.shape) == ndim else (0,) * ndim for form in header.forms]
+    numbers, byte_offsets = header.form_numbers[alike], header.byte_offsets[alike]
+    sizes = np.array(shapes, np.int64).reshape(len(shapes), ndim)[numbers]
+    strides = np.array(list(map(row_major, shapes)), np.int64).reshape(len(shapes), ndim)[numbers]
+    dtypes = np.empty(len(shapes), np.object_)
+    dtypes[:] = [form.dtype for form in header.forms]
+    files = np.zeros(len(alike), np.int32)
+    located = Located((path,), files, byte_offsets, strides, dtypes[numbers])
     return PieceTable((path,), np.zeros_like(sizes), sizes, files, byte_offsets, located)
 
 

@@ -8,7 +8,8 @@ routers are where the model has them, and DeepSeek's fused projection has anothe
 SGLang reads the files after its kernels have changed the weights' form. Quantized weights would have to be in the form of one machine, so
 they are not written.
 
-    rules.py    the differences between the model classes, and the rules
+    rules.py             the differences between the model classes, and the rules
+    weight_checker.py    how a live server tells the digests of its parameters
 
 Nothing in the files says which engine they are for. Files that SGLang itself saved are taken for vLLM's, whose files are mostly the same
 bit by bit, unless --format sglang is given. Files that reshard wrote have a manifest that names the format.
@@ -23,13 +24,15 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from reshard.adapter.option import ENGINE_VERSION, MAX_SHARD_SIZE
+from reshard.adapter.option import ACCEPT_PLATFORM, ENGINE_VERSION, LAYOUT, MAX_SHARD_SIZE
 from reshard.adapter.serving_format import ServingFormat
 
 if TYPE_CHECKING:
+    from reshard.adapter.serving_format.weight_checker import WeightChecker
     from reshard.geometry.parallel import Parallel
     from reshard.models.model import Model
     from reshard.plans.target import Target
+    from reshard.serving.learned.layout import LearnedLayout
     from reshard.serving.rules import EngineRules
     from reshard.storage.files import Files
 
@@ -37,12 +40,13 @@ if TYPE_CHECKING:
 class Sglang(ServingFormat):
     name = "sglang"
     summary = "SGLang sharded_state: pre-sharded for tensor and expert parallel ranks"
-    owns = ("model-rank-*-part-*.safetensors",)
+    owns = ("model-rank-*-part-*.safetensors", "reshard.layout.json")
     # The file names are the same: only the manifest tells the formats apart.
     refines = ("vllm",)
-    options = (ENGINE_VERSION, MAX_SHARD_SIZE)
+    options = (ENGINE_VERSION, MAX_SHARD_SIZE, LAYOUT, ACCEPT_PLATFORM)
     engine = "SGLang"
     producer = "SGLang sharded_state"
+    tracer = "reshard.plugins.loader_tracer"
     sizes = ("tp", "ep")
     file_pattern = re.compile(r"model-rank-(?P<rank>\d+)-part-[^/]*\.safetensors")
 
@@ -52,6 +56,12 @@ class Sglang(ServingFormat):
         from reshard.plans.manifest import MANIFEST
 
         return f"{MANIFEST} says so" if _json(files, MANIFEST).get("format") == self.name else None
+
+    @property
+    def weight_checker(self) -> WeightChecker:
+        from .weight_checker import SglangWeightChecker
+
+        return SglangWeightChecker()
 
     def file_name(self, parallel: Parallel, pp_rank: int, tp_rank: int, part: int) -> str:
         return f"model-rank-{tp_rank}-part-{part}.safetensors"
@@ -65,6 +75,14 @@ class Sglang(ServingFormat):
         from .rules import notes
 
         return notes(model, target)
+
+    def layout_notes(self, layout: LearnedLayout) -> tuple[str, ...]:
+        if not any(".shared_expert" in each.name for stage in layout.stages for each in stage.tensors):
+            return ()
+        return (
+            "start SGLang with --disable-shared-experts-fusion, as the layout was learned: otherwise it may take a shared expert for one "
+            "more routed expert",
+        )
 
 
 def _json(files: Files, path: str) -> Mapping[str, object]:

@@ -40,7 +40,8 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
         raise UnsupportedError(
             f"how SGLang names and joins the weights of a {model.architecture.model_type} model was not compared",
             why="Its class may name or join tensors in another way, and would then refuse the files, or serve unset weights",
-            do="Convert to hf, which it loads as well",
+            do="Learn the layout from SGLang's own loader with `reshard learn --engine sglang`, and add --layout FILE. Or convert to hf, "
+            "which it loads as well",
         )
     quirks = quirks or ModelQuirks()
     return EngineRules(

@@ -11,6 +11,7 @@ stored once per stage.
     rules.py             the differences between the model classes, and the rules of a version
     history.py           what changed between versions
     stored_version.py    the versions that a checkpoint's keys belong to
+    weight_checker.py    how a live server tells the digests of its parameters
 
 Measured on vLLM 0.32.0 (every key and bit against real ranks, fixtures/vllm); vLLM's loader is model_loader/sharded_state_loader.py.
 """
@@ -26,6 +27,7 @@ from reshard.adapter.serving_format import ServingFormat
 if TYPE_CHECKING:
     from reshard.adapter.format import Hints
     from reshard.adapter.serving_format.reading import RankHeaders
+    from reshard.adapter.serving_format.weight_checker import WeightChecker
     from reshard.geometry.parallel import Parallel
     from reshard.index.index import Index
     from reshard.models.model import Model
@@ -41,7 +43,7 @@ class Vllm(ServingFormat):
     options = (ENGINE_VERSION, MAX_SHARD_SIZE, LAYOUT, ACCEPT_PLATFORM)
     engine = "vLLM"
     producer = "vLLM sharded_state"
-    tracer = "reshard.plugins.vllm_tracer"
+    tracer = "reshard.plugins.loader_tracer"
     file_pattern = re.compile(r"model-(?:rank-(?P<rank>\d+)|pp-(?P<pp>\d+)-tp-(?P<tp>\d+))-part-[^/]*\.safetensors")
 
     def read(self, files: Files, hints: Hints) -> Index:
@@ -59,6 +61,12 @@ class Vllm(ServingFormat):
             raise
         note = "no file says which engine the files are for; they are read as vLLM's. If SGLang wrote them, use --format sglang"
         return replace(index, facts=replace(index.facts, notes=(*index.facts.notes, note)))
+
+    @property
+    def weight_checker(self) -> WeightChecker:
+        from .weight_checker import VllmWeightChecker
+
+        return VllmWeightChecker()
 
     def file_name(self, parallel: Parallel, pp_rank: int, tp_rank: int, part: int) -> str:
         rank = f"pp-{pp_rank}-tp-{tp_rank}" if parallel.pp > 1 else f"rank-{tp_rank}"

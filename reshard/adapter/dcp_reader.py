@@ -94,7 +94,7 @@ class DcpFolder:
 
 def _metadata(files: Files, folder: str) -> DcpMetadata:
     if files.size(folder + _METADATA) is not None:
-        return dcp_metadata.parse(read_whole(files, folder + _METADATA, limit=_METADATA_LIMIT), where=folder + _METADATA)
+        return _read(files, folder + _METADATA)
     # Saved without collectives: each rank wrote its own.
     parts = [path for path in files.list(folder) if _RANK_METADATA.fullmatch(path.removeprefix(folder))]
     if not parts:
@@ -105,7 +105,11 @@ def _metadata(files: Files, folder: str) -> DcpMetadata:
             "with a dot",
             do="Copy it from where the checkpoint was written, or take an earlier checkpoint",
         )
-    return dcp_metadata.merge([dcp_metadata.parse(read_whole(files, path, limit=_METADATA_LIMIT), where=path) for path in parts])
+    return dcp_metadata.merge([_read(files, path) for path in parts])
+
+
+def _read(files: Files, path: str) -> DcpMetadata:
+    return dcp_metadata.read(lambda: read_whole(files, path, limit=_METADATA_LIMIT), where=path)
 
 
 def _checked_files(files: Files, folder: str, metadata: DcpMetadata, paths: tuple[str, ...]) -> Iterator[StoredFile]:

@@ -19,7 +19,7 @@ from reshard.canonical.wrappers import is_wrapper
 from reshard.errors import CheckpointError, IncompleteError, RequestError, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, Tensor
-from reshard.models.model import Model
+from reshard.models.model import Model, ModelWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,10 @@ class Content:
     """The names that the globs of the selection are matched with: those of all stored tensors."""
 
     @cached_property
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Mapping[str, Tensor]:
         """The tensors of the model by canonical name."""
-        return {name: tensor for name, tensor in self.tensors.items() if not is_state_key(name)}
+        states = self.states
+        return {name: tensor for name, tensor in self.tensors.items() if name not in states} if states else self.tensors
 
     @cached_property
     def states(self) -> dict[str, Tensor]:
@@ -125,6 +126,30 @@ class Content:
     def withheld(self) -> tuple[Drop, ...]:
         """The tensors that are left out because they are no weights of the model, without optimizer state."""
         return tuple(drop for drop in self.drops if drop.kind in _WITHHELD and drop.reason != _OPTIMIZER)
+
+    @cached_property
+    def missing(self) -> tuple[str, ...]:
+        """The names of the model's weights that are not among the tensors."""
+        if len(self.weights) - len(self.besides_model) == len(self._model_weights):
+            return ()
+        return tuple(name for name in self._model_weights if name not in self.tensors)
+
+    @cached_property
+    def besides_model(self) -> tuple[str, ...]:
+        """The names of the weights that the model does not have."""
+        return tuple(name for name in self.weights if name not in self._model_weights)
+
+    @cached_property
+    def other_shapes(self) -> tuple[str, ...]:
+        """The names of the weights whose shape differs from the model's."""
+        missing = set(self.missing)
+        return tuple(
+            name for name, weight in self._model_weights.items() if name not in missing and self.tensors[name].shape != weight.shape
+        )
+
+    @property
+    def _model_weights(self) -> Mapping[str, ModelWeight]:
+        return self.model.weights if self.model else {}
 
     @property
     def unknown(self) -> tuple[str, ...]:
@@ -151,16 +176,16 @@ def content_of(index: Index, model: Model | None, selection: Selection) -> Conte
     drops: list[Drop] = []
     chosen = _without_prefix(chosen, selection.strip_prefix)
     names = tuple(dict.fromkeys((*chosen, *(tensor.name.removeprefix(selection.strip_prefix) for tensor, _ in others))))
-    for name in [name for name in chosen if not _is_selected(name, selection)]:
+    for name in [name for name in chosen if not _is_selected(name, selection)] if selection.is_partial else ():
         drops.append(_drop(chosen.pop(name), "left out by --include or --exclude"))
     tied: tuple[str, ...] = ()
     if model:
-        for name in [name for name in chosen if model.reason_to_drop(name)]:
-            drops.append(_drop(chosen.pop(name), str(model.reason_to_drop(name))))
+        others_than_weights = [name for name in chosen if name not in model.weights]
+        drops.extend(_take_unneeded(chosen, others_than_weights, model))
         if model.is_tied:
             tied = _tie(chosen, *model.architecture.tied)
         if not selection.keep_unknown:
-            drops.extend(_take_unknown(chosen, model))
+            drops.extend(_take_unknown(chosen, [name for name in others_than_weights if name in chosen], model))
     if not chosen:
         _check_globs(selection, names)
         raise RequestError(
@@ -194,7 +219,9 @@ def content_of(index: Index, model: Model | None, selection: Selection) -> Conte
 
 def check_selected(*contents: Content) -> None:
     """Raises RequestError if a glob of the selection that chose these contents matches no tensor of any of them."""
-    _check_globs(contents[0].selection, {name: None for content in contents for name in content.names})
+    selection = contents[0].selection
+    if selection.is_partial:
+        _check_globs(selection, {name: None for content in contents for name in content.names})
 
 
 def _check_globs(selection: Selection, names: Collection[str]) -> None:
@@ -222,20 +249,17 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
     model = content.model
     if model is None:
         return
-    missing = [
-        name for name, weight in model.weights.items() if name not in content.tensors and name not in optional and not weight.optional
-    ]
-    carried = [name for name in content.weights if name not in model.weights and not model.reason_not_served(name)]
+    if content.other_shapes:
+        name = content.other_shapes[0]
+        raise CheckpointError(
+            f"its shape is {list(content.tensors[name].shape)}, the config says {list(model.weights[name].shape)}",
+            where=name,
+            why="The config belongs to another model, or the vocabulary was padded in training",
+            do="Name the directory of the config that this model was trained with: --model DIR",
+        )
+    missing = [name for name in content.missing if name not in optional and not model.weights[name].optional]
+    carried = [name for name in content.besides_model if not model.reason_not_served(name)]
     unknown = [*carried, *content.unknown]
-    for name, weight in model.weights.items():
-        tensor = content.tensors.get(name)
-        if tensor is not None and tensor.shape != weight.shape:
-            raise CheckpointError(
-                f"its shape is {list(tensor.shape)}, the config says {list(weight.shape)}",
-                where=name,
-                why="The config belongs to another model, or the vocabulary was padded in training",
-                do="Name the directory of the config that this model was trained with: --model DIR",
-            )
     if missing and not partial:
         needs = f"a {model.architecture.model_type} model needs it"
         raise IncompleteError(
@@ -339,6 +363,8 @@ def _of_kind(index: Index, selection: Selection) -> tuple[dict[str, Tensor], lis
         carried = ("state", "other") if selection.root is None else ("state",)
         others = [tensor for tensor in index.tensors if tensor.kind in carried and not _is_of_optimizer(tensor, chosen)]
         chosen |= {tensor.name: tensor for tensor in others if tensor.name not in chosen}
+    if len(chosen) == len(index.tensors):
+        return chosen, []
     used = {id(tensor) for tensor in chosen.values()}
     return chosen, [(tensor, _reason_to_drop(tensor, stored)) for tensor in index.tensors if id(tensor) not in used]
 
@@ -362,15 +388,25 @@ def _reason_to_drop(tensor: Tensor, stored: Mapping[str, Tensor]) -> str:
     return _OPTIMIZER
 
 
-def _take_unknown(chosen: dict[str, Tensor], model: Model) -> Iterator[Drop]:
+def _take_unneeded(chosen: dict[str, Tensor], names: list[str], model: Model) -> Iterator[Drop]:
+    """Remove those of these tensors that the architecture leaves out on purpose, each with the reason."""
+    for name in names:
+        if reason := model.reason_to_drop(name):
+            yield _drop(chosen.pop(name), reason)
+
+
+def _take_unknown(chosen: dict[str, Tensor], others: list[str], model: Model) -> Iterator[Drop]:
     """Remove the tensors that the declared architecture lacks, each with the reason. If it lacks all, they stay: a prefix may hide them.
+
+    others: the chosen tensors that are not weights of the model.
 
     Raises: UnsupportedError if there is nothing but a LoRA adapter.
     """
-    names, model_type = Names(model), model.architecture.model_type
-    head = model.architecture.tied[0]
-    known = {head, *model.weights}
-    unknown = [name for name in chosen if name not in known and not model.reason_not_served(name) and names.array(name) is None]
+    model_type, head = model.architecture.model_type, model.architecture.tied[0]
+    unknown = [name for name in others if name != head and not model.reason_not_served(name)]
+    if unknown:
+        names = Names(model)
+        unknown = [name for name in unknown if names.array(name) is None]
     if unknown and all(chosen[name].kind == "adapter" for name in chosen):
         raise UnsupportedError(
             f"the checkpoint holds a LoRA adapter and no base weights, for example {unknown[0]}",

@@ -233,7 +233,8 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
 
 def _model_names(index: Index, prefix: str) -> Iterator[str]:
     """The names of the weights and masters, without the prefix."""
-    return (tensor.name.removeprefix(prefix) for tensor in index.tensors if tensor.kind in ("weight", "master"))
+    names = (tensor.name for tensor in index.tensors if tensor.kind in ("weight", "master"))
+    return (name.removeprefix(prefix) for name in names) if prefix else names
 
 
 def _declared(model: Model) -> re.Pattern[str]:

@@ -14,7 +14,8 @@ Everything else is decided here, for all formats, and only by what is certain:
 - A key beside the model never holds the model's weights. A matrix under it, or a tensor called weight or bias, makes it another model.
 - Without such keys, only the words below count, and only as the first part of a name. A run's word does not count if something under it
   looks like a weight: a model may have a part called `scheduler`.
-- Floating-point tensors are weights. Integers with two axes are weights that were packed by a quantizer; other integers are buffers.
+- Floating-point tensors are weights. Integers with two axes are weights that were packed by a quantizer, and the tables of draft models
+  are weights; other integers are buffers.
 
 What a declared architecture lacks is *unknown*; content.py finds it, because it depends on the selection.
 """
@@ -30,7 +31,8 @@ from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import is_state_key
 from reshard.canonical.wrappers import without_wrappers
 from reshard.errors import RequestError
-from reshard.index.index import Index, Kind, ParamGroup, Tensor
+from reshard.index.index import Index, Kind, ParamGroup, Tensor, element_count
+from reshard.models.drafts import is_draft_table
 from reshard.models.model import Model
 
 # Keys under which trainers keep the model's state dict. Where several occur, the first of this list holds the main model.
@@ -61,6 +63,7 @@ _BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked", "inv
 _MARKS = _ADAPTERS | _RECIPES | _BUFFERS
 _RNG = re.compile(r"(?:^|[._])(?:rng|random|generator)(?:$|[._])")
 _WEIGHT_LIKE = re.compile(r"(?:^|\.)(?:weight|bias)$")
+_OF_TRAINED = ("master", "moment1", "moment2")
 # Element types into which quantizers pack weights.
 _PACKED = ("U8", "I8", "I32")
 
@@ -94,12 +97,12 @@ def is_run_root(root: str) -> bool:
 def classified(index: Index, model: Model | None) -> Index:
     """The index in which every tensor that a format takes for a weight has its class as its kind. `index` itself if all are weights."""
     weights = [tensor for tensor in index.tensors if tensor.kind == "weight"]
-    trained = frozenset(tensor.name for tensor in index.tensors if tensor.kind in ("master", "moment1", "moment2"))
+    trained = frozenset(tensor.name for tensor in index.tensors if tensor.kind != "weight" and tensor.kind in _OF_TRAINED)
     by_root: dict[str, list[Tensor]] = {}
     for tensor in weights:
         by_root.setdefault(root_of(tensor.name), []).append(tensor)
     kinds = {root: _kind_under_root(root, by_root, index.facts.roots, trained) for root in by_root}
-    guessed = [(tensor, kinds[root_of(tensor.name)] or _kind_of_tensor(tensor, trained)) for tensor in weights]
+    guessed = ((tensor, kinds[root] or _kind_of_tensor(tensor, trained)) for root, of_root in by_root.items() for tensor in of_root)
     doubtful = [(tensor, kind) for tensor, kind in guessed if kind != "weight"]
     if not doubtful:
         return index
@@ -148,7 +151,7 @@ def _kind_of_tensor(tensor: Tensor, trained: frozenset[str]) -> Kind:
     if parts[-1] in _BUFFERS:
         return "buffer"
     is_packed = dtype.name in _PACKED and len(tensor.shape) > 1
-    return "weight" if _is_number(tensor) or is_packed else "buffer"
+    return "weight" if _is_number(tensor) or is_packed or is_draft_table(name) else "buffer"
 
 
 def stored_models(index: Index) -> tuple[StoredModel, ...]:
@@ -157,15 +160,16 @@ def stored_models(index: Index) -> tuple[StoredModel, ...]:
     for tensor in index.tensors:
         if tensor.kind in ("weight", "buffer", "other"):
             tensors.setdefault(root_of(tensor.name) if tensor.kind == "other" else None, []).append(tensor)
-    copied = {tensor.name for tensor in index.tensors if tensor.kind in ("weight", "buffer", "other", "adapter")}
-    if masters := [tensor for tensor in index.tensors if tensor.kind == "master" and tensor.name not in copied]:
-        tensors.setdefault(None, []).extend(masters)
+    if masters := [tensor for tensor in index.tensors if tensor.kind == "master"]:
+        copied = {tensor.name for tensor in index.tensors if tensor.kind in ("weight", "buffer", "other", "adapter")}
+        if alone := [tensor for tensor in masters if tensor.name not in copied]:
+            tensors.setdefault(None, []).extend(alone)
     return tuple(
         StoredModel(
             root=root or _MAIN,
             is_main=root is None,
             tensors=len(of_model),
-            parameters=sum(t.elements for t in of_model if t.kind != "buffer"),
+            parameters=element_count(t for t in of_model if t.kind != "buffer"),
             nbytes=sum(t.nbytes for t in of_model),
         )
         for root, of_model in sorted(tensors.items(), key=lambda item: item[0] is not None)

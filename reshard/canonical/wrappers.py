@@ -37,6 +37,9 @@ def without_wrappers(index: Index) -> Index:
 
     Raises: CheckpointError if two tensors would get one name.
     """
+    stored = "\n".join(tensor.name for tensor in index.tensors)
+    if _FRONT not in stored and not any(part in stored for part in _INNER):
+        return index
     names = {tensor.name: unwrapped(tensor.name) for tensor in index.tensors}
     model_names = [names[tensor.name] for tensor in index.tensors if tensor.kind in ("weight", "master")]
     while model_names and all(name.startswith(_FRONT) for name in model_names):

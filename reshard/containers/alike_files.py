@@ -392,7 +392,9 @@ class _Records:
         for first, last in ((12, 20), (42, 46), (46, 46 + self._root)):
             fixed[(self._starts[:, None] + np.arange(first, last)).reshape(-1)] = False
         fixed[(self._stops[self._is_wide][:, None] + np.arange(4, 12)).reshape(-1)] = False
-        self._fixed = fixed
+        self._mask = np.where(fixed, 255, 0).astype(np.uint8)
+        self._fixed = self._bytes & self._mask
+        self._roots = self._starts[:, None] + np.arange(46, 46 + self._root)
         self._sizes = self._numbers(self._bytes, self._starts + 24, 4)
         self.own = self._places(self._bytes)
         """[members]: the places of the members' local headers in the known file."""
@@ -405,10 +407,9 @@ class _Records:
         found = np.frombuffer(raw.directory, np.uint8)
         if raw.count != len(self._starts) or len(found) != len(self._bytes) or len(raw.root) != self._root:
             return None
-        if not np.array_equal(found[self._fixed], self._bytes[self._fixed]):
+        if not np.array_equal(found & self._mask, self._fixed):
             return None
-        roots = found[self._starts[:, None] + np.arange(46, 46 + self._root)]
-        if not (roots == np.frombuffer(raw.root, np.uint8)).all():
+        if not (found[self._roots] == np.frombuffer(raw.root, np.uint8)).all():
             return None
         is_wide = self._numbers(found, self._starts + 42, 4) == 0xFFFFFFFF
         if not np.array_equal(is_wide, self._is_wide) or (self._sizes == 0xFFFFFFFF).any():
@@ -427,9 +428,8 @@ class _Records:
     @staticmethod
     def _numbers(directory: npt.NDArray[np.uint8], starts: Columns, width: int) -> Columns:
         """The little-endian numbers of `width` bytes that start at these bytes."""
-        rows = directory[starts[:, None] + np.arange(width)].astype(np.uint64)
-        numbers: Columns = (rows << (8 * np.arange(width, dtype=np.uint64))).sum(axis=1, dtype=np.uint64).astype(np.int64)
-        return numbers
+        rows = np.ascontiguousarray(directory[starts[:, None] + np.arange(width)])
+        return rows.view(f"<u{width}").reshape(-1).astype(np.int64)
 
 
 def _sizes_by_name(raw: _Raw) -> list[tuple[str, int]] | None:

@@ -15,7 +15,8 @@ transform_descriptors may be missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeGuard
 
@@ -110,16 +111,22 @@ class DcpMetadata:
 
 
 def parse(data: bytes, *, where: str) -> DcpMetadata:
+    """The content of a .metadata file, given as bytes; see `read`."""
+    return read(lambda: data, where=where)
+
+
+def read(content: Callable[[], bytes], *, where: str) -> DcpMetadata:
     """The content of a .metadata file, after these checks: every chunk lies in its tensor and has an entry, every entry has a chunk, and
     all files are inside the checkpoint.
 
+    content: reads the bytes. A large file is read a second time if it has to be; so its bytes take no memory while it is parsed.
+
     Raises: CheckpointError, naming the tensor and the offsets.
     """
-    try:
-        root, objects = load_objects(data, _CHUNK, (_INDEX, _INFO), where=where)
+    with suppress(NotColumnsError):
+        root, objects = load_objects(content, _CHUNK, (_INDEX, _INFO), where=where)
         return _of_objects(root, objects, where)
-    except NotColumnsError:
-        return _of_values(load(data, where=where), where)
+    return _of_values(load(content(), where=where), where)
 
 
 def _of_values(root: Any, where: str) -> DcpMetadata:

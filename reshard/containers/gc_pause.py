@@ -1,4 +1,4 @@
-"""Reading metadata makes millions of objects that live on: the garbage collector is paused meanwhile."""
+"""Reading metadata and planning make millions of objects that live on: the garbage collector is paused meanwhile."""
 
 from __future__ import annotations
 

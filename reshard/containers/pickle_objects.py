@@ -172,12 +172,13 @@ class ObjectTable:
         return numbers, sizes
 
 
-def load_objects(data: bytes, items: str, pairs: tuple[str, str], *, where: str) -> tuple[Any, ObjectTable]:
+def load_objects(content: Callable[[], bytes], items: str, pairs: tuple[str, str], *, where: str) -> tuple[Any, ObjectTable]:
     """The root object of a pickle, with a `Run` in place of consecutive objects, and these objects.
 
-    items: the class of objects in lists. pairs: the classes of keys and values in a dict. Names without modules.
+    content: reads the pickle. items: the class of objects in lists. pairs: the classes of keys and values in a dict. Names without modules.
     Raises: NotColumnsError if the pickle has to be loaded as a whole.
     """
+    data = content()
     if len(data) < SMALLEST:
         raise NotColumnsError
     reading = _Reading(np.frombuffer(data, np.uint8))
@@ -189,6 +190,7 @@ def load_objects(data: bytes, items: str, pairs: tuple[str, str], *, where: str)
     if int(objects.lengths.sum(dtype=np.int64)) < _SHARE * len(data) or int(objects.counts.sum(dtype=np.int64)) >= _MOST_MEMOS:
         raise NotColumnsError
     rest = _Rest(data, objects, reading.classes(), items, pairs)
+    del data, reading.data
     forms, row_of = reading.finished(objects.forms, rest.memos)
     earlier, memo = _Earlier(forms, reading.texts), dict[int, object]()
 

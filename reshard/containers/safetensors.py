@@ -14,17 +14,23 @@ import math
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import itemgetter
+from sys import intern
 from typing import Any, NamedTuple, NoReturn, TypeGuard
+
+import numpy as np
 
 from reshard.containers import magic_bytes
 from reshard.errors import CheckpointError, TruncatedFile, UnsupportedError
 from reshard.geometry.dtypes import DType, from_safetensors, is_in_safetensors
 from reshard.geometry.quantities import plural
+from reshard.geometry.sections import Columns
 from reshard.storage.files import Files, missing, read_range
 
 # safetensors refuses longer headers (tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER = 100_000_000
+# No file is as long, and sums of two smaller numbers fit into 64 bits.
+_TOO_LARGE = 1 << 62
 
 
 class TensorEntry(NamedTuple):
@@ -42,19 +48,43 @@ class TensorEntry(NamedTuple):
     """Its length in bytes: the number of its elements times the size of an element."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a file says about its content."""
+class TensorForm(NamedTuple):
+    """What tensors of one element type and shape have in common."""
 
-    entries: tuple[TensorEntry, ...]
-    """The tensors, in the order of their bytes."""
+    dtype: DType
+    """Their element type."""
+    shape: tuple[int, ...]
+    """Their shape."""
+    nbytes: int
+    """The length of each in bytes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Header:
+    """What a file says about its content. The tensors are columns, in the order of their bytes: a file may hold many thousands."""
+
+    names: tuple[str, ...]
+    """[n]: the name of each tensor."""
+    forms: tuple[TensorForm, ...]
+    """The element types and shapes that occur."""
+    form_numbers: Columns
+    """[n]: the form of each tensor, as an index into `forms`."""
+    byte_offsets: Columns
+    """[n]: where each tensor starts, counted from the start of the file."""
     metadata: dict[str, str]
     """The strings under `__metadata__`."""
     nbytes: int
     """The length of the file in bytes."""
 
+    @property
+    def entries(self) -> tuple[TensorEntry, ...]:
+        """The tensors one by one."""
+        forms = map(self.forms.__getitem__, self.form_numbers.tolist())
+        rows = zip(self.names, forms, self.byte_offsets.tolist(), strict=True)
+        return tuple(TensorEntry(name, form.dtype, form.shape, start, form.nbytes) for name, form, start in rows)
+
     def __repr__(self) -> str:
-        return f"Header({plural(len(self.entries), 'tensor')}, {plural(self.nbytes, 'byte')})"
+        return f"Header({plural(len(self.names), 'tensor')}, {plural(self.nbytes, 'byte')})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +118,7 @@ def read_header(files: Files, path: str, *, header_only: bool = False) -> Header
     length = _header_length(files, path, size)
     claims = _parse(read_range(files, path, 8, length), path)
     metadata = _metadata(claims.pop("__metadata__", None), path)
-    read = _EntryReader(path, 8 + length)
-    entries = [read.entry(name, claim) for name, claim in claims.items()]
-    entries.sort(key=attrgetter("byte_offset", "nbytes"))
-    _check_tiling(entries, 8 + length, None if header_only else size, path)
-    return Header(tuple(entries), metadata, size)
+    return _checked(claims, metadata, path, 8 + length, size, header_only)
 
 
 def frame(tensors: Iterable[tuple[str, DType, tuple[int, ...]]], metadata: Mapping[str, str]) -> Frame:
@@ -153,7 +179,10 @@ def _parse(raw: bytes, path: str) -> dict[str, object]:
         return claims
 
     try:
-        claims = json.loads(raw.decode(), object_pairs_hook=unique)
+        text = raw.decode()
+        claims = json.loads(text)
+        if b"\\" in raw or raw.count(b'"') != 2 * _strings(claims):
+            claims = json.loads(text, object_pairs_hook=unique)
     except UnicodeDecodeError as error:
         _refuse(path, f"the header is not UTF-8: byte {8 + error.start} of the file is 0x{raw[error.start]:02x}", do="Get the file again")
     except (ValueError, RecursionError) as error:
@@ -161,6 +190,15 @@ def _parse(raw: bytes, path: str) -> dict[str, object]:
     if not isinstance(claims, dict):
         _refuse(path, f"the header is a JSON {type(claims).__name__}, not an object", do="Get the file again")
     return claims
+
+
+def _strings(claims: object) -> int:
+    """How many strings a header without repeated keys has, if each entry has its three keys: a name, the keys, an element type. If the text
+    has as many, no key is repeated."""
+    if not isinstance(claims, dict):
+        return 0
+    metadata = claims.get("__metadata__")
+    return 5 * len(claims) + (2 * len(metadata) - 4 if isinstance(metadata, dict) else 0)
 
 
 def _refuse_name_twice(pairs: list[tuple[str, object]], path: str) -> NoReturn:
@@ -177,66 +215,96 @@ def _metadata(claim: object, path: str) -> dict[str, str]:
     return dict(claim)
 
 
-class _EntryReader:
-    """Checks the claims of a header one by one. What many tensors have in common, their element type and shape, is checked once."""
+def _checked(claims: Mapping[str, object], metadata: dict[str, str], path: str, data: int, size: int, header_only: bool) -> Header:
+    """The header that makes these claims, after a check of each.
 
-    def __init__(self, path: str, data: int) -> None:
-        """data: the byte where the header ends and the tensors start."""
-        self._path, self._data = path, data
-        # The element type and the shape as text, which tells 1 from true and 1.0 -> their values, and the bytes of such a tensor.
-        self._forms: dict[str, tuple[DType, tuple[int, ...], int]] = {}
+    data: the byte where the header ends and the tensors start. size: the length of the file.
+    """
+    names = tuple(map(intern, claims))
+    for name in names if not all(map(str.isascii, names)) else ():
+        _check_unicode(name, path)
+    entries: Iterable[Any] = claims.values()
+    try:
+        parts = list(map(itemgetter("dtype", "shape", "data_offsets"), entries))
+    except (TypeError, KeyError, IndexError):
+        _refuse_incomplete(claims, path)
+    # Element type and shape as text, which tells 1 from true and 1.0 -> the number of their form. They are checked once.
+    numbers: dict[str, int] = {}
+    forms: list[TensorForm] = []
+    form_numbers = np.empty(len(names), np.int64)
+    for row, (claimed, shape, _) in enumerate(parts):
+        number = numbers.setdefault(f"{claimed!r}{shape!r}", len(forms))
+        if number == len(forms):
+            forms.append(_form(claimed, shape, f"{path}: {names[row]}"))
+        form_numbers[row] = number
+    nbytes = list(map([form.nbytes for form in forms].__getitem__, form_numbers.tolist()))
+    for row, (length, (_, _, offsets)) in enumerate(zip(nbytes, parts, strict=True)):
+        if not _are_bounds(offsets) or offsets[1] - offsets[0] != length:
+            _refuse_offsets(offsets, forms[form_numbers[row]], f"{path}: {names[row]}")
+    starts = np.array([offsets[0] for _, _, offsets in parts], np.int64)
+    order = np.lexsort((np.array(nbytes, np.int64), starts))
+    names = tuple(map(names.__getitem__, order.tolist()))
+    header = Header(names, tuple(forms), form_numbers[order], starts[order] + data, metadata, size)
+    _check_tiling(header, data, None if header_only else size, path)
+    return header
 
-    def entry(self, name: str, claim: object) -> TensorEntry:
-        """One tensor, after a check of its own claim."""
-        if not name.isascii():
-            _check_unicode(name, self._path)
-        try:
-            claimed, shape, offsets = claim["dtype"], claim["shape"], claim["data_offsets"]  # type: ignore[index]
-        except (TypeError, KeyError, IndexError):
-            _refuse(f"{self._path}: {name}", f"the entry is {_short(claim)}, not an object with dtype, shape and data_offsets")
-        key = f"{claimed!r}{shape!r}"
-        if key not in self._forms:
-            self._forms[key] = _form(claimed, shape, f"{self._path}: {name}")
-        dtype, sizes, nbytes = self._forms[key]
-        if not _are_counts(offsets) or len(offsets) != 2:
-            _refuse(f"{self._path}: {name}", f"data_offsets is {_short(offsets)}, not two non-negative integers")
-        start, stop = offsets
-        if stop - start != nbytes:
-            _refuse(
-                f"{self._path}: {name}",
-                f"data_offsets {start:,}..{stop:,} hold {stop - start:,} bytes, "
-                f"the shape {_short(shape)} of {dtype} needs {_number(nbytes)}",
-                do="Get the file again",
-            )
-        return TensorEntry(name, dtype, sizes, self._data + start, nbytes)
+
+def _refuse_incomplete(claims: Mapping[str, object], path: str) -> NoReturn:
+    """Raises CheckpointError for the first claim that lacks a key."""
+    for name, claim in claims.items():
+        if not isinstance(claim, dict) or not claim.keys() >= {"dtype", "shape", "data_offsets"}:
+            _refuse(f"{path}: {name}", f"the entry is {_short(claim)}, not an object with dtype, shape and data_offsets")
+    raise AssertionError("every claim has its keys")
 
 
-def _form(claimed: Any, shape: object, where: str) -> tuple[DType, tuple[int, ...], int]:
-    """The element type and the shape of a claim, and the bytes of such a tensor."""
+def _are_bounds(claim: Any) -> bool:
+    """Whether a claim is a start and a stop."""
+    if type(claim) is not list or len(claim) != 2:
+        return False
+    start, stop = claim
+    return type(start) is int and type(stop) is int and 0 <= start < _TOO_LARGE and 0 <= stop < _TOO_LARGE
+
+
+def _refuse_offsets(offsets: Any, form: TensorForm, where: str) -> NoReturn:
+    if not _are_bounds(offsets):
+        _refuse(where, f"data_offsets is {_short(offsets)}, not two non-negative integers")
+    start, stop = offsets
+    _refuse(
+        where,
+        f"data_offsets {start:,}..{stop:,} hold {stop - start:,} bytes, "
+        f"the shape {_short(list(form.shape))} of {form.dtype} needs {_number(form.nbytes)}",
+        do="Get the file again",
+    )
+
+
+def _form(claimed: Any, shape: object, where: str) -> TensorForm:
+    """The form that a claim names."""
     if not _are_counts(shape):
         _refuse(where, f"the shape is {_short(shape)}, not a list of non-negative integers")
     dtype = from_safetensors(claimed, where=where)
-    return dtype, tuple(shape), math.prod(shape) * dtype.itemsize
+    return TensorForm(dtype, tuple(shape), math.prod(shape) * dtype.itemsize)
 
 
-def _check_tiling(entries: list[TensorEntry], data: int, size: int | None, path: str) -> None:
-    """Raises CheckpointError unless the entries, in order, fill the bytes from `data` to the end of the file.
+def _check_tiling(header: Header, data: int, size: int | None, path: str) -> None:
+    """Raises CheckpointError unless the tensors, in order, fill the bytes from `data` to the end of the file.
 
     size: the length of the file; None if its end is not checked.
     """
-    stop, before = data, "the header"
-    for entry in entries:
-        if entry.byte_offset != stop:
-            kind = "overlap" if entry.byte_offset < stop else "leave a hole"
-            _refuse(
-                f"{path}: {entry.name}",
-                f"the tensor starts at byte {entry.byte_offset:,} of the file, {before} ends at {stop:,}: they {kind}",
-                do="Get the file again",
-            )
-        stop, before = stop + entry.nbytes, entry.name
+    starts, names = header.byte_offsets, header.names
+    stops = starts + np.array([form.nbytes for form in header.forms], np.int64)[header.form_numbers]
+    ends = np.concatenate([[data], stops])
+    for row in np.flatnonzero(starts != ends[:-1]).tolist():
+        kind = "overlap" if starts[row] < ends[row] else "leave a hole"
+        before = names[row - 1] if row else "the header"
+        _refuse(
+            f"{path}: {names[row]}",
+            f"the tensor starts at byte {starts[row]:,} of the file, {before} ends at {ends[row]:,}: they {kind}",
+            do="Get the file again",
+        )
+    stop = int(ends[-1])
     if size is None or stop == size:
         return
-    incomplete = [entry for entry in entries if entry.byte_offset + entry.nbytes > size]
+    incomplete = np.flatnonzero(stops > size).tolist()
     if not incomplete:
         _refuse(
             path,
@@ -244,19 +312,19 @@ def _check_tiling(entries: list[TensorEntry], data: int, size: int | None, path:
             do="Get the file again",
         )
     raise TruncatedFile(
-        f"the tensor's bytes are {incomplete[0].byte_offset:,}..{incomplete[0].byte_offset + incomplete[0].nbytes:,}, "
-        f"the file ends at {size:,}; {len(incomplete)} of {len(entries)} tensors are incomplete, {stop:,} bytes are expected",
-        where=f"{path}: {incomplete[0].name}",
+        f"the tensor's bytes are {starts[incomplete[0]]:,}..{stops[incomplete[0]]:,}, "
+        f"the file ends at {size:,}; {len(incomplete)} of {len(names)} tensors are incomplete, {stop:,} bytes are expected",
+        where=f"{path}: {names[incomplete[0]]}",
         why="The file was cut short, or is still being written",
         do="Copy the file again",
     )
 
 
 def _are_counts(claim: object) -> TypeGuard[list[int]]:
-    """Whether a claim is a list of at most 64 non-negative integers below 2**63. JSON's true and false are not integers."""
+    """Whether a claim is a list of at most 64 non-negative integers below 2**62. JSON's true and false are not integers."""
     if not isinstance(claim, list) or len(claim) > 64:
         return False
-    return all(type(number) is int and 0 <= number < 1 << 63 for number in claim)
+    return all(type(number) is int and 0 <= number < _TOO_LARGE for number in claim)
 
 
 def _check_unicode(name: str, path: str) -> None:

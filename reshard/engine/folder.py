@@ -18,6 +18,9 @@ from reshard.plans.fixed_bytes import parts
 from reshard.plans.manifest import MANIFEST, RECORDS, Digests, FileRecord, Manifest, listed_files
 from reshard.storage.files import Files, read_range
 
+KnownDigests = Callable[[Tensor], Mapping[int, bytes] | None]
+"""The digests of a tensor's blocks by their numbers, of a tensor that was read already; None for one that was not."""
+
 
 def check_sizes(files: Files, manifest: Manifest, result: Comparison) -> None:
     """Compare the lengths of the files that hold tensors with the manifest."""
@@ -63,11 +66,18 @@ def check_fixed_bytes(files: Files, records: Mapping[str, FileRecord], result: C
 
 
 def check_tensors(
-    side: Side, tensors: Mapping[str, Tensor], digests: Digests, result: Comparison, *, workers: int | None, memory: int | None
+    side: Side,
+    tensors: Mapping[str, Tensor],
+    digests: Digests,
+    result: Comparison,
+    *,
+    known: KnownDigests,
+    workers: int | None,
+    memory: int | None,
 ) -> Iterator[int]:
-    """Compare every tensor, its replicas and the constants around it. Yields the bytes of each finished block.
+    """Compare every tensor, its replicas and the constants around it. Yields the bytes of each block that was read.
 
-    tensors: by the keys under which the digests were recorded.
+    tensors: by the keys under which the digests were recorded. known: of tensors that are not read again.
     """
     result.differences.extend(wrong_constants(side.files, side.index.constants))
     # An alias may be readable under the stored name only.
@@ -76,8 +86,9 @@ def check_tensors(
         result.differences.append(Difference(name, "missing", "no file holds it any more"))
         del stored[name]
     chosen = {found: tensors[found] for found in dict.fromkeys(stored.values())}
-    found: BlockDigests = {}
-    yield from hash_blocks(side.files, chosen, found, result, version=CURRENT, workers=workers, memory=memory)
+    found: BlockDigests = {name: dict(of_blocks) for name, tensor in chosen.items() if (of_blocks := known(tensor))}
+    unread = {name: tensor for name, tensor in chosen.items() if name not in found}
+    yield from hash_blocks(side.files, unread, found, result, version=CURRENT, workers=workers, memory=memory)
     named = {difference.name for difference in result.differences}
     for name, source in stored.items():
         result.tensors += 1

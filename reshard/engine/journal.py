@@ -8,6 +8,8 @@
 
 A line is written only after the bytes of its blocks have been synced. An incomplete last line is ignored. From the last line on, the target
 holds no complete checkpoint until the journal is removed.
+
+The parts of a conversion share the first line and the last one. Each process writes its blocks into a file of its own, parts/*.jsonl.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import json
 import os
 import shlex
 import threading
+import uuid
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +34,8 @@ from reshard.storage.system_calls import sync_folder, system_errors
 # Short, so that the disk writes while blocks are still being copied: with 5 s, the last sync alone took a third of the time of a 2 GB
 # conversion. A sync that takes longer delays the next one.
 SECONDS_BETWEEN_SYNCS = 0.25
+_PARTS = "parts"
+_OF_PARTS = ("--part", "--parts")
 
 BlockKey = tuple[int, int]
 """(index of the route in the plan, index of the block in the tensor)."""
@@ -71,29 +77,40 @@ class JournalHeader:
         if self.arguments[:1] != ("convert",):
             return "Repeat the conversion with --resume (in Python: resume=True)"
         options = [argument for argument in self.arguments if argument not in ("--resume", "--overwrite", "--if-changed")]
-        return f"Finish it with `reshard {shlex.join([*options, '--resume'])}`"
+        return f"Finish it with `reshard {shlex.join([*_without_parts(options), '--resume'])}`"
+
+
+def _without_parts(arguments: list[str]) -> Iterator[str]:
+    """The arguments without --part and --parts: one process finishes what several have begun."""
+    is_value = False
+    for argument in arguments:
+        if not is_value and argument.partition("=")[0] not in _OF_PARTS:
+            yield argument
+        is_value = argument in _OF_PARTS and not is_value
 
 
 class Journal:
     """Appends finished blocks to the journal file, several times a second, in a thread of its own.
 
-    header: for a new journal; None continues the journal of an earlier run, which has finished `finished` bytes.
+    header: for a new journal; None continues the journal of an earlier run, which has finished `finished` bytes. path: the file, if the
+    process is a part of a conversion, and writes one of its own.
 
     Raises: SystemRefusal if the journal cannot be written.
     """
 
-    def __init__(self, staging: Staging, header: JournalHeader | None, *, finished: int = 0) -> None:
-        self._staging, self._finished = staging, finished
+    def __init__(self, staging: Staging, header: JournalHeader | None, *, finished: int = 0, path: Path | None = None) -> None:
+        self._staging, self._finished, self._path = staging, finished, path or staging.journal
         self._pending: list[tuple[int, int, str]] = []
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._error: BaseException | None = None
-        with system_errors("written", staging.journal):
-            if not header:
-                _remove_incomplete_line(staging.journal)
-            self._file = open(staging.journal, "w" if header else "a")  # noqa: SIM115  (closed by `_end`)
+        with system_errors("written", self._path):
+            if not header and not path:
+                _remove_incomplete_line(self._path)
+            self._file = open(self._path, "w" if header else "a")  # noqa: SIM115  (closed by `_end`)
             if header:
                 self._append(header.record())
-                sync_folder(staging.work)
+            if header or path:
+                sync_folder(self._path.parent)
         self._thread = threading.Thread(target=self._tick, name="reshard-journal", daemon=True)
         self._thread.start()
 
@@ -110,6 +127,10 @@ class Journal:
         with suppress(Exception):
             self._end()
 
+    def end(self) -> None:
+        """Write the pending blocks and stop. Raises SystemRefusal if they, or any blocks before them, could not be written."""
+        self._end()
+
     def begin_commit(self) -> None:
         """Write the pending blocks and the line that says that the commit begins, and stop.
 
@@ -125,7 +146,7 @@ class Journal:
             if self._error:
                 raise self._error
             self._flush()
-            with system_errors("written", self._staging.journal):
+            with system_errors("written", self._path):
                 for record in records:
                     self._append(record)
         finally:
@@ -145,7 +166,7 @@ class Journal:
             pending, self._pending, finished = self._pending, [], self._finished
         if pending:
             self._staging.sync()
-            with system_errors("written", self._staging.journal):
+            with system_errors("written", self._path):
                 self._append({"blocks": pending, "nbytes": finished})
 
     def _append(self, record: dict[str, object]) -> None:
@@ -166,6 +187,8 @@ class Unfinished:
     """The digests of the finished blocks."""
     nbytes: int
     """The bytes of the finished blocks."""
+    nbytes_of_journal: int
+    """The bytes of those that the journal itself lists, and not the journals of parts."""
     committing: bool
     """Whether the commit has begun, so that the target holds no complete checkpoint."""
 
@@ -194,14 +217,21 @@ def read_journal(root: Path) -> Unfinished | None:
     with system_errors("read", path):
         if not path.is_file():
             return None
-        lines = path.read_text(errors="replace").split("\n")[:-1]
-    records = [_record(line) for line in lines]
+        records = _records(path)
+        of_parts = [_records(each) for each in sorted(path.parent.glob(f"{_PARTS}/*.jsonl"))]
     if not records or "identity" not in records[0]:
         return None
     try:
-        blocks = {(int(i), int(j)): bytes.fromhex(digest) for record in records for i, j, digest in record.get("blocks", ())}
-        nbytes = max((int(record.get("nbytes", 0)) for record in records[1:]), default=0)
-        return Unfinished(root, JournalHeader.of(records[0]), blocks, nbytes, any("commit" in record for record in records))
+        blocks = {
+            (int(i), int(j)): bytes.fromhex(digest)
+            for journal in (records, *of_parts)
+            for record in journal
+            for i, j, digest in record.get("blocks", ())
+        }
+        header, of_one, of_parts_nbytes = JournalHeader.of(records[0]), _nbytes(records[1:]), sum(map(_nbytes, of_parts))
+        # Two processes may have converted the same blocks.
+        nbytes = min(of_one + of_parts_nbytes, header.nbytes or of_one + of_parts_nbytes)
+        return Unfinished(root, header, blocks, nbytes, of_one, any("commit" in record for record in records))
     except (ValueError, TypeError):
         raise TargetError(
             "the journal was not written by reshard", where=str(path), do=f"Remove {path.parent}, or start again with --overwrite"
@@ -212,6 +242,37 @@ def progress(root: Path) -> str:
     """How far the conversion in the work folder of a target is: ", 63 % done"; empty if there is none or it does not tell."""
     unfinished = read_journal(root)
     return unfinished.progress if unfinished else ""
+
+
+def read_header(root: Path) -> JournalHeader | None:
+    """The first line of the journal in the work folder of a target; None if there is none. Raises: as `read_journal` does."""
+    path = root / WORK_FOLDER / JOURNAL
+    with system_errors("read", path):
+        try:
+            with open(path, errors="replace") as file:
+                line = file.readline()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+    record = _record(line) if line.endswith("\n") else {}
+    return JournalHeader.of(record) if "identity" in record else None
+
+
+def journal_of_part(staging: Staging) -> Path:
+    """A path for the journal of a process that is a part of a conversion. Its folder is created."""
+    path = staging.work / _PARTS / f"{uuid.uuid4().hex}.jsonl"
+    with system_errors("created", path.parent):
+        path.parent.mkdir(exist_ok=True)
+    return path
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of the complete lines of a journal."""
+    return [_record(line) for line in path.read_text(errors="replace").split("\n")[:-1]]
+
+
+def _nbytes(records: list[dict[str, Any]]) -> int:
+    """The bytes of the finished blocks, as the last lines of a journal say."""
+    return max((int(record.get("nbytes", 0)) for record in records), default=0)
 
 
 def _remove_incomplete_line(path: Path) -> None:

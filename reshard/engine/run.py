@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class Job:
     """One block to convert."""
 
     key: BlockKey
@@ -87,8 +87,8 @@ class Conversion:
         self._staging = Staging(root)
         self._resume, self._replaces = resume, replaces
         self._identity = plan.identity()
-        self._itemsize = max((dtype.itemsize for route in plan.routes for dtype in route.dtypes), default=1)
-        self._workers = workers_within(memory, workers, self._itemsize, buffers=3 if any(r.is_cast for r in plan.routes) else 2)
+        self._itemsize = widest_element(plan)
+        self._workers = workers_of(plan, workers, memory)
 
     @property
     def total(self) -> int:
@@ -130,17 +130,17 @@ class Conversion:
         if earlier and earlier.committing and not resumed:
             # No complete checkpoint is left to preserve, and without the journal nothing would say so.
             staging.remove((*earlier.header.replaces, *replaces))
-        self._prepare(resumed)
+        self._prepare(staging, resumed)
         digests = dict(resumed.blocks) if resumed else {}
         header = resumed.header if resumed else self._header(replaces)
-        journal = Journal(staging, None if resumed else header, finished=resumed.nbytes if resumed else 0)
+        journal = Journal(staging, None if resumed else header, finished=resumed.nbytes_of_journal if resumed else 0)
         began = time.monotonic()
         self._log_begin(resumed, header.replaces)
         try:
             yield from self._blocks(digests, journal)
             copied = time.monotonic()
             event("copied", f"copied all blocks in {copied - began:.2f} s", seconds=round(copied - began, 3))
-            self._check_source_is_unchanged()
+            check_source_is_unchanged(self.plan)
             self._check_source(digests)
             self.fingerprint = self._fingerprint(digests)
             self._finish(journal, header.replaces, again=resumed is not None and resumed.committing)
@@ -153,6 +153,21 @@ class Conversion:
         except BaseException:
             journal.stop()
             raise
+
+    def begin(self, staging: Staging) -> None:
+        """Prepare the files, their framing and the journal, for processes that each convert a part. The caller has the lock of the target.
+
+        Raises: TargetError if something lies there that may not be replaced.
+        """
+        replaces = self._replaces()
+        earlier = read_journal(staging.root)
+        if earlier and earlier.committing:
+            staging.remove((*earlier.header.replaces, *replaces))
+        self._prepare(staging, None)
+        write_framing(self.plan, staging)
+        staging.sync()
+        Journal(staging, self._header(replaces)).stop()
+        staging.close()
 
     def _log_begin(self, resumed: Unfinished | None, replaces: tuple[str, ...]) -> None:
         files, earlier = self.plan.layout.files, resumed.nbytes if resumed else 0
@@ -200,14 +215,14 @@ class Conversion:
     def _header(self, replaces: tuple[str, ...]) -> JournalHeader:
         return JournalHeader(self._identity, replaces, self.plan.layout.format, self.total, self._provenance.arguments)
 
-    def _prepare(self, resumed: Unfinished | None) -> None:
+    def _prepare(self, staging: Staging, resumed: Unfinished | None) -> None:
         """Prepare the files. A run that cannot begin leaves nothing behind; one that cannot continue keeps the work of the earlier run."""
         sizes = {file.path: file.nbytes for file in self.plan.layout.files}
         try:
-            self._staging.prepare(sizes, resume=resumed is not None, committing=resumed is not None and resumed.committing)
+            staging.prepare(sizes, resume=resumed is not None, committing=resumed is not None and resumed.committing)
         except RequestError:
             if not resumed:
-                self._staging.abandon()
+                staging.abandon()
             raise
 
     def _check_identity(self, earlier: Unfinished) -> None:
@@ -220,17 +235,6 @@ class Conversion:
                 why="Resuming would mix two conversions",
                 do="Repeat the options of that run, or start again with --overwrite",
             )
-
-    def _check_source_is_unchanged(self) -> None:
-        """Raises CheckpointError if a source file was written after its metadata was read."""
-        for file in self.plan.source.files:
-            if self.plan.source_files.changed(file.path):
-                raise CheckpointError(
-                    "the file was written while it was converted",
-                    where=file.path,
-                    why="A part of the result would be from before and a part from after, so nothing was kept",
-                    do="Wait until the checkpoint has been saved, then convert it again",
-                )
 
     def _check_nothing_else_is_there(self) -> None:
         """Raises RequestError if the target holds files. Without a journal, resuming means starting, which must not touch such files."""
@@ -247,48 +251,18 @@ class Conversion:
             )
 
     def _blocks(self, digests: dict[BlockKey, bytes], journal: Journal) -> Iterator[Done]:
-        staging, plan = self._staging, self.plan
         if not digests:
-            self._write_framing()
+            write_framing(self.plan, self._staging)
         finished = frozenset(digests)
-        for job in self._jobs():
+        for job in block_jobs(self.plan):
             if job.key in finished:
                 self.resumed_bytes += job.nbytes
                 yield Done(job.route.name, job.nbytes)
-
-        def make_worker() -> Callable[[_Job], tuple[_Job, bytes]]:
-            worker = Worker(plan.source_files, self._itemsize, staging.write, staging.write_runs)
-
-            def perform(job: _Job) -> tuple[_Job, bytes]:
-                digest = CURRENT.new()
-                for strip, (source, target) in strips(job.box, job.source, job.target):
-                    values = job.source.read(worker, source, strip)
-                    digest.update(bytes_of(values))
-                    worker.write(values, target, strip)
-                return job, digest.digest()
-
-            return perform
-
-        for job, digest in run_jobs((job for job in self._jobs() if job.key not in finished), make_worker, self._workers):
+        jobs = (job for job in block_jobs(self.plan) if job.key not in finished)
+        for job, digest in copied_blocks(self.plan, self._staging, jobs, self._itemsize, self._workers):
             digests[job.key] = digest
             journal.add(job.key, digest, job.nbytes)
             yield Done(job.route.name, job.nbytes)
-
-    def _jobs(self) -> Iterator[_Job]:
-        for i, route in enumerate(self.plan.routes):
-            source, target = Values(route.source, route.target.dtype), Pieces(route.target)
-            for j, box in enumerate(blocks(route.target.shape)):
-                yield _Job((i, j), route, source, target, box)
-
-    def _write_framing(self) -> None:
-        """Write the bytes that the plan knows: headers, and constants that are not zero. New files are already filled with zeros."""
-        for file in self.plan.layout.files:
-            for offset, data in file.literals:
-                self._staging.write(file.path, offset, memoryview(data))
-        for constant in self.plan.target_index.constants:
-            if constant.expected.strip(b"\0"):
-                data = constant.expected * (constant.nbytes // len(constant.expected))
-                self._staging.write(constant.path, constant.byte_offset, memoryview(data))
 
     def _check_source(self, digests: dict[BlockKey, bytes]) -> None:
         """Compare what was read with the digests that reshard recorded when it wrote the source. Raises CheckpointError if they differ."""
@@ -337,6 +311,67 @@ class Conversion:
                 f"the conversion is finished, and was made without {CHECKSUMS}",
                 where=str(self._staging.root),
                 do="Leave out --checksums, or convert again with --overwrite --checksums",
+            )
+
+
+def widest_element(plan: Plan) -> int:
+    """The bytes of the widest element that is read or written."""
+    return max((dtype.itemsize for route in plan.routes for dtype in route.dtypes), default=1)
+
+
+def workers_of(plan: Plan, workers: int | None, memory: int | None) -> int:
+    """The number of threads that run a plan. Raises: as `workers_within` does."""
+    return workers_within(memory, workers, widest_element(plan), buffers=3 if any(route.is_cast for route in plan.routes) else 2)
+
+
+def block_jobs(plan: Plan, routes: Iterable[int] | None = None) -> Iterator[Job]:
+    """The blocks of a plan. routes: the indexes of its routes; None: of all."""
+    for i in range(len(plan.routes)) if routes is None else routes:
+        route = plan.routes[i]
+        source, target = Values(route.source, route.target.dtype), Pieces(route.target)
+        for j, box in enumerate(blocks(route.target.shape)):
+            yield Job((i, j), route, source, target, box)
+
+
+def copied_blocks(plan: Plan, staging: Staging, jobs: Iterable[Job], itemsize: int, workers: int) -> Iterator[tuple[Job, bytes]]:
+    """Copy these blocks into the staged files; yields each with its digest. itemsize: the bytes of the widest element of the plan."""
+
+    def make_worker() -> Callable[[Job], tuple[Job, bytes]]:
+        worker = Worker(plan.source_files, itemsize, staging.write, staging.write_runs)
+
+        def perform(job: Job) -> tuple[Job, bytes]:
+            digest = CURRENT.new()
+            for strip, (source, target) in strips(job.box, job.source, job.target):
+                values = job.source.read(worker, source, strip)
+                digest.update(bytes_of(values))
+                worker.write(values, target, strip)
+            return job, digest.digest()
+
+        return perform
+
+    return run_jobs(jobs, make_worker, workers)
+
+
+def write_framing(plan: Plan, staging: Staging) -> None:
+    """Write the bytes that the plan knows: headers, and constants that are not zero. New files are already filled with zeros."""
+    for file in plan.layout.files:
+        for offset, data in file.literals:
+            staging.write(file.path, offset, memoryview(data))
+    for constant in plan.target_index.constants:
+        if constant.expected.strip(b"\0"):
+            data = constant.expected * (constant.nbytes // len(constant.expected))
+            staging.write(constant.path, constant.byte_offset, memoryview(data))
+
+
+def check_source_is_unchanged(plan: Plan) -> None:
+    """Raises CheckpointError if a source file was written after its metadata was read."""
+    for file in plan.source.files:
+        if plan.source_files.changed(file.path):
+            raise CheckpointError(
+                "the file was written while it was converted",
+                where=file.path,
+                why="A part of the result would be from before and a part from after, so nothing was kept",
+                do="Wait until the checkpoint has been saved, then convert it again",
             )
 
 

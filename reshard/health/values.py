@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from reshard.engine.pool import run_jobs, workers_within
-from reshard.engine.transfer import Block, Pieces, Worker
+from reshard.engine.transfer import Block, Pieces, Worker, bytes_of
 from reshard.errors import CheckpointError, ReplicasDiffer
 from reshard.geometry.boxes import Box, blocks
 from reshard.health.findings import Finding, found, of_error
@@ -14,6 +14,7 @@ from reshard.index.index import Tensor
 from reshard.index.name_parts import is_scale
 from reshard.index.shards import primary_rows
 from reshard.measures.statistics import Meter, Statistics
+from reshard.plans.digests import CURRENT
 from reshard.storage.files import Files
 
 
@@ -29,6 +30,8 @@ class Measured:
     """Why a block could not be read, or which replicas differ."""
     is_complete: bool = True
     """Whether all blocks could be read."""
+    digests: dict[int, bytes] = field(default_factory=dict)
+    """The digest of each block by its number, if asked for."""
 
     @property
     def name(self) -> str:
@@ -42,6 +45,8 @@ class _Job:
 
     number: int
     """The index of the tensor."""
+    block: int
+    """The number of the block in the tensor."""
     box: Box
     """The block."""
     pieces: Pieces
@@ -49,11 +54,18 @@ class _Job:
 
 
 def measure(
-    tensors: Sequence[Tensor], files: Files, advance: Callable[[int], None], *, workers: int | None = None, memory: int | None = None
+    tensors: Sequence[Tensor],
+    files: Files,
+    advance: Callable[[int], None],
+    *,
+    with_digests: bool = False,
+    workers: int | None = None,
+    memory: int | None = None,
 ) -> list[Measured]:
     """The statistics of every tensor. Weights and masters get all of them, optimizer state those that it needs.
 
-    advance: called with the bytes of each finished block. workers: threads. memory: the most bytes of buffers.
+    advance: called with the bytes of each finished block. with_digests: also hash every block. workers: threads. memory: the most bytes of
+    buffers.
 
     Raises: RequestError if `memory` is too small.
     """
@@ -63,30 +75,32 @@ def measure(
     def jobs() -> Iterator[_Job]:
         for number, tensor in enumerate(tensors):
             pieces = Pieces(tensor)
-            yield from (_Job(number, box, pieces) for box in blocks(tensor.shape))
+            yield from (_Job(number, block, box, pieces) for block, box in enumerate(blocks(tensor.shape)))
 
-    def make_worker() -> Callable[[_Job], tuple[int, int, Statistics | None, Finding | None]]:
+    def make_worker() -> Callable[[_Job], tuple[_Job, Statistics | None, bytes | None, Finding | None]]:
         worker, meter = Worker(files, itemsize), Meter()
 
-        def perform(job: _Job) -> tuple[int, int, Statistics | None, Finding | None]:
+        def perform(job: _Job) -> tuple[_Job, Statistics | None, bytes | None, Finding | None]:
             tensor = tensors[job.number]
             block, fault = _gathered(worker, job)
             if block is None:
-                return job.number, 0, None, fault
+                return job, None, None, fault
             is_weight, signs = tensor.kind in ("weight", "master"), tensor.kind == "moment2" or is_scale(tensor.name)
             statistics = meter.measure(block, tensor.dtype, job.box, tensor.shape, values=is_weight, signs=signs)
-            return job.number, block.nbytes, statistics, fault
+            return job, statistics, CURRENT.block(bytes_of(block)) if with_digests else None, fault
 
         return perform
 
-    for number, nbytes, statistics, fault in run_jobs(jobs(), make_worker, workers_within(memory, workers, itemsize, buffers=3)):
-        entry = measured[number]
+    for job, statistics, digest, fault in run_jobs(jobs(), make_worker, workers_within(memory, workers, itemsize, buffers=3)):
+        entry = measured[job.number]
         entry.fault = entry.fault or fault
         if statistics is None:
             entry.is_complete = False
         else:
             entry.statistics.add(statistics)
-        advance(nbytes)
+            advance(job.box.volume * entry.tensor.dtype.itemsize)
+        if digest is not None:
+            entry.digests[job.block] = digest
     return measured
 
 

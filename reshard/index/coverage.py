@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -19,15 +20,14 @@ from reshard.index.shards import PieceTable, primary_rows
 def check_index(index: Index) -> None:
     """Raises CheckpointError for the first tensor whose name occurs twice in its kind, or that its primary boxes do not cover exactly
     once (`check_coverage`)."""
-    names: set[tuple[str, str]] = set()
-    for tensor in index.tensors:
-        if (tensor.kind, tensor.name) in names:
-            raise CheckpointError("two tensors have this name", where=tensor.name, why="Nothing tells which of the two is meant")
-        if not tensor.name.isascii() and not _is_text(tensor.name):
-            raise CheckpointError(
-                "its name is not Unicode text", where=tensor.name, why="No format can store the name", do="Copy the checkpoint again"
-            )
-        names.add((tensor.kind, tensor.name))
+    names = [(tensor.kind, tensor.name) for tensor in index.tensors]
+    if len(set(names)) < len(names):
+        _, twice = next(name for name, count in Counter(names).items() if count > 1)
+        raise CheckpointError("two tensors have this name", where=twice, why="Nothing tells which of the two is meant")
+    if no_text := [name for _, name in names if not name.isascii() and not _is_text(name)]:
+        raise CheckpointError(
+            "its name is not Unicode text", where=no_text[0], why="No format can store the name", do="Copy the checkpoint again"
+        )
     check_all_covered(index.tensors)
 
 
@@ -46,8 +46,11 @@ def check_all_covered(tensors: Iterable[Tensor]) -> None:
     in_one_piece: dict[int, tuple[PieceTable, list[Tensor]]] = {}
     covered: set[tuple[object, ...]] = set()
     for tensor in tensors:
-        if len(tensor.shards) == 1 and tensor.shards.table.primary is None:
-            in_one_piece.setdefault(id(tensor.shards.table), (tensor.shards.table, []))[1].append(tensor)
+        shards = tensor.shards
+        if shards.stop - shards.start == 1 and shards.table.primary is None:
+            if id(shards.table) not in in_one_piece:
+                in_one_piece[id(shards.table)] = shards.table, []
+            in_one_piece[id(shards.table)][1].append(tensor)
             continue
         cut = cut_of(tensor)
         if cut not in covered:

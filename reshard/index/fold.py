@@ -10,7 +10,7 @@ value; checks look at each cut once.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,12 +90,13 @@ class Fold:
         return replace(self, children=tuple(ordered))
 
 
-def fold(tensors: Iterable[Tensor], order: Mapping[str, int] | None = None) -> Fold:
-    """The tree of tensors. order: the position of each name in the model; names that it lacks follow in the order of `tensors`."""
+def fold(tensors: Iterable[Tensor], order: Iterable[str] = ()) -> Fold:
+    """The tree of tensors. order: names in the order of the model; names that it lacks follow in the order of `tensors`."""
     by_name: dict[str, list[Tensor]] = {}
     for tensor in tensors:
         by_name.setdefault(tensor.name, []).append(tensor)
-    classes, numbers_of = _Classes(), dict[str, tuple[int, int]]()
+    classes, number_of = _Classes(), _Numbers()
+    first_names: dict[str, str] = {}
     patterns: dict[str, Any] = {}
     for name, same in by_name.items():
         parts = _NUMBERED_PART.split(name)
@@ -103,15 +104,23 @@ def fold(tensors: Iterable[Tensor], order: Mapping[str, int] | None = None) -> F
         found = patterns.get(pattern)
         if found is None:
             found = patterns[pattern] = {}
-            numbers_of[pattern] = (order or {}).get(name, len(order or ())), len(numbers_of)
+            first_names[name] = pattern
         # The class of a leaf under its numbers; a name without a number has it under None.
-        numbers: list[int | None] = [int(part) for part in parts[1::2]] or [None]
+        numbers: list[int | None] = [number_of[part] for part in parts[1::2]] or [None]
         for number in numbers[:-1]:
             found = found.setdefault(number, {})
         found[numbers[-1]] = classes.number_of(pattern, same)
-    items = [(tuple(pattern.split(".")), patterns[pattern]) for pattern in sorted(patterns, key=numbers_of.__getitem__)]
+    in_order = dict.fromkeys([name for name in order if name in first_names]) | first_names
+    items = [(tuple(pattern.split(".")), patterns[pattern]) for pattern in map(first_names.__getitem__, in_order)]
     children = tuple(_branches([(words, data if "#" in words else data[None]) for words, data in items], 1, classes))
     return _branch("", (), children)
+
+
+class _Numbers(dict[str, int]):
+    """The number that a part of a name spells. The same few occur in many names."""
+
+    def __missing__(self, part: str) -> int:
+        return self.setdefault(part, int(part))
 
 
 class _Classes:

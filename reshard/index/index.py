@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Piece
+from reshard.geometry.light_dataclass import light_dataclass
 from reshard.geometry.meshes import Distribution, Mesh
 from reshard.geometry.quantities import plural
 from reshard.index.shards import Shards
@@ -30,7 +32,7 @@ KINDS: dict[Kind, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@light_dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
     """A canonical tensor and its pieces."""
 
@@ -85,6 +87,11 @@ class Tensor:
         return f"Tensor({self.name!r}, {self.dtype}, {list(self.shape)}, {self.kind}, {plural(len(self.shards), 'piece')})"
 
 
+def element_count(tensors: Iterable[Tensor]) -> int:
+    """The number of elements of all tensors, each stored once. Most share a few shapes."""
+    return sum(math.prod(shape) * count for shape, count in Counter(tensor.shape for tensor in tensors).items())
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedPart:
     """One of the stored tensors of a quantized tensor."""
@@ -97,6 +104,9 @@ class EncodedPart:
     """Elements of the quantized tensor per value, along each axis. None: one value for the whole axis."""
     axes: tuple[int, ...]
     """For each axis of the quantized tensor, the axis of the stored tensor. Empty if the stored tensor is one number."""
+
+    def __repr__(self) -> str:
+        return f"EncodedPart({self.component.use}, {self.tensor!r})"
 
     @property
     def packed_axis(self) -> int | None:
@@ -134,6 +144,9 @@ class Encoding:
     dtype: DType
     """The element type of the values, unless another one is asked for."""
 
+    def __repr__(self) -> str:
+        return f"Encoding({self.name}, {plural(len(self.parts), 'part')})"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Derivation:
@@ -145,6 +158,9 @@ class Derivation:
     """The name of the recipe, one of engine/recipes."""
     component: Component
     """Which component it is."""
+
+    def __repr__(self) -> str:
+        return f"Derivation({self.recipe}, {self.component.kind} of {self.weight.name})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,9 @@ from reshard.engine.transfer import Block
 from reshard.geometry.dtypes import F32, DType
 from reshard.measures.statistics import LAYOUTS
 
-_STRIP = 1 << 16
+_STRIP = 1 << 17
+# The distances in ULPs at which the bins of a histogram end.
+_EDGES = (0, *(1 << power for power in range(16)))
 _INTEGERS = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "<u1"}
 
 
@@ -120,6 +122,7 @@ class ChangeMeter:
         # New memory for each step would cost more than the step.
         self._scratch = [np.empty(8 * _STRIP, np.uint8) for _ in range(4)]
         self._mask = np.empty(_STRIP, np.bool_)
+        self._ones = np.ones(_STRIP, np.float32)
 
     def measure(self, left: Block, right: Block, left_dtype: DType, right_dtype: DType) -> Change:
         """How the elements of a block changed. Where the element types differ, the elements are compared as values, and ULPs are those of
@@ -159,7 +162,8 @@ class ChangeMeter:
         change.right_squares += right_squares
         change.squares += squares
         change.largest = max(change.largest, float(difference.max(initial=0)))
-        change.total += float(difference.sum())
+        # Single precision: a strip has few enough elements. A dot product is twice as fast as a sum.
+        change.total += float(np.dot(difference, self._ones[: len(difference)]) if difference.dtype == np.float32 else difference.sum())
         if left.floating and right.floating:
             narrow = left if left.itemsize < right.itemsize else right
             change.add(Change(ulps=self._ulp_counts(cast(a, left, narrow), cast(b, right, narrow), narrow)))
@@ -182,12 +186,15 @@ class ChangeMeter:
         """The number of elements in each bin of the histogram."""
         distance = self._distances(a, b, dtype)
         counts, more = [], len(distance)
-        for edge in (0, 1, 2, 4):
+        # Up to 16 bits it is faster to count what lies beyond every edge than to compute with single distances.
+        for edge in _EDGES if dtype.itemsize <= 2 else _EDGES[:4]:
             beyond = int(np.count_nonzero(np.greater(distance, edge, out=self._mask[: len(a)])))
             counts.append(more - beyond)
             more = beyond
             if not more:
                 return counts
+        if dtype.itemsize <= 2:
+            return [*counts, more]
         return counts + _bins(distance if 2 * more > len(a) else distance[np.flatnonzero(self._mask[: len(a)])])[4:]
 
     def _distances(self, a: Block, b: Block, dtype: DType) -> npt.NDArray[Any]:

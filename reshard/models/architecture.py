@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.errors import RequestError
+from reshard.models.computation import Computation
 from reshard.models.config_values import value_at, whole_number
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import Split
@@ -187,6 +188,8 @@ class Architecture:
     engines: Mapping[str, ModelQuirks] = field(default_factory=dict)
     """What the classes of serving engines do differently for this model, by the name of the engine's format. The classes of the engines
     that are listed were compared with the declaration."""
+    frameworks: Mapping[str, Computation] = field(default_factory=dict)
+    """How training frameworks compute the model, by the name of the framework's format. Only those that were compared are listed."""
     like: str | None = None
     """The model_type that engines and frameworks treat this model as; None: its own."""
     class_name: str | None = None
@@ -212,8 +215,8 @@ class Architecture:
         A weight replaces the one with the same name; several with one name are about other layers, and replace it together. A new bias
         comes after the weight of its module. Any other weight with a new name comes after the last weight of the module that contains its
         own module: a subclass registers a new module there, so the order remains that of the model's parameters. without: names of
-        weights, whose places count for that. `like`, `engines` and the class are not inherited: engines may know this model and not the
-        new one.
+        weights, whose places count for that. `like`, `engines`, `frameworks` and the class are not inherited: engines may know this
+        model and not the new one.
         """
         declared = list(self.weights)
         removed = {id(weight) for weight in declared if weight.name in without}
@@ -231,7 +234,7 @@ class Architecture:
                 declared.insert(1 + _predecessor(weight.name, names, present, kept), weight)
                 replaced.add(weight.name)
         declared = [weight for weight in declared if id(weight) not in removed]
-        fields = {"like": None, "engines": {}, "class_name": None, "declared_in": None, **fields}
+        fields = {"like": None, "engines": {}, "frameworks": {}, "class_name": None, "declared_in": None, **fields}
         return replace(self, model_type=model_type, weights=tuple(declared), dimensions={**self.dimensions, **(dimensions or {})}, **fields)
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import RequestError, UnsupportedError, choices
 from reshard.models.architecture import Architecture
 from reshard.models.declared.reader import Find, parse_declaration
+from reshard.models.drafts import draft_class
 from reshard.models.model import Model
 from reshard.models.quantization import unknown_quantization
 from reshard.storage.files import LocalFiles, read_whole
@@ -35,10 +36,10 @@ _BUILT_IN = Path(__file__).resolve().parent.parent / "architectures"
 def find_model(config: Mapping[str, Any] | None, architecture: Architecture | None = None) -> Model | None:
     """The model that a Hugging Face config describes.
 
-    None if there is no config, if its architecture is not declared, or if its weights are quantized in a way that is not known.
-    architecture: is used instead of the one that the config names by its `model_type`.
+    None if there is no config, if its architecture is not declared, if it is a draft model, or if its weights are quantized in a way that
+    is not known. architecture: is used instead of the one that the config names by its `model_type`.
     """
-    if config is None or unknown_quantization(config):
+    if config is None or unknown_quantization(config) or (architecture is None and draft_class(config)):
         return None
     declared = architecture or find_architecture(model_type_of(config) or "")
     if declared and (named := _language_model(declared, config)):
@@ -86,6 +87,12 @@ def model_type_of(config: Mapping[str, Any]) -> str | None:
 
 def unknown_architecture(config: Mapping[str, Any]) -> UnsupportedError:
     """The error for a config whose architecture is not declared."""
+    if draft := draft_class(config):
+        return UnsupportedError(
+            f"this is a draft model ({draft}), which serving engines read from its Hugging Face folder, at every tensor-parallel size",
+            why="It shares the embedding, and often the head, with the model that it drafts for",
+            do="Convert it with --to hf, and name that folder as the engine's draft model",
+        )
     known, model_type = known_model_types(), model_type_of(config)
     if model_type is None:
         return UnsupportedError(
@@ -144,7 +151,7 @@ def read_architecture(path: str | os.PathLike[str]) -> Architecture:
         )
     declared = replace(_read(Path(path), os.fspath(path), find_architecture), declared_in=os.fspath(path))
     built_in = None if declared.engines or declared.like else find_architecture(declared.model_type)
-    return replace(declared, engines=built_in.engines) if built_in else declared
+    return replace(declared, engines=built_in.engines, frameworks=built_in.frameworks) if built_in else declared
 
 
 def declaration_text(model_type: str) -> str:

@@ -15,10 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
+from sys import intern
 from typing import Any
 
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
+from reshard.geometry.light_dataclass import light_dataclass
 from reshard.geometry.mosaics import Mosaic, joined
 from reshard.models.architecture import Architecture, Dimension, LayerRule, Weight
 from reshard.models.config_values import entries, value_at, whole_number
@@ -28,7 +30,7 @@ from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import ROLES, Split
 
 
-@dataclass(frozen=True, slots=True)
+@light_dataclass(frozen=True, slots=True)
 class ModelWeight:
     """One tensor of one model."""
 
@@ -77,7 +79,7 @@ class LayerKind:
     """The weights of the first of them, in the model's order."""
 
 
-@dataclass(frozen=True, slots=True)
+@light_dataclass(frozen=True, slots=True)
 class Part:
     """The part of a canonical tensor that has one role, viewed as an array [out features, in features] or [out features]."""
 
@@ -144,6 +146,27 @@ def _too_large(what: str, limit: int) -> RequestError:
         why="No known model comes close, so the file is damaged or was made by hand",
         do="Give the model's own config with --model DIR",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _NamesInLayer:
+    """The names in one layer that follow from a pattern: one for each expert, or a single one."""
+
+    pattern: str
+    """The name with {layer} and {expert} in place of these numbers."""
+    front: str
+    """The name up to the number of the expert; all of it if it has none."""
+    back: str | None
+    """What follows that number."""
+
+    @classmethod
+    def of(cls, pattern: str, layer: int | None) -> _NamesInLayer:
+        front, number, back = pattern.replace("{layer}", str(layer)).partition("{expert}")
+        return cls(pattern, front, back if number else None)
+
+    def of_expert(self, expert: int | None) -> str:
+        """The name in an expert. The names of tensors are compared with it a million times, so equal ones are one object."""
+        return intern(self.front if self.back is None else f"{self.front}{expert}{self.back}")
 
 
 class Dimensions(dict[str, int]):
@@ -348,7 +371,9 @@ class Model:
                     why="The layers of the two have this one in common",
                     do="Compare the sets of layers in the declaration with the config",
                 )
-        return {name: weight for name, weight in found.items() if name not in absent}
+        for name in absent:
+            found.pop(name, None)
+        return found
 
     def parts(self, *, keep_fused: frozenset[str] = frozenset()) -> tuple[Part, ...]:
         """The parts of all weights. keep_fused: roles of fused weights, such as "attention.qkv", that stay one part."""
@@ -377,7 +402,9 @@ class Model:
         return tuple(weight for weight in self.weights.values() if weight.layer is None)
 
     def reason_to_drop(self, name: str) -> str | None:
-        """Why a tensor of that name is left out on purpose; None if it is not."""
+        """Why a tensor of that name is left out on purpose; None if it is not. Weights of the model never are."""
+        if name in self.weights:
+            return None
         return next((reason for pattern, reason in self._dropped if pattern.fullmatch(name)), None)
 
     @cached_property
@@ -388,7 +415,17 @@ class Model:
         """Why serving engines leave out a tensor that a checkpoint may contain besides the weights; None for other names."""
         if name in self.weights:
             return None
-        return next((reason for pattern, reason in self.architecture.carried.items() if re.fullmatch(pattern, name)), None)
+        matches = ((pattern.fullmatch(name), reason) for pattern, reason in self._carried)
+        return next((reason for found, reason in matches if found and self._is_after_layers(found)), None)
+
+    @cached_property
+    def _carried(self) -> list[tuple[re.Pattern[str], str]]:
+        return [(re.compile(pattern), reason) for pattern, reason in self.architecture.carried.items()]
+
+    def _is_after_layers(self, found: re.Match[str]) -> bool:
+        """Whether the layer that `{mtp}` stands for in a declared name comes after the last layer; True without `{mtp}`."""
+        layer = found.groupdict().get("mtp")
+        return layer is None or int(layer) >= self.dimensions["layers"]
 
     def is_in_layer(self, name: str) -> bool:
         """Whether a name lies in one of the numbered layers that the architecture declares."""
@@ -458,33 +495,43 @@ class Model:
         """
         optional = layer is not None and layer >= self.dimensions["layers"]
         for is_expert, run in groupby(weights, key=lambda item: "{expert}" in item[0].name):
-            declared = list(run)
+            # What the experts share is computed once.
+            alike = []
+            for weight, shape in run:
+                pattern = weight.name.format(layer="{layer}", expert="{expert}", **numbers) if numbers else weight.name
+                forms = [self._components(form, pattern, shape, layer) for form in self._forms(weight, pattern)]
+                alike.append((weight, shape, _NamesInLayer.of(pattern, layer), forms))
             for expert in range(self.dimensions["experts"]) if is_expert else (None,):
-                for weight, shape in declared:
-                    pattern = weight.name.format(layer="{layer}", expert="{expert}", **numbers) if numbers else weight.name
-                    name = numbered(pattern, layer, expert)
-                    form = self._form(weight, name)
+                for weight, shape, names, forms in alike:
+                    name = names.of_expert(expert)
+                    form = self.quantization.form_of(name) if self.quantization and forms else None
                     if form is None:
-                        yield ModelWeight(name, weight.role, shape, layer, weight, pattern, expert, optional)
+                        yield ModelWeight(name, weight.role, shape, layer, weight, names.pattern, expert, optional)
                         continue
-                    of_weight = (*shape[:-2], shape[-1], shape[-2]) if form.transposed else shape
-                    for beside, component in form.names(pattern).items():
-                        name, stored = numbered(beside, layer, expert), component.shape(of_weight)
-                        yield ModelWeight(name, weight.role, stored, layer, weight, beside, expert, optional, form, component)
+                    for component, stored, its in next(components for of_form, components in forms if of_form is form):
+                        name = its.of_expert(expert)
+                        yield ModelWeight(name, weight.role, stored, layer, weight, its.pattern, expert, optional, form, component)
                     if weight.role == "attention.o" and self.quantization:
-                        module = pattern.removesuffix(".weight").rpartition(".")[0]
+                        module = names.pattern.removesuffix(".weight").rpartition(".")[0]
                         for component in self.quantization.cache_scales:
-                            beside, role = f"{module}.{component.kind}", f"attention.{component.kind}"
-                            name, stored = numbered(beside, layer, expert), component.single_shape
-                            yield ModelWeight(name, role, stored, layer, weight, beside, expert, optional, component=component)
+                            pattern, role = f"{module}.{component.kind}", f"attention.{component.kind}"
+                            name, stored = numbered(pattern, layer, expert), component.single_shape
+                            yield ModelWeight(name, role, stored, layer, weight, pattern, expert, optional, component=component)
 
-    def _form(self, weight: Weight, name: str) -> StoredForm | None:
-        """How a weight is stored if it is quantized."""
-        is_quantized = self.quantization is not None and any(
-            role in ROLES and ROLES[role].quantized for role in (weight.role, *weight.fuses)
-        )
-        form = self.quantization.form_of(name) if self.quantization and is_quantized else None
-        return form if form and form.transposed == weight.transposed else None
+    def _forms(self, weight: Weight, pattern: str) -> list[StoredForm]:
+        """The forms in which a weight can be stored, unless the config excludes its module; none: weights of its role are not quantized."""
+        if self.quantization is None or not any(role in ROLES and ROLES[role].quantized for role in (weight.role, *weight.fuses)):
+            return []
+        return [form for form in self.quantization.forms if form.takes(pattern) and form.transposed == weight.transposed]
+
+    @staticmethod
+    def _components(
+        form: StoredForm, pattern: str, shape: tuple[int, ...], layer: int | None
+    ) -> tuple[StoredForm, list[tuple[Component, tuple[int, ...], _NamesInLayer]]]:
+        """The components of a weight in a form: each with its shape and its names."""
+        of_weight = (*shape[:-2], shape[-1], shape[-2]) if form.transposed else shape
+        beside = form.names(pattern).items()
+        return form, [(component, component.shape(of_weight), _NamesInLayer.of(name, layer)) for name, component in beside]
 
     @cached_property
     def _separate_parts(self) -> tuple[Part, ...]:

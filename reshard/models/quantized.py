@@ -129,6 +129,10 @@ class StoredForm:
         sizes = [tuple(size or 1 for size in component.grid) for component in self.components]
         return tuple(math.lcm(*along) for along in zip(*sizes, strict=True))
 
+    def takes(self, weight: str) -> bool:
+        """Whether a weight of that name can have this form."""
+        return re.fullmatch(self.weights, weight) is not None
+
     def names(self, weight: str) -> dict[str, Component]:
         """The names of the components of a weight, by the weight's name. They end with the component's kind in place of "weight"."""
         front = weight.removesuffix("weight") if weight.endswith(".weight") else weight
@@ -140,7 +144,7 @@ class StoredForm:
             return None
         front = codes.removesuffix(self.codes.kind)
         name = front + "weight" if front.endswith(".") else front
-        return name if re.fullmatch(self.weights, name) else None
+        return name if self.takes(name) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +165,7 @@ class Quantization:
         module = weight.removesuffix(".weight")
         if any(_matches(entry, module) for entry in self.excluded):
             return None
-        return next((form for form in self.forms if re.fullmatch(form.weights, weight)), None)
+        return next((form for form in self.forms if form.takes(weight)), None)
 
     @property
     def kinds(self) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard.picture.page import COLOURS, Html, element, escaped
@@ -87,11 +87,16 @@ def heat_map(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[float | 
     return _svg(drawn, left + len(columns) * size + 30, len(rows) * 16 + 18, title)
 
 
-def curve(points: Sequence[tuple[float, float]], *, title: str, x_name: str, y_name: str) -> Html:
-    """A line through points, with its axes."""
+def curves(lines: Mapping[str, Sequence[tuple[float, float]]], *, title: str, x_name: str, y_name: str) -> Html:
+    """Lines through points, each with its name at its end, and the axes."""
+    points = [point for line in lines.values() for point in line]
     x_most, y_most = max((x for x, _ in points), default=1) or 1, max((y for _, y in points), default=1) or 1
-    path = "L".join(f"{_n(50 + x / x_most * 520)} {_n(180 - y / y_most * 160)}" for x, y in points)
-    drawn = ['<path class="line" d="M50 20v160h520"/>', f'<path class="curve" d="M{path}"/>' if points else ""]
+    drawn = ['<path class="line" d="M50 20v160h520"/>']
+    for name, line in lines.items():
+        at = [(50 + x / x_most * 480, 180 - y / y_most * 160) for x, y in line]
+        path = "L".join(f"{_n(x)} {_n(y)}" for x, y in at)
+        drawn.append(f'<path class="curve" d="M{path}"/>' if line else "")
+        drawn.append(f'<text x="{_n(at[-1][0] + 4)}" y="{_n(at[-1][1])}">{escaped(name)}</text>' if line else "")
     drawn += [
         f'<text x="50" y="12">{escaped(y_name)}, up to {y_most:.3g}</text>',
         f'<text x="50" y="196">{escaped(x_name)}, up to {x_most:g}</text>',

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def plan_maps(plan: Plan) -> tuple[Html, Html]:
     """Who holds what in the source, and in the target."""
     model = plan.content.model
-    order = {name: position for position, name in enumerate(model.weights)} if model else None
+    order = model.weights if model else ()
     source, target = (fold(tensors, order) for tensors in ((each.source for each in plan.routes), (each.target for each in plan.routes)))
     return shard_map(source), shard_map(target)
 

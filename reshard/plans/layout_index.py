@@ -115,10 +115,11 @@ class _Tables:
         names, found = list(self._numbers), dict[int, Tensor]()
         while self._rows:
             _, rows = self._rows.popitem()
-            for number, dtype, shards in _sorted(rows, self._paths):
+            table, dtypes, starts, stops, numbers = _sorted(rows, self._paths)
+            for number, dtype, start, stop in zip(numbers, dtypes, starts, stops, strict=True):
                 name = names[number]
-                found[number] = Tensor(name, dtype, shapes[name], "weight", shards)
-        return tuple(found[number] for number in range(len(names)))
+                found[number] = Tensor(name, dtype, shapes[name], "weight", Shards(table, start, stop))
+        return tuple(map(found.__getitem__, range(len(names))))
 
     def _numbers_of_names(self, names: tuple[str, ...]) -> Columns:
         numbers = self._numbers_of.get(names)
@@ -129,8 +130,9 @@ class _Tables:
         return numbers
 
 
-def _sorted(rows: _Rows, paths: tuple[str, ...]) -> Iterator[tuple[int, DType, Shards]]:
-    """For each canonical tensor: its number, its element type and its pieces. They are windows on one table."""
+def _sorted(rows: _Rows, paths: tuple[str, ...]) -> tuple[PieceTable, Iterable[DType], list[int], list[int], list[int]]:
+    """One table of the sections, sorted by canonical tensor. For each of these: its element type, its first row, the row after its last,
+    and its number."""
     counts = np.array([len(pattern) for pattern in rows.patterns])
     tensors = np.concatenate(rows.tensors)
     order = np.argsort(tensors, kind="stable")
@@ -147,13 +149,13 @@ def _sorted(rows: _Rows, paths: tuple[str, ...]) -> Iterator[tuple[int, DType, S
     table = PieceTable(paths, offsets, sizes, files, byte_offsets, located)
     starts = np.flatnonzero(np.concatenate([[True], tensors[1:] != tensors[:-1]]))
     stops = np.append(starts[1:], len(tensors))
-    for number, start, stop in zip(tensors[starts].tolist(), starts.tolist(), stops.tolist(), strict=True):
-        yield number, dtypes if isinstance(dtypes, DType) else dtypes[start], Shards(table, start, stop)
+    of_tensors = [dtypes] * len(starts) if isinstance(dtypes, DType) else dtypes[starts].tolist()
+    return table, of_tensors, starts.tolist(), stops.tolist(), tensors[starts].tolist()
 
 
 def _dtype_column(dtypes: list[DType], counts: Columns, order: Columns) -> DType | npt.NDArray[np.object_]:
     """The element type of all rows if they have one, otherwise that of each row."""
-    if len(set(dtypes)) == 1:
+    if all(dtype is dtypes[0] for dtype in dtypes):
         return dtypes[0]
     column = np.empty(len(dtypes), np.object_)
     column[:] = dtypes

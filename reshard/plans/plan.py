@@ -1,13 +1,13 @@
 """Plan: for each canonical tensor, the source pieces that feed the target pieces. A plan is made without reading a weight.
 
-A plan can be printed, written as JSON, and split into tasks that share no target file. It is proven before it runs (proof.py).
+A plan can be printed, written as JSON, and split into tasks that share no source byte (bands.py). It is proven before it runs (proof.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,13 @@ from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
+from reshard.geometry.light_dataclass import light_dataclass
 from reshard.geometry.quantities import plural
 from reshard.index.index import Index, Tensor
 from reshard.index.join import meetings
-from reshard.index.shards import primary_rows
+from reshard.index.shards import PieceTable, primary_rows
 from reshard.picture.drawing import in_notebook
+from reshard.plans.bands import Band, bands_of
 from reshard.plans.digests import CURRENT
 from reshard.plans.layout import Layout
 from reshard.plans.layout_index import index_of_layout
@@ -30,7 +32,7 @@ from reshard.plans.target import Target
 from reshard.storage.files import Files
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@light_dataclass(frozen=True, slots=True, eq=False)
 class Route:
     """One canonical tensor in a plan: where it is read, and where it is written."""
 
@@ -47,7 +49,7 @@ class Route:
     @property
     def is_cast(self) -> bool:
         """Whether the element type changes."""
-        return self.source.dtype != self.target.dtype
+        return self.source.dtype is not self.target.dtype and self.source.dtype != self.target.dtype
 
     @property
     def scaled_by(self) -> tuple[str, ...]:
@@ -86,19 +88,6 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """A part of a plan that can run on its own: no other task writes its files."""
-
-    files: tuple[str, ...]
-    """The target files that it writes."""
-    tensors: tuple[str, ...]
-    """The canonical tensors that fill them."""
-
-    def __repr__(self) -> str:
-        return f"Task({plural(len(self.files), 'file')}, {plural(len(self.tensors), 'tensor')})"
-
-
-@dataclass(frozen=True, slots=True)
 class Totals:
     """Sums over a plan."""
 
@@ -126,6 +115,16 @@ class Totals:
     """Bytes of the source tensors that are left out."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlanDigests:
+    """The digests of a plan that was read from a plan file."""
+
+    identity: str
+    """Its identity (`Plan.identity`)."""
+    request: str
+    """The digest of what determines the result besides the source's content (engine/record.py)."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """A conversion that can be printed, proven and run."""
@@ -144,6 +143,8 @@ class Plan:
     """The index of the target once it is written."""
     routes: tuple[Route, ...]
     """One route per canonical tensor, in the order in which the source's files hold them."""
+    digests: PlanDigests | None = None
+    """Its digests, if it was read from a plan file: such a plan holds what running it needs. None: they are computed."""
 
     def __repr__(self) -> str:
         formats, files = f"{self.source.format} -> {self.layout.format}", plural(len(self.layout.files), "file")
@@ -167,12 +168,13 @@ class Plan:
         """The sums over the plan."""
         read = compared = copied = 0
         for route in self.routes:
-            for tensor in route.source.stored:
+            source, target = route.source, route.target
+            for tensor in source.stored:
                 shards, itemsize = tensor.shards, tensor.dtype.itemsize
                 replicas = int(shards.sizes[~primary_rows(shards)].prod(axis=1).sum()) if len(shards) > 1 else 0
                 read += (shards.elements - replicas) * itemsize
                 compared += replicas * itemsize
-            copied += route.target.shards.elements * route.target.dtype.itemsize
+            copied += target.shards.elements * target.dtype.itemsize
         written = sum(file.nbytes for file in self.layout.files)
         stored = sum(file.stored_nbytes for file in self.layout.files)
         return Totals(
@@ -189,30 +191,9 @@ class Plan:
             dropped=sum(drop.nbytes for drop in self.drops),
         )
 
-    def tasks(self) -> tuple[Task, ...]:
-        """The plan in independent tasks. Two target files are in the same task if a tensor goes to both.
-
-        So every tensor is read by one task, and each task can run on another machine.
-        """
-        parent = {file.path: file.path for file in self.layout.files}
-
-        def root(path: str) -> str:
-            while parent[path] != path:
-                parent[path] = parent[parent[path]]
-                path = parent[path]
-            return path
-
-        for route in self.routes:
-            first, *others = route.target.shards.holders
-            for other in others:
-                parent[root(other)] = root(first)
-        files: dict[str, list[str]] = {}
-        tensors: dict[str, list[str]] = {}
-        for file in self.layout.files:
-            files.setdefault(root(file.path), []).append(file.path)
-        for route in self.routes:
-            tensors.setdefault(root(route.target.shards.holders[0]), []).append(route.name)
-        return tuple(Task(tuple(paths), tuple(tensors.get(key, ()))) for key, paths in files.items())
+    def bands(self) -> tuple[Band, ...]:
+        """The plan in tasks, each of which can run on another machine: no source byte is read for two of them (bands.py)."""
+        return bands_of(self.routes)
 
     def picture(self) -> str:
         """Who holds what in the source and in the target, as SVG with captions."""
@@ -264,7 +245,7 @@ class Plan:
                 for route in self.routes
             ]
             document["dropped"] = [_fields(drop) for drop in self.drops]
-            document["tasks"] = [{"files": list(task.files), "tensors": list(task.tensors)} for task in self.tasks()]
+            document["tasks"] = [_task_json([self.routes[i] for i in band.routes]) for band in self.bands()]
         if copies:
             document["copies"] = [
                 {
@@ -284,6 +265,8 @@ class Plan:
 
         A conversion may only be resumed by a plan with the same identity.
         """
+        if self.digests:
+            return self.digests.identity
         # The journal and the manifest hold digests of this version.
         about = {**self.to_json(tensors=False), "dropped": [_fields(drop) for drop in self.drops]}
         digest = hashlib.sha256(f"digests {CURRENT.number}\0{json.dumps(about, sort_keys=True)}".encode())
@@ -301,6 +284,14 @@ class Plan:
         return digest.hexdigest()
 
 
+def _task_json(routes: Sequence[Route]) -> dict[str, Any]:
+    """A task as plain values: the files that it writes into, and the tensors that it converts."""
+    return {
+        "files": list(dict.fromkeys(path for route in routes for path in route.target.shards.holders)),
+        "tensors": [route.name for route in routes],
+    }
+
+
 def make_plan(source: Index, source_files: Files, content: Content, target: Target, layout: Layout) -> Plan:
     """The plan that fills `layout` with `content`. Its routes are in the order in which the source's files hold the tensors.
 
@@ -311,17 +302,20 @@ def make_plan(source: Index, source_files: Files, content: Content, target: Targ
     aliases: dict[str, list[Tensor]] = {}
     for alias, stored in layout.aliases.items():
         aliases.setdefault(stored, []).append(content.tensors[alias])
-    routes = [Route(_with_aliases(content.tensors[t.name], aliases.get(t.name, [])), t) for t in target_index.tensors]
+    routes = [Route(content.tensors[t.name], t) for t in target_index.tensors]
+    if aliases:
+        routes = [replace(route, source=_with_aliases(route.source, aliases.get(route.name, []))) for route in routes]
     for route in routes:
-        _check_function(route)
-    routes.sort(key=lambda route: _first_position(route.source))
-    return Plan(source, source_files, content, target, layout, target_index, tuple(routes))
+        if route.source.dtype.function:
+            _check_function(route)
+    order = _order_in_files([route.source for route in routes])
+    return Plan(source, source_files, content, target, layout, target_index, tuple(routes[i] for i in order))
 
 
 def _check_function(route: Route) -> None:
-    """Raises UnsupportedError if the source holds the values of a function of the weight, and the target does not."""
+    """Raises UnsupportedError unless the target holds the values of the same function of the weight as the source."""
     function = route.source.dtype.function
-    if function and route.target.dtype.function != function:
+    if route.target.dtype.function != function:
         raise UnsupportedError(
             f"the source holds {function} of this weight, rounded to {route.source.dtype.name}",
             where=route.name,
@@ -345,13 +339,25 @@ def _with_aliases(tensor: Tensor, aliases: list[Tensor]) -> Tensor:
     return replace(tensor, shards=tensor.shards.with_copies(list(distinct.values())))
 
 
-def _first_position(tensor: Tensor) -> tuple[str, int]:
-    """The file and the position of a tensor's first piece, as a sort key."""
-    shards = tensor.shards
-    if not len(shards):
-        return "", 0
-    first = int(np.argmin(shards.files)) if len(shards) > 1 else 0
-    return shards.path(first), int(shards.positions[first])
+def _order_in_files(tensors: Sequence[Tensor]) -> list[int]:
+    """The numbers of the tensors in the order in which files hold their first pieces: by path, then by position. Tensors without pieces
+    come first."""
+    # The rows of the first pieces, by table; most tensors are windows on a few tables.
+    rows: dict[int, tuple[PieceTable, list[int], list[int]]] = {}
+    for i, tensor in enumerate(tensors):
+        shards = tensor.shards
+        if count := len(shards):
+            first = int(np.argmin(shards.files)) if count > 1 else 0
+            _, numbers, of_table = rows.setdefault(id(shards.table), (shards.table, [], []))
+            numbers.append(i)
+            of_table.append(shards.start + first)
+    order_of_path = {path: i for i, path in enumerate(sorted({path for table, _, _ in rows.values() for path in table.paths}))}
+    files, positions = np.full(len(tensors), -1, np.int64), np.zeros(len(tensors), np.int64)
+    for table, numbers, of_table in rows.values():
+        files[numbers] = np.array([order_of_path[path] for path in table.paths], np.int64)[table.files[of_table]]
+        positions[numbers] = table.positions[of_table]
+    order: list[int] = np.lexsort((positions, files)).tolist()
+    return order
 
 
 def _stored_json(item: PlacedTensor) -> dict[str, Any]:

@@ -56,14 +56,13 @@ def prove(plan: Plan) -> None:
         return
     check_all_covered(route.target for route in plan.routes)
     # Components that are computed from one weight read the same stored tensors.
-    stored = {id(tensor): len(tensor.stored) - 1 for tensor in plan.content.tensors.values() if tensor.derivation is None}
-    weights = {id(tensor.derivation.weight): tensor.stored for tensor in plan.content.tensors.values() if tensor.derivation}
-    derived = sum(tensor.derivation is not None for tensor in plan.content.tensors.values())
-    encoded = sum(stored.values()) + sum(map(len, weights.values())) - derived
-    routed = (
-        {route.name for route in plan.routes} | plan.layout.aliases.keys() | set(plan.layout.inlined_scalars) | plan.layout.left_out.keys()
-    )
-    if lost := sorted(set(plan.content.tensors) - routed):
+    computed = [tensor for tensor in plan.content.tensors.values() if tensor.encoding or tensor.derivation]
+    encoded = sum(len(tensor.stored) - 1 for tensor in computed if tensor.derivation is None)
+    weights = {id(tensor.derivation.weight): tensor.stored for tensor in computed if tensor.derivation}
+    encoded += sum(map(len, weights.values())) - sum(tensor.derivation is not None for tensor in computed)
+    written = {route.source.name for route in plan.routes}
+    routed = written | plan.layout.aliases.keys() | set(plan.layout.inlined_scalars) | plan.layout.left_out.keys()
+    if lost := sorted(name for name in plan.content.tensors if name not in routed):
         raise ProofFailed("the plan neither writes this weight nor names it as dropped", where=lost[0])
     named = len(plan.content.tensors) + encoded - len(plan.content.duplicate_masters) + len(plan.content.drops) + len(plan.content.tied)
     if named != len(plan.source.tensors):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard.canonical.dequantization import quantized_families, quantized_names
-from reshard.index.index import Index, Tensor
+from reshard.index.index import Index, Tensor, element_count
 
 if TYPE_CHECKING:
     from reshard.canonical.content import Content, Drop
@@ -99,17 +99,18 @@ def kinds(index: Index) -> tuple[KindSummary, ...]:
     groups: dict[tuple[str, str], list[Tensor]] = {}
     for tensor in index.tensors:
         groups.setdefault((tensor.kind, tensor.dtype.name), []).append(tensor)
-    return tuple(
-        KindSummary(kind, dtype, len(tensors), sum(t.elements for t in tensors), sum(t.nbytes for t in tensors))
-        for (kind, dtype), tensors in groups.items()
-    )
+    found = []
+    for (kind, dtype), tensors in groups.items():
+        elements = element_count(tensors)
+        found.append(KindSummary(kind, dtype, len(tensors), elements, elements * tensors[0].dtype.itemsize))
+    return tuple(found)
 
 
 def parameter_count(content: Content, config: Mapping[str, Any] | None) -> int:
     """The number of the model's parameters. A tied embedding counts once; buffers and adapters do not, nor what stands beside the elements
     of quantized weights. Elements that share a stored word count one by one."""
     quantized = quantized_names(content, config)
-    plain = sum(t.elements for name, t in content.weights.items() if t.kind in ("weight", "master") and name not in quantized)
+    plain = element_count(t for name, t in content.weights.items() if t.kind in ("weight", "master") and name not in quantized)
     return plain + sum(family.elements for family in quantized_families(content, config))
 
 
@@ -146,18 +147,16 @@ class _WeightFacts:
     """What the summary of a rank needs to know about the weights of a model."""
 
     def __init__(self, model: Model | None) -> None:
-        weights = model.weights.values() if model else ()
-        self._layers = {weight.name: weight.layer for weight in weights if weight.layer is not None}
-        self._roles = {weight.name: weight.role for weight in weights if weight.role in _ROLES_OF_RANKS}
+        self._weights = model.weights if model else {}
         # Ranks share their tuples of names.
         self._known: dict[tuple[str, ...], tuple[frozenset[int], tuple[tuple[int, str], ...]]] = {}
 
     def of(self, names: tuple[str, ...]) -> tuple[frozenset[int], tuple[tuple[int, str], ...]]:
         """The layers of some weights, and (place in `names`, role) of those whose rows are listed."""
         if names not in self._known:
-            layers = frozenset(layer for layer in map(self._layers.get, names) if layer is not None)
-            roles = tuple((place, role) for place, role in enumerate(map(self._roles.get, names)) if role is not None)
-            self._known[names] = layers, roles
+            weights = [(place, weight) for place, name in enumerate(names) if (weight := self._weights.get(name)) is not None]
+            layers = frozenset(weight.layer for _, weight in weights if weight.layer is not None)
+            self._known[names] = layers, tuple((place, weight.role) for place, weight in weights if weight.role in _ROLES_OF_RANKS)
         return self._known[names]
 
 

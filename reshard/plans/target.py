@@ -53,11 +53,10 @@ class Target:
             return tensor.dtype
         if tensor.encoding:
             return self.dtype or tensor.encoding.dtype
-        is_weight = tensor.kind in ("weight", "buffer", "adapter", "other", "master")
         if (
             self.dtype is None
             or not tensor.dtype.floating
-            or not is_weight
+            or tensor.kind not in ("weight", "buffer", "adapter", "other", "master")
             or tensor.name in self.dtype_kept_for
             or matches(tensor.name, self.keep_dtype)
         ):

@@ -26,8 +26,8 @@ def layer_elements(model: Model, layer: int, tp: int) -> int:
 def caching_layers(model: Model) -> frozenset[int]:
     """The layers that cache something for each token: those with keys. Linear attention and state-space models have a fixed state."""
     keys = {"attention.k", "mla.kv_a"}
-    layers = (weight.layer for weight in model.weights.values() if keys & {weight.role, *weight.declared.fuses})
-    return frozenset(layer for layer in layers if layer is not None and layer < model.dimensions["layers"])
+    kinds = (kind for kind in model.layer_kinds if any(keys & {weight.role, *weight.declared.fuses} for weight in kind.weights))
+    return frozenset(layer for kind in kinds for layer in kind.layers if layer < model.dimensions["layers"])
 
 
 def windows(model: Model) -> tuple[int | None, ...]:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from sys import intern
 
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32, DType
@@ -280,7 +281,7 @@ def placeholder_dtypes(model: Model, rules: EngineRules) -> dict[str, DType]:
 @lru_cache(maxsize=1 << 16)
 def in_layer(patterns: tuple[str, ...], layer: int | None) -> tuple[str, ...]:
     """The names of the tensors of one layer. Ranks that hold parts of the same tensors share the tuple."""
-    return tuple(pattern.replace("{layer}", str(layer)) for pattern in patterns)
+    return tuple(intern(pattern.replace("{layer}", str(layer))) for pattern in patterns)
 
 
 def _repeated(of_one: Sections, elements: int, experts: list[list[Part]]) -> Sections:

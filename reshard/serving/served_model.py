@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 
 from reshard.errors import RequestError, UnsupportedError
+from reshard.models.drafts import draft_class
 from reshard.models.lookup import unknown_architecture
 from reshard.models.model import Model
 from reshard.models.quantization import unknown_quantization
@@ -32,7 +33,7 @@ def require_model(model: Model | None, config: Mapping[str, object] | None, engi
             do=f"Convert to hf, which keeps them unchanged and which {engine} loads as well",
         )
     error = unknown_architecture(config)
-    if can_learn:
+    if can_learn and not draft_class(config):
         error.do = f"{error.do}. Or learn the layout from {engine}'s own loader with `reshard learn`, and add --layout FILE"
     raise error
 

@@ -52,17 +52,22 @@ def _distinct_parts(model: Model, keep_fused: frozenset[str], unsupported: froze
 
 def weights_without_slot(model: Model, rules: EngineRules) -> tuple[str, ...]:
     """The weights that the engine's class of the model has no slot for, although the model's answers depend on them."""
-    slots: dict[int | None, set[str]] = {}
+    lacking: dict[int | None, set[str]] = {}
     for kind, parts in parts_by_kind(model, rules).items():
-        patterns = {part.pattern for part in parts}
-        slots.update(dict.fromkeys(kind.layers if kind else (None,), patterns))
-    lacking = (weight for weight in model.weights.values() if weight.pattern not in slots[weight.layer])
-    return tuple(weight.name for weight in lacking if weight.component is None or weight.component.use != "group index")
+        weights = kind.weights if kind else model.weights_outside_layers
+        stored = [weight for weight in weights if weight.component is None or weight.component.use != "group index"]
+        if patterns := {weight.pattern for weight in stored} - {part.pattern for part in parts}:
+            lacking.update(dict.fromkeys(kind.layers if kind else (None,), patterns))
+    if not lacking:
+        return ()
+    return tuple(weight.name for weight in model.weights.values() if weight.pattern in lacking.get(weight.layer, ()))
 
 
 def layers_not_served(model: Model) -> dict[str, str]:
     """Weight -> why engines leave it out, for the weights of the layers for multi-token prediction."""
     layers = model.dimensions["layers"]
+    if not model.mtp_layers:
+        return {}
     why = "predicts further tokens; the served model has no such layer"
     return {weight.name: why for weight in model.weights.values() if weight.layer is not None and weight.layer >= layers}
 
@@ -117,6 +122,6 @@ def stored_dtypes(model: Model, rules: EngineRules, dtypes: Mapping[str, DType])
     fixed = {role: dtype or model_dtype(model, dtypes) for role, dtype in {**rules.dtypes, **rules.quirks.dtypes}.items()}
     for weight in model.weights.values():
         role = "scale" if weight.component and weight.component.element_type == "F32" else weight.role
-        if weight.name in dtypes and (role in fixed or role in rules.quirks.values):
+        if (role in fixed or role in rules.quirks.values) and weight.name in dtypes:
             dtypes[weight.name] = fixed.get(role, dtypes[weight.name]).of(rules.quirks.values.get(role, ""))
     return dtypes

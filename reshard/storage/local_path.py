@@ -33,6 +33,14 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     )
 
 
+def modified(path: str) -> float | None:
+    """When a file was last written, in seconds since 1970; None if the system does not tell, as for a URL."""
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return None
+
+
 def existing_path(path: str | os.PathLike[str]) -> Path:
     """The local path of a file or directory. Raises RequestError, with the nearest name, if it does not exist."""
     found = local_path(path)

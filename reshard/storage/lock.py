@@ -1,4 +1,4 @@
-"""The lock of a target: at most one run writes a directory.
+"""The lock of a target: at most one run writes a directory, or the parts of one plan, each with a share of the lock.
 
 The lock file lies in the work folder and names the process that holds it:
 
@@ -6,7 +6,7 @@ The lock file lies in the work folder and names the process that holds it:
 
 The lock is flock on that file: the system releases it when the process ends, however it ends. Where a file system has no locks (some
 network mounts), the owner creates the file exclusively and touches it every few seconds. A file that was not touched for
-SECONDS_UNTIL_STALE belongs to a run that has died.
+SECONDS_UNTIL_STALE belongs to a run that has died. Shares need flock.
 
 The work folder disappears when a run ends, so flock may succeed on a file that is no longer in the folder. Who takes the lock therefore
 compares the file with the path, and who removes the folder removes the lock file last.
@@ -25,8 +25,9 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from reshard.errors import TargetError
+from reshard.errors import SystemRefusal, TargetError, TargetInUse
 from reshard.storage.system_calls import system_errors
 
 SECONDS_BETWEEN_BEATS = 10.0
@@ -52,15 +53,43 @@ class Lock:
         with system_errors("created", self._path.parent):
             while not self._try(final := time.monotonic() > patience_ends):
                 if final:
-                    raise TargetError(
-                        f"another reshard is writing here{_described(self._path)}{self._progress()}",
-                        where=str(self._path.parent.parent),
-                        why="Two runs at once would mix their files; nothing was changed",
-                        do="Wait until it has ended, or choose another directory",
-                    )
+                    raise self.refusal()
                 time.sleep(0.02)
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, json.dumps(self._record).encode(), 0)
+            self._write_record()
+
+    def acquire_share(self) -> None:
+        """Take a share of the lock; creates the work folder. Waits as long as another run of the same plan has the whole lock.
+
+        Raises: TargetError, naming the owner, if a run of another plan has the lock. SystemRefusal if the file system has no flock.
+        """
+        patience_ends = time.monotonic() + _SECONDS_OF_PATIENCE
+        with system_errors("created", self._path.parent):
+            while not self._try(final := time.monotonic() > patience_ends, fcntl.LOCK_SH):
+                if final and _recorded(self._path).get("plan") != self._record["plan"]:
+                    raise self.refusal()
+                time.sleep(0.02)
+            self._write_record()
+
+    def try_acquire(self) -> bool:
+        """Take the lock if nobody has it or a share of it; returns whether it was taken."""
+        with system_errors("created", self._path.parent):
+            if obtained := self._try(final=False):
+                self._write_record()
+            return obtained
+
+    def refusal(self) -> TargetInUse:
+        """The error for a run that may not write here, because another one does."""
+        record = _recorded(self._path)
+        known = all(key in record for key in ("pid", "host", "started"))
+        owner = f": process {record['pid']} on {record['host']}, started {record['started']}" if known else ""
+        same_plan = record.get("plan") == self._record["plan"]
+        return TargetInUse(
+            f"another reshard is writing here{owner}{self._progress()}",
+            where=str(self._path.parent.parent),
+            why="Two runs at once would mix their files; nothing was changed",
+            do="Wait until it has ended, or choose another directory"
+            + ("; several processes share the work of one plan with --part" if same_plan else ""),
+        )
 
     def check(self) -> None:
         """Raises TargetError if the lock file was removed or replaced: then another run may have begun."""
@@ -71,6 +100,12 @@ class Lock:
                 why="Another run may have begun to write here, so no file got its final name",
                 do="Make sure that no other run writes here, then start again with --overwrite",
             )
+
+    def give_up(self) -> None:
+        """Give up the lock or the share, and leave the lock file to the others."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def release(self) -> None:
         """Remove the lock file and give up the lock."""
@@ -89,7 +124,11 @@ class Lock:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _try(self, final: bool) -> bool:
+    def _write_record(self) -> None:
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, json.dumps(self._record).encode(), 0)
+
+    def _try(self, final: bool, kind: int = fcntl.LOCK_EX) -> bool:
         """Whether the lock was obtained. final: raise errors that another run may have caused by removing the folder just now."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +139,7 @@ class Lock:
             return False
         obtained = False
         try:
-            obtained = self._obtain(descriptor, created)
+            obtained = self._obtain(descriptor, created, kind)
         finally:
             if obtained:
                 self._descriptor = descriptor
@@ -108,14 +147,20 @@ class Lock:
                 os.close(descriptor)
         return obtained
 
-    def _obtain(self, descriptor: int, created: bool) -> bool:
+    def _obtain(self, descriptor: int, created: bool, kind: int) -> bool:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError as error:
             if error.errno not in _HAS_NO_LOCKS:
                 raise
+            if kind == fcntl.LOCK_SH:
+                raise SystemRefusal(
+                    "its file system has no file locks (flock), which the parts of a conversion share",
+                    where=str(self._path.parent.parent),
+                    do="Mount it with locks (Lustre: -o flock), or convert with one process",
+                ) from None
             if created:
                 self._heartbeat.start()
             elif _is_stale(descriptor, self._path.parent):
@@ -130,13 +175,14 @@ class Lock:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a run holds the lock with this lock file."""
+    """Whether a run holds the lock with this lock file, or a share of it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        _ask_for_all(descriptor)
     except BlockingIOError:
         return True
     except OSError:
@@ -146,13 +192,22 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def _described(path: Path) -> str:
-    """The owner, as a part of a sentence; empty if its record cannot be read."""
+def _ask_for_all(descriptor: int) -> None:
+    """Take the whole lock, which shows whether others have a share. Raises BlockingIOError if they have."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno != errno.EBADF:  # NFS gives the whole lock only to those who may write the file.
+            raise
+
+
+def _recorded(path: Path) -> dict[str, Any]:
+    """The record of the owner; empty if it cannot be read."""
     try:
         record = json.loads(path.read_text())
-        return f": process {record['pid']} on {record['host']}, started {record['started']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _open(path: Path) -> tuple[int, bool]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ LOCK = "lock"
 # The most bytes of one write. Linux takes pages of up to 2 MiB for a large write; a virtual machine whose host takes free pages back has to
 # fetch each of them again. On such a machine, a write of 2 MiB took 5 times as long as four of 512 KiB.
 _MOST_BYTES = 1 << 19
+_ATTEMPTS = 25
 _WEIGHTS = (".safetensors", ".pt", ".bin", ".distcp")
 
 
@@ -57,12 +59,56 @@ class Staging:
             self._lock.acquire()
             yield
         finally:
-            if self._descriptors:
-                self._descriptors.close()
+            self.close()
             self._lock.release()
-            with suppress(OSError):  # Neither is empty after an interruption, and after a conversion only the work folder is.
-                self.work.rmdir()
-                self.root.rmdir()
+            self._remove_empty_folders()
+
+    @contextmanager
+    def shared(self, plan: str, progress: Callable[[], str], *, is_begun: Callable[[], bool], begin: Callable[[], None]) -> Iterator[None]:
+        """Inside this context, only processes with the same plan write the target, and none gives files their final names.
+
+        is_begun: whether the plan is under way or done. begin: prepares it; called when no other run can write there.
+
+        Raises: TargetInUse if a run of another plan has the lock. What `begin` raises.
+        """
+        lock, attempts = Lock(self.work / LOCK, plan, progress), 0
+        while True:
+            if not is_begun() and lock.try_acquire():
+                try:
+                    if not is_begun():
+                        begin()
+                finally:
+                    self.close()
+                    lock.release()
+                    self._remove_empty_folders()
+            lock.acquire_share()
+            if is_begun():
+                break
+            lock.give_up()
+            # Others have a share: of another plan, or for a moment, as a reader has that asks for the owner.
+            attempts += 1
+            if attempts > _ATTEMPTS and self.journal.exists():
+                raise lock.refusal()
+            time.sleep(0.02)
+        try:
+            yield
+        finally:
+            self.close()
+            lock.give_up()
+            if not self.journal.exists() and lock.try_acquire():  # Another process has completed the target before this one began.
+                lock.release()
+                self._remove_empty_folders()
+
+    def close(self) -> None:
+        """Close the staged files."""
+        if self._descriptors:
+            self._descriptors.close()
+
+    def _remove_empty_folders(self) -> None:
+        """Neither is empty after an interruption, and after a conversion only the work folder is."""
+        with suppress(OSError):
+            self.work.rmdir()
+            self.root.rmdir()
 
     def prepare(self, sizes: dict[str, int], *, resume: bool, committing: bool = False) -> None:
         """Create every file at its full length, sparse, so that it reads as zeros. With `resume`, keep the files of an earlier run.
@@ -84,7 +130,8 @@ class Staging:
                 (self.work / path).parent.mkdir(parents=True, exist_ok=True)
                 self._create(path, size)
             self._sync_folders_of(self.work, sizes)
-        self._descriptors = Descriptors(self.work, os.O_RDWR)
+        # Write-only: an NFS client that may read a file writes whole pages, with stale bytes of other machines on them.
+        self._descriptors = Descriptors(self.work, os.O_WRONLY)
 
     def write(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Write bytes into a staged file. Raises SystemRefusal if the disk is full or the file cannot be written."""

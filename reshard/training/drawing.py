@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from reshard.geometry.quantities import nbytes_text
-from reshard.picture.drawing import curve, stacked
+from reshard.picture.drawing import curves, stacked
 from reshard.picture.page import Html, joined, table
 from reshard.training.fitting import bubbles
 from reshard.training.schedules import Schedule
@@ -30,8 +31,9 @@ def estimate_picture(found: Estimate) -> Html:
     return stacked(rows, _NAMES, title="Bytes on the fullest rank")
 
 
-def bubble_picture(schedule: Schedule) -> Html:
-    """The share of the time that a pipeline waits, against the number of microbatches."""
-    points = bubbles(schedule)
-    picture = curve(points, title="Pipeline bubble against microbatches", x_name="microbatches", y_name="bubble")
-    return joined((picture, table(("microbatches", "bubble"), [(count, f"{100 * bubble:.3g} %") for count, bubble in points])))
+def bubble_picture(schedules: Sequence[Schedule]) -> Html:
+    """The share of the time that pipelines wait, against the number of microbatches: a curve and a table of each."""
+    points = {f"PP {schedule.stages}": bubbles(schedule) for schedule in schedules}
+    picture = curves(points, title="Pipeline bubble against microbatches", x_name="microbatches", y_name="bubble")
+    rows = [(name, count, f"{100 * bubble:.3g} %") for name, line in points.items() for count, bubble in line]
+    return joined((picture, table(("pipeline", "microbatches", "bubble"), rows)))

@@ -74,3 +74,9 @@ def bubbles(schedule: Schedule) -> tuple[tuple[int, float], ...]:
     """(microbatches, bubble) from as many microbatches as stages on, doubled five times, and for the number that was asked for."""
     counts = sorted({schedule.stages << power for power in range(6)} | {schedule.microbatches})
     return tuple((count, float(replace(schedule, microbatches=count).bubble)) for count in counts)
+
+
+def schedules_of(estimates: Sequence[Estimate]) -> tuple[Schedule, ...]:
+    """The pipelines of several estimates, each number of stages once, the shortest first."""
+    by_stages = {each.training.schedule.stages: each.training.schedule for each in estimates}
+    return tuple(by_stages[stages] for stages in sorted(by_stages) if stages > 1)

@@ -203,6 +203,9 @@ class Estimate:
     assumptions: tuple[str, ...] = ()
     """What the numbers assume, as sentences."""
 
+    fewest_microbatches: int | None = None
+    """The fewest microbatches for the largest bubble that was asked for; None if none was."""
+
     def picture(self) -> str:
         """What the fullest rank holds in each strategy, as SVG."""
         from reshard.training.drawing import estimate_picture

@@ -156,8 +156,7 @@ class Checkpoint:
 
     def tree_of(self, tensors: Iterable[Tensor]) -> Fold:
         """The same of some tensors."""
-        order = {name: position for position, name in enumerate(self.model.weights)} if self.model else None
-        return fold(tensors, order)
+        return fold(tensors, self.model.weights if self.model else ())
 
     def picture(self) -> str:
         """Who holds what, as SVG with a caption; empty if every tensor is in one piece."""
@@ -233,6 +232,7 @@ def open_both(left: PathLike, right: PathLike, **options: Unpack[ModelOptions]) 
     return found[0], found[1]
 
 
+@gc_paused()
 def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
     began = time.monotonic()
     format, checkpoint = unchecked(path, options)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import CARRIED, CONFIG
@@ -16,7 +17,7 @@ from reshard.engine.events import event
 from reshard.engine.journal import Unfinished, read_journal
 from reshard.engine.record import Provenance
 from reshard.engine.run import Conversion, recorded_fingerprint
-from reshard.errors import CheckpointError, RequestError, TargetError
+from reshard.errors import CheckpointError, RequestError, TargetError, TargetInUse, check_word
 from reshard.geometry.quantities import plural
 from reshard.plans.digests import Fingerprint
 from reshard.plans.manifest import MANIFEST, RECORDS, listed_files, read_digests, usable_manifest
@@ -29,8 +30,14 @@ from reshard.storage.staging import LOCK, WORK_FOLDER
 from reshard.storage.system_calls import system_errors
 from reshard.verbs.request import Effort, EffortOptions, PathLike
 
+if TYPE_CHECKING:
+    from reshard.engine.parts.part import PartConversion
+    from reshard.plans.bands import Band
+
 Existing = Literal["refuse", "resume", "overwrite", "update"]
 """What happens to what lies in the target: nothing, it is finished, any checkpoint is replaced, or what reshard wrote is."""
+Executor = Literal["threads", "ray"]
+"""What runs a conversion: threads of this process, or the tasks of a Ray cluster."""
 _NO_LIMITS = Effort()
 _NO_PROVENANCE = Provenance()
 
@@ -82,6 +89,7 @@ def convert(
     overwrite: bool = False,
     if_changed: bool = False,
     checksums: bool = False,
+    executor: Executor = "threads",
     **options: Unpack[EffortOptions],
 ) -> Result:
     """Run a plan into the directory `target`; returns what was written and what was left out.
@@ -89,6 +97,8 @@ def convert(
     resume: finish an interrupted conversion. overwrite: replace the checkpoint in `target` once the new one is complete. if_changed: do
     nothing if `target` holds the result of this plan for the source as it is now; otherwise resume or replace what reshard wrote there.
     checksums: also write SHA256SUMS for `sha256sum -c`, which reads the result once more.
+    executor: "ray" for the tasks of a Ray cluster: the one that is connected (`ray.init`), that of RAY_ADDRESS, or a new one on this
+    machine; such a conversion always resumes.
 
     Raises: RequestError if the target exists and neither was said, or the disk has no room. CheckpointError if reshard wrote the source,
     and its weights are not those that it wrote.
@@ -97,18 +107,27 @@ def convert(
     existing, provenance = existing_target(resume=resume, overwrite=overwrite, if_changed=if_changed), Provenance(checksums=checksums)
     if existing == "update" and (result := unchanged_result(plan, target, provenance)):
         return result
-    running = conversion(plan, target, existing=existing, effort=effort, provenance=provenance)
+    check_word("executor", executor, ("threads", "ray"))
+    made = ray_conversion if executor == "ray" else conversion
+    running = made(plan, target, existing=existing, effort=effort, provenance=provenance)
     for done in running.run():
         effort.report(done.nbytes)
     return result_of(running, target, time.monotonic() - began)
 
 
-def result_of(running: Conversion, target: PathLike, seconds: float) -> Result:
-    """The result of a conversion that has run to its end."""
-    plan = running.plan
-    assert running.fingerprint is not None
+def result_of(running: Conversion | PartConversion, target: PathLike, seconds: float) -> Result:
+    """The result of a conversion that has run to its end. Raises TargetInUse if another process still writes the target."""
+    whole = running if isinstance(running, Conversion) else running.completed
+    if whole is None:
+        raise TargetInUse(
+            "all tasks are done, and another process still writes here, so the files have not got their final names",
+            where=os.fspath(target),
+            do="Wait until it has ended, then run the same command with --finish",
+        )
+    plan = whole.plan
+    assert whole.fingerprint is not None
     files = {file.path: file.nbytes for file in plan.layout.files}
-    return Result(os.fspath(target), files, drops(plan), (*plan.layout.notes, *running.notes), running.fingerprint, seconds)
+    return Result(os.fspath(target), files, drops(plan), (*plan.layout.notes, *whole.notes), whole.fingerprint, seconds)
 
 
 def existing_target(*, resume: bool, overwrite: bool, if_changed: bool) -> Existing:
@@ -145,6 +164,12 @@ def target_folder(target: PathLike) -> Path:
     return root
 
 
+def check_whole(plan: Plan) -> None:
+    """Raises RequestError if the plan is of one rank alone, which is only looked at."""
+    if plan.target.only_rank:
+        raise RequestError(f"this is a plan of {dict(plan.target.only_rank)} alone", do="Plan without `only` what is to be written")
+
+
 def conversion(
     plan: Plan,
     target: PathLike,
@@ -154,8 +179,7 @@ def conversion(
     provenance: Provenance = _NO_PROVENANCE,
 ) -> Conversion:
     """A conversion that has not begun, for callers that run it block by block. `convert` runs it to the end."""
-    if plan.target.only_rank:
-        raise RequestError(f"this is a plan of {dict(plan.target.only_rank)} alone", do="Plan without `only` what is to be written")
+    check_whole(plan)
     root = target_folder(target)
     if existing == "update":
         interrupted = read_journal(root)
@@ -170,6 +194,45 @@ def conversion(
         replaces()
     resume = existing == "resume"
     return Conversion(plan, root, resume=resume, replaces=replaces, workers=effort.workers, memory=effort.memory, provenance=provenance)
+
+
+def ray_conversion(
+    plan: Plan,
+    target: PathLike,
+    *,
+    existing: Existing = "refuse",
+    effort: Effort = _NO_LIMITS,
+    provenance: Provenance = _NO_PROVENANCE,
+    address: str | None = None,
+) -> PartConversion:
+    """A conversion by the tasks of a Ray cluster that has not begun. address: that of the cluster, if none is connected.
+
+    Raises: UnsupportedError if Ray is not installed, SystemRefusal if no cluster answers.
+    """
+    from reshard.engine.parts.on_ray import RayConversion, connected
+
+    connected(address)
+    return shared_conversion(RayConversion, plan, target, plan.bands(), existing, effort, provenance)
+
+
+def shared_conversion(
+    kind: type[PartConversion],
+    plan: Plan,
+    target: PathLike,
+    bands: Sequence[Band],
+    existing: Existing,
+    effort: Effort,
+    provenance: Provenance,
+) -> PartConversion:
+    """A conversion that has not begun, of these bands of a plan. Other processes may convert others, or the same."""
+    check_whole(plan)
+    root = target_folder(target)
+
+    def replaces() -> tuple[str, ...]:
+        with system_errors("read", root):
+            return _replaceable(root, plan, "refuse" if existing == "resume" else existing)
+
+    return kind(plan, root, bands, replaces=replaces, workers=effort.workers, memory=effort.memory, provenance=provenance)
 
 
 def _replaceable(root: Path, plan: Plan, existing: Existing) -> tuple[str, ...]:

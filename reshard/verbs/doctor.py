@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Unpack
 
@@ -16,6 +16,7 @@ from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.quantities import plural
 from reshard.health import distributions, elements, experts, files, movement, optimizer, quantized, structure, values
 from reshard.health.findings import SEVERITIES, Finding, Report, found, of_error, sorted_findings
+from reshard.health.values import Measured
 from reshard.index.index import Index, Tensor
 from reshard.models.quantization import quantization_of
 from reshard.plans.manifest import usable_manifest
@@ -69,10 +70,11 @@ def doctor(path: PathLike, *, deep: bool = False, since: PathLike | None = None,
     if deep:
         workers = workers_within(effort.memory, effort.workers, 1, buffers=1)
         findings += files.wrong_checksums(patient.files, paths, workers, effort.report)
+        measured = _measured(patient, patient.index, effort, read) if patient.index else []
         if patient.index:
-            findings += _values(patient, patient.index, effort, read)
+            findings += _values(patient, patient.index, measured)
         if patient.checkpoint:
-            findings += _changes(patient.checkpoint, replace(effort, progress=read))
+            findings += _changes(patient.checkpoint, measured, replace(effort, progress=read))
     if since is not None and patient.index:
         findings += _movement(patient, patient.index, since, opening, effort, read)
     report = Report(
@@ -163,39 +165,51 @@ def _structure(patient: _Patient, index: Index) -> Iterator[Finding]:
     yield from optimizer.optimizer_state(index)
 
 
-def _values(patient: _Patient, index: Index, effort: Effort, advance: Callable[[int], None]) -> Iterator[Finding]:
-    """The checks that read all tensors. A tensor of which a part is missing is not read."""
+def _measured(patient: _Patient, index: Index, effort: Effort, advance: Callable[[int], None]) -> list[Measured]:
+    """All tensors, read once; with digests, if reshard wrote the checkpoint. A tensor of which a part is missing is not read."""
     assert patient.checkpoint
     head = _tied_head(patient.checkpoint, index)
     incomplete = {finding.tensor for finding in structure.incomplete_tensors(index)}
     tensors = [_with_embedding(tensor, head) for tensor in index.tensors if tensor.name not in incomplete]
-    measured = values.measure(tensors, patient.files, advance, workers=effort.workers, memory=effort.memory)
+    with_digests = usable_manifest(patient.files) is not None
+    return values.measure(tensors, patient.files, advance, with_digests=with_digests, workers=effort.workers, memory=effort.memory)
+
+
+def _values(patient: _Patient, index: Index, measured: Sequence[Measured]) -> Iterator[Finding]:
+    """The checks of the values of all tensors."""
+    assert patient.checkpoint
+    head = _tied_head(patient.checkpoint, index)
     yield from values.faults(measured, head[0].name if head else None)
     yield from elements.bad_numbers(measured)
     yield from elements.lifeless_tensors(measured)
     yield from experts.dead_experts(measured)
-    yield from _quantized(patient, incomplete)
+    if len(measured) == len(index.tensors):  # otherwise a part of a tensor is missing
+        yield from _quantized(patient)
     yield from distributions.norm_outliers(measured)
     yield from distributions.fresh_matrices(measured, patient.checkpoint.model_files.config)
     for difference in wrong_constants(patient.files, index.constants):
         yield found("wrong-padding", difference.detail, tensor=difference.name)
 
 
-def _quantized(patient: _Patient, incomplete: Collection[str | None]) -> Iterator[Finding]:
-    """The checks of quantized weights, unless a part of a tensor is missing."""
+def _quantized(patient: _Patient) -> Iterator[Finding]:
+    """The checks of quantized weights."""
     assert patient.checkpoint
     config = patient.checkpoint.model_files.config
-    if incomplete or quantization_of(config or {}) is None:
+    if quantization_of(config or {}) is None:
         return
     with contextlib.suppress(RequestError):
         yield from quantized.quantized_weights(patient.checkpoint.content(), config, patient.files)
 
 
-def _changes(checkpoint: Checkpoint, effort: Effort) -> Iterator[Finding]:
-    """What is not as reshard wrote it, if it wrote the checkpoint. All tensors are read again, with their digests."""
+def _changes(checkpoint: Checkpoint, measured: Sequence[Measured], effort: Effort) -> Iterator[Finding]:
+    """What is not as reshard wrote it, if it wrote the checkpoint.
+
+    Only tensors that were not measured as they are stored are read again, such as a tied head, which was read with its embedding.
+    """
     if usable_manifest(checkpoint.files) is None:
         return
-    for difference in verify_written(checkpoint, effort).differences:
+    digests = {each.tensor.shards: each.digests for each in measured if each.is_complete and each.fault is None}
+    for difference in verify_written(checkpoint, effort, known=lambda tensor: digests.get(tensor.shards)).differences:
         name, is_file = difference.name, checkpoint.files.size(difference.name) is not None
         yield found("changed", difference.detail, tensor=None if is_file else name, file=name if is_file else None)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TypedDict, Unpack
 
 from reshard.canonical.dequantization import without_quantization
 from reshard.errors import RequestError
 from reshard.geometry.parallel import Parallel
+from reshard.geometry.quantities import parse_count
 from reshard.models.architecture import Architecture
 from reshard.models.model import Model
 from reshard.training import memory
 from reshard.training.activations import Batch, Recompute
+from reshard.training.fitting import fewest_microbatches
 from reshard.training.memory import BytesPer, Estimate, TrainingRun
 from reshard.training.schedules import Schedule
 from reshard.verbs.models import model_at
@@ -57,12 +60,19 @@ class EstimateOptions(TypedDict, total=False):
     """Bytes per parameter of weights, gradients and optimizer state."""
     link: int | None
     """Bytes per second that a rank sends."""
+    parameters: int | str | None
+    """A number of parameters such as "7B", instead of a model."""
+    max_bubble: float | None
+    """The largest share of the time that pipeline stages may wait: `fewest_microbatches` of the result is for it."""
     architecture: Architecture | PathLike | None
     """A declared model type, or a file that declares one."""
 
 
 def estimate(
-    source: PathLike | Model | int, *, zero: int | Sequence[int] = memory.ZERO_STAGES, **options: Unpack[EstimateOptions]
+    source: PathLike | Model | int | None = None,
+    *,
+    zero: int | Sequence[int] = memory.ZERO_STAGES,
+    **options: Unpack[EstimateOptions],
 ) -> Estimate:
     """What each rank of a training run holds.
 
@@ -70,6 +80,7 @@ def estimate(
 
     Raises: RequestError if the model does not divide by the sizes.
     """
+    source = _subject(source, options.get("parameters"))
     _refuse_unused(source, options)
     tp, pp, ep = options.get("tp", 1), options.get("pp", 1), options.get("ep", 1)
     training = TrainingRun(
@@ -83,22 +94,34 @@ def estimate(
         link=options.get("link"),
     )
     subject = source if isinstance(source, int) else _trained(source, options.get("architecture"))
-    return memory.estimate(subject, training, (zero,) if isinstance(zero, int) else tuple(zero))
+    found = memory.estimate(subject, training, (zero,) if isinstance(zero, int) else tuple(zero))
+    max_bubble = options.get("max_bubble")
+    return found if max_bubble is None else replace(found, fewest_microbatches=fewest_microbatches(training.schedule, max_bubble))
+
+
+def _subject(source: PathLike | Model | int | None, parameters: int | str | None) -> PathLike | Model | int:
+    """What is estimated: a model or a number of parameters."""
+    if (source is None) == (parameters is None):
+        raise RequestError("give either a model or a number of parameters", do="Give a directory with a config.json, or --parameters 7B")
+    return parse_count(parameters, "--parameters") if parameters is not None else source  # type: ignore[return-value]
 
 
 def estimates(
-    source: PathLike | Model | int,
-    counts: Sequence[int],
+    source: PathLike | Model | int | None,
+    counts: Sequence[int | None],
     *,
+    pipelines: Sequence[int] = (1,),
     zero: int | Sequence[int] = memory.ZERO_STAGES,
     **options: Unpack[EstimateOptions],
 ) -> tuple[Estimate, ...]:
-    """`estimate` for each number of GPUs, in rising order. counts: these numbers."""
+    """`estimate` for each number of GPUs and each pipeline-parallel size, in rising order. counts: the numbers of GPUs; None: as many as
+    the sizes need."""
     found = []
-    for count in sorted(set(counts)):
-        each = options.copy()
-        each["gpus"] = count
-        found.append(estimate(source, zero=zero, **each))
+    for count in sorted(set(counts), key=lambda each: each or 0):
+        for pp in sorted(set(pipelines)):
+            each = options.copy()
+            each["gpus"], each["pp"] = count, pp
+            found.append(estimate(source, zero=zero, **each))
     return tuple(found)
 
 

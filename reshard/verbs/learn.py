@@ -14,7 +14,9 @@ from typing import Any
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import CONFIG, find_model_files
+from reshard.adapter.serving_format import ServingFormat
 from reshard.errors import RequestError, UnsupportedError
+from reshard.geometry.parallel import Parallel
 from reshard.serving.learned.document import text_of
 from reshard.serving.learned.layout import LearnedLayout
 from reshard.serving.learned.learn import learned_layout, traced_rank
@@ -39,8 +41,10 @@ def learn(
 
     Raises: UnsupportedError if the engine does not load the model at these sizes, or a tensor cannot be followed.
     """
-    folder = Path(os.fspath(model)).resolve()
+    folder, serving_format = Path(os.fspath(model)).resolve(), _traceable(engine)
     config = config_of(folder)
+    for size in pp:
+        Parallel(pp=size).allow(*serving_format.sizes, what=f"{serving_format.engine}'s files")
     cases = [{"tp": t, "pp": p, "ep": t if e > 1 else 1} for p in pp for e in ep for t in tp if e in (1, t)]
     if not cases:
         raise RequestError(
@@ -72,24 +76,31 @@ def config_of(folder: Path) -> dict[str, Any]:
     return dict(config)
 
 
+def _traceable(engine: str) -> ServingFormat:
+    """The format of an engine whose loader can be traced. Raises RequestError, listing the engines that can, if it is none of them."""
+    traceable = {name: found for name, found in registry.serving_formats().items() if found.tracer}
+    if engine not in traceable:
+        raise RequestError(f"--engine {engine}: reshard cannot trace its loader", do=f"Engines that can be traced: {', '.join(traceable)}")
+    return traceable[engine]
+
+
 def _tracer(engine: str) -> Path:
-    """The program that traces an engine's loader. Raises RequestError, listing the engines that have one, if it has none."""
-    tracers = {name: found.tracer for name, found in registry.serving_formats().items() if found.tracer}
-    if engine not in tracers:
-        raise RequestError(f"--engine {engine}: reshard cannot trace its loader", do=f"Engines that can be traced: {', '.join(tracers)}")
-    spec = find_spec(tracers[engine])
-    assert spec is not None and spec.origin is not None, f"{tracers[engine]} is a package of reshard"
+    """The program that traces an engine's loader."""
+    package = _traceable(engine).tracer
+    assert package is not None, "only engines with a tracer are traceable"
+    spec = find_spec(package)
+    assert spec is not None and spec.origin is not None, f"{package} is a package of reshard"
     return Path(spec.origin).parent
 
 
 def answered(engine: str, engine_python: PathLike, requests: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The lines of a tracer's answer to several requests (plugins/vllm_tracer/__main__.py)."""
+    """The lines of a tracer's answer to several requests (plugins/loader_tracer/__main__.py)."""
     tracer, python = _tracer(engine), os.fspath(engine_python)
     with tempfile.TemporaryDirectory() as work:
         asked, answer = Path(work, "requests.json"), Path(work, "answer.jsonl")
         asked.write_text(json.dumps(requests))
         try:
-            done = subprocess.run([python, tracer, asked, answer], capture_output=True, text=True)
+            done = subprocess.run([python, tracer, engine, asked, answer], capture_output=True, text=True)
         except OSError as error:
             raise RequestError(f"--engine-python {python}: {error.strerror}", do="Give the path of a Python interpreter") from error
         if done.returncode or not answer.exists():

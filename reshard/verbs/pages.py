@@ -19,6 +19,7 @@ from reshard.plans.drawing import plan_maps, plan_transfers
 from reshard.serving.drawing import degrees_picture
 from reshard.storage.system_calls import system_errors
 from reshard.training.drawing import bubble_picture, estimate_picture
+from reshard.training.fitting import schedules_of
 from reshard.verbs.diff import Diff
 
 if TYPE_CHECKING:
@@ -218,9 +219,8 @@ def estimate_page(estimates: Sequence[Estimate]) -> Page:
     page = Page(f"{found.parameters:,} parameters: training memory")
     for each in estimates:
         page.add(f"The fullest rank on {each.training.parallel}", estimate_picture(each))
-    schedule = found.training.schedule
-    if schedule.stages > 1:
-        page.add("Pipeline bubble", bubble_picture(schedule))
+    if pipelines := schedules_of(estimates):
+        page.add("Pipeline bubble", bubble_picture(pipelines))
     page.add("Assumptions", facts(("assumed", text) for text in found.assumptions))
     return page
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Unpack
 
+from reshard.containers.gc_pause import gc_paused
 from reshard.engine.events import details, event
 from reshard.geometry.quantities import plural
 from reshard.plans.plan import Plan
@@ -16,6 +17,7 @@ from reshard.verbs.request import ConversionRequest, ModelOptions, PathLike, Pla
 _OF_THE_SOURCE = ModelOptions.__annotations__.keys()
 
 
+@gc_paused()
 def plan(source: Checkpoint | PathLike, *, to: str, **options: Unpack[PlanOptions]) -> Plan:
     """The proven plan of a conversion to the format `to`. Nothing is written, no weight is read.
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from reshard.adapter import registry
 from reshard.adapter.format import Format
 from reshard.adapter.model_files import blaming_the_parent
-from reshard.canonical.content import check_against_model, check_selected, content_of
+from reshard.canonical.content import Content, check_against_model, check_selected, content_of
 from reshard.canonical.dequantization import quantized_names, with_values, without_quantization
 from reshard.canonical.globs import check_globs
 from reshard.canonical.requantization import quantized, requantized
+from reshard.containers.gc_pause import gc_paused
 from reshard.errors import RequestError
 from reshard.geometry.stored import whole
 from reshard.index.index import Tensor
@@ -31,6 +32,7 @@ _NAMES_ARE_KEPT = (
 _ADAPTERS_ARE_COPIED = "LoRA adapters are copied as they are, and not merged into the base weights; PEFT merges them (merge_and_unload)"
 
 
+@gc_paused()
 def plan_conversion(source: Checkpoint, request: ConversionRequest) -> Plan:
     """The proven plan of the conversion of a checkpoint that the request asks for.
 
@@ -44,23 +46,27 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest) -> Plan:
         selection = replace(selection, weights=weights, optimizer=True)
     selection = replace(selection, masters=format.keeps_masters)
     index = source.named(selection)
-    content = content_of(index, source.model, selection)
+
+    def chosen() -> Content:
+        """The chosen tensors of `index`, and what reads their values."""
+        return replace(
+            content_of(index, source.model, selection),
+            read_scalar=lambda key: _scalar(content.tensors[key], source.files),
+            recorded=lambda: source.recorded_digests(index, content),
+        )
+
+    content = chosen()
     with blaming_the_parent(source.model_files):
         check_against_model(content, partial=selection.is_partial, strict=False)
     stored = source.of_model(selection)
     notes = index.facts.notes[len(stored.facts.notes) :]
     if format.keeps_names and notes:
         index, notes = stored, (_NAMES_ARE_KEPT,)
-        content = content_of(index, source.model, selection)
+        content = chosen()
     check_selected(content)
     check_globs("--keep-dtype", request.keep_dtype, content.weights)
     if any(tensor.kind == "adapter" for tensor in content.tensors.values()):
         notes = (*notes, _ADAPTERS_ARE_COPIED)
-    content = replace(
-        content,
-        read_scalar=lambda key: _scalar(content.tensors[key], source.files),
-        recorded=lambda: source.recorded_digests(index, content),
-    )
     companions, kept_for = source.model_files, quantized_names(content, source.model_files.config)
     if request.dequantize:
         content, kept_for = with_values(content, companions.config), frozenset()

@@ -1,4 +1,4 @@
-"""The verb `verify`: do two checkpoints hold the same weights? Does a folder hold what reshard wrote?"""
+"""The verb `verify`: do two checkpoints hold the same weights? Does a folder hold what reshard wrote, or a live server what it should?"""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from reshard.canonical.content import Content, Selection, check_selected, conten
 from reshard.engine.compare import BlockDigests, Comparison, Difference, Side, compare
 from reshard.engine.events import details, event
 from reshard.engine.folder import (
+    KnownDigests,
     check_fixed_bytes,
     check_nothing_was_added,
     check_sizes,
@@ -27,6 +28,7 @@ from reshard.index.index import Index, Tensor
 from reshard.plans.digests import VERSION_1
 from reshard.plans.manifest import MANIFEST, Digests, Manifest, read_digests, read_manifest
 from reshard.storage.files import Files
+from reshard.storage.server import is_server
 from reshard.storage.tar import open_tree
 from reshard.verbs.checkpoint import Checkpoint, classified_checkpoint, open_both, opened, unchecked
 from reshard.verbs.request import Effort, EffortOptions, OpenOptions, PathLike
@@ -43,9 +45,16 @@ def verify(
     """Whether two checkpoints hold the same weights, whatever their layouts: names, shapes, element types, every bit.
 
     Where only one of them has a config, it speaks for both. cast: where element types differ, compare after casting the left's. Without
-    `right`, a folder that reshard wrote is compared with its own record, reshard.json (`verify_written`).
+    `right`, a folder that reshard wrote is compared with its own record, reshard.json (`verify_written`). If `right` is the address of a
+    server, such as http://localhost:8000, it is asked what its ranks hold (`verify_server`); the result is a ServerComparison.
     """
     effort = Effort(**options)
+    if is_server(right):
+        if cast:
+            raise RequestError("a cast needs a second checkpoint", why="A server is compared in the element type to which it casts weights")
+        from reshard.verbs.verify_server import verify_server
+
+        return verify_server(left, str(right), selection=selection, progress=effort.progress)
     if right is None:
         if cast or selection is not None:
             raise RequestError("a cast or a selection needs a second checkpoint", why=f"The whole folder is compared with its {MANIFEST}")
@@ -85,9 +94,13 @@ def not_compared(side: Side) -> Iterator[str]:
         yield f"not compared in {root}: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}{hint}"
 
 
-def verify_written(source: Checkpoint | PathLike, effort: Effort, **options: Unpack[OpenOptions]) -> Comparison:
+def verify_written(
+    source: Checkpoint | PathLike, effort: Effort, *, known: KnownDigests = lambda tensor: None, **options: Unpack[OpenOptions]
+) -> Comparison:
     """Whether a folder holds what reshard wrote: every bit of weights, optimizer state, replicas, padding, headers and small files; and no
     file is missing or was added.
+
+    known: the digests of the blocks of a tensor that was read already; None if it was not.
 
     Raises: RequestError if there is no reshard.json.
     """
@@ -115,7 +128,7 @@ def verify_written(source: Checkpoint | PathLike, effort: Effort, **options: Unp
     try:
         named: OpenOptions = {**options, "format": manifest.format}
         checkpoint = source if isinstance(source, Checkpoint) else _unchecked(source, named)
-        for nbytes in _compare_tensors(checkpoint, manifest, digests, result, effort):
+        for nbytes in _compare_tensors(checkpoint, manifest, digests, result, effort, known):
             effort.report(nbytes)
     except (CheckpointError, RequestError) as error:
         if isinstance(error, RequestError) and result.equal:
@@ -152,12 +165,14 @@ def _as_difference(error: ReshardError, files: Files) -> Difference:
     return Difference(error.where or files.root, "values", error.what)
 
 
-def _compare_tensors(checkpoint: Checkpoint, manifest: Manifest, digests: Digests, result: Comparison, effort: Effort) -> Iterator[int]:
+def _compare_tensors(
+    checkpoint: Checkpoint, manifest: Manifest, digests: Digests, result: Comparison, effort: Effort, known: KnownDigests
+) -> Iterator[int]:
     index = checkpoint.index if registry.named(checkpoint.format).keeps_names else checkpoint.named()
     tensors = tensors_by_key(index)
     if manifest.digests:
         side = Side(checkpoint.files, index, Content(tensors, (), checkpoint.model))
-        yield from check_tensors(side, tensors, digests, result, workers=effort.workers, memory=effort.memory)
+        yield from check_tensors(side, tensors, digests, result, known=known, workers=effort.workers, memory=effort.memory)
         return
     # Version 1 recorded the digest of all tensors together, but not which tensors these are.
     found: BlockDigests = {}

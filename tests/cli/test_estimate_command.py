@@ -78,3 +78,34 @@ def test_a_checkpoint_of_training_says_its_model_itself():
 def test_what_cannot_be_answered_is_bad_usage(arguments, words):
     result = reshard("estimate", *arguments)
     assert result.code == 2 and result.out == "" and words in result.err
+
+
+def test_several_pipelines_are_one_table_and_their_bubbles():
+    result = reshard("estimate", "--parameters", "7B", "--gpus", "16,32", "--pp", "2,4", "--max-bubble", "10%")
+    assert result.code == 0 and "16, PP 2  16, PP 4  32, PP 2  32, PP 4" in result.out
+    # (P - 1) / (M + P - 1) <= 0.1: M >= 9 (P - 1)
+    assert "at least 9 microbatches at PP 2" in result.out and "at least 27 microbatches at PP 4" in result.out
+    document = reshard("estimate", "--parameters", "7B", "--gpus", "16,32", "--pp", "2,4", "--max-bubble", "10%", "--json").document
+    assert [(each["gpus"], each["pp"], each["fewest_microbatches"]) for each in document["by_gpus"]] == [
+        (16, 2, 9), (16, 4, 27), (32, 2, 9), (32, 4, 27)
+    ]  # fmt: skip
+    bubbles = {(each["stages"], each["microbatches"]): each["bubble"] for each in document["bubbles"]}
+    assert bubbles[2, 8] == 1 / 9 and bubbles[4, 4] == 3 / 7 and {stages for stages, _ in bubbles} == {2, 4}
+
+
+def test_every_pipeline_has_its_curve_on_the_page(tmp_path):
+    page = tmp_path / "page.html"
+    assert reshard("estimate", "--parameters", "7B", "--gpus", 16, "--pp", "2,4,8", "--html", page).code == 0
+    text = page.read_text()
+    assert text.count('class="curve"') == 3 and all(f">PP {pp}</text>" in text for pp in (2, 4, 8))
+
+
+def test_python_takes_words_and_a_bubble():
+    import reshard as library
+
+    found = library.estimate(parameters="7B", gpus=8, pp=4, max_bubble=0.1)
+    assert found.parameters == 7_000_000_000 and found.fewest_microbatches == 27
+    assert library.estimate(parameters=7_000_000_000, gpus=8).fewest_microbatches is None
+    for wrong in ({}, {"source": 7, "parameters": "7B"}):
+        with pytest.raises(library.RequestError, match="either a model or a number"):
+            library.estimate(**wrong)

@@ -122,3 +122,12 @@ def test_the_sum_of_several_changes_is_the_change_of_all_elements():
     assert found.ulps == total.ulps and found.tensors == 3
     assert found.relative == pytest.approx(total.relative) and found.mean == pytest.approx(total.mean)
     assert Change().relative == 0
+
+
+def test_the_longest_distances_of_a_narrow_type_have_their_bin():
+    """From the largest negative number to the largest positive one: 2 x 0x7F7F numbers of bfloat16."""
+    left, right = np.full(10, 0xFF7F, np.uint16), np.full(10, 0x7F7F, np.uint16)
+    left[0], right[0] = 0, 0x8000  # both zeros are one number
+    right[1] = 0x8000 | 0x7F7F
+    counts = ChangeMeter().measure(left, right, BF16, BF16).ulps
+    assert counts == [2, *[0] * 16, 8] and sum(counts) == 10

@@ -73,7 +73,7 @@ def as_a_whole(data: bytes) -> object:
 def in_columns(data: bytes) -> object:
     """None: the columns cannot tell, so `parse` loads the pickle as a whole."""
     try:
-        root, objects = pickle_objects.load_objects(data, "ChunkStorageMetadata", ("MetadataIndex", "_StorageInfo"), where="x")
+        root, objects = pickle_objects.load_objects(lambda: data, "ChunkStorageMetadata", ("MetadataIndex", "_StorageInfo"), where="x")
         return content(dcp_metadata._of_objects(root, objects, "x"))
     except pickle_objects.NotColumnsError:
         return None
@@ -98,9 +98,17 @@ def test_columns_say_what_the_values_say(options: dict[str, Any]) -> None:
     assert found is not None and found == as_a_whole(data)
 
 
+@pytest.mark.parametrize(("chunks", "times"), [(5000, 1), (1, 2)])
+def test_a_pickle_is_read_again_only_if_it_is_loaded_as_a_whole(chunks: int, times: int) -> None:
+    """So its bytes need not be kept while its columns are made."""
+    data, calls = written(chunks=chunks, axes=(2,)), []
+    found = dcp_metadata.read(lambda: calls.append(1) or data, where="x")  # type: ignore[func-returns-value]
+    assert content(found) == as_a_whole(data) and len(calls) == times
+
+
 def test_most_objects_are_in_the_columns() -> None:
     data = written(chunks=5000, axes=(2,))
-    root, objects = pickle_objects.load_objects(data, "ChunkStorageMetadata", ("MetadataIndex", "_StorageInfo"), where="x")
+    root, objects = pickle_objects.load_objects(lambda: data, "ChunkStorageMetadata", ("MetadataIndex", "_StorageInfo"), where="x")
     listed = root.get("state_dict_metadata")["layer.2"].get("chunks")
     runs = [item for item in listed if isinstance(item, pickle_objects.Run)]
     assert sum(run.count for run in runs) > 4950 and len(listed) < 80

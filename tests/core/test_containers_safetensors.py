@@ -139,3 +139,32 @@ def test_a_form_that_is_known_is_not_taken_for_another(tmp_path, claim):
     (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(20))
     with pytest.raises(CheckpointError, match=r"element type|shape is"):
         safetensors.read_header(LocalFiles(tmp_path), "x.safetensors")
+
+
+_A, _B = '"dtype":"F32","shape":[2],"data_offsets":[0,8]', '"dtype":"F32","shape":[1],"data_offsets":[8,12]'
+
+
+@pytest.mark.parametrize(
+    ("header", "twice"),
+    [
+        (f'{{"a":{{{_A}}},"a":{{{_B}}}}}', "a"),
+        (f'{{"a":{{{_A},"dtype":"I32"}},"b":{{{_B}}}}}', "dtype"),
+        (f'{{"a":{{{_A},"shape":[1,2]}},"b":{{{_B}}}}}', "shape"),
+        (f'{{"a":{{{_A},"\\u0064type":"I32"}},"b":{{{_B}}}}}', "dtype"),
+        (f'{{"__metadata__":{{"format":"pt","format":"tf"}},"a":{{{_A}}},"b":{{{_B}}}}}', "format"),
+        (f'{{"__metadata__":{{}},"__metadata__":{{}},"a":{{{_A}}},"b":{{{_B}}}}}', "__metadata__"),
+        (f'{{"a":{{{_A},"more":1,"more":2}},"b":{{{_B}}}}}', "more"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(tmp_path, header, twice):
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(12))
+    with pytest.raises(CheckpointError, match=f"names '{twice}' twice"):
+        safetensors.read_header(LocalFiles(tmp_path), "x.safetensors")
+
+
+def test_names_and_metadata_may_hold_quotes_and_further_keys(tmp_path):
+    """What the number of strings does not explain is looked at closely, and taken."""
+    header = json.dumps({"__metadata__": {'"': "\\"}, 'a"': {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], "more": {"x": "y"}}})
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(8))
+    found = safetensors.read_header(LocalFiles(tmp_path), "x.safetensors")
+    assert (found.names, found.metadata) == (('a"',), {'"': "\\"})

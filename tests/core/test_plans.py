@@ -1,10 +1,11 @@
 """Plans account for every byte; a plan that is changed in any way is refused."""
 
+import gc
 import json
 from dataclasses import replace
 
 import pytest
-from places import HF, open_case
+from places import FIXTURES, HF, open_case
 
 import reshard
 from reshard.geometry.boxes import Box
@@ -33,17 +34,32 @@ def test_copies_hold_every_byte_that_is_copied(plan):
     assert sum(copy.box.volume for copy in plan.copies()) * itemsize == plan.totals().copied
 
 
-def test_tasks_share_no_file_and_no_tensor(plan):
-    tasks = plan.tasks()
-    assert len(tasks) == 2, "the two stages have nothing in common"
-    files, tensors = ([item for task in tasks for item in getattr(task, what)] for what in ("files", "tensors"))
-    assert sorted(files) == sorted(file.path for file in plan.layout.files)
-    assert sorted(tensors) == sorted(route.name for route in plan.routes)
+def test_tasks_share_no_tensor_and_cover_the_plan(plan):
+    tasks = plan.to_json()["tasks"]
+    assert len(tasks) == len(plan.bands()) > 2
+    assert [name for task in tasks for name in task["tensors"]] == [route.name for route in plan.routes]
+    assert {path for task in tasks for path in task["files"]} == {file.path for file in plan.layout.files}
 
 
-def test_each_file_of_a_plain_cut_is_a_task_of_its_own():
-    plan = reshard.plan(HF / "llama", to="hf", max_shard_size=30_000)
-    assert len(plan.tasks()) == len(plan.layout.files) > 3
+@pytest.mark.parametrize("case", ["fsdp2-tp", FIXTURES / "fsdp/verl", FIXTURES / "megatron/llama-tp2-pp2-dp2"])
+def test_routes_follow_the_source_files(case):
+    """So that a conversion reads each file from its start to its end."""
+
+    def first_piece(route):
+        shards = route.source.shards
+        first = min(range(len(shards)), key=lambda i: shards.files[i])
+        return shards.path(first), int(shards.positions[first])
+
+    places = [first_piece(route) for route in reshard.plan(open_case(case), to="hf").routes]
+    assert len(places) > 10 and places == sorted(places)
+
+
+def test_planning_leaves_the_garbage_collector_as_it_was(tmp_path):
+    assert gc.isenabled()
+    with pytest.raises(reshard.ReshardError):
+        reshard.plan(HF / "llama", to="vllm", tp=5)
+    reshard.plan(HF / "llama", to="vllm", tp=4)
+    assert gc.isenabled()
 
 
 def test_the_plan_is_data(plan):

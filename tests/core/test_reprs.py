@@ -14,7 +14,8 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import BF16
 from reshard.geometry.extents import dense_runs
 from reshard.geometry.mosaics import Mosaic, stacked
-from reshard.index.index import ParamGroup, Scaling
+from reshard.index.index import EncodedPart, ParamGroup
+from reshard.models.quantized import Component
 from reshard.storage.files import LocalFiles
 
 LLAMA = FIXTURES / "hf" / "llama"
@@ -24,7 +25,7 @@ FSDP = FIXTURES / "fsdp" / "tp" / "checkpoint"
 def of_a_plan(plan) -> Iterator[object]:
     """The plan and all values inside it."""
     yield from (plan, plan.source, plan.source.facts, plan.content, plan.target, plan.layout, plan.target_index, plan.totals())
-    yield from plan.tasks()
+    yield from plan.bands()
     yield from plan.layout.sidecars
     for file in plan.layout.files:
         yield file
@@ -66,7 +67,7 @@ def others() -> Iterator[object]:
     yield stacked([Mosaic.of(f"w{i}", Box.whole((4,))) for i in range(1000)])
     yield ParamGroup(tuple(f"w{i}" for i in range(1000)), {"lr": 0.1})
     tensor = checkpoint.index.tensors[0]
-    yield Scaling(tensor, (128, 128))
+    yield EncodedPart(tensor, Component("weight_scale", "scale", (128, 128)), (128, 128), (0, 1))
     piece = next(tensor.pieces())
     yield dense_runs(piece, piece.box.narrow(0, 0, 1))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from command import reshard
 from doc_pages import FIXTURES, ROOT
 from published import LLAMA_70B
+from weight_servers import held, server, vllm
 
 import reshard as library
 from reshard.verbs.convert import conversion
@@ -54,7 +56,7 @@ def check(section: str, *documents: Any) -> None:
     keys = documented(section)
     found = {leaf for document in documents for leaf in leaves(document) if leaf != ("schema_version",) or section == "reshard.json"}
     if section != "reshard.json":
-        schema = json.loads((SCHEMAS / f"{section.replace(' --', '-')}.json").read_text())
+        schema = json.loads((SCHEMAS / f"{section.replace(' --', '-').replace(' ', '-')}.json").read_text())
         for document in documents:
             assert not (wrong := list(violations(document, schema))), wrong[:3]
     unknown = [leaf for leaf in found if not any(matches(key, leaf) for key in keys)]
@@ -109,11 +111,17 @@ def test_plan_and_convert(tmp_path):
     result = printed("convert", *arguments, "--overwrite", "--full")
     check("plan", {"schema_version": 1, **result["plan"]})
     check("convert", printed("convert", *arguments, "--overwrite"), {**result, "plan": {}})
+    parts = [printed("convert", *arguments[:1], tmp_path / "parts", *arguments[2:], "--part", part) for part in ("0/2", "1/2")]
+    check("convert --part", *({**part, "result": None} for part in parts))
+    check("convert", {"schema_version": 1, **parts[1]["result"], "plan": {}})
     check("reshard.json", json.loads((tmp_path / "out" / "reshard.json").read_text()))
 
 
 def test_verify_fingerprint_and_roundtrip():
-    check("verify", printed("verify", LLAMA, QWEN3))
+    digests = held("llama")
+    digests["dp0:pp0:pcp0:tp0:renamed"], digests["dp0:pp0:pcp0:tp0:new"] = digests.pop("dp0:pp0:pcp0:tp0:model.norm.weight"), "0"
+    with server(vllm(digests)) as (address, _):
+        check("verify", printed("verify", LLAMA, QWEN3), printed("verify", LLAMA, address))
     check("fingerprint", printed("fingerprint", LLAMA), printed("fingerprint", LLAMA, "--full"))
     check("roundtrip", printed("roundtrip", LLAMA, "--to", "vllm"))
 
@@ -135,11 +143,19 @@ def test_explain(tmp_path):
 
 def test_digests(tmp_path):
     arguments = ("digests", LLAMA, "--to", "vllm")
-    alone, key, server = printed(*arguments), "dp0:pp0:pcp0:tp0:model.norm.weight", tmp_path / "server.json"
-    held = dict(alone["baseline"])
-    held["dp0:pp0:pcp0:tp0:renamed"], held["dp0:pp0:pcp0:tp0:new"] = held.pop(key), "0"
-    server.write_text(json.dumps({"checksums": held}))
-    check("digests", alone, printed(*arguments, "--compare", server))
+    alone, key, answer = printed(*arguments), "dp0:pp0:pcp0:tp0:model.norm.weight", tmp_path / "server.json"
+    found = dict(alone["baseline"])
+    found["dp0:pp0:pcp0:tp0:renamed"], found["dp0:pp0:pcp0:tp0:new"] = found.pop(key), "0"
+    answer.write_text(json.dumps({"checksums": found}))
+    check("digests", alone, printed(*arguments, "--compare", answer), printed("digests", LLAMA, "--to", "sglang"))
+
+
+def test_a_run_and_its_watch(tmp_path):
+    for step in (1, 2):
+        shutil.copytree(FSDP2 / "checkpoint", tmp_path / "run" / f"step-{step}")
+    check("inspect RUN", printed("inspect", tmp_path / "run"))
+    lines = reshard("watch", tmp_path / "run", "--to", "hf", "--into", tmp_path / "out/{step}", *MODEL, "--all", "--json").out
+    check("watch", *map(json.loads, lines.splitlines()))
 
 
 def test_doctor():

@@ -261,10 +261,11 @@ def test_megatron_has_no_place_for_a_new_role(adapted, tmp_path):
     assert refused.code == 6 and "my." in refused.err, refused.err
 
 
-def test_megatron_settings_are_not_guessed_without_like(files, tmp_path):
+def test_megatron_settings_are_not_guessed_without_like(tmp_path):
     source = renamed(HF / "qwen3", tmp_path / "m")
+    (tmp_path / "alone.yaml").write_text(alone("qwen3"))
     with pytest.raises(RequestError, match=r"hich of Megatron's norms, positions and routers a mymodel model has.*`like:`"):
-        library.plan(source, to="megatron", architecture=files["qwen3"])
+        library.plan(source, to="megatron", architecture=tmp_path / "alone.yaml")
 
 
 def test_vllm_notes_that_the_class_was_not_compared_without_like(files, tmp_path):

@@ -366,6 +366,15 @@ def test_damage_is_found_and_nothing_else(id: str, tmp_path: Path):
         assert any(finding.id == id for finding in reshard.doctor(folder).findings)
 
 
+@pytest.mark.parametrize("target", ["hf", "dcp", "vllm"])
+def test_a_folder_by_reshard_is_read_once(target: str, tmp_path: Path):
+    reshard.convert(reshard.plan(FIXTURES / "hf" / "llama", to=target, **({"tp": 2} if target == "vllm" else {})), tmp_path / "out")
+    stored = sum(tensor.nbytes for tensor in reshard.open(tmp_path / "out").named().tensors)
+    report = reshard.doctor(tmp_path / "out", deep=True)
+    assert report.nbytes == stored
+    assert not any(finding.id == "changed" for finding in report.findings)
+
+
 def test_a_bad_element_is_found_where_it_is(tmp_path: Path):
     folder = copied("fsdp/verl", tmp_path)
     tensor = next(tensor for tensor in reshard.open(folder).named().tensors if tensor.kind == "weight" and len(tensor.shards) > 2)

@@ -1,4 +1,4 @@
-"""Models that are not declared, by layouts learned from vLLM's own loader, against digests of real ranks (fixtures/learned)."""
+"""Models by layouts that were learned from an engine's own loader, against digests of real ranks (fixtures/learned)."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from reshard.errors import CheckpointError, RequestError, UnsupportedError
 
 LEARNED = FIXTURES / "learned"
 MODELS = sorted(path.name for path in LEARNED.iterdir() if path.is_dir())
-assert len(MODELS) >= 4, "without fixtures these tests would pass by testing nothing"
+assert len(MODELS) >= 7, "without fixtures these tests would pass by testing nothing"
 
 
 @pytest.fixture(scope="session")
@@ -39,8 +39,12 @@ def layout_of(name):
     return str(LEARNED / name / "layout.json")
 
 
-def convert(source, target, **options):
-    return reshard.convert(reshard.plan(source, to="vllm", **options), target)
+def engine_of(name):
+    return name.partition("-")[2] or "vllm"
+
+
+def convert(source, target, to="vllm", **options):
+    return reshard.convert(reshard.plan(source, to=to, **options), target)
 
 
 def edited(name, tmp_path, change):
@@ -55,7 +59,7 @@ def edited(name, tmp_path, change):
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_converted_files_hold_what_real_ranks_hold(models, name, tp, tmp_path):
-    convert(models(name), tmp_path / "out", tp=tp, layout=layout_of(name), accept_platform=True)
+    convert(models(name), tmp_path / "out", engine_of(name), tp=tp, layout=layout_of(name), accept_platform=True)
     expected = json.loads((LEARNED / name / "ranks.json").read_text())[f"tp{tp}"]
     assert {rank: digest_of_rank(state) for rank, state in ranks(tmp_path / "out").items()} == expected
 
@@ -69,6 +73,29 @@ def test_the_result_is_read_by_the_layout_beside_it(models, tmp_path):
     assert reshard.open(out).index.facts.parallel == {"tp": 2, "pp": 1}
     (out / "reshard.layout.json").rename(tmp_path / "layout.json")
     assert command("verify", source, out, "--cast", "--layout", tmp_path / "layout.json").code == 0
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if engine_of(name) == "sglang"])
+def test_sglangs_files_are_read_by_their_layout(models, name, tmp_path):
+    """The file names are vLLM's: the manifest or --format tells them apart, the layout tells what they hold."""
+    source, out = models(name), tmp_path / "out"
+    result = convert(source, out, "sglang", tp=2, layout=layout_of(name), accept_platform=True)
+    assert any("--disable-shared-experts-fusion" in note for note in result.notes) == (not name.startswith("gemma3"))
+    opened = reshard.open(out)
+    assert opened.format == "sglang" and opened.index.facts.parallel == {"tp": 2}
+    assert reshard.verify(source, out, cast=True).equal and reshard.verify(out).equal
+    plan = reshard.plan(source, to="sglang", tp=2, layout=layout_of(name), accept_platform=True)
+    assert reshard.roundtrip(plan).losses == ()
+    split = next(tensor for tensor in ranks(out)["rank-1"] if tensor.endswith("o_proj.weight"))
+    patch_stored(out / "model-rank-1-part-0.safetensors", split)
+    assert not reshard.verify(source, out, cast=True).equal
+    with pytest.raises(RequestError, match="split by tp, ep only"):
+        reshard.plan(source, to="sglang", tp=2, pp=2, layout=layout_of(name), accept_platform=True)
+
+
+def test_experts_of_sglang_depend_on_the_platform(models):
+    with pytest.raises(UnsupportedError, match=r"experts.*depends on the platform.*flashinfer_trtllm.*--accept-platform"):
+        reshard.plan(models("deepseek_v3-sglang"), to="sglang", tp=2, layout=layout_of("deepseek_v3-sglang"))
 
 
 def test_a_changed_byte_in_a_rank_is_a_difference(models, tmp_path):
@@ -112,7 +139,7 @@ def test_another_model_is_refused_with_the_first_difference_and_the_command(mode
         (lambda d: d["sources"].pop(2), r"model\.layers\.0.*has no such tensor"),
         (lambda d: d["config"].update(hidden_size="00000000"), "hidden_size differs"),
         (lambda d: d["config"].update(new_key="00000000"), "new_key is not in this config"),
-        (lambda d: d.update(engine="sglang"), "learned from sglang"),
+        (lambda d: d.update(engine="sglang"), "learned from sglang, the target is vllm.*--to sglang"),
     ],
     ids=["shape", "surplus", "config", "key", "engine"],
 )
@@ -180,10 +207,12 @@ def test_learn_needs_a_model_an_engine_and_a_python_that_has_it(models, tmp_path
     with pytest.raises(RequestError, match=r"no config\.json"):
         reshard.learn(tmp_path, engine="vllm")
     with pytest.raises(RequestError, match=r"cannot trace its loader.*vllm"):
-        reshard.learn(models("olmo2"), engine="sglang")
+        reshard.learn(models("olmo2"), engine="trtllm")
     with pytest.raises(RequestError, match="--engine-python"):
         reshard.learn(models("olmo2"), engine="vllm", engine_python="/nowhere/python")
     with pytest.raises(UnsupportedError, match="must have the engine and torch"):
         reshard.learn(models("olmo2"), engine="vllm", engine_python=sys.executable)
+    with pytest.raises(RequestError, match=r"--pp 2 does not apply to SGLang's files. Leave out --pp"):
+        reshard.learn(models("olmo2"), engine="sglang", pp=(1, 2))
     with pytest.raises(RequestError, match="Give it sizes of --tp"):
         reshard.learn(models("olmo2"), engine="vllm", tp=(2,), ep=(4,))

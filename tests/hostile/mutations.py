@@ -16,6 +16,7 @@ import socket
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -279,7 +280,7 @@ def _mutated(document: Any, chance: random.Random) -> tuple[str, Any]:
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         places = list(_places(document))
         if not places or chance.random() < 0.02:
-            document = chance.choice(VALUES)
+            document = deepcopy(chance.choice(VALUES))
             done.append("all")
             continue
         place = chance.choice(places)
@@ -302,7 +303,7 @@ def _mutated(document: Any, chance: random.Random) -> tuple[str, Any]:
         elif how == "wrap":
             owner[last] = chance.choice(([old], {"a": old}, str(old)))
         else:
-            owner[last] = chance.choice(VALUES)
+            owner[last] = deepcopy(chance.choice(VALUES))
         done.append(f"{how} {'.'.join(map(str, place))[:80]}")
     return ", ".join(done), document
 

@@ -8,11 +8,15 @@ Makes the Megatron environment (.venv-megatron) where there is none. On CPU rank
 2. a run saves and goes on; reshard converts what it saved; another run loads that at the same sizes or at others, with the same
    optimizer or the other one: masters, moments and step have the bits of the run that saved, and the losses are those of the run that was
    never stopped, bit by bit at the same sizes. With one parameter's moment for another's the check fails;
-3. FSDP2's bundled checkpoint: Megatron's distributed optimizer has the state that the FSDP2 run told.
+3. tiny models of declared model types, converted at two layouts: a model is built from nothing but the settings that reshard wrote, loads
+   its weights, and has transformers' logits; what Megatron's own writer then saves has the folder's bits again, and one step trains all
+   parameters. With another window in the folder's config the logits differ;
+4. FSDP2's bundled checkpoint: Megatron's distributed optimizer has the state that the FSDP2 run told.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -64,10 +68,12 @@ class Run:
         named = ("tp", "pp", "vp", "ep", "etp")
         return [word for axis in named if axis in self.layout for word in (f"--{axis}", str(self.layout[axis]))]
 
+    def of(self) -> str:
+        return " ".join(f"{axis}{size}" for axis, size in self.layout.items())
+
     def __str__(self) -> str:
-        of = " ".join(f"{axis}{size}" for axis, size in self.layout.items())
         kind = "distributed optimizer" if self.args.get("use_distributed_optimizer") else "plain optimizer"
-        return f"{of}, {self.precision}, {kind}{', FusedAdam' if self.adam == 'fused' else ''}"
+        return f"{self.of()}, {self.precision}, {kind}{', FusedAdam' if self.adam == 'fused' else ''}"
 
 
 def weights(model: str, layout: dict[str, int], sizes: dict[str, object] | None = None, *options: str, **args: object) -> Run:
@@ -95,6 +101,16 @@ WEIGHTS = {
     "deepseek-v3, one dense layer of 3": weights("deepseek_v3", {"tp": 2}),
     "gpt2 tied": weights("gpt2", {"tp": 2, "pp": 2}),
     "gpt-neox": weights("gpt_neox", {"tp": 2}),
+}
+# Model type -> the layouts of a legacy save and of a distributed one. A layout's data-parallel ranks share experts.
+DENSE, SPARSE = ({"tp": 2}, {"pp": 2}), ({"tp": 2, "dp": 2, "ep": 2}, {"pp": 2, "dp": 2, "ep": 2})
+DECLARED = {
+    **dict.fromkeys(
+        ("arcee", "cwm", "ernie4_5", "glm", "jais2", "mistral", "phi3", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2"), DENSE
+    ),
+    **dict.fromkeys(("deepseek_v2", "dots1", "exaone_moe", "glm4_moe", "glm4_moe-mtp", "glm4_moe_lite", "hy_v3"), SPARSE),
+    "gpt_bigcode": ({"pp": 2}, {}),  # one query group
+    "gpt_oss": ({"tp": 2, "ep": 2, "etp": 1}, {"pp": 2, "dp": 2, "ep": 2}),  # Megatron wants experts with biases whole
 }
 # 48 rows need no padding: padding, which reshard writes as zeros, takes part in Megatron's losses.
 UNPADDED = {"vocab_size": 48}
@@ -138,6 +154,7 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
     with asking([python, "-W", "ignore", HERE / "run.py"]) as ask:
         yield from weights_checks(reshard, ask, work)
         yield from training_checks(reshard, ask, work)
+        yield from declared_checks(reshard, ask, work)
         found = from_fsdp2(reshard, ask, work)
         yield "FSDP2's checkpoint -> megatron-dist: the distributed optimizer has its state", "failed" not in found, str(found)
 
@@ -158,6 +175,25 @@ def weights_checks(reshard: Path, ask: Ask, work: Path) -> Iterator[tuple[str, b
     ask({"hub": run.model, "sizes": run.sizes, "to": str(work / "hub-0")})
     found = found or ask(run.asked() | {"load": str(wrong), "weights": str(work / "hub-0")})
     yield "with two query heads exchanged the logits differ", "logits 0 differ" in found.get("failed", ""), str(found)
+
+
+def declared_checks(reshard: Path, ask: Ask, work: Path) -> Iterator[tuple[str, bool, str]]:
+    for model, layouts in DECLARED.items():
+        hub = work / f"tiny-{model}"
+        ask({"tiny": model, "to": str(hub)})
+        for to, layout, saved_as in zip(FORMATS, layouts, ("torch_dist", "torch"), strict=True):
+            run, made, again = Run("", layout), work / f"{model}-{to}", work / f"{model}-{to}-again"
+            options = ("--transformer-impl", "local", "--vocab-multiple", "8")
+            asked = {"settled": str(made), "weights": str(hub), "layout": layout, "to": str(again)}
+            found = converted(reshard, hub, made, to, run, *options) or ask(asked)
+            if "failed" not in found:
+                found |= of(reshard, "verify", hub, again / saved_as, "--model", hub)
+            yield f"{model} -> {to} at {run.of() or 'one rank'}: logits, weights there and back, a step", "failed" not in found, str(found)
+        if model == "cwm":
+            config = json.loads((hub / "config.json").read_text())
+            (hub / "config.json").write_text(json.dumps(config | {"sliding_window": 7}))
+            found = ask(asked)
+            yield "with another window the logits differ", "logits 0 differ" in found.get("failed", ""), str(found)
 
 
 def training_checks(reshard: Path, ask: Ask, work: Path) -> Iterator[tuple[str, bool, str]]:
@@ -211,9 +247,13 @@ def goes_on(found: dict, expected: dict, near: float) -> bool:
 
 def converted(reshard: Path, source: Path, target: Path, to: str, run: Run, *options: str) -> dict:
     """Nothing, or why reshard did not do it."""
-    command = [reshard, "convert", source, target, "--to", to, *run.sizes_of_ranks(), *run.options, *options]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return {"failed": done.stderr} if done.returncode else {}
+    return of(reshard, "convert", source, target, "--to", to, *run.sizes_of_ranks(), *run.options, *options)
+
+
+def of(reshard: Path, *command: str | Path) -> dict:
+    """Nothing, or why a command failed."""
+    done = subprocess.run([reshard, *command], capture_output=True, text=True)
+    return {"failed": done.stdout[-500:] + done.stderr} if done.returncode else {}
 
 
 if __name__ == "__main__":

@@ -6,6 +6,10 @@
         "save": "folder", "truth": "file"                   two steps, saved; then three more
         "load": "folder", "weights": "folder"               in fp32: weights and logits are those of the Hugging Face folder
         "load": "folder", "truth": "file"                   with the optimizer: its state is what the truth tells; then three steps
+    {"tiny": "glm4_moe", "to": "folder"}                what save_pretrained writes of a model of tiny_models.py
+    {"settled": "folder", "layout": {"tp": 2}, ..}      the model that the settings in a checkpoint describe (settled.py)
+        "weights": "folder", "to": "folder"                 its logits are those of the Hugging Face folder; saved again in both forms
+        "held": true, ..                                    or: digests of what its ranks hold and of the keys of its own save
 
 An answer is {"losses": [..], "steps": [..]}, or {"failed": "why"}. Runs of all sizes see the same batches.
 """
@@ -32,6 +36,8 @@ import questions  # noqa: E402
 import run as harness  # noqa: E402  fixtures/megatron/run.py
 import safetensors.torch  # noqa: E402
 import settings  # noqa: E402
+import settled  # noqa: E402
+import tiny_models  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from loading import Checkpoint  # noqa: E402
@@ -169,6 +175,13 @@ def of_rank(rank: int, asked: dict, scratch: str) -> None:
         dist.init_process_group("gloo", init_method=f"file://{scratch}/meeting", rank=rank, world_size=layout.world, timeout=PATIENCE)
     if asked.get("adam") == "fused":
         fused_adam.install()
+    if "settled" in asked:
+        of_settings = settled.Ranks(Path(asked["settled"]), Path(asked["weights"]), layout)
+        answer = (of_settings.held if asked.get("held") else of_settings.answered)(Path(asked["to"]))
+        if rank == 0:
+            (Path(scratch) / "answer.json").write_text(json.dumps(answer))
+        dist.barrier()
+        return
     ranks = Ranks(harness.Run(asked["model"], layout, asked["precision"], asked["sizes"], asked["args"]))
     ranks.asked = asked
     if "save" in asked:
@@ -185,6 +198,9 @@ def of_rank(rank: int, asked: dict, scratch: str) -> None:
 def answered(asked: dict) -> dict[str, object]:
     if "hub" in asked:
         models.build(asked["hub"], dtype=torch.float32, **asked["sizes"]).save_pretrained(asked["to"])
+        return {}
+    if "tiny" in asked:
+        tiny_models.write(asked["tiny"], Path(asked["to"]))
         return {}
     if "exchange" in asked:
         exchange_moments(Checkpoint(Path(asked["exchange"])).folder)

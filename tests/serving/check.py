@@ -8,8 +8,10 @@ Makes the vLLM environment (.venv-vllm) where there is none. Then, each as a che
 2. two query heads exchanged in one rank's file change the tokens: the first check can fail;
 3. the references in fixtures/vllm come from real vLLM: its ranks are asked again, and agree;
 4. its ranks hold what is written of models of random sizes (random_models.py), or both refuse them;
-5. real vLLM loads FSDP2, ZeRO-3 and Megatron checkpoints by --load-format reshard: it decodes as from the converted ones, and its ranks
-   hold the same bits; they read their own bytes only; a wrong config and what is not there are noticed.
+5. with a draft model that went through reshard, it decodes the same tokens, from sharded_state and from Hugging Face files;
+6. real vLLM loads FSDP2, ZeRO-3 and Megatron checkpoints by --load-format reshard: it decodes as from the converted ones, and its ranks
+   hold the same bits; they read their own bytes only; a wrong config and what is not there are noticed;
+7. a live server is asked what its ranks hold: equal to the right checkpoint, different from a stale and a wrong one (live.py).
 That converted files equal the references is tests/formats' part, which needs no vLLM.
 """
 
@@ -34,7 +36,9 @@ ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE.parent))
 
 import sessions  # noqa: E402
+from draft import make_draft  # noqa: E402
 from environments import Environment, run_checks  # noqa: E402
+from live import live_checks  # noqa: E402
 from places import exchange_query_heads, ranks, stored  # noqa: E402
 from questions import Ask, asking  # noqa: E402
 
@@ -56,10 +60,12 @@ def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool,
         references = beside.submit(alone, make_references, seconds=3600)
         random = beside.submit(alone, make_random, seconds=3600)
         yield from decoded(reshard, python, work, ask)
+        yield from drafted(reshard, work, ask)
         plugin = installed(python, work)
         yield from decoded_directly(reshard, work, ask, plugin)
         yield from held_directly(reshard, work, ask, plugin)
         yield from noticed(work, ask, plugin)
+        yield from live_checks(reshard, python, work)
         yield from references_hold(*references.result())
         yield from random_hold(*random.result())
 
@@ -87,6 +93,19 @@ def decoded(reshard: Path, python: Path, work: Path, ask: Ask) -> Iterator[tuple
     whole = decode(ask, converted(reshard, FSDP2 / "checkpoint", work / "fsdp2-hf", "--to", "hf", *named), 2, "auto")
     found = decode(ask, sharded, 2, "sharded_state")
     yield compared("FSDP2 checkpoint at TP 2: sharded_state decodes as its Hugging Face form", found, whole)
+
+
+def drafted(reshard: Path, work: Path, ask: Ask) -> Iterator[tuple[str, bool, str]]:
+    """A draft model beside the model that it drafts for. That its bits are kept is shown in tests/formats."""
+    made = make_draft(work / "draft")
+    trained = converted(reshard, made, work / "draft-dcp", "--to", "dcp")
+    carried = converted(reshard, trained, work / "draft-hf", "--to", "hf", "--model", str(made))
+    sharded = converted(reshard, HF / "llama", work / "drafted", "--to", "vllm", "--tp", "1")
+    # Engines read drafts from Hugging Face folders, so the format of the model's own files must not count for the draft.
+    draft = {"method": "eagle3", "num_speculative_tokens": 2, "draft_load_config": {"load_format": "auto"}}
+    found = decode(ask, sharded, 1, "sharded_state", speculative_config={**draft, "model": str(carried)})
+    whole = decode(ask, HF / "llama", 1, "auto", speculative_config={**draft, "model": str(made)})
+    yield compared("with an EAGLE-3 draft: sharded_state decodes as the Hugging Face folder", found, whole)
 
 
 def references_hold(output: str, messages: str) -> Iterator[tuple[str, bool, str]]:

@@ -171,7 +171,7 @@ def undeclared(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, b
                     continue
                 write_layout(layout, work / f"{folder.name}.json")
                 options = ("--tp", str(tp), "--layout", str(work / f"{folder.name}.json"), "--accept-platform")
-                found = convert(reshard, folder, work / "learned", *options)
+                found = convert(reshard, folder, work / "learned", "vllm", *options)
                 real, messages = asked(ask, "ranks", {"model": str(folder), "tensor_parallel_size": tp}, None)
                 if isinstance(found, str) or real is None:
                     yield what, False, f"{found if isinstance(found, str) else messages[-1500:]}"
@@ -196,7 +196,8 @@ def closed(python: Path, layouts: dict[Path, LearnedLayout]) -> Iterator[tuple[s
     from reshard.serving.learned.fit import size_problem
 
     legal = [folder for folder, layout in layouts.items() if size_problem(layout, Parallel(8)) is None]
-    traced = learned(python, {folder: [{"tp": 8}] for folder in legal})
+    engine = next(iter(layouts.values())).engine
+    traced = learned(python, {folder: [{"tp": 8}] for folder in legal}, engine)
     for folder, layout in traced.items():
         if isinstance(layout, LearnedLayout):
             found, expected = ([each.rank_tensors(Parallel(8), rank, 0, {}) for rank in range(8)] for each in (layouts[folder], layout))
@@ -213,11 +214,11 @@ def sections(found: list[Any]) -> list[Any]:
     return [sorted((tensor.name, sorted(map(str, tensor.sections))) for tensor in rank) for rank in found]
 
 
-def learned(python: Path, cases: dict[Path, list[Sizes]]) -> dict[Path, LearnedLayout | str]:
+def learned(python: Path, cases: dict[Path, list[Sizes]], engine: str = "vllm") -> dict[Path, LearnedLayout | str]:
     """The layout of each model at these sizes, traced in one process; or why there is none."""
     requests = [{"model": str(folder), "cases": sizes, "ranks": None, "trust_remote_code": False} for folder, sizes in cases.items()]
     answers: list[list[dict[str, Any]]] = []
-    for line in answered("vllm", python, requests):
+    for line in answered(engine, python, requests):
         if "engine" in line:
             answers.append([])
         answers[-1].append(line)
@@ -230,9 +231,9 @@ def learned(python: Path, cases: dict[Path, list[Sizes]]) -> dict[Path, LearnedL
     return found
 
 
-def convert(reshard: Path, source: Path, target: Path, *options: str) -> dict[str, Any] | str:
+def convert(reshard: Path, source: Path, target: Path, engine: str, *options: str) -> dict[str, Any] | str:
     """What the ranks' files hold after a conversion; or the error."""
-    command = [reshard, "convert", source, target, "--to", "vllm", "--overwrite", *options]
+    command = [reshard, "convert", source, target, "--to", engine, "--overwrite", *options]
     done = subprocess.run(command, capture_output=True, text=True)
     return ranks(target) if done.returncode == 0 else done.stderr[-1500:]
 

@@ -105,6 +105,18 @@ OWN: dict[str, dict[str, object]] = {
 # Keys that published configs have, that vLLM's classes read, and that transformers leaves out.
 PUBLISHED: dict[str, dict[str, object]] = {
     "afmoe": {"score_func": "sigmoid", "n_group": 1, "topk_group": 1, "route_norm": True},
+    "deepseek_v2": {"moe_layer_freq": 1, "scoring_func": "softmax"},
+    "deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "deepseek_v32": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "exaone4": {"sliding_window_pattern": "LLLG"},
+    "exaone_moe": {"sliding_window_pattern": "LLLG"},
+    "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
+    "glm_moe_dsa": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "qwen3_5": {"full_attention_interval": 4},
+    "qwen3_5_moe": {"full_attention_interval": 4},
+    "qwen3_5_moe_text": {"full_attention_interval": 4},
+    "qwen3_5_text": {"full_attention_interval": 4},
+    "qwen3_next": {"full_attention_interval": 4},
     "glm4_moe": {"head_dim": 8},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 32, "qk_norm": True, "route_norm": True},

@@ -33,6 +33,8 @@ MODEL_ARGS = (
     *("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
 )
+# More layers than any model has: a damaged file may claim a billion, for each of which something would be made.
+_MOST_LAYERS = 4_096
 
 
 class NotUnderstoodError(CheckpointError):
@@ -73,10 +75,6 @@ def model_type(args: Args) -> str:
 def check_supported(args: Args, where: str) -> None:
     """Raises NotUnderstoodError for settings that change the values or the order of the stored weights in a way that is not read."""
     reasons = {
-        "layernorm_zero_centered_gamma": "norms are stored minus one",
-        "apply_layernorm_1p": "norms are stored minus one",
-        "rotary_interleaved": "the rows of q and k are interleaved",
-        "attention_output_gate": "linear_qkv also holds a gate",
         "heterogeneous_layers_config_path": "layers differ from each other",
         "is_hybrid_model": "attention and other layers are mixed",
         "hybrid_override_pattern": "attention and other layers are mixed",
@@ -212,9 +210,11 @@ def _yarn(args: Args) -> dict[str, Any]:
 def sparse_layers(args: Args) -> list[bool]:
     """For each layer whether it has routed experts (moe_layer_freq: every n-th layer, or a list of 0 and 1).
 
-    Raises: CheckpointError if moe_layer_freq is something else.
+    Raises: CheckpointError if moe_layer_freq or num_layers is something else.
     """
     layers, frequency = args["num_layers"], args.get("moe_layer_freq", 1)
+    if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:
+        raise CheckpointError(f"num_layers is {layers!r}; a number from 1 to {_MOST_LAYERS:,} is expected")
     if isinstance(frequency, list | tuple) and len(frequency) == layers:
         return [bool(is_sparse) for is_sparse in frequency]
     if type(frequency) is int and frequency > 0:

@@ -120,10 +120,10 @@ class _RankView:
         tensors, is_sparse = self.spec.tensors(self.model.layer(layer)), self.model.is_sparse(layer)
         shared_expert = {name: tensor for name, tensor in tensors.items() if name.startswith("mlp.shared_experts.")}
         rest = {name: tensor for name, tensor in tensors.items() if name not in shared_expert}
-        yield from self._module(prefix, self._stored_names(rest, is_sparse))
+        yield from self._module(prefix, _fused_norms_first(self.spec.stored_names(rest)))
         if is_sparse:
             yield from self._experts(f"{prefix}mlp.experts.", layer)
-        yield from self._module(prefix, self._stored_names(shared_expert, is_sparse))
+        yield from self._module(prefix, shared_expert)
 
     def _mtp_layer(self, prefix: str, mtp_layer: int) -> Iterator[ChunkEntry]:
         """A layer for multi-token prediction: two norms and a projection, a transformer layer, a final norm."""
@@ -166,20 +166,13 @@ class _RankView:
                         yield self._expert(f"{prefix}{module}.{parameter}{number}", tensor)
             yield ChunkEntry(f"{prefix}{module}._extra_state")
 
-    def _stored_names(self, tensors: Tensors, is_sparse: bool) -> Tensors:
-        """The tensors of a layer under the names of the run's spec."""
-        is_latent = self.model.is_latent
-        return _fused_norms_first(
-            {self.spec.stored_name(name, is_sparse=is_sparse, is_latent=is_latent): tensor for name, tensor in tensors.items()}
-        )
-
     def _module(self, prefix: str, tensors: Tensors, *, is_expert: bool = False) -> Iterator[ChunkEntry]:
         """The entries of a module's tensors; the FP8 state of a linear layer follows its tensors."""
         entry, names = self._expert if is_expert else self._dense, list(tensors)
         for i, name in enumerate(names):
             yield entry(prefix + name, tensors[name])
             layer = name.rpartition(".")[0]
-            if _is_linear(layer) and not any(later.startswith(layer + ".") for later in names[i + 1 :]):
+            if is_linear(layer) and not any(later.startswith(layer + ".") for later in names[i + 1 :]):
                 yield ChunkEntry(f"{prefix}{layer}._extra_state", is_expert=is_expert)
 
     def _dense(self, name: str, tensor: MegatronTensor, *, is_shared: bool = False) -> ChunkEntry:
@@ -189,7 +182,8 @@ class _RankView:
         return ChunkEntry(name, _shard(name, tensor, self.sizes.etp, self.rank.etp_rank), is_expert=True)
 
 
-def _is_linear(module: str) -> bool:
+def is_linear(module: str) -> bool:
+    """Whether a module is a linear layer, which keeps the state of an FP8 recipe."""
     return module.rpartition(".")[2].startswith(("linear_", "eh_proj"))
 
 

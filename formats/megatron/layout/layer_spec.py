@@ -9,7 +9,7 @@ Source: megatron/core/models/gpt/gpt_layer_specs.py, transformer/multi_latent_at
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -53,15 +53,33 @@ class LayerSpec:
             return layer
         return {name: replace(tensor, axis=None) if _DOWN_PROJECTION.match(name) else tensor for name, tensor in layer.items()}
 
-    def stored_name(self, name: str, *, is_sparse: bool, is_latent: bool) -> str:
-        """The name of a layer's tensor in this spec, from its name in the local spec."""
+    def stored_names(self, layer: Tensors) -> Tensors:
+        """The tensors of a layer under their names in this spec, from those under their names in the local spec. A norm is fused into
+        the linear layer after it, if the layer has that."""
         if not self.te:
-            return name
-        module, _, parameter = name.rpartition(".")
-        fused_into = {
-            "input_layernorm": None if is_latent else "self_attention.linear_qkv",
-            "pre_mlp_layernorm": None if is_sparse else "mlp.linear_fc1",
-            "self_attention.q_layernorm": "self_attention.linear_q_up_proj" if is_latent else None,
-            "self_attention.kv_layernorm": "self_attention.linear_kv_up_proj",
-        }.get(module)
-        return f"{fused_into}.layer_norm_{parameter}" if fused_into else name
+            return layer
+        linear = {name.rpartition(".")[0] for name in layer}
+        return {_fused_name(name, linear): tensor for name, tensor in layer.items()}
+
+
+# Norm -> the linear layer after it, into which Transformer Engine fuses it. Of experts the layer has no such linear layer.
+_FUSED_INTO = {
+    "input_layernorm": "self_attention.linear_qkv",
+    "pre_mlp_layernorm": "mlp.linear_fc1",
+    "self_attention.q_layernorm": "self_attention.linear_q_up_proj",
+    "self_attention.kv_layernorm": "self_attention.linear_kv_up_proj",
+}
+
+
+def _fused_name(name: str, linear: Collection[str]) -> str:
+    module, _, parameter = name.rpartition(".")
+    fused_into = _FUSED_INTO.get(module)
+    return f"{fused_into}.layer_norm_{parameter}" if fused_into in linear else name
+
+
+def local_keys(layer: Tensors) -> Tensors:
+    """The tensors of a layer of the local spec under their keys in a distributed save, in which norms have Transformer Engine's names, also
+    before experts (gpt_layer_specs.py, sharded_state_dict_keys_map). Latent attention has no such map."""
+    if not any(name.startswith("self_attention.linear_qkv.") for name in layer):
+        return layer
+    return {_fused_name(name, ("self_attention.linear_qkv", "mlp.linear_fc1")): tensor for name, tensor in layer.items()}

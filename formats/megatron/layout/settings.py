@@ -13,17 +13,15 @@ from typing import Any
 
 from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.errors import UnsupportedError
-from reshard.models.config_values import number, rotary_settings, rotary_type, whole_number
-from reshard.models.model import Model
+from reshard.models.computation import Computation, ConfigKey, LayersOf
+from reshard.models.config_values import number, rotary_settings, rotary_type
+from reshard.models.model import Model, Part
 
 from .chunks import Chunk
 from .parallel_sizes import ParallelSizes
 
-# The models whose settings and computation were compared with Megatron-Core's.
-COMPARED_MODELS = (
-    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt2", "gpt_neox", "gemma2",
-    "phi3",
-)  # fmt: skip
+FRAMEWORK = "megatron"
+"""The name under which declarations say how Megatron computes their models."""
 # For a source without args: the values with which Megatron's check of a checkpoint against a new run passes.
 _DEFAULTS: dict[str, Any] = {
     "make_vocab_size_divisible_by": 128,
@@ -43,12 +41,12 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def model_settings(model: Model) -> dict[str, Any]:
-    """The settings that describe the model.
+    """The settings that describe the model: what follows from its weights and config, and then what its declaration says of Megatron.
 
-    Raises: RequestError if Megatron cannot compute the model's rotary positions.
+    Raises: UnsupportedError if Megatron cannot compute the model's activation or rotary positions.
     """
-    config, dimensions = model.config, model.dimensions
-    kind = model.architecture.family
+    dimensions, parts = model.dimensions, _Parts(model)
+    positions = dimensions.get("positions") or model.setting("max_position_embeddings")
     settings: dict[str, Any] = {
         "num_layers": dimensions["layers"],
         "encoder_num_layers": dimensions["layers"],
@@ -58,41 +56,118 @@ def model_settings(model: Model) -> dict[str, Any]:
         "kv_channels": dimensions["head_dim"],
         "group_query_attention": dimensions["kv_heads"] != dimensions["heads"],
         "num_query_groups": dimensions["kv_heads"] if dimensions["kv_heads"] != dimensions["heads"] else 1,
-        "max_position_embeddings": dimensions.get("positions") or config.get("max_position_embeddings"),
-        "seq_length": dimensions.get("positions") or config.get("max_position_embeddings"),
+        "max_position_embeddings": positions,
+        "seq_length": positions,
         "untie_embeddings_and_output_weights": not model.is_tied,
         "vocab_size": dimensions["vocab"],
         "multi_latent_attention": "kv_rank" in dimensions,
-        "num_experts": dimensions.get("experts"),
-        "qk_layernorm": any(part.role in ("attention.q_norm", "mla.q_a_norm", "mla.kv_a_norm") for part in _first_layer(model)),
-        "add_bias_linear": any(part.role in ("attention.o", "mlp.down") and part.parameter == "bias" for part in _first_layer(model)),
+        "num_experts": dimensions.get("experts") if model.sparse_layers else None,
+        "qk_layernorm": parts.have("attention.q_norm", "mla.q_a_norm", "mla.kv_a_norm"),
+        "add_bias_linear": parts.have(*LINEAR_ROLES, parameter="bias"),
+        "softmax_type": "learnable" if parts.have("attention.sink") else "vanilla",
         "rotary_interleaved": False,
         "layernorm_zero_centered_gamma": False,
         "apply_layernorm_1p": False,
-        "layernorm_epsilon": next((config[key] for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") if key in config), 1e-5),
-        **_positions(config, kind),
-        **_activation(config),
+        "normalization": "LayerNorm" if parts.have("attention.norm", parameter="bias") else "RMSNorm",
+        "layernorm_epsilon": next((value for key in _EPSILONS if (value := model.setting(key)) is not None), 1e-5),
+        "mtp_num_layers": model.mtp_layers or None,
+        **_positions(model, parts),
+        **_activation(model, parts),
     }
-    has_bias = any(part.role == "attention.q" and part.parameter == "bias" for part in _first_layer(model))
-    settings["add_qkv_bias"] = has_bias and not settings["add_bias_linear"]
-    settings["normalization"] = "LayerNorm" if kind in ("gpt2", "gpt_neox") else "RMSNorm"
-    if "experts" in dimensions:
-        settings |= _experts(model)
+    settings["add_qkv_bias"] = parts.have("attention.q", parameter="bias") and not settings["add_bias_linear"]
+    if "experts" in dimensions and model.sparse_layers:
+        settings |= _experts(model, parts)
     if "kv_rank" in dimensions:
         settings |= _latent(model)
-    if (window := whole_number(config, "sliding_window")) and config.get("use_sliding_window", kind == "mistral"):
-        settings["window_size"] = (window - 1, 0)
-    return settings
+    settings |= _declared(model)
+    return settings | _windows(model, settings.pop("window_size", None))
 
 
-def _first_layer(model: Model) -> list[Any]:
-    return [part for part in model.parts() if part.layer == 0]
+# Settings that change the order or the values of stored weights -> what that changes.
+_OF_LAYOUT = {
+    "rotary_interleaved": "the rows of q and k that rotary positions turn are neighbours",
+    "layernorm_zero_centered_gamma": "norms are stored minus one",
+    "apply_layernorm_1p": "norms are stored minus one",
+    "attention_output_gate": "linear_qkv also holds a gate",
+}
+# Settings that change what is computed, by which models that store the same weights differ.
+_OF_COMPUTATION = (
+    "moe_router_score_function",
+    "softmax_type",
+    "no_rope_freq",
+    "quick_geglu",
+    "experimental_attention_variant",
+    "qk_l2_norm",
+)
 
 
-def _positions(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    if kind == "gpt2":
+def other_setting(args: Mapping[str, Any], model: Model, *, is_inferred: bool) -> tuple[str, str] | None:
+    """A setting of a run that the model contradicts, and what it changes; None if there is none.
+
+    is_inferred: whether the model was inferred from the settings. Then it also has to compute what the run computed.
+    """
+    own = _declared(model)
+    for name, change in _OF_LAYOUT.items():
+        if name in args and bool(args[name]) != bool(own.get(name)):
+            return name, change
+    defaults = {"moe_router_score_function": "softmax", "softmax_type": "vanilla"}
+    for name in _OF_COMPUTATION if is_inferred else ():
+        if (args.get(name) or defaults.get(name)) != (own.get(name) or defaults.get(name)):
+            return name, "the model computes something else"
+    return None
+
+
+LINEAR_ROLES = ("attention.o", "mlp.up", "mlp.down", "expert.up", "expert.down", "shared_expert.up", "shared_expert.down")
+"""The roles of the linear layers that all have biases, or none of which has (add_bias_linear)."""
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+_TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token")
+
+
+class _Parts:
+    """The parts of one layer of each kind, and those outside of the layers."""
+
+    def __init__(self, model: Model) -> None:
+        kinds = (kind.weights for kind in model.layer_kinds)
+        self._of_role: dict[str, dict[str, Part]] = {}
+        for part in model.parts_of([*model.weights_outside_layers, *(weight for weights in kinds for weight in weights)]):
+            role = SAME_LAYER.get(part.role, part.role)
+            self._of_role.setdefault(role, {}).setdefault(part.parameter, part)
+
+    def have(self, *roles: str, parameter: str | None = None) -> bool:
+        """Whether the model has a weight of one of these roles."""
+        return any(role in self._of_role and (parameter is None or parameter in self._of_role[role]) for role in roles)
+
+    def rows(self, role: str) -> int | None:
+        """The output features of a role; None if the model does not have it."""
+        return next((part.array.shape[0] for part in self._of_role.get(role, {}).values()), None)
+
+
+# Role of a weight that is stored in another form than usual -> the role of its linear layer.
+SAME_LAYER = {"expert.gate_up": "expert.up", "expert.down_bias": "expert.down"}
+
+
+def _declared(model: Model) -> dict[str, Any]:
+    """The settings that the declaration gives, without those of which this model has nothing: a key of the config that is not set, or a set
+    without layers."""
+    computation, layers = model.architecture.frameworks.get(FRAMEWORK, Computation()), range(model.dimensions["layers"])
+
+    def value_of(value: object) -> object:
+        if isinstance(value, LayersOf):
+            among = model.layer_sets[value.layer_set]
+            return [int(layer in among) for layer in layers] if any(layer in among for layer in layers) else None
+        if isinstance(value, ConfigKey):
+            return model.setting(value.key) if model.holds(value.when) else None
+        return value
+
+    values = {name: value_of(value) for name, value in computation.settings.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _positions(model: Model, parts: _Parts) -> dict[str, Any]:
+    if parts.have("position_embedding"):
         return {"position_embedding_type": "learned_absolute", "use_rotary_position_embeddings": False}
-    rope = rotary_settings(config)
+    config = model.settings
+    rope, is_latent = rotary_settings(config), "kv_rank" in model.dimensions
     settings = {
         "position_embedding_type": "rope",
         "use_rotary_position_embeddings": False,
@@ -100,6 +175,7 @@ def _positions(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
         "rotary_percent": number(config, "partial_rotary_factor")
         or number(config, "rotary_pct")
         or number(rope, "partial_rotary_factor")
+        or model.setting("partial_rotary_factor")
         or 1.0,
     }
     rope_type = rotary_type(rope)
@@ -114,22 +190,42 @@ def _positions(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     if rope_type == "linear":
         return settings | {"rotary_seq_len_interpolation_factor": int(_factor(rope))}
     if rope_type == "yarn":
-        if not kind.startswith("deepseek"):
-            settings["position_embedding_type"] = "yarn"
-        return settings | {
-            "rope_type": "yarn",
-            "rotary_scaling_factor": rope.get("factor", 1.0),
-            "original_max_position_embeddings": rope.get("original_max_position_embeddings"),
-            "beta_fast": rope.get("beta_fast", 32.0),
-            "beta_slow": rope.get("beta_slow", 1.0),
-            "mscale": rope.get("mscale", 1.0),
-            "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
-        }
+        return settings | (_latent_yarn(rope) if is_latent else _yarn(rope))
     if rope_type != "default":
         raise UnsupportedError(
             f"Megatron has no rotary positions of the type {rope_type!r}", why="The config names this type in rope_scaling"
         )
-    return settings | ({"rope_type": "rope"} if kind.startswith("deepseek") else {})
+    return settings | ({"rope_type": "rope"} if is_latent else {})
+
+
+def _latent_yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rope.get("factor", 1.0),
+        "original_max_position_embeddings": rope.get("original_max_position_embeddings"),
+        "beta_fast": rope.get("beta_fast", 32.0),
+        "beta_slow": rope.get("beta_slow", 1.0),
+        "mscale": rope.get("mscale", 1.0),
+        "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
+    }
+
+
+def _yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """YarnRotaryEmbedding of GPTModel, whose settings have names of their own (gpt_model.py)."""
+    if rope.get("attention_factor") is not None:
+        raise UnsupportedError(
+            "the config gives an attention_factor for its rotary positions", why="Megatron computes the factor and has no setting for it"
+        )
+    return {
+        "position_embedding_type": "yarn",
+        "yarn_rotary_scaling_factor": rope.get("factor", 1.0),
+        "yarn_original_max_position_embeddings": rope.get("original_max_position_embeddings"),
+        "yarn_beta_fast": rope.get("beta_fast") or 32.0,
+        "yarn_beta_slow": rope.get("beta_slow") or 1.0,
+        "yarn_mscale": rope.get("mscale"),
+        "yarn_mscale_all_dim": rope.get("mscale_all_dim"),
+        "yarn_correction_range_round_to_int": rope.get("truncate", True),
+    }
 
 
 def _factor(rope: Mapping[str, Any]) -> float:
@@ -139,50 +235,70 @@ def _factor(rope: Mapping[str, Any]) -> float:
     return factor
 
 
-def _activation(config: Mapping[str, Any]) -> dict[str, Any]:
-    name = config.get("hidden_act") or config.get("activation_function") or "silu"
-    return {
-        "swiglu": name in ("silu", "swish"),
-        "squared_relu": name == "relu2",
-        "openai_gelu": name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
-        "bias_gelu_fusion": False,
-        "quick_geglu": False,
-    }
+# (whether the MLP has a gate, activation) -> Megatron's setting for it; None: it is what Megatron computes without one.
+_ACTIVATIONS = {
+    **{(True, name): "swiglu" for name in ("silu", "swish")},
+    (False, "gelu"): None,
+    **{(False, name): "openai_gelu" for name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")},
+    (False, "relu2"): "squared_relu",
+}
 
 
-def _experts(model: Model) -> dict[str, Any]:
-    config, dimensions = model.config, model.dimensions
+def _activation(model: Model, parts: _Parts) -> dict[str, Any]:
+    settings = {"swiglu": False, "squared_relu": False, "openai_gelu": False, "bias_gelu_fusion": False, "quick_geglu": False}
+    if "quick_geglu" in _declared(model):
+        return settings
+    is_gated = parts.have("mlp.gate", "expert.gate") or not parts.have("mlp.up", "expert.up")
+    name = next((value for key in ("hidden_act", "hidden_activation", "activation_function") if (value := model.setting(key))), "silu")
+    if (is_gated, name) not in _ACTIVATIONS:
+        raise UnsupportedError(
+            f"Megatron-LM has no setting for an MLP with{'' if is_gated else 'out'} a gate whose activation is {name!r}",
+            why="The weights would load, but the model would be another one",
+        )
+    setting = _ACTIVATIONS[is_gated, name]
+    return {**settings, **({setting: True} if setting else {})}
+
+
+def _windows(model: Model, window: Any) -> dict[str, Any]:
+    """Sliding windows. window: tokens to which a token attends, itself included. Not every layer has one: the config lists them."""
+    layers = model.dimensions["layers"]
+    kinds = [kind == "sliding_attention" for kind in model.listed("layer_types")[:layers]]
+    if not kinds and (first := model.count("max_window_layers")) is not None:
+        kinds = [layer >= first for layer in range(layers)]
+    if not window or (kinds and not any(kinds)):
+        return {}
+    settings: dict[str, Any] = {"window_size": (int(window) - 1, 0)}
+    return settings if all(kinds) else settings | {"window_attn_skip_freq": [int(has_window) for has_window in kinds]}
+
+
+def _experts(model: Model, parts: _Parts) -> dict[str, Any]:
+    dimensions = model.dimensions
     sparse = [int(layer in model.sparse_layers) for layer in range(dimensions["layers"])]
-    shared = dimensions.get("shared_intermediate") or dimensions.get("shared_experts", 0) * dimensions.get("expert_intermediate", 0)
+    groups = model.count("n_group") or 1
     return {
         "moe_layer_freq": 1 if all(sparse) else sparse,
         "moe_ffn_hidden_size": dimensions.get("expert_intermediate", dimensions["intermediate"]),
-        "moe_router_topk": config.get("num_experts_per_tok", 2),
-        "moe_shared_expert_intermediate_size": shared or None,
-        "moe_shared_expert_gate": any(part.role == "shared_expert.score" for part in model.parts()),
-        "moe_router_pre_softmax": model.architecture.family != "mixtral" and not config.get("norm_topk_prob", False),
+        "moe_router_topk": next((value for key in _TOP_K if (value := model.count(key))), 2),
+        "moe_shared_expert_intermediate_size": parts.rows("shared_expert.up"),
+        "moe_shared_expert_gate": parts.have("shared_expert.score"),
+        "moe_router_pre_softmax": not model.setting("norm_topk_prob"),
         "moe_router_score_function": "softmax",
-        "moe_router_enable_expert_bias": any(part.role == "router.correction" for part in model.parts()),
+        "moe_router_enable_expert_bias": parts.have("router.correction"),
+        "moe_router_topk_scaling_factor": model.setting("routed_scaling_factor"),
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": model.setting("topk_group") if groups > 1 else None,
     }
 
 
 def _latent(model: Model) -> dict[str, Any]:
-    config, dimensions = model.config, model.dimensions
-    groups = whole_number(config, "n_group") or 1
-    settings = {
+    dimensions = model.dimensions
+    return {
         "q_lora_rank": dimensions.get("q_rank"),
         "kv_lora_rank": dimensions["kv_rank"],
         "qk_head_dim": dimensions["nope_dim"],
         "qk_pos_emb_head_dim": dimensions["rope_dim"],
         "v_head_dim": dimensions["v_dim"],
-        "moe_router_topk_scaling_factor": config.get("routed_scaling_factor"),
-        "moe_router_num_groups": groups if groups > 1 else None,
-        "moe_router_group_topk": config.get("topk_group") if groups > 1 else None,
-        "mtp_num_layers": model.mtp_layers or None,
     }
-    if model.architecture.family == "deepseek_v3":
-        settings |= {"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": False}
-    return settings
 
 
 def rank_settings(sizes: ParallelSizes, chunks: Sequence[Chunk], padded_vocab: int, mtp_layers: int = 0) -> dict[str, Any]:

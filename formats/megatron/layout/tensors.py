@@ -8,7 +8,7 @@ Every tensor is described whole, as the ranks of one stage share it, and as the 
     vocabulary    padded at the end, then split
 
 Source: megatron/core/transformer (attention.py, mlp.py, moe/experts.py, multi_latent_attention.py), tensor_parallel/layers.py of 0.16.1;
-measured on fixtures/megatron and fixtures/megatron_dist.
+measured on fixtures/megatron, fixtures/megatron_dist and fixtures/megatron_declared.
 """
 
 from __future__ import annotations
@@ -83,6 +83,17 @@ class _TensorRule:
     """The roles that are fused in it, in order."""
 
 
+def _every_second(rows: Mosaic, first: int) -> Mosaic:
+    """Every second row, from row 0 or 1 on."""
+    return rows.split(0, 2).cut(1, first, first + 1).merged(0)
+
+
+# Role of a weight in a form of its own -> the usual roles that it consists of: gate and up in alternating rows; a bias beside its weight.
+_SEPARATE: Mapping[str, Callable[[Mosaic], dict[str, Mosaic]]] = {
+    "expert.gate_up": lambda array: {"expert.gate": _every_second(array, 0), "expert.up": _every_second(array, 1)},
+    "expert.down_bias": lambda array: {"expert.down": array},
+}
+
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 BUFFERS = {"mlp.router.expert_bias"}
 """Names of tensors that no optimizer updates."""
@@ -100,6 +111,7 @@ _OUTSIDE_LAYERS = (
 # In the order in which a layer registers its parameters. Norms have the names of the local spec.
 _LAYER = (
     _TensorRule("input_layernorm.{parameter}", "replicated", ("attention.norm",)),
+    _TensorRule("self_attention.core_attention.softmax_offset", "column", ("attention.sink",)),
     _TensorRule("self_attention.linear_proj.{parameter}", "row", ("attention.o",)),
     _TensorRule("self_attention.linear_qkv.{parameter}", "query_groups", ("attention.q", "attention.k", "attention.v")),
     _TensorRule("self_attention.q_layernorm.{parameter}", "replicated", ("attention.q_norm",)),
@@ -132,7 +144,11 @@ _MTP_MODULE = (
 )
 MTP_COPIES = {"mtp.embedding": "embedding", "mtp.head": "head"}
 """Role of an MTP layer that Megatron does not store -> the role of the model that has the same values."""
-ROLES = {role for rules in (_OUTSIDE_LAYERS, _LAYER, _EXPERT, _MTP_MODULE) for rule in rules for role in rule.roles} | MTP_COPIES.keys()
+ROLES = {
+    *(role for rules in (_OUTSIDE_LAYERS, _LAYER, _EXPERT, _MTP_MODULE) for rule in rules for role in rule.roles),
+    *MTP_COPIES,
+    *_SEPARATE,
+}
 """The roles that Megatron's layers have."""
 
 
@@ -169,11 +185,6 @@ class MegatronModel:
     def experts(self) -> int:
         """The number of routed experts in a sparse layer; 0 if there are none."""
         return self.model.dimensions.get("experts", 0)
-
-    @property
-    def is_latent(self) -> bool:
-        """Whether attention is multi-head latent attention."""
-        return "kv_rank" in self.model.dimensions
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has routed experts."""
@@ -257,13 +268,15 @@ class MegatronModel:
         return self._parts[layer]
 
     def _apply(self, rules: Sequence[_TensorRule], parts: Iterable[Part]) -> Tensors:
-        by_role: dict[str, dict[str, Part]] = {}
+        by_role: dict[str, dict[str, Mosaic]] = {}
         for part in parts:
-            by_role.setdefault(part.role, {})[part.parameter] = part
+            separate = _SEPARATE[part.role](part.array) if part.role in _SEPARATE else {part.role: part.array}
+            for role, array in separate.items():
+                by_role.setdefault(role, {})[part.parameter] = array
         tensors: dict[str, MegatronTensor] = {}
         for rule in rules:
             for parameter in dict.fromkeys(parameter for role in rule.roles for parameter in by_role.get(role, ())):
-                blocks = tuple(by_role[role][parameter].array for role in rule.roles if parameter in by_role.get(role, {}))
+                blocks = tuple(by_role[role][parameter] for role in rule.roles if parameter in by_role.get(role, {}))
                 axis = _axis(rule.sharding, blocks[0])
                 if rule.sharding == "query_groups":
                     blocks = self._fused_qkv(blocks)

@@ -14,6 +14,7 @@ from reshard.models.lookup import find_model, known_model_types, model_type_of
 from reshard.models.model import Model
 
 from ..layout.arguments import Args, NotUnderstoodError, check_supported, config_from_args
+from ..layout.settings import other_setting
 from ..layout.tensors import BUFFER_ROLES, MegatronModel, QkvOrder
 from .tensor_boxes import Shape
 
@@ -56,6 +57,14 @@ def describe_model(args: Args, hints: Hints, stored_vocab: int | None, where: st
         true_vocab, unanswered = padded_vocab, (_vocabulary_question(padded_vocab),)
     config = {**hints.config, "vocab_size": true_vocab} if hints.config else _config(args, true_vocab, where)
     model = _model(config, args, hints)
+    if other := other_setting(args, model, is_inferred=not hints.config):
+        name, change = other
+        raise NotUnderstoodError(
+            f"the run was trained with {name}={args[name]!r}, unlike a {model.architecture.model_type} model",
+            where=where,
+            why=f"With it {change}",
+            do="Give the config of the model that was trained with --model DIR",
+        )
     if padded_vocab is not None and isinstance(true_vocab, int) and padded_vocab < true_vocab:
         raise CheckpointError(
             f"the stored table has {padded_vocab} rows, but the given vocabulary size is {true_vocab}",

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 from reshard.canonical.content import Content
 from reshard.errors import RequestError, UnsupportedError
+from reshard.models.architecture import Architecture
 from reshard.models.lookup import known_model_types
 from reshard.models.model import Model
 
 from ..layout.parallel_sizes import ParallelSizes
-from ..layout.settings import COMPARED_MODELS
+from ..layout.settings import FRAMEWORK, LINEAR_ROLES, SAME_LAYER, model_settings
 from ..layout.tensors import ROLES
 
-_LINEAR_ROLES = ("attention.o", "mlp.up", "mlp.down", "expert.up", "expert.down", "shared_expert.up", "shared_expert.down")
+_ANOTHER_MODEL = "The weights would load, but the model would be another one"
+# The start of a role that Megatron's layers do not have -> what a model with such weights needs.
+_NOT_IN_MEGATRON = {
+    "vision.": "its tower for images",
+    "attention.post_norm": "norms after attention",
+    "mlp.post_norm": "norms after the MLP",
+    "embedding_norm": "a norm after the embedding",
+    "minimax.": "norms of q and k over all heads at once",
+    "cohere.": "attention beside the MLP in one layer",
+    "apertus.": "an MLP with xIELU",
+    "laguna.": "a projection of its own for the gate of attention's output",
+    "step.": "a projection of its own for the gate of attention's output",
+    "indexer.": "sparse attention whose results can be compared without a GPU",
+    "ssm.": "Mamba layers whose results can be compared without a GPU",
+    "kda.": "Kimi's delta attention",
+    "delta.": "a gated delta net whose output norm is not stored minus one",
+    "conv.": "gated short convolutions",
+}
 
 
 def megatron_compatible_model(content: Content) -> Model:
@@ -26,13 +44,10 @@ def megatron_compatible_model(content: Content) -> Model:
             why=f"Declared are {', '.join(known_model_types())}",
             do="Give the model's Hugging Face config with --model DIR, and a declaration with --architecture FILE if it is none of these",
         )
-    _check_computation(model)
-    _check_biases(model)
-    if model.quantization:
+    if lacking := lacking_for(model.architecture):
         raise UnsupportedError(
-            f"the weights are quantized ({model.quantization.method}), Megatron's are not",
-            why="Its layers would take the quantized elements for values",
-            do="Convert them to values with --dequantize",
+            f"models of the type {model.architecture.model_type} need {lacking}, which Megatron-Core 0.16 does not have",
+            why="The weights have no place there, or the model would be another one",
         )
     if foreign := [part for part in model.parts() if part.role not in ROLES]:
         raise UnsupportedError(
@@ -40,23 +55,67 @@ def megatron_compatible_model(content: Content) -> Model:
             where=foreign[0].tensor,
             why=f"The form in which it would store a {model.architecture.model_type} model is not known, and reshard does not guess it",
         )
+    _check_attention_norms(model)
+    _check_computation(model)
+    _check_biases(model)
+    _check_router_groups(model)
+    if model.quantization:
+        raise UnsupportedError(
+            f"the weights are quantized ({model.quantization.method}), Megatron's are not",
+            why="Its layers would take the quantized elements for values",
+            do="Convert them to values with --dequantize",
+        )
     if model.mtp_layers and not any(weight.optional and weight.name in content.tensors for weight in model.weights.values()):
         return Model(model.architecture, {**model.config, str(model.architecture.mtp_layers): 0})
     return model
 
 
+def lacking_for(architecture: Architecture) -> str | None:
+    """What the models of an architecture need and Megatron-Core does not have, as a noun phrase; None if nothing is known to lack."""
+    computation = architecture.frameworks.get(FRAMEWORK)
+    roles = [role for weight in architecture.weights for role in (weight.fuses or (weight.role,))]
+    by_role = (reason for start, reason in _NOT_IN_MEGATRON.items() if any(role.startswith(start) for role in roles))
+    return (computation.lacks if computation else None) or next(by_role, None)
+
+
 def _check_computation(model: Model) -> None:
-    """Raises RequestError if it is not known that Megatron-Core computes what the model computes."""
-    if model.architecture.family not in COMPARED_MODELS:
+    """Raises UnsupportedError unless it is known that Megatron-Core computes what the model computes."""
+    computation, model_type = model.architecture.frameworks.get(FRAMEWORK), model.architecture.model_type
+    if computation is None:
         raise UnsupportedError(
-            f"it is not known which of Megatron's norms, positions and routers a {model.architecture.model_type} model has",
+            f"it is not known which of Megatron's norms, positions and routers a {model_type} model has",
             why="Its declaration describes the weights; Megatron's settings also describe what is computed with them",
-            do=f"If it computes the same as one of {', '.join(COMPARED_MODELS)}, add `like:` and that model's name to the declaration",
+            do="If it computes the same as a model that was compared, add `like:` and that model's name to the declaration; "
+            "the page of this format lists them",
         )
-    if model.config.get("use_parallel_residual", model.architecture.family == "gpt_neox"):
+    for key, value in computation.assumes:
+        if (setting := model.setting(key)) is not None and setting != value:
+            raise UnsupportedError(f"the config sets {key} to {setting!r}, and Megatron-Core computes {value!r}", why=_ANOTHER_MODEL)
+
+
+def _check_attention_norms(model: Model) -> None:
+    """Raises UnsupportedError if a norm of q or k is over more than one head."""
+    head_dim = model.dimensions["head_dim"]
+    for part in model.parts():
+        if part.role in ("attention.q_norm", "attention.k_norm") and part.array.shape != (head_dim,):
+            raise UnsupportedError(
+                f"it is a norm over {part.array.shape[0]} elements, all heads at once",
+                where=part.tensor,
+                why=f"The norms of q and k in Megatron-Core's attention are over the {head_dim} elements of one head",
+            )
+
+
+def _check_router_groups(model: Model) -> None:
+    """Raises UnsupportedError if groups of experts are chosen by another number of scores than Megatron's (moe_utils.py,
+    group_limited_topk)."""
+    settings = model_settings(model)
+    if not (groups := settings.get("moe_router_group_topk")):
+        return
+    summed, expected = settings["moe_router_topk"] // groups, 2 if settings["moe_router_score_function"] == "sigmoid" else 1
+    if summed != expected:
         raise UnsupportedError(
-            "the config sets use_parallel_residual, which Megatron-Core does not compute",
-            why="Its layers add attention before the MLP; the weights would load, but the model would be another one",
+            f"Megatron-Core would choose groups of experts by their {summed} best scores, the model by {expected}",
+            why=f"It sums num_experts_per_tok / topk_group scores of each group: {settings['moe_router_topk']} / {groups}",
         )
 
 
@@ -64,8 +123,8 @@ def _check_biases(model: Model) -> None:
     """Raises RequestError if only some linear layers have biases: add_bias_linear sets all of them."""
     parameters: dict[str, set[str]] = {}
     for part in model.parts():
-        parameters.setdefault(part.role, set()).add(part.parameter)
-    linear = [role for role in _LINEAR_ROLES if "weight" in parameters.get(role, ())]
+        parameters.setdefault(SAME_LAYER.get(part.role, part.role), set()).add(part.parameter)
+    linear = [role for role in (*LINEAR_ROLES, "router") if "weight" in parameters.get(role, ())]
     biased = [role for role in linear if "bias" in parameters[role]]
     has_qkv_bias = "bias" in parameters.get("attention.q", ())
     if (biased and len(biased) < len(linear)) or (biased and "attention.q" in parameters and not has_qkv_bias):
@@ -73,6 +132,20 @@ def _check_biases(model: Model) -> None:
             f"{', '.join(biased)} have biases, other linear layers of the model have none",
             why="In Megatron-Core all linear layers have biases or none has (add_bias_linear), so it would miss some when loading",
         )
+
+
+def check_expert_layout(model: Model, experts: str) -> None:
+    """Raises RequestError if the layer classes have no place for the biases of experts."""
+    if experts == "grouped" and _has_expert_biases(model):
+        raise RequestError(
+            f"--experts grouped: the experts of a {model.architecture.model_type} model have biases",
+            why="Megatron's GroupedMLP has none, so they would be lost",
+            do="Choose --experts sequential or --experts te-grouped",
+        )
+
+
+def _has_expert_biases(model: Model) -> bool:
+    return any(part.parameter == "bias" and part.role.startswith("expert.") for part in model.parts())
 
 
 def check_sizes(model: Model, sizes: ParallelSizes) -> None:
@@ -92,6 +165,13 @@ def check_sizes(model: Model, sizes: ParallelSizes) -> None:
         raise RequestError(
             f"--etp {sizes.etp} does not divide --tp {sizes.tp}",
             why="Megatron's file names have the tensor- and the expert-parallel rank, and would not tell these ranks apart",
+            id="illegal-sizes",
+        )
+    if sizes.etp > 1 and _has_expert_biases(model):
+        raise RequestError(
+            f"--etp {sizes.etp}: the experts of a {model.architecture.model_type} model have biases",
+            why="Megatron-Core refuses biases of experts that several tensor-parallel ranks share",
+            do="Add --etp 1",
             id="illegal-sizes",
         )
     if sizes.vp > 1 and sizes.pp == 1:

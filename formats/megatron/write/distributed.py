@@ -28,8 +28,8 @@ from reshard.geometry.mosaics import Mosaic
 from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.target import Target
 
-from ..layout.chunks import Chunk, cannot_split
-from ..layout.layer_spec import LayerSpec
+from ..layout.chunks import Chunk, cannot_split, is_linear
+from ..layout.layer_spec import local_keys
 from ..layout.parallel_sizes import StageRank
 from ..layout.save_folders import COMMON, DCP_METADATA, METADATA_JSON
 from ..layout.tensors import BUFFERS, MegatronTensor, is_decayed
@@ -168,21 +168,14 @@ def _keyed_tensors(save: MegatronSave, chunk: Chunk, ep_rank: int) -> Iterator[_
 
 def _layer_tensors(save: MegatronSave, prefix: str, layer: int, lead: _Lead, ep_rank: int) -> Iterator[_KeyedTensor]:
     model = save.model
-    for name, tensor in save.spec.tensors(model.layer(layer)).items():
-        yield _KeyedTensor(prefix + _key(save, name, layer), tensor, lead, is_parameter=name not in BUFFERS)
+    tensors = save.spec.tensors(model.layer(layer))
+    for name, tensor in (save.spec.stored_names(tensors) if save.spec.te else local_keys(tensors)).items():
+        yield _KeyedTensor(prefix + name, tensor, lead, is_parameter=name not in BUFFERS)
     if model.is_sparse(layer):
         experts_per_rank = model.experts // save.sizes.ep
         for expert in range(ep_rank * experts_per_rank, (ep_rank + 1) * experts_per_rank):
             for name, tensor in model.expert(layer, expert).items():
                 yield _KeyedTensor(f"{prefix}mlp.experts.experts.{name}", tensor, (*lead, (expert, model.experts)), is_expert=True)
-
-
-def _key(save: MegatronSave, name: str, layer: int) -> str:
-    """The key of a layer's tensor. Norms before fused layers have Transformer Engine's names in every run."""
-    is_sparse, is_latent = save.model.is_sparse(layer), save.model.is_latent
-    if save.spec.te or is_latent:
-        return save.spec.stored_name(name, is_sparse=is_sparse, is_latent=is_latent)
-    return LayerSpec(te=True).stored_name(name, is_sparse=False, is_latent=False)
 
 
 def _fp8_state_keys(tensors: Sequence[_KeyedTensor], rank: StageRank) -> list[str]:
@@ -191,7 +184,7 @@ def _fp8_state_keys(tensors: Sequence[_KeyedTensor], rank: StageRank) -> list[st
     for tensor in tensors:
         is_own = rank.is_first_experts and not rank.etp_rank if tensor.is_expert else rank.is_first_dense and not rank.tp_rank
         module = re.sub(r"\.(weight|bias)$", "", tensor.key)
-        if is_own and module != tensor.key and module.rpartition(".")[2].startswith(("linear_", "eh_proj")):
+        if is_own and module != tensor.key and is_linear(module):
             lead = tensor.lead or ((0, 1),)
             shard = ".".join(str(number) for number, _ in lead) + "_" + ".".join(str(count) for _, count in lead)
             keys[f"{module}._extra_state/shard_{shard}"] = None

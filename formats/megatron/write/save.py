@@ -24,7 +24,7 @@ from ..layout.save_folders import TRACKER
 from ..layout.settings import model_settings, namespace, rank_settings
 from ..layout.stages import requested_layers_per_chunk
 from ..layout.tensors import BUFFER_ROLES, MTP_COPIES, MegatronModel
-from .check_model import check_sizes, megatron_compatible_model
+from .check_model import check_expert_layout, check_sizes, megatron_compatible_model
 from .optimizer_content import OptimizerContent
 
 F32 = from_torch("float32", where="")
@@ -229,13 +229,15 @@ def begin_save(content: Content, target: Target) -> MegatronSave:
     transformer_impl = options.get("transformer_impl") or args.get("transformer_impl") or "transformer_engine"
     layers = requested_layers_per_chunk(model.dimensions["layers"], sizes, options.get("stage_layers"))
     embedding = content.tensors[next(part.tensor for part in model.parts() if part.role == "embedding")]
+    spec = LayerSpec.from_args(args, transformer_impl, options.get("experts"))
+    check_expert_layout(model, spec.experts)
     return MegatronSave(
         content,
         target,
         MegatronModel(model, padded_vocab),
         sizes,
         tuple(split_into_chunks(layers, sizes.pp)),
-        LayerSpec.from_args(args, transformer_impl, options.get("experts")),
+        spec,
         padded_vocab,
         target.dtype_of(embedding),
     )

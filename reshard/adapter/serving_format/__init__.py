@@ -1,8 +1,9 @@
 """ServingFormat: a format that a serving engine loads rank by rank. Each rank's state dict lies in safetensors files of its own.
 
-    writing.py    from a model's content to the files of all ranks
-    reading.py    from the files of all ranks to an Index
-    learned.py    both by a layout that was learned from the engine's own loader
+    writing.py           from a model's content to the files of all ranks
+    reading.py           from the files of all ranks to an Index
+    learned.py           both by a layout that was learned from the engine's own loader
+    weight_checker.py    how a live server of the engine tells the digests of what it holds
 
 An engine gives its name, its rules and the names of its files. Everything else is the same for all engines.
 """
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from reshard.adapter.format import Hints
     from reshard.adapter.model_files import ModelFiles
     from reshard.adapter.serving_format.reading import RankHeaders
+    from reshard.adapter.serving_format.weight_checker import WeightChecker
     from reshard.canonical.content import Content
     from reshard.geometry.dtypes import DType
     from reshard.geometry.parallel import Parallel
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from reshard.models.model import Model
     from reshard.plans.layout import Layout
     from reshard.plans.target import Target
+    from reshard.serving.learned.layout import LearnedLayout
     from reshard.serving.rules import EngineRules
     from reshard.storage.files import Files
 
@@ -59,6 +62,15 @@ class ServingFormat(Format):
 
     tracer: ClassVar[str | None] = None
     """The package with the program that traces the engine's own loader (`reshard learn`); None if there is none."""
+
+    @property
+    def weight_checker(self) -> WeightChecker | None:
+        """How a live server of the engine tells what its ranks hold; None if it does not."""
+        return None
+
+    def layout_notes(self, layout: LearnedLayout) -> tuple[str, ...]:
+        """Notes about files that follow a learned layout, such as how to start the engine."""
+        return ()
 
     # Writing: what a subclass may override.
 

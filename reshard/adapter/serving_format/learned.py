@@ -103,7 +103,7 @@ def lay_out(serving_format: ServingFormat, layout: LearnedLayout, content: Conte
         tuple(files),
         (Sidecar(LAYOUT_FILE, text_of(layout).encode()), *sidecars),
         parallel,
-        (note, *_about_platform(templates), *_about_casts(layout, content, target, dtypes), *values),
+        (note, *serving_format.layout_notes(layout), *_about_platform(templates), *_about_casts(layout, content, target, dtypes), *values),
         left_out=unused,
     )
 

@@ -49,7 +49,7 @@ def lay_out(serving_format: ServingFormat, content: Content, target: Target, com
     left_out = (
         layers_not_served(model)
         | not_stored_by_engines(model, rules)
-        | {name: reason for name in content.tensors if (reason := model.reason_not_served(name))}
+        | {name: reason for name in content.besides_model if (reason := model.reason_not_served(name))}
     )
     return Layout(
         serving_format.name,

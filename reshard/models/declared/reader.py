@@ -22,8 +22,10 @@ from typing import Any
 
 from reshard.errors import RequestError
 from reshard.models.architecture import LAYER_SETS, Architecture, Dimension, LayerRule, Weight
+from reshard.models.computation import LayersOf
 from reshard.models.declared import yaml_data
 from reshard.models.declared.engines import engines_of
+from reshard.models.declared.frameworks import frameworks_of
 from reshard.models.declared.node import KEY_OF_LAYER, Node, expression
 from reshard.models.declared.version_1 import in_version_2
 from reshard.models.declared.weights import NUMBER, WeightReader, layer_set, overlap
@@ -37,7 +39,7 @@ UNKNOWN = "?"
 Find = Callable[[str], Architecture | None]
 KEYS = (
     "language", "model_type", "class", "extends", "like", "text_config", "without", "renamed", "dimensions", "towers", "weights", "tied",
-    "sparse_layers", "layer_sets", "mtp_layers", "dropped", "carried", "defaults", "vocabulary_multiple", "engines",
+    "sparse_layers", "layer_sets", "mtp_layers", "dropped", "carried", "defaults", "vocabulary_multiple", "engines", "frameworks",
 )  # fmt: skip
 
 
@@ -74,6 +76,8 @@ def parse_declaration(content: bytes, where: str, find: Find, language_model: st
         raise root.error("it declares no weights", do="Name them under `weights`, or take over those of another model with `extends:`")
     for node, weight in nodes:
         _check_layers(weight, made, node)
+    for computation in made.frameworks.values():
+        _check_sets([value.layer_set for value in computation.settings.values() if isinstance(value, LayersOf)], made, root)
     for name, dimension in dimensions.items():
         _check_sets([of for form in dimension.forms for of in form.in_sets], made, root.inner(name, None))
     _check_names(made, nodes)
@@ -256,9 +260,11 @@ def _fields(keys: Mapping[str, Node], base: Architecture | None, find: Find) -> 
         fields["class_name"] = keys["class"].word(r"[A-Za-z_]\w*")
     if "like" in keys:
         like = _declared(keys["like"], find)
-        fields["like"], fields["engines"] = like.family, like.engines
+        fields["like"], fields["engines"], fields["frameworks"] = like.family, like.engines, like.frameworks
     if "engines" in keys:
         fields["engines"] = {**fields.get("engines", {}), **engines_of(keys["engines"])}
+    if "frameworks" in keys:
+        fields["frameworks"] = {**fields.get("frameworks", {}), **frameworks_of(keys["frameworks"])}
     if base and base.language_model_in:
         own = fields.get("engines", {})
         fields["engines"] = {name: own[name].around(base.engines[name]) for name in base.engines if name in own}
@@ -286,9 +292,10 @@ def _fields(keys: Mapping[str, Node], base: Architecture | None, find: Find) -> 
 
 
 def _regex(glob: str) -> str:
-    """A regular expression for the names that a glob matches: * is anything, {layer} and {expert} are numbers."""
-    special = {"{layer}": r"\d+", "{expert}": r"\d+", "*": r".*"}
-    return "".join(special.get(word, re.escape(word)) for word in re.split(r"(\{layer\}|\{expert\}|\*)", glob))
+    """A regular expression for the names that a glob matches: * is anything, {layer} and {expert} are numbers, {mtp} is the number of a
+    layer after the last one."""
+    special = {"{layer}": r"\d+", "{expert}": r"\d+", "{mtp}": r"(?P<mtp>\d{1,6})", "*": r".*"}
+    return "".join(special.get(word, re.escape(word)) for word in re.split(r"(\{layer\}|\{expert\}|\{mtp\}|\*)", glob))
 
 
 def _reason(node: Node) -> str:

@@ -1,4 +1,4 @@
-"""The tracer's arithmetic without vLLM: what is recorded on tensors without elements, against what the same code does to real elements."""
+"""The tracer's arithmetic without an engine: what is recorded on tensors without elements, against what the same code does to real ones."""
 
 import json
 import os
@@ -11,8 +11,8 @@ from importlib.util import find_spec
 import pytest
 
 torch = pytest.importorskip("torch")
-assert find_spec("reshard.plugins.vllm_tracer")
-contents, recorder, strided = (import_module(f"reshard.plugins.vllm_tracer.{name}") for name in ("contents", "recorder", "strided"))
+assert find_spec("reshard.plugins.loader_tracer")
+contents, recorder, strided = (import_module(f"reshard.plugins.loader_tracer.{name}") for name in ("contents", "recorder", "strided"))
 SHAPES = {"a": (8, 6), "b": (8, 6), "c": (4, 4, 6), "d": (12,)}
 UNSET, FILL = -7.0, -1.0
 
@@ -175,14 +175,14 @@ def test_elements_that_nobody_set_are_unset():
 
 
 def test_the_tracer_imports_nothing_of_reshard():
-    for path in (find_spec("reshard.plugins.vllm_tracer").submodule_search_locations or [""])[:1]:
+    for path in (find_spec("reshard.plugins.loader_tracer").submodule_search_locations or [""])[:1]:
         for file in sorted(__import__("pathlib").Path(path).glob("*.py")):
             assert "import reshard" not in file.read_text() and "from reshard" not in file.read_text()
-    assert "vllm" not in sys.modules
+    assert not {"vllm", "sglang"} & sys.modules.keys()
 
 
 def test_ranks_are_answered_in_their_order_whatever_becomes_of_their_processes(tmp_path):
-    trace, ranks = (import_module(f"reshard.plugins.vllm_tracer.{name}") for name in ("trace", "ranks"))
+    trace, ranks = (import_module(f"reshard.plugins.loader_tracer.{name}") for name in ("trace", "ranks"))
 
     def work(rank):
         if rank == 0:
@@ -203,11 +203,33 @@ def test_ranks_are_answered_in_their_order_whatever_becomes_of_their_processes(t
     assert [each.name for each in tmp_path.iterdir()] == ["answer.jsonl"]
 
 
+class Model:
+    """A model of an engine with one module, which is of a class in that Python module and has that method for its weights."""
+
+    def __init__(self, module_name, method=None):
+        self._module = type("Module", (), {"__module__": module_name})()
+        self._module.quant_method = method
+
+    def named_modules(self):
+        return [("layers.0.attn", self._module)]
+
+
+def test_what_depends_on_the_platform_is_marked():
+    vllm, sglang = (import_module(f"reshard.plugins.loader_tracer.{name}_ranks") for name in ("vllm", "sglang"))
+    for engine in (vllm, sglang):
+        assert list(engine.kernel_choices(Model("engine.models.nvidia.model"))) == []
+        assert list(engine.kernel_choices(Model("engine.layers.linear", type("UnquantizedLinearMethod", (), {})()))) == []
+        (module, reason), *_ = engine.kernel_choices(Model("engine.layers.linear", type("Fp8LinearMethod", (), {})()))
+        assert module == "layers.0.attn" and "Fp8LinearMethod" in reason
+    # vLLM's DeepSeek-V4 pads the sinks on GPUs.
+    assert list(vllm.kernel_choices(Model("vllm.models.deepseek_v4.cpu.model")))
+    assert list(sglang.kernel_choices(Model("sglang.layers.moe", type("UnquantizedFusedMoEMethod", (), {})())))
+
+
 def test_packages_that_are_missing_are_stood_in_for(monkeypatch):
-    stand_ins = import_module("reshard.plugins.vllm_tracer.stand_ins")
-    monkeypatch.setattr(stand_ins, "PACKAGES", ("no_such_package", "json"))
+    stand_ins = import_module("reshard.plugins.loader_tracer.stand_ins")
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    stand_ins.stand_in()
+    stand_ins.stand_in(("no_such_package", "json"))
     from no_such_package.inner import Kernel, jit  # type: ignore[import-not-found]
 
     @jit

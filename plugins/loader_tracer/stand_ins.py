@@ -1,5 +1,5 @@
-"""Stand-ins for packages that vLLM's model classes import, and of which loading weights calls nothing: image processing, and the languages
-in which kernels for GPUs are written. They are used only where the package is not installed."""
+"""Stand-ins for packages that an engine's modules import, and of which loading weights calls nothing. They are used only where the package
+is not installed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
-
-PACKAGES = ("torchvision", "cutlass", "cuda")
 
 
 class _AnyClass(type):
@@ -81,7 +79,7 @@ def _attribute(name: str) -> Any:
     return _KNOWN.get(name, Anything)
 
 
-def stand_in() -> None:
-    """Let the packages that are not installed be imported. Called once."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+def stand_in(packages: Sequence[str]) -> None:
+    """Let those of the packages that are not installed be imported. Called once."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     sys.meta_path.append(_StandInFinder(missing))

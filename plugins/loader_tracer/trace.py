@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from .ranks import Case, LoadedRank, engine_config, loaded_rank, prepare
+from .ranks import Case, Engine, LoadedRank
 
 # Names of element types in the headers of safetensors files, and in torch.
 TORCH_NAMES = {
@@ -30,45 +31,37 @@ MOST_AT_A_TIME = 2
 Header = dict[str, tuple[str, tuple[int, ...]]]
 
 
-def main(requests_path: Path, answer_path: Path) -> None:
+def main(engine_name: str, requests_path: Path, answer_path: Path) -> None:
     """Answer a list of requests. A line with "failed" says why a rank could not be traced."""
     requests = json.loads(requests_path.read_text())
+    engine: Engine = importlib.import_module(f".{engine_name}_ranks", __package__)  # type: ignore[assignment,unused-ignore]
     with answer_path.open("w") as answer:
-        prepare()
+        engine.prepare()
         import torch
-        import vllm
-        from vllm.platforms import current_platform
 
-        about = {"engine": "vllm", "version": vllm.__version__, "torch": torch.__version__, "platform": current_platform.device_name}
+        about = {**engine.about(), "torch": torch.__version__}
         for request in requests:
             sources = headers(Path(request["model"]))
             _say(answer, {**about, "sources": {name: [dtype, list(shape)] for name, (dtype, shape) in sources.items()}})
             for case in (Case(**each) for each in request["cases"]):
-                _answer_case(answer, request, case, sources)
+                _answer_case(answer, engine, request, case, sources)
 
 
-def _answer_case(answer: TextIO, request: dict[str, Any], case: Case, sources: Header) -> None:
+def _answer_case(answer: TextIO, engine: Engine, request: dict[str, Any], case: Case, sources: Header) -> None:
     """Trace the ranks of one choice of sizes."""
     try:
-        config = engine_config(request["model"], case, trust_remote_code=request["trust_remote_code"])
-        _import_class(config)
+        config = engine.engine_config(request["model"], case, trust_remote_code=request["trust_remote_code"])
     except Exception as error:
         _say(answer, {"case": asdict(case), "failed": _reason(error)})
         return
     gc.collect()
     gc.freeze()
-    _in_forks(answer, case, request["ranks"] or range(case.world), lambda rank: trace(config, case, rank, sources))
+    _in_forks(answer, case, request["ranks"] or range(case.world), lambda rank: trace(engine, config, case, rank, sources))
 
 
 def _say(answer: TextIO, document: dict[str, Any]) -> None:
     answer.write(json.dumps(document, separators=(",", ":")) + "\n")
     answer.flush()
-
-
-def _import_class(config: Any) -> None:
-    from vllm.model_executor.model_loader.utils import get_model_architecture
-
-    get_model_architecture(config.model_config)
 
 
 def _reason(error: BaseException) -> str:
@@ -79,8 +72,8 @@ def _reason(error: BaseException) -> str:
 
 
 def _in_forks(answer: TextIO, case: Case, ranks: Iterable[int], work: Callable[[int], dict[str, Any]]) -> None:
-    """Write what `work` returns for each rank, in their order. Each is made in a forked process, with which everything ends that vLLM keeps
-    for a rank; two run at a time."""
+    """Write what `work` returns for each rank, in their order. Each is made in a forked process, with which everything ends that the engine
+    keeps for a rank; two run at a time."""
     sys.stdout.flush()
     sys.stderr.flush()
     parts = {rank: Path(f"{answer.name}.{rank}") for rank in ranks}
@@ -89,7 +82,7 @@ def _in_forks(answer: TextIO, case: Case, ranks: Iterable[int], work: Callable[[
 
     def wait() -> None:
         child, status = os.wait()
-        rank = running.pop(child, None)  # vLLM may have processes of its own
+        rank = running.pop(child, None)  # the engine may have processes of its own
         if rank is not None and status:
             failed[rank] = status
 
@@ -143,7 +136,7 @@ def headers(folder: Path) -> Header:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that vLLM reads: those of the index, where there is one."""
+    """The files that engines read: those of the index, where there is one."""
     paths = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if len(paths) > 1 and index.exists():
@@ -152,7 +145,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return paths
 
 
-def trace(config: Any, case: Case, rank: int, sources: Header) -> dict[str, Any]:
+def trace(engine: Engine, config: Any, case: Case, rank: int, sources: Header) -> dict[str, Any]:
     """What one rank holds after loading: its tensors, and what was left out or softened on the way."""
     import torch
 
@@ -163,24 +156,22 @@ def trace(config: Any, case: Case, rank: int, sources: Header) -> dict[str, Any]
         tensors = {name: torch.empty(shape, dtype=getattr(torch, TORCH_NAMES[dtype])) for name, (dtype, shape) in sources.items()}
     for name, tensor in tensors.items():
         recorder.root(tensor, name)
-    with loaded_rank(config, case, rank, recorder, tensors) as loaded:
-        found = dict(_tensors(loaded, recorder, sources))
-        dtype = str(config.model_config.dtype).removeprefix("torch.")
+    with engine.loaded_rank(config, case, rank, recorder, tensors) as loaded:
         return {
             "class": type(loaded.model).__name__,
-            "dtype": dtype,
-            "tensors": found,
+            "dtype": loaded.dtype,
+            "tensors": dict(_tensors(engine, loaded, recorder, sources)),
             "softened": loaded.softened,
             "operations": recorder.operations,
         }
 
 
-def _tensors(loaded: LoadedRank, recorder: Any, sources: Header) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every tensor of the state dict that vLLM would save: of those that share memory, the one with the smallest name."""
+def _tensors(engine: Engine, loaded: LoadedRank, recorder: Any, sources: Header) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every tensor of the state dict that the engine would save: of those that share memory, the one with the smallest name."""
     from .recorder import number_of, section
 
     state = loaded.model.state_dict()
-    chosen_by_kernel = dict(_kernel_choices(loaded.model))
+    chosen_by_kernel = dict(engine.kernel_choices(loaded.model))
     shapes = {name: shape for name, (_, shape) in sources.items()}
     seen: dict[tuple[Any, ...], str] = {}
     for name in sorted(state):
@@ -189,58 +180,6 @@ def _tensors(loaded: LoadedRank, recorder: Any, sources: Header) -> Iterator[tup
             module = name.rpartition(".")[0]
             reasons = {"kernel": chosen_by_kernel[module]} if module in chosen_by_kernel else {}
             yield name, {**_described(tensor, recorder, shapes), **reasons}
-
-
-def _kernel_choices(model: Any) -> Iterator[tuple[str, str]]:
-    """Module -> why the shapes of its tensors depend on the kernel that the platform chooses."""
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if method is None:
-            continue
-        kind = type(method).__name__
-        if kind == "UnquantizedFusedMoEMethod":
-            if rounded := _rounded_by_a_kernel(module):
-                yield name, rounded
-        elif not kind.startswith("Unquantized") and _scheme_of(module, kind) not in _SAME_FOR_ALL_KERNELS:
-            yield name, f"{kind} allocates it for the kernel of this platform"
-
-
-# Linear layers with packed weights, and scales of the KV cache, whose create_weights allocates the same tensors whatever the kernel is
-# (read in vLLM 0.32).
-_SAME_FOR_ALL_KERNELS = {
-    "CompressedTensorsKVCacheMethod",
-    "ModelOptKVCacheMethod",
-    "CompressedTensorsWNA16",
-    "CompressedTensorsW4A4Fp4",
-    "CompressedTensorsW4A4Mxfp4",
-    "CompressedTensorsW8A8Mxfp8",
-    "CompressedTensorsW4A4Mxfp4MoEMethod",
-    "AutoGPTQLinearMethod",
-    "AutoAWQLinearMethod",
-    "AutoAWQMarlinLinearMethod",
-    "ModelOptLinearMethod",
-}
-
-
-def _scheme_of(module: Any, kind: str) -> str:
-    """The class that allocates the weights of a linear layer."""
-    scheme = getattr(module, "scheme", None) if kind == "CompressedTensorsLinearMethod" else None
-    return type(scheme).__name__ if scheme else kind
-
-
-def _rounded_by_a_kernel(module: Any) -> str | None:
-    """Why another kernel for unquantized experts would allocate other sizes; None if all kernels allocate the same."""
-    from vllm.model_executor.layers.fused_moe.oracle import unquantized
-
-    sizes = module.hidden_size, module.moe_config.intermediate_size_per_partition
-    for backend in unquantized.UnquantizedMoeBackend:
-        try:
-            others = unquantized.unquantized_round_up_hidden_size_and_intermediate_size(backend, *sizes)
-        except Exception:  # a backend that this build lacks
-            continue
-        if tuple(others) != sizes:
-            return f"the kernel {backend.name} would round the experts' width up"
-    return None
 
 
 def _described(tensor: Any, recorder: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:

@@ -1,19 +1,18 @@
-"""One rank of vLLM in one process: fake process groups, vLLM's own model class and its own loader, checkpoint tensors without elements."""
+"""vLLM in one process for each rank: fake process groups, vLLM's own model class and its own loader, checkpoint tensors without elements.
+
+Measured with vLLM 0.32.0 (build for CPUs) and torch 2.13.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import math
-import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
+from .ranks import Case, LoadedRank, NoKernel, Softening, fake_new_groups, large_on_meta, set_environment
 from .stand_ins import stand_in
 
-# Larger arrays are made without elements. Smaller ones are real, since models look at maps of experts and at slopes and scales.
-LARGEST_REAL = 1 << 16
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -21,42 +20,15 @@ ENVIRONMENT = {
     # No tokens are computed, so a short limit saves memory for tables of positions, also where the model's own is shorter.
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "OMP_NUM_THREADS": "1",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Parallel sizes, as vLLM takes them."""
-
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-
-    @property
-    def world(self) -> int:
-        """The number of ranks. Their numbers are pp_rank * tp + tp_rank."""
-        return self.tp * self.pp
-
-
-@dataclass
-class LoadedRank:
-    """A model in which the loader's work was recorded."""
-
-    model: Any
-    config: Any
-    softened: list[str] = field(default_factory=list)
+# Of image processing, and of the languages in which kernels for GPUs are written.
+STAND_INS = ("torchvision", "cutlass", "cuda")
 
 
 def prepare() -> None:
     """Import vLLM, and change what would need other processes, network or a GPU. Called once, before ranks are forked."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    stand_in()
+    set_environment(ENVIRONMENT)
+    stand_in(STAND_INS)
     import torch
     import torch.distributed as dist
     import vllm.distributed.parallel_state as state
@@ -66,26 +38,32 @@ def prepare() -> None:
     torch.set_num_threads(1)
     # A process of its own for each model class would import everything again.
     registry._run_in_subprocess = lambda ask: ask()
-    new_group, new_model_group = dist.new_group, state.init_model_parallel_group
-
-    def fake_group(ranks: Any = None, *_: Any, **names: Any) -> Any:
-        return new_group(ranks, backend="fake")
+    fake_new_groups()
+    new_model_group = state.init_model_parallel_group
 
     def lonely_group(group_ranks: Any, local_rank: int, backend: str, *_: Any, **names: Any) -> Any:
         names |= {"use_message_queue_broadcaster": False, "use_device_communicator": False}
         return new_model_group(group_ranks, local_rank, backend, **names)
 
-    dist.new_group = fake_group
     state.init_model_parallel_group = lonely_group
     state._node_count = lambda group: 1
     state.in_the_same_node_as = lambda group, source_rank=0: [True] * dist.get_world_size(group)
 
 
-def engine_config(model: str, case: Case, *, trust_remote_code: bool) -> Any:
-    """vLLM's configuration of a model at these sizes. Raises what vLLM raises for sizes that it refuses."""
-    from vllm.engine.arg_utils import EngineArgs
+def about() -> dict[str, str]:
+    """vLLM's version, and the platform of its build."""
+    import vllm
+    from vllm.platforms import current_platform
 
-    return EngineArgs(
+    return {"engine": "vllm", "version": vllm.__version__, "platform": current_platform.device_name}
+
+
+def engine_config(model: str, case: Case, *, trust_remote_code: bool) -> Any:
+    """vLLM's configuration of a model at these sizes, with its class imported. Raises what vLLM raises for sizes that it refuses."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import get_model_architecture
+
+    config = EngineArgs(
         model=model,
         tensor_parallel_size=case.tp,
         pipeline_parallel_size=case.pp,
@@ -98,6 +76,8 @@ def engine_config(model: str, case: Case, *, trust_remote_code: bool) -> Any:
         enable_prefix_caching=False,  # with it, vLLM refuses its own default for some models with linear attention
         distributed_executor_backend="mp",
     ).create_engine_config()
+    get_model_architecture(config.model_config)
+    return config
 
 
 @contextlib.contextmanager
@@ -128,45 +108,7 @@ def loaded_rank(config: Any, case: Case, rank: int, recorder: Any, sources: dict
                 except ValueError as error:
                     if "not initialized" not in str(error):
                         raise
-            yield LoadedRank(model, config, softened)
-
-
-def large_on_meta() -> Any:
-    """A mode in which large arrays are made on `meta`."""
-    import torch
-    from torch.overrides import TorchFunctionMode
-
-    sized = {torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn}
-
-    class LargeOnMeta(TorchFunctionMode):  # type: ignore[misc,unused-ignore]
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            names = dict(kwargs or {})
-            size: Any = None
-            if func in sized:
-                size = names.get("size", args[0] if args and isinstance(args[0], tuple | list | torch.Size) else args)
-            elif func is torch.full or func is torch.empty_strided:
-                size = args[0] if args else names.get("size")
-            if isinstance(size, tuple | list) and all(isinstance(each, int) for each in size) and math.prod(size) > LARGEST_REAL:
-                names["device"] = "meta"
-                names.pop("pin_memory", None)
-            return func(*args, **names)
-
-    return LargeOnMeta()
-
-
-class NoKernel:
-    """In place of a kernel that this platform lacks. Nothing is computed, so nothing calls it."""
-
-    input_dtype = None
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """Takes what the kernel takes."""
-
-    def input_quant_key(self) -> None:
-        """Its inputs are not quantized before it."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(f"this platform has no such kernel ({name})")
+            yield LoadedRank(model, str(config.model_config.dtype).removeprefix("torch."), softened)
 
 
 def _no_kernel_class(*_: Any, **__: Any) -> type[NoKernel]:
@@ -188,31 +130,8 @@ _PACKED_KERNELS = (
 @contextlib.contextmanager
 def without_kernels(softened: list[str]) -> Iterator[None]:
     """A context in which layers can be built although this platform lacks their kernels. What was missing is appended to `softened`."""
-    undo: list[Callable[[], None]] = []
-
-    def soften(module_name: str, name: str, fallback: Callable[..., Any]) -> None:
-        with contextlib.suppress(ImportError, AttributeError):
-            owner: Any = importlib.import_module(module_name)
-            *path, attribute = name.split(".")
-            for each in path:
-                owner = getattr(owner, each)
-            real, stored = getattr(owner, attribute), vars(owner)[attribute]
-
-            def soft(*args: Any, **names: Any) -> Any:
-                try:
-                    return real(*args, **names)
-                except Exception as error:
-                    line = f"{attribute}: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
-                    if line not in softened:
-                        softened.append(line)
-                    return fallback(*args, **names)
-
-            replacement: Any = staticmethod(soft) if isinstance(stored, classmethod | staticmethod) else soft
-            if isinstance(real, type):  # annotations name it
-                replacement = type(attribute, (real,), {"__new__": lambda _, *args, **names: soft(*args, **names)})
-            setattr(owner, attribute, replacement)
-            undo.append(lambda: setattr(owner, attribute, stored))
-
+    softening = Softening(softened)
+    soften = softening.soften
     quantization = "vllm.model_executor.layers.quantization"
     soften(f"{quantization}.fp8", "init_fp8_linear_kernel", lambda *_, **__: NoKernel())
     soften(f"{quantization}.fp8", "select_fp8_moe_backend", lambda *_, **__: (None, None))
@@ -227,15 +146,12 @@ def without_kernels(softened: list[str]) -> Iterator[None]:
     soften("torch.cuda", "Event", lambda *_, **__: NoKernel())
     soften("torch.nn", "Module.to", _in_dtype)
     config: Any = importlib.import_module(f"{moe}.config")
-    platform = config.current_platform
     # Experts without a gate are asserted to be on a GPU.
-    config.current_platform = _WithGpuAssertions(platform)
-    undo.append(lambda: setattr(config, "current_platform", platform))
+    softening.replace(config, "current_platform", _WithGpuAssertions(config.current_platform))
     try:
         yield
     finally:
-        for each in reversed(undo):
-            each()
+        softening.undo()
 
 
 class _WithGpuAssertions:
@@ -273,3 +189,58 @@ def _dense_attention(*args: Any, **names: Any) -> Any:
         return value._replace(use_sparse=False) if hasattr(value, "use_sparse") else value
 
     return CpuPlatform.get_attn_backend_cls(*map(dense, args), **{name: dense(value) for name, value in names.items()})
+
+
+def kernel_choices(model: Any) -> Iterator[tuple[str, str]]:
+    """Module -> why the shapes of its tensors depend on the kernel that the platform chooses."""
+    for name, module in model.named_modules():
+        if "cpu" in type(module).__module__.split("."):
+            yield name, "vLLM has other classes for it on other platforms"
+            continue
+        method = getattr(module, "quant_method", None)
+        if method is None:
+            continue
+        kind = type(method).__name__
+        if kind == "UnquantizedFusedMoEMethod":
+            if rounded := _rounded_by_a_kernel(module):
+                yield name, rounded
+        elif not kind.startswith("Unquantized") and _scheme_of(module, kind) not in _SAME_FOR_ALL_KERNELS:
+            yield name, f"{kind} allocates it for the kernel of this platform"
+
+
+# Linear layers with packed weights, and scales of the KV cache, whose create_weights allocates the same tensors whatever the kernel is
+# (read in vLLM 0.32).
+_SAME_FOR_ALL_KERNELS = {
+    "CompressedTensorsKVCacheMethod",
+    "ModelOptKVCacheMethod",
+    "CompressedTensorsWNA16",
+    "CompressedTensorsW4A4Fp4",
+    "CompressedTensorsW4A4Mxfp4",
+    "CompressedTensorsW8A8Mxfp8",
+    "CompressedTensorsW4A4Mxfp4MoEMethod",
+    "AutoGPTQLinearMethod",
+    "AutoAWQLinearMethod",
+    "AutoAWQMarlinLinearMethod",
+    "ModelOptLinearMethod",
+}
+
+
+def _scheme_of(module: Any, kind: str) -> str:
+    """The class that allocates the weights of a linear layer."""
+    scheme = getattr(module, "scheme", None) if kind == "CompressedTensorsLinearMethod" else None
+    return type(scheme).__name__ if scheme else kind
+
+
+def _rounded_by_a_kernel(module: Any) -> str | None:
+    """Why another kernel for unquantized experts would allocate other sizes; None if all kernels allocate the same."""
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    sizes = module.hidden_size, module.moe_config.intermediate_size_per_partition
+    for backend in unquantized.UnquantizedMoeBackend:
+        try:
+            others = unquantized.unquantized_round_up_hidden_size_and_intermediate_size(backend, *sizes)
+        except Exception:  # a backend that this build lacks
+            continue
+        if tuple(others) != sizes:
+            return f"the kernel {backend.name} would round the experts' width up"
+    return None

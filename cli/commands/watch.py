@@ -1,0 +1,63 @@
+"""reshard watch: convert every step of a run as soon as it is complete."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from .. import options
+from ..tables import show, standard_output
+
+
+@click.command(
+    "watch",
+    cls=options.Command,
+    examples=[
+        "reshard watch runs/7 --to vllm --tp 8 --into served/{step} --keep 3",
+        "reshard watch runs/7 --to hf --into hf/{step} --all",
+    ],
+)
+@click.argument("run")
+@click.option("--into", required=True, metavar="OUT/{step}", help="The folder of each output; {step} is the step's number.")
+@click.option("--all", "once", is_flag=True, help="Convert what is complete now, and end.")
+@click.option("--keep", type=click.IntRange(1), metavar="N", help="Keep the outputs of the newest N steps.")
+@click.option("--then", metavar="COMMAND", help="Run a shell command after each step; RESHARD_TARGET and RESHARD_STEP are set.")
+@click.option("--part", metavar="NAME", help="Which checkpoint of each step, such as actor, if a step has several.")
+@click.option("--link-unchanged", is_flag=True, help="Hard-link files that are equal to those of the output before.")
+@click.option("--poll", type=click.FloatRange(0.01), default=30.0, metavar="SECONDS", help="Look at the run so often (default: 30).")
+@click.option(
+    "--quiet-for",
+    "quiet",
+    type=click.FloatRange(0),
+    default=60.0,
+    metavar="SECONDS",
+    help="Without a marker, a checkpoint is complete when nothing has changed for so long (default: 60).",
+)
+@options.target()
+@options.selection("Convert")
+@options.model
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document per line for every event.")
+def command(run: str, to: str, as_json: bool, **given: Any) -> None:
+    """Convert every step of RUN once, as soon as it is complete, and verify it.
+
+    A step is complete when its marker is there: a tracker that names it or a later step (latest, latest_checkpointed_iteration.txt), or
+    .metadata; without one, when nothing has changed in it for a while. The link `latest` beside the outputs points at the newest.
+    A restart goes on where it was; what was finished stands in reshard.watch.jsonl beside the outputs. The exit code is 1 with --all if a
+    step could not be converted.
+    """
+    from reshard.verbs.watch import watch
+
+    failed = False
+    for each in watch(run, to=to, **given):
+        failed = failed or each.event == "failed"
+        if as_json:
+            with standard_output():
+                sys.stdout.write(json.dumps(each.to_json()) + "\n")
+                sys.stdout.flush()
+        else:
+            show(f"step {each.step}: {each.event}: {each.detail}")
+            sys.stdout.flush()
+    click.get_current_context().exit(1 if failed else 0)

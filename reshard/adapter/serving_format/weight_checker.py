@@ -1,0 +1,115 @@
+"""WeightChecker: how a live server of an engine tells the digests of the parameters that its ranks hold, and how reshard says the same.
+
+Inside reshard, a parameter has one key for all engines, the one of vLLM's checker: the rank, and the parameter's name.
+
+    dp0:pp0:pcp0:tp3:model.norm.weight
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from reshard.errors import CheckpointError
+
+_KEY = re.compile(r"dp(\d{1,6}):pp(\d{1,6}):pcp(\d{1,6}):tp(\d{1,6}):(.+)", re.DOTALL)
+
+
+class ParameterHash(Protocol):
+    """A running hash of a parameter's bytes."""
+
+    def update(self, data: memoryview, /) -> object:
+        """Add bytes."""
+
+    def hexdigest(self) -> str:
+        """The digest of all bytes so far, as the engine writes it."""
+
+
+class ServingRank(NamedTuple):
+    """The numbers of one rank of a server."""
+
+    dp: int = 0
+    """Data-parallel rank."""
+    pp: int = 0
+    """Pipeline stage."""
+    pcp: int = 0
+    """Rank of prefill context parallelism: such ranks hold the same weights."""
+    tp: int = 0
+    """Tensor-parallel rank."""
+
+    def key(self, name: str) -> str:
+        """The key of a parameter on this rank."""
+        return f"dp{self.dp}:pp{self.pp}:pcp{self.pcp}:tp{self.tp}:{name}"
+
+
+class ServerFacts(NamedTuple):
+    """What a server says about itself."""
+
+    expert_parallel: bool = False
+    """Whether its ranks share the experts."""
+    dtype: str | None = None
+    """The element type to which it casts the weights, such as bfloat16; None if it does not say."""
+
+
+def split_key(key: str) -> tuple[ServingRank, str]:
+    """The rank and the parameter's name in a key. Raises ValueError for another text."""
+    match = _KEY.fullmatch(key)
+    if match is None:
+        raise ValueError(key)
+    dp, pp, pcp, tp = (int(number) for number in match.groups()[:4])
+    return ServingRank(dp, pp, pcp, tp), match[5]
+
+
+class WeightChecker(ABC):
+    """The weight checker of one engine."""
+
+    path: ClassVar[str]
+    """The path of the server's endpoint, which gets `{"action": "checksum"}` by POST."""
+    start: ClassVar[str]
+    """How to start a server that has the endpoint."""
+    info_path: ClassVar[str]
+    """The path where the server describes itself."""
+    hashes: ClassVar[tuple[Callable[[], ParameterHash], ...]]
+    """The ways in which servers hash a parameter, the usual one first."""
+
+    @abstractmethod
+    def read(self, answer: Mapping[str, Any]) -> dict[str, str]:
+        """The digests in an answer, by key. Raises KeyError, TypeError or ValueError if it is no answer of this checker."""
+
+    @abstractmethod
+    def about(self, info: Mapping[str, Any]) -> ServerFacts:
+        """What the weights depend on, in the server's description of itself. Raises as `read` does."""
+
+    @abstractmethod
+    def document(self, digests: Mapping[str, str]) -> dict[str, Any]:
+        """Digests in the form in which the engine's programs take them."""
+
+
+def digests_in(answer: object, checkers: Iterable[WeightChecker], *, where: str) -> dict[str, str]:
+    """The digests, by key, in what a weight checker answered. The answer is not trusted.
+
+    Raises: CheckpointError if no checker answers so.
+    """
+    for checker in checkers:
+        try:
+            if isinstance(answer, dict) and (found := checker.read(answer)):
+                for key in found:
+                    split_key(key)
+                return found
+        except (KeyError, TypeError, ValueError):
+            continue
+    raise CheckpointError(
+        "this is not the answer of a weight checker",
+        where=where,
+        why='It should be {"checksums": {name: digest}}, or for SGLang {"ranks": [...]}',
+        do="If the server answered 404, start it with VLLM_SERVER_DEV_MODE=1 in its environment, and ask again",
+    )
+
+
+def texts(value: object) -> dict[str, str]:
+    """A JSON object of texts. Raises TypeError for anything else."""
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise TypeError(value)
+    return value

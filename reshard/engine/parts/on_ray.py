@@ -1,0 +1,136 @@
+"""A conversion on a Ray cluster: each band is a Ray task, and the process that started them completes the target.
+
+The driver holds a share of the target's lock, ships the plan once, and waits. A task opens the source and the target under the same paths
+on its node, so both lie on a file system that all nodes share. Ray runs the tasks of a lost node again elsewhere; bands that were finished
+stay finished. Measured with Ray 2.60.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from reshard.engine.events import event
+from reshard.engine.journal import BlockKey
+from reshard.engine.parts.part import PartConversion, missing_bands
+from reshard.engine.record import request_digest
+from reshard.engine.run import Done
+from reshard.errors import ReshardError, SystemRefusal, UnsupportedError
+from reshard.geometry.quantities import plural
+from reshard.plans.plan import Plan
+from reshard.plans.plan_file.read import plan_of_content
+from reshard.plans.plan_file.write import plan_content
+from reshard.storage.staging import Staging
+from reshard.storage.tar import open_tree
+
+if TYPE_CHECKING:
+    from reshard.plans.bands import Band
+
+_RETRIES = 3
+
+
+class RayConversion(PartConversion):
+    """A conversion whose bands are converted by the tasks of a Ray cluster. Takes the arguments of a PartConversion.
+
+    workers: threads of each task, for each of which Ray reserves a processor (default: 1).
+    """
+
+    def _copy(self, staging: Staging, finished: Mapping[BlockKey, bytes]) -> Iterator[Done]:
+        ray = connected()
+        missing = missing_bands(self.plan, finished).bands
+        todo = {band.number for band in missing}
+        for band in self.bands:
+            if band.number not in todo:
+                nbytes = _nbytes(self.plan, band)
+                self.resumed_bytes += nbytes
+                yield Done(self.plan.routes[band.start].name, nbytes)
+        content = ray.put(plan_content(self.plan, request=request_digest(self.plan)))
+        threads = self.given_workers or 1
+        task = ray.remote(
+            num_cpus=threads, max_retries=_RETRIES, retry_exceptions=[SystemRefusal], scheduling_strategy="SPREAD", name="reshard"
+        )(_convert)
+        # The heaviest first, so that no large one is left at the end.
+        order = sorted(missing, key=lambda band: (-band.weight, band.number))
+        places = (str(self.plan.source_files.root), str(self.root))
+        running = {task.remote(content, *places, band.number, threads, self.memory): band for band in order}
+        nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        event("ray", f"runs {plural(len(running), 'task')} on {plural(len(nodes), 'node')} of Ray", tasks=len(running), nodes=len(nodes))
+        try:
+            while running:
+                (done,), _ = ray.wait(list(running), num_returns=1)
+                band = running.pop(done)
+                _result(ray, done)
+                yield Done(self.plan.routes[band.start].name, _nbytes(self.plan, band))
+        finally:
+            for each in running:
+                ray.cancel(each, force=True)
+
+
+def connected(address: str | None = None) -> Any:
+    """The module ray, connected to a cluster: that of the address, of RAY_ADDRESS, or a new one on this machine.
+
+    Raises: UnsupportedError if Ray is not installed, SystemRefusal if no cluster answers.
+    """
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise UnsupportedError("--ray needs Ray, which is not installed", do="Install it with `pip install 'reshard[ray]'`") from None
+    # Where one task fails, so do others, whose errors nobody asks for. Ray would print them with their tracebacks.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    if not ray.is_initialized():
+        try:
+            _check_answers(address)
+            ray.init(address=address, configure_logging=False, log_to_driver=False)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise SystemRefusal(
+                f"no Ray cluster answers: {str(error).splitlines()[0]}",
+                where=address,
+                do="Start one with `ray start --head`, and give its address with --ray-address or RAY_ADDRESS",
+            ) from None
+    return ray
+
+
+def _check_answers(address: str | None) -> None:
+    """Raises OSError if nothing listens at an address HOST:PORT, for which Ray itself would wait for minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+
+
+def _result(ray: Any, done: Any) -> None:
+    """Raises the error of a task that has failed."""
+    try:
+        ray.get(done)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, ReshardError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayError as error:
+        raise SystemRefusal(
+            f"Ray lost a task {_RETRIES + 1} times: {type(error).__name__}",
+            why="Its processes or nodes died, for example for want of memory; finished blocks are kept",
+            do="Look at `ray logs`, then run the same command again",
+        ) from None
+
+
+def _nbytes(plan: Plan, band: Band) -> int:
+    return sum(plan.routes[i].target.nbytes for i in band.routes)
+
+
+# ---- inside a task ----
+
+
+def _convert(content: bytes, source: str, target: str, number: int, workers: int, memory: int | None) -> None:
+    """Convert one band. Runs in a worker process of Ray."""
+    plan = _plan(content, source)
+    for _ in PartConversion(plan, target, [plan.bands()[number]], workers=workers, memory=memory).copy():
+        pass
+
+
+@lru_cache(maxsize=1)
+def _plan(content: bytes, source: str) -> Plan:
+    """The plan that was shipped. A worker process runs many bands of it."""
+    return plan_of_content(content, open_tree(source))

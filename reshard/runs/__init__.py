@@ -1,0 +1,1 @@
+"""The steps of a training run: which checkpoints lie below a folder, and which of them are complete."""

@@ -1,0 +1,116 @@
+"""The verb `verify`, of a live server: does it hold the weights of a checkpoint, on every rank?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from reshard.adapter.serving_format.weight_checker import ServerFacts, ServingRank, WeightChecker, digests_in, split_key
+from reshard.canonical.content import Selection
+from reshard.errors import CheckpointError, UnsupportedError
+from reshard.geometry.dtypes import from_user
+from reshard.geometry.parallel import Parallel
+from reshard.plans.summary import casts
+from reshard.plans.summary import kinds as kinds_of
+from reshard.storage.server import Server
+from reshard.verbs.checkpoint import Checkpoint, opened
+from reshard.verbs.digests import ServerComparison, compare_with_server, digests_of, likely_hash, parameters, weight_checkers
+from reshard.verbs.planning import plan_conversion
+from reshard.verbs.request import ConversionRequest, PathLike, Progress
+
+
+class HeldWeights(NamedTuple):
+    """What a live server answers about its weights."""
+
+    format: str
+    """The format that its engine loads."""
+    checker: WeightChecker
+    """The weight checker that answered."""
+    digests: dict[str, str]
+    """The digest of every parameter on every rank."""
+    parallel: Parallel
+    """The server's parallel sizes, as far as its weights depend on them."""
+    dtype: str | None
+    """The element type to which the server casts weights, if it says so."""
+
+
+def verify_server(
+    source: Checkpoint | PathLike, address: str, *, selection: Selection | None = None, progress: Progress | None = None
+) -> ServerComparison:
+    """Whether a live server holds the weights of a checkpoint: every parameter of every rank, by its digest. The server is asked for its
+    engine, its parallel sizes and the digests; the checkpoint is laid out for them.
+
+    Raises: SystemRefusal if the server cannot be reached, CheckpointError if it has no weight checker or its answer is damaged.
+    """
+    held, checkpoint = held_weights(Server.at(address)), opened(source)
+    request = replace(
+        ConversionRequest.of(held.format, {"dtype": _cast(checkpoint, held.dtype)}),
+        parallel=held.parallel,
+        selection=selection or Selection(),
+    )
+    planned = plan_conversion(checkpoint, request)
+    expected = parameters(planned)
+    digests = digests_of(expected, likely_hash(expected, held.digests, held.checker), progress)
+    result = compare_with_server(_on_replicas(digests, held.digests, address), held.digests, held.checker)
+    result.nbytes = sum(tensor.nbytes for view in expected.values() for tensor in view.values())
+    result.notes.append(f"the server runs {held.format} on {held.parallel}")
+    result.notes += [f"compared after a cast of {count} from {a} to {b}, as the server casts" for a, b, count in casts(planned)]
+    return result
+
+
+def held_weights(server: Server) -> HeldWeights:
+    """What a server answers. Raises CheckpointError if it has no weight checker."""
+    for name, checker in weight_checkers().items():
+        if (answer := server.ask(checker.path, {"action": "checksum"})) is None:
+            continue
+        digests = digests_in(answer, [checker], where=server.address)
+        try:
+            facts = checker.about(server.ask(checker.info_path) or {})
+        except (CheckpointError, KeyError, TypeError, ValueError):
+            facts = ServerFacts()
+        return HeldWeights(name, checker, digests, _parallel(server, facts, digests), facts.dtype)
+    starts = "; ".join(checker.start for checker in weight_checkers().values())
+    raise CheckpointError("the server has no weight checker", where=server.address, do=f"Start it with one. {starts}")
+
+
+def _parallel(server: Server, facts: ServerFacts, digests: Mapping[str, str]) -> Parallel:
+    """The parallel sizes: from the ranks that answered, and for the experts from what the server says about itself."""
+    ranks = {split_key(key)[0] for key in digests}
+    sizes = ServingRank(*(max(numbers) + 1 for numbers in zip(*ranks, strict=True)))
+    if len(ranks) != math.prod(sizes):
+        answered = f"{len(ranks):,} of {math.prod(sizes):,} ranks answered"
+        raise CheckpointError(answered, where=server.address, do="Ask again when all of them run")
+    if facts.expert_parallel and sizes.dp * sizes.pcp > 1:
+        raise UnsupportedError(
+            f"the server splits experts over {sizes.dp * sizes.pcp} data-parallel ranks",
+            where=server.address,
+            why="reshard lays out experts for the ranks of one replica only",
+        )
+    return Parallel(tp=sizes.tp, pp=sizes.pp, ep=sizes.tp if facts.expert_parallel else 1)
+
+
+def _cast(checkpoint: Checkpoint, served: str | None) -> str | None:
+    """The element type to which a server has cast the weights; None if it has not."""
+    kinds = [row for row in kinds_of(checkpoint.index) if row.kind in ("weight", "master")]
+    stored = from_user(max(kinds, key=lambda row: row.nbytes).dtype) if kinds else None
+    held = from_user(served) if served else None
+    return served if stored and held and stored != held and stored.floating and stored.itemsize > 1 else None
+
+
+def _on_replicas(expected: dict[str, str], held: Mapping[str, str], address: str) -> dict[str, str]:
+    """The expected digests on every replica: ranks that differ in their data-parallel or context-parallel number hold the same."""
+    replicas = {(rank.dp, rank.pcp) for rank in (split_key(key)[0] for key in held)}
+    if len(replicas) == 1:
+        return expected
+    if len(replicas) * len(expected) > 4 * len(held):
+        raise CheckpointError(
+            f"the server tells of {len(held):,} parameters on {len(replicas):,} replicas, and the model has {len(expected):,}",
+            where=address,
+        )
+    found: dict[str, str] = {}
+    for key, digest in expected.items():
+        rank, name = split_key(key)
+        found |= {rank._replace(dp=dp, pcp=pcp).key(name): digest for dp, pcp in replicas}
+    return found

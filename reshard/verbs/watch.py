@@ -1,0 +1,197 @@
+"""The verb `watch`: convert every step of a run once, as soon as it is complete."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Unpack
+
+from reshard.engine.events import event
+from reshard.errors import DifferenceFound, RequestError, ReshardError
+from reshard.geometry.quantities import plural
+from reshard.runs.outputs import link_unchanged, move_link, remove_leftovers, remove_output
+from reshard.runs.record import WatchRecord
+from reshard.runs.steps import QUIET_SECONDS, Step, find_steps
+from reshard.storage.local_path import local_path
+from reshard.storage.system_calls import system_errors
+from reshard.verbs.convert import convert
+from reshard.verbs.plan import plan
+from reshard.verbs.request import Effort, PathLike, PlanOptions
+from reshard.verbs.verify import verify_written
+
+LATEST = "latest"
+_POLL_SECONDS = 30.0
+# A step that cannot be converted is tried again after twice the time, up to this.
+_LONGEST_PAUSE = 3600.0
+
+
+class WatchOptions(PlanOptions, total=False):
+    """Keywords of `watch`."""
+
+    once: bool
+    """Convert what is complete now, and end."""
+    keep: int | None
+    """Keep the outputs of the newest steps only, as many as this (default: all)."""
+    then: str | None
+    """A shell command to run after each step, with RESHARD_STEP, RESHARD_SOURCE and RESHARD_TARGET in its environment."""
+    part: str | None
+    """Which checkpoint of each step, such as "actor", if a step has several."""
+    link_unchanged: bool
+    """Hard-link files that are equal to those of the output before."""
+    poll: float
+    """Seconds between two looks at the run."""
+    quiet: float
+    """Seconds without a change after which a checkpoint without a marker counts as complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """Something that a watch has done."""
+
+    event: str
+    """"waiting", "converted", "linked", "latest", "ran", "removed", "finished" or "failed"."""
+    step: int
+    """The step."""
+    source: str
+    """Its checkpoint."""
+    target: str
+    """The folder that it is converted to."""
+    detail: str
+    """What happened, in words."""
+    time: float
+    """When, in seconds since 1970."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as plain values with stable keys."""
+        return asdict(self)
+
+
+def watch(run: PathLike, *, to: str, into: str, **options: Unpack[WatchOptions]) -> Iterator[WatchEvent]:
+    """Convert every complete step of a run to the format `to`, verify it, and go on until interrupted. Each step is converted once, also
+    across restarts. Yields what was done.
+
+    into: the folder of one output, with {step} for the step's number, such as OUT/{step}; and {part} for the part.
+
+    Takes the keywords of `plan`. A step that cannot be converted is an event, and is tried again later.
+
+    Raises: RequestError if the run does not exist, or each step has several checkpoints and none is chosen.
+    """
+    given: dict[str, Any] = dict(options)
+    once, poll, quiet = given.pop("once", False), given.pop("poll", _POLL_SECONDS), given.pop("quiet", QUIET_SECONDS)
+    part = given.pop("part", None)
+    work = _Work(to, _pattern(into), given.pop("keep", None), given.pop("then", None), given.pop("link_unchanged", False), given)
+    pauses: dict[str, tuple[float, float]] = {}
+    waiting: dict[str, str] = {}
+    while True:
+        steps = _chosen(find_steps(run, quiet=quiet), part, into)
+        for step in work.pending(steps):
+            if not step.complete:
+                if waiting.get(step.path) != step.completeness.reason:
+                    waiting[step.path] = step.completeness.reason
+                    yield work.event("waiting", step, step.completeness.reason if step.format else "no known format lies here yet")
+                continue
+            pause, until = pauses.get(step.path, (poll, 0.0))
+            if time.monotonic() < until:
+                continue
+            try:
+                yield from work.do(step)
+            except ReshardError as error:
+                pauses[step.path] = min(2 * pause, _LONGEST_PAUSE), time.monotonic() + pause
+                yield work.event("failed", step, str(error))
+        if once:
+            return
+        time.sleep(poll)
+
+
+def _pattern(into: str) -> Path:
+    """Where outputs are written. Raises RequestError unless {step} stands in the last part of the path, and only there."""
+    pattern = local_path(into)
+    if "{step}" not in pattern.name or "{" in str(pattern.parent):
+        raise RequestError(f"--into {into}: the last part of the path needs {{step}}", do="Use for example --into OUT/{step}")
+    return pattern
+
+
+def _chosen(steps: list[Step], part: str | None, into: str) -> list[Step]:
+    """The checkpoints that are converted. Raises RequestError if a step has several, and the outputs would have one name."""
+    if part is not None:
+        return [step for step in steps if step.part == part]
+    parts = sorted({step.part for step in steps if step.format})
+    if len(parts) > 1 and "{part}" not in into:
+        named = ", ".join(each or "the folder itself" for each in parts)
+        do = f"Choose one with --part, such as --part {parts[-1]}, or write {{part}} in --into"
+        raise RequestError(f"the steps have several checkpoints: {named}", do=do, id="ambiguous")
+    return steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What is done with each step."""
+
+    to: str
+    """The format."""
+    pattern: Path
+    """The folder of an output, with {step}."""
+    keep: int | None
+    """How many outputs are kept."""
+    then: str | None
+    """The command after each."""
+    link: bool
+    """Whether equal files are linked."""
+    options: dict[str, Any]
+    """The keywords of `plan`."""
+
+    def target(self, step: Step) -> Path:
+        name = self.pattern.name.replace("{step}", str(step.number)).replace("{part}", step.part.replace("/", "-") or "model")
+        return self.pattern.with_name(name)
+
+    def event(self, name: str, step: Step, detail: str) -> WatchEvent:
+        found = WatchEvent(name, step.number, step.path, str(self.target(step)), detail, round(time.time(), 3))
+        event(f"watch-{name}", f"step {step.number}: {name}: {detail}", step=step.number, source=step.path, target=found.target)
+        return found
+
+    def pending(self, steps: list[Step]) -> list[Step]:
+        """The steps that are to be done, in order: where only the newest are kept, no older ones."""
+        record = WatchRecord(self.pattern.parent)
+        newest = sorted({step.number for step in steps if step.complete})[-self.keep :] if self.keep else []
+        return [step for step in steps if not record.is_finished(step) and (not newest or step.number >= newest[0])]
+
+    def do(self, step: Step) -> Iterator[WatchEvent]:
+        """Convert and verify a step; then everything that depends on it. A kill at any moment leaves it to be done again."""
+        target, folder = self.target(step), self.pattern.parent
+        with system_errors("created", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+        record = WatchRecord(folder)
+        result = convert(plan(step.path, to=self.to, **self.options), target, if_changed=True)
+        yield self.event("converted", step, "it was there already" if result.unchanged else f"{plural(len(result.files), 'file')}")
+        earlier = [each for each in record.finished() if each.number < step.number and Path(each.target).is_dir()]
+        if self.link and earlier:
+            count, nbytes = link_unchanged(target, Path(earlier[-1].target))
+            yield self.event("linked", step, f"{plural(count, 'file')}, {nbytes:,} bytes, as in {Path(earlier[-1].target).name}")
+        difference = verify_written(target, Effort())
+        if not difference.equal:
+            raise DifferenceFound(difference.differences[0].detail, where=f"{target}/{difference.differences[0].name}")
+        newer = any(each.number > step.number and Path(each.target).is_dir() for each in record.finished())
+        if not newer and move_link(folder / LATEST, target):
+            yield self.event("latest", step, f"{folder / LATEST} points at it")
+        if self.then:
+            yield self.event("ran", step, self._run(step, target))
+        record.add(step, target)
+        yield self.event("finished", step, f"{sum(result.files.values()):,} bytes verified")
+        for old in record.finished()[: -self.keep] if self.keep else ():
+            if remove_output(Path(old.target)):
+                yield self.event("removed", step, f"{old.target}, which is older than the newest {self.keep}")
+
+    def _run(self, step: Step, target: Path) -> str:
+        """Run the command. Raises RequestError if it fails."""
+        assert self.then is not None
+        about = {"RESHARD_STEP": str(step.number), "RESHARD_SOURCE": step.path, "RESHARD_TARGET": str(target)}
+        # What it prints goes to stderr: stdout is the watch's own.
+        code = subprocess.run(self.then, shell=True, env={**os.environ, **about}, stdout=2, stdin=subprocess.DEVNULL).returncode
+        if code:
+            raise RequestError(f"the command of --then ended with exit code {code}", where=str(target), do="It is run again later")
+        return f"{self.then!r} ended with exit code 0"

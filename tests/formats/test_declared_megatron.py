@@ -1,0 +1,146 @@
+"""Declared models against what real megatron-core held (fixtures/megatron_declared): every rank, bit by bit, and back.
+
+The weights follow from their names and shapes (fixtures/named_weights.py), so that a reference is a config and a digest for each rank. What
+the models compute is compared by tests/megatron/check.py.
+"""
+
+import hashlib
+import json
+import shutil
+import sys
+import types
+from importlib import import_module
+
+import pytest
+from places import FIXTURES
+
+import reshard
+from reshard.errors import RequestError, ReshardError, UnsupportedError
+from reshard.models.lookup import built_in_model_types, find_architecture, find_model
+
+torch = pytest.importorskip("torch")
+from torch.distributed.checkpoint import FileSystemReader  # noqa: E402
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: E402
+
+sys.path.insert(0, str(FIXTURES))
+import named_weights  # noqa: E402
+
+lacking_for = import_module("reshard.formats.megatron.write.check_model").lacking_for
+MTP_COPIES = import_module("reshard.formats.megatron.layout.tensors").MTP_COPIES
+REFERENCES = {path.stem: path for path in sorted((FIXTURES / "megatron_declared").glob("*.json"))}
+OPTIONS = {"transformer_impl": "local", "vocab_multiple": 8}
+
+
+def digest(lines):
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
+
+
+def line(name, value):
+    return f"{name} {list(value.shape)} {hashlib.sha256(value.float().contiguous().numpy().tobytes()).hexdigest()}\n"
+
+
+def ranks_of(save):
+    """The digest of what each rank's file holds, as tests/megatron/settled.py computes it of a live rank."""
+    found = {}
+    for path in save.glob("mp_rank_*/model_optim_rng.pt"):
+        model = torch.load(path, weights_only=False)["model"]
+        found[path.parent.name] = digest(line(f"0.{name}", value) for name, value in model.items() if isinstance(value, torch.Tensor))
+    return found
+
+
+def keys_of(save):
+    stored = FileSystemReader(save).read_metadata().state_dict_metadata
+    return digest(f"{key} {list(stored[key].size)}\n" for key in sorted(stored) if isinstance(stored[key], TensorStorageMetadata))
+
+
+@pytest.fixture
+def hub(request, tmp_path, monkeypatch):
+    for name in ("megatron", "megatron.core", "megatron.core.enums"):  # args name an enum of a package that is not installed here
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["megatron.core.enums"].ModelType = lambda number: number
+    reference = json.loads(REFERENCES[request.param].read_text())
+    weights = find_model(reference["config"]).weights.values()
+    stored = [weight for weight in weights if not weight.optional or (request.param.endswith("-mtp") and weight.role not in MTP_COPIES)]
+    shapes = {weight.name: weight.shape for weight in stored}
+    named_weights.write(tmp_path / "hub", reference["config"], shapes)
+    return tmp_path / "hub", reference
+
+
+@pytest.mark.parametrize("hub", REFERENCES, indirect=True)
+def test_every_rank_of_a_declared_model_holds_what_real_megatron_holds(hub, tmp_path):
+    model, reference = hub
+    for to in ("megatron", "megatron-dist"):
+        sizes = reference[to]["sizes"]
+        reshard.convert(reshard.plan(model, to="megatron", **OPTIONS, **sizes), tmp_path / f"legacy-{to}")
+        assert ranks_of(tmp_path / f"legacy-{to}" / "release") == reference[to]["ranks"], to
+        reshard.convert(reshard.plan(model, to="megatron-dist", **OPTIONS, **sizes), tmp_path / f"dist-{to}")
+        assert keys_of(tmp_path / f"dist-{to}" / "release") == reference[to]["keys"], to
+        for written in ("legacy", "dist"):
+            # Megatron keeps a router's correction in fp32.
+            reshard.verify(model, tmp_path / f"{written}-{to}", cast=True).raise_if_different()
+
+
+def test_every_declared_model_is_written_or_refused_with_what_megatron_lacks():
+    """docs/reference/megatron-models.md is made of this."""
+    architectures = [find_architecture(model_type) for model_type in built_in_model_types()]
+    unclear = [each.model_type for each in architectures if "megatron" not in each.frameworks and not lacking_for(each)]
+    assert unclear == ["bailing_moe", "mimo"], "a model type is compared (tests/megatron/check.py), or what it needs is named"
+    compared = {stem.partition("-")[0] for stem in REFERENCES}
+    runs = {json.loads(path.read_text())["model_type"] for path in FIXTURES.glob("megatron*/*/model/config.json")}
+    for each in architectures:
+        assert bool(lacking_for(each)) or each.model_type in unclear or each.family in compared | runs, each.model_type
+
+
+@pytest.mark.parametrize(
+    ("model_type", "needs"),
+    [("gemma2", "norms after attention"), ("olmoe", "norms of q and k over all heads at once"), ("granite", "multipliers")],
+)
+def test_what_megatron_lacks_is_named(model_type, needs, tmp_path):
+    sizes = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4}
+    config = {"model_type": model_type, **sizes, "intermediate_size": 8, "num_experts": 2, "num_experts_per_tok": 1}
+    shapes = {weight.name: weight.shape for weight in find_model(config).weights.values()}
+    named_weights.write(tmp_path / "model", config, shapes)
+    with pytest.raises(UnsupportedError, match=rf"of the type {model_type} need {needs}"):
+        reshard.plan(tmp_path / "model", to="megatron")
+
+
+def changed(model, changes, to):
+    shutil.copytree(model, to)
+    config = json.loads((model / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | changes))
+    return to
+
+
+@pytest.mark.parametrize(
+    ("hub", "changes", "reason"),
+    [
+        ("glm4_moe", {"norm_topk_prob": False}, "sets norm_topk_prob to False"),
+        ("stablelm", {"use_parallel_residual": True}, "sets use_parallel_residual to True"),
+        ("arcee", {"hidden_act": "silu"}, "without a gate whose activation is 'silu'"),
+        ("seed_oss", {"hidden_act": "gelu"}, "with a gate whose activation is 'gelu'"),
+        ("deepseek_v2", {"topk_group": 1}, "by their 2 best scores, the model by 1"),
+        ("gpt_oss", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 2.0}}, "attention_factor"),
+    ],
+    indirect=["hub"],
+)
+def test_what_megatron_would_compute_otherwise_is_refused(hub, changes, reason, tmp_path):
+    model = changed(hub[0], changes, tmp_path / "changed")
+    with pytest.raises(UnsupportedError, match=reason):
+        reshard.plan(model, to="megatron", etp=1)
+
+
+@pytest.mark.parametrize("hub", ["gpt_oss"], indirect=True)
+def test_experts_with_biases_are_not_shared_by_ranks(hub):
+    with pytest.raises(RequestError, match="Add --etp 1"):
+        reshard.plan(hub[0], to="megatron", tp=2)
+    with pytest.raises(RequestError, match="GroupedMLP"):
+        reshard.plan(hub[0], to="megatron", experts="grouped")
+
+
+@pytest.mark.parametrize("hub", ["glm", "glm4_moe", "gpt_oss", "smollm3"], indirect=True)
+def test_a_run_that_its_settings_do_not_describe_needs_its_config(hub, tmp_path):
+    reshard.convert(reshard.plan(hub[0], to="megatron"), tmp_path / "out")
+    for companion in ("config.json", "reshard.json"):
+        (tmp_path / "out" / companion).unlink(missing_ok=True)
+    with pytest.raises(ReshardError, match="--model"):
+        reshard.plan(tmp_path / "out", to="hf")

@@ -1,0 +1,111 @@
+"""Tiny transformers models of declared model types, for the check that Megatron computes what they compute.
+
+Real classes with sizes of a few rows, deterministic weights, and nothing trivial in them: two or three layers, of which each kind of the
+model has one, more query heads than groups, a vocabulary that needs padding.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+COMMON = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "head_dim": 6,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+NO_HEAD_DIM = {key: size for key, size in COMMON.items() if key != "head_dim"}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1}
+ROUTED |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True}
+LATENT = {"q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6, "num_key_value_heads": 4}
+LATENT |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 2}
+LATENT |= {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "num_hidden_layers": 2, "head_dim": 4}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+
+# Model type -> the sizes of its config.
+SIZES: dict[str, dict[str, object]] = {
+    "arcee": COMMON,
+    "cwm": COMMON | {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"], "rope_parameters": ROPE},
+    "deepseek_v2": COMMON | LATENT | {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 2, "norm_topk_prob": False},
+    "deepseek_v3": COMMON | LATENT | {"n_group": 2, "topk_group": 1, "norm_topk_prob": True},
+    "dots1": COMMON | ROUTED,
+    "ernie4_5": COMMON | {"use_bias": False},
+    "exaone_moe": COMMON
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_shared_experts": 1, "norm_topk_prob": True}
+    | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]}
+    | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
+    "glm": COMMON | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}, "head_dim": 8},
+    "glm4_moe": COMMON | ROUTED | {"use_qk_norm": True, "head_dim": 8},
+    "glm4_moe_lite": COMMON | LATENT | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "mlp_layer_types": ["dense", "sparse"]},
+    "gpt_bigcode": {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_inner": 40, "n_positions": 24} | NO_DROPOUT,
+    "gpt_oss": COMMON
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "head_dim": 8, "intermediate_size": 12}
+    | {"rope_parameters": YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}},
+    "hy_v3": COMMON
+    | {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_shared_experts": 1}
+    | {"router_scaling_factor": 1.5, "mlp_layer_types": ["dense", "sparse"], "first_k_dense_replace": 1},
+    "jais2": COMMON,
+    "mistral": COMMON | {"sliding_window": 5},
+    "phi3": NO_HEAD_DIM | {"sliding_window": 5},
+    "qwen3": COMMON | {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
+    "seed_oss": COMMON,
+    "smollm3": NO_HEAD_DIM | {"no_rope_layers": [1, 0]},
+    "stablelm": NO_HEAD_DIM | {"use_qkv_bias": True, "hidden_size": 32},
+    "starcoder2": NO_HEAD_DIM | {"sliding_window": 5},
+}
+
+
+def write(name: str, folder: Path) -> None:
+    """A model of SIZES, as save_pretrained writes it; "-mtp" adds a layer for multi-token prediction, which transformers leaves out."""
+    model_type, _, predicting = name.partition("-")
+    model = _built(model_type)
+    model.save_pretrained(folder)
+    if not predicting:
+        return
+    layers, hidden = model.config.num_hidden_layers, model.config.hidden_size
+    own = {f"{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "shared_head.norm")} | {"eh_proj.weight": (hidden, 2 * hidden)}
+    further = {f"model.layers.{layers}.{name}": _filling(name, torch.Size(shape)) for name, shape in own.items()}
+    with tempfile.TemporaryDirectory() as larger:
+        _built(model_type, num_hidden_layers=layers + 1).save_pretrained(larger)
+        stored = safetensors.torch.load_file(Path(larger) / "model.safetensors")
+    further |= {name: value for name, value in stored.items() if name.startswith(f"model.layers.{layers}.")}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    stored = safetensors.torch.load_file(folder / "model.safetensors")
+    safetensors.torch.save_file(stored | further, folder / "model.safetensors", {"format": "pt"})
+
+
+def _built(model_type: str, **sizes: object) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES[model_type] | sizes), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_filling(name, parameter.shape))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape))
+    return model
+
+
+def _filling(name: str, shape: torch.Size) -> torch.Tensor:
+    if name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
+        return 1 + 0.2 * torch.randn(shape)
+    if len(shape) == 1:
+        return 0.5 * torch.randn(shape)
+    return torch.randn(shape) / shape[-1] ** 0.5

@@ -1,0 +1,199 @@
+"""`reshard watch`: every step is converted once, whatever is killed, and the newest output is always whole."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+from command import command, reshard, result_tree
+from places import FIXTURES
+
+import reshard as library
+from reshard.errors import RequestError
+
+DCP, MODEL = FIXTURES / "dcp" / "fsdp2" / "checkpoint", FIXTURES / "dcp" / "fsdp2" / "model"
+MEGATRON = FIXTURES / "megatron" / "llama-tied-pp2" / "checkpoint" / "iter_0000002"
+TO = ("--to", "vllm", "--tp", 2, "--model", MODEL)
+
+
+@pytest.fixture
+def run(tmp_path):
+    for step in (10, 20):
+        save(tmp_path / "run", step)
+    return tmp_path / "run"
+
+
+def save(run, step):
+    shutil.copytree(DCP, run / f"step-{step}")
+
+
+def watch(run, out, *more, pattern="{step}"):
+    return reshard("watch", run, *TO, "--into", out / pattern, "--all", "--json", *more)
+
+
+def events(result):
+    return [(each["step"], each["event"]) for each in map(json.loads, result.out.splitlines())]
+
+
+def test_every_step_is_converted_once_and_verified(run, tmp_path):
+    out = tmp_path / "out"
+    first = watch(run, out)
+    assert first.code == 0
+    assert events(first) == [(step, name) for step in (10, 20) for name in ("converted", "latest", "finished")]
+    library.convert(library.plan(DCP, to="vllm", tp=2, model=MODEL), tmp_path / "alone")
+    for step in ("10", "20", "latest"):
+        assert result_tree(out / step) == result_tree(tmp_path / "alone")
+    assert events(watch(run, out)) == []
+    save(run, 30)
+    assert events(watch(run, out))[0] == (30, "converted") and os.readlink(out / "latest") == "30"
+    os.utime(run / "step-20" / ".metadata")  # saved again
+    assert [name for step, name in events(watch(run, out)) if step == 20] == ["converted", "finished"]
+    assert os.readlink(out / "latest") == "30"
+
+
+def test_an_unfinished_step_is_waited_for(run, tmp_path):
+    save(run, 30)
+    (run / "step-30" / ".metadata").rename(tmp_path / "later")
+    assert events(watch(run, tmp_path / "out"))[-1] == (30, "waiting") and not (tmp_path / "out" / "30").exists()
+    (tmp_path / "later").rename(run / "step-30" / ".metadata")
+    assert events(watch(run, tmp_path / "out")) == [(30, "converted"), (30, "latest"), (30, "finished")]
+
+
+def test_the_newest_are_kept_and_no_older_one_is_made(run, tmp_path):
+    out = tmp_path / "out"
+    assert {step for step, _ in events(watch(run, out, "--keep", 1))} == {20}
+    save(run, 30)
+    (out / "strange").mkdir()
+    assert (30, "removed") in events(watch(run, out, "--keep", 1))
+    assert sorted(path.name for path in out.iterdir()) == ["30", "latest", "reshard.watch.jsonl", "strange"]
+    assert events(watch(run, out, "--keep", 1)) == []
+
+
+def test_what_reshard_did_not_write_is_neither_replaced_nor_removed(run, tmp_path):
+    out = tmp_path / "out"
+    (out / "10").mkdir(parents=True)
+    (out / "10" / "mine").write_text("x")
+    result = watch(run, out)
+    assert result.code == 1 and events(result)[0] == (10, "failed") and (20, "finished") in events(result)
+    assert (out / "10" / "mine").read_text() == "x"
+    (out / "latest").unlink()
+    (out / "latest").mkdir()
+    save(run, 30)
+    assert (30, "failed") in events(watch(run, out)) and (out / "latest").is_dir()
+
+
+def test_a_command_runs_after_each_step(run, tmp_path):
+    out, said = tmp_path / "out", tmp_path / "said"
+    assert watch(run, out, "--then", f'echo "$RESHARD_STEP $RESHARD_TARGET" >> {said}').code == 0
+    assert said.read_text().split() == ["10", str(out / "10"), "20", str(out / "20")]
+    save(run, 30)
+    failing = watch(run, out, "--then", "exit 3")
+    assert failing.code == 1 and (30, "failed") in events(failing) and "exit code 3" in failing.out
+    assert (30, "ran") in events(watch(run, out, "--then", "true"))
+
+
+def test_files_that_have_not_changed_are_one_file(run, tmp_path):
+    out = tmp_path / "out"
+    raw = bytearray((run / "step-20" / "__1_0.distcp").read_bytes())
+    assert watch(run, out, "--link-unchanged").code == 0
+    for name in os.listdir(out / "10"):
+        linked = (out / "10" / name).samefile(out / "20" / name)
+        assert linked == (name not in ("reshard.json", "reshard.digests")), name
+    assert reshard("verify", out / "10").code == reshard("verify", out / "20").code == 0
+    assert raw  # the source is untouched
+    # Removing the older one leaves the newer one whole.
+    shutil.rmtree(out / "10")
+    assert reshard("verify", out / "20").code == 0
+
+
+def test_a_file_that_differs_is_not_linked(tmp_path):
+    from reshard.runs.outputs import link_unchanged
+
+    for name, content in (("a", b"same"), ("b", b"same")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").write_bytes(content)
+        (tmp_path / name / "y").write_bytes(b"1" if name == "a" else b"2")
+        (tmp_path / name / "reshard.json").write_bytes(b"{}")
+    assert link_unchanged(tmp_path / "b", tmp_path / "a") == (1, 4)
+    assert (tmp_path / "b" / "y").read_bytes() == b"2" and not (tmp_path / "b" / "reshard.json").samefile(tmp_path / "a" / "reshard.json")
+    assert link_unchanged(tmp_path / "b", tmp_path / "a") == (0, 0)
+
+
+def test_parts_must_be_told_apart(tmp_path):
+    for part in ("actor", "critic"):
+        shutil.copytree(DCP, tmp_path / "run" / "global_step_5" / part)
+    out = tmp_path / "out"
+    refused = watch(tmp_path / "run", out)
+    assert refused.code == 2 and "--part" in refused.err
+    assert events(watch(tmp_path / "run", out, "--part", "actor"))[-1] == (5, "finished")
+    assert watch(tmp_path / "run", out, pattern="{part}-{step}").code == 0 and (out / "critic-5" / "config.json").exists()
+
+
+@pytest.mark.parametrize("into", ["out", "{step}/out", "{x}/{step}"])
+def test_into_needs_the_step_in_its_last_part(run, into):
+    with pytest.raises(RequestError, match="--into"):
+        next(library.watch(run, to="vllm", into=into))
+
+
+def test_a_torn_record_is_read(run, tmp_path):
+    out = tmp_path / "out"
+    watch(run, out)
+    record = out / "reshard.watch.jsonl"
+    record.write_bytes(record.read_bytes()[:-20])
+    assert events(watch(run, out)) == [(20, "converted"), (20, "finished")]
+    assert events(watch(run, out)) == []
+    record.write_text('[1]\n{"step": 1}\nnot JSON\n' + "[" * 100_000 + "\n")
+    assert {step for step, _ in events(watch(run, out))} == {10, 20}
+
+
+def test_it_goes_on_until_it_is_interrupted(run, tmp_path):
+    out = tmp_path / "out"
+    arguments = command("watch", run, *TO, "--into", out / "{step}", "--json", "--poll", 0.1)
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if json.loads(line)["event"] == "finished" and json.loads(line)["step"] == 20:
+                save(tmp_path / "incoming", 30)
+                (tmp_path / "incoming" / "step-30").rename(run / "step-30")
+            if json.loads(line)["event"] == "finished" and json.loads(line)["step"] == 30:
+                process.send_signal(signal.SIGINT)
+                break
+        assert process.wait(timeout=60) == 130
+    assert reshard("verify", out / "latest").code == 0
+
+
+# Each of these takes about a second; a campaign sets more.
+KILLS = int(os.environ.get("RESHARD_KILLS", "6"))
+
+
+def test_killed_at_random_moments_it_ends_with_the_same_outputs(tmp_path):
+    run, out, random_moment = tmp_path / "run", tmp_path / "out", random.Random(7)
+    for step in range(10, 60, 10):
+        save(run, step)
+    library.convert(library.plan(DCP, to="vllm", tp=2, model=MODEL), tmp_path / "alone")
+    expected = result_tree(tmp_path / "alone")
+    arguments = command("watch", run, *TO, "--into", out / "{step}", "--all", "--link-unchanged", "--keep", 3)
+    began = time.monotonic()
+    subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL)
+    seconds = time.monotonic() - began
+    for kill in range(KILLS):
+        if kill % 3 == 0:
+            shutil.rmtree(out)
+        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(random_moment.uniform(0.2, 1.0) * seconds)
+        process.kill()
+        process.wait()
+        # What has its final name is whole; the link points at such a one.
+        for path in out.glob("[0-9]*") if out.exists() else ():
+            if (path / "reshard.json").exists() and not (path / ".reshard").exists():
+                assert result_tree(path) == expected
+        if (out / "latest").is_symlink():
+            assert result_tree(out / "latest") == expected
+    subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL)
+    assert sorted(path.name for path in out.iterdir()) == ["30", "40", "50", "latest", "reshard.watch.jsonl"]
+    for step in ("30", "40", "50", "latest"):
+        assert result_tree(out / step) == expected
+        assert reshard("verify", out / step).code == 0
