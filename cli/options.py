@@ -311,6 +311,8 @@ def target(*, required: bool = True) -> Decorator[Any]:
         option("--keep-dtype", section=TARGET, multiple=True, metavar="GLOB", help="Do not cast tensors whose names match."),
         option("--dequantize", section=TARGET, is_flag=True, help="Dequantize weights to --dtype (default: bf16)."),
         option("--merge-adapter", section=TARGET, metavar="DIR", help="Merge the LoRA adapter of this PEFT directory into the weights."),
+        option("--quantize", section=TARGET, metavar="FORM", help="Quantize linear layers from bf16: fp8-block, mxfp4."),
+        option("--requantize", section=TARGET, metavar="FORM", help="Store quantized weights with the same values as fp8-block."),
         *_options_of_formats(),
     )
 

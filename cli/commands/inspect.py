@@ -22,6 +22,7 @@ from ..tables import bar_text, count_text, nbytes_text, shape_text, show, show_t
 
 if TYPE_CHECKING:
     from reshard.canonical.content import Content, Drop
+    from reshard.canonical.dequantization import QuantizedFamily
     from reshard.geometry.meshes import Distribution, Mesh
     from reshard.index.balance import ByteShare
     from reshard.index.fold import Fold
@@ -142,6 +143,17 @@ def document(opened: Checkpoint, tensors: list[Tensor] | None, view: TreeView) -
             }
             for each in opened.models
         ],
+        "quantized": [
+            {
+                "name": family.name,
+                "form": family.form,
+                "shape": list(family.shape),
+                "weights": family.weights,
+                "elements": family.elements,
+                "stored": [{"name": kind, "dtype": dtype, "shape": list(shape)} for kind, dtype, shape in family.stored],
+            }
+            for family in _quantized(opened)
+        ],
         "adapter": _adapter(opened),
         "tensor_count": len(index.tensors),
         "withheld_count": len(_withheld(opened)),
@@ -226,7 +238,14 @@ def _parameters(opened: Checkpoint) -> int:
     from reshard.plans import summary
 
     content = _content(opened)
-    return summary.parameter_count(content) if content else 0
+    return summary.parameter_count(content, opened.model_files.config) if content else 0
+
+
+def _quantized(opened: Checkpoint) -> tuple[QuantizedFamily, ...]:
+    from reshard.canonical.dequantization import quantized_families
+
+    content = _content(opened)
+    return quantized_families(content, opened.model_files.config) if content else ()
 
 
 def _withheld(opened: Checkpoint) -> tuple[Drop, ...]:
@@ -256,12 +275,32 @@ def _show_checkpoint(opened: Checkpoint, view: TreeView, model: str | None) -> N
         _show_shares(_shares(opened, view), view)
         return
     show_table(_kind_rows(opened), ("kind", "dtypes", "tensors", "elements", "bytes"))
+    _show_quantized(opened)
     for title, tensors in _sections(opened):
         show()
         if title:
             show(title)
         _show_tree(_fold_of(opened, tensors, view), view)
     _show_placements(index.tensors)
+
+
+def _show_quantized(opened: Checkpoint) -> None:
+    """The quantized weights: their shapes in elements, and how they are stored."""
+    families = _quantized(opened)
+    if not families:
+        return
+    show()
+    rows = [
+        (
+            family.name,
+            family.form,
+            shape_text(family.shape),
+            family.weights,
+            ", ".join(f"{kind} {dtype} {shape_text(shape)}" for kind, dtype, shape in family.stored),
+        )
+        for family in families
+    ]
+    show_table(rows, ("quantized weights", "form", "shape", "tensors", "each stored as"))
 
 
 def _show_answer(opened: Checkpoint, model: str | None) -> None:

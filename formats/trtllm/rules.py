@@ -55,7 +55,7 @@ def rules_for_sizes(model: Model, parallel: Parallel) -> EngineRules:
             do=f"Known models are {', '.join(MODEL_TYPES)}. Convert to hf, which current releases load",
         )
     fused_roles = {role for fusion in _FUSIONS for role in fusion.roles}
-    if unnamed := sorted({part.role for part in model.parts() if part.scale is None} - _NAMES.keys() - fused_roles):
+    if unnamed := sorted({part.role for part in model.parts() if not part.is_scale} - _NAMES.keys() - fused_roles):
         raise UnsupportedError(f"TensorRT-LLM's name for the {unnamed[0]} of {what} is not known", do="Convert to hf")
     if parallel.pp > model.dimensions["layers"]:
         raise RequestError(

@@ -37,8 +37,11 @@ _FUSIONS = (
 _GROUPS = dict.fromkeys(("ssm.b", "ssm.c", "ssm.conv_b", "ssm.conv_c"), Heads("ssm_groups", copies=True, only_one=True))
 _SCALES = tuple(ExtraTensor("attention.o", f"attn.{name}", 1.0, F32) for name in ("_k_scale", "_q_scale", "_v_scale", "_prob_scale"))
 # In the attention of a quantized model, -1 or a scale of 1 means "not given" (layers/quantization/kv_cache.py).
+_NOT_GIVEN = tuple(ExtraTensor("attention.o", f"attn.{name}_scale", -1.0, None) for name in ("q", "k", "v", "prob"))
 _PLACEHOLDERS = {
-    "fp8": tuple(ExtraTensor("attention.o", f"attn.{name}_scale", -1.0, None) for name in ("q", "k", "v", "prob")),
+    "fp8": _NOT_GIVEN,
+    "modelopt": _NOT_GIVEN,
+    "modelopt_fp4": _NOT_GIVEN,
     "compressed-tensors": (
         *(ExtraTensor("attention.o", f"attn.{name}_scale", 1.0, F32, (1,)) for name in ("q", "k", "v")),
         *(ExtraTensor("attention.o", f"attn.{name}_zero_point", 0.0, None, (1,)) for name in ("q", "k", "v")),
@@ -63,6 +66,7 @@ class VersionRules:
 def rules_for_target(model: Model, target: Target) -> EngineRules:
     """The rules of the target's version of vLLM. Raises RequestError if that version cannot load the files at the target's sizes."""
     version = target.engine_version or NEWEST
+    _check_packed(model)
     version_rules = _rules_of_version(model, version)
     if target.parallel.pp > 1 and not version_rules.release.has_stages:
         raise UnsupportedError(
@@ -76,6 +80,32 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
             do=f"Use vLLM {first_without_expert_map()} or newer, or leave out --ep",
         )
     return version_rules.rules
+
+
+def _check_packed(model: Model) -> None:
+    """Raises UnsupportedError for packed weights that vLLM does not load, or whose shape depends on the kernel that it chooses.
+
+    Source: vLLM 0.32, layers/quantization/auto_gptq.py, mxfp4.py (GptOssMxfp4MoEMethod.maybe_roundup_sizes), and compressed_tensors_moe.
+    """
+    if model.quantization is None:
+        return
+    config = model.config["quantization_config"]
+    if model.quantization.method == "gptq" and not config.get("sym", True):
+        raise UnsupportedError("the weights are quantized by GPTQ with zero points (sym: false), which vLLM does not load", do=_TO_HF)
+    experts = [weight for weight in model.weights.values() if weight.form and weight.role.startswith("expert.")]
+    form = experts[0].form if experts else None
+    is_same_for_all_kernels = form is None or form.unit == "FP8 block" or (form.name, form.codes.kind) == ("MXFP4", "weight_packed")
+    if is_same_for_all_kernels or form is None:
+        return
+    raise UnsupportedError(
+        f"the experts are stored in {form.name}",
+        where=experts[0].name,
+        why="The shapes in which vLLM holds them depend on the kernel that it chooses for the GPU at hand",
+        do=_TO_HF,
+    )
+
+
+_TO_HF = "Convert to hf, which vLLM loads as well, or add --dequantize"
 
 
 def notes(model: Model, target: Target) -> tuple[str, ...]:
@@ -153,4 +183,4 @@ def _extra_tensors(model: Model, release: Release, *, stores_normalizer: bool) -
     if release.attention_scales:
         yield from _SCALES
     if model.quantization and "kv_rank" not in model.dimensions:
-        yield from _PLACEHOLDERS[model.quantization.method]
+        yield from _PLACEHOLDERS.get(model.quantization.method, ())

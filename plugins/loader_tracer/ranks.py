@@ -119,6 +119,12 @@ class NoKernel:
 
     input_dtype = None
 
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Takes what the kernel takes."""
+
+    def input_quant_key(self) -> None:
+        """Its inputs are not quantized before it."""
+
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"this platform has no such kernel ({name})")
 

@@ -111,6 +111,22 @@ def loaded_rank(config: Any, case: Case, rank: int, recorder: Any, sources: dict
             yield LoadedRank(model, str(config.model_config.dtype).removeprefix("torch."), softened)
 
 
+def _no_kernel_class(*_: Any, **__: Any) -> type[NoKernel]:
+    return NoKernel
+
+
+# (module, function) that choose the kernels of packed weights.
+_PACKED_KERNELS = (
+    ("compressed_tensors.schemes.compressed_tensors_wNa16", "choose_mp_linear_kernel"),
+    ("compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4", "init_nvfp4_linear_kernel"),
+    ("compressed_tensors.schemes.compressed_tensors_w4a4_mxfp4", "init_mxfp4_linear_kernel"),
+    ("compressed_tensors.schemes.compressed_tensors_w8a8_mxfp8", "init_mxfp8_linear_kernel"),
+    ("modelopt", "select_linear_kernel"),
+    ("auto_gptq", "choose_mp_linear_kernel"),
+    ("auto_awq", "choose_mp_linear_kernel"),
+)
+
+
 @contextlib.contextmanager
 def without_kernels(softened: list[str]) -> Iterator[None]:
     """A context in which layers can be built although this platform lacks their kernels. What was missing is appended to `softened`."""
@@ -120,6 +136,9 @@ def without_kernels(softened: list[str]) -> Iterator[None]:
     soften(f"{quantization}.fp8", "init_fp8_linear_kernel", lambda *_, **__: NoKernel())
     soften(f"{quantization}.fp8", "select_fp8_moe_backend", lambda *_, **__: (None, None))
     soften(f"{quantization}.compressed_tensors.schemes.compressed_tensors_w8a8_fp8", "init_fp8_linear_kernel", lambda *_, **__: NoKernel())
+    for module, name in _PACKED_KERNELS:
+        is_class = name.startswith("choose")
+        soften(f"{quantization}.{module}", name, _no_kernel_class if is_class else NoKernel)
     moe = "vllm.model_executor.layers.fused_moe"
     soften(f"{moe}.unquantized_fused_moe_method", "select_unquantized_moe_backend", _first_moe_backend)
     soften("vllm.platforms.cpu", "CpuPlatform.get_attn_backend_cls", _dense_attention)
@@ -185,8 +204,31 @@ def kernel_choices(model: Any) -> Iterator[tuple[str, str]]:
         if kind == "UnquantizedFusedMoEMethod":
             if rounded := _rounded_by_a_kernel(module):
                 yield name, rounded
-        elif not kind.startswith("Unquantized"):
+        elif not kind.startswith("Unquantized") and _scheme_of(module, kind) not in _SAME_FOR_ALL_KERNELS:
             yield name, f"{kind} allocates it for the kernel of this platform"
+
+
+# Linear layers with packed weights, and scales of the KV cache, whose create_weights allocates the same tensors whatever the kernel is
+# (read in vLLM 0.32).
+_SAME_FOR_ALL_KERNELS = {
+    "CompressedTensorsKVCacheMethod",
+    "ModelOptKVCacheMethod",
+    "CompressedTensorsWNA16",
+    "CompressedTensorsW4A4Fp4",
+    "CompressedTensorsW4A4Mxfp4",
+    "CompressedTensorsW8A8Mxfp8",
+    "CompressedTensorsW4A4Mxfp4MoEMethod",
+    "AutoGPTQLinearMethod",
+    "AutoAWQLinearMethod",
+    "AutoAWQMarlinLinearMethod",
+    "ModelOptLinearMethod",
+}
+
+
+def _scheme_of(module: Any, kind: str) -> str:
+    """The class that allocates the weights of a linear layer."""
+    scheme = getattr(module, "scheme", None) if kind == "CompressedTensorsLinearMethod" else None
+    return type(scheme).__name__ if scheme else kind
 
 
 def _rounded_by_a_kernel(module: Any) -> str | None:

@@ -1,24 +1,28 @@
-"""Dequantization, described but not computed: each quantized weight gets its scales attached, and the scales are no longer tensors of the
-content. The values are computed when the weight is read.
+"""Dequantization, described but not computed: each quantized weight becomes one tensor of the model's shape, encoded in stored tensors
+that are no longer tensors of the content. The values are computed when the weight is read.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError, IncompleteError, RequestError
-from reshard.index.index import Scaling, Tensor
+from reshard.geometry.dtypes import BF16
+from reshard.index.index import EncodedPart, Encoding, Tensor
+from reshard.index.name_parts import family_of
 from reshard.models.model import Model
-from reshard.models.quantization import Quantization, quantization_of, unknown_quantization
+from reshard.models.quantization import quantization_of, unknown_quantization
+from reshard.models.quantized import Component, Quantization, StoredForm
 
 SETTING = "quantization_config"
 
 
-def with_scales_attached(content: Content, config: Mapping[str, Any] | None) -> Content:
-    """The content with the scales of quantized weights attached to them, and the model without quantization.
+def with_values(content: Content, config: Mapping[str, Any] | None) -> Content:
+    """The content with quantized weights as tensors of their values, and the model without quantization.
 
     Raises: RequestError if the config does not say how the weights are quantized, CheckpointError if a quantized weight has no scales or
     scales of another shape.
@@ -32,32 +36,70 @@ def with_scales_attached(content: Content, config: Mapping[str, Any] | None) -> 
             do="Leave it out" if method else "Leave it out, or give the model's own config with --model DIR",
         )
     tensors, drops = dict(content.tensors), list(content.drops)
-    for name, tensor in content.tensors.items():
-        scale_names = {scale: name.removesuffix("weight") + scale.kind for scale in quantization.scales}
-        if not name.endswith(".weight") or not any(scale_name in content.tensors for scale_name in scale_names.values()):
-            continue
-        for scale, scale_name in scale_names.items():
-            scales = tensors.pop(scale_name, None)
-            if scales is None:
-                raise IncompleteError("it is missing, although other scales of this weight are there", where=scale_name)
-            if scale.of_input:
-                drops.append(Drop(scale_name, scales.kind, scales.nbytes, "the activation scale of a layer that is no longer quantized"))
-            else:
-                tensors[name] = replace(tensor, scaling=_scaling(tensor, scales, scale.block_shape, scale.shape(tensor.shape)))
+    for weight, form in quantization.stored_weights(_element_types(content)):
+        names = form.names(weight)
+        _check_is_whole(names, tensors)
+        stored = {name: (component, tensors.pop(name)) for name, component in names.items()}
+        tensors[weight] = _encoded(weight, form, list(stored.values()))
+        for component, tensor in stored.values():
+            if reason := _UNUSED.get(component.use):
+                drops.append(Drop(tensor.name, tensor.kind, tensor.nbytes, reason))
     for name in [name for name in tensors if name.rpartition(".")[2] in {scale.kind for scale in quantization.cache_scales}]:
         scales = tensors.pop(name)
         drops.append(Drop(name, scales.kind, scales.nbytes, "a scale of the KV cache, which is no longer quantized"))
-    _check_all_are_scaled(tensors, quantization)
+    _check_all_have_scales(tensors, quantization)
     model = Model(content.model.architecture, without_quantization(content.model.config)) if content.model else None
-    return replace(content, tensors=tensors, drops=tuple(drops), model=model)
+    in_order = dict.fromkeys((*(name for name in content.tensors if name in tensors), *tensors))
+    return replace(content, tensors={name: tensors[name] for name in in_order}, drops=tuple(drops), model=model)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedFamily:
+    """Quantized weights that are alike but for the numbers of their layers and experts."""
+
+    name: str
+    """Their name, with # in place of numbers."""
+    form: str
+    """How they are stored, such as "MXFP4"."""
+    shape: tuple[int, ...]
+    """The shape of each, in elements."""
+    weights: int
+    """How many they are."""
+    stored: tuple[tuple[str, str, tuple[int, ...]], ...]
+    """(last word of the name, element type, shape) of each of the tensors in which one of them is stored."""
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of all of them."""
+        return self.weights * math.prod(self.shape)
+
+
+def quantized_families(content: Content, config: Mapping[str, Any] | None) -> tuple[QuantizedFamily, ...]:
+    """The quantized weights of a content, as the config describes them. Weights of which a component is missing are left out."""
+    quantization = quantization_of(config or {})
+    families: dict[tuple[object, ...], QuantizedFamily] = {}
+    for weight, form in quantization.stored_weights(_element_types(content)) if quantization else ():
+        names = form.names(weight)
+        if not names.keys() <= content.tensors.keys():
+            continue
+        tensors = [content.tensors[name] for name in names]
+        stored = tuple((each.kind, tensor.dtype.name, tensor.shape) for each, tensor in zip(names.values(), tensors, strict=True))
+        shape = _canonical_shape(form, tensors[0])
+        key = family_of(weight), form.name, shape, stored
+        known = families.get(key)
+        families[key] = QuantizedFamily(family_of(weight), form.name, shape, known.weights + 1 if known else 1, stored)
+    return tuple(families.values())
 
 
 def quantized_names(content: Content, config: Mapping[str, Any] | None) -> frozenset[str]:
-    """The names of the quantized weights and of their scales, whose dtypes must not be cast: the values would change."""
+    """The names of the tensors in which quantized weights are stored. Their dtypes must not be cast: the values would change."""
     quantization = quantization_of(config or {})
-    kinds = [scale.kind for scale in quantization.scales] if quantization else []
-    weights = {name: name.removesuffix(kind) + "weight" for name in content.tensors for kind in kinds if name.endswith("." + kind)}
-    return frozenset(name for pair in weights.items() for name in pair)
+    if quantization is None:
+        return frozenset()
+    weights = quantization.stored_weights(_element_types(content))
+    names = {name for weight, form in weights for name in form.names(weight)}
+    cached = {name for name in content.tensors if name.rpartition(".")[2] in {scale.kind for scale in quantization.cache_scales}}
+    return frozenset(names | cached)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,20 +107,80 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != SETTING}
 
 
-def _scaling(tensor: Tensor, scales: Tensor, block_shape: tuple[int | None, ...], shape: tuple[int, ...]) -> Scaling:
-    """The scaling of a weight by `scales`, which must have the shape `shape` or one element."""
-    if scales.shape != shape and scales.elements > 1:
-        raise CheckpointError(
-            f"its shape is {list(scales.shape)}, expected {list(shape)} for {tensor.name} {list(tensor.shape)}",
-            where=scales.name,
-            do="Give the model's own config with --model DIR",
-        )
-    return Scaling(scales, block_shape)
+_UNUSED: Mapping[str, str] = {
+    "input scale": "the activation scale of a layer that is no longer quantized",
+    "shape": "the shape of a weight that is no longer packed",
+}
 
 
-def _check_all_are_scaled(tensors: Mapping[str, Tensor], quantization: Quantization) -> None:
+def _element_types(content: Content) -> dict[str, str]:
+    return {name: tensor.dtype.name for name, tensor in content.tensors.items()}
+
+
+def _check_is_whole(names: Mapping[str, Component], tensors: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError if a component of a weight is not among the tensors."""
+    codes, *beside = names
+    missing = [name for name in beside if name not in tensors]
+    if missing and len(missing) == len(beside):
+        kinds = " or ".join(names[name].kind for name in beside if names[name].use != "input scale")
+        raise CheckpointError(f"it is stored as {tensors[codes].dtype}, but has no {kinds}", where=codes)
+    if missing:
+        raise IncompleteError("it is missing, although other scales of this weight are there", where=missing[0])
+
+
+def _encoded(weight: str, form: StoredForm, stored: list[tuple[Component, Tensor]]) -> Tensor:
+    """A weight as one tensor, encoded in the stored ones. Raises CheckpointError if one of them has another shape than its codes say."""
+    codes, parts = stored[0][1], []
+    canonical = _canonical_shape(form, codes)
+    shape = _swapped(canonical) if form.transposed else canonical
+    for component, tensor in stored:
+        if component.use in _UNUSED:
+            continue
+        expected = component.shape(shape)
+        if tensor.shape != expected and (tensor.elements > 1 or component is form.codes):
+            raise CheckpointError(
+                f"its shape is {list(tensor.shape)}, expected {list(expected)} for {codes.name} {list(codes.shape)}",
+                where=tensor.name,
+                do="Give the model's own config with --model DIR",
+            )
+        parts.append(_part(component, tensor, len(shape), form))
+    scale = next(tensor for component, tensor in stored if component.use == "scale")
+    dtype = scale.dtype if form.keeps_scale_type else BF16
+    return _over(parts[0], replace(codes, name=weight, shape=canonical, encoding=Encoding(form.name, tuple(parts), dtype)))
+
+
+def _canonical_shape(form: StoredForm, codes: Tensor) -> tuple[int, ...]:
+    """The shape of the model's own tensor, by that of its codes. Raises CheckpointError for codes without two axes."""
+    if len(codes.shape) < 2 + len(form.codes.packing.words if form.codes.packing else ()):
+        raise CheckpointError(f"its shape is {list(codes.shape)}; {form.name} weights have two axes or more", where=codes.name)
+    shape = form.codes.weight_shape(codes.shape)
+    return _swapped(shape) if form.transposed else shape
+
+
+def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
+def _part(component: Component, tensor: Tensor, ndim: int, form: StoredForm) -> EncodedPart:
+    stack = ndim - 2
+    if component.is_single or tensor.elements == 1:
+        return EncodedPart(tensor, component, (None,) * ndim, ())
+    axes = (0, 0) if component.is_vector else (stack + component.transposed, stack + 1 - component.transposed)
+    sizes = component.block_shape
+    if form.transposed:
+        axes, sizes = axes[::-1], sizes[::-1]
+    return EncodedPart(tensor, component, (*(1,) * stack, *sizes), (*range(stack), *axes))
+
+
+def _over(codes: EncodedPart, weight: Tensor) -> Tensor:
+    """The weight with the pieces of its codes, as boxes of the weight."""
+    shards, axes, grid = codes.tensor.shards, list(codes.axes), [size or 1 for size in codes.grid]
+    return replace(weight, shards=shards.replaced(offsets=shards.offsets[:, axes] * grid, sizes=shards.sizes[:, axes] * grid))
+
+
+def _check_all_have_scales(tensors: Mapping[str, Tensor], quantization: Quantization) -> None:
     """Raises CheckpointError for a weight that is stored in FP8 without scales."""
     for name, tensor in tensors.items():
-        if tensor.dtype.name.startswith("F8") and tensor.scaling is None:
-            kinds = " or ".join(scale.kind for scale in quantization.scales if not scale.of_input)
+        if tensor.dtype.name.startswith("F8") and tensor.encoding is None:
+            kinds = " or ".join(each.kind for form in quantization.forms for each in form.beside if each.use == "scale")
             raise CheckpointError(f"it is stored as {tensor.dtype}, but has no {kinds}", where=name)

@@ -230,7 +230,7 @@ class _Merge:
 
     def _add(self, tile: Tile, update: Update, factor: Tensor) -> None:
         tensor = self.tensors.get(tile.name) or self.base.tensors[tile.name]
-        if not tensor.dtype.floating or (tensor.dtype.itemsize == 1 and tensor.scaling is None):
+        if tensor.encoding is None and (not tensor.dtype.floating or tensor.dtype.itemsize == 1):
             raise RequestError(
                 f"--merge-adapter: it is quantized ({tensor.dtype})",
                 where=tile.name,

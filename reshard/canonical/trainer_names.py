@@ -125,7 +125,7 @@ class Places:
     @cached_property
     def arrays(self) -> dict[str, Mosaic]:
         """Stored name -> the weights in it, in the published order of rows."""
-        parts = {(part.role, part.layer): part for part in self.model.parts() if part.parameter == "weight" and part.scale is None}
+        parts = {(part.role, part.layer): part for part in self.model.parts() if part.parameter == "weight" and part.component is None}
         found: dict[str, Mosaic] = {}
         for name, roles in self.table.rows.items():
             for layer in range(self.model.dimensions["layers"]) if "{layer}" in name else (None,):

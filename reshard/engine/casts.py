@@ -78,13 +78,14 @@ def _integers(block: Block, source: DType, target: DType, out: Block | None) -> 
     return result
 
 
-def scaled(block: Block, source: DType, factors: npt.NDArray[np.float32], target: DType) -> Block:
-    """The values of quantized elements: multiplied by `factors` in float32 and cast once.
+def decoded(codes: Block, zeros: Block | None, factors: Block, target: DType) -> Block:
+    """The values of quantized elements, (code - zero point) * factor: computed in float32 and cast once. All are float32 arrays; numpy
+    broadcasts the others to the codes. The differences of codes of at most 8 bits are exact.
 
-    factors: an array that numpy broadcasts to the block. Source: DeepSeek's fp8_cast_bf16.py and transformers do the same.
+    Source: DeepSeek's fp8_cast_bf16.py, transformers, compressed-tensors, GPTQModel and AutoAWQ give the same bits.
     """
     with np.errstate(all="ignore"):
-        values = cast(block, source, F32).view("<f4") * factors
+        values = np.ascontiguousarray((codes if zeros is None else codes - zeros) * factors)
     if target == F32:
         values[np.isnan(values)] = np.nan
     return cast(values.view(F32.word), F32, target)

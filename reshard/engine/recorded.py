@@ -40,7 +40,7 @@ class SourceCheck:
         elif tensor.updates:
             # The blocks were hashed after the update.
             self._merged += 1
-        elif route.is_cast or tensor.scaling:
+        elif route.is_cast or tensor.encoding or tensor.derivation:
             # The blocks were hashed after the cast.
             self._cast += 1
         else:

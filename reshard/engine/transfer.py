@@ -97,6 +97,8 @@ class SlabPieces:
     """The tensor."""
     of_pieces: tuple[SlabPiece, ...]
     """One for each piece, primary pieces first."""
+    wants_many_lines: bool = False
+    """Whether few lines would be read in short runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ def strips(box: Box, *sides: HasPieces) -> Iterator[tuple[Strip, list[SlabPieces
         slab_pieces = [side.within(slab, axis) for side in sides]
         lines = slab.sizes[axis] if slab.sizes else 1
         # Transposed pieces are read and written fastest in long runs, which only many lines have.
-        is_transposed = any(piece.is_transposed for each in slab_pieces for piece in each.of_pieces)
+        is_transposed = any(each.wants_many_lines or any(piece.is_transposed for piece in each.of_pieces) for each in slab_pieces)
         step = lines if is_transposed else max(1, elements // math.prod(slab.sizes[axis + 1 :]))
         for start in range(0, lines, step):
             yield Strip(slab, axis, start, min(start + step, lines)), slab_pieces

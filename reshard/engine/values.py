@@ -1,72 +1,146 @@
-"""Values: the elements of a tensor in a given element type. Each box is gathered, multiplied by its scales if it has any, updated by a
-merged adapter if there is one, and cast."""
+"""Values: the elements of a tensor in a given element type. Each box is gathered, decoded if the tensor is quantized, updated by a merged
+adapter if there is one, and cast."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from reshard.engine.casts import cast, scaled
-from reshard.engine.transfer import Block, FileRange, Pieces, SlabPieces, Strip, Worker
+from reshard.engine.casts import cast, decoded
+from reshard.engine.recipes.recipe import NotRepresentable
+from reshard.engine.recipes.table import RECIPES
+from reshard.engine.transfer import Block, FileRange, Pieces, SlabPieces, Strip, Worker, strips
+from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
-from reshard.geometry.dtypes import F32, DType
+from reshard.geometry.dtypes import E8M0, F32, DType
 from reshard.geometry.low_rank import Float32, add_products, row_lengths
-from reshard.index.index import Scaling, Tensor, Update
+from reshard.index.index import Derivation, EncodedPart, Encoding, Tensor, Update
 
+# The number of elements that are decoded at once, so that their float32 values stay in a processor's cache.
+_DECODED = 1 << 16
 # The most elements of a factor that stay in memory while a tensor is read.
 _MOST_KEPT = 1 << 20
+
+_TERMS = ("codes", "zero point")
 
 
 class Values:
     """The values of a tensor in the element type `dtype`. Several workers may read it."""
 
     def __init__(self, tensor: Tensor, dtype: DType) -> None:
-        self._tensor, self._dtype, self._pieces = tensor, dtype, Pieces(tensor)
-        self._scales = Pieces(tensor.scaling.scales) if tensor.scaling else None
+        self._tensor, self._dtype = tensor, dtype
+        self._stored = [Pieces(stored) for stored in tensor.stored]
         self._products = [_Product(update) for update in tensor.updates]
         self.itemsize = max(dtype.itemsize, *(stored.itemsize for stored in tensor.dtypes))
 
     def within(self, slab: Box, axis: int) -> SlabPieces:
         """What the pieces of the tensor hold of a slab. Raises CheckpointError as `Pieces.within` does."""
-        return self._pieces.within(slab, axis)
+        if self._tensor.derivation:
+            return SlabPieces(self._tensor, (), wants_many_lines=True)  # whole blocks are read at once
+        if self._tensor.encoding is None:
+            return self._stored[0].within(slab, axis)
+        axes = self._tensor.encoding.parts[0].axes
+        return SlabPieces(self._tensor, (), wants_many_lines=axes != tuple(sorted(axes)))
 
     def ranges(self, box: Box, gap: int) -> Iterator[FileRange]:
-        """The file ranges that hold the values of a box. gap: as for `Pieces.ranges`."""
-        yield from self._pieces.ranges(box, gap)
-        if self._scales is not None and self._tensor.scaling is not None:
-            yield from self._scales.ranges(self._tensor.scaling.box_of(box), gap)
+        """The file ranges that hold the values of a box, as far as they are known before it is read. gap: as for `Pieces.ranges`."""
+        if self._tensor.derivation:
+            return  # the tiles that a recipe needs are known when it computes
+        parts = self._tensor.encoding.parts if self._tensor.encoding else (None,)
+        for part, pieces in zip(parts, self._stored, strict=True):
+            yield from pieces.ranges(part.box_of(box) if part else box, gap)
 
     def read(self, worker: Worker, pieces: SlabPieces, strip: Strip, out: Block | None = None) -> Block:
         """The values of a strip, as an array of lines: `out`, or an array that may be a view of the worker's buffers, which its next read
         overwrites.
 
-        Raises: CheckpointError as `Worker.read` does.
+        Raises: CheckpointError as `Worker.read` does, or if a quantized tensor is stored in groups of another order.
         """
+        source, encoding, derivation = self._tensor.dtype, self._tensor.encoding, self._tensor.derivation
+        if derivation:
+            assert source == self._dtype, "what is computed by a recipe is not cast"
+            computed = self._computed(worker, derivation, strip.box).reshape(strip.sizes)
+            if out is None:
+                return computed
+            out[...] = computed
+            return out
         if self._products:
             # A copy, because the factors are read into the worker's buffers.
-            values = self._stored(worker, pieces, strip, F32).copy().view(np.float32).reshape(strip.box.sizes)
+            values = self._values(worker, pieces, strip, F32).copy().view(np.float32).reshape(strip.box.sizes)
             self._update(worker, strip.box, values)
             result = cast(values.view(F32.word), F32, self._dtype).reshape(strip.sizes)
-        elif self._scales is None and self._tensor.dtype == self._dtype:
+        elif encoding is None and source == self._dtype:
             return worker.read(pieces, strip, out)
         else:
-            result = self._stored(worker, pieces, strip, self._dtype)
+            result = self._values(worker, pieces, strip, self._dtype)
         if out is None:
             return result
         out[...] = result
         return out
 
-    def _stored(self, worker: Worker, pieces: SlabPieces, strip: Strip, dtype: DType) -> Block:
-        """The stored values of a strip, without updates."""
-        source, scaling = self._tensor.dtype, self._tensor.scaling
-        if self._scales is None or scaling is None:
-            return cast(worker.read(pieces, strip), source, dtype, worker.converted(strip.sizes, dtype))
-        box = strip.box
-        scales_box = scaling.box_of(box)
-        scales = cast(worker.gather(self._scales, scales_box), scaling.scales.dtype, F32).copy()
-        factors = _factors(scales.view(np.float32), scaling, scales_box, box)
-        return scaled(worker.read(pieces, strip).reshape(box.sizes), source, factors, dtype).reshape(strip.sizes)
+    def _values(self, worker: Worker, pieces: SlabPieces, strip: Strip, dtype: DType) -> Block:
+        """The values of a strip in an element type, without updates."""
+        if self._tensor.encoding is None:
+            return cast(worker.read(pieces, strip), self._tensor.dtype, dtype, worker.converted(strip.sizes, dtype))
+        values = worker.converted(strip.sizes, dtype)
+        self._decode(worker, self._tensor.encoding, strip.box, values.reshape(strip.box.sizes), dtype)
+        return values
+
+    def whole(self, worker: Worker, box: Box) -> Block:
+        """The values of a box, as a new array."""
+        result, done = np.empty(box.sizes, self._dtype.word), 0
+        flat = result.reshape(-1)
+        for strip, (pieces,) in strips(box, self):
+            volume = math.prod(strip.sizes)
+            self.read(worker, pieces, strip, flat[done : done + volume].reshape(strip.sizes))
+            done += volume
+        return result
+
+    def _computed(self, worker: Worker, derivation: Derivation, box: Box) -> Block:
+        """A box of a component, computed tile by tile from the weight's values."""
+        recipe, component, shape = RECIPES[derivation.recipe], derivation.component, derivation.weight.shape
+        values, result = Values(derivation.weight, recipe.dtype), np.empty(box.sizes, self._dtype.word)
+        grid = tuple(size or 1 for size in component.grid)
+        for tile in recipe.tiles(shape, [range(a * g, b * g) for a, b, g in zip(box.offsets, box.stops, grid, strict=True)]):
+            try:
+                made = recipe.codes_and_scales(values.whole(worker, tile))[component.is_scale]
+            except NotRepresentable as reason:
+                raise CheckpointError(
+                    f"the values of {tile} {reason}",
+                    where=derivation.weight.name,
+                    why=f"The recipe {derivation.recipe} writes the same values in another form, or nothing",
+                    do="Dequantize the checkpoint with --dequantize, and quantize the result with --quantize",
+                ) from None
+            first = [start // g for start, g in zip(tile.offsets, grid, strict=True)]
+            lows = [max(a, b) for a, b in zip(first, box.offsets, strict=True)]
+            highs = [min(a + n, b) for a, n, b in zip(first, made.shape, box.stops, strict=True)]
+            inner = tuple(slice(low - a, high - a) for low, high, a in zip(lows, highs, first, strict=True))
+            result[tuple(slice(low - a, high - a) for low, high, a in zip(lows, highs, box.offsets, strict=True))] = made[inner]
+        return result
+
+    def _decode(self, worker: Worker, encoding: Encoding, box: Box, out: Block, dtype: DType) -> None:
+        """Compute the values of a box of a quantized tensor in an element type."""
+        stored = [
+            (part, box_of, worker.gather(pieces, box_of).copy())
+            for part, pieces in zip(encoding.parts, self._stored, strict=True)
+            for box_of in (part.box_of(box),)
+        ]
+        for part, at, words in stored:
+            if part.component.use == "group index":
+                _check_order(part, encoding, at, words)
+        for inner in _runs(box):
+            values = {part.component.use: _values(part, at, words, inner) for part, at, words in stored if part.component.use in _TERMS}
+            factors: Block = np.ones((1,) * len(box.sizes), np.float32)
+            with np.errstate(all="ignore"):
+                for part, at, words in stored:
+                    if part.component.use == "scale":
+                        factors = factors * _values(part, at, words, inner)
+                    elif part.component.use == "divisor":
+                        factors = factors / _values(part, at, words, inner)
+            out[inner.relative_to(box.offsets).index] = decoded(values["codes"], values.get("zero point"), factors, dtype)
 
     def _update(self, worker: Worker, box: Box, values: Float32) -> None:
         """Apply the updates to the values of a box."""
@@ -87,8 +161,8 @@ class Values:
         """The factor of each row of a box with DoRA: its magnitude by the length of the whole row. updated: the values of the box."""
         rows = Box((box.offsets[0], 0), (box.sizes[0], self._tensor.shape[1]))
         if rows != box:
-            stored = cast(worker.gather(self._pieces, rows), self._tensor.dtype, F32).copy().view(np.float32)
-            updated = stored + product.of(worker, rows)
+            base = Values(replace(self._tensor, updates=()), F32).whole(worker, rows).view(np.float32)
+            updated = base + product.of(worker, rows)
         return product.magnitude(worker, box) / row_lengths(updated)[:, None]
 
 
@@ -138,12 +212,57 @@ def _gathered(worker: Worker, pieces: Pieces, box: Box) -> Float32:
     return cast(worker.gather(pieces, box), dtype, F32).copy().view(np.float32)
 
 
-def _factors(scales: Block, scaling: Scaling, scales_box: Box, box: Box) -> Block:
-    """The scales of a box of elements, as an array that numpy broadcasts to the elements."""
-    if scales.ndim != len(box.sizes):
-        return scales.reshape((1,) * len(box.sizes))
-    for axis, step in enumerate(scaling.block_shape):
-        if step is not None and step > 1:
-            indices = np.arange(box.offsets[axis], box.stops[axis]) // step - scales_box.offsets[axis]
-            scales = np.take(scales, indices, axis=axis)
-    return scales
+def _runs(box: Box) -> Iterator[Box]:
+    """A box in parts of consecutive lines, with few elements each."""
+    axis = next((axis for axis, size in enumerate(box.sizes) if size > 1), 0)
+    lines = max(1, _DECODED // max(1, math.prod(box.sizes[axis + 1 :])))
+    for start in range(0, box.sizes[axis], lines):
+        yield box.narrow(axis, start, min(start + lines, box.sizes[axis]))
+
+
+def _values(part: EncodedPart, stored_box: Box, words: Block, box: Box) -> Block:
+    """The values of a component for a box of elements, in float32, as an array that numpy broadcasts to the elements.
+
+    words: what the stored tensor holds of `stored_box`.
+    """
+    packing = part.component.packing
+    if not part.axes:
+        return component_values(part, words).reshape((1,) * len(box.sizes))
+    within = part.box_of(box)
+    words = words[within.relative_to(stored_box.offsets).index]
+    if packing is None:
+        values = component_values(part, words)
+    else:
+        assert part.packed_axis is not None
+        values = packing.unpacked(words, part.packed_axis)
+    values = values.transpose(part.axes)
+    for axis, (size, step) in enumerate(zip(part.block_shape, part.grid, strict=True)):
+        if size is None:
+            continue
+        first = box.offsets[axis] // (step or 1) * ((step or 1) // size)
+        start, stop = box.offsets[axis], box.stops[axis]
+        if size == 1:
+            values = values[(slice(None),) * axis + (slice(start - first, stop - first),)]
+        else:
+            values = np.take(values, np.arange(start, stop) // size - first, axis=axis)
+    return values
+
+
+def component_values(part: EncodedPart, words: Block) -> Block:
+    """The values of a component that is not packed, in float32. words: elements of the stored tensor."""
+    dtype = E8M0 if part.component.exponents else part.tensor.dtype
+    return cast(np.ascontiguousarray(words).view(dtype.word), dtype, F32).view(np.float32)
+
+
+def _check_order(part: EncodedPart, encoding: Encoding, box: Box, words: Block) -> None:
+    """Raises CheckpointError if input features are in other groups than the runs of neighbours."""
+    size = next(size for each in encoding.parts if each.component.use == "scale" for size in each.block_shape[-1:])
+    features = np.arange(box.offsets[0], box.stops[0])
+    expected = features // size if size else features * 0
+    if not np.array_equal(words.view(np.int32), expected):
+        raise CheckpointError(
+            "its input features are not in groups of neighbours (act-order)",
+            where=part.tensor.name,
+            why="The values would be multiplied by the scales of other groups",
+            do="Quantize the model without act-order (desc_act), or load it with the library that wrote it",
+        )

@@ -22,6 +22,8 @@ def bad_numbers(measured: Sequence[Measured]) -> Iterator[Finding]:
         if tensor.kind == "state":
             continue  # the run's own; a mask may be infinite
         what = "" if tensor.kind == "weight" else f" of its {tensor.kind}"
+        if is_scale(tensor.name) and not tensor.dtype.floating:
+            continue  # exponents, or integers that quantized.py knows how to read
         if is_scale(tensor.name):
             counts = {"NaN": statistics.nan, "infinite": statistics.inf, "zero": statistics.zeros, "negative": statistics.negatives}
             if faulty := ", ".join(f"{count:,} are {word}" for word, count in counts.items() if count):

@@ -131,7 +131,8 @@ _ROWS = (
         "Check the load balance of the router",
     ),
     # Quantization.
-    FindingKind("missing-scale", "error", "A weight is stored in 8 bits, and no scale is stored for it.", _COPY),
+    FindingKind("missing-scale", "error", "A weight is quantized, and a scale or zero point of it is not stored.", _COPY),
+    FindingKind("zero-groups", "warning", "`--deep`: all elements that share a scale are zero.", "Check the weights that were quantized"),
     FindingKind("bad-scale", "error", "`--deep`: a scale is NaN, infinite, zero or negative.", "Quantize the model again"),
     # Two saves.
     FindingKind("never-moved", "warning", "`--since`: a matrix has the same bits in both checkpoints.", "Check that it gets gradients"),

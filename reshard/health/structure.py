@@ -15,7 +15,8 @@ from reshard.health.findings import Finding, found, of_error
 from reshard.index.coverage import check_coverage
 from reshard.index.index import Index, Tensor
 from reshard.index.name_parts import family_of, is_scale, layer_of
-from reshard.models.model import Model, ModelWeight
+from reshard.models.model import Model
+from reshard.models.quantization import quantization_of
 from reshard.storage.files import Files, read_range
 
 _STEP_WORDS: Mapping[str, str] = {"F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8"}
@@ -72,11 +73,11 @@ def config_shapes(weights: Mapping[str, Tensor], model: Model | None, config: Ma
         return
     for name, weight in expected.items():
         tensor = weights.get(name)
-        if tensor is not None and tensor.shape != weight.shape and not (weight.scale and tensor.elements == 1):
+        if tensor is not None and tensor.shape != weight.shape and not (weight.is_scale and tensor.elements == 1):
             yield found("wrong-shape", f"its shape is {list(tensor.shape)}, the config says {list(weight.shape)}", tensor=name)
     tied = {model.architecture.tied[0]} if model.is_tied else set()
     unknown = [name for name in weights if name not in expected and name not in tied and not model.reason_to_drop(name)]
-    missing = [name for name, weight in expected.items() if name not in weights and not weight.optional and weight.scale is None]
+    missing = [name for name, weight in expected.items() if name not in weights and not weight.optional and not weight.is_scale]
     kind = f"a {model.architecture.model_type} model"
     if missing and sum(weights[name].elements for name in unknown) >= sum(math.prod(expected[name].shape) for name in missing):
         detail = f"{plural(len(unknown), 'weight')}, such as {unknown[0]}, have other names than {kind} has, such as {missing[0]}"
@@ -110,24 +111,24 @@ def mixed_dtypes(weights: Mapping[str, Tensor]) -> Iterator[Finding]:
             yield found("mixed-dtypes", detail, tensor=tensor.name)
 
 
-def missing_scales(weights: Mapping[str, Tensor], model: Model | None, config: Mapping[str, Any] | None) -> Iterator[Finding]:
+def missing_scales(weights: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> Iterator[Finding]:
     """Scales that belong to quantized weights and are not there: those that the config describes, else any that other weights have."""
-    if model is not None and model.quantization is not None:
-        expected = {scale: weight.name for weight in model.weights.values() for scale in _scale_names(weight)}
-    else:
-        modules = {name.rpartition(".")[0] for name in weights if is_scale(name)}
-        eight_bit = [name for name, tensor in weights.items() if name.endswith(".weight") and tensor.dtype.name.startswith("F8")]
-        quantized = modules or (config or {}).get("quantization_config")
-        lacking = [name for name in eight_bit if name.removesuffix(".weight") not in modules] if quantized else []
-        expected = {name.removesuffix("weight") + "weight_scale": name for name in lacking}
-    for scale, name in expected.items():
-        tensor = weights.get(name)
-        if scale not in weights and tensor is not None and tensor.dtype.name.startswith("F8"):
-            yield found("missing-scale", f"{name} is stored as {tensor.dtype}, and this scale is in no file", tensor=scale)
-
-
-def _scale_names(weight: ModelWeight) -> Iterator[str]:
-    return (weight.name.removesuffix("weight") + scale.kind for scale in weight.scales)
+    quantization = quantization_of(config or {})
+    if quantization is not None:
+        types = {name: tensor.dtype.name for name, tensor in weights.items()}
+        for weight, form in quantization.stored_weights(types):
+            codes, *beside = form.names(weight)
+            for name in (name for name in beside if name not in weights):
+                yield found(
+                    "missing-scale", f"{codes} is stored as {form.name}, and this {form.names(weight)[name].use} is in no file", tensor=name
+                )
+        return
+    modules = {name.rpartition(".")[0] for name in weights if is_scale(name)}
+    eight_bit = [name for name, tensor in weights.items() if name.endswith(".weight") and tensor.dtype.name.startswith("F8")]
+    if modules or (config or {}).get("quantization_config"):
+        for name in (name for name in eight_bit if name.removesuffix(".weight") not in modules):
+            detail = f"{name} is stored as {weights[name].dtype}, and this scale is in no file"
+            yield found("missing-scale", detail, tensor=name.removesuffix("weight") + "weight_scale")
 
 
 def uneven_steps(index: Index, files: Files) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from reshard.geometry.light_dataclass import light_dataclass
 from reshard.geometry.meshes import Distribution, Mesh
 from reshard.geometry.quantities import plural
 from reshard.index.shards import Shards
+from reshard.models.quantized import BlockShape, Component
 
 Kind = Literal["weight", "buffer", "adapter", "other", "master", "moment1", "moment2", "step", "state"]
 """What a tensor is for in the training run. (A *role* is what a weight does in the model, such as attention.q.)"""
@@ -47,15 +48,25 @@ class Tensor:
     """Its pieces."""
     distribution: Distribution | None = None
     """How it was distributed on the run's mesh; None if the files do not say."""
-    scaling: Scaling | None = None
-    """The scales that turn its quantized elements into values; None if it is not quantized, or is copied without dequantization."""
+    encoding: Encoding | None = None
+    """The stored tensors that its values are computed from; None if it is stored as its elements, or is copied without dequantization."""
+    derivation: Derivation | None = None
+    """The weight from whose values it is computed, if it is a component of a weight that is being quantized."""
+
     updates: tuple[Update, ...] = ()
     """What a merged adapter adds to its values."""
 
     @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """The tensors that are read for it: itself, those of its encoding, or those of the weight that it is computed from."""
+        if self.derivation:
+            return self.derivation.weight.stored
+        return tuple(part.tensor for part in self.encoding.parts) if self.encoding else (self,)
+
+    @property
     def dtypes(self) -> tuple[DType, ...]:
-        """The element types that are read for it: its own, that of its scales, and float32 if values are computed."""
-        return (self.dtype, *((self.scaling.scales.dtype,) if self.scaling else ()), *((F32,) if self.updates else ()))
+        """The element types that are read for it, and float32 if values are computed."""
+        return (self.dtype, *(tensor.dtype for tensor in self.stored), *((F32,) if self.updates else ()))
 
     @property
     def elements(self) -> int:
@@ -85,24 +96,74 @@ def element_count(tensors: Iterable[Tensor]) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scaling:
-    """The scales of a quantized tensor: an element times its scale is its value."""
+class EncodedPart:
+    """One of the stored tensors of a quantized tensor."""
 
-    scales: Tensor
-    """The tensor of scales."""
-    block_shape: tuple[int | None, ...]
-    """Elements per scale along each axis; None: one scale for the whole axis."""
+    tensor: Tensor
+    """The stored tensor."""
+    component: Component
+    """What it is for, and how its values are packed."""
+    block_shape: BlockShape
+    """Elements of the quantized tensor per value, along each axis. None: one value for the whole axis."""
+    axes: tuple[int, ...]
+    """For each axis of the quantized tensor, the axis of the stored tensor. Empty if the stored tensor is one number."""
+
+    def __repr__(self) -> str:
+        return f"EncodedPart({self.component.use}, {self.tensor!r})"
+
+    @property
+    def packed_axis(self) -> int | None:
+        """The axis of the stored tensor along which several values share a word."""
+        packing = self.component.packing
+        return len(self.axes) - 2 + (packing.axis ^ self.component.transposed) if packing else None
+
+    @property
+    def grid(self) -> BlockShape:
+        """Elements of the quantized tensor per stored element, along each of its axes."""
+        count = self.component.packing.count if self.component.packing else 1
+        at = self.packed_axis
+        return tuple(size * count if size and axis == at else size for size, axis in zip(self.block_shape, self.axes, strict=True))
 
     def box_of(self, box: Box) -> Box:
-        """The box of the scales that belong to a box of elements; all scales if they have another number of axes."""
-        shape = self.scales.shape
-        if len(shape) != len(box.sizes):
+        """The box of the stored tensor that belongs to a box of elements: all of it, if it is one number."""
+        shape = self.tensor.shape
+        if not self.axes:
             return Box.whole(shape)
-        spans = [
-            (0, 1) if step is None else (start // step, -(-stop // step))
-            for step, start, stop in zip(self.block_shape, box.offsets, box.stops, strict=True)
-        ]
-        return Box(tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans))
+        starts, stops = [0] * len(shape), list(shape)
+        for size, axis, start, stop in zip(self.grid, self.axes, box.offsets, box.stops, strict=True):
+            if size is not None:
+                starts[axis], stops[axis] = start // size, -(-stop // size)
+        return Box(tuple(starts), tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoding:
+    """How the values of a quantized tensor follow from stored tensors."""
+
+    name: str
+    """What the form is called, such as "MXFP4"."""
+    parts: tuple[EncodedPart, ...]
+    """The stored tensors: the codes, then their scales and zero points."""
+    dtype: DType
+    """The element type of the values, unless another one is asked for."""
+
+    def __repr__(self) -> str:
+        return f"Encoding({self.name}, {plural(len(self.parts), 'part')})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Derivation:
+    """How a component of a quantized weight follows from the weight's values."""
+
+    weight: Tensor
+    """The weight [out, in]."""
+    recipe: str
+    """The name of the recipe, one of engine/recipes."""
+    component: Component
+    """Which component it is."""
+
+    def __repr__(self) -> str:
+        return f"Derivation({self.recipe}, {self.component.kind} of {self.weight.name})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,7 +24,8 @@ from reshard.geometry.light_dataclass import light_dataclass
 from reshard.geometry.mosaics import Mosaic, joined
 from reshard.models.architecture import Architecture, Dimension, LayerRule, Weight
 from reshard.models.config_values import entries, value_at, whole_number
-from reshard.models.quantization import BlockShape, Quantization, Scale, quantization_of
+from reshard.models.quantization import quantization_of
+from reshard.models.quantized import BlockShape, Component, Quantization, StoredForm
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import ROLES, Split
 
@@ -49,10 +50,23 @@ class ModelWeight:
     """The index of its expert; None outside of the experts."""
     optional: bool = False
     """Whether a checkpoint may lack it."""
-    scales: tuple[Scale, ...] = ()
-    """The scales that are stored beside it."""
-    scale: Scale | None = None
-    """If this tensor is itself a scale: which scale. None: it is not a scale."""
+    form: StoredForm | None = None
+    """How it is stored if it is quantized; None: as its elements."""
+    component: Component | None = None
+    """If it is quantized: which of the tensors of its form this one is. Also for a scale of the KV cache."""
+
+    @property
+    def is_scale(self) -> bool:
+        """Whether it stands beside the elements of a quantized weight: its scales, its zero points."""
+        return self.component is not None and self.component.is_scale
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of the weight; 0 for what stands beside them."""
+        packing = self.component.packing if self.component else None
+        if self.is_scale:
+            return 0
+        return math.prod(self.shape) // math.prod(packing.words) * packing.count if packing else math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,14 +100,24 @@ class Part:
     split: Split
     """How tensor-parallel ranks share it."""
     block_shape: BlockShape
-    """Weight elements per element of the array, along each axis: 1 for a weight, more for a block scale. None: one element of the array
-    belongs to the whole axis of the weight, and the array is not cut along that axis."""
-    blocks: BlockShape | None = None
-    """If block scales are stored beside this weight: weight elements per scale, along each axis. None: there are no block scales."""
-    scale: Scale | None = None
-    """If the part is itself a scale: which scale. None: it is not a scale."""
+    """Weight elements per element of the array, along each axis: 1 for a weight, more for packed codes and block scales. None: one element
+    of the array belongs to the whole axis of the weight, and the array is not cut along that axis."""
+    form: StoredForm | None = None
+    """How the weight is stored if it is quantized; None: as its elements."""
+    component: Component | None = None
+    """If it is quantized: which of the tensors of its form this part is of. Also for a scale of the KV cache."""
     dimensions: Mapping[str, int] = field(default_factory=dict, compare=False)
     """The dimensions in its layer, which give the number of its heads."""
+
+    @property
+    def is_scale(self) -> bool:
+        """Whether it stands beside the elements of a quantized weight: its scales, its zero points."""
+        return self.component is not None and self.component.is_scale
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Weight elements along each axis that ranks do not separate."""
+        return self.form.blocks if self.form and not self.is_scale else ()
 
     @property
     def layer_pattern(self) -> str:
@@ -103,8 +127,8 @@ class Part:
     def is_like(self, other: Part) -> bool:
         """Whether the two differ only in their layer, their expert and the name of their tensor."""
         return (
-            (self.role, self.parameter, self.split, self.block_shape, self.blocks, self.scale)
-            == (other.role, other.parameter, other.split, other.block_shape, other.blocks, other.scale)
+            (self.role, self.parameter, self.split, self.block_shape, self.form, self.component)
+            == (other.role, other.parameter, other.split, other.block_shape, other.form, other.component)
         ) and self.array.is_like(other.array)
 
 
@@ -368,7 +392,7 @@ class Model:
                 rows.setdefault(weight.layer, []).append(weight)
         kinds: dict[tuple[object, ...], list[int]] = {}
         for layer, weights in rows.items():
-            form = tuple((w.pattern, w.role, w.expert, w.shape, w.declared.split, w.scales, w.scale) for w in weights)
+            form = tuple((w.pattern, w.role, w.expert, w.shape, w.declared.split, w.form, w.component) for w in weights)
             kinds.setdefault((id(self.dimensions_in(layer)), *form), []).append(layer)
         return tuple(LayerKind(tuple(layers), tuple(rows[layers[0]])) for layers in kinds.values())
 
@@ -475,29 +499,39 @@ class Model:
             alike = []
             for weight, shape in run:
                 pattern = weight.name.format(layer="{layer}", expert="{expert}", **numbers) if numbers else weight.name
-                quantization, stem = self._quantization_of(weight, pattern), pattern.removesuffix("weight")
-                scales = quantization.scales if quantization else ()
-                beside = [(scale, scale.shape(shape), _NamesInLayer.of(stem + scale.kind, layer)) for scale in scales]
-                alike.append((weight, shape, _NamesInLayer.of(pattern, layer), quantization, beside))
+                forms = [self._components(form, pattern, shape, layer) for form in self._forms(weight, pattern)]
+                alike.append((weight, shape, _NamesInLayer.of(pattern, layer), forms))
             for expert in range(self.dimensions["experts"]) if is_expert else (None,):
-                for weight, shape, names, quantization, beside in alike:
+                for weight, shape, names, forms in alike:
                     name = names.of_expert(expert)
-                    scales = quantization.scales_of(name) if quantization else ()
-                    yield ModelWeight(name, weight.role, shape, layer, weight, names.pattern, expert, optional, scales)
-                    for scale, of_scale, its in beside if scales else ():
+                    form = self.quantization.form_of(name) if self.quantization and forms else None
+                    if form is None:
+                        yield ModelWeight(name, weight.role, shape, layer, weight, names.pattern, expert, optional)
+                        continue
+                    for component, stored, its in next(components for of_form, components in forms if of_form is form):
                         name = its.of_expert(expert)
-                        yield ModelWeight(name, weight.role, of_scale, layer, weight, its.pattern, expert, optional, scale=scale)
-                    if weight.role == "attention.o" and scales and quantization:
+                        yield ModelWeight(name, weight.role, stored, layer, weight, its.pattern, expert, optional, form, component)
+                    if weight.role == "attention.o" and self.quantization:
                         module = names.pattern.removesuffix(".weight").rpartition(".")[0]
-                        for scale in quantization.cache_scales:
-                            pattern, role = f"{module}.{scale.kind}", f"attention.{scale.kind}"
-                            name, of_scale = numbered(pattern, layer, expert), scale.single_shape
-                            yield ModelWeight(name, role, of_scale, layer, weight, pattern, expert, optional, scale=scale)
+                        for component in self.quantization.cache_scales:
+                            pattern, role = f"{module}.{component.kind}", f"attention.{component.kind}"
+                            name, stored = numbered(pattern, layer, expert), component.single_shape
+                            yield ModelWeight(name, role, stored, layer, weight, pattern, expert, optional, component=component)
 
-    def _quantization_of(self, weight: Weight, pattern: str) -> Quantization | None:
-        """How a weight is quantized, unless the config excludes its module; None: weights of its role are not."""
-        is_quantized = any(role in ROLES and ROLES[role].quantized for role in (weight.role, *weight.fuses))
-        return self.quantization if is_quantized and pattern.endswith(".weight") else None
+    def _forms(self, weight: Weight, pattern: str) -> list[StoredForm]:
+        """The forms in which a weight can be stored, unless the config excludes its module; none: weights of its role are not quantized."""
+        if self.quantization is None or not any(role in ROLES and ROLES[role].quantized for role in (weight.role, *weight.fuses)):
+            return []
+        return [form for form in self.quantization.forms if form.takes(pattern) and form.transposed == weight.transposed]
+
+    @staticmethod
+    def _components(
+        form: StoredForm, pattern: str, shape: tuple[int, ...], layer: int | None
+    ) -> tuple[StoredForm, list[tuple[Component, tuple[int, ...], _NamesInLayer]]]:
+        """The components of a weight in a form: each with its shape and its names."""
+        of_weight = (*shape[:-2], shape[-1], shape[-2]) if form.transposed else shape
+        beside = form.names(pattern).items()
+        return form, [(component, component.shape(of_weight), _NamesInLayer.of(name, layer)) for name, component in beside]
 
     @cached_property
     def _separate_parts(self) -> tuple[Part, ...]:
@@ -513,21 +547,22 @@ class Model:
 
     def _parts_of_array(self, weight: ModelWeight, array: Mosaic, expert: int | None, keep_fused: bool) -> Iterator[Part]:
         """The parts of a weight, or of one expert's weight in a tensor of all experts."""
-        declared, parameter = weight.declared, weight.name.rpartition(".")[2]
-        if declared.stacked:
-            parameter = "bias" if parameter.endswith("bias") else "weight"
-        if declared.transposed and len(array.shape) == 2:
+        declared, parameter, component = weight.declared, weight.name.rpartition(".")[2], weight.component
+        if component:
+            array = _as_weight(array, component)
+        elif declared.transposed and len(array.shape) == 2:
             array = array.transposed()
+        if declared.stacked:
+            parameter = "bias" if parameter.endswith("bias") else "weight_scale" if weight.is_scale else "weight"
         row = ROLES.get(weight.role)
         if row and row.in_layer and len(row.shape) == 1 < len(array.shape) and math.prod(array.shape) == max(array.shape):
             array = array.squeezed()  # a vector that is stored as [1, n]
-        block_shape: BlockShape = weight.scale.block_shape if weight.scale else (1,) * len(array.shape)
-        blocks = next((scale.block_shape for scale in weight.scales if scale.is_blocked), None)
+        block_shape: BlockShape = component.grid if component else (1,) * len(array.shape)
         place = (weight.layer, expert, weight.name, weight.pattern)
         dimensions = self.dimensions_in(weight.layer)
 
         def part(role: str, rows: Mosaic) -> Part:
-            return Part(role, parameter, *place, rows, declared.split or ROLES[role].split, block_shape, blocks, weight.scale, dimensions)
+            return Part(role, parameter, *place, rows, declared.split or ROLES[role].split, block_shape, weight.form, component, dimensions)
 
         if keep_fused or not declared.fuses:
             yield part(weight.role, array)
@@ -541,10 +576,19 @@ class Model:
         for role, count in rows.items():
             length, rest = divmod(count, block_shape[0])
             if rest:
-                raise RequestError(f"each of its scales belongs to {block_shape[0]} rows, and its {role} has {count}", where=weight.name)
+                raise RequestError(f"each of its elements belongs to {block_shape[0]} rows, and its {role} has {count}", where=weight.name)
             starts = [i * round_length + start for i in range(rounds)]
             yield part(role, joined([array.cut(0, first, first + length) for first in starts]))
             start += length
+
+
+def _as_weight(array: Mosaic, component: Component) -> Mosaic:
+    """A component of a quantized weight with the axes of the weight, [out, in]."""
+    if component.is_single:
+        return array
+    if component.is_vector:
+        return array.split(0, array.shape[0])
+    return array.transposed() if component.transposed else array
 
 
 def _block_list(weight: Weight) -> tuple[str | None, bool, str]:

@@ -1,70 +1,27 @@
-"""Quantized weights: the scales that are stored beside a weight, their names, and the block of the weight that each scale belongs to.
+"""The quantization that a config describes: how the quantized weights of the model are stored (quantized.py).
 
-Sources: transformers, quantizers (finegrained_fp8, compressed_tensors); vLLM 0.32, layers/quantization/{fp8,compressed_tensors}; published
-configs of DeepSeek-V3, Qwen3-FP8 and llm-compressor's models.
+Sources: transformers 5.23, quantizers (finegrained_fp8, compressed_tensors, mxfp4); compressed-tensors 0.20, compressors; vLLM 0.32,
+layers/quantization; NVIDIA ModelOpt 0.47; AutoAWQ 0.2.9; GPTQModel 7.7; published configs of DeepSeek-V3, Qwen3-FP8, gpt-oss.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import RequestError
+from reshard.geometry.packed import fp4, integers
+from reshard.models.quantized import BlockShape, Component, Quantization, StoredForm
 
-# Weight elements per scale along each axis of a weight [out, in]. None: one scale for the whole axis.
-BlockShape = tuple[int | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """A tensor stored beside a weight [out, in]. Stored elements times the scale are the values of the weight, or of the layer's input."""
-
-    kind: str
-    """The last word of its name, in place of "weight": "weight_scale_inv", "input_scale"."""
-    block_shape: BlockShape
-    """Weight elements per scale along each axis."""
-    single_shape: tuple[int, ...] = ()
-    """The stored shape of a scale that is one number for the whole weight: () or (1,)."""
-    of_input: bool = False
-    """Whether it is the scale of the layer's input, not of the weight."""
-
-    def shape(self, weight: tuple[int, ...]) -> tuple[int, ...]:
-        """The scale's shape beside a weight of shape `weight`."""
-        if all(size is None for size in self.block_shape):
-            return self.single_shape
-        return tuple(1 if size is None else -(-length // size) for length, size in zip(weight, self.block_shape, strict=True))
-
-    @property
-    def is_blocked(self) -> bool:
-        """Whether several rows or several columns, but not the whole axis, share one scale."""
-        return any(size is not None and size > 1 for size in self.block_shape)
+_FP8_TYPES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+_BYTES, _WORDS = ("U8", "I8"), ("I32",)
+_WHOLE: BlockShape = (None, None)
+# AWQ puts column k of eight at the place _AWQ[k] of the word (awq/utils/packing_utils.py).
+_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """How the linear layers of a model are quantized."""
-
-    method: str
-    """The config's quant_method: "fp8", "compressed-tensors"."""
-    scales: tuple[Scale, ...]
-    """The scales beside each quantized weight."""
-    excluded: tuple[str, ...] = ()
-    """Modules that are not quantized, as names, or as regular expressions after "re:"."""
-    cache_scales: tuple[Scale, ...] = ()
-    """The scales of cached keys and values, one of each in every layer's attention."""
-
-    def scales_of(self, weight: str) -> tuple[Scale, ...]:
-        """The scales beside the weight of a linear layer, by the weight's name."""
-        module = weight.removesuffix(".weight")
-        return () if any(_matches(entry, module) for entry in self.excluded) else self.scales
-
-
-def _matches(entry: str, module: str) -> bool:
-    if entry.startswith("re:"):
-        return re.match(entry.removeprefix("re:"), module) is not None
-    return module == entry or module.startswith(entry + ".")
+class _Unknown(Exception):
+    """What about a quantization is not known, as a clause for a message."""
 
 
 def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
@@ -72,44 +29,88 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
     settings = config.get("quantization_config")
     if not isinstance(settings, Mapping):
         return None
+    try:
+        return _quantization(settings, config)
+    except _Unknown:
+        return None
+
+
+def unknown_quantization(config: Mapping[str, Any]) -> str | None:
+    """The method that a config names, if weights quantized by it cannot be read, and why; None if they can, or are not quantized."""
+    settings = config.get("quantization_config")
+    if not settings:
+        return None
+    if not isinstance(settings, Mapping):
+        return repr(settings)
+    try:
+        _quantization(settings, config)
+    except _Unknown as reason:
+        return f"{settings.get('quant_method')}{reason}"
+    return None
+
+
+def _quantization(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Quantization:
     method = settings.get("quant_method")
-    excluded = settings.get("modules_to_not_convert") or settings.get("ignored_layers") or settings.get("ignore") or ()
+    if method == "modelopt" and isinstance(settings.get("quantization"), Mapping):
+        settings = {**settings, **settings["quantization"]}
+    names = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+    excluded = next((settings[name] for name in names if settings.get(name)), ())
     if not isinstance(excluded, list | tuple):
         raise RequestError(
             f"the quantization_config of config.json excludes the modules {str(excluded)[:100]!r}; a list of names is expected",
             why="Which weights have scales depends on it",
             do="Give the model's own config with --model DIR",
         )
-    scales = _fp8(settings) if method == "fp8" else _compressed(settings) if method == "compressed-tensors" else None
+    read = _METHODS.get(str(method))
+    if read is None:
+        raise _Unknown("")
+    forms = read(settings, config)
     cache = settings.get("kv_cache_scheme")
     has_cache_scales = isinstance(cache, Mapping) and not cache.get("dynamic")
     cache_scales = (_cache_scale("k_scale"), _cache_scale("v_scale")) if has_cache_scales else ()
-    return Quantization(str(method), scales, tuple(map(str, excluded)), cache_scales) if scales else None
+    return Quantization(str(method), forms, (*map(str, excluded), *_skipped(settings)), cache_scales)
 
 
-def _cache_scale(kind: str) -> Scale:
-    return Scale(kind, (None, None), (1,))
+def _cache_scale(kind: str) -> Component:
+    return Component(kind, "scale", _WHOLE, single_shape=(1,), element_type="F32")
 
 
-def unknown_quantization(config: Mapping[str, Any]) -> str | None:
-    """The method that a config names, if weights quantized by it cannot be read; None if they can, or are not quantized."""
-    settings = config.get("quantization_config")
-    if not settings or quantization_of(config) is not None:
-        return None
-    return str(settings.get("quant_method")) if isinstance(settings, Mapping) else repr(settings)
+def _skipped(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """The modules that GPTQModel's `dynamic` leaves as they are."""
+    dynamic = settings.get("dynamic")
+    return tuple("re:" + key.removeprefix("-:") for key in dynamic if key.startswith("-:")) if isinstance(dynamic, Mapping) else ()
 
 
-def _fp8(settings: Mapping[str, Any]) -> tuple[Scale, ...] | None:
+def _fp8(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
     block = settings.get("weight_block_size")
+    if str(config.get("model_type")).startswith("deepseek_v4"):
+        return _deepseek_v4(settings, config)
     if block is not None:
         # Weights are multiplied by weight_scale_inv, in spite of its name.
-        return (Scale("weight_scale_inv", _block(block)),)
-    inputs = (Scale("input_scale", (None, None), of_input=True),) if settings.get("activation_scheme") == "static" else ()
-    return (Scale("weight_scale", (None, None)), *inputs)
+        return (_of_fp8(Component("weight_scale_inv", "scale", _block(block), element_type="F32")),)
+    inputs = (Component("input_scale", "input scale", _WHOLE, element_type="F32"),) if settings.get("activation_scheme") == "static" else ()
+    return (_of_fp8(Component("weight_scale", "scale", _WHOLE, element_type="F32"), *inputs),)
+
+
+def _deepseek_v4(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
+    """Experts in MXFP4, everything else in FP8, and each scale called `scale` (vllm/models/deepseek_v4/quant_config.py)."""
+    block = _of_fp8(
+        Component("scale", "scale", _block(settings.get("weight_block_size") or [128, 128]), exponents=True, element_type="F8_E8M0")
+    )
+    experts = str(config.get("expert_dtype") or settings.get("expert_dtype") or "fp4")
+    if experts == "fp8":
+        return (block,)
+    return (_microscaled("MXFP4", 32, Component("weight", "codes", packing=fp4()), _exponents("scale", 32)), block)
+
+
+def _of_fp8(scale: Component, *inputs: Component) -> StoredForm:
+    is_blocked = any(size is not None and size > 1 for size in scale.block_shape)
+    name = f"FP8 in blocks of {' x '.join(map(str, scale.block_shape))}" if is_blocked else "FP8"
+    return StoredForm(name, "FP8 block", (Component("weight", "codes"), scale, *inputs), _FP8_TYPES)
 
 
 def _block(value: Any) -> BlockShape:
-    if not isinstance(value, list | tuple) or len(value) != 2 or not all(type(size) is int and 0 < size < 1 << 31 for size in value):
+    if not isinstance(value, list | tuple) or len(value) != 2 or not all(_is_size(size) for size in value):
         raise RequestError(
             f"the quantization_config of config.json has the block size {str(value)[:100]}; two positive numbers are expected",
             why="The places of the scales depend on it",
@@ -118,21 +119,186 @@ def _block(value: Any) -> BlockShape:
     return value[0], value[1]
 
 
-def _compressed(settings: Mapping[str, Any]) -> tuple[Scale, ...] | None:
-    groups = settings.get("config_groups")
-    if settings.get("format") not in ("float-quantized", "naive-quantized", None) or not isinstance(groups, Mapping) or len(groups) != 1:
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 < value < 1 << 31
+
+
+def _exponents(kind: str, group: int) -> Component:
+    return Component(kind, "scale", (1, group), exponents=True, element_type="U8")
+
+
+def _microscaled(name: str, group: int, codes: Component, *beside: Component, **more: Any) -> StoredForm:
+    """A form with a scale for each group of input features."""
+    types = _FP8_TYPES if codes.packing is None else _BYTES
+    return StoredForm(name, f"{name} group", (codes, *beside), types, **more)
+
+
+def _gpt_oss(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
+    """The experts of gpt-oss: `*_blocks` [experts, out, in / 32, 16] and `*_scales`; the model's own tensor is [experts, in, out]
+    (transformers, integrations/mxfp4.py)."""
+    codes = Component("_blocks", "codes", packing=fp4(words=(16,)))
+    return (_microscaled("MXFP4", 32, codes, _exponents("_scales", 32), weights=r".*experts\.\w+_proj", transposed=True),)
+
+
+def _modelopt(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
+    algorithm = str(settings.get("quant_algo")).upper()
+    if settings.get("kv_cache_quant_algo") or settings.get("kv_cache_scheme"):
+        raise _Unknown(" with a quantized KV cache")
+    if algorithm == "MXFP8":
+        return (_microscaled("MXFP8", 32, Component("weight", "codes"), _exponents("weight_scale", 32)),)
+    if algorithm != "NVFP4":
+        raise _Unknown(f" with quant_algo {algorithm[:40]}")
+    if settings.get("group_size", 16) != 16:
+        raise _Unknown(f" with groups of {str(settings['group_size'])[:20]}")
+    return (
+        _microscaled(
+            "NVFP4",
+            16,
+            Component("weight", "codes", packing=fp4()),
+            Component("weight_scale", "scale", (1, 16), element_type="F8_E4M3"),
+            Component("weight_scale_2", "scale", _WHOLE, element_type="F32"),
+            Component("input_scale", "input scale", _WHOLE, element_type="F32"),
+        ),
+    )
+
+
+def _awq(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
+    """Stored as [in, out], packed along the output features."""
+    bits, version = settings.get("bits", settings.get("w_bit")), str(settings.get("version", "gemm")).lower()
+    if bits != 4 or version != "gemm" or not settings.get("zero_point", True):
+        raise _Unknown(
+            f" of version {version[:20]} with {str(bits)[:20]} bits{'' if settings.get('zero_point', True) else ' without zero points'}"
+        )
+    group = _group(settings.get("group_size", settings.get("q_group_size")))
+    packing = integers(4, 0, axis=0, places=_AWQ)
+    codes = Component("qweight", "codes", packing=packing, transposed=True)
+    zeros = Component("qzeros", "zero point", (1, group), packing, transposed=True, element_type="I32")
+    scales = Component("scales", "scale", (1, group), transposed=True)
+    return (StoredForm("INT4 (AWQ)", "INT4 group or word", (codes, zeros, scales), _WORDS, keeps_scale_type=True),)
+
+
+def _gptq(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
+    """Codes as [in / 8, out], packed along the input features; zero points packed along the output features.
+
+    In the first version of the format zero points are stored minus one. With act-order the groups are not runs of input features.
+    """
+    bits = settings.get("bits")
+    if bits not in (4, 8):
+        raise _Unknown(f" with {str(bits)[:20]} bits")
+    if settings.get("desc_act"):
+        raise _Unknown(" with act-order (desc_act)")
+    version = str(settings.get("checkpoint_format", "gptq"))
+    if version not in ("gptq", "gptq_v2"):
+        raise _Unknown(f" in the format {version[:20]}")
+    dynamic = settings.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping) or any(not str(key).startswith("-:") for key in dynamic):
+        raise _Unknown(" with settings of single modules (dynamic)")
+    group = _group(settings.get("group_size"))
+    zeros = integers(bits, 1 if version == "gptq" else 0, axis=0)
+    components = (
+        Component("qweight", "codes", packing=integers(bits, 0), transposed=True),
+        Component("qzeros", "zero point", (1, group), zeros, transposed=True, element_type="I32"),
+        Component("scales", "scale", (1, group), transposed=True),
+        Component("g_idx", "group index", (None, 1), element_type="I32"),
+    )
+    return (StoredForm(f"INT{bits} (GPTQ)", f"INT{bits} group or word", components, _WORDS, keeps_scale_type=True),)
+
+
+def _group(size: Any) -> int | None:
+    """The group size; None for one group of all input features."""
+    if size in (-1, None):
         return None
+    if not _is_size(size):
+        raise _Unknown(f" with groups of {str(size)[:20]}")
+    return int(size)
+
+
+def _compressed(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
+    groups = settings.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise _Unknown(" with several config_groups" if isinstance(groups, Mapping) and groups else "")
     (group,) = groups.values()
     if not isinstance(group, Mapping):
-        return None
+        raise _Unknown("")
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
     if not isinstance(weights, Mapping) or not isinstance(inputs, Mapping):
-        return None
-    if group.get("targets") != ["Linear"] or weights.get("type") != "float" or weights.get("num_bits") != 8:
-        return None
+        raise _Unknown("")
+    if group.get("targets") != ["Linear"]:
+        raise _Unknown(f" for the modules {str(group.get('targets'))[:40]}")
+    name = group.get("format") or settings.get("format")
+    read = _COMPRESSED.get(str(name))
+    if read is None:
+        raise _Unknown(f" in the format {str(name)[:40]}")
+    return (read(weights, inputs),)
+
+
+def _compressed_fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredForm:
     strategy, block = str(weights.get("strategy")), weights.get("block_structure")
-    block_shape: BlockShape = _block(block) if strategy == "block" else {"tensor": (None, None), "channel": (1, None)}.get(strategy, ())
-    if not block_shape:
-        return None
-    input_scales = (Scale("input_scale", (None, None), (1,), of_input=True),) if inputs and not inputs.get("dynamic") else ()
-    return (Scale("weight_scale", block_shape, (1,)), *input_scales)
+    block_shape: BlockShape = _block(block) if strategy == "block" else {"tensor": _WHOLE, "channel": (1, None)}.get(strategy, ())
+    if not block_shape or weights.get("type") != "float" or weights.get("num_bits") != 8:
+        raise _Unknown(f" with the strategy {strategy[:20]}")
+    input_scales = (
+        (Component("input_scale", "input scale", _WHOLE, single_shape=(1,), element_type="F32"),)
+        if inputs and not inputs.get("dynamic")
+        else ()
+    )
+    return _of_fp8(Component("weight_scale", "scale", block_shape, single_shape=(1,), element_type="F32"), *input_scales)
+
+
+def _compressed_integers(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredForm:
+    bits, strategy = weights.get("num_bits"), weights.get("strategy")
+    if bits not in (4, 8) or weights.get("type") != "int" or strategy not in ("group", "channel"):
+        raise _Unknown(f" with {str(bits)[:20]} bits and the strategy {str(strategy)[:20]}")
+    if weights.get("actorder") in ("group", True):
+        raise _Unknown(" with act-order (actorder group)")
+    if inputs:
+        raise _Unknown(" with quantized activations")
+    group = _group(weights.get("group_size")) if strategy == "group" else None
+    offset = -(1 << (bits - 1))
+    zeros = Component("weight_zero_point", "zero point", (1, group), integers(bits, offset, axis=0), element_type="I32")
+    components = (
+        Component("weight_packed", "codes", packing=integers(bits, offset)),
+        Component("weight_scale", "scale", (1, group)),
+        *(() if weights.get("symmetric", True) else (zeros,)),
+        Component("weight_shape", "shape", _WHOLE, single_shape=(2,), element_type="I64"),
+    )
+    return StoredForm(f"INT{bits}", f"INT{bits} group", components, _WORDS, keeps_scale_type=True)
+
+
+def _compressed_nvfp4(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredForm:
+    components = [
+        Component("weight_packed", "codes", packing=fp4()),
+        Component("weight_scale", "scale", (1, 16), element_type="F8_E4M3"),
+        Component("weight_global_scale", "divisor", _WHOLE, single_shape=(1,), element_type="F32"),
+    ]
+    if inputs and inputs.get("dynamic") is not True:
+        components.append(Component("input_global_scale", "input scale", _WHOLE, single_shape=(1,), element_type="F32"))
+    return _microscaled("NVFP4", 16, *components)
+
+
+def _compressed_mxfp4(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredForm:
+    return _microscaled("MXFP4", 32, Component("weight_packed", "codes", packing=fp4()), _exponents("weight_scale", 32))
+
+
+def _compressed_mxfp8(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredForm:
+    return _microscaled("MXFP8", 32, Component("weight", "codes"), _exponents("weight_scale", 32))
+
+
+_METHODS = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed,
+    "mxfp4": _gpt_oss,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "awq": _awq,
+    "gptq": _gptq,
+}
+_COMPRESSED = {
+    "float-quantized": _compressed_fp8,
+    "naive-quantized": _compressed_fp8,
+    "None": _compressed_fp8,
+    "pack-quantized": _compressed_integers,
+    "nvfp4-pack-quantized": _compressed_nvfp4,
+    "mxfp4-pack-quantized": _compressed_mxfp4,
+    "mxfp8-quantized": _compressed_mxfp8,
+}

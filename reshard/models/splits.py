@@ -70,14 +70,17 @@ def problem(part: Part, tp: int, rules: SplitRules) -> str | None:
         if heads % tp and not (part.split.copies and tp % heads == 0 and (heads == 1 or not part.split.only_one)):
             return f"{tp} ranks do not divide its {heads} {_HEADS.get(part.split.count, part.split.count)}"
     cut = cut_of(part, tp, rules)
-    if cut is None or part.scale:
+    if cut is None or part.is_scale:
         return None
-    size, features = _padded(part, rules).shape[cut.axis], "input features" if cut.axis else "output features"
+    size, features = (
+        _padded(part, rules).shape[cut.axis] * (part.block_shape[cut.axis] or 1),
+        "input features" if cut.axis else "output features",
+    )
     if size % cut.runs:
         return f"{tp} ranks do not divide its {size} {'rows, padding included' if isinstance(part.split, Vocabulary) else features}"
-    block = part.blocks[cut.axis] if part.blocks else None
-    if block and tp > 1 and size // cut.runs % block:
-        return f"{size} {features} over {tp} ranks give {size // cut.runs} each, which is not a multiple of the FP8 block of {block}"
+    block = part.blocks[cut.axis] if part.blocks else 1
+    if part.form and tp > 1 and size // cut.runs % block:
+        return f"{size} {features} over {tp} ranks give {size // cut.runs} each, which is not a multiple of the {part.form.unit} of {block}"
     return None
 
 

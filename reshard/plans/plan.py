@@ -52,6 +52,16 @@ class Route:
         return self.source.dtype is not self.target.dtype and self.source.dtype != self.target.dtype
 
     @property
+    def scaled_by(self) -> tuple[str, ...]:
+        """The names of the stored tensors beside its codes, if it is dequantized."""
+        return tuple(tensor.name for tensor in self.source.stored[1:])
+
+    @property
+    def quantized_by(self) -> str:
+        """The recipe by which it is computed from a weight; empty if it is not."""
+        return self.source.derivation.recipe if self.source.derivation else ""
+
+    @property
     def dtypes(self) -> tuple[DType, ...]:
         """The element types that are read and written."""
         return (*self.source.dtypes, self.target.dtype)
@@ -159,12 +169,11 @@ class Plan:
         read = compared = copied = 0
         for route in self.routes:
             source, target = route.source, route.target
-            shards, itemsize = source.shards, source.dtype.itemsize
-            replicas = int(shards.sizes[~primary_rows(shards)].prod(axis=1).sum()) if len(shards) > 1 else 0
-            read += (shards.elements - replicas) * itemsize
-            compared += replicas * itemsize
-            if source.scaling:
-                read += source.scaling.scales.nbytes
+            for tensor in source.stored:
+                shards, itemsize = tensor.shards, tensor.dtype.itemsize
+                replicas = int(shards.sizes[~primary_rows(shards)].prod(axis=1).sum()) if len(shards) > 1 else 0
+                read += (shards.elements - replicas) * itemsize
+                compared += replicas * itemsize
             read += sum(factor.nbytes for update in source.updates for factor in update.factors)
             copied += target.shards.elements * target.dtype.itemsize
         written = sum(file.nbytes for file in self.layout.files)
@@ -231,7 +240,7 @@ class Plan:
                     "shape": list(route.source.shape),
                     "from": str(route.source.dtype),
                     "to": str(route.target.dtype),
-                    "scaled_by": route.source.scaling.scales.name if route.source.scaling else None,
+                    "scaled_by": ", ".join(route.scaled_by) or None,
                     "updated_by": [factor.name for update in route.source.updates for factor in update.factors],
                     "source_boxes": len(route.source.shards),
                     "target_boxes": len(route.target.shards),
@@ -268,7 +277,7 @@ class Plan:
         digest = hashlib.sha256(f"digests {CURRENT.number}\0{json.dumps(about, sort_keys=True)}".encode())
         for route in self.routes:
             source, target = route.source, route.target
-            scales = source.scaling.scales.name if source.scaling else ""
+            scales = ", ".join((*route.scaled_by, *filter(None, [route.quantized_by])))
             text = f"{route.name}\0{source.dtype}\0{target.dtype}\0{source.shape}\0{scales}\0{len(source.shards)}\0{len(target.shards)}\0"
             digest.update(text.encode("utf-8", "surrogatepass"))
             for update in source.updates:

@@ -55,13 +55,17 @@ def prove(plan: Plan) -> None:
     if plan.target.only_rank:
         return
     check_all_covered(route.target for route in plan.routes)
-    scales = {route.source.scaling.scales.name for route in plan.routes if route.source.scaling}
+    # Components that are computed from one weight read the same stored tensors.
+    computed = [tensor for tensor in plan.content.tensors.values() if tensor.encoding or tensor.derivation]
+    encoded = sum(len(tensor.stored) - 1 for tensor in computed if tensor.derivation is None)
+    weights = {id(tensor.derivation.weight): tensor.stored for tensor in computed if tensor.derivation}
+    encoded += sum(map(len, weights.values())) - sum(tensor.derivation is not None for tensor in computed)
     written = {route.source.name for route in plan.routes}
     routed = written | plan.layout.aliases.keys() | set(plan.layout.inlined_scalars) | plan.layout.left_out.keys()
     if lost := sorted(name for name in plan.content.tensors if name not in routed):
         raise ProofFailed("the plan neither writes this weight nor names it as dropped", where=lost[0])
     factors = {factor.name for route in plan.routes for update in route.source.updates for factor in update.factors}
-    read_beside = len(scales) + len(factors)
+    read_beside = encoded + len(factors)
     named = len(plan.content.tensors) + read_beside - len(plan.content.duplicate_masters) + len(plan.content.drops) + len(plan.content.tied)
     if named != len(plan.source.tensors):
         raise ProofFailed(f"the source has {len(plan.source.tensors)} tensors, the plan accounts for {named}")
@@ -158,7 +162,7 @@ def widens(route: Route) -> bool:
         return False
     if route.source.updates:
         return False
-    return route.source.scaling is None and (route.source.dtype.name, route.target.dtype.name) in _EXACT
+    return route.source.encoding is None and (route.source.dtype.name, route.target.dtype.name) in _EXACT
 
 
 _EXACT = {

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from reshard.canonical.dequantization import quantized_families, quantized_names
 from reshard.canonical.lora import is_of_adapter
 from reshard.index.index import Index, Tensor, element_count
 
@@ -106,10 +107,12 @@ def kinds(index: Index) -> tuple[KindSummary, ...]:
     return tuple(found)
 
 
-def parameter_count(content: Content) -> int:
-    """The number of the model's parameters. A tied embedding counts once; scales of quantized weights, buffers and adapters do not."""
-    scales = {name for name, weight in content.model.weights.items() if weight.scale} if content.model else set()
-    return element_count(t for name, t in content.weights.items() if t.kind in ("weight", "master") and name not in scales)
+def parameter_count(content: Content, config: Mapping[str, Any] | None) -> int:
+    """The number of the model's parameters. A tied embedding counts once; buffers and adapters do not, nor what stands beside the elements
+    of quantized weights. Elements that share a stored word count one by one."""
+    quantized = quantized_names(content, config)
+    plain = element_count(t for name, t in content.weights.items() if t.kind in ("weight", "master") and name not in quantized)
+    return plain + sum(family.elements for family in quantized_families(content, config))
 
 
 def adapter(index: Index) -> AdapterSummary | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.canonical.globs import matches
-from reshard.geometry.dtypes import BF16, DType
+from reshard.geometry.dtypes import DType
 from reshard.geometry.parallel import ONE_RANK, Parallel
 from reshard.geometry.quantities import plural
 from reshard.index.index import Tensor
@@ -49,8 +49,10 @@ class Target:
 
     def dtype_of(self, tensor: Tensor) -> DType:
         """The element type in which the target stores a tensor. Where a source holds a function of a weight, it is that of the weight."""
-        if tensor.scaling:
-            return self.dtype or BF16
+        if tensor.derivation:
+            return tensor.dtype
+        if tensor.encoding:
+            return self.dtype or tensor.encoding.dtype
         if (
             self.dtype is None
             or not tensor.dtype.floating

@@ -95,8 +95,8 @@ def _unaligned(model: Model, rules: EngineRules) -> tuple[str, str] | None:
     """A block-quantized weight that does not end at the end of a block, while another weight follows it in the fused tensor; and why."""
     followed_roles = {role for fusion in rules.fusions for role in fusion.roles[:-1]}
     for part in distinct_parts(model, rules):
-        block = part.blocks[0] if part.blocks else None
-        if block and part.role in followed_roles and part.array.shape[0] % block:
-            size = part.array.shape[0]
+        block = part.blocks[0] if part.blocks else 1
+        size = part.array.shape[0] * (part.block_shape[0] or 1) if part.blocks else 0
+        if part.role in followed_roles and size % block:
             return part.tensor, f"{size} output features are not a multiple of the block of {block}, and others follow in the same tensor"
     return None

@@ -18,9 +18,10 @@ from reshard.geometry.parallel import Parallel, stage_layers
 from reshard.geometry.sections import Sections
 from reshard.geometry.stored import StoredTensor, constant
 from reshard.models.model import LayerKind, Model, Part
+from reshard.models.quantized import Component
 from reshard.models.splits import shard
 from reshard.serving.rules import EngineRules, Fusion
-from reshard.serving.weights import model_dtype, parts_by_kind
+from reshard.serving.weights import KEPT_ONCE, model_dtype, parts_by_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +173,14 @@ class EngineRank:
 
     def _rank_tensor(self, name: str, parts: list[Part]) -> RankTensor:
         """The shards of some parts, joined to one tensor."""
+        component = parts[0].component
+        if component and component.use in KEPT_ONCE:
+            parts = parts[-1:]
         array = joined([self._shard(part) for part in parts])
-        return RankTensor(name, parts[0], array.shape, self._sections(array, parts), tuple(part.pattern for part in parts))
+        array = _as_stored(array, component) if component else array
+        return RankTensor(
+            name, parts[0], _stored_shape(array, component), self._sections(array, parts), tuple(part.pattern for part in parts)
+        )
 
     def _sections(self, array: Mosaic, parts: list[Part]) -> Sections:
         """The sections of an array of these parts, with {layer} in the names."""
@@ -188,7 +195,8 @@ class EngineRank:
         run = self.rules.quirks.even_rows_first.get(part.role)
         if run and part.parameter == "weight":
             array = array.with_even_first(0, part.dimensions[run])
-        return array.flattened() if part.scale and not any(part.block_shape) else array
+        is_number = part.is_scale and not any(part.block_shape) and math.prod(array.shape) == 1
+        return array.flattened() if is_number else array
 
     def _stacked_experts(self, group: list[Part], fusion: Fusion | None) -> RankTensor:
         """One tensor for all experts of this rank: [experts, ...]. Experts that are alike are laid out once."""
@@ -204,11 +212,11 @@ class EngineRank:
         array = joined([self._shard(part) for part in first])
         if all(len(parts) == len(first) and all(map(Part.is_like, first, parts)) for parts in stored):
             of_one = self._sections(array, first)
-            shape, sections = (len(stored), *array.shape), _repeated(of_one, math.prod(array.shape), stored)
+            shape, sections = (len(stored), *_stored_shape(array, first[0].component)), _repeated(of_one, math.prod(array.shape), stored)
         else:
             array = stacked([joined([self._shard(part) for part in parts]) for parts in stored])
-            shape, sections = array.shape, self._sections(array, [part for parts in stored for part in parts])
-        if len(shape) == 2 and shape[1] == 1 and group[0].scale is not None:
+            shape, sections = _stored_shape(array, first[0].component), self._sections(array, [part for parts in stored for part in parts])
+        if len(shape) == 2 and shape[1] == 1 and group[0].is_scale:
             shape = shape[:1]  # one scale for each expert
         is_stacked = self.model.weights[group[0].tensor].declared.stacked
         module = group[0].pattern.rpartition("." if is_stacked else ".{expert}.")[0]
@@ -234,13 +242,27 @@ class EngineRank:
     def _extra_tensors(self, tensor: RankTensor, layer: int | None, compute_dtype: DType) -> Iterator[StoredTensor]:
         """The constants that the engine expects beside a tensor."""
         first = tensor.first
-        if first.parameter != "weight":
+        is_codes = first.component is not None and not first.is_scale
+        if first.parameter != "weight" and not is_codes:
             return
-        parent = first.pattern.removesuffix(".weight").rpartition(".")[0]
+        parent = first.pattern.rsplit(".", 2)[0]
         for extra in self.rules.extra_tensors:
             if extra.role == first.role:
                 dtype = extra.dtype or compute_dtype
                 yield constant(self._renamed(f"{parent}.{extra.name}", layer), dtype, extra.shape, dtype.encoded(extra.value))
+
+
+def _as_stored(array: Mosaic, component: Component) -> Mosaic:
+    """A component with the axes in which it is stored, from an array with those of the weight."""
+    if component.is_single:
+        return array
+    return array.transposed() if component.transposed else array
+
+
+def _stored_shape(array: Mosaic, component: Component | None) -> tuple[int, ...]:
+    """The shape in which an engine holds an array. The words that share a group are no axis of their own."""
+    *outer, words = array.shape if component and component.packing and component.packing.words else (*array.shape, 1)
+    return (*outer[:-1], outer[-1] * words) if outer else ()
 
 
 def rank_tensors(

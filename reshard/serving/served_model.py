@@ -83,7 +83,7 @@ def _check_head_dim(model: Model, engine: str) -> None:
 def _check_router(model: Model, engine: str) -> None:
     """Raises RequestError if the config does not exclude the routers of a quantized model from quantization."""
     router = next((weight.name for weight in model.weights.values() if weight.role == "router"), None)
-    if router and model.quantization and model.quantization.scales_of(router):
+    if router and model.quantization and model.quantization.form_of(router):
         raise UnsupportedError(
             "the config does not say that this router is not quantized",
             where=router,

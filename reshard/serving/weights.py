@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 
 from reshard.geometry.dtypes import DType
@@ -32,7 +32,11 @@ def _parts_by_kind(
     weights: dict[LayerKind | None, tuple[ModelWeight, ...]] = {None: model.weights_outside_layers}
     weights.update({kind: kind.weights for kind in model.layer_kinds})
     return {
-        kind: tuple(part for part in model.parts_of(alike, keep_fused=keep_fused) if (part.role, part.parameter) not in unsupported)
+        kind: tuple(
+            part
+            for part in model.parts_of(alike, keep_fused=keep_fused)
+            if (part.role, part.parameter) not in unsupported and (part.component is None or part.component.use != "group index")
+        )
         for kind, alike in weights.items()
     }
 
@@ -51,7 +55,8 @@ def weights_without_slot(model: Model, rules: EngineRules) -> tuple[str, ...]:
     lacking: dict[int | None, set[str]] = {}
     for kind, parts in parts_by_kind(model, rules).items():
         weights = kind.weights if kind else model.weights_outside_layers
-        if patterns := {weight.pattern for weight in weights} - {part.pattern for part in parts}:
+        stored = [weight for weight in weights if weight.component is None or weight.component.use != "group index"]
+        if patterns := {weight.pattern for weight in stored} - {part.pattern for part in parts}:
             lacking.update(dict.fromkeys(kind.layers if kind else (None,), patterns))
     if not lacking:
         return ()
@@ -67,18 +72,43 @@ def layers_not_served(model: Model) -> dict[str, str]:
     return {weight.name: why for weight in model.weights.values() if weight.layer is not None and weight.layer >= layers}
 
 
+# What stands beside quantized weights and is stored once for weights that an engine fuses.
+KEPT_ONCE = ("shape",)
+
+
 def scale_aliases(model: Model, rules: EngineRules) -> dict[str, str]:
     """Scale -> the equal scale that an engine stores in its place, where it stores one scale for the fused weights of an expert."""
-    kept_once = any(part.parameter in rules.scales_kept_once for parts in parts_by_kind(model, rules).values() for part in parts)
-    if not kept_once:
-        return {}
+
+    def is_kept_once(part: Part) -> bool:
+        return part.expert is not None and part.parameter in rules.scales_kept_once
+
+    return {name: stored for name, stored in _last_of_fused(model, rules, is_kept_once) if name != stored}
+
+
+def not_stored_by_engines(model: Model, rules: EngineRules) -> dict[str, str]:
+    """Component of a packed weight -> why it is left out. Engines know the groups of input features; of weights that they fuse, they keep
+    the shape of the last."""
+
+    def is_shape(part: Part) -> bool:
+        return part.component is not None and part.component.use == "shape"
+
+    why = "the shape of a packed weight; of fused weights the engine keeps that of the last"
+    shapes = {name: why for name, stored in _last_of_fused(model, rules, is_shape) if name != stored}
+    runs = "the groups of input features, which are runs of neighbours"
+    indices = (weight.name for weight in model.weights.values() if weight.component and weight.component.use == "group index")
+    return shapes | dict.fromkeys(indices, runs)
+
+
+def _last_of_fused(model: Model, rules: EngineRules, is_kept_once: Callable[[Part], bool]) -> Iterator[tuple[str, str]]:
+    """(component, that of the last of the weights with which its weight is fused), for the components for which `is_kept_once`."""
+    if not any(is_kept_once(part) for parts in parts_by_kind(model, rules).values() for part in parts):
+        return
     last_role = {role: fusion.roles[-1] for fusion in rules.fusions for role in fusion.roles}
     not_served = layers_not_served(model)
-    expert_parts = (part for part in model.parts(keep_fused=rules.keep_fused) if part.expert is not None and part.tensor not in not_served)
-    scales = [part for part in expert_parts if part.parameter in rules.scales_kept_once]
-    names = {(part.layer, part.expert, part.parameter, part.role): part.tensor for part in scales}
-    aliases = {part.tensor: names[part.layer, part.expert, part.parameter, last_role[part.role]] for part in scales}
-    return {name: stored for name, stored in aliases.items() if name != stored}
+    kept = [part for part in model.parts(keep_fused=rules.keep_fused) if part.tensor not in not_served and is_kept_once(part)]
+    names = {(part.layer, part.expert, part.parameter, part.role): part.tensor for part in kept}
+    for part in kept:
+        yield part.tensor, names[part.layer, part.expert, part.parameter, last_role.get(part.role, part.role)]
 
 
 def model_dtype(model: Model, dtypes: Mapping[str, DType]) -> DType:
@@ -91,7 +121,7 @@ def stored_dtypes(model: Model, rules: EngineRules, dtypes: Mapping[str, DType])
     dtypes = dict(dtypes)
     fixed = {role: dtype or model_dtype(model, dtypes) for role, dtype in {**rules.dtypes, **rules.quirks.dtypes}.items()}
     for weight in model.weights.values():
-        role = "scale" if weight.scale else weight.role
+        role = "scale" if weight.component and weight.component.element_type == "F32" else weight.role
         if (role in fixed or role in rules.quirks.values) and weight.name in dtypes:
             dtypes[weight.name] = fixed.get(role, dtypes[weight.name]).of(rules.quirks.values.get(role, ""))
     return dtypes

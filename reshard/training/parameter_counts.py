@@ -129,7 +129,7 @@ _Kind = tuple[str, str, tuple[int, ...]]
 def _trained(model: Model) -> Iterator[Part]:
     """The parts that are counted as trained: no scales of quantized weights, no layers for multi-token prediction."""
     layers = model.dimensions["layers"]
-    return (part for part in model.parts() if part.scale is None and (part.layer is None or part.layer < layers))
+    return (part for part in model.parts() if not part.is_scale and (part.layer is None or part.layer < layers))
 
 
 def _elements(part: Part, tp: int, rules: SplitRules) -> int:

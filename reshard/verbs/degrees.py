@@ -12,12 +12,12 @@ from reshard.adapter.model_files import find_model_files
 from reshard.adapter.serving_format import ServingFormat
 from reshard.adapter.serving_format.learned import read_layout
 from reshard.canonical.content import Selection, check_against_model
-from reshard.canonical.dequantization import quantized_names, with_scales_attached, without_quantization
+from reshard.canonical.dequantization import quantized_names, with_values, without_quantization
 from reshard.canonical.globs import check_globs, matches
 from reshard.errors import RequestError
-from reshard.geometry.dtypes import BF16, F8, F32, DType, from_user
+from reshard.geometry.dtypes import BF16, DType, from_safetensors, from_user
 from reshard.geometry.parallel import Parallel
-from reshard.models.model import Model
+from reshard.models.model import Model, ModelWeight
 from reshard.plans.target import Target
 from reshard.serving.capacity import DegreeReport, GpuMemory, degree_report
 from reshard.serving.learned.degrees import learned_degree_report
@@ -168,7 +168,7 @@ def _stored_model(source: Checkpoint, target: Target, weights: Weights | None, d
     check_globs("--keep-dtype", target.keep_dtype, content.weights)
     kept_for = quantized_names(content, config)
     if dequantize:
-        content, kept_for = with_scales_attached(content, config), frozenset()
+        content, kept_for = with_values(content, config), frozenset()
     assert content.model is not None
     target = replace(target, dtype_kept_for=kept_for)
     return content.model, {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}
@@ -183,10 +183,19 @@ def _declared_model(model: Model, target: Target, dequantize: bool) -> tuple[Mod
     check_globs("--keep-dtype", target.keep_dtype, model.weights)
     uncast = from_user(str(named)) or dtype
     stored = {
-        w.name: F8 if w.scales else F32 if w.scale else uncast if matches(w.name, target.keep_dtype) else dtype
-        for w in model.weights.values()
+        w.name: _component_dtype(w) or (uncast if w.form or matches(w.name, target.keep_dtype) else dtype) for w in model.weights.values()
     }
     if not dequantize:
         return model, stored
     plain = Model(model.architecture, without_quantization(model.config))
-    return plain, {name: (target.dtype or BF16) if stored[name] == F8 else stored[name] for name in plain.weights}
+    quantized = {name for name in plain.weights if name not in stored or model.weights[name].form}
+    return plain, {name: (target.dtype or BF16) if name in quantized else stored[name] for name in plain.weights}
+
+
+def _component_dtype(weight: ModelWeight) -> DType | None:
+    """The element type in which a component of a quantized weight is stored; None: as other weights."""
+    component, form = weight.component, weight.form
+    if component is None:
+        return None
+    named = form.code_types[0] if form and not component.is_scale else component.element_type
+    return from_safetensors(named, where=weight.name) if named else None

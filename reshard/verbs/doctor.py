@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Unpack
@@ -13,10 +14,11 @@ from reshard.engine.one_save import check_copied_files, check_steps
 from reshard.engine.pool import workers_within
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.quantities import plural
-from reshard.health import distributions, elements, experts, files, movement, optimizer, structure, values
+from reshard.health import distributions, elements, experts, files, movement, optimizer, quantized, structure, values
 from reshard.health.findings import SEVERITIES, Finding, Report, found, of_error, sorted_findings
 from reshard.health.values import Measured
 from reshard.index.index import Index, Tensor
+from reshard.models.quantization import quantization_of
 from reshard.plans.manifest import usable_manifest
 from reshard.storage.files import Files
 from reshard.storage.tar import open_tree
@@ -158,7 +160,7 @@ def _structure(patient: _Patient, index: Index) -> Iterator[Finding]:
     yield from structure.config_shapes(weights, model, patient.checkpoint.model_files.config)
     yield from structure.missing_layers(weights)
     yield from structure.mixed_dtypes(weights)
-    yield from structure.missing_scales(weights, model, patient.checkpoint.model_files.config)
+    yield from structure.missing_scales(weights, patient.checkpoint.model_files.config)
     yield from structure.uneven_steps(index, patient.files)
     yield from optimizer.optimizer_state(index)
 
@@ -181,10 +183,22 @@ def _values(patient: _Patient, index: Index, measured: Sequence[Measured]) -> It
     yield from elements.bad_numbers(measured)
     yield from elements.lifeless_tensors(measured)
     yield from experts.dead_experts(measured)
+    if len(measured) == len(index.tensors):  # otherwise a part of a tensor is missing
+        yield from _quantized(patient)
     yield from distributions.norm_outliers(measured)
     yield from distributions.fresh_matrices(measured, patient.checkpoint.model_files.config)
     for difference in wrong_constants(patient.files, index.constants):
         yield found("wrong-padding", difference.detail, tensor=difference.name)
+
+
+def _quantized(patient: _Patient) -> Iterator[Finding]:
+    """The checks of quantized weights."""
+    assert patient.checkpoint
+    config = patient.checkpoint.model_files.config
+    if quantization_of(config or {}) is None:
+        return
+    with contextlib.suppress(RequestError):
+        yield from quantized.quantized_weights(patient.checkpoint.content(), config, patient.files)
 
 
 def _changes(checkpoint: Checkpoint, measured: Sequence[Measured], effort: Effort) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from reshard.adapter import registry
 from reshard.adapter.format import Format
 from reshard.canonical.content import Selection
 from reshard.canonical.globs import as_globs
+from reshard.canonical.requantization import QUANTIZE, REQUANTIZE
 from reshard.errors import RequestError, choices, nearest
 from reshard.geometry import dtypes
 from reshard.geometry.dtypes import DType
@@ -86,6 +87,10 @@ class TargetOptions(TypedDict, total=False):
     """Turn quantized weights into values, in `dtype` or bf16."""
     merge_adapter: PathLike | None
     """The directory of a LoRA adapter in PEFT's form, to be merged into the weights."""
+    quantize: str | None
+    """Quantize linear layers from bf16: "fp8-block" or "mxfp4"."""
+    requantize: str | None
+    """Store quantized weights in another form that holds the same values: "fp8-block"."""
     max_shard_size: int | str | None
     """Start a new file when one would grow beyond this many bytes."""
     engine_version: str | None
@@ -144,6 +149,10 @@ class ConversionRequest:
     """Whether quantized weights become values."""
     merge_adapter: PathLike | None
     """The directory of the LoRA adapter to merge into the weights; None: none."""
+    quantize: str
+    """The form to which linear layers are quantized; empty: none."""
+    requantize: str
+    """The form, with the same values, in which quantized weights are stored; empty: their own."""
     selection: Selection
     """Which tensors are meant."""
     only_rank: Mapping[str, int]
@@ -161,6 +170,7 @@ class ConversionRequest:
         rest = dict(given)
         sizes = {axis: rest.pop(axis, 1) for axis in ("tp", "pp", "ep", "dp")}
         dtype = dtype_named(rest.pop("dtype", None))
+        _check_one_form(rest)
         return ConversionRequest(
             to=target,
             parallel=Parallel(**sizes),
@@ -168,6 +178,8 @@ class ConversionRequest:
             keep_dtype=kept_globs(rest.pop("keep_dtype", ()), dtype),
             dequantize=rest.pop("dequantize", False),
             merge_adapter=rest.pop("merge_adapter", None),
+            quantize=_form(rest.pop("quantize", None), "--quantize", QUANTIZE),
+            requantize=_form(rest.pop("requantize", None), "--requantize", REQUANTIZE),
             selection=selection_of(rest),
             only_rank=rest.pop("only", None) or {},
             options=_options_of(target, rest),
@@ -176,6 +188,20 @@ class ConversionRequest:
     def opened_adapter(self, open: Callable[[PathLike], Opened]) -> Opened | None:
         """The adapter to merge, opened by `open`; None if there is none."""
         return None if self.merge_adapter is None else open(self.merge_adapter)
+
+
+def _check_one_form(given: Mapping[str, Any]) -> None:
+    """Raises RequestError if several options say how quantized weights are stored."""
+    named = [f"--{name}" for name in ("dequantize", "quantize", "requantize") if given.get(name)]
+    if len(named) > 1:
+        raise RequestError(f"{' and '.join(named)}: each says in which form weights are stored", do="Give one of them")
+
+
+def _form(name: str | None, option: str, known: tuple[str, ...]) -> str:
+    """The form that --quantize or --requantize names; empty for none. Raises RequestError for another name."""
+    if name is not None and name not in known:
+        raise RequestError(f"{option} {name}: no such form", do=choices(name, known))
+    return name or ""
 
 
 def selection_of(given: dict[str, Any]) -> Selection:

@@ -172,7 +172,7 @@ def quantized(tmp_path):
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     config = {**LLAMA_70B, **own, "vocab_size": 130, "torch_dtype": "bfloat16", "quantization_config": quantization}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    types = {name: torch.float8_e4m3fn if w.scales else torch.float32 if w.scale else torch.bfloat16 for name, w in weights_of(config)}
+    types = {name: torch.float32 if w.is_scale else torch.float8_e4m3fn if w.form else torch.bfloat16 for name, w in weights_of(config)}
     tensors = {name: torch.zeros(w.shape, dtype=types[name]) for name, w in weights_of(config)}
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
     return tmp_path

@@ -14,7 +14,8 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import BF16
 from reshard.geometry.extents import dense_runs
 from reshard.geometry.mosaics import Mosaic, stacked
-from reshard.index.index import ParamGroup, Scaling
+from reshard.index.index import EncodedPart, ParamGroup
+from reshard.models.quantized import Component
 from reshard.storage.files import LocalFiles
 
 LLAMA = FIXTURES / "hf" / "llama"
@@ -66,7 +67,7 @@ def others() -> Iterator[object]:
     yield stacked([Mosaic.of(f"w{i}", Box.whole((4,))) for i in range(1000)])
     yield ParamGroup(tuple(f"w{i}" for i in range(1000)), {"lr": 0.1})
     tensor = checkpoint.index.tensors[0]
-    yield Scaling(tensor, (128, 128))
+    yield EncodedPart(tensor, Component("weight_scale", "scale", (128, 128)), (128, 128), (0, 1))
     piece = next(tensor.pieces())
     yield dense_runs(piece, piece.box.narrow(0, 0, 1))
 

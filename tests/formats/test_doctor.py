@@ -30,7 +30,7 @@ from reshard.measures.statistics import Meter
 
 GOOD = sorted(
     [path for path in FIXTURES.rglob("checkpoint") if path.parent.name not in UNREADABLE]
-    + [path.parent for folder in ("hf", "hf_fp8") for path in (FIXTURES / folder).glob("*/config.json")]
+    + [path.parent for folder in ("hf", "hf_fp8", "hf_packed") for path in (FIXTURES / folder).glob("*/config.json")]
 )
 assert len(GOOD) > 200
 # These hold a tensor of special values, to see that they survive.
@@ -276,8 +276,22 @@ def scale_of_zero(to: Path) -> Path:
     return folder
 
 
+def group_of_zeros(to: Path) -> Path:
+    folder = copied("hf_packed/llama-ct-mxfp4", to)
+    overwrite(folder, "model.layers.0.mlp.up_proj.weight_packed", bytes(1), box=Box((3, 16), (1, 16)))
+    return folder
+
+
 def no_scale(tensors: dict[str, Any]) -> None:
     del tensors["model.layers.0.mlp.up_proj.weight_scale_inv"]
+
+
+def test_exponents_of_nan_are_found(tmp_path: Path):
+    folder = copied("hf_packed/gpt_oss-mxfp4", tmp_path)
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    overwrite(folder, name, b"\xff", box=Box((1, 5, 0), (1, 1, 1)))
+    report = reshard.doctor(folder, deep=True)
+    assert [(finding.id, finding.tensor) for finding in report.findings if finding.id == "bad-scale"] == [("bad-scale", name)]
 
 
 # By id: the damage to a copy of a real checkpoint, and whether values must be read to see it.
@@ -318,6 +332,7 @@ DAMAGES: dict[str, Callable[[Path], Path]] = {
     "dead-expert": dead_expert,
     "missing-scale": lambda to: rewritten(to, no_scale, "hf_fp8/llama-fp8-block"),
     "bad-scale": scale_of_zero,
+    "zero-groups": group_of_zeros,
 }
 # What is true of these copies besides.
 ALSO = {

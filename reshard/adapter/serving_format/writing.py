@@ -22,7 +22,7 @@ from reshard.serving.legality import check_degrees, check_stages
 from reshard.serving.ranks import rank_tensors
 from reshard.serving.rules import EngineRules
 from reshard.serving.served_model import require_model
-from reshard.serving.weights import layers_not_served, scale_aliases, stored_dtypes, weights_without_slot
+from reshard.serving.weights import layers_not_served, not_stored_by_engines, scale_aliases, stored_dtypes, weights_without_slot
 
 if TYPE_CHECKING:
     from reshard.adapter.serving_format import ServingFormat
@@ -46,7 +46,11 @@ def lay_out(serving_format: ServingFormat, content: Content, target: Target, com
     engine_config = serving_format.engine_config(model, target.parallel, dtypes)
     companions, class_notes = companions.completed(model.architecture)
     companions, config_notes = _with_config_defaults(companions, rules)
-    left_out = layers_not_served(model) | {name: reason for name in content.besides_model if (reason := model.reason_not_served(name))}
+    left_out = (
+        layers_not_served(model)
+        | not_stored_by_engines(model, rules)
+        | {name: reason for name in content.besides_model if (reason := model.reason_not_served(name))}
+    )
     return Layout(
         serving_format.name,
         tuple(rank_files(serving_format, target, lambda tp, pp: rank_tensors(model, stored, rules, target.parallel, tp, pp))),

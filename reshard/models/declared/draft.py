@@ -116,7 +116,7 @@ def _word(value: object) -> str:
 def _scale_kinds(config: Mapping[str, Any]) -> set[str]:
     """The last words of the names of quantization scales."""
     quantization = quantization_of(config)
-    return {scale.kind for scale in (*quantization.scales, *quantization.cache_scales)} if quantization else set()
+    return set(quantization.kinds) if quantization else set()
 
 
 def _written(name: str) -> str:

@@ -49,7 +49,7 @@ def _rank(relative: Relative) -> tuple[int, int]:
 def _relative(weights: Sequence[StoredWeight], model: Model) -> Relative | None:
     """A model compared with a checkpoint; None if the config lacks a number that the model needs."""
     try:
-        declared = [weight for weight in model.weights.values() if not weight.scale]
+        declared = [weight for weight in model.weights.values() if not weight.is_scale]
     except RequestError:
         return None
     expected: dict[str, dict[str, Shape]] = {}

@@ -15,13 +15,14 @@ import numpy as np
 
 from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError
-from reshard.geometry.dtypes import DType, from_torch
+from reshard.geometry.dtypes import BF16, DType, from_torch
 from reshard.geometry.functions import FUNCTIONS
 from reshard.geometry.parallel import Parallel
 from reshard.geometry.sections import Columns
 from reshard.geometry.stored import StoredTensor
-from reshard.index.index import Constant, Index, RunFacts, Scaling, StoredFile, Tensor
+from reshard.index.index import Constant, EncodedPart, Encoding, Index, RunFacts, StoredFile, Tensor
 from reshard.index.shards import Located, PieceTable, Shards
+from reshard.models.quantized import Component
 from reshard.plans.alike_files import LazyFraming
 from reshard.plans.digests import is_digest
 from reshard.plans.layout import Layout, Sidecar, TargetFile
@@ -189,21 +190,32 @@ class _Table:
             raise self._file.damaged(f"a piece of the {self._side} reaches beyond its tensor")
 
 
+def _encoding(codes: Tensor, scales: Tensor, block_shape: tuple[int | None, ...]) -> Encoding:
+    """The encoding of a tensor of elements with scales."""
+    axes = tuple(range(len(codes.shape)))
+    scale_axes = axes if len(scales.shape) == len(axes) and scales.elements > 1 else ()
+    parts = (
+        EncodedPart(codes, Component("", "codes"), (1,) * len(axes), axes),
+        EncodedPart(scales, Component("", "scale", block_shape), block_shape, scale_axes),
+    )
+    return Encoding("", parts, BF16)
+
+
 def _routes(file: ColumnsFile, sources: list[Tensor], targets: list[Tensor]) -> tuple[Route, ...]:
     scaled, blocks, count = file.integers("scaling.routes").tolist(), file.value("scaling.blocks"), len(targets)
     if len(sources) != count + len(scaled) or len(blocks) != len(scaled):
         raise file.damaged("the source has another number of tensors than the target")
-    scalings: dict[int, Scaling] = {}
+    encodings: dict[int, Encoding] = {}
     for i, shape, scales in zip(scaled, blocks, sources[count:], strict=True):
         if len(shape) != len(sources[i].shape) or not all(size is None or _size(file, size) for size in shape):
             raise file.damaged(f"{sources[i].name} has scales for blocks of {shape}")
-        scalings[i] = Scaling(scales, tuple(shape))
+        encodings[i] = _encoding(sources[i], scales, tuple(shape))
     routes = []
     for i, (source, target) in enumerate(zip(sources[:count], targets, strict=True)):
         if source.name != target.name or source.shape != target.shape:
             raise file.damaged(f"{source.name} of the source goes to {target.name} of the target, which has another name or shape")
         scaled_source = (
-            Tensor(source.name, source.dtype, source.shape, "weight", source.shards, scaling=scalings[i]) if i in scalings else source
+            Tensor(source.name, source.dtype, source.shape, "weight", source.shards, encoding=encodings[i]) if i in encodings else source
         )
         routes.append(Route(scaled_source, target))
     return tuple(routes)

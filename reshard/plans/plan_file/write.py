@@ -12,7 +12,7 @@ import numpy as np
 import reshard
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import DType
-from reshard.index.index import Tensor
+from reshard.index.index import EncodedPart, Tensor
 from reshard.index.shards import primary_rows
 from reshard.plans.plan import Plan
 from reshard.plans.plan_file.columns import ColumnsWriter
@@ -44,18 +44,30 @@ def plan_content(plan: Plan, *, request: str) -> bytes:
             why="The file holds the places of the weights in one checkpoint, and the adapter lies in another",
             do="Leave out --plan-out; with --part each part makes the plan itself",
         )
-    scaled = [(i, route.source.scaling) for i, route in enumerate(plan.routes) if route.source.scaling]
-    sources = [route.source for route in plan.routes] + [scaling.scales for _, scaling in scaled if scaling]
+    scaled = [(i, _scales_of(route.source)) for i, route in enumerate(plan.routes) if route.source.encoding or route.source.derivation]
+    sources = [route.source for route in plan.routes] + [scales.tensor for _, scales in scaled]
     dtypes = _DTypes()
     source_paths = _tensors(columns, "source", sources, dtypes)
     target_paths = _tensors(columns, "target", [route.target for route in plan.routes], dtypes)
     columns.integers("scaling.routes", [i for i, _ in scaled])
-    columns.value("scaling.blocks", [list(scaling.block_shape) for _, scaling in scaled if scaling])
+    columns.value("scaling.blocks", [list(scales.block_shape) for _, scales in scaled])
     columns.value("dtypes", dtypes.names)
     _source(columns, plan, source_paths)
     _target(columns, plan, target_paths)
     columns.value("plan", _about(plan, request))
     return columns.content()
+
+
+def _scales_of(tensor: Tensor) -> EncodedPart:
+    """The scales of a quantized tensor. Raises UnsupportedError if its values need more, which a plan file does not hold."""
+    parts = tensor.encoding.parts if tensor.encoding else ()
+    if len(parts) != 2 or parts[0].component.packing or parts[1].component.exponents or parts[1].component.use != "scale":
+        raise UnsupportedError(
+            "it is packed, or quantized by this conversion, which a plan file does not hold",
+            where=tensor.name,
+            do="Give each part the options of the plan instead of --plan",
+        )
+    return parts[1]
 
 
 class _DTypes:

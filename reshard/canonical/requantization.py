@@ -1,0 +1,146 @@
+"""Quantization, described but not computed: each weight of a linear layer becomes the components of a form, computed from its values when
+they are written. The config is that of llm-compressor's schemes, which vLLM and transformers load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from reshard.canonical.content import Content
+from reshard.canonical.dequantization import SETTING, with_values
+from reshard.errors import RequestError, UnsupportedError
+from reshard.geometry.boxes import Box, row_major
+from reshard.geometry.dtypes import DType, from_safetensors
+from reshard.geometry.extents import Extent, Piece
+from reshard.index.index import Derivation, Tensor
+from reshard.index.shards import Shards
+from reshard.models.model import Model
+from reshard.models.quantization import quantization_of
+from reshard.models.quantized import Component, StoredForm
+from reshard.models.roles import ROLES
+
+QUANTIZE, REQUANTIZE = ("fp8-block", "mxfp4"), ("fp8-block",)
+"""What --quantize and --requantize take."""
+
+# What llm-compressor 0.14 writes for its schemes FP8_BLOCK and MXFP4A16.
+_FP8_BLOCK = {
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "format": "float-quantized",
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8, "type": "float", "strategy": "block", "symmetric": True, "dynamic": False, "block_structure": [128, 128],
+            },
+            "input_activations": {
+                "num_bits": 8, "type": "float", "strategy": "group", "symmetric": True, "dynamic": True, "group_size": 128,
+            },
+        }
+    },
+}  # fmt: skip
+_MXFP4 = {
+    "format": "mxfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "format": "mxfp4-pack-quantized",
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4, "type": "float", "strategy": "group", "symmetric": True, "dynamic": False, "group_size": 32,
+                "scale_dtype": "torch.uint8",
+            },
+        }
+    },
+}  # fmt: skip
+_SETTINGS: Mapping[str, Mapping[str, Any]] = {"fp8-block": _FP8_BLOCK, "mxfp4": _MXFP4}
+_STORED: Mapping[str, tuple[str, str]] = {"fp8-block": ("F8_E4M3", "BF16"), "mxfp4": ("U8", "U8")}
+
+
+def quantized(content: Content, config: Mapping[str, Any] | None, form: str) -> tuple[Content, dict[str, Any]]:
+    """The content with its linear layers quantized to `form`, one of QUANTIZE, and the config that says so.
+
+    Raises: RequestError if the model is not known or is quantized already, UnsupportedError for experts in one tensor.
+    """
+    if quantization_of(config or {}) is not None or (config or {}).get(SETTING):
+        raise RequestError("--quantize: the weights are quantized already", do="Use --requantize fp8-block, or --dequantize first")
+    if content.model is None:
+        raise RequestError("--quantize: the model is not known, so neither are its linear layers", do="Add --model DIR with its config")
+    weights = content.model.weights
+    chosen = {
+        name: tensor
+        for name, tensor in content.tensors.items()
+        if name in weights and any(ROLES[role].quantized for role in (weights[name].role, *weights[name].declared.fuses) if role in ROLES)
+        if not name.endswith("bias")
+    }
+    for name in chosen:
+        if len(chosen[name].shape) != 2 or weights[name].declared.transposed:
+            raise UnsupportedError(
+                f"--quantize: its shape is {list(chosen[name].shape)}; a weight [out, in] with a name of its own is needed",
+                where=name,
+                why="The forms that engines load hold each expert under a name of its own",
+            )
+    return _quantized(content, config or {}, form, form, chosen)
+
+
+def requantized(content: Content, config: Mapping[str, Any] | None, form: str) -> tuple[Content, dict[str, Any]]:
+    """The content with its quantized weights in another form that holds the same values, one of REQUANTIZE, and the config that says so.
+
+    Raises: as `with_values`, and UnsupportedError for experts in one tensor.
+    """
+    content = with_values(content, config)
+    chosen = {name: tensor for name, tensor in content.tensors.items() if tensor.encoding}
+    for name, tensor in chosen.items():
+        if len(tensor.shape) != 2:
+            raise UnsupportedError(
+                f"--requantize: it holds all experts, {list(tensor.shape)}",
+                where=name,
+                why="The forms that engines load hold each expert under a name of its own",
+                do="Use --dequantize, or convert to hf unchanged",
+            )
+    plain = {key: value for key, value in (config or {}).items() if key != SETTING}
+    return _quantized(content, plain, form, f"exact-{form}", chosen)
+
+
+def _quantized(
+    content: Content, config: Mapping[str, Any], form: str, recipe: str, chosen: Mapping[str, Tensor]
+) -> tuple[Content, dict[str, Any]]:
+    ignored = sorted(
+        name.removesuffix(".weight")
+        for name, tensor in content.weights.items()
+        if name.endswith(".weight") and len(tensor.shape) == 2 and name not in chosen
+    )
+    settings = {"quant_method": "compressed-tensors", "quantization_status": "compressed", **_SETTINGS[form], "ignore": ignored}
+    config = {**config, SETTING: settings}
+    quantization = quantization_of(config)
+    assert quantization is not None, "it is a form that reshard reads"
+    (stored_form,) = quantization.forms
+    types = tuple(from_safetensors(name, where=form) for name in _STORED[form])
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in content.tensors.items():
+        if name in chosen:
+            tensors |= _components(tensor, stored_form, recipe, types)
+        else:
+            tensors[name] = tensor
+    model = Model(content.model.architecture, config) if content.model else None
+    return replace(content, tensors=tensors, model=model), config
+
+
+def _components(weight: Tensor, form: StoredForm, recipe: str, types: tuple[DType, ...]) -> dict[str, Tensor]:
+    """The components of a weight, computed by a recipe. Raises UnsupportedError if the groups do not divide its rows."""
+    group = form.codes.packing and next(size for each in form.beside for size in each.block_shape[1:] if size)
+    if group and weight.shape[1] % group:
+        raise UnsupportedError(
+            f"it has {weight.shape[1]} input features, which is not a multiple of the group of {group}", where=weight.name
+        )
+    return {
+        name: _derived(name, weight, component, recipe, types[component.is_scale]) for name, component in form.names(weight.name).items()
+    }
+
+
+def _derived(name: str, weight: Tensor, component: Component, recipe: str, dtype: DType) -> Tensor:
+    shape = component.shape(weight.shape)
+    first = weight.stored[0].shards
+    extent = Extent(first.path(0), int(first.positions[0]), row_major(shape), dtype)
+    shards = Shards.of([Piece(Box.whole(shape), extent)])
+    return Tensor(name, dtype, shape, weight.kind, shards, derivation=Derivation(weight, recipe, component))

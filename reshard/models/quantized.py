@@ -1,0 +1,188 @@
+"""Quantized weights: a weight [out, in] that is stored as several tensors, its components.
+
+    codes    the elements of the weight, one or several in each stored word
+    scales   and zero points, one for a block of elements
+
+Which elements of the weight belong to one element of a component, its grid, decides everything else: the component's shape, where ranks
+can cut it, and which part of it is read for a part of the weight.
+
+    weight [out, in]         INT4, groups of 128       block_shape   packing       grid
+      weight_packed            [out, in / 8]           (1, 1)        8 along in    (1, 8)
+      weight_scale             [out, in / 128]         (1, 128)                    (1, 128)
+      weight_zero_point        [out / 8, in / 128]     (1, 128)      8 along out   (8, 128)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from reshard.geometry.packed import Packing
+
+# Weight elements per value along each axis of a weight [out, in]. None: one value for the whole axis.
+BlockShape = tuple[int | None, ...]
+
+Use = Literal["codes", "scale", "divisor", "zero point", "group index", "input scale", "shape"]
+"""What a component is for: an element's value is (code - zero point) * scale / divisor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One of the tensors in which a quantized weight [out, in] is stored."""
+
+    kind: str
+    """The last word of its name, in place of "weight": "weight_scale_inv", "qweight"."""
+    use: Use
+    """What it is for."""
+    block_shape: BlockShape = (1, 1)
+    """Weight elements per value along each axis."""
+    packing: Packing | None = None
+    """How several values lie in one stored word; None: each element is a value."""
+    single_shape: tuple[int, ...] = ()
+    """The stored shape of a component that does not depend on the weight's: () or (1,) for one number."""
+    transposed: bool = False
+    """Whether it is stored as [in, out]."""
+    exponents: bool = False
+    """Whether its bytes are exponents e of scales 2^(e - 127), whatever their element type says."""
+    element_type: str | None = None
+    """The element type in which engines hold it; None: in that of the model's other weights, or as it is stored."""
+
+    @property
+    def is_scale(self) -> bool:
+        """Whether it stands beside the codes."""
+        return self.use != "codes"
+
+    @property
+    def grid(self) -> BlockShape:
+        """Weight elements per stored element along each axis of the weight; those of a last axis of words count once."""
+        if self.packing is None:
+            return self.block_shape
+        return tuple(
+            size * self.packing.count if size and axis == self.packing.axis else size for axis, size in enumerate(self.block_shape)
+        )
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one number, or a few, for the whole weight."""
+        return all(size is None for size in self.grid)
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether it has one number per input feature, and no other axis."""
+        return self.use == "group index"
+
+    def shape(self, weight: tuple[int, ...]) -> tuple[int, ...]:
+        """Its shape beside a weight [out, in], or beside a stack [experts, out, in] of weights."""
+        if self.is_single:
+            return self.single_shape
+        *stack, out_size, in_size = weight
+        if self.is_vector:
+            return (*stack, in_size)
+        sizes = [1 if size is None else -(-length // size) for length, size in zip((out_size, in_size), self.grid, strict=True)]
+        return (*stack, *(reversed(sizes) if self.transposed else sizes), *(self.packing.words if self.packing else ()))
+
+    def weight_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape [out, in], or [experts, out, in], of the weight whose codes have the shape `shape`."""
+        assert self.use == "codes"
+        inner = shape[: len(shape) - len(self.packing.words)] if self.packing else shape
+        *stack, first, second = inner
+        sizes = (second, first) if self.transposed else (first, second)
+        return (*stack, *(length * (size or 1) for length, size in zip(sizes, self.grid, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredForm:
+    """How a quantized weight is stored: the components of every weight of this form."""
+
+    name: str
+    """What the form is called, such as "MXFP4"."""
+    unit: str
+    """What ranks cannot cut, such as "FP8 block"."""
+    components: tuple[Component, ...]
+    """The codes, then what stands beside them."""
+    code_types: tuple[str, ...]
+    """The element types that the codes can have: a weight of another type is not stored in this form."""
+    weights: str = r".*\.weight"
+    """A regular expression of the names of the weights that can have this form."""
+    transposed: bool = False
+    """Whether the model's own tensor is the transpose, [in, out] or [experts, in, out]."""
+    keeps_scale_type: bool = False
+    """Whether the values have the element type of the scales. False: bfloat16."""
+
+    @property
+    def codes(self) -> Component:
+        """The component that holds the elements."""
+        return self.components[0]
+
+    @property
+    def beside(self) -> tuple[Component, ...]:
+        """The components that stand beside the codes."""
+        return self.components[1:]
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Weight elements along each axis that ranks do not separate: those that share a word, or one of several scales."""
+        sizes = [tuple(size or 1 for size in component.grid) for component in self.components]
+        return tuple(math.lcm(*along) for along in zip(*sizes, strict=True))
+
+    def takes(self, weight: str) -> bool:
+        """Whether a weight of that name can have this form."""
+        return re.fullmatch(self.weights, weight) is not None
+
+    def names(self, weight: str) -> dict[str, Component]:
+        """The names of the components of a weight, by the weight's name. They end with the component's kind in place of "weight"."""
+        front = weight.removesuffix("weight") if weight.endswith(".weight") else weight
+        return {front + component.kind: component for component in self.components}
+
+    def weight_of(self, codes: str) -> str | None:
+        """The name of the weight whose codes have this name; None if no weight of this form has such codes."""
+        if not codes.endswith(self.codes.kind):
+            return None
+        front = codes.removesuffix(self.codes.kind)
+        name = front + "weight" if front.endswith(".") else front
+        return name if self.takes(name) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How the linear layers of a model are quantized."""
+
+    method: str
+    """The config's quant_method: "fp8", "compressed-tensors"."""
+    forms: tuple[StoredForm, ...]
+    """How its weights are stored. A weight has the first form that fits its name and its element type."""
+    excluded: tuple[str, ...] = ()
+    """Modules that are not quantized: names, names with "*", or regular expressions after "re:"."""
+    cache_scales: tuple[Component, ...] = ()
+    """The scales of cached keys and values, one of each in every layer's attention."""
+
+    def form_of(self, weight: str) -> StoredForm | None:
+        """The form of the weight of a linear layer, by the weight's name; None if it is not quantized."""
+        module = weight.removesuffix(".weight")
+        if any(_matches(entry, module) for entry in self.excluded):
+            return None
+        return next((form for form in self.forms if form.takes(weight)), None)
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The last words of the names of all scales and other components beside the codes."""
+        return frozenset(each.kind for each in (*(each for form in self.forms for each in form.beside), *self.cache_scales))
+
+    def stored_weights(self, element_types: Mapping[str, str]) -> Iterator[tuple[str, StoredForm]]:
+        """The weights that are stored in one of the forms, each with its form. element_types: that of every stored tensor by name."""
+        for name, element_type in element_types.items():
+            for form in self.forms:
+                weight = form.weight_of(name)
+                if weight is not None and element_type in form.code_types:
+                    yield weight, form
+                    break
+
+
+def _matches(entry: str, module: str) -> bool:
+    if entry.startswith("re:"):
+        return re.match(entry.removeprefix("re:"), module) is not None
+    return module == entry or module.startswith(entry + ".") or ("*" in entry and fnmatchcase(module, entry))

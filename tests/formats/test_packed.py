@@ -1,0 +1,160 @@
+"""Packed weights: read, dequantized to the bits of the libraries that own the forms (fixtures/hf_packed), carried unchanged."""
+
+import hashlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import reshard
+from reshard.errors import CheckpointError, IncompleteError, RequestError, UnsupportedError
+from reshard.geometry import boxes
+from reshard.plans import summary
+
+FIXTURES = Path(__file__).resolve().parent.parent.parent / "fixtures" / "hf_packed"
+sys.path.insert(0, str(FIXTURES))
+
+import random_llama  # noqa: E402
+
+CASES = sorted(path.parent.name for path in FIXTURES.glob("*/truth.json"))
+
+
+def truth_of(case):
+    return json.loads((FIXTURES / case / "truth.json").read_text())
+
+
+def stored(folder):
+    return {name: tensor for path in Path(folder).glob("*.safetensors") for name, tensor in safetensors.torch.load_file(path).items()}
+
+
+def digest(tensor):
+    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def described(tensors):
+    return {
+        name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "sha256": digest(tensor)}
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_dequantized_values_are_the_librarys_bits(case, tmp_path):
+    reshard.convert(reshard.plan(FIXTURES / case, to="hf", dequantize=True), tmp_path / "out")
+    assert described(stored(tmp_path / "out")) == truth_of(case)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_small_blocks_of_work_give_the_same_values(case, tmp_path, monkeypatch):
+    """Work is cut into blocks and runs that end inside of words and groups."""
+    monkeypatch.setattr(boxes, "BLOCK_ELEMENTS", 64 * 5)
+    monkeypatch.setattr("reshard.engine.values._DECODED", 64 * 3)
+    reshard.convert(reshard.plan(FIXTURES / case, to="hf", dequantize=True), tmp_path / "out")
+    assert described(stored(tmp_path / "out")) == truth_of(case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_it_every_byte_stays_whatever_dtype_says(case, tmp_path):
+    before = stored(FIXTURES / case)
+    reshard.convert(reshard.plan(FIXTURES / case, to="hf", dtype="fp32"), tmp_path / "out")
+    after, truth = stored(tmp_path / "out"), truth_of(case)
+    assert after.keys() == before.keys()
+    for name, tensor in before.items():
+        plain = name in truth and truth[name]["sha256"] == digest(tensor) and tensor.dtype in (torch.bfloat16, torch.float16)
+        assert torch.equal(after[name].flatten().view(torch.uint8), (tensor.float() if plain else tensor).flatten().view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_are_those_of_the_values(case):
+    opened = reshard.open(FIXTURES / case)
+    count = summary.parameter_count(opened.content(), opened.model_files.config)
+    assert count == sum(torch.Size(each["shape"]).numel() for each in truth_of(case).values())
+
+
+EXACT = ("llama-ct-mxfp4", "qwen3_moe-ct-mxfp4")
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_requantized_weights_have_the_same_values(case, tmp_path):
+    """Both sides are decoded: the MXFP4 source by its library, the FP8 result here and by torch."""
+    reshard.convert(reshard.plan(FIXTURES / case, to="hf", requantize="fp8-block"), tmp_path / "fp8")
+    reshard.convert(reshard.plan(tmp_path / "fp8", to="hf", dequantize=True), tmp_path / "values")
+    truth = {name: each | {"dtype": "bfloat16"} for name, each in truth_of(case).items()}
+    assert described(stored(tmp_path / "values")) == truth
+    tensors = stored(tmp_path / "fp8")
+    codes = {name: tensor for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert codes
+    for name, tensor in codes.items():
+        scale = tensors[name + "_scale"].float().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        values = (tensor.float() * scale[: tensor.shape[0], : tensor.shape[1]]).bfloat16()
+        assert digest(values) == truth[name]["sha256"]
+
+
+def test_values_that_the_other_form_does_not_hold_are_refused(tmp_path):
+    folder = shutil.copytree(FIXTURES / "llama-ct-mxfp4", tmp_path / "wide")
+    tensors = stored(folder)
+    scale = tensors["model.layers.0.mlp.up_proj.weight_scale"]
+    scale[0, 0], scale[1, 1] = 200, 60
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight.*span more powers of two"):
+        reshard.convert(reshard.plan(folder, to="hf", requantize="fp8-block"), tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    with pytest.raises(UnsupportedError, match="holds all experts"):
+        reshard.plan(FIXTURES / "gpt_oss-mxfp4", to="hf", requantize="fp8-block")
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "mxfp4"])
+def test_quantized_weights_are_llm_compressors_bits(form, tmp_path):
+    random_llama.write(tmp_path / "source")
+    reshard.convert(reshard.plan(tmp_path / "source", to="hf", quantize=form), tmp_path / "out")
+    expected = json.loads((FIXTURES / "llm-compressor.json").read_text())[form]
+    assert described(stored(tmp_path / "out")) == expected["tensors"]
+    ours = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    theirs = expected["quantization_config"]
+    assert {ours[key] == theirs[key] for key in ("format", "quant_method", "quantization_status")} == {True}
+    for part in ("weights", "input_activations"):
+        of_ours, of_theirs = (next(iter(each["config_groups"].values())).get(part) or {} for each in (ours, theirs))
+        assert of_ours.items() <= of_theirs.items() and bool(of_ours) == bool(of_theirs)
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "mxfp4"])
+def test_quantized_weights_do_not_depend_on_how_the_work_is_cut(form, tmp_path, monkeypatch):
+    random_llama.write(tmp_path / "source")
+    monkeypatch.setattr(boxes, "BLOCK_ELEMENTS", 128 * 50)
+    monkeypatch.setattr("reshard.engine.recipes.recipe.COLUMNS", 128)
+    reshard.convert(reshard.plan(tmp_path / "source", to="hf", quantize=form), tmp_path / "out")
+    assert described(stored(tmp_path / "out")) == json.loads((FIXTURES / "llm-compressor.json").read_text())[form]["tensors"]
+
+
+def test_several_forms_at_once_and_unknown_ones_are_refused(tmp_path):
+    case = FIXTURES / "llama-ct-mxfp4"
+    for options in ({"dequantize": True, "requantize": "fp8-block"}, {"requantize": "int4"}, {"quantize": "fp8-block"}):
+        with pytest.raises(RequestError):
+            reshard.plan(case, to="hf", **options)
+
+
+def test_ranks_hold_whole_groups_and_words():
+    for case in ("llama-ct-int4-asym", "llama-awq", "llama-ct-mxfp8"):
+        assert len(reshard.plan(FIXTURES / case, to="vllm", tp=2).layout.files) == 2
+        with pytest.raises(RequestError, match=r"which is not a multiple of the .* of 32"):
+            reshard.plan(FIXTURES / case, to="vllm", tp=4)
+        rows = {row.parallel.tp: row.problem for row in reshard.degrees(FIXTURES / case, to="vllm", tp=(1, 2, 4)).rows}
+        assert rows[1] is rows[2] is None and "group" in rows[4]
+
+
+def test_act_order_and_missing_components_are_named(tmp_path):
+    folder = shutil.copytree(FIXTURES / "llama-gptq", tmp_path / "gptq")
+    tensors = stored(folder)
+    tensors["model.layers.0.self_attn.q_proj.g_idx"][[0, 40]] = tensors["model.layers.0.self_attn.q_proj.g_idx"][[40, 0]]
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"q_proj\.g_idx.*act-order"):
+        reshard.convert(reshard.plan(folder, to="hf", dequantize=True), tmp_path / "out")
+    tensors.pop("model.layers.0.self_attn.q_proj.qzeros")
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(IncompleteError, match="qzeros"):
+        reshard.plan(folder, to="hf", dequantize=True)
