@@ -90,14 +90,9 @@ NAME_VARIANTS = (
 )
 _BY_NAME = {variant.name: variant for variant in NAME_VARIANTS}
 # (prefix of the stored name, prefix of the canonical name). {base} is the first part of the model's names: "model.", "transformer.", ...
-PREFIXES = (
-    ("", "{base}"),
-    ("language_model.", ""),
-    ("model.language_model.", "{base}"),
-    ("model.", ""),
-    ("model.", "{base}"),
-    ("lm_head.", "embed_out."),
-)
+PREFIXES = (("", "{base}"), ("language_model.", ""), ("model.language_model.", "{base}"), ("model.", ""), ("model.", "{base}"))
+# The head of gpt_neox, as transformers 5 holds it in memory.
+HEADS = (("lm_head.", "embed_out."),)
 # The same for models with towers, which transformers 5 holds in memory, and saves some of, under other names than they are published with.
 PREFIXES_WITH_TOWERS = (
     ("model.language_model.", "language_model.model."),
@@ -143,7 +138,7 @@ class Names:
         """The name, and the names with the canonical prefix in place of a stored one."""
         name = base_name(name)
         yield name
-        for stored, canonical in PREFIXES + PREFIXES_WITH_TOWERS:
+        for stored, canonical in PREFIXES + PREFIXES_WITH_TOWERS + HEADS:
             if name.startswith(stored):
                 yield canonical.format(base=self._base) + name.removeprefix(stored)
 

@@ -15,6 +15,7 @@ from places import FIXTURES
 import reshard
 from reshard.canonical.content import Selection, content_of
 from reshard.canonical.lora import with_adapter_names
+from reshard.canonical.name_variants import Names
 from reshard.engine.views import LazyTensor
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.stored import whole
@@ -204,3 +205,8 @@ def test_a_plan_file_refuses_a_merge_instead_of_losing_it(tmp_path):
     adapter = PEFT / "plain" / "adapter"
     refused = run("plan", HF / "llama", "--to", "hf", "--merge-adapter", adapter, "--plan-out", tmp_path / "plan")
     assert refused.code == 6 and "merges an adapter" in refused.err and not (tmp_path / "plan").exists()
+
+
+def test_the_head_of_gpt_neox_is_known_by_its_name_in_memory():
+    model = reshard.open(HF / "gpt_neox").model
+    assert Names(model).array("base_model.model.lm_head.weight").names == ("embed_out.weight",)
