@@ -64,7 +64,7 @@ def prepare() -> None:
     def lonely_group(*given: Any, **names: Any) -> Any:
         return new_model_group(*given, **{**names, "use_message_queue_broadcaster": False, "use_custom_allreduce": False})
 
-    dist.init_process_group = fake_process_group
+    dist.init_process_group = fake_process_group  # type: ignore[assignment,unused-ignore]
     parallel_state.init_model_parallel_group = lonely_group
 
 
