@@ -119,12 +119,23 @@ def run(arguments: list[str]) -> int:
     metrics = Metrics(next((word for word in arguments if word in COMMANDS), ""), log.metrics_file)
     with logging_to_stderr(log):
         code = _exit_code(Invocation(arguments, log, metrics))
+        _log_stores()
         event("finished", f"ended with exit code {code} after {metrics.seconds:.1f} s", exit_code=code, seconds=round(metrics.seconds, 3))
         try:
             metrics.write(code)
         except ReshardError as error:  # Before the work it was possible. Now the result counts.
             event("metrics-lost", f"the metrics were not written: {error}", level=WARNING)
     return code
+
+
+def _log_stores() -> None:
+    """Log what each store was asked for. Without a URL, the module of stores was never loaded."""
+    urls = sys.modules.get("reshard.storage.stores.urls")
+    for url, traffic in urls.opened if urls else ():
+        if traffic.requests:
+            event("store", f"{url}: {traffic}", url=url, **traffic.to_json())
+    if urls:
+        urls.opened.clear()
 
 
 def _exit_code(invocation: Invocation) -> int:

@@ -228,8 +228,28 @@ architecture = option(
     shell_complete=architecture_names,
     help="Architecture name or file, if config.json does not identify a supported model.",
 )
+
+
+def _set_storage_options(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> None:
+    """Until the command ends, stores are opened with these options."""
+    if given:
+        from reshard.storage.stores.urls import parsed_options, storage_options
+
+        ctx.with_resource(storage_options(parsed_options(given)))
+
+
+storage_option = option(
+    "--storage-option",
+    section=SOURCE,
+    multiple=True,
+    expose_value=False,
+    metavar="KEY=VALUE",
+    callback=_set_storage_options,
+    help="Setting of the stores of URLs (s3://, gs://, hf:// ...), such as endpoint=http://minio:9000.",
+)
 model = together(
-    option("--model", section=SOURCE, metavar="DIR", help="Directory with config.json (and tokenizer), if the checkpoint has none."),
+    option("--model", section=SOURCE, metavar="DIR", help="Directory or URL with config.json (and tokenizer), if the checkpoint has none."),
+    storage_option,
     option("--vocab-size", section=SOURCE, type=click.IntRange(1), metavar="N", help="Vocabulary size without padding (Megatron)."),
     architecture,
 )
@@ -318,7 +338,9 @@ parts = together(
         help="Convert part I of N, counted from 0; auto: as Slurm, torchrun or Kubernetes say. The last part completes TARGET.",
     ),
     option("--parts", section=PARTS, type=click.IntRange(1), metavar="N", help="With --part auto: how many parts there are (Kubernetes)."),
-    option("--plan", "plan_path", section=PARTS, metavar="FILE", help="Run the plan in FILE, which `reshard plan` has written with --plan-out."),
+    option(
+        "--plan", "plan_path", section=PARTS, metavar="FILE", help="Run the plan in FILE, which `reshard plan` has written with --plan-out."
+    ),
     option("--ray", section=PARTS, is_flag=True, help="Convert with the tasks of a Ray cluster."),
     option("--ray-address", section=PARTS, metavar="ADDRESS", help="With --ray: the cluster (default: RAY_ADDRESS, or this machine)."),
     option("--finish", section=PARTS, is_flag=True, help="Complete TARGET if all parts are done; otherwise name what is missing."),
@@ -326,7 +348,9 @@ parts = together(
 
 effort = together(
     option("--workers", section=EFFORT, type=click.IntRange(1), metavar="N", help="Threads (default: one per processor, at most 8)."),
-    option("--memory", section=EFFORT, type=SizeParam(), metavar="SIZE", help="Maximum size of all buffers (default: 256MiB)."),
+    option(
+        "--memory", section=EFFORT, type=SizeParam(), metavar="SIZE", help="Maximum size of all buffers (default: 256MiB; 1GiB for stores)."
+    ),
     option(
         "--progress/--no-progress",
         "show_progress",

@@ -12,11 +12,12 @@ from .tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
     from reshard.canonical.content import Drop
+    from reshard.engine.stores.forecast import StoreForecast
     from reshard.plans.plan import Plan
 
 
-def plan_document(plan: Plan, *, full: bool) -> dict[str, Any]:
-    """The plan with stable keys, and what each rank holds. full: include each tensor."""
+def plan_document(plan: Plan, *, full: bool, target: str | None = None) -> dict[str, Any]:
+    """The plan with stable keys, and what each rank holds. full: include each tensor. target: where it would be written."""
     from dataclasses import asdict
 
     from reshard.plans import summary
@@ -26,10 +27,24 @@ def plan_document(plan: Plan, *, full: bool) -> dict[str, Any]:
     if full:
         tensors["dropped_tensors"] = tensors.pop("dropped")
     dropped = [group.to_json() for group in summary.drops(plan)]
+    if stores := store_forecasts(plan, target):
+        document["stores"] = [each.to_json() for each in stores]
     return {**document, "dropped": dropped, "ranks": [asdict(rank) for rank in summary.ranks(plan)], **tensors}
 
 
-def show_plan(plan: Plan) -> None:
+def store_forecasts(plan: Plan, target: str | None) -> list[StoreForecast]:
+    """What the conversion will ask of stores; empty if source and target are local."""
+    from reshard.storage.local_path import is_url
+
+    url = target if target is not None and is_url(target) else None
+    if url is None and plan.source_files.store is None:
+        return []
+    from reshard.engine.stores.forecast import forecast
+
+    return forecast(plan, url)
+
+
+def show_plan(plan: Plan, target: str | None = None) -> None:
     """What would be written, for whom, and what is cast, filled or dropped on the way."""
     from reshard.plans import summary
 
@@ -61,8 +76,13 @@ def show_plan(plan: Plan) -> None:
         f"  write     {nbytes_text(totals.written)}: {nbytes_text(totals.copied)} copied, {nbytes_text(totals.filled)} filled, "
         f"{nbytes_text(totals.framing)} of framing"
     )
-    for source, target, number in summary.casts(plan):
-        show(f"  cast      {plural(number, 'tensor')} from {source} to {target}")
+    for each in store_forecasts(plan, target):
+        if each.read:
+            show(f"  store     {each.url}: about {plural(each.reads, 'request')} to read {nbytes_text(each.read)}")
+        if each.written:
+            show(f"  store     {each.url}: about {plural(each.writes, 'request')} to write {nbytes_text(each.written)}")
+    for cast_from, cast_to, number in summary.casts(plan):
+        show(f"  cast      {plural(number, 'tensor')} from {cast_from} to {cast_to}")
     show_drops(plan)
     if plan.layout.sidecars:
         show(f"  copy      unchanged: {', '.join(sidecar.path for sidecar in plan.layout.sidecars)}")

@@ -12,19 +12,32 @@ from ..json_output import show_json
 from ..tables import duration_text, nbytes_text, show
 
 
-@click.command("clean", cls=options.Command, examples=["reshard clean checkpoints", "reshard clean checkpoints --yes"])
+@click.command(
+    "clean",
+    cls=options.Command,
+    examples=["reshard clean checkpoints", "reshard clean checkpoints --yes", "reshard clean s3://bucket/checkpoints"],
+)
 @click.argument("directory")
 @click.option("--yes", is_flag=True, help="Remove what can be removed. Without it, nothing is removed.")
+@options.storage_option
 @options.as_json
 def command(directory: str, yes: bool, as_json: bool) -> None:
     """List the work folders (.reshard) that interrupted conversions have left in DIRECTORY and below it.
+
+    DIRECTORY may be a URL: then unfinished targets and uploads that are not complete are listed, and --yes removes them all. Make sure that
+    no conversion is writing there.
 
     With --yes they are removed, also those of conversions that --resume could finish. Never removed are: the folder of a conversion that is
     running, or that was stopped while it replaced the files of its target; what reshard did not make; what a link leads to.
     """
     from reshard.engine.events import event
     from reshard.errors import ReshardError
+    from reshard.storage.local_path import is_url
     from reshard.verbs.leftovers import MEANINGS, REMOVABLE, leftovers, remove
+
+    if is_url(directory):
+        _clean_store(directory, yes, as_json)
+        return
 
     def warn(error: ReshardError) -> None:
         event("not-read", str(error), level=30)
@@ -56,3 +69,27 @@ def command(directory: str, yes: bool, as_json: bool) -> None:
         show(f"{directory}: {plural(len(removable), 'work folder')}, {size}, can be removed. Nothing was removed: --yes removes")
     else:
         show(f"{directory}: no work folder can be removed")
+
+
+def _clean_store(url: str, yes: bool, as_json: bool) -> None:
+    """List or remove what lies below a URL."""
+    from reshard.verbs.store_leftovers import remove_from_store, store_leftovers
+
+    found = list(store_leftovers(url))
+    for each in found if yes else ():
+        remove_from_store(each)
+    nbytes = sum(each.nbytes for each in found)
+    if as_json:
+        left = [{**each.to_json(), "removed": yes} for each in found]
+        show_json({"directory": url, "removed": nbytes if yes else 0, "folders": [], "leftovers": left})
+        return
+    for each in found if not current().log.quiet else ():
+        age = "" if each.age is None else f", {duration_text(each.age)} old"
+        show(f"{each.url}  {nbytes_text(each.nbytes)}{age}, {each.run}")
+        if each.command and not yes:
+            show(f"  {each.command}")
+    what = f"{plural(len(found), 'upload or target', 'uploads and targets')}, {nbytes_text(nbytes)}"
+    if not found:
+        show(f"{url}: nothing is left of interrupted conversions")
+    else:
+        show(f"{url}: {what}, removed" if yes else f"{url}: {what}, can be removed. Nothing was removed: --yes removes")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from reshard.engine.parts.part import PartConversion
     from reshard.engine.record import Provenance
     from reshard.engine.run import Conversion
+    from reshard.engine.stores.gather import StoreConversion
     from reshard.plans.bands import PartNumber
     from reshard.plans.plan import Plan
     from reshard.verbs.convert import Existing, Result
@@ -69,6 +70,7 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
     TARGET is written atomically: its files appear under their names only when all are complete.
     """
     from reshard.engine.record import Provenance
+    from reshard.storage.local_path import is_url
     from reshard.verbs.convert import existing_target, result_of, target_folder, unchanged_result
     from reshard.verbs.request import Effort, EffortOptions
 
@@ -76,7 +78,12 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
     metrics.label(target=target, format=to)
     existing = existing_target(**{name: given.pop(name) for name in ("resume", "overwrite", "if_changed")})
     provenance = Provenance(tuple(arguments[arguments.index("convert") :]), given.pop("checksums"))
-    target_folder(target)
+    if is_url(target):
+        from reshard.verbs.into_store import check_store_target
+
+        check_store_target(target)
+    else:
+        target_folder(target)
     sharing = _sharing(given)
     effort, show_progress = Effort(**options.take(given, EffortOptions)), given.pop("show_progress")
     plan = _planned(source, to, given)
@@ -86,7 +93,7 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
         )
     metrics.label(target=target, format=plan.layout.format)
     if dry_run:
-        show_json(plan_document(plan, full=full)) if as_json else show_plan(plan)
+        show_json(plan_document(plan, full=full, target=target)) if as_json else show_plan(plan, target)
         return
     began = time.monotonic()
     result = unchanged_result(plan, target, provenance) if existing == "update" else None
@@ -126,7 +133,9 @@ class _Sharing:
         """What the progress bar says."""
         return f"convert {self.part}" if self.part else "convert"
 
-    def running(self, plan: Plan, target: str, existing: Existing, effort: Effort, provenance: Provenance) -> Conversion | PartConversion:
+    def running(
+        self, plan: Plan, target: str, existing: Existing, effort: Effort, provenance: Provenance
+    ) -> Conversion | StoreConversion | PartConversion:
         """The conversion that has not begun."""
         if not (self.part or self.finish or self.ray):
             from reshard.verbs.convert import conversion
@@ -190,7 +199,7 @@ def _show_part(running: PartConversion, target: str, part: PartNumber, seconds: 
         _show_files(running.plan, found.result)
 
 
-def _show_result(running: Conversion | PartConversion, result: Result) -> None:
+def _show_result(running: Conversion | StoreConversion | PartConversion, result: Result) -> None:
     """Which files were written, how fast, and what was left out."""
     plan, resumed, target, seconds = running.plan, running.resumed_bytes, result.path, result.seconds
     totals = plan.totals()

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import CheckpointError, ReshardError
-from reshard.storage.files import Files, LocalFiles, read_whole
+from reshard.storage.files import Files, read_whole
 
 if TYPE_CHECKING:
     from reshard.geometry.dtypes import DType
@@ -115,9 +115,8 @@ def find_model_files(files: Files) -> ModelFiles:
 def find_model_files_near(files: Files) -> ModelFiles:
     """The model files of a checkpoint. Without a config of its own, those of the directory that contains it, if there is one of a model:
     trainers write it once for all checkpoints of a run."""
-    local = files if isinstance(files, LocalFiles) else None
-    own = ModelFiles(files, "", None) if local and local.is_file else find_model_files(files)
-    parent = local.parent() if local and own.config is None else None
+    own = ModelFiles(files, "", None) if files.is_file else find_model_files(files)
+    parent = files.parent() if own.config is None else None
     if parent is None:
         return own
     try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from reshard.adapter.entry_points import EntryPoint, entry_points
 from reshard.adapter.format import Format
 from reshard.errors import RequestError, ReshardError, choices
-from reshard.storage.files import LocalFiles
+from reshard.storage.files import Files
 
 if TYPE_CHECKING:
     from reshard.adapter.option import Option
@@ -118,7 +118,7 @@ def detect(files: Files) -> tuple[Format, str]:
             where=files.root,
             do="Choose one: " + " or ".join(f"`reshard inspect {files.root} --format {found.name}`" for found, _ in claims),
         )
-    if isinstance(files, LocalFiles) and files.is_file:
+    if files.is_file:
         raise _not_a_checkpoint(files)
     listing = files.list()
     raise RequestError(
@@ -131,14 +131,14 @@ def detect(files: Files) -> tuple[Format, str]:
 
 def _claims(files: Files) -> list[tuple[Format, str]]:
     """The formats that claim these files, each with its reason. A format yields to one that consists of its checkpoints."""
-    is_file = isinstance(files, LocalFiles) and files.is_file
+    is_file = files.is_file
     asked = [found for found in formats().values() if found.one_file_suffices or not is_file]
     claims = [(found, reason) for found in asked if (reason := found.detect(files))]
     refined = {name for found, _ in claims for name in found.refines}
     return [(found, reason) for found, reason in claims if found.name not in refined]
 
 
-def _not_a_checkpoint(file: LocalFiles) -> RequestError:
+def _not_a_checkpoint(file: Files) -> RequestError:
     """The error for one file that no format claims. It names the directory if that holds a checkpoint."""
     folder = file.parent()
     try:

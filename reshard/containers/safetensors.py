@@ -223,8 +223,9 @@ def _checked(claims: Mapping[str, object], metadata: dict[str, str], path: str, 
     names = tuple(map(intern, claims))
     for name in names if not all(map(str.isascii, names)) else ():
         _check_unicode(name, path)
+    entries: Iterable[Any] = claims.values()
     try:
-        parts = list(map(itemgetter("dtype", "shape", "data_offsets"), claims.values()))
+        parts = list(map(itemgetter("dtype", "shape", "data_offsets"), entries))
     except (TypeError, KeyError, IndexError):
         _refuse_incomplete(claims, path)
     # Element type and shape as text, which tells 1 from true and 1.0 -> the number of their form. They are checked once.

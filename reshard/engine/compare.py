@@ -9,8 +9,9 @@ import numpy as np
 
 from reshard.canonical.content import Content
 from reshard.engine.casts import cast
-from reshard.engine.pool import run_jobs, workers_within
+from reshard.engine.pool import workers_within
 from reshard.engine.recorded import mismatch
+from reshard.engine.stores.read_ahead import run_reading
 from reshard.engine.transfer import Block, Pieces, Worker, bytes_of, strips
 from reshard.errors import DifferenceFound
 from reshard.geometry.boxes import Box, blocks
@@ -119,7 +120,8 @@ def fingerprint_blocks(
 
         return perform
 
-    yield from run_jobs(jobs(), make_worker, workers_within(memory, workers, itemsize, buffers=2))
+    reads = (side.files, lambda job: (job.sides[0], job.box))
+    yield from run_reading(jobs(), make_worker, workers_within(memory, workers, itemsize, buffers=2), reads)
 
 
 BlockDigests = dict[str, dict[int, bytes]]
@@ -198,8 +200,9 @@ def compare(
 
         return perform
 
-    buffers = 5 if with_cast else 4
-    for job, nbytes, element, hashed in run_jobs(jobs(), make_worker, workers_within(memory, workers, itemsize, buffers=buffers)):
+    threads = workers_within(memory, workers, itemsize, buffers=5 if with_cast else 4)
+    reads = (left.files, lambda job: (job.sides[0], job.box)), (right.files, lambda job: (job.sides[1], job.box))
+    for job, nbytes, element, hashed in run_reading(jobs(), make_worker, threads, *reads):
         result.nbytes += nbytes
         if element is not None and (job.name not in different or job.number < different[job.name][0]):
             different[job.name] = job.number, f"the values differ, first at element {list(element.offsets)}"

@@ -7,8 +7,9 @@ from fnmatch import fnmatchcase
 
 from reshard.adapter import registry
 from reshard.engine.compare import BlockDigests, Comparison, Difference, Side, wrong_constants
-from reshard.engine.pool import run_jobs, workers_within
+from reshard.engine.pool import workers_within
 from reshard.engine.recorded import changed_files, files_of
+from reshard.engine.stores.read_ahead import run_reading
 from reshard.engine.transfer import Pieces, Worker
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, blocks
@@ -130,7 +131,8 @@ def hash_blocks(
         return perform
 
     unreadable: set[str] = set()
-    for name, number, nbytes, digest in run_jobs(jobs(), make_worker, workers_within(memory, workers, itemsize, buffers=2)):
+    threads = workers_within(memory, workers, itemsize, buffers=2)
+    for name, number, nbytes, digest in run_reading(jobs(), make_worker, threads, (files, lambda job: (job[2], job[3]))):
         result.nbytes += nbytes
         if isinstance(digest, bytes):
             found.setdefault(name, {})[number] = digest

@@ -35,6 +35,7 @@ from reshard.plans.manifest import (
     usable_manifest,
 )
 from reshard.plans.plan import Plan
+from reshard.storage.files import Files
 
 Read = Callable[[str, int, int], bytes]
 """Reads (path, byte offset, bytes) of a file of the result."""
@@ -91,9 +92,14 @@ def samples(path: str, nbytes: int, read: Read) -> str:
 
 def source_state(plan: Plan) -> str:
     """A digest of where the source lies, and of the names, lengths and modification times of its files."""
-    state: list[object] = [os.path.abspath(plan.source_files.root), plan.source.facts.step]
+    state: list[object] = [_absolute(plan.source_files), plan.source.facts.step]
     state += [(file.path, file.nbytes, plan.source_files.stamp(file.path)) for file in plan.source.files]
     return content_digest(json.dumps(state).encode())
+
+
+def _absolute(files: Files) -> str:
+    """Where files lie, whatever the working directory is."""
+    return files.root if files.store else os.path.abspath(files.root)
 
 
 def request_digest(plan: Plan) -> str:
@@ -172,7 +178,7 @@ def _document(plan: Plan, identity: str, provenance: Provenance) -> dict[str, An
         **{axis: getattr(layout.parallel, axis) for axis in ("tp", "pp", "ep", "dp")},
         "engine_version": plan.target.engine_version,
         "source": {
-            "path": os.path.abspath(plan.source_files.root)[:_LONGEST_TEXT],
+            "path": _absolute(plan.source_files)[:_LONGEST_TEXT],
             "format": plan.source.format,
             "step": plan.source.facts.step,
             "fingerprint": source_manifest.fingerprint if source_manifest else None,

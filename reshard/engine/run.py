@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from reshard.engine.events import event
 from reshard.engine.journal import BlockKey, Journal, JournalHeader, Unfinished, progress, read_journal
-from reshard.engine.pool import run_jobs, workers_within
+from reshard.engine.pool import workers_within
 from reshard.engine.record import Provenance, records
 from reshard.engine.recorded import SourceCheck
+from reshard.engine.stores.read_ahead import run_reading
 from reshard.engine.transfer import Pieces, Worker, bytes_of, strips
 from reshard.engine.values import Values
 from reshard.errors import CheckpointError, RequestError, TargetError
@@ -141,8 +143,8 @@ class Conversion:
             copied = time.monotonic()
             event("copied", f"copied all blocks in {copied - began:.2f} s", seconds=round(copied - began, 3))
             check_source_is_unchanged(self.plan)
-            self._check_source(digests)
-            self.fingerprint = self._fingerprint(digests)
+            self.notes += notes_on_source(self.plan, digests)
+            self.fingerprint = fingerprint_of_blocks(self.plan, digests)
             self._finish(journal, header.replaces, again=resumed is not None and resumed.committing)
             self._log_end(time.monotonic() - began, time.monotonic() - copied)
         except CheckpointError:
@@ -264,32 +266,6 @@ class Conversion:
             journal.add(job.key, digest, job.nbytes)
             yield Done(job.route.name, job.nbytes)
 
-    def _check_source(self, digests: dict[BlockKey, bytes]) -> None:
-        """Compare what was read with the digests that reshard recorded when it wrote the source. Raises CheckpointError if they differ."""
-        check = SourceCheck(self.plan)
-        for i, block_digests in self._by_route(digests):
-            check.add(self.plan.routes[i], block_digests)
-        self.notes += check.notes()
-
-    def _by_route(self, digests: dict[BlockKey, bytes]) -> Iterator[tuple[int, list[bytes]]]:
-        """The digests of each route's blocks in canonical order."""
-        by_route: dict[int, list[tuple[int, bytes]]] = {}
-        for (i, j), digest in digests.items():
-            by_route.setdefault(i, []).append((j, digest))
-        return ((i, [digest for _, digest in sorted(by_route.get(i, []))]) for i in range(len(self.plan.routes)))
-
-    def _fingerprint(self, digests: dict[BlockKey, bytes]) -> Fingerprint:
-        """The fingerprint of the result, from the digests of all blocks."""
-        aliases: dict[str, list[str]] = {}
-        for alias, stored in self.plan.layout.aliases.items():
-            aliases.setdefault(stored, []).append(alias)
-        by_tensor: dict[str, bytes] = {}
-        for i, block_digests in self._by_route(digests):
-            route = self.plan.routes[i]
-            for name in (route.name, *aliases.get(route.name, ())):
-                by_tensor[name] = CURRENT.tensor(name, route.target.dtype, route.target.shape, block_digests)
-        return CURRENT.checkpoint(by_tensor)
-
     def _finish(self, journal: Journal, replaces: tuple[str, ...], *, again: bool) -> None:
         """Write the sidecars and the records, and give all files their final names."""
         staging, layout = self._staging, self.plan.layout
@@ -333,13 +309,42 @@ def block_jobs(plan: Plan, routes: Iterable[int] | None = None) -> Iterator[Job]
             yield Job((i, j), route, source, target, box)
 
 
-def copied_blocks(plan: Plan, staging: Staging, jobs: Iterable[Job], itemsize: int, workers: int) -> Iterator[tuple[Job, bytes]]:
-    """Copy these blocks into the staged files; yields each with its digest. itemsize: the bytes of the widest element of the plan."""
+class BlockJob(Protocol):
+    """A block to be copied: a Job, or a Visit of the schedule gather."""
 
-    def make_worker() -> Callable[[Job], tuple[Job, bytes]]:
-        worker = Worker(plan.source_files, itemsize, staging.write, staging.write_runs)
+    @property
+    def source(self) -> Values: ...
+    @property
+    def target(self) -> Pieces: ...
+    @property
+    def box(self) -> Box: ...
 
-        def perform(job: Job) -> tuple[Job, bytes]:
+
+AnyJob = TypeVar("AnyJob", bound=BlockJob)
+
+
+class Sink(Protocol):
+    """Where blocks are written: staged files at offsets (Staging), or uploads that are fed from front to back (FileFronts)."""
+
+    def write(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        """Write bytes into a file."""
+
+    def write_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+        """Write runs of equal length, which follow each other in the buffer, at these byte offsets of a file."""
+
+
+def copied_blocks(
+    plan: Plan, sink: Sink, jobs: Iterable[AnyJob], itemsize: int, workers: int, *, ahead: int | None = None
+) -> Iterator[tuple[AnyJob, bytes]]:
+    """Copy these blocks into the files of a sink; yields each with its digest.
+
+    itemsize: the bytes of the widest element of the plan. ahead: the most bytes that are read ahead from a store.
+    """
+
+    def make_worker() -> Callable[[AnyJob], tuple[AnyJob, bytes]]:
+        worker = Worker(plan.source_files, itemsize, sink.write, sink.write_runs)
+
+        def perform(job: AnyJob) -> tuple[AnyJob, bytes]:
             digest = CURRENT.new()
             for strip, (source, target) in strips(job.box, job.source, job.target):
                 values = job.source.read(worker, source, strip)
@@ -349,7 +354,7 @@ def copied_blocks(plan: Plan, staging: Staging, jobs: Iterable[Job], itemsize: i
 
         return perform
 
-    return run_jobs(jobs, make_worker, workers)
+    return run_reading(jobs, make_worker, workers, (plan.source_files, lambda job: (job.source, job.box)), memory=ahead)
 
 
 def write_framing(plan: Plan, staging: Staging) -> None:
@@ -373,6 +378,35 @@ def check_source_is_unchanged(plan: Plan) -> None:
                 why="A part of the result would be from before and a part from after, so nothing was kept",
                 do="Wait until the checkpoint has been saved, then convert it again",
             )
+
+
+def notes_on_source(plan: Plan, digests: dict[BlockKey, bytes]) -> tuple[str, ...]:
+    """Compare what was read with the digests that reshard recorded when it wrote the source. Raises CheckpointError if they differ."""
+    check = SourceCheck(plan)
+    for i, block_digests in _by_route(plan, digests):
+        check.add(plan.routes[i], block_digests)
+    return tuple(check.notes())
+
+
+def fingerprint_of_blocks(plan: Plan, digests: dict[BlockKey, bytes]) -> Fingerprint:
+    """The fingerprint of the result, from the digests of all blocks."""
+    aliases: dict[str, list[str]] = {}
+    for alias, stored in plan.layout.aliases.items():
+        aliases.setdefault(stored, []).append(alias)
+    by_tensor: dict[str, bytes] = {}
+    for i, block_digests in _by_route(plan, digests):
+        route = plan.routes[i]
+        for name in (route.name, *aliases.get(route.name, ())):
+            by_tensor[name] = CURRENT.tensor(name, route.target.dtype, route.target.shape, block_digests)
+    return CURRENT.checkpoint(by_tensor)
+
+
+def _by_route(plan: Plan, digests: dict[BlockKey, bytes]) -> Iterator[tuple[int, list[bytes]]]:
+    """The digests of each route's blocks in canonical order."""
+    by_route: dict[int, list[tuple[int, bytes]]] = {}
+    for (i, j), digest in digests.items():
+        by_route.setdefault(i, []).append((j, digest))
+    return ((i, [digest for _, digest in sorted(by_route.get(i, []))]) for i in range(len(plan.routes)))
 
 
 def is_finished(root: Path, identity: str) -> bool:

@@ -22,7 +22,8 @@ import numpy.typing as npt
 from reshard.errors import CheckpointError, ReplicasDiffer
 from reshard.geometry.boxes import BLOCK_ELEMENTS, Box, contiguous_runs
 from reshard.geometry.dtypes import DType
-from reshard.geometry.extents import Piece, is_row_major, span_elements, spans
+from reshard.geometry.extents import Piece, covering_spans, is_row_major, span_elements, spans
+from reshard.geometry.sections import Columns
 from reshard.index.index import Tensor
 from reshard.index.join import rows_meeting
 from reshard.index.shards import primary_rows
@@ -37,6 +38,8 @@ Write = Callable[[str, int, memoryview], None]
 """Writes bytes to (path, byte offset)."""
 WriteRuns = Callable[[str, Sequence[int], memoryview], None]
 """Writes runs of equal length, which follow each other in the buffer, to (path, byte offsets)."""
+FileRange = tuple[str, int, int]
+"""Bytes of a file: (path, start, stop)."""
 # The most bytes of a strip. With 1 MiB of second-level cache, 512 KiB and 1 MiB were fastest; smaller strips take more calls. (Linux
 # also writes slower in larger pieces, see staging.py.)
 STRIP_BYTES = 1 << 19
@@ -153,18 +156,22 @@ def slabs(box: Box, elements: int) -> Iterator[tuple[Box, int]]:
 
 
 class Pieces:
-    """The pieces of a tensor, prepared for finding those that share elements with a box."""
+    """The pieces of a tensor, prepared for finding those that share elements with a box. rows: only these pieces; None: all."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, rows: Columns | None = None) -> None:
         self.tensor, self.itemsize = tensor, tensor.dtype.itemsize
         shards = tensor.shards
-        self._offsets, self._stops = shards.offsets, shards.offsets + shards.sizes
+        self._rows = rows
+        chosen = slice(None) if rows is None else rows
+        self._offsets, self._stops = shards.offsets[chosen], (shards.offsets + shards.sizes)[chosen]
         self._primary = primary_rows(shards)
 
     def meeting(self, box: Box) -> Iterator[tuple[Piece, Box, bool]]:
         """Each piece that shares elements with the box, the box that they share, and whether the piece is primary; primary pieces first."""
         shards = self.tensor.shards
         rows = np.zeros(1, np.int64) if len(shards) == 1 else rows_meeting(self._offsets, self._stops, box)
+        if self._rows is not None:
+            rows = self._rows[rows]
         if len(rows) > 1:
             rows = np.concatenate([rows[self._primary[rows]], rows[~self._primary[rows]]])
         for row in rows.tolist():
@@ -172,6 +179,13 @@ class Pieces:
             shared = piece.box.intersect(box)
             if shared is not None:
                 yield piece, shared, bool(self._primary[row])
+
+    def ranges(self, box: Box, gap: int) -> Iterator[FileRange]:
+        """The file ranges that hold a box, with the bytes between its runs where these are at most `gap` bytes."""
+        for piece, shared, _ in self.meeting(box):
+            itemsize, start = piece.extent.dtype.itemsize, piece.byte_offset_of(shared)
+            for offset, elements in covering_spans(shared.sizes, piece.extent.strides, gap // itemsize):
+                yield piece.extent.path, start + offset * itemsize, start + (offset + elements) * itemsize
 
     def within(self, slab: Box, axis: int) -> SlabPieces:
         """What the pieces hold of a slab. Raises CheckpointError if a piece has another element type than the tensor."""

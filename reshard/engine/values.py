@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from reshard.engine.casts import cast, scaled
-from reshard.engine.transfer import Block, Pieces, SlabPieces, Strip, Worker
+from reshard.engine.transfer import Block, FileRange, Pieces, SlabPieces, Strip, Worker
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import F32, DType
 from reshard.index.index import Scaling, Tensor
@@ -22,6 +24,12 @@ class Values:
     def within(self, slab: Box, axis: int) -> SlabPieces:
         """What the pieces of the tensor hold of a slab. Raises CheckpointError as `Pieces.within` does."""
         return self._pieces.within(slab, axis)
+
+    def ranges(self, box: Box, gap: int) -> Iterator[FileRange]:
+        """The file ranges that hold the values of a box. gap: as for `Pieces.ranges`."""
+        yield from self._pieces.ranges(box, gap)
+        if self._scales is not None and self._tensor.scaling is not None:
+            yield from self._scales.ranges(self._tensor.scaling.box_of(box), gap)
 
     def read(self, worker: Worker, pieces: SlabPieces, strip: Strip, out: Block | None = None) -> Block:
         """The values of a strip, as an array of lines: `out`, or an array that may be a view of the worker's buffers, which its next read

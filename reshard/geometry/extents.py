@@ -84,6 +84,23 @@ def spans(piece: Piece, box: Box, limit: int, *, dense: bool) -> Iterator[Span]:
     yield from spans(piece, box.narrow(axis, half, box.sizes[axis]), limit, dense=dense)
 
 
+def covering_spans(sizes: tuple[int, ...], strides: tuple[int, ...], gap: int) -> list[tuple[int, int]]:
+    """The ranges of a file that hold a strided box, as (offset from its first element, length), both in elements and in file order.
+
+    Elements outside of the box are inside of a range if at most `gap` of them lie between two elements of the box.
+    """
+    found, length = [(0, 1)], 1
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size == 0:
+            return []
+        if len(found) == 1 and stride - length <= gap:
+            length += (size - 1) * stride
+            found = [(0, length)]
+        elif size > 1:
+            found = [(step * stride + offset, each) for step in range(size) for offset, each in found]
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Runs:
     """The contiguous runs of a strided box, all of one length."""

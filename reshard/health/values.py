@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from reshard.engine.pool import run_jobs, workers_within
+from reshard.engine.pool import workers_within
+from reshard.engine.stores.read_ahead import run_reading
 from reshard.engine.transfer import Block, Pieces, Worker, bytes_of
 from reshard.errors import CheckpointError, ReplicasDiffer
 from reshard.geometry.boxes import Box, blocks
@@ -91,7 +92,8 @@ def measure(
 
         return perform
 
-    for job, statistics, digest, fault in run_jobs(jobs(), make_worker, workers_within(memory, workers, itemsize, buffers=3)):
+    threads = workers_within(memory, workers, itemsize, buffers=3)
+    for job, statistics, digest, fault in run_reading(jobs(), make_worker, threads, (files, lambda job: (job.pieces, job.box))):
         entry = measured[job.number]
         entry.fault = entry.fault or fault
         if statistics is None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from reshard.engine.pool import run_jobs, workers_within
+from reshard.engine.pool import workers_within
+from reshard.engine.stores.read_ahead import BoxOfTensor, run_reading
 from reshard.engine.transfer import Block, Pieces, Worker
 from reshard.geometry.boxes import Box, blocks
 from reshard.index.index import Tensor
@@ -51,4 +52,8 @@ def walk(
 
         return perform
 
-    yield from run_jobs(jobs(), make_worker, workers_within(memory, workers, itemsize, buffers=2 * len(files)))
+    def reads(side: int) -> tuple[Files, Callable[[tuple[int, Box, tuple[Pieces, ...]]], BoxOfTensor]]:
+        return files[side], lambda job: (job[2][side], job[1])
+
+    threads = workers_within(memory, workers, itemsize, buffers=2 * len(files))
+    yield from run_reading(jobs(), make_worker, threads, *map(reads, range(len(files))))

@@ -1,4 +1,4 @@
-"""Files: a read-only tree of files, on the local disk (LocalFiles) or planned in memory (VirtualFiles).
+"""Files: a read-only tree of files, on the local disk (LocalFiles), in a store (stores/) or planned in memory (VirtualFiles).
 
 `Files` is the whole interface between reshard and a storage: list a folder, tell a size, read a range. Paths are relative to the
 checkpoint, with forward slashes. A path in a checkpoint's metadata is a claim until `inside` has checked it.
@@ -13,12 +13,15 @@ import threading
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from reshard.errors import CheckpointError, MissingFile, ReshardError, SystemRefusal, TruncatedFile
 from reshard.storage.decoded_ranges import DecodedRanges
 from reshard.storage.local_path import existing_path
 from reshard.storage.system_calls import open_files_at_once, read_at, read_runs_at, system_errors, system_refusal
+
+if TYPE_CHECKING:
+    from reshard.storage.stores.store import Store
 
 # Errors that say what a path is. Any other error says that the system cannot look now.
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
@@ -28,7 +31,21 @@ class Files(Protocol):
     """A read-only tree of files."""
 
     root: str
-    """The name of the tree in messages: a directory, or an archive."""
+    """The name of the tree in messages: a directory, a URL, or an archive."""
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the root is one file."""
+
+    @property
+    def store(self) -> Store | None:
+        """The store that the files lie in; None: they are on this machine."""
+
+    def opened(self) -> None:
+        """Take note that the metadata has been read, and only tensors are read from now on."""
+
+    def parent(self) -> Files | None:
+        """The folder that contains the root; None if there is none that could hold files of the checkpoint."""
 
     def list(self, folder: str = "") -> tuple[str, ...]:
         """The paths of the entries of a folder, sorted; folders end in a slash. Empty if the folder does not exist."""
@@ -160,6 +177,8 @@ def _open_regular(path: Path, flags: int) -> int:
 class LocalFiles:
     """`Files` of a local directory, or of one local file. Raises RequestError if the path does not exist."""
 
+    store = None
+
     def __init__(self, root: str | os.PathLike[str]) -> None:
         with system_errors("read", Path(root)):
             path = existing_path(root)
@@ -175,6 +194,9 @@ class LocalFiles:
     def is_file(self) -> bool:
         """Whether the root is one file."""
         return self._only_file is not None
+
+    def opened(self) -> None:
+        return None
 
     def parent(self) -> LocalFiles | None:
         """The directory that contains the root, as the user would write it; None for the root of the file system."""
@@ -297,10 +319,18 @@ def _stamp(status: os.stat_result) -> tuple[int, int]:
 class VirtualFiles:
     """`Files` that are planned. Their sizes are known, and some of their bytes, such as headers; weights have no bytes yet."""
 
+    is_file, store = False, None
+
     def __init__(self, root: str) -> None:
         self.root = root
         self._sizes: dict[str, int] = {}
         self._literals: dict[str, list[tuple[int, bytes]]] = {}
+
+    def opened(self) -> None:
+        return None
+
+    def parent(self) -> None:
+        return None
 
     def add(self, path: str, nbytes: int, literals: Sequence[tuple[int, bytes]]) -> None:
         """Add a file of that length. literals: the bytes that are known, as (byte offset, bytes)."""

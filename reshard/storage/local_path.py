@@ -1,4 +1,4 @@
-"""Paths as users give them: only local ones are read and written. A message says how to get the files of another place."""
+"""Paths as users give them: local ones, and URLs of stores. Where only a local path serves, a message says how to copy the files."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ _COPIES = {
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*(\.[\w-]+)*/[A-Za-z0-9][\w.-]*")
 
 
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is the URL of a store, such as s3://bucket/checkpoint."""
+    scheme, colon, _ = os.fspath(path).partition("://")
+    return bool(colon) and "/" not in scheme and scheme != "file"
+
+
 def local_path(path: str | os.PathLike[str]) -> Path:
     """The path, after a check that it is a local one. Raises UnsupportedError, with a command that copies it, for a URL."""
     text = os.fspath(path)
@@ -29,7 +35,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     copy = _COPIES.get(scheme + colon)
     command = "`" + copy.format(url=text.rstrip("/"), path=rest.rstrip("/"), name=name) + "`" if copy else "the tool of that storage"
     raise UnsupportedError(
-        f"{scheme}:// paths are not supported yet", where=text, do=f"Use a local directory: copy with {command}, or mount the storage"
+        f"{scheme}:// paths are not supported here", where=text, do=f"Use a local directory: copy with {command}, or mount the storage"
     )
 
 

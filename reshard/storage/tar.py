@@ -7,9 +7,14 @@ import os
 import posixpath
 import tarfile
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointError
 from reshard.storage.files import Files, LocalFiles, read_each_run
+from reshard.storage.local_path import is_url
+
+if TYPE_CHECKING:
+    from reshard.storage.stores.store import Store
 
 _SUFFIXES = (".nemo", ".tar")
 _GZIP = b"\x1f\x8b"
@@ -22,15 +27,26 @@ def open_tree(path: str | os.PathLike[str]) -> Files:
 
     Raises: RequestError if the path does not exist, CheckpointError if the archive cannot be read.
     """
-    files = LocalFiles(path)
+    files = open_files(path)
     listing = files.list()
     if len(listing) == 1 and listing[0].endswith(_SUFFIXES) and files.size(listing[0]):
         return TarFiles(files, listing[0])
     return files
 
 
+def open_files(path: str | os.PathLike[str]) -> Files:
+    """The files of a directory or of one file, which may be a URL. Raises RequestError if there is nothing."""
+    if not is_url(path):
+        return LocalFiles(path)
+    from reshard.storage.stores.remote_files import RemoteFiles
+
+    return RemoteFiles(os.fspath(path))
+
+
 class TarFiles:
     """`Files` of a tar archive: its regular members. Raises CheckpointError if the file is not a tar, or is compressed."""
+
+    is_file = False
 
     def __init__(self, files: Files, path: str) -> None:
         self._files, self._path = files, path
@@ -44,6 +60,16 @@ class TarFiles:
             )
         stream.seek(0)
         self._members = dict(_members(stream, path))
+
+    @property
+    def store(self) -> Store | None:
+        return self._files.store
+
+    def opened(self) -> None:
+        self._files.opened()
+
+    def parent(self) -> None:
+        return None
 
     def list(self, folder: str = "") -> tuple[str, ...]:
         prefix = folder.rstrip("/") + "/" if folder else ""

@@ -36,9 +36,10 @@ from reshard.models.model import Model
 from reshard.picture.drawing import in_notebook
 from reshard.picture.page import element, joined
 from reshard.plans.manifest import DIGESTS, MANIFEST, listed_files, read_digests, usable_manifest
-from reshard.storage.files import Files, LocalFiles
+from reshard.storage.files import Files
+from reshard.storage.local_path import is_url
 from reshard.storage.staging import WORK_FOLDER
-from reshard.storage.tar import open_tree
+from reshard.storage.tar import open_files, open_tree
 from reshard.verbs.request import ConversionRequest, ModelOptions, OpenOptions, PathLike
 
 if TYPE_CHECKING:
@@ -241,6 +242,7 @@ def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
     check_steps(files, index)
     check_copied_files(files, index)
     checkpoint = classified_checkpoint(replace(checkpoint, index=format.check_values(files, index)))
+    files.opened()
     _log_opened(checkpoint, time.monotonic() - began)
     return checkpoint
 
@@ -292,9 +294,13 @@ def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Check
     name, model, architecture = options.get("format"), options.get("model"), options.get("architecture")
     declared = named_architecture(architecture) if architecture is not None else None
     files = open_tree(path)
-    unfinished = read_journal(Path(path))
+    unfinished = None if is_url(path) else read_journal(Path(path))
     if unfinished and (unfinished.committing or files.list() == (f"{WORK_FOLDER}/",)):
         raise unfinished.refusal()
+    if files.store is not None:
+        from reshard.engine.stores.store_target import check_ended
+
+        check_ended(files)
     _check_recorded_files(files)
     try:
         with _read_as_claims(os.fspath(path)):
@@ -357,7 +363,7 @@ def _check_recorded_files(files: Files) -> None:
 
 def _model_files_at(model: PathLike) -> ModelFiles:
     """The files in the directory that --model names, or beside the config that it names."""
-    found = LocalFiles(model)
+    found = open_files(model)
     model_files = find_model_files((found.parent() if found.is_file else None) or found)
     if model_files.config is None:
         raise RequestError(f"there is no {CONFIG} in {os.fspath(model)!r}", do="Give --model the directory that holds the model's config")

@@ -17,14 +17,14 @@ from reshard.engine.events import event
 from reshard.engine.journal import Unfinished, read_journal
 from reshard.engine.record import Provenance
 from reshard.engine.run import Conversion, recorded_fingerprint
-from reshard.errors import CheckpointError, RequestError, TargetError, TargetInUse, check_word
+from reshard.errors import CheckpointError, RequestError, TargetError, TargetInUse, UnsupportedError, check_word
 from reshard.geometry.quantities import plural
 from reshard.plans.digests import Fingerprint
 from reshard.plans.manifest import MANIFEST, RECORDS, listed_files, read_digests, usable_manifest
 from reshard.plans.plan import Plan
 from reshard.plans.summary import DropSummary, drops
 from reshard.storage.files import LocalFiles
-from reshard.storage.local_path import local_path
+from reshard.storage.local_path import is_url, local_path
 from reshard.storage.lock import is_locked
 from reshard.storage.staging import LOCK, WORK_FOLDER
 from reshard.storage.system_calls import system_errors
@@ -32,6 +32,7 @@ from reshard.verbs.request import Effort, EffortOptions, PathLike
 
 if TYPE_CHECKING:
     from reshard.engine.parts.part import PartConversion
+    from reshard.engine.stores.gather import StoreConversion
     from reshard.plans.bands import Band
 
 Existing = Literal["refuse", "resume", "overwrite", "update"]
@@ -92,7 +93,7 @@ def convert(
     executor: Executor = "threads",
     **options: Unpack[EffortOptions],
 ) -> Result:
-    """Run a plan into the directory `target`; returns what was written and what was left out.
+    """Run a plan into the directory or URL `target`; returns what was written and what was left out.
 
     resume: finish an interrupted conversion. overwrite: replace the checkpoint in `target` once the new one is complete. if_changed: do
     nothing if `target` holds the result of this plan for the source as it is now; otherwise resume or replace what reshard wrote there.
@@ -108,16 +109,18 @@ def convert(
     if existing == "update" and (result := unchanged_result(plan, target, provenance)):
         return result
     check_word("executor", executor, ("threads", "ray"))
-    made = ray_conversion if executor == "ray" else conversion
-    running = made(plan, target, existing=existing, effort=effort, provenance=provenance)
+    make = ray_conversion if executor == "ray" else conversion
+    running = make(plan, target, existing=existing, effort=effort, provenance=provenance)
     for done in running.run():
         effort.report(done.nbytes)
     return result_of(running, target, time.monotonic() - began)
 
 
-def result_of(running: Conversion | PartConversion, target: PathLike, seconds: float) -> Result:
+def result_of(running: Conversion | StoreConversion | PartConversion, target: PathLike, seconds: float) -> Result:
     """The result of a conversion that has run to its end. Raises TargetInUse if another process still writes the target."""
-    whole = running if isinstance(running, Conversion) else running.completed
+    from reshard.engine.parts.part import PartConversion
+
+    whole = running.completed if isinstance(running, PartConversion) else running
     if whole is None:
         raise TargetInUse(
             "all tasks are done, and another process still writes here, so the files have not got their final names",
@@ -144,6 +147,10 @@ def unchanged_result(plan: Plan, target: PathLike, provenance: Provenance) -> Re
     """The result of an earlier conversion, if the target holds what this one would write; None if it must be written."""
     from reshard.verbs.unchanged import reason_to_convert
 
+    if is_url(target):
+        raise UnsupportedError(
+            "--if-changed needs a local target", where=os.fspath(target), do="Use --resume, or --overwrite to replace it"
+        )
     root, began = target_folder(target), time.monotonic()
     with system_errors("read", root):
         reason = reason_to_convert(plan, root, checksums=provenance.checksums)
@@ -177,9 +184,25 @@ def conversion(
     existing: Existing = "refuse",
     effort: Effort = _NO_LIMITS,
     provenance: Provenance = _NO_PROVENANCE,
-) -> Conversion:
+) -> Conversion | StoreConversion:
     """A conversion that has not begun, for callers that run it block by block. `convert` runs it to the end."""
     check_whole(plan)
+    if is_url(target):
+        from reshard.verbs.into_store import conversion_into_store
+
+        return conversion_into_store(plan, os.fspath(target), existing, effort, provenance)
+    return local_conversion(plan, target, existing=existing, effort=effort, provenance=provenance)
+
+
+def local_conversion(
+    plan: Plan,
+    target: PathLike,
+    *,
+    existing: Existing = "refuse",
+    effort: Effort = _NO_LIMITS,
+    provenance: Provenance = _NO_PROVENANCE,
+) -> Conversion:
+    """The same for a local directory."""
     root = target_folder(target)
     if existing == "update":
         interrupted = read_journal(root)

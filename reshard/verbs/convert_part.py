@@ -13,7 +13,7 @@ from reshard.engine.run import Conversion
 from reshard.geometry.quantities import plural
 from reshard.plans.bands import PartNumber, bands_owned
 from reshard.plans.plan import Plan
-from reshard.verbs.convert import Existing, Result, conversion, existing_target, result_of, shared_conversion, target_folder
+from reshard.verbs.convert import Existing, Result, existing_target, local_conversion, result_of, shared_conversion, target_folder
 from reshard.verbs.request import Effort, EffortOptions, PathLike
 
 _NO_LIMITS = Effort()
@@ -114,4 +114,4 @@ def finishing(plan: Plan, target: PathLike, effort: Effort = _NO_LIMITS, provena
     Raises: TargetError, naming what is missing, if some are not.
     """
     check_nothing_is_missing(plan, target_folder(target))
-    return conversion(plan, target, existing="resume", effort=effort, provenance=provenance)
+    return local_conversion(plan, target, existing="resume", effort=effort, provenance=provenance)

@@ -149,7 +149,7 @@ def test_links_are_not_followed(runs, tmp_path):
 def test_it_needs_a_directory(tmp_path):
     assert reshard("clean", tmp_path / "absent").code == 2
     assert reshard("clean", HF / "llama" / "config.json").code == 2
-    assert reshard("clean", "s3://bucket/runs").code == 6
+    assert reshard("clean", "nonsense://bucket/runs").code == 6
 
 
 def test_a_folder_that_cannot_be_read_is_named_and_the_others_are_cleaned(runs, monkeypatch):

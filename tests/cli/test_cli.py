@@ -268,7 +268,7 @@ def test_python_and_the_command_line_return_the_same_result(tmp_path):
 
 
 def test_a_dry_run_to_a_url_is_refused_like_a_conversion(tmp_path):
-    for target in ("s3://bucket/out", "file:///tmp/out"):
+    for target in ("https://host/out", "file:///tmp/out"):
         codes = {reshard("convert", HF / "llama", target, "--to", "hf", *options).code for options in ((), ("--dry-run",))}
         assert codes == {6}
     assert reshard("convert", HF / "llama", "a\0b", "--to", "hf", "--dry-run").code == 2

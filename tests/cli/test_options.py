@@ -211,8 +211,7 @@ def test_a_range_is_a_list_of_sizes():
 @pytest.mark.parametrize(
     "path, message",
     [
-        ("s3://bucket/step-10", "`aws s3 cp --recursive s3://bucket/step-10 step-10`"),
-        ("hf://org/name", "`hf download org/name --local-dir name`"),
+        ("nonsense://bucket/step-10", "nonsense:// is not a known kind of path"),
         ("file:///data/x", "Give the path /data/x"),
         ("meta-llama/Llama-3.1-8B", "`hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B`"),
         (HF / "lama", f"Did you mean {HF / 'llama'}?"),
@@ -224,9 +223,10 @@ def test_a_path_that_is_no_checkpoint_leads_to_one(path, message):
     assert message in refused("inspect", path)
 
 
-def test_nothing_is_written_to_a_url(tmp_path, monkeypatch):
+def test_nothing_is_written_to_a_web_server_or_in_parts_to_a_store(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "not supported yet" in refused("convert", LLAMA, "s3://bucket/out", "--to", "hf")
+    assert "can be read, and not written" in refused("convert", LLAMA, "https://host/out", "--to", "hf")
+    assert "`aws s3 cp --recursive s3://bucket/out out`" in refused("convert", LLAMA, "s3://bucket/out", "--to", "hf", "--part", "0/2")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -356,4 +356,4 @@ def test_a_folder_of_one_file_is_described_in_the_singular(tmp_path):
 
 def test_errors_of_what_is_not_supported_have_their_own_class():
     with pytest.raises(UnsupportedError):
-        library.open("gs://bucket/x")
+        library.open("nonsense://bucket/x")

@@ -107,14 +107,19 @@ def test_inspect():
 
 def test_plan_and_convert(tmp_path):
     arguments = (FSDP2 / "checkpoint", tmp_path / "out", "--to", "vllm", "--tp", 2, *MODEL)
-    check("plan", printed("plan", arguments[0], *arguments[2:], "--full"), printed("convert", *arguments, "--dry-run"))
+    check("plan", printed("plan", arguments[0], *arguments[2:], "--full"), printed("convert", *arguments, "--dry-run"), *in_a_store(*arguments))
     result = printed("convert", *arguments, "--overwrite", "--full")
-    check("plan", {"schema_version": 1, **result["plan"]})
+    check("plan", {"schema_version": 1, **result["plan"]}, *in_a_store(*arguments))
     check("convert", printed("convert", *arguments, "--overwrite"), {**result, "plan": {}})
     parts = [printed("convert", *arguments[:1], tmp_path / "parts", *arguments[2:], "--part", part) for part in ("0/2", "1/2")]
     check("convert --part", *({**part, "result": None} for part in parts))
     check("convert", {"schema_version": 1, **parts[1]["result"], "plan": {}})
     check("reshard.json", json.loads((tmp_path / "out" / "reshard.json").read_text()))
+
+
+def in_a_store(source, target, *options):
+    """The same plan into a store."""
+    return (printed("convert", source, "memory://json/planned", *options, "--dry-run"),)
 
 
 def test_verify_fingerprint_and_roundtrip():
@@ -200,7 +205,9 @@ def test_env_and_clean(tmp_path, monkeypatch):
     check("env", printed("env"))
     stopped = conversion(library.plan(LLAMA, to="hf"), tmp_path / "out").run()
     next(stopped), stopped.close()
-    check("clean", printed("clean", tmp_path), printed("clean", tmp_path, "--yes"))
+    in_store = conversion(library.plan(LLAMA, to="hf"), "memory://json/out").run()
+    next(in_store), in_store.close()
+    check("clean", printed("clean", tmp_path), printed("clean", tmp_path, "--yes"), printed("clean", "memory://json", "--yes"))
 
 
 def test_errors():

@@ -1,0 +1,293 @@
+"""RemoteFiles: the files of a checkpoint in a store, readable at any offset.
+
+Every request takes tens of milliseconds, so that bytes are fetched before they are asked for:
+
+    metadata    Readers read the start or the end of one file after the other. What is read of one file is fetched of all files like it.
+    weights     Who knows what will be read says so (`fetch`), and gives it back when it has been read (`release`).
+
+Whatever is read and was not fetched is asked for then: fetching changes how long reading takes, and never what is read.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reshard.errors import RequestError, TruncatedFile
+from reshard.storage.decoded_ranges import DecodedRanges
+from reshard.storage.files import missing, read_each_run
+from reshard.storage.stores.store import Entry, Store
+from reshard.storage.stores.urls import open_store
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+# Most headers fit into 64 KiB: a safetensors header has about 120 bytes per tensor, a zip's directory about 100 per storage.
+_END = 64 << 10
+# A small read in the middle of a file fetches this much, because the next one is usually nearby; a longer one, of weights, this much more.
+_NEARBY, _FURTHER = 32 << 10, 4 << 20
+# What a reader asks for at the start or end of a file is metadata up to this length. Longer reads are cut into ranges.
+_LONGEST_HEADER, _LONGEST_RANGE = 64 << 20, 16 << 20
+_MOST_METADATA = 128 << 20
+_DIGITS = re.compile(r"\d+")
+
+
+@dataclass(slots=True, eq=False)
+class Fetched:
+    """Bytes [start, stop) of a file, which are there or on their way."""
+
+    path: str
+    start: int
+    stop: int
+    content: Future[memoryview]
+
+
+class RemoteFiles:
+    """`Files` of a folder in a store, or of one file there. Raises RequestError if there is nothing at the URL."""
+
+    MERGED_GAP = 1 << 20
+    """Two ranges of a file that are at most this far apart are read as one: that is sooner done than a second request."""
+
+    def __init__(self, url: str, *, lists: bool = True) -> None:
+        """lists: list the whole folder now, in which case it must hold something; else each file is looked for when it is asked for."""
+        self.root, self._store = url, open_store(url)
+        self._only_file: str | None = None
+        self._entries: dict[str, Entry | None] = {}
+        self._is_listed, self._is_opening = lists, True
+        self._fetched: dict[str, list[Fetched]] = {}
+        self._metadata: deque[Fetched] = deque()
+        self._metadata_bytes = 0
+        self._lock, self._like_lock = threading.Lock(), threading.Lock()
+        self._decoded = DecodedRanges(self.read_into)
+        self._like: dict[tuple[int, str], list[Entry]] = {}
+        if lists:
+            self._list_all(url)
+
+    @property
+    def store(self) -> Store:
+        """The store, which counts what it was asked for."""
+        return self._store
+
+    def opened(self) -> None:
+        """The metadata has been read: from now on, what is read of one file says nothing about the files like it."""
+        self._is_opening = False
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the URL is that of one file."""
+        return self._only_file is not None
+
+    def parent(self) -> RemoteFiles | None:
+        """The folder that contains the root; None for the root of a bucket."""
+        above, _, name = self.root.rstrip("/").rpartition("/")
+        return RemoteFiles(above, lists=False) if name and not above.endswith("/") else None
+
+    def list(self, folder: str = "") -> tuple[str, ...]:
+        prefix = folder.rstrip("/") + "/" if folder else ""
+        if self._only_file is not None:
+            return (self._only_file,) if not folder else ()
+        if not self._is_listed:
+            found = self._store.list(folder, below=False)
+            self._entries.update((entry.path, entry) for entry in found if not entry.path.endswith("/"))
+            return tuple(entry.path for entry in found)
+        rest = (path[len(prefix) :] for path in self._entries if path.startswith(prefix))
+        return tuple(sorted({prefix + (name.split("/")[0] + "/" if "/" in name else name) for name in rest if name}))
+
+    def size(self, path: str) -> int | None:
+        if path in self._decoded:
+            return self._decoded.size(path)
+        entry = self._entry(path)
+        return None if entry is None else entry.nbytes
+
+    def stamp(self, path: str) -> str:
+        entry = self._entry(path)
+        if entry is None:
+            raise missing(self, path)
+        return entry.stamp
+
+    def changed(self, path: str) -> bool:
+        entry = self._entries.get(path)
+        return entry is not None and self._store.look(path) != entry
+
+    def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
+        return self._decoded.add(path, start, nbytes, codecs, limit=limit)
+
+    def read_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+        entry, length = self._entry(path), len(buffer) // len(byte_offsets)
+        if entry is not None and path not in self._decoded:
+            # Runs that are close together are fetched with what is between them.
+            for start, stop in _joined(byte_offsets, length):
+                at = start
+                while at < min(stop, entry.nbytes):
+                    at = (self._covering(path, at) or self._fetch_metadata(entry, at, stop)).stop
+        read_each_run(self, path, byte_offsets, buffer)
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        if path in self._decoded:
+            self._decoded.read_into(path, byte_offset, buffer)
+            return
+        entry, at, stop = self._entry(path), byte_offset, byte_offset + len(buffer)
+        if entry is None:
+            raise missing(self, path)
+        if byte_offset < 0 or stop > entry.nbytes:
+            raise TruncatedFile(
+                f"bytes {byte_offset:,}..{stop:,} are needed, the file ends at {entry.nbytes:,}",
+                where=path,
+                why="The file was cut short, or is still being written",
+                do="Copy the file again",
+            )
+        while at < stop:
+            found = self._covering(path, at) or self._fetch_around(entry, at, stop)
+            content = found.content.result()
+            last = min(stop, found.stop)
+            buffer[at - byte_offset : last - byte_offset] = content[at - found.start : last - found.start]
+            at = last
+
+    def can_fetch(self, path: str) -> bool:
+        """Whether the bytes of a path lie in the store as they are read, and not encoded."""
+        return path not in self._decoded
+
+    def fetch(self, path: str, start: int, stop: int) -> Fetched:
+        """Begin to fetch bytes [start, stop) of a file, which exist. They are kept until they are released."""
+        entry = self._entry(path)
+        assert entry is not None and stop <= entry.nbytes
+        return self._begin(entry, start, stop)
+
+    def release(self, fetched: Iterable[Fetched]) -> None:
+        """Forget what was fetched."""
+        with self._lock:
+            for each in fetched:
+                self._fetched[each.path].remove(each)
+
+    def _list_all(self, url: str) -> None:
+        self._entries.update((entry.path, entry) for entry in self._store.list() if entry.path)
+        if self._entries:
+            return
+        above, _, name = url.rstrip("/").rpartition("/")
+        if name and not above.endswith("/"):
+            store = open_store(above)
+            entry = store.look(name)
+            if entry is not None:
+                self._only_file, self._store, self._entries, self._is_listed = name, store, {name: entry}, False
+                return
+        raise RequestError(
+            f"there is no file or folder {url!r}",
+            do="Check the URL, and the region and endpoint of the store; of a web server, give the URL of one file",
+            id="not-found",
+        )
+
+    def _entry(self, path: str) -> Entry | None:
+        if path not in self._entries:
+            if self._is_listed:
+                return None
+            self._entries[path] = self._store.look(path)
+        return self._entries[path]
+
+    def _covering(self, path: str, at: int) -> Fetched | None:
+        """What was fetched from a file and holds the byte `at`."""
+        # A copy of the list, because other threads change it.
+        return next((found for found in tuple(self._fetched.get(path, ())) if found.start <= at < found.stop), None)
+
+    def _begin(self, entry: Entry, start: int, stop: int) -> Fetched:
+        found = Fetched(entry.path, start, stop, self._store.later(lambda: self._store.read(entry, start, stop)))
+        with self._lock:
+            self._fetched.setdefault(entry.path, []).append(found)
+        return found
+
+    def _fetch_around(self, entry: Entry, at: int, stop: int) -> Fetched:
+        """Fetch bytes [at, stop) of a file, or the first of them, and what lies around them. If they are at its start or end, also fetch
+        the same bytes of the files like it."""
+        nbytes, behind = entry.nbytes, entry.nbytes - at
+        if not self._is_opening:
+            return self._fetch_metadata(entry, at, max(stop, at + (_NEARBY if stop - at < _NEARBY else _FURTHER)))
+        if nbytes <= 2 * _END:
+            return self._of_files_like(entry, at, lambda nbytes: (0, nbytes) if nbytes <= 2 * _END else None)
+        known = self._known_from_start(entry.path)
+        if at <= known + _END and stop <= _LONGEST_HEADER:
+            longest = max(known + _END, stop + (stop - known) // 8)
+            return self._of_files_like(entry, at, lambda nbytes: (known, min(nbytes, longest)))
+        if nbytes - stop <= _END and behind <= _LONGEST_HEADER:
+            last = self._covering(entry.path, nbytes - 1)
+            first, until = max(_END, behind + behind // 8), nbytes - last.start if last and last.start > at else 0
+            return self._of_files_like(entry, at, lambda nbytes: (max(0, nbytes - first), nbytes - until))
+        return self._fetch_metadata(entry, at, max(stop, at + _NEARBY))
+
+    def _fetch_metadata(self, entry: Entry, at: int, stop: int) -> Fetched:
+        """Fetch bytes of one file up to `stop`, or to what was fetched already."""
+        later = (found.start for found in tuple(self._fetched.get(entry.path, ())) if found.start > at)
+        found = self._begin(entry, at, min(stop, at + _LONGEST_RANGE, entry.nbytes, *later))
+        self._keep([found])
+        return found
+
+    def _known_from_start(self, path: str) -> int:
+        """How many of a file's first bytes were fetched."""
+        stop = 0
+        while found := self._covering(path, stop):
+            stop = found.stop
+        return stop
+
+    def _of_files_like(self, entry: Entry, at: int, part: Callable[[int], tuple[int, int] | None]) -> Fetched:
+        """Fetch a part of a file that holds the byte `at`, and of the files like it that come after it.
+
+        part: from the length of a file, the bytes to fetch.
+        """
+        own = part(entry.nbytes)
+        assert own is not None
+        with self._like_lock:
+            if found := self._covering(entry.path, at):
+                return found
+            begun = [self._begin(entry, *own)]
+            room = _MOST_METADATA // 2 // max(1, own[1] - own[0])
+            for other in self._after(entry)[:room]:
+                bounds = part(other.nbytes)
+                if bounds and bounds[0] < bounds[1] and not self._covering(other.path, bounds[0]):
+                    begun.append(self._begin(other, *bounds))
+            self._keep(begun)
+        return begun[0]
+
+    def _after(self, entry: Entry) -> Sequence[Entry]:
+        """The files whose names differ from this one's in numbers only, or in folders, that come after it in the order of these numbers."""
+        if not self._like:
+            for other in self._entries.values():
+                if other is not None:
+                    self._like.setdefault(_form(other.path), []).append(other)
+            for group in self._like.values():
+                group.sort(key=lambda each: _numbers(each.path))
+        group = self._like.get(_form(entry.path), [])
+        return group[group.index(entry) + 1 :] if entry in group else []
+
+    def _keep(self, begun: Iterable[Fetched]) -> None:
+        """Keep metadata, and forget the oldest if there is too much."""
+        old = []
+        with self._lock:
+            for found in begun:
+                self._metadata.append(found)
+                self._metadata_bytes += found.stop - found.start
+            while self._metadata_bytes > _MOST_METADATA:
+                old.append(self._metadata.popleft())
+                self._metadata_bytes -= old[-1].stop - old[-1].start
+        self.release(old)
+
+
+def _joined(byte_offsets: Sequence[int], length: int) -> Iterator[tuple[int, int]]:
+    """The ranges that hold runs of that length, each at most as long as one request."""
+    start = stop = byte_offsets[0]
+    for byte_offset in byte_offsets:
+        if not 0 <= byte_offset - stop <= RemoteFiles.MERGED_GAP or byte_offset + length - start > _LONGEST_RANGE:
+            yield start, stop
+            start = byte_offset
+        stop = byte_offset + length
+    yield start, stop
+
+
+def _form(path: str) -> tuple[int, str]:
+    """What files like each other have in common: the depth of their folder, and the name without its numbers."""
+    return path.count("/"), _DIGITS.sub("#", path.rpartition("/")[2])
+
+
+def _numbers(path: str) -> tuple[tuple[int, ...], str]:
+    return tuple(int(number) for number in _DIGITS.findall(path)), path

@@ -1,0 +1,61 @@
+"""URLs of stores, and the options with which they are opened."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from reshard.errors import RequestError
+from reshard.storage.stores.store import Store, StoreTraffic
+
+OBJECT_STORES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
+"""The schemes that obstore serves."""
+opened: deque[tuple[str, StoreTraffic]] = deque(maxlen=1000)
+"""The stores that this process has opened last: URL, and what was asked of each."""
+_options: ContextVar[Mapping[str, str]] = ContextVar("storage_options", default={})  # noqa: B039  (never changed in place)
+
+
+def current_options() -> Mapping[str, str]:
+    """The options with which stores are opened now."""
+    return _options.get()
+
+
+@contextmanager
+def storage_options(given: Mapping[str, str]) -> Iterator[None]:
+    """Inside this context, stores are opened with these options, such as {"endpoint": "http://minio:9000"}."""
+    token = _options.set({**_options.get(), **given})
+    try:
+        yield
+    finally:
+        _options.reset(token)
+
+
+def parsed_options(given: Sequence[str]) -> dict[str, str]:
+    """The options of texts KEY=VALUE. Raises RequestError for a text without `=`."""
+    pairs = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise RequestError(f"--storage-option {text}: not KEY=VALUE", do="Give for example --storage-option endpoint=http://minio:9000")
+        pairs[key] = value
+    return pairs
+
+
+def open_store(url: str) -> Store:
+    """The store at a URL. Nothing is asked of it yet. `opened` lists it.
+
+    Raises: UnsupportedError with the command that installs what is missing; RequestError for an option that the store does not know.
+    """
+    scheme = url.partition("://")[0].lower()
+    if scheme in OBJECT_STORES:
+        from reshard.storage.stores.obstore_backend import ObjectStore
+
+        store = Store(url, ObjectStore(url, _options.get()))
+    else:
+        from reshard.storage.stores.fsspec_backend import FsspecStore
+
+        store = Store(url, FsspecStore(url, _options.get()))
+    opened.append((store.url, store.traffic))
+    return store

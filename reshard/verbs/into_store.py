@@ -1,0 +1,104 @@
+"""Whether a conversion may write a folder of a store, and the conversion."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from reshard.adapter import registry
+from reshard.adapter.model_files import CARRIED, CONFIG
+from reshard.engine.journal import JournalHeader
+from reshard.engine.record import Provenance
+from reshard.engine.stores.gather import StoreConversion
+from reshard.engine.stores.store_target import StoreTarget
+from reshard.errors import TargetError, UnsupportedError
+from reshard.geometry.quantities import plural
+from reshard.plans.manifest import MANIFEST, RECORDS
+from reshard.plans.plan import Plan
+from reshard.storage.staging import WORK_FOLDER
+from reshard.storage.stores.urls import open_store
+from reshard.verbs.request import Effort
+
+if TYPE_CHECKING:
+    from reshard.verbs.convert import Existing
+
+
+def conversion_into_store(plan: Plan, url: str, existing: Existing, effort: Effort, provenance: Provenance) -> StoreConversion:
+    """A conversion into a folder of a store that has not begun.
+
+    Raises: TargetError if something lies there that may not be replaced; UnsupportedError for a web server, which is only read.
+    """
+    check_store_target(url)
+    if existing == "update":
+        raise UnsupportedError("--if-changed needs a local target", where=url, do="Use --resume, or --overwrite to replace it")
+    _check_place(url.rstrip("/"), plan.source_files.root.rstrip("/"))
+    store = open_store(url)
+    replaces = _replaceable(StoreTarget(store), plan, existing)
+    return StoreConversion(
+        plan,
+        store,
+        resume=existing == "resume",
+        replaces=replaces,
+        workers=effort.workers,
+        memory=effort.memory,
+        provenance=provenance,
+    )
+
+
+def check_store_target(url: str) -> None:
+    """Raises UnsupportedError for the URL of a web server."""
+    if url.partition("://")[0].lower() in ("http", "https"):
+        raise UnsupportedError("http(s):// can be read, and not written", where=url, do="Give s3://, gs://, az:// or a local directory")
+
+
+def _replaceable(target: StoreTarget, plan: Plan, existing: Existing) -> tuple[str, ...]:
+    """The files that the conversion removes first. Raises TargetError if it may not write there."""
+    entries, begun, url = sorted(target.entries), target.begun(), target.store.url
+    if not entries:
+        return ()
+    if existing == "resume" and (begun or MANIFEST in entries):
+        _check_same_plan(begun, plan, url)
+        return ()
+    if existing in ("refuse", "resume"):
+        raise TargetError(
+            f"a conversion to {begun.to} has begun here and has not ended"
+            if begun
+            else f"the target exists and holds {plural(len(entries), 'file')}",
+            where=url,
+            why="Another run may be writing here, or was interrupted; nothing was written" if begun else "Nothing was written",
+            do="Finish it with --resume, or start anew with --overwrite" if begun else "Choose another folder, or say --overwrite",
+            id="target-in-use" if begun else "target-exists",
+        )
+    globs = [glob for found in registry.formats().values() for glob in found.owns]
+    weights = [path for path in entries if any(fnmatchcase(path, glob) for glob in globs)]
+    if not weights and not begun:
+        raise TargetError(
+            f"--overwrite: {', '.join(entries[:3])} and what else lies there is no checkpoint",
+            where=url,
+            why="Only checkpoints are replaced",
+            do="Choose another folder, or remove its content yourself",
+        )
+    others = [path for path in entries if any(fnmatchcase(path, glob) for glob in (*CARRIED, CONFIG, *RECORDS, f"{WORK_FOLDER}/*"))]
+    return tuple(dict.fromkeys((*others, *weights)))
+
+
+def _check_same_plan(begun: JournalHeader | None, plan: Plan, url: str) -> None:
+    """Raises TargetError if the interrupted run followed another plan."""
+    if begun and begun.identity != plan.identity():
+        raise TargetError(
+            "the interrupted conversion here had other options or another version of reshard, or its source has changed since",
+            where=url,
+            why="Resuming would mix two conversions",
+            do="Repeat the options of that run, or start again with --overwrite",
+        )
+
+
+def _check_place(target: str, source: str) -> None:
+    """Raises TargetError if source and target contain each other."""
+    if target == source:
+        raise TargetError("source and target are the same folder", where=target, do="Choose another target")
+    for inner, outer in ((target, source), (source, target)):
+        if inner.startswith(f"{outer}/"):
+            raise TargetError(
+                f"{inner} is inside of {outer}", where=target, why="One would be a part of the other", do="Choose another target"
+            )
