@@ -176,6 +176,14 @@ def _large(tmp_path):
     return write_hf(tmp_path / "hf", layers=2, hidden=512, feed_forward=2048, vocabulary=4096)
 
 
+def test_a_run_that_stops_aborts_its_uploads(tmp_path, s3):
+    running = conversion(reshard.plan(reshard.open(_large(tmp_path)), to="vllm", tp=2), "s3://bucket/out").run()
+    while not s3.uploads:
+        next(running)
+    running.close()
+    assert not s3.uploads and not [key for key in s3.keys("bucket", "out/") if key.endswith(".safetensors")]
+
+
 def test_a_killed_run_leaves_uploads_that_clean_aborts(tmp_path, s3):
     source = _large(tmp_path)
     s3.latency = 0.05
