@@ -310,6 +310,7 @@ def target(*, required: bool = True) -> Decorator[Any]:
         option("--dtype", section=TARGET, metavar="DTYPE", help="Cast floating-point weights: bf16, fp16, fp32, fp8 ..."),
         option("--keep-dtype", section=TARGET, multiple=True, metavar="GLOB", help="Do not cast tensors whose names match."),
         option("--dequantize", section=TARGET, is_flag=True, help="Dequantize weights to --dtype (default: bf16)."),
+        option("--merge-adapter", section=TARGET, metavar="DIR", help="Merge the LoRA adapter of this PEFT directory into the weights."),
         *_options_of_formats(),
     )
 
@@ -338,7 +339,9 @@ parts = together(
         help="Convert part I of N, counted from 0; auto: as Slurm, torchrun or Kubernetes say. The last part completes TARGET.",
     ),
     option("--parts", section=PARTS, type=click.IntRange(1), metavar="N", help="With --part auto: how many parts there are (Kubernetes)."),
-    option("--plan", "plan_path", section=PARTS, metavar="FILE", help="Run the plan that `reshard plan --plan-out` wrote."),
+    option(
+        "--plan", "plan_path", section=PARTS, metavar="FILE", help="Run the plan in FILE, which `reshard plan` has written with --plan-out."
+    ),
     option("--ray", section=PARTS, is_flag=True, help="Convert with the tasks of a Ray cluster."),
     option("--ray-address", section=PARTS, metavar="ADDRESS", help="With --ray: the cluster (default: RAY_ADDRESS, or this machine)."),
     option("--finish", section=PARTS, is_flag=True, help="Complete TARGET if all parts are done; otherwise name what is missing."),

@@ -25,7 +25,8 @@ highlight_language = "text"
 CONTENTS = {
     "Recipes": """
         recipes/serving recipes/serve-without-converting recipes/degrees recipes/fp8 recipes/hf recipes/merge-ranks recipes/deepspeed
-        recipes/megatron recipes/optimizer-state recipes/training-memory recipes/undeclared-model recipes/doctor recipes/look
+        recipes/megatron recipes/optimizer-state recipes/training-memory recipes/undeclared-model recipes/adapters recipes/trainer-names
+        recipes/doctor recipes/look
         recipes/interrupted recipes/many-machines
         recipes/nightly recipes/runs
     """,

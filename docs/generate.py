@@ -240,7 +240,8 @@ def megatron_models() -> str:
         elif "megatron" not in architecture.frameworks:
             rows.append((f"`{model_type}`", "no", "not compared: the transformers release that was used has no class of it"))
         else:
-            rows.append((f"`{model_type}`", "yes", _compared_with_megatron(architecture.family)))
+            compared = _compared_with_megatron(model_type) or f"as {architecture.family}"
+            rows.append((f"`{model_type}`", "yes", compared))
     taken = sum(row[1] == "yes" for row in rows)
     return _page(
         [

@@ -434,7 +434,18 @@ def _adapter(opened: Checkpoint) -> dict[str, Any] | None:
         "tensors": found.tensors,
         "parameters": found.parameters,
         "bytes": found.nbytes,
+        **{key: (opened.model_files.adapter_config or {}).get(name) for key, name in _ADAPTER_SETTINGS.items()},
     }
+
+
+# What inspect shows of adapter_config.json, under its own names.
+_ADAPTER_SETTINGS = {
+    "alpha": "lora_alpha",
+    "base_model": "base_model_name_or_path",
+    "task_type": "task_type",
+    "rslora": "use_rslora",
+    "dora": "use_dora",
+}
 
 
 def _show_models(opened: Checkpoint) -> None:
@@ -448,7 +459,12 @@ def _show_models(opened: Checkpoint) -> None:
     if adapter := summary.adapter(opened.index):
         rank = f" r={', '.join(map(str, adapter.ranks))}" if adapter.ranks else ""
         size = f"{plural(adapter.tensors, 'tensor')}, {plural(adapter.parameters, 'parameter')}, {nbytes_text(adapter.nbytes)}"
-        show(f"  adapter   LoRA{rank} on {', '.join(adapter.modules)}: {size}; conversions do not merge it")
+        settings = opened.model_files.adapter_config or {}
+        alpha = f" alpha={settings['lora_alpha']}" if settings.get("lora_alpha") is not None else ""
+        kinds = "".join(f" {word}" for word, key in (("rsLoRA", "use_rslora"), ("DoRA", "use_dora")) if settings.get(key))
+        base = f" for {settings['base_model_name_or_path']}" if settings.get("base_model_name_or_path") else ""
+        show(f"  adapter   LoRA{rank}{alpha}{kinds} on {', '.join(adapter.modules)}{base}: {size}")
+        show("            --to peft writes it alone; --merge-adapter merges it, in PEFT's form, into its base")
     show_drop_reasons(drop for drop in _withheld(opened) if drop.kind not in ("other", "adapter"))
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from reshard.storage.files import Files
 
 LIKE = Option("like", "path", "Use the names, fusions, element types and files of this Hugging Face folder; only its headers are read.")
+NAMES = Option("names", "text", "Write under the names, fusions and rotary order of this trainer, such as torchtitan or litgpt.")
 
 
 class HuggingFace(Format):
@@ -40,7 +41,7 @@ class HuggingFace(Format):
     summary = "Hugging Face: safetensors (single or with an index), pytorch_model*.bin"
     owns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
     one_file_suffices = True
-    options = (LIKE, MAX_SHARD_SIZE)
+    options = (LIKE, NAMES, MAX_SHARD_SIZE)
 
     def detect(self, files: Files) -> str | None:
         return next(iter(weight_files(files)), None)

@@ -14,7 +14,8 @@ from dataclasses import replace
 from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.safetensors_writer import framed
 from reshard.canonical.content import Content
-from reshard.errors import RequestError
+from reshard.canonical.trainer_names import named_places
+from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.stored import StoredTensor, whole
 from reshard.plans.layout import Layout, Sidecar, TargetFile
@@ -35,7 +36,10 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     target.parallel.allow(what="a Hugging Face checkpoint, which is whole")
     if content.states:
         raise RequestError("a Hugging Face checkpoint holds weights, no optimizer state", do="Leave out --optimizer")
-    folder = _like(content, target) if target.options.get("like") else _as_published(content, target)
+    if target.options.get("like"):
+        folder = _like(content, target)
+    else:
+        folder = _as_trainer(content, target) if target.options.get("names") else _as_published(content, target)
     tensors_by_file = folder.files or divided(folder.tensors, target.max_shard_size)
     files = tuple(framed(path, tensors) for path, tensors in tensors_by_file.items())
     companions, added = companions.completed(content.model.architecture) if content.model else (companions, ())
@@ -56,6 +60,19 @@ def _like(content: Content, target: Target) -> TargetFolder:
 def _as_published(content: Content, target: Target) -> TargetFolder:
     tensors = ((name, content.tensors[name]) for name in _in_model_order(content))
     return TargetFolder(tuple(whole(name, target.dtype_of(tensor), tensor.shape) for name, tensor in tensors), None, ())
+
+
+def _as_trainer(content: Content, target: Target) -> TargetFolder:
+    """The weights as a trainer holds them."""
+    places = named_places(target.options["names"], content.model)
+    arrays = {name: array for name, array in places.arrays.items() if set(array.names) <= content.weights.keys()}
+    if lost := sorted(content.weights.keys() - {name for array in arrays.values() for name in array.names}):
+        raise UnsupportedError(
+            f"--names {places.table.trainer} has no name for it", where=lost[0], do="Leave it out with --exclude, or leave out --names"
+        )
+    dtypes = {name: target.dtype_of(content.tensors[array.names[0]]) for name, array in arrays.items()}
+    note = f"the names are those of {places.table.trainer}, which transformers and serving engines do not load"
+    return TargetFolder(tuple(places.stored(name, dtypes[name]) for name in arrays), None, (note,))
 
 
 def _in_model_order(content: Content) -> list[str]:

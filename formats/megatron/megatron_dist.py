@@ -26,7 +26,7 @@ class MegatronDist(Format):
     name = "megatron-dist"
     summary = "Megatron-Core distributed checkpoints (torch_dist): iter_*/metadata.json, common.pt, *.distcp"
     owns = (METADATA_JSON, COMMON, DCP_METADATA, "*.distcp", TRACKER)
-    refines = ("dcp",)
+    refines = ("dcp", "pt")
     needs_vocabulary = True
     options = OPTIONS
     keeps_masters = True

@@ -48,8 +48,9 @@ def prepare() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.set_num_threads(1)
-    # Some classes import this kernel by name, and only serving calls it.
-    vars(mamba).setdefault("causal_conv1d_fn", NoKernel())
+    # Some classes import these kernels by name, and only serving calls them.
+    for kernel in ("causal_conv1d_fn", "causal_conv1d_fn_triton", "causal_conv1d_update", "causal_conv1d_update_triton"):
+        vars(mamba).setdefault(kernel, NoKernel())
     import sglang.srt.models.registry  # noqa: F401
 
     fake_new_groups()

@@ -82,6 +82,9 @@ class Format(ABC):
     keeps_masters: ClassVar[bool] = False
     """Whether its checkpoints with optimizer state hold the weights and, beside them, their full-precision copies (masters)."""
 
+    holds_adapters: ClassVar[bool] = False
+    """Whether its checkpoints hold a LoRA adapter and no model: a conversion to it takes the adapter and leaves out the base weights."""
+
     @abstractmethod
     def detect(self, files: Files) -> str | None:
         """Why this is a checkpoint of this format, in a few words; None if it is not. Reads a listing, and little else."""

@@ -6,14 +6,15 @@ Light: a format's `detect` may use it.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import CheckpointError, ReshardError
-from reshard.storage.files import Files, read_whole
+from reshard.errors import CheckpointError, RequestError, ReshardError
+from reshard.storage.files import Files, LocalFiles, read_whole
 
 if TYPE_CHECKING:
     from reshard.geometry.dtypes import DType
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from reshard.plans.layout import Sidecar
 
 CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 # Globs of the files that a serving engine or a user of the model needs beside the weights. Other files are not copied.
 CARRIED = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
@@ -29,6 +31,8 @@ CARRIED = (
 )  # fmt: skip
 # Where trainers put the Hugging Face files of a run: in the checkpoint's folder, or in this folder below it (verl).
 _FOLDERS = ("", "huggingface/")
+# Where trainers put the settings of a LoRA adapter (verl: lora_adapter/).
+_ADAPTER_FOLDERS = ("", "lora_adapter/", "huggingface/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,8 @@ class ModelFiles:
     """Whether `config` is in no file: it was derived from the checkpoint's own settings, or a stored config was changed."""
     child: Files | None = None
     """The checkpoint's own files, if it has no config and this folder is the one that contains it."""
+    adapter_config: Mapping[str, Any] | None = None
+    """The content of the checkpoint's adapter_config.json, the settings of a LoRA adapter; None if there is none."""
 
     @property
     def note(self) -> str | None:
@@ -110,6 +116,21 @@ def find_model_files(files: Files) -> ModelFiles:
         if files.size(folder + CONFIG) is not None:
             return ModelFiles(files, folder, read_json(files, folder + CONFIG))
     return ModelFiles(files, "", None)
+
+
+def find_adapter_config(files: Files) -> dict[str, Any] | None:
+    """The content of a checkpoint's adapter_config.json; None if it has none."""
+    found = next((folder + ADAPTER_CONFIG for folder in _ADAPTER_FOLDERS if files.size(folder + ADAPTER_CONFIG) is not None), None)
+    return None if found is None else read_json(files, found)
+
+
+def adapter_config_at(path: str) -> dict[str, Any]:
+    """The content of the adapter_config.json at a path, or in the directory at a path. Raises RequestError if there is none."""
+    folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
+    found = find_adapter_config(LocalFiles(folder)) if os.path.basename(path) == ADAPTER_CONFIG or folder == path else None
+    if found is None:
+        raise RequestError(f"--adapter-config {path}: there is no {ADAPTER_CONFIG}", do="Name the file, or the directory that holds it")
+    return found
 
 
 def find_model_files_near(files: Files) -> ModelFiles:

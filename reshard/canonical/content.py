@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from reshard.canonical.globs import as_globs, check_globs, matches
+from reshard.canonical.lora import is_of_adapter
 from reshard.canonical.name_variants import Names
 from reshard.canonical.optimizer_state import is_state_key, is_unnamed, master_key, parameter_and_kind, state_key
 from reshard.canonical.tensor_classes import is_of_optimizer, root_of
 from reshard.canonical.wrappers import is_wrapper
-from reshard.errors import CheckpointError, IncompleteError, RequestError, UnsupportedError
+from reshard.errors import CheckpointError, IncompleteError, RequestError
 from reshard.geometry.quantities import plural
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, Tensor
 from reshard.models.model import Model, ModelWeight
@@ -73,6 +74,23 @@ class Drop:
     """Why it is left out."""
 
 
+@dataclass(frozen=True, slots=True)
+class MergedAdapter:
+    """A LoRA adapter that is merged into the weights."""
+
+    path: str
+    """Its absolute path."""
+    settings: Mapping[str, Any]
+    """The content of its adapter_config.json."""
+    weights: int
+    """The number of weights that it changes."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What it is, as plain values with stable keys."""
+        chosen = {key: self.settings.get(key) for key in ("base_model_name_or_path", "r", "lora_alpha", "use_rslora", "use_dora")}
+        return {"path": self.path, "weights": self.weights, **chosen}
+
+
 @dataclass(frozen=True, eq=False)
 class Content:
     """The chosen tensors of a checkpoint under canonical names."""
@@ -99,6 +117,10 @@ class Content:
     """Reads the digests that reshard recorded when it wrote these tensors, by key; a tensor that has none is not compared."""
     names: tuple[str, ...] = ()
     """The names that the globs of the selection are matched with: those of all stored tensors."""
+    is_adapter: bool = False
+    """Whether it is a LoRA adapter and no model."""
+    merged: MergedAdapter | None = None
+    """The LoRA adapter that is merged into the weights when they are read; None if there is none."""
 
     @cached_property
     def weights(self) -> Mapping[str, Tensor]:
@@ -166,8 +188,11 @@ class Content:
         return f"Content({model}, {plural(len(self.tensors), 'tensor')}, {len(self.drops):,} left out)"
 
 
-def content_of(index: Index, model: Model | None, selection: Selection) -> Content:
+def content_of(index: Index, model: Model | None, selection: Selection, adapter: Callable[[Tensor], bool] | None = None) -> Content:
     """The tensors of an index that `selection` chooses. A stored tied head becomes a replica of the embedding.
+
+    adapter: tells the tensors of the LoRA adapter, which are taken in place of the model's. Without it, an adapter is taken if there is
+    nothing else.
 
     Raises: RequestError if no tensor is chosen, or two tensors would get one name; CheckpointError if a tied head differs from the
     embedding in dtype or shape.
@@ -178,8 +203,11 @@ def content_of(index: Index, model: Model | None, selection: Selection) -> Conte
     names = tuple(dict.fromkeys((*chosen, *(tensor.name.removeprefix(selection.strip_prefix) for tensor, _ in others))))
     for name in [name for name in chosen if not _is_selected(name, selection)] if selection.is_partial else ():
         drops.append(_drop(chosen.pop(name), "left out by --include or --exclude"))
+    found = list(map(is_of_adapter, chosen.values()))
+    is_adapter = bool(found) and (all(found) if adapter is None else any(found))
+    drops.extend(_take_other_part(chosen, selection, adapter if is_adapter else None))
     tied: tuple[str, ...] = ()
-    if model:
+    if model and not is_adapter:
         others_than_weights = [name for name in chosen if name not in model.weights]
         drops.extend(_take_unneeded(chosen, others_than_weights, model))
         if model.is_tied:
@@ -214,6 +242,7 @@ def content_of(index: Index, model: Model | None, selection: Selection) -> Conte
         duplicate_masters=duplicate_masters,
         selection=selection,
         names=names,
+        is_adapter=is_adapter,
     )
 
 
@@ -247,7 +276,7 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
     Raises: CheckpointError if a weight is missing, has another shape than the config says, or with `strict` is not a weight of the model.
     """
     model = content.model
-    if model is None:
+    if model is None or content.is_adapter:
         return
     if content.other_shapes:
         name = content.other_shapes[0]
@@ -399,28 +428,31 @@ def _take_unknown(chosen: dict[str, Tensor], others: list[str], model: Model) ->
     """Remove the tensors that the declared architecture lacks, each with the reason. If it lacks all, they stay: a prefix may hide them.
 
     others: the chosen tensors that are not weights of the model.
-
-    Raises: UnsupportedError if there is nothing but a LoRA adapter.
     """
     model_type, head = model.architecture.model_type, model.architecture.tied[0]
     unknown = [name for name in others if name != head and not model.reason_not_served(name)]
     if unknown:
         names = Names(model)
         unknown = [name for name in unknown if names.array(name) is None]
-    if unknown and all(chosen[name].kind == "adapter" for name in chosen):
-        raise UnsupportedError(
-            f"the checkpoint holds a LoRA adapter and no base weights, for example {unknown[0]}",
-            why="Adapters are not merged into a base model",
-            do="Merge it with PEFT (merge_and_unload) and convert the result",
-        )
     for name in unknown if len(unknown) < len(chosen) else ():
         tensor = chosen.pop(name)
         reason = f"unknown: a {model_type} model has no such tensor; --keep-unknown carries it"
         if tensor.kind == "buffer":
             reason = f"a buffer that a {model_type} model does not store; --keep-unknown carries it"
-        elif tensor.kind == "adapter":
-            reason = "a LoRA adapter, which is not merged into the base weights; --keep-unknown carries it"
-        yield Drop(name, tensor.kind if tensor.kind in ("buffer", "adapter") else "unknown", tensor.nbytes, reason)
+        yield Drop(name, tensor.kind if tensor.kind == "buffer" else "unknown", tensor.nbytes, reason)
+
+
+def _take_other_part(chosen: dict[str, Tensor], selection: Selection, adapter: Callable[[Tensor], bool] | None) -> Iterator[Drop]:
+    """Remove the base weights beside a LoRA adapter that is asked for, or the adapter beside the base weights."""
+    if adapter is not None:
+        for name in [name for name, tensor in chosen.items() if not adapter(tensor)]:
+            yield _drop(chosen.pop(name), "a base weight; --to hf writes the base")
+    elif not selection.keep_unknown:
+        adapters = [name for name, tensor in chosen.items() if is_of_adapter(tensor)]
+        for name in adapters if len(adapters) < len(chosen) else ():
+            tensor = chosen.pop(name)
+            reason = "a LoRA adapter, not merged; --to peft writes it, --keep-unknown carries it"
+            yield Drop(name, "adapter", tensor.nbytes, reason)
 
 
 def _stored(index: Index) -> dict[str, Tensor]:

@@ -17,6 +17,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from reshard.canonical.lora import base_name, is_of_adapter
+from reshard.canonical.trainer_names import with_published_names
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, Tile, joined, stacked
@@ -88,7 +90,14 @@ NAME_VARIANTS = (
 )
 _BY_NAME = {variant.name: variant for variant in NAME_VARIANTS}
 # (prefix of the stored name, prefix of the canonical name). {base} is the first part of the model's names: "model.", "transformer.", ...
-PREFIXES = (("", "{base}"), ("language_model.", ""), ("model.language_model.", "{base}"), ("model.", ""), ("model.", "{base}"))
+PREFIXES = (
+    ("", "{base}"),
+    ("language_model.", ""),
+    ("model.language_model.", "{base}"),
+    ("model.", ""),
+    ("model.", "{base}"),
+    ("lm_head.", "embed_out."),
+)
 # The same for models with towers, which transformers 5 holds in memory, and saves some of, under other names than they are published with.
 PREFIXES_WITH_TOWERS = (
     ("model.language_model.", "language_model.model."),
@@ -96,8 +105,6 @@ PREFIXES_WITH_TOWERS = (
     ("vision_tower.", "vision_tower.vision_model."),
     ("model.vision_tower.", "vision_tower.vision_model."),
 )
-# What PEFT adds to the names of a model with adapters (peft 0.17, BaseTuner and BaseTunerLayer).
-_PEFT_PREFIX, _PEFT_BASE = "base_model.model.", ".base_layer."
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
@@ -134,7 +141,7 @@ class Names:
 
     def _with_base(self, name: str) -> Iterator[str]:
         """The name, and the names with the canonical prefix in place of a stored one."""
-        name = name.removeprefix(_PEFT_PREFIX).replace(_PEFT_BASE, ".")
+        name = base_name(name)
         yield name
         for stored, canonical in PREFIXES + PREFIXES_WITH_TOWERS:
             if name.startswith(stored):
@@ -192,9 +199,11 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
     Raises: CheckpointError if a tensor has another shape than its name says, or two tensors disagree about a weight.
     """
     if model is None:
-        return index
+        return _without_peft(index)
     if all(map(_declared(model).fullmatch, _model_names(index, prefix))):
         return index
+    if (published := with_published_names(index, model)) is not index:
+        return published
     names = Names(model)
     arrays: dict[str, Mosaic | None] = {}
 
@@ -231,6 +240,19 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
     return replace(index, tensors=tensors, facts=facts, param_groups=groups)
 
 
+def _without_peft(index: Index) -> Index:
+    """The index of an unknown model without the parts that PEFT adds to the names of base weights beside an adapter."""
+    names = {
+        tensor.name: base_name(tensor.name) for tensor in index.tensors if tensor.kind in ("weight", "buffer") or not is_of_adapter(tensor)
+    }
+    changed = {name: short for name, short in names.items() if name != short}
+    if not changed or not any(map(is_of_adapter, index.tensors)):
+        return index
+    tensors = tuple(replace(t, name=changed[t.name]) if t.name in changed and not is_of_adapter(t) else t for t in index.tensors)
+    note = f"{len(changed)} base weights are stored under names of PEFT; for example, {next(iter(changed))}"
+    return replace(index, tensors=tensors, facts=replace(index.facts, notes=(*index.facts.notes, note)))
+
+
 def _model_names(index: Index, prefix: str) -> Iterator[str]:
     """The names of the weights and masters, without the prefix."""
     names = (tensor.name for tensor in index.tensors if tensor.kind in ("weight", "master"))
@@ -250,7 +272,8 @@ def _shares(tensor: Tensor, array: Callable[[str], Mosaic | None], names: Names,
     one share, under its own name."""
     parameter, _, kind = tensor.name.rpartition(".") if tensor.kind == "state" else (tensor.name, "", "")
     suffix = f".{kind}" if tensor.kind == "state" else ""
-    mosaic = array(parameter) if parameter else None
+    # The modules that an adapter saves whole (modules_to_save) have names of the base.
+    mosaic = array(parameter) if parameter and tensor.kind != "adapter" else None
     if mosaic is None:
         short = tensor.name.removeprefix(prefix)
         unneeded = None if names.is_canonical(short) or tensor.kind not in ("weight", "buffer") else names.unneeded(short)

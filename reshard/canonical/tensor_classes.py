@@ -56,7 +56,17 @@ _RUN_ROOTS = frozenset(
 )  # fmt: skip
 # Parts of names: of LoRA (PEFT, torchtune), of FP8 recipes (Transformer Engine), and last parts of buffers.
 _ADAPTERS = frozenset(
-    {"lora_A", "lora_B", "lora_a", "lora_b", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_bias"}
+    {
+        "lora_A",
+        "lora_B",
+        "lora_a",
+        "lora_b",
+        "lora_embedding_A",
+        "lora_embedding_B",
+        "lora_magnitude_vector",
+        "lora_bias",
+        "modules_to_save",
+    }
 )
 _RECIPES = frozenset({"_extra_state", "amax_history", "amax_history_fwd", "amax_history_bwd"})
 _BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids"})

@@ -120,6 +120,7 @@ def _request_digest(plan: Plan, fixed: _FixedBytes) -> str:
     request = {
         "target": document["target"],
         "totals": document["totals"],
+        **({"adapter": dict(plan.content.merged.settings)} if plan.content.merged else {}),
         "keep_dtype": [*target.keep_dtype, *sorted(target.dtype_kept_for)],
         "selection": asdict(plan.content.selection),
         "config": dict(model.config) if model else None,
@@ -184,6 +185,7 @@ def _document(plan: Plan, identity: str, provenance: Provenance) -> dict[str, An
             "fingerprint": source_manifest.fingerprint if source_manifest else None,
             "state": source_state(plan),
         },
+        "adapter": plan.content.merged.to_json() if plan.content.merged else None,
         "command": command if command is None or len(command) <= _LONGEST_TEXT else command[:_LONGEST_TEXT] + " ...",
         "versions": {"reshard": reshard.__version__, "python": platform.python_version(), "numpy": np.__version__},
         "time": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),

@@ -30,13 +30,16 @@ class SourceCheck:
         self._files, self._recorded = plan.source_files, plan.content.recorded()
         self._is_recorded = bool(self._recorded) or MANIFEST in plan.source_files.list()
         self._different: list[Tensor] = []
-        self._compared = self._cast = self._unknown = 0
+        self._compared = self._cast = self._merged = self._unknown = 0
 
     def add(self, route: Route, blocks: Sequence[bytes]) -> None:
         """Compare a tensor. blocks: the digests of what was written for it, block by block."""
         tensor, expected = route.source, self._recorded.get(route.name)
         if expected is None:
             self._unknown += 1
+        elif tensor.updates:
+            # The blocks were hashed after the update.
+            self._merged += 1
         elif route.is_cast or tensor.scaling:
             # The blocks were hashed after the cast.
             self._cast += 1
@@ -49,7 +52,11 @@ class SourceCheck:
         """Sentences about what was not compared. Raises CheckpointError if a tensor differs from what reshard wrote."""
         if self._different:
             raise mismatch(CheckpointError, self._files, self._different, self._compared)
-        counts = ((self._cast, "because of the cast"), (self._unknown, f"as {MANIFEST} holds no digests under their names"))
+        counts = (
+            (self._cast, "because of the cast"),
+            (self._merged, "because of the merge"),
+            (self._unknown, f"as {MANIFEST} holds no digests under their names"),
+        )
         return tuple(
             f"{plural(count, 'tensor')} of the source {'was' if count == 1 else 'were'} not compared with its {MANIFEST}, {reason}"
             for count, reason in counts

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from reshard.geometry.boxes import Box
-from reshard.geometry.dtypes import DType
+from reshard.geometry.dtypes import F32, DType
 from reshard.geometry.extents import Piece
 from reshard.geometry.light_dataclass import light_dataclass
 from reshard.geometry.meshes import Distribution, Mesh
@@ -49,11 +49,13 @@ class Tensor:
     """How it was distributed on the run's mesh; None if the files do not say."""
     scaling: Scaling | None = None
     """The scales that turn its quantized elements into values; None if it is not quantized, or is copied without dequantization."""
+    updates: tuple[Update, ...] = ()
+    """What a merged adapter adds to its values."""
 
     @property
     def dtypes(self) -> tuple[DType, ...]:
-        """The element types that are read for it: its own and that of its scales."""
-        return (self.dtype, self.scaling.scales.dtype) if self.scaling else (self.dtype,)
+        """The element types that are read for it: its own, that of its scales, and float32 if values are computed."""
+        return (self.dtype, *((self.scaling.scales.dtype,) if self.scaling else ()), *((F32,) if self.updates else ()))
 
     @property
     def elements(self) -> int:
@@ -101,6 +103,30 @@ class Scaling:
             for step, start, stop in zip(self.block_shape, box.offsets, box.stops, strict=True)
         ]
         return Box(tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Update:
+    """What a merged LoRA adapter adds to a box of a tensor: scale * (rows x columns), in float32.
+
+    The last two axes of the box are the rows and the columns; axes before them have one element. A vector is one row of columns.
+    """
+
+    box: Box
+    """The box, in the coordinates of the tensor."""
+    rows: Tensor | None
+    """[rows of the box, r]: the factor of each row; None: ones."""
+    columns: Tensor
+    """[r, columns of the box]: the factor of each column."""
+    scale: float
+    """The factor of the product."""
+    magnitude: Tensor | None = None
+    """[rows of the box] with DoRA: each row is then scaled to this length; None without DoRA."""
+
+    @property
+    def factors(self) -> tuple[Tensor, ...]:
+        """The tensors that are read for it."""
+        return tuple(factor for factor in (self.rows, self.columns, self.magnitude) if factor is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from reshard.geometry.boxes import Box
 from reshard.geometry.extents import Extent
 from reshard.geometry.mosaics import Tile
 from reshard.geometry.quantities import plural
@@ -91,6 +92,10 @@ class SubviewsBuilder:
         before = len(lead)
         axes = (_NO_AXIS if axis is None else before + axis for axis in tile.axes)
         self._add(piece, name, tile.box.offsets, tile.box.sizes, (*lead, *tile.at), axes, (1,) * len(tile.axes))
+
+    def add_strided(self, piece: int, name: str, box: Box, at: tuple[int, ...], steps: tuple[int, ...]) -> None:
+        """Add a box whose axes are those of a piece's array, with steps. at: the coordinates of its first element in the array."""
+        self._add(piece, name, box.offsets, box.sizes, at, range(len(at)), steps)
 
     def add_section(self, piece: int, section: Section, ndim: int = 1) -> None:
         """Add a section of a piece whose array has `ndim` axes and is a flat run along the last one."""

@@ -24,21 +24,23 @@ _NARROWER = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _ROWS = 1 << 10
 
 
-def value_mistake(wrong: Block, right: Block, dtype: DType) -> str | None:
-    """A mistake in single values: a cast too many, or a one added or subtracted."""
+def value_mistakes(wrong: Block, right: Block, dtype: DType) -> list[str]:
+    """The mistakes in single values that explain a part of a tensor: a cast too many, or a one added or subtracted. A mistake explains the
+    tensor if it explains every part."""
     if not dtype.floating:
-        return None
+        return []
+    found = []
     for name in _NARROWER:
         narrow = from_torch(name, where="mistake")
         if narrow.name != dtype.name and np.array_equal(cast(cast(right, dtype, narrow), narrow, dtype), wrong):
-            return f"equal after a cast to {name} and back: one cast too many"
+            found.append(f"equal after a cast to {name} and back: one cast too many")
     values, exact = _numbers(wrong, dtype), _numbers(right, dtype)
     for step, text in ((1.0, "has one added"), (-1.0, "has one subtracted")):
         if np.array_equal(cast((exact + np.float32(step)).view(F32.word), F32, dtype), wrong) or np.array_equal(
             cast((values - np.float32(step)).view(F32.word), F32, dtype), right
         ):
-            return f"{text}: a norm that one side stores minus one"
-    return None
+            found.append(f"{text}: a norm that one side stores minus one")
+    return found
 
 
 def _numbers(words: Block, dtype: DType) -> npt.NDArray[np.float32]:

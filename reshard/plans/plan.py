@@ -165,6 +165,7 @@ class Plan:
             compared += replicas * itemsize
             if source.scaling:
                 read += source.scaling.scales.nbytes
+            read += sum(factor.nbytes for update in source.updates for factor in update.factors)
             copied += target.shards.elements * target.dtype.itemsize
         written = sum(file.nbytes for file in self.layout.files)
         stored = sum(file.stored_nbytes for file in self.layout.files)
@@ -199,6 +200,7 @@ class Plan:
         """The plan as plain values with stable keys. tensors: include each tensor. copies: include every box that is copied."""
         document: dict[str, Any] = {
             "source": {"format": self.source.format, "path": self.source_files.root},
+            "adapter": self.content.merged.to_json() if self.content.merged else None,
             "target": {
                 "format": self.layout.format,
                 "tp": self.layout.parallel.tp,
@@ -230,6 +232,7 @@ class Plan:
                     "from": str(route.source.dtype),
                     "to": str(route.target.dtype),
                     "scaled_by": route.source.scaling.scales.name if route.source.scaling else None,
+                    "updated_by": [factor.name for update in route.source.updates for factor in update.factors],
                     "source_boxes": len(route.source.shards),
                     "target_boxes": len(route.target.shards),
                 }
@@ -260,12 +263,17 @@ class Plan:
             return self.digests.identity
         # The journal and the manifest hold digests of this version.
         about = {**self.to_json(tensors=False), "dropped": [_fields(drop) for drop in self.drops]}
+        if about["adapter"] is None:
+            del about["adapter"]
         digest = hashlib.sha256(f"digests {CURRENT.number}\0{json.dumps(about, sort_keys=True)}".encode())
         for route in self.routes:
             source, target = route.source, route.target
             scales = source.scaling.scales.name if source.scaling else ""
             text = f"{route.name}\0{source.dtype}\0{target.dtype}\0{source.shape}\0{scales}\0{len(source.shards)}\0{len(target.shards)}\0"
             digest.update(text.encode("utf-8", "surrogatepass"))
+            for update in source.updates:
+                factors = "".join(f"{factor.name}\0{factor.shape}\0" for factor in update.factors)
+                digest.update(f"{update.box}\0{update.scale!r}\0{factors}".encode("utf-8", "surrogatepass"))
         # Windows on a table are rows of it, and the routes together have all rows.
         for table in {id(route.target.shards.table): route.target.shards.table for route in self.routes}.values():
             for column in (table.offsets, table.sizes, table.files, table.positions):

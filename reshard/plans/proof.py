@@ -60,7 +60,9 @@ def prove(plan: Plan) -> None:
     routed = written | plan.layout.aliases.keys() | set(plan.layout.inlined_scalars) | plan.layout.left_out.keys()
     if lost := sorted(name for name in plan.content.tensors if name not in routed):
         raise ProofFailed("the plan neither writes this weight nor names it as dropped", where=lost[0])
-    named = len(plan.content.tensors) + len(scales) - len(plan.content.duplicate_masters) + len(plan.content.drops) + len(plan.content.tied)
+    factors = {factor.name for route in plan.routes for update in route.source.updates for factor in update.factors}
+    read_beside = len(scales) + len(factors)
+    named = len(plan.content.tensors) + read_beside - len(plan.content.duplicate_masters) + len(plan.content.drops) + len(plan.content.tied)
     if named != len(plan.source.tensors):
         raise ProofFailed(f"the source has {len(plan.source.tensors)} tensors, the plan accounts for {named}")
 
@@ -153,6 +155,8 @@ def compose(plan: Plan, read_back: Index) -> RoundTrip:
 def widens(route: Route) -> bool:
     """Whether the cast of a route keeps every value, so that the cast back gives the same bits."""
     if route.target.dtype.function != route.source.dtype.function:
+        return False
+    if route.source.updates:
         return False
     return route.source.scaling is None and (route.source.dtype.name, route.target.dtype.name) in _EXACT
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from reshard.canonical.lora import is_of_adapter
 from reshard.index.index import Index, Tensor, element_count
 
 if TYPE_CHECKING:
@@ -112,11 +113,12 @@ def parameter_count(content: Content) -> int:
 
 
 def adapter(index: Index) -> AdapterSummary | None:
-    """The LoRA adapter in an index; None if there is none."""
-    parts = list(index.by_kind("adapter").values())
+    """The LoRA adapter in an index; None if there is none. Masters count only where there is no other copy."""
+    parts = list(index.by_kind("adapter").values()) or [tensor for tensor in index.tensors if is_of_adapter(tensor)]
     if not parts:
         return None
-    modules = dict.fromkeys(tensor.name.lower().partition(".lora_")[0].rpartition(".")[2] for tensor in parts)
+    factors = [tensor.name.lower() for tensor in parts if ".lora_" in tensor.name.lower()]
+    modules = dict.fromkeys(name.partition(".lora_")[0].removesuffix(".base_layer").rpartition(".")[2] for name in factors)
     ranks = {tensor.shape[0] for tensor in parts if re.search(r"lora_a\b", tensor.name.lower()) and tensor.shape}
     return AdapterSummary(tuple(modules), tuple(sorted(ranks)), len(parts), sum(t.elements for t in parts), sum(t.nbytes for t in parts))
 

@@ -78,11 +78,6 @@ def find_steps(root: str | os.PathLike[str], *, quiet: float = QUIET_SECONDS) ->
     return sorted(found, key=lambda step: (step.number, step.path))
 
 
-def step_number(name: str) -> int | None:
-    """The step that a folder's name tells: iter_0000100, global_step100, step-100, checkpoint-100. None if it tells none."""
-    return step_of(name)
-
-
 def _step_folders(root: str) -> Iterator[str]:
     """The paths of the folders of steps, relative to the root. Symbolic links, such as `latest`, are left out."""
     files, pending, looked = open_tree(root), [("", 0)], 0
@@ -95,7 +90,7 @@ def _step_folders(root: str) -> Iterator[str]:
             name = path.rstrip("/").rpartition("/")[2]
             if not path.endswith("/") or name.startswith(".") or name == WORK_FOLDER or os.path.islink(f"{root}/{path.rstrip('/')}"):
                 continue
-            if step_number(name) is not None:
+            if step_of(name) is not None:
                 yield path.rstrip("/")
             elif depth < _DEEPEST:
                 pending.append((path, depth + 1))
@@ -133,7 +128,7 @@ def _step(root: str, folder: str, part: str, now: float, quiet: float) -> Step:
         written = modified(f"{path}/{each}")
         newest = written if newest is None or (written or 0) > newest else newest
     age = None if newest is None else max(0.0, now - newest)
-    number = step_number(name) or 0
+    number = step_of(name) or 0
     return Step(path, name, number, part, format_of(files), nbytes, newest, completeness(files, parent, name, number, age, quiet))
 
 
@@ -153,7 +148,7 @@ def is_run(path: str | os.PathLike[str]) -> bool:
     if not os.path.isdir(path):
         return False
     files = open_tree(path)
-    here = sum(name.endswith("/") and step_number(name.rstrip("/")) is not None for name in files.list())
+    here = sum(name.endswith("/") and step_of(name.rstrip("/")) is not None for name in files.list())
     if here > 1:
         return True
     return format_of(files) is None and next(_step_folders(os.fspath(path).rstrip("/") or "/"), None) is not None

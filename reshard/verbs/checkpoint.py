@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from reshard.adapter import registry
 from reshard.adapter.format import Format, Hints
-from reshard.adapter.model_files import CONFIG, ModelFiles, blaming_the_parent, find_model_files, find_model_files_near
+from reshard.adapter.model_files import (
+    CONFIG,
+    ModelFiles,
+    blaming_the_parent,
+    find_adapter_config,
+    find_model_files,
+    find_model_files_near,
+)
 from reshard.canonical.content import Content, Selection, check_selected, content_of
+from reshard.canonical.lora import with_adapter_names
 from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.optimizer_state import is_state_key, master_key
 from reshard.canonical.tensor_classes import StoredModel, classified, one_model, stored_models
@@ -89,7 +97,8 @@ class Checkpoint:
     def named(self, selection: Selection | None = None, *, model: Model | None = None) -> Index:
         """The index of the chosen model under canonical names, whatever its library calls and fuses."""
         selection = selection or Selection()
-        found = with_canonical_names(self.of_model(selection, model=model), model or self.model, selection.strip_prefix)
+        found = with_adapter_names(self.of_model(selection, model=model))
+        found = with_canonical_names(found, model or self.model, selection.strip_prefix)
         if found is not self.index:
             check_index(found)
         return found
@@ -142,7 +151,8 @@ class Checkpoint:
         from reshard.verbs.planning import plan_conversion
 
         only = {"tp": rank, "pp": pp_rank, "ep": ep_rank, "dp": dp_rank}
-        plan = plan_conversion(self, ConversionRequest.of(to, {**options, "only": only}))
+        request = ConversionRequest.of(to, {**options, "only": only})
+        plan = plan_conversion(self, request, request.opened_adapter(open))
         files = [file for file in plan.layout.files if plan.target.wants(file.ranks)]
         if not files:
             missing = ", ".join(f"{axis} rank {number}" for axis, number in only.items() if number)
@@ -310,6 +320,8 @@ def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Check
             raise unfinished.refusal() from None
         raise
     model_files = find_model_files_near(files) if model is None else _model_files_at(model)
+    if (adapter_config := find_adapter_config(files)) is not None:
+        model_files = replace(model_files, adapter_config=adapter_config)
     with _read_as_claims(os.fspath(path)), gc_paused(), blaming_the_parent(model_files):
         index = without_wrappers(format.read(files, _hints(model_files, options, declared)))
     if index.facts.config is not None and index.facts.config != model_files.config:

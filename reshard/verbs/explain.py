@@ -18,7 +18,7 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.stored import whole
 from reshard.index.fold import folded_name, name_pattern
 from reshard.index.name_parts import layer_of, part_of_layer
-from reshard.measures.mistakes import column_mistake, row_mistake, shape_mistake, stale_part, value_mistake
+from reshard.measures.mistakes import column_mistake, row_mistake, shape_mistake, stale_part, value_mistakes
 from reshard.verbs.checkpoint import Checkpoint
 from reshard.verbs.diff import diff
 from reshard.verbs.request import EffortOptions, PathLike
@@ -73,7 +73,8 @@ def explain(
     """The mistakes that explain why `bad` does not hold the weights of `good`, whatever their formats: tensors, rows or columns permuted,
     interleaved, exchanged or copied, matrices transposed, padding, a cast too many, norms off by one, a rank from another save.
 
-    A mistake is named only if it explains every bit of a tensor. The tensors that differ are read whole, those of one layer together.
+    A mistake is named only if it explains every bit of a tensor. Mistakes in values are found in parts of 2 million elements; for those of
+    rows and columns, the tensors that still differ are read whole, those of one layer and one shape together.
     """
     found = diff(bad, good, selection=selection, **options)
     wrong_side, right_side = sides_of(bad, good, selection)
@@ -145,14 +146,29 @@ def _numbers(name: str) -> list[str]:
 
 def _mistake(name: str, wrong: View, right: View, different: list[str]) -> str | None:
     """A mistake inside one tensor, or among the tensors of its layer."""
+    if wrong[name].dtype != right[name].dtype:
+        return None
+    if wrong[name].shape == right[name].shape and (text := _value_mistake(wrong[name], right[name])):
+        return text
     bad, good = wrong[name].words(), right[name].words()
-    if bad.shape != good.shape or wrong[name].dtype != right[name].dtype:
-        return shape_mistake(bad, good) if wrong[name].dtype == right[name].dtype else None
-    text = value_mistake(bad, good, right[name].dtype) or shape_mistake(bad, good)
+    text = shape_mistake(bad, good)
+    if bad.shape != good.shape:
+        return text
     if text is None and bad.ndim > 1:
         group = dict(_neighbours(name, right, different))
         text = row_mistake(name, bad, {name: good, **group}) or column_mistake(bad, good)
     return text and _without_layer(text, right)
+
+
+def _value_mistake(wrong: LazyTensor, right: LazyTensor) -> str | None:
+    """A mistake in single values, found part by part: where there is none, the first part rules all out."""
+    found: list[str] | None = None
+    for bad, good in zip(wrong.parts(), right.parts(), strict=True):
+        here = value_mistakes(bad.words(), good.words(), right.dtype)
+        found = here if found is None else [text for text in found if text in here]
+        if not found:
+            return None
+    return found[0] if found else None
 
 
 def _neighbours(name: str, right: View, different: list[str]) -> Iterator[tuple[str, Block]]:

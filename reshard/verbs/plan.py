@@ -29,7 +29,7 @@ def plan(source: Checkpoint | PathLike, *, to: str, **options: Unpack[PlanOption
     about_target = {name: value for name, value in options.items() if name not in _OF_THE_SOURCE}
     request, checkpoint = ConversionRequest.of(to, about_target), opened(source, **about_source)  # type: ignore[arg-type]
     began = time.monotonic()
-    found = plan_conversion(checkpoint, request)
+    found = plan_conversion(checkpoint, request, request.opened_adapter(opened))
     _log_planned(found, time.monotonic() - began)
     return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 from reshard.adapter import registry
 from reshard.adapter.format import Format
@@ -25,6 +25,7 @@ PathLike = str | os.PathLike[str]
 Progress = Callable[[int], None]
 """Called with the number of bytes done since the last call."""
 Weights = Literal["model", "master"]
+Opened = TypeVar("Opened")
 
 
 class ModelOptions(TypedDict, total=False):
@@ -83,6 +84,8 @@ class TargetOptions(TypedDict, total=False):
     """Globs of tensors that `dtype` does not cast."""
     dequantize: bool
     """Turn quantized weights into values, in `dtype` or bf16."""
+    merge_adapter: PathLike | None
+    """The directory of a LoRA adapter in PEFT's form, to be merged into the weights."""
     max_shard_size: int | str | None
     """Start a new file when one would grow beyond this many bytes."""
     engine_version: str | None
@@ -139,6 +142,8 @@ class ConversionRequest:
     """Globs of tensors that `dtype` does not cast."""
     dequantize: bool
     """Whether quantized weights become values."""
+    merge_adapter: PathLike | None
+    """The directory of the LoRA adapter to merge into the weights; None: none."""
     selection: Selection
     """Which tensors are meant."""
     only_rank: Mapping[str, int]
@@ -162,10 +167,15 @@ class ConversionRequest:
             dtype=dtype,
             keep_dtype=kept_globs(rest.pop("keep_dtype", ()), dtype),
             dequantize=rest.pop("dequantize", False),
+            merge_adapter=rest.pop("merge_adapter", None),
             selection=selection_of(rest),
             only_rank=rest.pop("only", None) or {},
             options=_options_of(target, rest),
         )
+
+    def opened_adapter(self, open: Callable[[PathLike], Opened]) -> Opened | None:
+        """The adapter to merge, opened by `open`; None if there is none."""
+        return None if self.merge_adapter is None else open(self.merge_adapter)
 
 
 def selection_of(given: dict[str, Any]) -> Selection:

@@ -100,7 +100,7 @@ def test_converts_document_has_stable_keys(tmp_path):
     arguments = ("convert", HF / "llama", tmp_path / "out", "--to", "vllm", "--tp", 2, "--json")
     planned, full = reshard(*arguments, "--dry-run").document, reshard(*arguments, "--dry-run", "--full").document
     done = reshard(*arguments).document
-    assert list(planned) == ["schema_version", "source", "target", "totals", "files", "sidecars", "notes", "dropped", "ranks"]
+    assert list(planned) == ["schema_version", "source", "adapter", "target", "totals", "files", "sidecars", "notes", "dropped", "ranks"]
     assert list(full) == [*planned, "tensors", "tasks", "dropped_tensors"]
     assert list(done) == ["schema_version", "path", "files", "dropped", "notes", "fingerprint", "seconds", "unchanged"]
     assert [rank["query_heads"] for rank in planned["ranks"]] == [[0, 4], [4, 8]]

@@ -170,3 +170,24 @@ def test_rows_with_equal_hashes_are_not_taken_for_equal_rows(monkeypatch):
     right = np.array([[1, 5], [2, 6]], np.uint16)
     assert mistakes.row_mistake("x", np.array([[2, 6], [1, 5]], np.uint16), {"x": right}) == "its rows are reversed"
     assert mistakes.row_mistake("x", np.array([[2, 7], [1, 5]], np.uint16), {"x": right}) is None
+
+
+def test_a_mistake_in_values_must_explain_every_part():
+    """A tensor of several parts: the first was cast to bfloat16 and back, the second was not, or is another."""
+    from types import SimpleNamespace
+
+    import numpy as np
+
+    from reshard.geometry.dtypes import F32
+    from reshard.verbs.explain import _value_mistake
+
+    right = np.random.default_rng(0).standard_normal((2, 50)).astype(np.float32)
+    cast = (((right.view(np.uint32) + 0x7FFF + (right.view(np.uint32) >> 16 & 1)) >> 16) << 16).view(np.float32)
+
+    def tensor(*parts):
+        made = [SimpleNamespace(words=lambda part=part: part.view(np.uint32)) for part in parts]
+        return SimpleNamespace(dtype=F32, parts=lambda: iter(made))
+
+    assert "bfloat16" in _value_mistake(tensor(*cast), tensor(*right))
+    assert _value_mistake(tensor(cast[0], right[1]), tensor(*right)) is None
+    assert _value_mistake(tensor(cast[0], right[1] + 1), tensor(*right)) is None

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from reshard.errors import RequestError
+from reshard.models.computation import ConfigKey, LayersOf
 from reshard.models.declared import yaml_data
 from reshard.models.declared.engines import ENGINE_KEYS
 from reshard.models.declared.reader import KEYS, LANGUAGE, parse_declaration
@@ -117,6 +118,35 @@ def test_the_documentation_explains_every_key_and_every_role():
     assert [key for key in KEYS if f"**`{key}`**" not in text] == []
     assert [key for key in (*WEIGHT_KEYS, *ENGINE_KEYS) if f"| `{key}` |" not in text] == []
     assert [role for role in DECLARED_ROLES if f"`{role}`" not in text] == []
+
+
+# ---- frameworks ----
+
+
+def test_a_declaration_says_how_a_framework_computes_the_model():
+    sets = "layer_sets: {unrotated: {list: layer_types, entries: full}}\n"
+    settings = "settings: {a: sigmoid, b: 0.5, c: {key: width, when: is_used}, d: {layers: unrotated}}"
+    made = declared(f"language: 2\nmodel_type: mymodel\nextends: llama\n{sets}frameworks:\n  other: {{{settings}, assumes: {{x: 1}}}}\n")
+    computation = made.frameworks["other"]
+    assert computation.settings == {"a": "sigmoid", "b": 0.5, "c": ConfigKey("width", "is_used"), "d": LayersOf("unrotated")}
+    assert computation.assumes == (("x", 1),) and computation.lacks is None
+    assert not declared("language: 2\nmodel_type: mymodel\nextends: llama\n").frameworks
+    assert declared("language: 2\nmodel_type: mymodel\nextends: llama\nlike: llama\n").frameworks.keys() == {"megatron"}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("other: {setting: {a: 1}}", "there is no key 'setting' here"),
+        ("other: {settings: {a: {layers: nowhere}}}", "no set of layers is called 'nowhere'"),
+        ("other: {settings: {a: {key: one, layers: sparse}}}", "expected a value, {key: KEY}"),
+        ("other: {settings: {a: [1]}}", "expected true, false, a number or a word"),
+        ("other: {lacks: 3}", "expected what the framework lacks"),
+    ],
+)
+def test_what_is_not_understood_about_a_framework_is_refused(text, reason):
+    with pytest.raises(RequestError, match=re.escape(reason)):
+        declared(f"language: 2\nmodel_type: mymodel\nextends: llama\nframeworks:\n  {text}\n")
 
 
 # ---- extending a declared model ----

@@ -144,3 +144,24 @@ def test_a_run_that_its_settings_do_not_describe_needs_its_config(hub, tmp_path)
         (tmp_path / "out" / companion).unlink(missing_ok=True)
     with pytest.raises(ReshardError, match="--model"):
         reshard.plan(tmp_path / "out", to="hf")
+
+
+@pytest.mark.parametrize("hub", ["seed_oss", "glm4_moe"], indirect=True)
+def test_transformer_engine_finds_a_state_of_every_module_that_keeps_one(hub, tmp_path):
+    """Attention and separate norms; without the option linear layers only, as before."""
+    model, _ = hub
+    found = {}
+    for option in ({}, {"extra_state": True}):
+        out = tmp_path / f"out{len(option)}"
+        reshard.convert(reshard.plan(model, to="megatron", **option), out / "legacy")
+        legacy = torch.load(next((out / "legacy").rglob("model_optim_rng.pt")), weights_only=False)["model"]
+        reshard.convert(reshard.plan(model, to="megatron-dist", **option), out / "dist")
+        stored = FileSystemReader(next((out / "dist").glob("release"))).read_metadata().state_dict_metadata
+        assert all(legacy[name] is None for name in legacy if name.endswith("_extra_state"))
+        found[len(option)] = {name for name in legacy if name.endswith("_extra_state")}, {key for key in stored if "_extra_state/" in key}
+        reshard.verify(model, out / "legacy", cast=True).raise_if_different()
+    norms = {"final_layernorm"} if model and "seed_oss" in str(hub[1]["config"]) else {"final_layernorm", "q_layernorm", "k_layernorm"}
+    more = {name.removesuffix("._extra_state").rpartition(".")[2] for name in found[1][0] - found[0][0]}
+    assert more == norms | {"core_attention"} | ({"pre_mlp_layernorm"} if len(norms) > 1 else set())
+    more = {key.partition("._extra_state")[0].rpartition(".")[2] for key in found[1][1] - found[0][1]}
+    assert more == norms | {"core_attention"} | ({"pre_mlp_layernorm"} if len(norms) > 1 else set())

@@ -234,20 +234,21 @@ def test_an_ema_in_a_torch_file_is_another_model(tmp_path):
     assert reshard.open(tmp_path).index.objects == ("optimizer", "epoch")
 
 
-def test_a_lora_adapter_is_recognized_and_said_not_to_be_merged(tmp_path):
+def test_a_lora_adapter_is_recognized(tmp_path):
     folder = tmp_path / "adapter"
     folder.mkdir()
     safetensors.torch.save_file(LORA, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
     shown = run("inspect", folder)
-    assert "LoRA r=4 on q_proj: 4 tensors, 512 parameters" in shown.out and "do not merge" in shown.out
+    assert "LoRA r=4 on q_proj: 4 tensors, 512 parameters" in shown.out and "--merge-adapter" in shown.out
     assert "LoRA adapter without its base model" in shown.out
     assert run("inspect", folder, "--model", LLAMA).code == 0
-    with pytest.raises(UnsupportedError, match=r"LoRA adapter and no base weights.*not merged.*merge_and_unload"):
-        reshard.plan(folder, to="hf", model=LLAMA)
-    plan = reshard.plan(folder, to="hf")
+    for given in ({}, {"model": LLAMA}):
+        with pytest.raises(UnsupportedError, match=r"LoRA adapter and no base weights.*--to peft.*--merge-adapter"):
+            reshard.plan(folder, to="hf", **given)
+    plan = reshard.plan(folder, to="hf", keep_unknown=True)
     assert any("not merged" in note for note in plan.layout.notes)
-    assert equal(converted(folder, tmp_path / "out"), LORA)
+    assert equal(converted(folder, tmp_path / "out", keep_unknown=True), LORA)
 
 
 @pytest.mark.parametrize("to", ["hf", "vllm"])

@@ -81,8 +81,8 @@ LAUNCHERS = [
     ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}, None, "3/8"),
     ({"RANK": "3", "WORLD_SIZE": "8", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, None, "3/8"),
     ({"JOB_COMPLETION_INDEX": "2"}, 4, "2/4"),
-    ({"RANK": "1", "WORLD_SIZE": "2", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MIN": "0", "SLURM_ARRAY_TASK_MAX": "3",
-      "SLURM_ARRAY_TASK_COUNT": "4"}, None, "7/8"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MIN": "0", "SLURM_ARRAY_TASK_MAX": "3",
+      "SLURM_ARRAY_TASK_COUNT": "4"}, None, "6/8"),
 ]  # fmt: skip
 
 

@@ -117,3 +117,8 @@ def test_a_folder_of_nothing_is_refused_as_before(tmp_path):
     (tmp_path / "a").mkdir()
     assert "no known format" in reshard("inspect", tmp_path).err.lower()
     assert reshard("inspect", tmp_path / "none").code == 2
+
+
+def test_zarr_with_its_common_file_is_one_checkpoint():
+    (step,) = find_steps(FIXTURES / "megatron_versions" / "zarr-bf16")
+    assert (step.part, step.format, step.complete) == ("", "megatron-dist", True)

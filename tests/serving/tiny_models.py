@@ -108,8 +108,6 @@ PUBLISHED: dict[str, dict[str, object]] = {
     "deepseek_v2": {"moe_layer_freq": 1, "scoring_func": "softmax"},
     "deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "deepseek_v32": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    "exaone4": {"sliding_window_pattern": "LLLG"},
-    "exaone_moe": {"sliding_window_pattern": "LLLG"},
     "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
     "glm_moe_dsa": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "qwen3_5": {"full_attention_interval": 4},

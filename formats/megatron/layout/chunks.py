@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from reshard.errors import RequestError
 from reshard.geometry.mosaics import Mosaic
 
-from .layer_spec import LayerSpec
+from .layer_spec import CORE_ATTENTION, LayerSpec
 from .parallel_sizes import ParallelSizes, StageRank
 from .tensors import BUFFERS, EMBEDDING, MegatronModel, MegatronTensor, Tensors
 
@@ -87,7 +87,8 @@ class _RankView:
             yield from self._layer(f"decoder.layers.{number}.", layer)
         # With multi-token prediction the final norm follows the last decoder layer, in whatever chunk that is (transformer_block.py).
         if self.model.layers - 1 in chunk.layers if self.model.mtp_layers else chunk.is_last:
-            yield from (self._dense(name, tensor) for name, tensor in self.model.outside_layers.items() if name.startswith("decoder."))
+            final = {name: tensor for name, tensor in self.model.outside_layers.items() if name.startswith("decoder.")}
+            yield from self._module("", final)
         if chunk.is_last:
             for mtp_layer in range(self.model.mtp_layers):
                 yield from self._mtp_layer(f"mtp.layers.{mtp_layer}.", mtp_layer)
@@ -120,6 +121,8 @@ class _RankView:
         tensors, is_sparse = self.spec.tensors(self.model.layer(layer)), self.model.is_sparse(layer)
         shared_expert = {name: tensor for name, tensor in tensors.items() if name.startswith("mlp.shared_experts.")}
         rest = {name: tensor for name, tensor in tensors.items() if name not in shared_expert}
+        if self.spec.extra_state:
+            yield ChunkEntry(f"{prefix}{CORE_ATTENTION}._extra_state")
         yield from self._module(prefix, _fused_norms_first(self.spec.stored_names(rest)))
         if is_sparse:
             yield from self._experts(f"{prefix}mlp.experts.", layer)
@@ -131,7 +134,7 @@ class _RankView:
         before = {name: tensor for name, tensor in tensors.items() if not name.startswith("final_layernorm.")}
         yield from self._module(prefix, before)
         yield from self._layer(prefix + "transformer_layer.", self.model.layers + mtp_layer)
-        yield from (self._dense(prefix + name, tensor) for name, tensor in tensors.items() if name not in before)
+        yield from self._module(prefix, {name: tensor for name, tensor in tensors.items() if name not in before})
 
     def _experts(self, prefix: str, layer: int) -> Iterator[ChunkEntry]:
         """The routed experts of the rank."""
@@ -172,7 +175,7 @@ class _RankView:
         for i, name in enumerate(names):
             yield entry(prefix + name, tensors[name])
             layer = name.rpartition(".")[0]
-            if is_linear(layer) and not any(later.startswith(layer + ".") for later in names[i + 1 :]):
+            if self.spec.has_fp8_state(layer) and not any(later.startswith(layer + ".") for later in names[i + 1 :]):
                 yield ChunkEntry(f"{prefix}{layer}._extra_state", is_expert=is_expert)
 
     def _dense(self, name: str, tensor: MegatronTensor, *, is_shared: bool = False) -> ChunkEntry:
@@ -180,11 +183,6 @@ class _RankView:
 
     def _expert(self, name: str, tensor: MegatronTensor) -> ChunkEntry:
         return ChunkEntry(name, _shard(name, tensor, self.sizes.etp, self.rank.etp_rank), is_expert=True)
-
-
-def is_linear(module: str) -> bool:
-    """Whether a module is a linear layer, which keeps the state of an FP8 recipe."""
-    return module.rpartition(".")[2].startswith(("linear_", "eh_proj"))
 
 
 def _fused_norms_first(tensors: Tensors) -> Tensors:

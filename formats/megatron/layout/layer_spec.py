@@ -21,6 +21,8 @@ ExpertLayout = Literal["sequential", "grouped", "te-grouped"]
 sequential: one MLP per expert. grouped: two tensors for all experts (GroupedMLP). te-grouped: two layers with one weight per expert.
 """
 
+CORE_ATTENTION = "self_attention.core_attention"
+"""The module that computes attention. With a state of an FP8 recipe it has an entry though it has no tensor."""
 _DOWN_PROJECTION = re.compile(r"self_attention\.linear_(q|kv)_down_proj\.")
 
 
@@ -32,6 +34,14 @@ class LayerSpec:
     """Whether the classes are Transformer Engine's, which fuse a norm into the linear layer after it."""
     experts: ExpertLayout = "sequential"
     """How the experts are stored."""
+    extra_state: bool = False
+    """Whether attention and separate norms have states of an FP8 recipe, as linear layers have. Transformer Engine's classes keep one each
+    (get_extra_state of ops/op.py in 2.x): it is empty without FP8, but a strict load wants its key."""
+
+    def has_fp8_state(self, module: str) -> bool:
+        """Whether a module with tensors has an FP8 state."""
+        name = module.rpartition(".")[2]
+        return name.startswith(("linear_", "eh_proj")) or (self.extra_state and name.endswith("norm"))
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any], transformer_impl: str, experts: ExpertLayout | None = None) -> LayerSpec:

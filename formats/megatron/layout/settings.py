@@ -274,7 +274,7 @@ def _windows(model: Model, window: Any) -> dict[str, Any]:
 def _experts(model: Model, parts: _Parts) -> dict[str, Any]:
     dimensions = model.dimensions
     sparse = [int(layer in model.sparse_layers) for layer in range(dimensions["layers"])]
-    groups = model.count("n_group") or 1
+    groups = 1 if model.setting("topk_method") == "greedy" else model.count("n_group") or 1
     return {
         "moe_layer_freq": 1 if all(sparse) else sparse,
         "moe_ffn_hidden_size": dimensions.get("expert_intermediate", dimensions["intermediate"]),

@@ -28,8 +28,8 @@ from reshard.geometry.mosaics import Mosaic
 from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.target import Target
 
-from ..layout.chunks import Chunk, cannot_split, is_linear
-from ..layout.layer_spec import local_keys
+from ..layout.chunks import Chunk, cannot_split
+from ..layout.layer_spec import CORE_ATTENTION, LayerSpec, local_keys
 from ..layout.parallel_sizes import StageRank
 from ..layout.save_folders import COMMON, DCP_METADATA, METADATA_JSON
 from ..layout.tensors import BUFFERS, MegatronTensor, is_decayed
@@ -125,7 +125,7 @@ def _rank_file(save: MegatronSave, path: str, stage: int, rank: StageRank) -> Dc
                 tp, tp_rank = (sizes.etp, rank.etp_rank) if tensor.is_expert else (sizes.tp, rank.tp_rank)
                 for array, offsets in tensor.shards(tp, tp_rank):
                     _add_shard(save, file, tensor, array, offsets)
-        for key in _fp8_state_keys(tensors, rank):
+        for key in _fp8_state_keys(save.spec, tensors, rank):
             file.add_object(key, [None])
     return file
 
@@ -178,16 +178,18 @@ def _layer_tensors(save: MegatronSave, prefix: str, layer: int, lead: _Lead, ep_
                 yield _KeyedTensor(f"{prefix}mlp.experts.experts.{name}", tensor, (*lead, (expert, model.experts)), is_expert=True)
 
 
-def _fp8_state_keys(tensors: Sequence[_KeyedTensor], rank: StageRank) -> list[str]:
-    """The keys of the unused FP8 states of linear layers, which loaders require."""
+def _fp8_state_keys(spec: LayerSpec, tensors: Sequence[_KeyedTensor], rank: StageRank) -> list[str]:
+    """The keys of the unused FP8 states, which loaders require."""
     keys: dict[str, None] = {}
     for tensor in tensors:
         is_own = rank.is_first_experts and not rank.etp_rank if tensor.is_expert else rank.is_first_dense and not rank.tp_rank
         module = re.sub(r"\.(weight|bias)$", "", tensor.key)
-        if is_own and module != tensor.key and is_linear(module):
+        if is_own and module != tensor.key and spec.has_fp8_state(module):
             lead = tensor.lead or ((0, 1),)
             shard = ".".join(str(number) for number, _ in lead) + "_" + ".".join(str(count) for _, count in lead)
             keys[f"{module}._extra_state/shard_{shard}"] = None
+            if spec.extra_state and module.endswith(".self_attention.linear_proj"):
+                keys[f"{module.removesuffix('self_attention.linear_proj')}{CORE_ATTENTION}._extra_state/shard_{shard}"] = None
     return list(keys)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -230,6 +230,7 @@ def begin_save(content: Content, target: Target) -> MegatronSave:
     layers = requested_layers_per_chunk(model.dimensions["layers"], sizes, options.get("stage_layers"))
     embedding = content.tensors[next(part.tensor for part in model.parts() if part.role == "embedding")]
     spec = LayerSpec.from_args(args, transformer_impl, options.get("experts"))
+    spec = replace(spec, extra_state=bool(options.get("extra_state")))
     check_expert_layout(model, spec.experts)
     return MegatronSave(
         content,
@@ -259,6 +260,10 @@ def _refuse_unused(options: Mapping[str, Any], content: Content, model: Model) -
     if "distributed_optimizer" in options and not content.states:
         flag = "--distributed-optimizer" if options["distributed_optimizer"] else "--plain-optimizer"
         raise RequestError(f"{flag} without --optimizer: no optimizer state is written", do="Add --optimizer, or leave it out")
+    if options.get("extra_state") and options.get("transformer_impl") == "local":
+        raise RequestError(
+            "--extra-state: Megatron's local layers have no such states", do="Leave it out, or choose --transformer-impl transformer_engine"
+        )
     for name in ("experts", "etp"):
         if name in options and "experts" not in model.dimensions:
             raise RequestError(f"--{name}: a {model.architecture.model_type} model has no experts", do="Leave it out")

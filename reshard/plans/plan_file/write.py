@@ -37,6 +37,13 @@ def plan_content(plan: Plan, *, request: str) -> bytes:
     Headers that say where a piece lies are read.
     """
     columns = ColumnsWriter(KIND, VERSION)
+    if plan.content.merged:
+        raise UnsupportedError(
+            "a plan that merges an adapter is not written to a file",
+            where=plan.content.merged.path,
+            why="The file holds the places of the weights in one checkpoint, and the adapter lies in another",
+            do="Leave out --plan-out; with --part each part makes the plan itself",
+        )
     scaled = [(i, route.source.scaling) for i, route in enumerate(plan.routes) if route.source.scaling]
     sources = [route.source for route in plan.routes] + [scaling.scales for _, scaling in scaled if scaling]
     dtypes = _DTypes()

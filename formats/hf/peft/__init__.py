@@ -1,0 +1,67 @@
+"""PEFT: a LoRA adapter without its base model, as peft saves and loads it and as serving engines load it.
+
+    adapter_config.json        its settings: rank, alpha, target modules, base model
+    adapter_model.safetensors  its tensors, or adapter_model.bin, the older form
+
+write.py    the layout of a new folder
+config.py   the settings of an adapter whose checkpoint tells them only in part
+
+The names are those of canonical/lora.py. Measured on peft 0.21.2; source: utils/save_and_load.py, tuners/lora/config.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard.adapter.format import Format, Hints
+from reshard.adapter.option import Option
+
+if TYPE_CHECKING:
+    from reshard.adapter.model_files import ModelFiles
+    from reshard.canonical.content import Content
+    from reshard.index.index import Index
+    from reshard.plans.layout import Layout
+    from reshard.plans.target import Target
+    from reshard.storage.files import Files
+
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+class Peft(Format):
+    """A LoRA adapter."""
+
+    name = "peft"
+    summary = "PEFT: a LoRA adapter (adapter_model.safetensors, adapter_config.json) without its base model"
+    owns = ("adapter_model.safetensors", "adapter_model.bin", "adapter_config.json")
+    refines = ("hf",)
+    holds_adapters = True
+    options = (
+        Option("adapter", "text", "Write this adapter, if the checkpoint holds several."),
+        Option("adapter_config", "path", "Take the settings from this adapter_config.json, or from that in this directory."),
+        Option("lora_alpha", "text", "lora_alpha of the training, if the checkpoint has no adapter_config.json that gives it."),
+        Option("task_type", "text", "Task of the adapter, such as CAUSAL_LM, if nothing else tells it."),
+        Option("base_model", "text", "Name or path of the base model, if nothing else tells it."),
+    )
+
+    def detect(self, files: Files) -> str | None:
+        listing = [path for path in files.list() if not path.endswith("/")]
+        weights = [path for path in listing if path.endswith((".safetensors", ".bin"))]
+        # A folder may hold a whole model and an adapter: that is the model's.
+        return next((path for path in WEIGHTS if weights and path in weights and set(weights) <= set(WEIGHTS)), None)
+
+    def read(self, files: Files, hints: Hints) -> Index:
+        from dataclasses import replace
+
+        from ..read import read
+
+        index = read(files, hints)
+        facts = replace(index.facts, producer="peft")
+        return replace(index, format=self.name, facts=facts, tensors=tuple(replace(tensor, kind="adapter") for tensor in index.tensors))
+
+    def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
+        from .write import lay_out
+
+        return lay_out(content, target, companions)
+
+
+FORMAT = Peft()

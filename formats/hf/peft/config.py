@@ -1,0 +1,151 @@
+"""adapter_config.json for an adapter: what the source's own says, what the tensors tell, and what the user gives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from reshard.adapter.model_files import ADAPTER_CONFIG, ModelFiles
+from reshard.canonical.content import Content
+from reshard.canonical.lora import PREFIX, AdapterName, adapter_name, base_name
+from reshard.errors import CheckpointError, RequestError
+
+# transformers' classes end in these; peft's TaskType has these names.
+_TASKS = {
+    "ForCausalLM": "CAUSAL_LM",
+    "ForConditionalGeneration": "CAUSAL_LM",
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
+}
+
+
+def complete_config(content: Content, options: Mapping[str, Any], companions: ModelFiles) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The settings of an adapter, and notes on those that were inferred.
+
+    Raises: RequestError if a setting is in no file and was not given; CheckpointError if the tensors contradict the settings.
+    """
+    config, notes = dict(companions.adapter_config or {}), list[str]()
+    pairs = {name.module: tensor.shape[0] for name, tensor in _named(content) if name.parameter in ("lora_A.weight", "lora_embedding_A")}
+    if not pairs:
+        raise CheckpointError(
+            f"no tensor is lora_A, for example {next(iter(content.tensors))}",
+            why="The names are not those of PEFT, so the settings do not follow from them",
+            do="Save the adapter with PEFT's names",
+        )
+    config.setdefault("peft_type", "LORA")
+    if not config.get("target_parameters"):
+        notes += _infer_ranks(config, pairs)
+    if not config.get("target_modules") and not config.get("target_parameters"):
+        config["target_modules"] = _target_modules(pairs, content)
+        notes.append(f"target_modules follow from the names: {', '.join(config['target_modules'][:8])}")
+    if any(name.parameter == "lora_magnitude_vector" for name, _ in _named(content)):
+        config["use_dora"] = True
+    saved = sorted({module for name in content.tensors if (module := _saved_module(name, pairs, content)) is not None})
+    if saved and not config.get("modules_to_save") and config.get("bias", "none") == "none":
+        config["modules_to_save"] = saved
+    config["lora_alpha"] = _alpha(config, options)
+    config["task_type"] = _text(config, options, "task_type", _task(companions.config or {}))
+    config["base_model_name_or_path"] = _text(config, options, "base_model", _base_of(companions), key="base_model_name_or_path")
+    if "use_rslora" not in config:
+        config["use_rslora"] = False
+        notes.append("use_rslora: nothing says whether the scale is alpha / sqrt(r); alpha / r is written, as without the setting in PEFT")
+    config.setdefault("bias", "none")
+    config["inference_mode"] = True
+    return config, tuple(notes)
+
+
+def _named(content: Content) -> Iterator[tuple[AdapterName, Any]]:
+    """The tensors of the adapter whose names say what they are."""
+    for name, tensor in content.tensors.items():
+        if (parsed := adapter_name(name)) is not None:
+            yield parsed, tensor
+
+
+def _infer_ranks(config: dict[str, Any], ranks: Mapping[str, int]) -> list[str]:
+    """Set `r`, and `rank_pattern` for modules with another rank, if no file gives them; returns notes."""
+    counts = Counter(ranks.values())
+    if config.get("r") is not None:
+        patterns = {*(config.get("rank_pattern") or {}).values(), config["r"]}
+        if odd := next((module for module, rank in ranks.items() if rank not in patterns), None):
+            raise CheckpointError(
+                f"its matrices have the rank {ranks[odd]}, {ADAPTER_CONFIG} says {config['r']}",
+                where=odd,
+                why="The checkpoint and the settings are from different trainings",
+                do="Give the settings of this training with --adapter-config",
+            )
+        return []
+    main = counts.most_common(1)[0][0]
+    config["r"] = main
+    if len(counts) > 1:
+        config["rank_pattern"] = {module: rank for module, rank in ranks.items() if rank != main}
+    return [f"r follows from the shapes: {', '.join(map(str, sorted(counts)))}"]
+
+
+def _target_modules(modules: Iterable[str], content: Content) -> list[str]:
+    """The last parts of the modules' names, if they choose just these modules of the model; otherwise the full names."""
+    adapted = set(modules)
+    if stacked := sorted(module for module in adapted if module.endswith((".experts", ".base_layer"))):
+        raise RequestError(
+            f"the adapter changes parameters of {stacked[0]}, and no {ADAPTER_CONFIG} gives target_parameters",
+            where=f"{PREFIX}{stacked[0]}",
+            why="The names of the tensors do not tell which parameters of the module they change",
+            do="Give the settings of the training with --adapter-config",
+        )
+    last = {module.rpartition(".")[2] for module in adapted}
+    of_model = {base_name(drop.name).rpartition(".")[0] for drop in content.drops if drop.name.endswith(".weight")}
+    if content.model:
+        of_model |= {name.rpartition(".")[0] for name in content.model.weights if name.endswith(".weight")}
+    chosen = {module for module in of_model if module.rpartition(".")[2] in last}
+    return sorted(last if of_model and chosen == adapted else adapted)
+
+
+def _saved_module(name: str, pairs: Mapping[str, int], content: Content) -> str | None:
+    """The module that modules_to_save names, for a tensor that is none of LoRA's; None for others."""
+    if adapter_name(name) is not None:
+        return None
+    module = base_name(name).rpartition(".")[0]
+    return None if module in pairs else module.rpartition(".")[2]
+
+
+def _alpha(config: Mapping[str, Any], options: Mapping[str, Any]) -> float:
+    given = options.get("lora_alpha")
+    if given is None and config.get("lora_alpha") is not None:
+        return config["lora_alpha"]  # type: ignore[no-any-return]
+    try:
+        alpha = float(given) if given is not None else None
+    except ValueError:
+        raise RequestError(f"--lora-alpha {given}: a number is expected") from None
+    if alpha is None:
+        raise RequestError(
+            "lora_alpha is not known",
+            why=f"The update is alpha / r times the product of the factors, and the checkpoint has no {ADAPTER_CONFIG} that gives alpha",
+            do="Give it with --lora-alpha, or all settings with --adapter-config",
+        )
+    return int(alpha) if alpha == int(alpha) else alpha
+
+
+def _text(config: Mapping[str, Any], options: Mapping[str, Any], option: str, known: str | None, *, key: str | None = None) -> str:
+    """A setting that is a text: the user's, the file's, or the known one. Raises RequestError without any."""
+    found = options.get(option) or config.get(key or option) or known
+    if not found:
+        flag = "--" + option.replace("_", "-")
+        raise RequestError(
+            f"{key or option} is not known",
+            why=f"The checkpoint has no {ADAPTER_CONFIG} that gives it",
+            do=f"Give it with {flag}, or all settings with --adapter-config" + (", or the base with --model DIR" if known is None else ""),
+        )
+    return str(found)
+
+
+def _task(config: Mapping[str, Any]) -> str | None:
+    """The task of the class that the model's config names."""
+    names = config.get("architectures") or ()
+    return next((task for name in names for ending, task in _TASKS.items() if str(name).endswith(ending)), None)
+
+
+def _base_of(companions: ModelFiles) -> str | None:
+    """The base model: the name that the model's config gives."""
+    name = (companions.config or {}).get("_name_or_path")
+    return str(name) if name else companions.path if companions.config is not None and companions.child is None else None

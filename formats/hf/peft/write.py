@@ -1,0 +1,29 @@
+"""The layout of a PEFT folder: the adapter's tensors, and adapter_config.json."""
+
+from __future__ import annotations
+
+import json
+
+from reshard.adapter.model_files import ADAPTER_CONFIG, ModelFiles
+from reshard.adapter.safetensors_writer import framed
+from reshard.canonical.content import Content
+from reshard.errors import RequestError
+from reshard.geometry.stored import whole
+from reshard.plans.layout import Layout, Sidecar
+from reshard.plans.target import Target
+
+from .config import complete_config
+
+
+def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
+    """The file of the tensors, and their settings.
+
+    Raises: RequestError for parallel sizes, for optimizer state, or if a setting is not known.
+    """
+    target.parallel.allow(what="an adapter, which is whole")
+    if content.states:
+        raise RequestError("the file of PEFT holds an adapter, no optimizer state", do="Leave out --optimizer")
+    tensors = [whole(name, target.dtype_of(tensor), tensor.shape) for name, tensor in sorted(content.tensors.items())]
+    config, notes = complete_config(content, target.options, companions)
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    return Layout("peft", (framed("adapter_model.safetensors", tensors),), (Sidecar(ADAPTER_CONFIG, text.encode()),), notes=notes)

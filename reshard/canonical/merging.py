@@ -1,0 +1,308 @@
+"""Merging a LoRA adapter, described but not computed: each adapted weight gets its updates attached, and the values are computed when the
+weight is read (engine/values.py).
+
+    Linear             W [out, in]       + scale * (B x A)
+    Conv1D, embedding  W [in, out]       + scale * (B x A) transposed
+    experts            W [E, out, in]    + scale * (B_e x A_e), with A [r*E, in] read as (E, r, in) and B [out, r*E] as (out, r, E);
+                                           modules with is_transposed (gpt-oss, llama4) hold W [E, in, out], and add the transpose
+    bias               b [out]           + scale * lora_B.bias
+    DoRA               each row of W + scale * (B x A) is scaled to the length that the magnitude vector gives
+
+Source: peft 0.21.2, lora/layer.py (Linear, Embedding, ParamWrapper) and lora/variants.py; compared with its own merge in tests/peft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from reshard.canonical.content import Content, Drop, MergedAdapter
+from reshard.canonical.lora import PREFIX, LoraSettings, adapter_name
+from reshard.canonical.name_variants import Names
+from reshard.errors import CheckpointError, RequestError, UnsupportedError
+from reshard.geometry.boxes import Box
+from reshard.geometry.extents import Piece
+from reshard.geometry.mosaics import Mosaic, Tile
+from reshard.index.index import Tensor, Update
+from reshard.index.shards import Shards
+
+_BASE_LAYER = ".base_layer"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that is to be merged."""
+
+    path: str
+    """The directory as the user gave it."""
+    settings: LoraSettings
+    """The settings of adapter_config.json."""
+    tensors: Mapping[str, Tensor]
+    """Its tensors by their names in the file of PEFT; each is one piece."""
+
+
+def with_adapter_merged(content: Content, adapter: Adapter) -> Content:
+    """The content with the updates of an adapter attached to its weights, and with the weights that the adapter replaces.
+
+    Raises: UnsupportedError for an adapter whose update is not the product of its factors; CheckpointError if the adapter and the base do
+    not fit together; RequestError for quantized weights that are not dequantized.
+    """
+    adapter.settings.check_mergeable()
+    merge = _Merge(content, adapter)
+    modules: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in adapter.tensors.items():
+        factor = adapter_name(name)
+        if factor is not None:
+            modules.setdefault(factor.module, {})[factor.parameter] = tensor
+        else:
+            merge.replace(name.removeprefix(PREFIX), tensor)
+    of_parameters = _stacked_modules(modules, adapter.settings)
+    for module, factors in modules.items():
+        if module not in of_parameters:
+            merge.add_module(module, factors)
+    by_experts: dict[str, list[dict[str, Tensor]]] = {}
+    for module in of_parameters:
+        by_experts.setdefault(_without_base_layers(module), []).append(modules[module])
+    for module, of_module in by_experts.items():
+        merge.add_parameters(module, of_module)
+    return merge.content()
+
+
+def _without_base_layers(module: str) -> str:
+    while module.endswith(_BASE_LAYER):
+        module = module.removesuffix(_BASE_LAYER)
+    return module
+
+
+def _stacked_modules(modules: Mapping[str, object], settings: LoraSettings) -> tuple[str, ...]:
+    """The modules whose parameters `target_parameters` adapts. Several of one module are nested: `experts`, `experts.base_layer`."""
+    targets = [target.rpartition(".")[0] for target in settings.target_parameters]
+    found = ((module, _without_base_layers(module)) for module in modules)
+    return tuple(module for module, bare in found if any(bare == target or bare.endswith("." + target) for target in targets))
+
+
+@dataclass(slots=True)
+class _Merge:
+    """A merge that is being described."""
+
+    base: Content
+    """The content of the base model."""
+    adapter: Adapter
+    """The adapter."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """The tensors of the base that change."""
+    drops: list[Drop] = field(default_factory=list)
+    """The tensors that are not needed."""
+    names: Names | None = None
+    """The names of the base model; None if its architecture is not declared."""
+
+    def __post_init__(self) -> None:
+        self.names = Names(self.base.model) if self.base.model else None
+
+    def content(self) -> Content:
+        """The content after the merge."""
+        merged = MergedAdapter(self.adapter.path, self.adapter.settings.config, len(self.tensors))
+        tensors = {**self.base.tensors, **self.tensors}
+        return replace(self.base, tensors=tensors, drops=(*self.base.drops, *self.drops), merged=merged)
+
+    def replace(self, name: str, tensor: Tensor) -> None:
+        """Put a whole tensor of the adapter in the place of the base's: of modules_to_save, or a trained bias."""
+        array = self._array(name.replace(_BASE_LAYER + ".", "."), tensor)
+        if array.shape != tensor.shape:
+            raise self._misfit(tensor, f"its shape is {list(tensor.shape)}, the base has {list(array.shape)}")
+        if f"{_BASE_LAYER}." in name and name.endswith(".weight"):
+            self.drops.append(Drop(tensor.name, "adapter", tensor.nbytes, "a copy of a base weight, which is taken from the base"))
+            return
+        tile = array.tiles[0]
+        if len(array.tiles) > 1 or tile.axes != tuple(range(len(array.shape))) or tile.box.sizes != self.base.tensors[tile.name].shape:
+            raise UnsupportedError(
+                "the adapter replaces a weight that the base stores fused with others, or stacked",
+                where=tensor.name,
+                why="Such a replacement is not implemented",
+                do="Merge it with PEFT (merge_and_unload), then convert the result",
+            )
+        old = self.base.tensors[tile.name]
+        self.drops.append(
+            Drop(old.name, old.kind, old.nbytes, "replaced by the weight of the adapter (modules_to_save, or a trained bias)")
+        )
+        self.tensors[tile.name] = replace(tensor, name=tile.name, kind="weight")
+
+    def add_module(self, module: str, factors: Mapping[str, Tensor]) -> None:
+        """Add the update of a module."""
+        is_embedding = "lora_embedding_A" in factors
+        a, b = (
+            factors.get(part) for part in (("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A.weight", "lora_B.weight"))
+        )
+        first = next(iter(factors.values()))
+        if a is None or b is None or len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
+            shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in factors.items())
+            raise self._misfit(first, f"the adapter needs two matrices [r, in] and [out, r] here, and has {shapes}")
+        pair = _Factors(a, b, rank=a.shape[0], scale=self.adapter.settings.scale(module, a.shape[0]))
+        array = self._array(f"{module}.weight", a)
+        flips = {(b.shape[0], a.shape[1]): False, (a.shape[1], b.shape[0]): True}
+        if array.shape not in flips:
+            raise self._misfit(a, f"its update has the shape {[b.shape[0], a.shape[1]]}, the base weight {list(array.shape)}")
+        is_square = a.shape[1] == b.shape[0]
+        flipped = (is_embedding or bool(self.adapter.settings.config.get("fan_in_fan_out"))) if is_square else flips[array.shape]
+        magnitude = factors.get("lora_magnitude_vector")
+        if magnitude is not None and (flipped or magnitude.shape != (b.shape[0],)):
+            raise UnsupportedError(
+                "DoRA on an embedding, or on a weight that is stored transposed, is not merged",
+                where=magnitude.name,
+                why="Its lengths are those of columns, and weights are read row by row",
+                do="Merge it with PEFT (merge_and_unload), then convert the result",
+            )
+        for tile in array.tiles:
+            self._add(tile, pair.update(tile, 0, flipped=flipped, magnitude=magnitude), a)
+        if (bias := factors.get("lora_B.bias")) is not None:
+            for tile in self._array(f"{module}.bias", bias).tiles:
+                start, stop = tile.span(0)
+                row = _part(bias, (start,), ((1, 0, 1), (stop - start, 0, 1)))
+                self._add(tile, Update(tile.box, None, row, pair.scale), bias)
+
+    def add_parameters(self, module: str, nested: list[dict[str, Tensor]]) -> None:
+        """Add the updates of the parameters of one module. Their shapes tell which is which."""
+        targets = [
+            t.rpartition(".")[2] for t in self.adapter.settings.target_parameters if (module + ".").endswith(t.rpartition(".")[0] + ".")
+        ]
+        arrays = {target: self._array(f"{module}.{target}", next(iter(nested[0].values()))) for target in dict.fromkeys(targets)}
+        flipped = self._is_transposed(module, arrays)
+        for factors in nested:
+            a, b = factors.get("lora_A.weight"), factors.get("lora_B.weight")
+            first = next(iter(factors.values()))
+            if a is None or b is None:
+                raise self._misfit(first, "the adapter needs lora_A.weight and lora_B.weight here")
+            fitting = [target for target, array in arrays.items() if _fits(array, a, b, flipped=flipped)]
+            if len(fitting) != 1:
+                found = f"{[b.shape[0], a.shape[1]]} for each expert, which fits {', '.join(fitting) or 'none'} of {', '.join(arrays)}"
+                raise self._misfit(first, f"its update has the shape {found}")
+            array = arrays[fitting[0]]
+            experts = array.shape[0] if len(array.shape) == 3 else 1
+            rank = a.shape[0] // experts
+            pair = _Factors(a, b, rank, self.adapter.settings.scale(f"{module}.{fitting[0]}", rank), experts)
+            for tile in array.tiles:
+                start, stop = tile.span(0) if len(array.shape) == 3 else (0, 1)
+                for number in range(start, stop):
+                    of_expert = tile if len(array.shape) == 2 else tile.cut(0, number, number + 1)
+                    assert of_expert is not None
+                    self._add(of_expert, pair.update(of_expert, number, flipped=flipped and len(array.shape) == 3), a)
+
+    def _is_transposed(self, module: str, arrays: Mapping[str, Mosaic]) -> bool:
+        """Whether a module holds its experts' matrices as [in, out]: seen at those that are not square."""
+        hidden = self.base.model.dimensions.get("hidden") if self.base.model else None
+        known = dict(arrays)
+        for sibling in ("gate_up_proj", "down_proj"):
+            found = self.names.array(f"{module}.{sibling}") if self.names else None
+            known |= {sibling: found} if found is not None else {}
+        gate_up = known.get("gate_up_proj")
+        if gate_up is not None and hidden and len(gate_up.shape) == 3 and gate_up.shape[1] != gate_up.shape[2]:
+            return gate_up.shape[1] == hidden
+        return False
+
+    def _array(self, name: str, tensor: Tensor) -> Mosaic:
+        """The canonical tensors that the base has under a name. Raises CheckpointError if it has none."""
+        array = self.names.array(name) if self.names else None
+        if array is None and name in self.base.tensors:
+            array = Mosaic.of(name, Box.whole(self.base.tensors[name].shape))
+        if array is None or not array.tiles or any(part not in self.base.tensors for part in array.names):
+            why = "The adapter was trained on another model, or the base ties this weight to another one"
+            if self.base.selection.is_partial:
+                why = "--include or --exclude leaves it out"
+            raise CheckpointError(
+                f"the base has no weight {name}, which the adapter changes",
+                where=tensor.name,
+                why=why,
+                do=f"Give the base that the adapter was trained on{self._trained_on()}",
+            )
+        return array
+
+    def _trained_on(self) -> str:
+        base = self.adapter.settings.base_model
+        return f"; its adapter_config.json names {base}" if base else ""
+
+    def _misfit(self, tensor: Tensor, what: str) -> CheckpointError:
+        return CheckpointError(
+            what,
+            where=f"{tensor.name} in {self.adapter.path}",
+            why="The adapter was trained on another model, or its file is damaged",
+            do=f"Give the base that the adapter was trained on{self._trained_on()}",
+        )
+
+    def _add(self, tile: Tile, update: Update, factor: Tensor) -> None:
+        tensor = self.tensors.get(tile.name) or self.base.tensors[tile.name]
+        if not tensor.dtype.floating or (tensor.dtype.itemsize == 1 and tensor.scaling is None):
+            raise RequestError(
+                f"--merge-adapter: it is quantized ({tensor.dtype})",
+                where=tile.name,
+                why="An update is added to values, and quantizing the sum again would need new scales",
+                do="Add --dequantize, or give the base that is not quantized",
+            )
+        if update.magnitude is not None and (len(tensor.shape) != 2 or update.box.sizes[1] != tensor.shape[1]):
+            raise self._misfit(factor, "DoRA needs whole rows of the base weight, which is stored in another order")
+        self.tensors[tile.name] = replace(tensor, updates=(*tensor.updates, update))
+
+
+@dataclass(frozen=True, slots=True)
+class _Factors:
+    """The two factors of a module, or of one of its parameters for all experts."""
+
+    a: Tensor
+    """[r * experts, in]"""
+    b: Tensor
+    """[out, r * experts]"""
+    rank: int
+    """r."""
+    scale: float
+    """The factor of the product."""
+    experts: int = 1
+    """The number of experts; 1 for a matrix."""
+
+    def update(self, tile: Tile, expert: int, *, flipped: bool, magnitude: Tensor | None = None) -> Update:
+        """The update of a tile of the array that is B x A, or with `flipped` its transpose; axes before the last two have one element."""
+        row_axis, column_axis = len(tile.at) - 2, len(tile.at) - 1
+        rows, columns = tile.span(row_axis), tile.span(column_axis)
+        # The canonical tensor may hold the transpose of the array.
+        turned = tile.axes[-1] == row_axis or (len(tile.axes) > 1 and tile.axes[-2] == column_axis)
+        if turned:
+            rows, columns, flipped = columns, rows, not flipped
+        of_rows, of_columns = (self._of_a, self._of_b) if flipped else (self._of_b, self._of_a)
+        lengths = None
+        if magnitude is not None and not flipped:
+            lengths = _part(magnitude, (rows[0],), ((rows[1] - rows[0], 0, 1),))
+        return Update(tile.box, of_rows(expert, *rows, as_rows=True), of_columns(expert, *columns, as_rows=False), self.scale, lengths)
+
+    def _of_a(self, expert: int, start: int, stop: int, *, as_rows: bool) -> Tensor:
+        """Some columns of A for an expert: as [r, columns], or transposed as the factor of rows."""
+        return _matrix(self.a, (expert * self.rank, start), (self.rank, stop - start), 1, transposed=as_rows)
+
+    def _of_b(self, expert: int, start: int, stop: int, *, as_rows: bool) -> Tensor:
+        """Some rows of B for an expert: as [rows, r], or transposed as the factor of columns."""
+        return _matrix(self.b, (start, expert), (stop - start, self.rank), self.experts, transposed=not as_rows)
+
+
+def _fits(array: Mosaic, a: Tensor, b: Tensor, *, flipped: bool) -> bool:
+    """Whether the factors are those of a parameter with this shape."""
+    if len(array.shape) == 3:
+        experts, rows, columns = array.shape
+        out, into = (columns, rows) if flipped else (rows, columns)
+        return (b.shape[0], a.shape[1]) == (out, into) and a.shape[0] == b.shape[1] and a.shape[0] % experts == 0
+    return (b.shape[0], a.shape[1]) == array.shape and a.shape[0] == b.shape[1]
+
+
+def _matrix(tensor: Tensor, at: tuple[int, int], sizes: tuple[int, int], step: int, *, transposed: bool) -> Tensor:
+    """A part of a matrix, with every `step`-th column, as a tensor; transposed if asked for."""
+    axes = ((sizes[0], 0, 1), (sizes[1], 1, step))
+    return _part(tensor, at, axes[::-1] if transposed else axes)
+
+
+def _part(tensor: Tensor, at: tuple[int, ...], axes: tuple[tuple[int, int, int], ...]) -> Tensor:
+    """A strided part of a stored tensor, which is one piece, as a tensor of the same name.
+
+    at: its first element. axes: of each axis (its size, the stored axis that it follows, the step along it).
+    """
+    extent = tensor.shards.extent(0)
+    first = sum(index * stride for index, stride in zip(at, extent.strides, strict=True))
+    strides = tuple(step * extent.strides[axis] for _, axis, step in axes)
+    placed = replace(extent, byte_offset=extent.byte_offset + first * extent.dtype.itemsize, strides=strides)
+    sizes = tuple(size for size, _, _ in axes)
+    return replace(tensor, shape=sizes, shards=Shards.of([Piece(Box.whole(sizes), placed)]))

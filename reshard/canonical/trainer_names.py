@@ -1,0 +1,256 @@
+"""Trainers' names: the names, the fusions and the order of rotary rows under which trainers hold the weights of published models.
+
+A trainer is a table of rows. A row is a stored name, with {layer} for the layer's number, and the roles of the weights in it, concatenated
+along axis 0. The order of rotary rows is that of the query and key heads, of head_dim rows each:
+
+    halves   0, 1, 2, ...                the published order: row i is rotated with row i + head_dim / 2
+    pairs    0, d/2, 1, d/2 + 1, ...     row 2 i is rotated with row 2 i + 1
+
+A trainer is recognised if every weight of the checkpoint has a name of its table; the shapes must fit, and every weight of the model
+must be there. Nothing follows from a part of the names. The rows hold for the model types that the table lists.
+
+Source: torchtitan 0.2.2 and 0.3.0 (models/llama3, state_dict_adapter.py), transformers' convert_llama_weights_to_hf.py for Meta's files,
+litgpt 0.5.13 (scripts/convert_hf_checkpoint.py), OLMo-core 3.0.0 (nn/hf/convert.py); compared with them in fixtures/trainer_names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from reshard.errors import CheckpointError, RequestError, UnsupportedError
+from reshard.geometry.boxes import Box, row_major
+from reshard.geometry.dtypes import DType
+from reshard.geometry.mosaics import Mosaic, Tile, joined
+from reshard.geometry.sections import Section, Sections
+from reshard.geometry.stored import StoredTensor
+from reshard.index.index import Index, ParamGroup, Tensor
+from reshard.index.shards import Shards
+from reshard.index.subviews import SubviewsBuilder
+from reshard.models.model import Model
+
+_ROTARY = {"attention.q": "heads", "attention.k": "kv_heads"}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerNames:
+    """The names of one trainer."""
+
+    trainer: str
+    """What `--names` calls it."""
+    rows: Mapping[str, tuple[str, ...]]
+    """Stored name -> the roles of the weights in it."""
+    pairs: tuple[str, ...] = ()
+    """Model types whose rotary rows are stored in pairs."""
+    halves: tuple[str, ...] = ()
+    """Model types whose rotary rows have the published order, or that have other rows of this table alone."""
+    computed: tuple[str, ...] = ()
+    """Stored names, as globs, of tensors that follow from the config and are left out."""
+
+    def holds(self, model: Model) -> bool:
+        """Whether the table is known for a model."""
+        return model.architecture.model_type in (*self.pairs, *self.halves)
+
+
+_LLAMA = {
+    "tok_embeddings.weight": ("embedding",),
+    "layers.{layer}.attention.wq.weight": ("attention.q",),
+    "layers.{layer}.attention.wk.weight": ("attention.k",),
+    "layers.{layer}.attention.wv.weight": ("attention.v",),
+    "layers.{layer}.attention.wo.weight": ("attention.o",),
+    "layers.{layer}.feed_forward.w1.weight": ("mlp.gate",),
+    "layers.{layer}.feed_forward.w2.weight": ("mlp.down",),
+    "layers.{layer}.feed_forward.w3.weight": ("mlp.up",),
+    "layers.{layer}.attention_norm.weight": ("attention.norm",),
+    "layers.{layer}.ffn_norm.weight": ("mlp.norm",),
+    "norm.weight": ("final_norm",),
+    "output.weight": ("head",),
+}
+_TITAN = {name.replace("attention.w", "attention.qkv_linear.w") if name[-9:-7] != "wo" else name: roles for name, roles in _LLAMA.items()}
+_TITAN["lm_head.weight"] = _TITAN.pop("output.weight")
+_LITGPT = {
+    "transformer.wte.weight": ("embedding",),
+    "transformer.h.{layer}.norm_1.weight": ("attention.norm",),
+    "transformer.h.{layer}.attn.qkv.weight": ("attention.q", "attention.k", "attention.v"),
+    "transformer.h.{layer}.attn.proj.weight": ("attention.o",),
+    "transformer.h.{layer}.norm_2.weight": ("mlp.norm",),
+    "transformer.h.{layer}.mlp.fc_1.weight": ("mlp.gate",),
+    "transformer.h.{layer}.mlp.fc_2.weight": ("mlp.up",),
+    "transformer.h.{layer}.mlp.proj.weight": ("mlp.down",),
+    "transformer.ln_f.weight": ("final_norm",),
+    "lm_head.weight": ("head",),
+}
+_OLMO_CORE = {
+    "embeddings.weight": ("embedding",),
+    "blocks.{layer}.attention.w_q.weight": ("attention.q",),
+    "blocks.{layer}.attention.w_k.weight": ("attention.k",),
+    "blocks.{layer}.attention.w_v.weight": ("attention.v",),
+    "blocks.{layer}.attention.w_out.weight": ("attention.o",),
+    "blocks.{layer}.attention_norm.weight": ("attention.norm",),
+    "blocks.{layer}.feed_forward.w1.weight": ("mlp.gate",),
+    "blocks.{layer}.feed_forward.w2.weight": ("mlp.down",),
+    "blocks.{layer}.feed_forward.w3.weight": ("mlp.up",),
+    "blocks.{layer}.feed_forward_norm.weight": ("mlp.norm",),
+    "lm_head.norm.weight": ("final_norm",),
+    "lm_head.w_out.weight": ("head",),
+}
+# OLMo 2 has its norms after attention and MLP, under the same names, and norms of queries and keys.
+_OLMO_CORE_2 = _OLMO_CORE | {
+    "blocks.{layer}.attention_norm.weight": ("attention.post_norm",),
+    "blocks.{layer}.feed_forward_norm.weight": ("mlp.post_norm",),
+    "blocks.{layer}.attention.q_norm.weight": ("attention.q_norm",),
+    "blocks.{layer}.attention.k_norm.weight": ("attention.k_norm",),
+}
+# The first table that fits is taken; two that have the same rows differ in nothing.
+TRAINERS = (
+    TrainerNames("meta", _LLAMA, pairs=("llama", "mistral"), computed=("rope.freqs", "freqs_cis")),
+    TrainerNames("torchtitan-0.2", _LLAMA, pairs=("llama",), computed=("freqs_cis",)),
+    TrainerNames("torchtitan", _TITAN, pairs=("llama",), computed=("freqs_cis",)),
+    TrainerNames("litgpt", _LITGPT, halves=("llama", "mistral")),
+    TrainerNames("olmo-core", _OLMO_CORE, halves=("llama",)),
+    TrainerNames("olmo-core", _OLMO_CORE_2, halves=("olmo2",)),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where the weights of a model lie in the tensors of a trainer."""
+
+    table: TrainerNames
+    """The trainer's names."""
+    model: Model
+    """The model."""
+
+    @cached_property
+    def arrays(self) -> dict[str, Mosaic]:
+        """Stored name -> the weights in it, in the published order of rows."""
+        parts = {(part.role, part.layer): part for part in self.model.parts() if part.parameter == "weight" and part.scale is None}
+        found: dict[str, Mosaic] = {}
+        for name, roles in self.table.rows.items():
+            for layer in range(self.model.dimensions["layers"]) if "{layer}" in name else (None,):
+                arrays = [parts[role, layer].array for role in roles if (role, layer) in parts]
+                if len(arrays) == len(roles):
+                    found[name.replace("{layer}", str(layer))] = joined(arrays)
+        return found
+
+    @cached_property
+    def heads(self) -> dict[str, int]:
+        """The heads of each stored tensor whose rows are in pairs."""
+        if self.model.architecture.model_type not in self.table.pairs:
+            return {}
+        counts = {name: _ROTARY[roles[0]] for name, roles in self.table.rows.items() if roles[0] in _ROTARY}
+        layers = range(self.model.dimensions["layers"])
+        return {name.replace("{layer}", str(i)): self.model.dimensions[count] for name, count in counts.items() for i in layers}
+
+    def stored(self, name: str, dtype: DType) -> StoredTensor:
+        """The tensor that the trainer holds under a name."""
+        array = self.arrays[name]
+        heads = self.heads.get(name)
+        if heads is None:
+            return array.stored(name, dtype)
+        (tile,) = array.tiles
+        width, steps = array.shape[0] // heads, row_major(array.shape)
+        sections = [
+            Section(tile.name, box, (first + half) * steps[0], (2 * steps[0], *steps[1:]))
+            for first in range(0, array.shape[0], width)
+            for half in (0, 1)
+            for box in [Box.whole(array.shape).narrow(0, first + half * width // 2, first + (half + 1) * width // 2)]
+        ]
+        return StoredTensor(name, dtype, array.shape, Sections.of(sections))
+
+    def located(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Shards]]:
+        """(canonical name, its pieces) of the weights in a stored tensor."""
+        array, heads, found = self.arrays[name], self.heads.get(name), SubviewsBuilder()
+        starts, sizes = tensor.shards.offsets, tensor.shards.sizes
+        for row in range(len(tensor.shards)):
+            box = Box(tuple(starts[row].tolist()), tuple(sizes[row].tolist()))
+            if heads is None:
+                for tile in array.tiles:
+                    part: Tile | None = tile
+                    for axis in range(len(array.shape)):
+                        part = part and part.cut(axis, box.offsets[axis], box.stops[axis])
+                    if part is not None:
+                        found.add_tile(row, part.name, part)
+                continue
+            (tile,) = array.tiles
+            width = array.shape[0] // heads
+            for first in range(0, array.shape[0], width):
+                for half in (0, 1):
+                    # Stored row first + half + 2 i is canonical row first + half * width / 2 + i.
+                    begin = max(0, -(-(box.offsets[0] - first - half) // 2))
+                    end = min(width // 2, -(-(box.stops[0] - first - half) // 2))
+                    if begin < end:
+                        rows = (first + half * width // 2 + begin, end - begin)
+                        at = (first + half + 2 * begin - box.offsets[0], *(0 for _ in box.sizes[1:]))
+                        inside = Box((rows[0], *box.offsets[1:]), (rows[1], *box.sizes[1:]))
+                        found.add_strided(row, tile.name, inside, at, (2, *(1 for _ in box.sizes[1:])))
+        return found.build().of(tensor.shards)
+
+
+def places_of(names: Iterable[str], model: Model) -> Places | None:
+    """The places of the trainer whose names these are, all of them; None if they are none's."""
+    known = set(names)
+    for table in TRAINERS:
+        if not table.holds(model) or not any(name.replace("{layer}", "0") in known for name in table.rows if "{layer}" in name):
+            continue
+        places = Places(table, model)
+        if known <= {*places.arrays, *table.computed}:
+            return places
+    return None
+
+
+def named_places(trainer: str, model: Model | None) -> Places:
+    """The places of the trainer that `--names` names. Raises RequestError if it is not known, UnsupportedError for another model."""
+    tables = [table for table in TRAINERS if table.trainer == trainer]
+    if not tables:
+        known = dict.fromkeys(table.trainer for table in TRAINERS)
+        raise RequestError(f"--names {trainer}: unknown trainer", do=f"Choose one of {', '.join(known)}")
+    table = next((table for table in tables if model is not None and table.holds(model)), None)
+    if model is None or table is None:
+        name = model.architecture.model_type if model else "an unknown model"
+        types = (model_type for table in tables for model_type in (*table.pairs, *table.halves))
+        raise UnsupportedError(
+            f"--names {trainer}: its names are known for {', '.join(types)}, and this is {name}",
+            why="Names that were not compared with the trainer's own are not written",
+            do="Leave out --names" if model else "Name the model with --model DIR",
+        )
+    return Places(table, model)
+
+
+def with_published_names(index: Index, model: Model) -> Index:
+    """The index under the published names, if all its weights have the names of one trainer; otherwise `index` itself.
+
+    Raises: CheckpointError if a tensor has another shape than its name says.
+    """
+    places = places_of((tensor.name for tensor in index.tensors if tensor.kind in ("weight", "master")), model)
+    if places is None:
+        return index
+    tensors: list[Tensor] = []
+    for tensor in index.tensors:
+        array = places.arrays.get(tensor.name)
+        if array is None or (tensor.elements == 1 and tensor.shape != array.shape):
+            tensors += [replace(tensor, name=name) for name in array.names] if array else [tensor]
+            continue
+        if tensor.shape != array.shape:
+            raise CheckpointError(
+                f"its shape is {list(tensor.shape)}; as a tensor of {places.table.trainer} it holds {', '.join(array.names)} "
+                f"{list(array.shape)}",
+                where=tensor.name,
+                why="The config belongs to another model",
+                do="Give the config that this model was trained with: --model DIR",
+            )
+        shapes = {name: model.weights[name].shape for name in array.names if name in model.weights}
+        tensors += [
+            replace(tensor, name=name, shape=shapes.get(name, tensor.shape), shards=shards, distribution=None)
+            for name, shards in places.located(tensor.name, tensor)
+        ]
+    renamed = {name: array.names for name, array in places.arrays.items()}
+
+    def groups() -> tuple[ParamGroup, ...]:
+        return tuple(replace(g, names=tuple(new for name in g.names for new in renamed.get(name, (name,)))) for g in index.param_groups())
+
+    order = "pairs, which are put in the published order" if places.heads else "the published order"
+    note = f"the names are those of {places.table.trainer}; rotary rows are stored in {order}"
+    facts = replace(index.facts, notes=(*index.facts.notes, note), tied={}, buffers=None)
+    return replace(index, tensors=tuple(tensors), facts=facts, param_groups=groups)

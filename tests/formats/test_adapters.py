@@ -1,0 +1,206 @@
+"""LoRA adapters: read from PEFT's form and from training, written as PEFT, merged. The oracle is PEFT itself (fixtures/peft/make.py)."""
+
+import hashlib
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from command import reshard as run
+from places import FIXTURES
+
+import reshard
+from reshard.canonical.content import Selection, content_of
+from reshard.canonical.lora import with_adapter_names
+from reshard.engine.views import LazyTensor
+from reshard.errors import CheckpointError, RequestError, UnsupportedError
+from reshard.geometry.stored import whole
+
+PEFT, HF = FIXTURES / "peft", FIXTURES / "hf"
+CASES = sorted(path.parent.name for path in PEFT.glob("*/truth.json"))
+
+
+def truth(case):
+    return json.loads((PEFT / case / "truth.json").read_text())
+
+
+def load(folder, name="adapter_model.safetensors"):
+    return safetensors.torch.load_file(folder / name)
+
+
+def digest(tensor):
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8)) for name in left
+    )
+
+
+def edited(case, folder, **settings):
+    """A copy of an adapter with other settings."""
+    shutil.copytree(PEFT / case / "adapter", folder)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_merge_is_that_of_peft_in_float32_rounded_once(case, tmp_path):
+    expected = truth(case)
+    base = HF / expected["base"]
+    plan = reshard.plan(base, to="hf", merge_adapter=PEFT / case / "adapter", dtype="bf16")
+    reshard.convert(plan, tmp_path / "out")
+    before, after = load(base, "model.safetensors"), load(tmp_path / "out", "model.safetensors")
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed == expected["merged"].keys()
+    assert {name: digest(after[name]) for name in changed} == expected["merged"]
+    recorded = json.loads((tmp_path / "out" / "reshard.json").read_text())
+    assert recorded["source"]["path"] == str(base) and recorded["adapter"]["path"] == str(PEFT / case / "adapter")
+
+
+def test_every_target_and_every_division_into_blocks_gives_the_same_merge(tmp_path):
+    found = set()
+    for number, options in enumerate([{"to": "hf"}, {"to": "vllm", "tp": 2}, {"to": "sglang", "tp": 2}, {"to": "megatron", "tp": 2}]):
+        plan = reshard.plan(HF / "llama", merge_adapter=PEFT / "patterns" / "adapter", **options)
+        result = reshard.convert(plan, tmp_path / str(number))
+        found.add(
+            reshard.fingerprint(reshard.open(tmp_path / str(number), model=HF / "llama", vocab_size=250 * (number == 3) or None)).root
+        )
+        assert result.fingerprint.root
+    assert len(found) == 1
+    rank, every = (
+        reshard.open(HF / "llama").view(to="vllm", tp=tp, rank=tp - 1, merge_adapter=PEFT / "plain" / "adapter") for tp in (4, 1)
+    )
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert np.array_equal(rank[name].words(), every[name].words()[:, 66:])
+
+
+def test_half_a_row_of_a_dora_weight_is_scaled_by_the_length_of_the_whole_row(tmp_path):
+    plan = reshard.plan(HF / "llama", to="hf", merge_adapter=PEFT / "dora" / "adapter")
+    reshard.convert(plan, tmp_path / "out")
+    name = "model.layers.1.self_attn.v_proj.weight"
+    tensor = plan.content.tensors[name]
+    lazy = LazyTensor(whole(name, tensor.dtype, tensor.shape), {name: tensor}, plan.source_files)
+    assert np.array_equal(
+        lazy[:, 16:].words(), load(tmp_path / "out", "model.safetensors")[name][:, 16:].contiguous().view(torch.uint16).numpy()
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_adapter_is_written_as_peft_wrote_it(case, tmp_path):
+    reshard.convert(reshard.plan(PEFT / case / "adapter", to="peft"), tmp_path / "out")
+    assert same(load(tmp_path / "out"), load(PEFT / case / "adapter"))
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config == json.loads((PEFT / case / "adapter" / "adapter_config.json").read_text())
+    assert reshard.verify(PEFT / case / "adapter", tmp_path / "out").equal
+
+
+def test_base_and_adapter_of_one_checkpoint_are_separated(tmp_path):
+    source, base = PEFT / "fsdp2" / "checkpoint", HF / "qwen3_moe-sparse"
+    given = {"lora_alpha": "6", "base_model": "qwen3_moe-sparse"}
+    reshard.convert(reshard.plan(source, to="peft", model=base, **given), tmp_path / "adapter")
+    assert same(load(tmp_path / "adapter"), load(PEFT / "fsdp2" / "adapter"))
+    config, expected = (
+        json.loads((folder / "adapter_config.json").read_text()) for folder in (tmp_path / "adapter", PEFT / "fsdp2" / "adapter")
+    )
+    known = ("r", "lora_alpha", "task_type", "peft_type", "base_model_name_or_path", "bias", "use_rslora")
+    assert {key: config[key] for key in known} == {key: expected[key] for key in known}
+    assert sorted(config["target_modules"]) == sorted(expected["target_modules"])
+    plan = reshard.plan(source, to="hf", model=base)
+    assert {drop.kind for drop in plan.drops} == {"adapter"}
+    reshard.convert(plan, tmp_path / "base")
+    assert reshard.verify(base, tmp_path / "base").equal
+    merged = reshard.plan(source, to="hf", model=base, merge_adapter=tmp_path / "adapter")
+    reshard.convert(merged, tmp_path / "merged")
+    again = reshard.plan(base, to="hf", merge_adapter=PEFT / "fsdp2" / "adapter")
+    reshard.convert(again, tmp_path / "again")
+    assert reshard.verify(tmp_path / "merged", tmp_path / "again").equal
+
+
+def test_an_adapter_that_is_stored_as_masters_alone_is_an_adapter():
+    """As in ZeRO-3 with exclude_frozen_parameters, whose files hold no copy of the adapter in the type of the model."""
+    index = reshard.open(PEFT / "plain" / "adapter").index
+    masters = [replace(t, kind="master", name=t.name.replace(".weight", ".default.weight")) for t in index.tensors]
+    found = content_of(with_adapter_names(replace(index, tensors=tuple(masters))), None, Selection())
+    assert found.is_adapter and found.tensors.keys() == {tensor.name for tensor in index.tensors}
+
+
+def test_what_no_file_says_must_be_given(tmp_path):
+    source, base = PEFT / "fsdp2" / "checkpoint", HF / "qwen3_moe-sparse"
+    with pytest.raises(RequestError, match=r"lora_alpha is not known.*--lora-alpha"):
+        reshard.plan(source, to="peft", model=base)
+    with pytest.raises(RequestError, match=r"task_type is not known.*--task-type"):
+        reshard.plan(source, to="peft", lora_alpha="6", base_model="x")
+    with pytest.raises(RequestError, match="holds no LoRA adapter"):
+        reshard.plan(base, to="peft")
+    plan = reshard.plan(source, to="peft", lora_alpha="6", base_model="x", task_type="CAUSAL_LM")
+    assert sorted(json.loads(plan.layout.sidecars[0].content)["target_modules"]) == ["q_proj", "v_proj"]
+
+
+def test_target_modules_are_full_names_if_the_last_parts_would_choose_others(tmp_path):
+    tensors = {name: tensor for name, tensor in load(PEFT / "plain" / "adapter").items() if "layers.0.self_attn.v" not in name}
+    safetensors.torch.save_file(tensors, tmp_path / "adapter_model.safetensors")
+    plan = reshard.plan(tmp_path, to="peft", lora_alpha="6", base_model="x", model=HF / "llama")
+    assert set(json.loads(plan.layout.sidecars[0].content)["target_modules"]) == {
+        name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"peft_type": "LOHA"}, "LOHA adapter"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changed base weights"),
+        ({"layer_replication": [[0, 2]]}, "more layers"),
+        ({"alora_invocation_tokens": [1]}, "invocation tokens"),
+    ],
+)
+def test_an_adapter_that_is_not_a_scaled_product_is_refused(settings, message, tmp_path):
+    with pytest.raises(UnsupportedError, match=f"cannot be merged: .*{message}.*merge_and_unload"):
+        reshard.plan(HF / "llama", to="hf", merge_adapter=edited("plain", tmp_path / "adapter", **settings))
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"update has the shape.*trained on another model"):
+        reshard.plan(HF / "mistral", to="hf", merge_adapter=PEFT / "fused" / "adapter", include=())
+    with pytest.raises(CheckpointError, match=r"rank 2, adapter_config.json says 3"):
+        reshard.plan(HF / "llama", to="hf", merge_adapter=edited("plain", tmp_path / "rank", r=3))
+    with pytest.raises(CheckpointError, match=r"gives no lora_alpha"):
+        reshard.plan(HF / "llama", to="hf", merge_adapter=edited("plain", tmp_path / "alpha", lora_alpha=None))
+    with pytest.raises(RequestError, match=r"quantized.*--dequantize"):
+        reshard.plan(FIXTURES / "hf_fp8" / "qwen3_moe-ct-channel", to="hf", merge_adapter=PEFT / "fsdp2" / "adapter")
+    with pytest.raises(RequestError, match=r"no adapter in PEFT's form"):
+        reshard.plan(HF / "llama", to="hf", merge_adapter=HF / "llama")
+
+
+def test_inspect_says_what_the_adapter_is():
+    shown = run("inspect", PEFT / "patterns" / "adapter").out
+    assert "LoRA r=2, 3 alpha=6 rsLoRA on k_proj, o_proj for llama: 8 tensors" in shown and "--merge-adapter" in shown
+    about = json.loads(run("inspect", PEFT / "dora" / "adapter", "--json").out)
+    assert about["format"] == "peft" and about["adapter"]["alpha"] == 6 and about["adapter"]["dora"] is True
+
+
+def test_an_interrupted_merge_is_not_resumed_with_another_adapter(tmp_path):
+    adapter = edited("plain", tmp_path / "adapter")
+    plan = reshard.plan(HF / "llama", to="hf", merge_adapter=adapter)
+    other = edited("plain", tmp_path / "other", lora_alpha=8)
+    assert plan.identity() != reshard.plan(HF / "llama", to="hf", merge_adapter=other).identity()
+    assert plan.identity() != reshard.plan(HF / "llama", to="hf").identity()
+
+
+def test_a_base_that_reshard_wrote_is_compared_with_its_record_where_the_adapter_replaces_nothing(tmp_path):
+    reshard.convert(reshard.plan(HF / "gpt2", to="hf"), tmp_path / "base")
+    result = reshard.convert(reshard.plan(tmp_path / "base", to="hf", merge_adapter=PEFT / "saved" / "adapter"), tmp_path / "out")
+    assert any("not compared" in note and "because of the merge" in note for note in result.notes)
+    assert any("is merged into" in note for note in result.notes)
+
+
+def test_a_plan_file_refuses_a_merge_instead_of_losing_it(tmp_path):
+    adapter = PEFT / "plain" / "adapter"
+    refused = run("plan", HF / "llama", "--to", "hf", "--merge-adapter", adapter, "--plan-out", tmp_path / "plan")
+    assert refused.code == 6 and "merges an adapter" in refused.err and not (tmp_path / "plan").exists()

@@ -1,0 +1,94 @@
+"""Trainers' names: read as the published model and written back. The oracle is each trainer's own conversion (fixtures/trainer_names)."""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from places import FIXTURES, HF
+
+import reshard
+from reshard.canonical.trainer_names import TRAINERS
+from reshard.errors import CheckpointError, RequestError, UnsupportedError
+
+FOLDER = FIXTURES / "trainer_names"
+BASE = FOLDER / "llama"
+TRUTH = json.loads((FOLDER / "truth.json").read_text())
+CASES = [(model, trainer) for model, trainers in TRUTH.items() for trainer in trainers]
+
+
+def stored(folder):
+    return safetensors.torch.load_file(folder / "model.safetensors")
+
+
+def written(trainer, folder, base=BASE, **options):
+    reshard.convert(reshard.plan(base, to="hf", names=trainer, **options), folder)
+    return stored(folder)
+
+
+def digests(tensors):
+    return {
+        name: [list(tensor.shape), hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()]
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize(("model", "trainer"), CASES)
+def test_what_is_written_are_the_bits_of_the_trainers_own_conversion(model, trainer, tmp_path):
+    assert digests(written(trainer, tmp_path / "out", FOLDER / model)) == TRUTH[model][trainer]
+
+
+def test_every_table_was_compared():
+    assert {(table.trainer, (*table.pairs, *table.halves)[0]) for table in TRAINERS} == {(trainer, model) for model, trainer in CASES}
+
+
+@pytest.mark.parametrize(("model", "trainer"), CASES)
+def test_a_trainers_names_are_read_as_the_published_model(model, trainer, tmp_path):
+    base = FOLDER / model
+    tensors = written(trainer, tmp_path / "in", base)
+    found = reshard.open(tmp_path / "in")
+    assert reshard.verify(base, found).equal
+    if model == "llama":
+        reshard.convert(reshard.plan(found, to="vllm", tp=2), tmp_path / "vllm")
+        assert reshard.verify(base, tmp_path / "vllm").equal
+    # Meta's and torchtitan's extra tensor is computed from the config.
+    extra = {"freqs_cis": torch.ones(4)} if trainer in ("meta", "torchtitan", "torchtitan-0.2") else {}
+    dcp.save({"model": {**tensors, **extra}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert reshard.verify(base, reshard.open(tmp_path / "dcp", model=base)).equal
+
+
+def test_rows_of_rotary_pairs_are_found_in_pieces_that_begin_inside_of_a_head(tmp_path):
+    reshard.convert(reshard.plan(HF / "llama", to="hf", names="torchtitan"), tmp_path / "in")
+    # Without a config the model is unknown, and names stay.
+    (tmp_path / "in" / "config.json").unlink()
+    reshard.convert(reshard.plan(tmp_path / "in", to="fsdp", dp=3), tmp_path / "fsdp")
+    found = reshard.open(tmp_path / "fsdp", model=HF / "llama")
+    assert any("qkv_linear" in tensor.name for tensor in found.index.tensors)
+    assert reshard.verify(HF / "llama", found).equal
+
+
+def test_names_are_recognised_by_all_of_them_and_by_shapes(tmp_path):
+    tensors = written("torchtitan", tmp_path / "in")
+    folder = tmp_path / "one"
+    folder.mkdir()
+    shutil.copy(BASE / "config.json", folder)
+    safetensors.torch.save_file({**tensors, "layers.0.attention.wqq.weight": torch.ones(2, 2)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="no such weight"):
+        reshard.plan(folder, to="hf")
+    safetensors.torch.save_file({**tensors, "norm.weight": torch.ones(8)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"its shape is \[8\]; as a tensor of torchtitan it holds model.norm.weight"):
+        reshard.plan(folder, to="hf")
+    del tensors["norm.weight"]
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="has no such weight"):
+        reshard.plan(folder, to="hf")
+
+
+def test_names_of_other_trainers_and_models_are_refused():
+    with pytest.raises(RequestError, match=r"unknown trainer.*torchtitan"):
+        reshard.plan(BASE, to="hf", names="titan")
+    with pytest.raises(UnsupportedError, match=r"known for llama, and this is qwen2"):
+        reshard.plan(HF / "qwen2", to="hf", names="torchtitan")
