@@ -107,7 +107,12 @@ def test_inspect():
 
 def test_plan_and_convert(tmp_path):
     arguments = (FSDP2 / "checkpoint", tmp_path / "out", "--to", "vllm", "--tp", 2, *MODEL)
-    check("plan", printed("plan", arguments[0], *arguments[2:], "--full"), printed("convert", *arguments, "--dry-run"), *in_a_store(*arguments))
+    check(
+        "plan",
+        printed("plan", arguments[0], *arguments[2:], "--full"),
+        printed("convert", *arguments, "--dry-run"),
+        *in_a_store(*arguments),
+    )
     result = printed("convert", *arguments, "--overwrite", "--full")
     check("plan", {"schema_version": 1, **result["plan"]}, *in_a_store(*arguments))
     check("convert", printed("convert", *arguments, "--overwrite"), {**result, "plan": {}})
