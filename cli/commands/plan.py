@@ -22,7 +22,7 @@ from ..plans import plan_document, show_plan
 @options.format_name
 @options.model
 @options.option(
-    "--plan-out", section=options.OUTPUT, metavar="FILE", help="Also write the plan to this file, for `reshard convert --plan`."
+    "--plan-out", section=options.OUTPUT, metavar="FILE", help="Also write the plan to FILE, which `reshard convert` runs with --plan."
 )
 @options.page
 @options.summary_or_full
