@@ -129,6 +129,11 @@ def detect(files: Files) -> tuple[Format, str]:
     )
 
 
+def is_claimed(files: Files) -> bool:
+    """Whether a format claims these files; also if several do."""
+    return bool(_claims(files))
+
+
 def _claims(files: Files) -> list[tuple[Format, str]]:
     """The formats that claim these files, each with its reason. A format yields to one that consists of its checkpoints."""
     is_file = files.is_file

@@ -151,4 +151,4 @@ def is_run(path: str | os.PathLike[str]) -> bool:
     here = sum(name.endswith("/") and step_of(name.rstrip("/")) is not None for name in files.list())
     if here > 1:
         return True
-    return format_of(files) is None and next(_step_folders(os.fspath(path).rstrip("/") or "/"), None) is not None
+    return not registry.is_claimed(files) and next(_step_folders(os.fspath(path).rstrip("/") or "/"), None) is not None

@@ -65,8 +65,8 @@ def test_inspects_document_has_stable_keys():
     summary, document = reshard("inspect", *FSDP2, "--json").document, reshard("inspect", *FSDP2, "--json", "--full").document
     assert list(summary) == [
         "schema_version", "path", "format", "detected_by", "producer", "version", "step", "parallel", "model_type", "architecture_known",
-        "parameters", "bytes", "files", "kinds", "models", "adapter", "tensor_count", "withheld_count", "object_count", "notes", "mesh",
-        "outlook", "tree", "shares",
+        "parameters", "bytes", "files", "kinds", "models", "quantized", "adapter", "tensor_count", "withheld_count", "object_count",
+        "notes", "mesh", "outlook", "tree", "shares",
     ]  # fmt: skip
     assert list(document) == [*summary, "tensors", "withheld", "objects"] and {name: document[name] for name in summary} == summary
     chosen = reshard("inspect", *FSDP2, "--json", "--tensor", "*norm*").document["tensors"]
@@ -183,7 +183,7 @@ def test_verify_tells_equal_from_different(tmp_path):
     different = reshard("verify", HF / "llama", HF / "qwen3")
     assert different.code == 1 and "q_norm" in different.out
     document = reshard("verify", HF / "llama", HF / "qwen3", "--json").document
-    assert list(document) == ["schema_version", "equal", "tensors", "bytes", "differences", "notes"] and not document["equal"]
+    assert list(document) == ["schema_version", "equal", "tensors", "bytes", "differences", "notes", "server"] and not document["equal"]
     assert list(document["differences"][0]) == ["name", "kind", "detail"]
 
 

@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from reshard.engine.casts import cast, scaled
+from reshard.engine.casts import cast, decoded
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.dtypes import DType, from_torch
 
@@ -82,10 +82,10 @@ def test_too_large_values_saturate_in_fp8():
 
 def test_quantized_elements_are_multiplied_in_float32_and_cast_once():
     words = np.array([[0x38, 0x39], [0x7F, 0xB8]], np.uint8)  # 1, 1.125; NaN, -1 in F8_E4M3
-    factors = np.array([[3], [np.inf]], np.float32)
-    assert scaled(words, F8, factors, F32).view(np.float32)[0].tolist() == [3, 3.375]
-    assert scaled(words, F8, factors, F32)[1].tolist() == [NAN["F32"], 0xFF800000]
-    assert scaled(words, F8, factors, BF16)[0].tolist() == [0x4040, 0x4058]
+    codes, factors = cast(words, F8, F32).view(np.float32), np.array([[3], [np.inf]], np.float32)
+    assert decoded(codes, None, factors, F32).view(np.float32)[0].tolist() == [3, 3.375]
+    assert decoded(codes, None, factors, F32)[1].tolist() == [NAN["F32"], 0xFF800000]
+    assert decoded(codes, None, factors, BF16)[0].tolist() == [0x4040, 0x4058]
 
 
 def test_integers_keep_their_values_and_are_never_wrapped():

@@ -64,7 +64,19 @@ def test_planning_leaves_the_garbage_collector_as_it_was(tmp_path):
 
 def test_the_plan_is_data(plan):
     document = json.loads(json.dumps(plan.to_json(copies=True)))
-    assert list(document) == ["source", "target", "totals", "files", "sidecars", "notes", "tensors", "dropped", "tasks", "copies"]
+    assert list(document) == [
+        "source",
+        "adapter",
+        "target",
+        "totals",
+        "files",
+        "sidecars",
+        "notes",
+        "tensors",
+        "dropped",
+        "tasks",
+        "copies",
+    ]
     assert document == json.loads(json.dumps(reshard.plan(HF / "llama", to="vllm", tp=4, pp=2).to_json(copies=True)))
 
 

@@ -8,13 +8,14 @@ import random
 
 import pytest
 from command import reshard
-from places import FIXTURES
+from places import FIXTURES, HF
 
 import reshard as library
 from reshard.plans.fixed_bytes import fixed_ranges
 from reshard.plans.manifest import CHECKSUMS, DIGESTS
 
 FSDP2 = FIXTURES / "dcp" / "fsdp2"
+ADAPTER = FIXTURES / "peft" / "fsdp2"
 TIED = FIXTURES / "dcp" / "fsdp2-tied"
 
 # Target -> the source and the options: state, replicas (norms at TP 2), padding (a vocabulary that TP does not divide).
@@ -29,6 +30,7 @@ OUTPUTS = {
     "vllm": (FSDP2, {"tp": 2}),
     "sglang": (FSDP2, {"tp": 2}),
     "trtllm": (FSDP2, {"tp": 2}),
+    "peft": (ADAPTER, {"lora_alpha": "6", "base_model": "x", "task_type": "CAUSAL_LM", "model": HF / "qwen3_moe-sparse"}),
 }
 
 
@@ -44,10 +46,11 @@ def without_samples():
 def written(request, tmp_path_factory, without_samples):
     """The plan of an output, its folder, and the option that gives the config where the folder holds none."""
     case, options = OUTPUTS[request.param]
-    plan = library.plan(case / "checkpoint", model=case / "model", to=request.param, **options)
+    model = options.get("model", case / "model")
+    plan = library.plan(case / "checkpoint", to=request.param, **{**options, "model": model})
     folder = tmp_path_factory.mktemp("written") / "out"
     library.convert(plan, folder, workers=1, checksums=True)
-    return plan, folder, () if (folder / "config.json").exists() else ("--model", case / "model")
+    return plan, folder, () if (folder / "config.json").exists() else ("--model", model)
 
 
 def test_every_written_format_is_tried():

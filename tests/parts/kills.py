@@ -59,7 +59,7 @@ def killed_round(plan, target, randomness, most):
     parts, phases = randomness.choice(COUNTS), Counter()
     children = [start(plan, target, f"{i}/{parts}", randomness) for i in range(parts)]
     for pid in randomness.sample(children, randomness.randint(1, min(most, parts))):
-        time.sleep(randomness.random() ** 2 * 0.3)
+        time.sleep(randomness.random() ** 2 * 0.2)
         phase = phase_of(target)
         if os.waitpid(pid, os.WNOHANG)[0]:
             children.remove(pid)  # It has ended already.
@@ -76,7 +76,7 @@ def start(plan, target, part, randomness):
 
     def run():
         own = random.Random(seed)
-        slow(own, 0.03)
+        slow(own, 0.1)
         reshard.convert_part(plan, target, part, workers=1, overwrite=True)
 
     return child(run)
