@@ -35,12 +35,12 @@ def reason_to_convert(plan: Plan, root: Path, *, checksums: bool = False) -> str
         manifest = read_manifest(files)
         if manifest is None:
             return f"there is no {MANIFEST}"
-        return _change(plan, manifest) or _damage(files, manifest, checksums)
+        return change_since(plan, manifest) or _damage(files, manifest, checksums)
     except CheckpointError as error:
         return f"{error.where}: {error.what}"
 
 
-def _change(plan: Plan, manifest: Manifest) -> str | None:
+def change_since(plan: Plan, manifest: Manifest) -> str | None:
     """What has changed since the manifest was written; None if nothing has."""
     if manifest.version is not CURRENT or not manifest.is_unchanged:
         return f"{MANIFEST} is of another version, or was edited"

@@ -280,7 +280,10 @@ class _Handler(BaseHTTPRequestHandler):
     def list_objects(self, body):
         bucket, query = self.at[0], self.query
         prefix, after = query.get("prefix", ""), query.get("continuation-token") or query.get("start-after", "")
-        keys = [key for key in self.server.owner.keys(bucket, prefix) if key > after]
+        keys, folders = [key for key in self.server.owner.keys(bucket, prefix) if key > after], []
+        if query.get("delimiter"):
+            folders = sorted({prefix + rest.split("/")[0] + "/" for key in keys if "/" in (rest := key[len(prefix) :])})
+            keys = [key for key in keys if "/" not in key[len(prefix) :]]
         page, rest = keys[:1000], keys[1000:]
         rows = "".join(
             f"<Contents><Key>{escape(key)}</Key><LastModified>{_iso(stored.time)}</LastModified>"
@@ -288,6 +291,7 @@ class _Handler(BaseHTTPRequestHandler):
             for key in page
             for stored in [self.server.owner.objects[bucket, key]]
         )
+        rows += "".join(f"<CommonPrefixes><Prefix>{escape(folder)}</Prefix></CommonPrefixes>" for folder in folders)
         more = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if rest else ""
         text = (
             f"<ListBucketResult><Name>{bucket}</Name><Prefix>{escape(prefix)}</Prefix><KeyCount>{len(page)}</KeyCount>"

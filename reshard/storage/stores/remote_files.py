@@ -11,6 +11,7 @@ Whatever is read and was not fetched is asked for then: fetching changes how lon
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class RemoteFiles:
         self.root, self._store = url, open_store(url)
         self._only_file: str | None = None
         self._entries: dict[str, Entry | None] = {}
+        self._sorted: list[str] = []
         self._is_listed, self._is_opening = lists, True
         self._fetched: dict[str, list[Fetched]] = {}
         self._metadata: deque[Fetched] = deque()
@@ -91,7 +93,9 @@ class RemoteFiles:
             found = self._store.list(folder, below=False)
             self._entries.update((entry.path, entry) for entry in found if not entry.path.endswith("/"))
             return tuple(entry.path for entry in found)
-        rest = (path[len(prefix) :] for path in self._entries if path.startswith(prefix))
+        # A run is listed once, and has many folders.
+        first, last = (bisect_left(self._sorted, end) for end in (prefix, prefix + "\U0010ffff"))
+        rest = (path[len(prefix) :] for path in self._sorted[first:last])
         return tuple(sorted({prefix + (name.split("/")[0] + "/" if "/" in name else name) for name in rest if name}))
 
     def size(self, path: str) -> int | None:
@@ -109,6 +113,10 @@ class RemoteFiles:
     def changed(self, path: str) -> bool:
         entry = self._entries.get(path)
         return entry is not None and self._store.look(path) != entry
+
+    def written(self, path: str) -> float | None:
+        entry = self._entry(path)
+        return None if entry is None else entry.written
 
     def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
         return self._decoded.add(path, start, nbytes, codecs, limit=limit)
@@ -164,6 +172,7 @@ class RemoteFiles:
 
     def _list_all(self, url: str) -> None:
         self._entries.update((entry.path, entry) for entry in self._store.list() if entry.path)
+        self._sorted = sorted(self._entries)
         if self._entries:
             return
         above, _, name = url.rstrip("/").rpartition("/")
