@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from reshard.storage.local_path import is_url, local_path
-
 LATEST = "latest"
 RECORD = "reshard.watch.jsonl"
 
@@ -45,14 +43,3 @@ class Outputs(Protocol):
 
     def append_record(self, line: bytes) -> None:
         """Add a line to the record; it is stored when this returns."""
-
-
-def outputs_in(folder: str) -> Outputs:
-    """The outputs in a folder, which need not exist yet."""
-    if not is_url(folder):
-        from reshard.runs.local_outputs import LocalOutputs
-
-        return LocalOutputs(local_path(folder))
-    from reshard.runs.store_outputs import StoreOutputs
-
-    return StoreOutputs(folder)

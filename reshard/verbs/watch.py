@@ -14,10 +14,11 @@ from reshard.errors import DifferenceFound, RequestError, ReshardError, Unsuppor
 from reshard.geometry.quantities import plural
 from reshard.plans.manifest import usable_manifest
 from reshard.plans.plan import Plan
-from reshard.runs.outputs import LATEST, Outputs, outputs_in
+from reshard.runs.local_outputs import LocalOutputs
+from reshard.runs.outputs import LATEST, Outputs
 from reshard.runs.record import WatchRecord
 from reshard.runs.steps import QUIET_SECONDS, Seen, Step, find_steps
-from reshard.storage.local_path import is_url
+from reshard.storage.local_path import is_url, local_path
 from reshard.storage.tar import open_tree
 from reshard.verbs.convert import convert
 from reshard.verbs.plan import plan
@@ -94,7 +95,7 @@ def watch(run: PathLike, *, to: str, into: str, **options: Unpack[WatchOptions])
             why="Objects have no links, and copies of objects take as much room",
             do="Leave it out",
         )
-    work = _Work(to, outputs_in(folder), name, given.pop("keep", None), given.pop("then", None), link, given)
+    work = _Work(to, _outputs(folder), name, given.pop("keep", None), given.pop("then", None), link, given)
     seen = Seen()
     pauses: dict[str, tuple[float, float]] = {}
     waiting: dict[str, str] = {}
@@ -130,6 +131,15 @@ def _pattern(into: str) -> tuple[str, str]:
     if "{step}" not in name or "{" in folder:
         raise RequestError(f"--into {into}: the last part of the path needs {{step}}", do="Use for example --into OUT/{step}")
     return folder or (slash or "."), name
+
+
+def _outputs(folder: str) -> Outputs:
+    """The outputs in a folder, which need not exist yet."""
+    if not is_url(folder):
+        return LocalOutputs(local_path(folder))
+    from reshard.runs.store_outputs import StoreOutputs
+
+    return StoreOutputs(folder)
 
 
 def _chosen(steps: list[Step], part: str | None, into: str) -> list[Step]:

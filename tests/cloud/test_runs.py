@@ -147,7 +147,6 @@ def test_what_reshard_did_not_write_is_not_replaced(run, s3, tmp_path):
     done = watch()
     assert done.code == 1 and (10, "failed") in events(done) and (20, "finished") in events(done)
     assert s3.keys("bucket", "out/10/") == ["out/10/mine"]
-    s3.put_tree("bucket", "out/latest", tmp_path / "mine")
 
 
 def test_a_latest_of_somebody_else_is_not_replaced(run, s3, tmp_path):

@@ -221,20 +221,19 @@ class RemoteFiles:
             similar = self._similar.asked(entry, at, stop)
             if similar is None:
                 return None
-            begun = self._begin_missing(entry, similar.parts(entry))
+            begun = [*self._begin_missing(entry, similar.parts(entry))]
             room = _MOST_METADATA // 3  # a file has up to three parts, and none is forgotten before it was read
             for other in similar.others(entry):
                 if room <= 0:
                     break
-                begun_of_other = self._begin_missing(other, similar.parts(other))
-                room -= sum(found.stop - found.start for found in begun_of_other)
-                begun += begun_of_other
+                for found in self._begin_missing(other, similar.parts(other)):
+                    room -= found.stop - found.start
+                    begun.append(found)
             self._keep(begun)
         return self._covering(entry.path, at)
 
-    def _begin_missing(self, entry: Entry, parts: Iterable[tuple[int, int]]) -> list[Fetched]:
+    def _begin_missing(self, entry: Entry, parts: Iterable[tuple[int, int]]) -> Iterator[Fetched]:
         """Begin to fetch what was not fetched yet of parts of a file."""
-        begun = []
         for start, stop in parts:
             first, last = start, stop
             while first < last and (found := self._covering(entry.path, first)):
@@ -242,8 +241,7 @@ class RemoteFiles:
             while first < last and (found := self._covering(entry.path, last - 1)):
                 last = found.start
             if first < last:
-                begun.append(self._begin(entry, first, last))
-        return begun
+                yield self._begin(entry, first, last)
 
     def _fetch_metadata(self, entry: Entry, at: int, stop: int) -> Fetched:
         """Fetch bytes of one file up to `stop`, or to what was fetched already."""
