@@ -75,9 +75,7 @@ def find_steps(root: str | os.PathLike[str], *, quiet: float = QUIET_SECONDS, se
 
     Raises: RequestError if the folder does not exist, or has too many folders to be a run.
     """
-    run, seen = _Run(root), Seen() if seen is None else seen
-    found = [run.step(folder, part, quiet, seen) for folder in run.step_folders() for part in run.parts(folder)]
-    return sorted(found, key=lambda step: (step.number, step.path))
+    return TrainingRun(root).steps(quiet=quiet, seen=seen)
 
 
 class Seen:
@@ -95,16 +93,29 @@ class Seen:
         return since
 
 
-class _Run:
+class TrainingRun:
     """The folders of a run, each as a tree of files."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
+        """Raises RequestError if the folder does not exist."""
         self._root = os.fspath(root).rstrip("/") or "/"
         self._files = open_files(self._root)
         # What is read of one step says nothing about the others.
         self._files.opened()
 
-    def step_folders(self) -> Iterator[str]:
+    def steps(self, *, quiet: float = QUIET_SECONDS, seen: Seen | None = None) -> list[Step]:
+        """The checkpoints of all steps, as `find_steps` returns them."""
+        looks = Seen() if seen is None else seen
+        found = [self._step(folder, part, quiet, looks) for folder in self._step_folders() for part in self._parts(folder)]
+        return sorted(found, key=lambda step: (step.number, step.path))
+
+    def is_run(self) -> bool:
+        """Whether the folder is meant as a run: it holds the folders of several steps, or steps lie below it and no checkpoint in it."""
+        if sum(path.endswith("/") and step_of(path.rstrip("/")) is not None for path in self._files.list()) > 1:
+            return True
+        return next(self._step_folders(), None) is not None and not registry.is_claimed(self._tree(""))
+
+    def _step_folders(self) -> Iterator[str]:
         """The paths of the folders of steps, relative to the root. Symbolic links, such as `latest`, are left out."""
         pending, looked = [("", 0)], 0
         while pending:
@@ -121,7 +132,7 @@ class _Run:
                 elif depth < _DEEPEST:
                     pending.append((path, depth + 1))
 
-    def parts(self, folder: str) -> list[str]:
+    def _parts(self, folder: str) -> list[str]:
         """Where in a step's folder checkpoints lie: [""] if it is one itself, or has none yet."""
         found, pending = [], [("", 0)]
         while pending:
@@ -134,7 +145,7 @@ class _Run:
                 pending += [(path, depth + 1) for path in inner]
         return sorted(found) or [""]
 
-    def step(self, folder: str, part: str, quiet: float, seen: Seen) -> Step:
+    def _step(self, folder: str, part: str, quiet: float, seen: Seen) -> Step:
         """The checkpoint at a part of a step's folder."""
         above, _, name = folder.rpartition("/")
         files, now = self._tree(f"{folder}/{part}"), time.time()
@@ -147,14 +158,6 @@ class _Run:
         number = step_of(name) or 0
         complete = completeness(files, self._tree(above), name, number, age, quiet)
         return Step(files.root, name, number, part, format_of(files), sum(sizes.values()), written, complete)
-
-    def is_claimed(self) -> bool:
-        """Whether the root is a checkpoint itself."""
-        return registry.is_claimed(self._tree(""))
-
-    def steps_here(self) -> int:
-        """How many folders of steps lie directly below the root."""
-        return sum(path.endswith("/") and step_of(path.rstrip("/")) is not None for path in self._files.list())
 
     def _tree(self, folder: str) -> Files:
         return in_archive(FolderFiles(self._files, folder) if folder.strip("/") else self._files)
@@ -182,12 +185,12 @@ def _paths(files: Files) -> Iterator[str]:
                 yield path
 
 
-def is_run(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder is meant as a run: it holds the folders of several steps, or steps lie below it and no checkpoint in it."""
+def run_at(path: str | os.PathLike[str]) -> TrainingRun | None:
+    """The run at a path or URL; None if a checkpoint lies there, or nothing that is meant as a run."""
     if not is_url(path) and not os.path.isdir(path):
-        return False
+        return None
     try:
-        run = _Run(path)
-        return run.steps_here() > 1 or (next(run.step_folders(), None) is not None and not run.is_claimed())
+        run = TrainingRun(path)
+        return run if run.is_run() else None
     except RequestError:  # whoever opens it says what is wrong
-        return False
+        return None
