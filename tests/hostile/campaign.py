@@ -91,7 +91,7 @@ def commands(source: Path, pristine: Path, target: Path) -> list[list[list[str]]
         [["estimate", name, "--gpus", "8"]],
         *[[line for to in TARGETS for line in convert("--to", *to)]] * 5,
         convert("--to", "hf", "--dequantize") + convert("--to", "hf", "--quantize", "mxfp4") + convert("--to", "peft"),
-        [["convert", str(base), str(target), "--to", "hf", "--merge-adapter", name], *convert("--to", "hf", "--optimizer", "--keep-unknown")],
+        [["convert", str(base), str(target), "--to", "hf", "--merge-adapter", name], *convert("--to", "hf", "--keep-unknown")],
     ]
 
 
