@@ -126,10 +126,14 @@ def _files_with_equal_ends(files: Files, index: Index) -> list[list[str]]:
         if file.nbytes and tensors_of[file.path] > 1:
             by_size.setdefault(file.nbytes, []).append(file.path)
     compared = [(size, path) for size, paths_of_size in by_size.items() if len(paths_of_size) > 1 for path in paths_of_size]
-    ends = side_by_side(files, lambda of: read_range(files, of[1], of[0] - min(of[0], _TAIL), min(of[0], _TAIL)), compared)
+
+    def last_bytes(file: tuple[int, str]) -> bytes:
+        size, path = file
+        return read_range(files, path, max(0, size - _TAIL), min(size, _TAIL))
+
     groups: dict[tuple[int, bytes], list[str]] = {}
-    for (size, path), end in zip(compared, ends, strict=True):
-        groups.setdefault((size, end), []).append(path)
+    for (size, path), tail in zip(compared, side_by_side(files, last_bytes, compared), strict=True):
+        groups.setdefault((size, tail), []).append(path)
     # Files of zeros were never written. Whoever reads their tensors says so.
     return [
         group for (_, tail), group in groups.items() if len(group) > 1 and (any(tail) or any(read_range(files, group[0], 0, len(tail))))

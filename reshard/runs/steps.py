@@ -75,7 +75,7 @@ def find_steps(root: str | os.PathLike[str], *, quiet: float = QUIET_SECONDS, se
 
     Raises: RequestError if the folder does not exist, or has too many folders to be a run.
     """
-    return TrainingRun(root).steps(quiet=quiet, seen=seen)
+    return RunFolder(root).steps(quiet=quiet, seen=seen)
 
 
 class Seen:
@@ -93,7 +93,7 @@ class Seen:
         return since
 
 
-class TrainingRun:
+class RunFolder:
     """The folders of a run, each as a tree of files."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -185,12 +185,12 @@ def _paths(files: Files) -> Iterator[str]:
                 yield path
 
 
-def run_at(path: str | os.PathLike[str]) -> TrainingRun | None:
+def run_at(path: str | os.PathLike[str]) -> RunFolder | None:
     """The run at a path or URL; None if a checkpoint lies there, or nothing that is meant as a run."""
     if not is_url(path) and not os.path.isdir(path):
         return None
     try:
-        run = TrainingRun(path)
+        run = RunFolder(path)
         return run if run.is_run() else None
     except RequestError:  # whoever opens it says what is wrong
         return None

@@ -2,7 +2,7 @@
 
 Every request takes tens of milliseconds, so that bytes are fetched before they are asked for:
 
-    metadata    Readers read the start or the end of one file after the other. What is read of one file is fetched of all files like it.
+    metadata    Readers read the start or the end of one file after the other. What the first one needs is fetched of all files like it.
     weights     Who knows what will be read says so (`fetch`), and gives it back when it has been read (`release`).
 
 Whatever is read and was not fetched is asked for then: fetching changes how long reading takes, and never what is read.
