@@ -15,6 +15,7 @@ from reshard.adapter import registry
 from reshard.adapter.model_files import CARRIED, CONFIG
 from reshard.engine.events import event
 from reshard.engine.journal import Unfinished, read_journal
+from reshard.engine.parts.shared import SharedConversion
 from reshard.engine.record import Provenance
 from reshard.engine.run import Conversion, recorded_fingerprint
 from reshard.errors import CheckpointError, RequestError, TargetError, TargetInUse, UnsupportedError, check_word
@@ -32,7 +33,7 @@ from reshard.verbs.request import Effort, EffortOptions, PathLike
 
 if TYPE_CHECKING:
     from reshard.engine.parts.part import PartConversion
-    from reshard.engine.stores.gather import StoreConversion
+    from reshard.engine.stores.conversion import StoreConversion
     from reshard.plans.bands import Band
 
 Existing = Literal["refuse", "resume", "overwrite", "update"]
@@ -116,11 +117,9 @@ def convert(
     return result_of(running, target, time.monotonic() - began)
 
 
-def result_of(running: Conversion | StoreConversion | PartConversion, target: PathLike, seconds: float) -> Result:
+def result_of(running: Conversion | StoreConversion | SharedConversion, target: PathLike, seconds: float) -> Result:
     """The result of a conversion that has run to its end. Raises TargetInUse if another process still writes the target."""
-    from reshard.engine.parts.part import PartConversion
-
-    whole = running.completed if isinstance(running, PartConversion) else running
+    whole = running.completed if isinstance(running, SharedConversion) else running
     if whole is None:
         raise TargetInUse(
             "all tasks are done, and another process still writes here, so the files have not got their final names",

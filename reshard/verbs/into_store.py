@@ -1,4 +1,4 @@
-"""Whether a conversion may write a folder of a store, and the conversion."""
+"""Whether a conversion may write a folder of a store, and the conversion or a part of it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from reshard.adapter import registry
 from reshard.adapter.model_files import CARRIED, CONFIG
 from reshard.engine.journal import JournalHeader
 from reshard.engine.record import Provenance
-from reshard.engine.stores.gather import StoreConversion
+from reshard.engine.stores.conversion import StoreConversion
+from reshard.engine.stores.part import StorePartConversion, check_no_task_is_missing
 from reshard.engine.stores.store_target import StoreTarget
-from reshard.errors import TargetError, UnsupportedError
+from reshard.errors import RequestError, TargetError, UnsupportedError
 from reshard.geometry.quantities import plural
+from reshard.plans.bands import PartNumber, tasks_of_part
+from reshard.plans.file_tasks import file_tasks
 from reshard.plans.manifest import MANIFEST, RECORDS
 from reshard.plans.plan import Plan
 from reshard.storage.staging import WORK_FOLDER
@@ -28,10 +31,9 @@ def conversion_into_store(plan: Plan, url: str, existing: Existing, effort: Effo
 
     Raises: TargetError if something lies there that may not be replaced; UnsupportedError for a web server, which is only read.
     """
-    check_store_target(url)
+    _check_target(plan, url)
     if existing == "update":
         raise UnsupportedError("--if-changed needs a local target", where=url, do="Use --resume, or --overwrite to replace it")
-    _check_place(url.rstrip("/"), plan.source_files.root.rstrip("/"))
     store = open_store(url)
     replaces = _replaceable(StoreTarget(store), plan, existing)
     return StoreConversion(
@@ -43,6 +45,37 @@ def conversion_into_store(plan: Plan, url: str, existing: Existing, effort: Effo
         memory=effort.memory,
         provenance=provenance,
     )
+
+
+def part_into_store(
+    plan: Plan, url: str, part: PartNumber, existing: Existing, effort: Effort, provenance: Provenance
+) -> StorePartConversion:
+    """A part of a conversion into a folder of a store that has not begun.
+
+    Raises: RequestError for --overwrite and --if-changed; else as `conversion_into_store` does.
+    """
+    _check_target(plan, url)
+    if existing not in ("refuse", "resume"):
+        raise RequestError(
+            f"--{'if-changed' if existing == 'update' else existing} and --part contradict each other for a target in a store",
+            where=url,
+            why="Stores have no locks, so a part could remove what another has just written",
+            do="Choose an empty folder, or remove the old checkpoint first",
+        )
+    tasks = tasks_of_part(file_tasks(plan), part)
+    return StorePartConversion(plan, open_store(url), tasks, workers=effort.workers, memory=effort.memory, provenance=provenance)
+
+
+def finishing_in_store(plan: Plan, url: str, effort: Effort, provenance: Provenance) -> StoreConversion:
+    """The conversion that completes a target whose files are all finished. Raises TargetError, naming what is missing, if some are not."""
+    _check_target(plan, url)
+    check_no_task_is_missing(plan, open_store(url))
+    return conversion_into_store(plan, url, "resume", effort, provenance)
+
+
+def _check_target(plan: Plan, url: str) -> None:
+    check_store_target(url)
+    _check_place(url.rstrip("/"), plan.source_files.root.rstrip("/"))
 
 
 def check_store_target(url: str) -> None:

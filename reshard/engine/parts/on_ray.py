@@ -42,7 +42,7 @@ class RayConversion(PartConversion):
         ray = connected()
         missing = missing_bands(self.plan, finished).bands
         todo = {band.number for band in missing}
-        for band in self.bands:
+        for band in self.tasks:
             if band.number not in todo:
                 nbytes = _nbytes(self.plan, band)
                 self.resumed_bytes += nbytes
