@@ -51,6 +51,14 @@ class Task(Protocol):
     """What one process does of a conversion: a Band, or a FileTask of a conversion into a store."""
 
     @property
+    def number(self) -> int:
+        """Its number, counted from 0."""
+
+    @property
+    def routes(self) -> Sequence[int]:
+        """The indexes of the routes that it converts."""
+
+    @property
     def weight(self) -> int:
         """How much work it is."""
 

@@ -226,7 +226,7 @@ def ray_conversion(
     effort: Effort = _NO_LIMITS,
     provenance: Provenance = _NO_PROVENANCE,
     address: str | None = None,
-) -> PartConversion:
+) -> SharedConversion:
     """A conversion by the tasks of a Ray cluster that has not begun. address: that of the cluster, if none is connected.
 
     Raises: UnsupportedError if Ray is not installed, SystemRefusal if no cluster answers.
@@ -234,6 +234,11 @@ def ray_conversion(
     from reshard.engine.parts.on_ray import RayConversion, connected
 
     connected(address)
+    if is_url(target):
+        from reshard.verbs.into_store import ray_into_store
+
+        check_whole(plan)
+        return ray_into_store(plan, os.fspath(target), existing, effort, provenance)
     return shared_conversion(RayConversion, plan, target, plan.bands(), existing, effort, provenance)
 
 

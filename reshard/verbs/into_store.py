@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from reshard.engine.stores.store_target import StoreTarget
 from reshard.errors import RequestError, TargetError, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.plans.bands import PartNumber, tasks_of_part
-from reshard.plans.file_tasks import file_tasks
+from reshard.plans.file_tasks import FileTask, file_tasks
 from reshard.plans.manifest import MANIFEST, RECORDS
 from reshard.plans.plan import Plan
 from reshard.storage.staging import WORK_FOLDER
@@ -50,20 +51,36 @@ def conversion_into_store(plan: Plan, url: str, existing: Existing, effort: Effo
 def part_into_store(
     plan: Plan, url: str, part: PartNumber, existing: Existing, effort: Effort, provenance: Provenance
 ) -> StorePartConversion:
-    """A part of a conversion into a folder of a store that has not begun.
+    """A part of a conversion into a folder of a store that has not begun. Raises: as `_shared` does."""
+    return _shared(StorePartConversion, plan, url, tasks_of_part(file_tasks(plan), part), existing, effort, provenance)
 
-    Raises: RequestError for --overwrite and --if-changed; else as `conversion_into_store` does.
-    """
+
+def ray_into_store(plan: Plan, url: str, existing: Existing, effort: Effort, provenance: Provenance) -> StorePartConversion:
+    """The same by the tasks of the Ray cluster that is connected."""
+    from reshard.engine.stores.on_ray import RayStoreConversion
+
+    return _shared(RayStoreConversion, plan, url, file_tasks(plan), existing, effort, provenance)
+
+
+def _shared(
+    kind: type[StorePartConversion],
+    plan: Plan,
+    url: str,
+    tasks: Sequence[FileTask],
+    existing: Existing,
+    effort: Effort,
+    provenance: Provenance,
+) -> StorePartConversion:
+    """Raises: RequestError for --overwrite and --if-changed; else as `conversion_into_store` does."""
     _check_target(plan, url)
     if existing not in ("refuse", "resume"):
         raise RequestError(
-            f"--{'if-changed' if existing == 'update' else existing} and --part contradict each other for a target in a store",
+            f"--{'if-changed' if existing == 'update' else existing} does not go with --part and --ray for a target in a store",
             where=url,
-            why="Stores have no locks, so a part could remove what another has just written",
+            why="Stores have no locks, so one process could remove what another has just written",
             do="Choose an empty folder, or remove the old checkpoint first",
         )
-    tasks = tasks_of_part(file_tasks(plan), part)
-    return StorePartConversion(plan, open_store(url), tasks, workers=effort.workers, memory=effort.memory, provenance=provenance)
+    return kind(plan, open_store(url), tasks, workers=effort.workers, memory=effort.memory, provenance=provenance)
 
 
 def finishing_in_store(plan: Plan, url: str, effort: Effort, provenance: Provenance) -> StoreConversion:

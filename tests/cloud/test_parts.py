@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cloud.models import content, content_in, write_hf
+from cloud.store_kills import Work, experiment
 from command import reshard as run
 from places import FIXTURES
 
@@ -14,8 +15,10 @@ import reshard
 from reshard.engine.stores import conversion as store_conversion
 from reshard.engine.stores.store_target import BEGUN, StoreTarget
 from reshard.errors import CheckpointError, RequestError, TargetError
+from reshard.plans.bands import PartNumber
 from reshard.plans.file_tasks import file_tasks
 from reshard.plans.manifest import MANIFEST
+from reshard.storage.stores.store import Store
 from reshard.storage.stores.urls import open_store
 from reshard.verbs.convert import conversion
 from reshard.verbs.convert_part import finishing, part_conversion
@@ -130,7 +133,7 @@ def test_parts_at_the_same_time_and_twice(plan, whole, s3):
 
 
 def test_a_part_that_is_late_does_not_write_into_a_complete_target(plan, whole, s3):
-    late = part_conversion(plan, "s3://bucket/out", reshard_part("0/2"))
+    late = part_conversion(plan, "s3://bucket/out", PartNumber.parse("0/2"))
     steps = late.run()
     next(steps)
     parts(plan, "s3://bucket/out", 2)
@@ -138,12 +141,6 @@ def test_a_part_that_is_late_does_not_write_into_a_complete_target(plan, whole, 
     list(steps)
     assert late.completed and not s3.uploads
     assert {key: s3.objects["bucket", key].etag for key in s3.keys("bucket", "out/")} == before
-
-
-def reshard_part(text):
-    from reshard.plans.bands import PartNumber
-
-    return PartNumber.parse(text)
 
 
 def test_one_process_resumes_what_parts_have_begun_and_parts_what_one_has(plan, whole, s3):
@@ -188,37 +185,42 @@ def killed(*_):
     raise KeyboardInterrupt
 
 
+class Stopping:
+    """Stops a part before one of the requests with which it completes a target. before: how many it may make."""
+
+    def __init__(self, before):
+        self.left, self.completes = before, False
+
+    def install(self, patch):
+        for verb in ("create", "remove"):
+            patch.setattr(Store, verb, self.counted(getattr(Store, verb)))
+        original = store_conversion.StoreConversion.complete
+
+        def complete(*arguments):
+            self.completes = True
+            original(*arguments)
+
+        patch.setattr(store_conversion.StoreConversion, "complete", complete)
+
+    def counted(self, original):
+        def call(*arguments, **options):
+            if self.completes:
+                if not self.left:
+                    raise KeyboardInterrupt
+                self.left -= 1
+            return original(*arguments, **options)
+
+        return call
+
+
 def test_a_part_that_stops_while_it_completes_the_target_is_finished_by_any_other(plan, whole, s3, monkeypatch):
     """Stopped before each of its requests in turn, from the first small file to the last record that is removed."""
-    from reshard.storage.stores.store import Store
-
     stops = 0
     while True:
-        url, left = f"s3://bucket/out-{stops}", [stops]
+        url = f"s3://bucket/out-{stops}"
         parts(plan, url, 2, [1])
-
-        def stopping(verb, left=left):
-            original = getattr(Store, verb)
-
-            def run(self, *arguments, **options):
-                if committing and not left[0]:
-                    raise KeyboardInterrupt
-                left[0] -= committing
-                return original(self, *arguments, **options)
-
-            return run
-
-        committing = False
-
-        def complete(self, *arguments, original=store_conversion.StoreConversion.complete):
-            nonlocal committing
-            committing = True
-            return original(self, *arguments)
-
         with monkeypatch.context() as patch:
-            for verb in ("create", "remove"):
-                patch.setattr(Store, verb, stopping(verb))
-            patch.setattr(store_conversion.StoreConversion, "complete", complete)
+            Stopping(stops).install(patch)
             try:
                 reshard.convert_part(plan, url, "0/2")
                 break
@@ -226,7 +228,7 @@ def test_a_part_that_stops_while_it_completes_the_target_is_finished_by_any_othe
                 stops += 1
         assert reshard.convert_part(plan, url, "5/7").complete
         assert content_in(s3, "bucket", url.removeprefix("s3://bucket/")) == whole
-    assert stops >= len(plan.layout.sidecars) + 4
+    assert stops == len(plan.layout.sidecars) + 4, "digests, manifest, records, begun.json"
 
 
 def test_parts_write_into_an_empty_folder_only(plan, s3):
@@ -234,7 +236,7 @@ def test_parts_write_into_an_empty_folder_only(plan, s3):
     before = content_in(s3, "bucket", "old")
     with pytest.raises(TargetError, match="Parts write into an empty folder"):
         reshard.convert_part(plan, "s3://bucket/old", "0/2")
-    with pytest.raises(RequestError, match="--overwrite and --part contradict each other for a target in a store"):
+    with pytest.raises(RequestError, match="--overwrite does not go with --part and --ray for a target in a store"):
         reshard.convert_part(plan, "s3://bucket/old", "0/2", overwrite=True)
     assert content_in(s3, "bucket", "old") == before
     reshard.convert_part(plan, "s3://bucket/out", "0/2")
@@ -286,7 +288,7 @@ def test_clean_removes_a_file_that_was_completed_and_not_recorded(plan, s3, monk
         patch.setattr(StoreTarget, "record", killed)
         with pytest.raises(KeyboardInterrupt):
             reshard.convert_part(plan, "s3://bucket/out", "0/2")
-    assert [key for key in s3.keys("bucket", "out/model")]
+    assert s3.keys("bucket", "out/model")
     assert run("clean", "s3://bucket/out", "--yes").code == 0
     assert s3.keys("bucket", "out") == []
     assert StoreTarget(open_store("s3://bucket/out")).entries == {}
@@ -305,3 +307,10 @@ def test_the_command_line(tmp_path, s3):
     assert run("convert", source, "s3://bucket/out", *plan_options, "--finish").code == 0
     run("convert", source, tmp_path / "local", *plan_options)
     assert content_in(s3, "bucket", "out") == content(tmp_path / "local")
+
+
+def test_parts_that_are_killed_leave_no_wrong_byte(tmp_path, s3):
+    """tests/cloud/store_kills.py is the long form."""
+    work = Work(tmp_path / "work", to="vllm", tp=2, max_shard_size="12MB")
+    phases = experiment(work, s3, random.Random(1), kills=4)
+    assert phases.total() > 0

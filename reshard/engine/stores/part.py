@@ -52,13 +52,16 @@ class StorePartConversion(SharedConversion):
         """The bytes of its tasks that were there already."""
         self.completed: StoreConversion | None = None
         """The conversion, if the target is complete when `run` has ended."""
+        self.given_workers, self.given_memory = workers, memory
+        """What the caller allows."""
+        self.identity = plan.identity()
+        """The identity of the plan."""
         self._store = store
         self._paths = {path for task in self.tasks for path in task.paths}
         self._routes = sorted({i for task in self.tasks for i in task.routes})
         self._workers = gather_workers(plan, workers)
         self._budget = Budget(memory, [file for file in plan.layout.files if file.path in self._paths])
         self._whole = StoreConversion(plan, store, workers=workers, memory=memory, provenance=provenance)
-        self._identity = plan.identity()
 
     @property
     def total(self) -> int:
@@ -73,7 +76,7 @@ class StorePartConversion(SharedConversion):
         """
         target = StoreTarget(self._store)
         try:
-            if not target.result_of(self._identity):
+            if not target.result_of(self.identity):
                 self._join(target)
                 yield from self._copy(target)
             self._complete()
@@ -83,6 +86,12 @@ class StorePartConversion(SharedConversion):
                 raise
             event("left", f"another process has completed the target: {refusal.what}")
         self.completed = self._whole if self._whole.fingerprint else None
+
+    def copy(self) -> Iterator[Done]:
+        """Convert the tasks for a process that has begun the conversion and completes it. Raises: as `run` does."""
+        target = StoreTarget(self._store)
+        target.check_begun(self.identity)
+        yield from self._copy(target)
 
     def _join(self, target: StoreTarget) -> None:
         """Begin the conversion, unless another part has. Raises TargetError if something else lies there."""
@@ -102,7 +111,7 @@ class StorePartConversion(SharedConversion):
                 begun = StoreTarget(self._store).begun()
                 if begun is None:
                     raise
-        if begun and begun.identity != self._identity:
+        if begun and begun.identity != self.identity:
             raise TargetError(
                 f"another conversion to {begun.to} has begun here",
                 where=url,
@@ -113,8 +122,8 @@ class StorePartConversion(SharedConversion):
 
     def _copy(self, target: StoreTarget) -> Iterator[Done]:
         """Complete the files of the tasks that are not finished."""
-        finished = target.finished(self._identity, self._paths)
-        gather = Gather(self.plan, self._identity, target, budget=self._budget, workers=self._workers, finished=finished)
+        finished = target.finished(self.identity, self._paths)
+        gather = Gather(self.plan, self.identity, target, budget=self._budget, workers=self._workers, finished=finished)
         yield from gather.run(self._paths, self._routes)
         self.resumed_bytes = gather.resumed_bytes
         check_source_is_unchanged(self.plan)
@@ -124,7 +133,7 @@ class StorePartConversion(SharedConversion):
         target = StoreTarget(self._store)
         if self._whole.take_finished(target):
             return
-        finished = target.finished(self._identity)
+        finished = target.finished(self.identity)
         if missing_tasks(self.plan, finished).tasks:
             return
         try:
