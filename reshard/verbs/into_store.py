@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from reshard.adapter import registry
 from reshard.adapter.model_files import CARRIED, CONFIG
+from reshard.engine.events import event
 from reshard.engine.journal import JournalHeader
 from reshard.engine.record import Provenance
 from reshard.engine.stores.conversion import StoreConversion
@@ -15,7 +16,7 @@ from reshard.engine.stores.part import StorePartConversion, check_no_task_is_mis
 from reshard.engine.stores.store_target import StoreTarget
 from reshard.errors import RequestError, TargetError, UnsupportedError
 from reshard.geometry.quantities import plural
-from reshard.plans.bands import PartNumber, tasks_of_part
+from reshard.plans.bands import PartNumber, imbalance, tasks_of_part
 from reshard.plans.file_tasks import FileTask, file_tasks
 from reshard.plans.manifest import MANIFEST, RECORDS
 from reshard.plans.plan import Plan
@@ -25,6 +26,9 @@ from reshard.verbs.request import Effort
 
 if TYPE_CHECKING:
     from reshard.verbs.convert import Existing
+
+_IMBALANCE = 0.1
+"""From here on, a part says that there are too few tasks."""
 
 
 def conversion_into_store(plan: Plan, url: str, existing: Existing, effort: Effort, provenance: Provenance) -> StoreConversion:
@@ -52,7 +56,18 @@ def part_into_store(
     plan: Plan, url: str, part: PartNumber, existing: Existing, effort: Effort, provenance: Provenance
 ) -> StorePartConversion:
     """A part of a conversion into a folder of a store that has not begun. Raises: as `_shared` does."""
-    return _shared(StorePartConversion, plan, url, tasks_of_part(file_tasks(plan), part), existing, effort, provenance)
+    tasks = file_tasks(plan)
+    more = imbalance([task.weight for task in tasks], part.of)
+    if more > _IMBALANCE:
+        event(
+            "imbalance",
+            f"{plural(len(tasks), 'task')} for {part.of} parts: the part with the most work has {more:.0%} more than the mean; a smaller "
+            "--max-shard-size makes more tasks, where the format has it",
+            level=30,
+            tasks=len(tasks),
+            parts=part.of,
+        )
+    return _shared(StorePartConversion, plan, url, tasks_of_part(tasks, part), existing, effort, provenance)
 
 
 def ray_into_store(plan: Plan, url: str, existing: Existing, effort: Effort, provenance: Provenance) -> StorePartConversion:
