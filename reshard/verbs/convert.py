@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from reshard.adapter import registry
 from reshard.adapter.model_files import CARRIED, CONFIG
 from reshard.engine.events import event
-from reshard.engine.journal import Unfinished, read_journal
+from reshard.engine.journal import read_journal
 from reshard.engine.parts.shared import SharedConversion
 from reshard.engine.record import Provenance
 from reshard.engine.run import Conversion, recorded_fingerprint
-from reshard.errors import CheckpointError, RequestError, TargetError, TargetInUse, UnsupportedError, check_word
+from reshard.errors import CheckpointError, RequestError, TargetError, TargetInUse, check_word
 from reshard.geometry.quantities import plural
 from reshard.plans.digests import Fingerprint
 from reshard.plans.manifest import MANIFEST, RECORDS, listed_files, read_digests, usable_manifest
 from reshard.plans.plan import Plan
 from reshard.plans.summary import DropSummary, drops
-from reshard.storage.files import LocalFiles
+from reshard.storage.files import Files, LocalFiles
 from reshard.storage.local_path import is_url, local_path
 from reshard.storage.lock import is_locked
 from reshard.storage.staging import LOCK, WORK_FOLDER
@@ -144,22 +144,19 @@ def existing_target(*, resume: bool, overwrite: bool, if_changed: bool) -> Exist
 
 def unchanged_result(plan: Plan, target: PathLike, provenance: Provenance) -> Result | None:
     """The result of an earlier conversion, if the target holds what this one would write; None if it must be written."""
-    from reshard.verbs.unchanged import reason_to_convert
+    from reshard.verbs.unchanged import files_of_target, reason_to_convert
 
-    if is_url(target):
-        raise UnsupportedError(
-            "--if-changed needs a local target", where=os.fspath(target), do="Use --resume, or --overwrite to replace it"
-        )
-    root, began = target_folder(target), time.monotonic()
-    with system_errors("read", root):
-        reason = reason_to_convert(plan, root, checksums=provenance.checksums)
-        if reason is not None:
-            event("changed", f"{root} is written: {reason}", target=str(root), reason=reason)
+    root, began = os.fspath(target if is_url(target) else target_folder(target)), time.monotonic()
+    with nullcontext() if is_url(target) else system_errors("read", root):
+        files = files_of_target(root)
+        reason = reason_to_convert(plan, files, checksums=provenance.checksums)
+        if reason is not None or files is None:
+            event("changed", f"{root} is written: {reason}", target=root, reason=reason)
             return None
-        fingerprint = recorded_fingerprint(root)
-    event("unchanged", f"{root} is unchanged: nothing was written", target=str(root), fingerprint=fingerprint.root)
-    files = {file.path: file.nbytes for file in plan.layout.files}
-    return Result(os.fspath(target), files, drops(plan), plan.layout.notes, fingerprint, time.monotonic() - began, unchanged=True)
+        fingerprint = recorded_fingerprint(files)
+    event("unchanged", f"{root} is unchanged: nothing was written", target=root, fingerprint=fingerprint.root)
+    sizes = {file.path: file.nbytes for file in plan.layout.files}
+    return Result(os.fspath(target), sizes, drops(plan), plan.layout.notes, fingerprint, time.monotonic() - began, unchanged=True)
 
 
 def target_folder(target: PathLike) -> Path:
@@ -286,7 +283,8 @@ def _replaceable(root: Path, plan: Plan, existing: Existing) -> tuple[str, ...]:
     inner = sorted(str(path.relative_to(root)) for folder in folders for path in (root / folder).rglob("*") if path.is_file())
     weights = [name for name in (*entries, *inner) if any(fnmatchcase(name, glob) for glob in globs)]
     if existing == "update":
-        return _own_files(root, plan, entries, weights, interrupted)
+        own = own_files(LocalFiles(root), plan, entries, weights, is_interrupted=interrupted is not None)
+        return tuple(name for name in own if (root / name).is_file())
     if not weights and not interrupted:
         raise TargetError(
             f"--overwrite: {', '.join(entries[:3])} and what else lies there is no checkpoint",
@@ -298,14 +296,17 @@ def _replaceable(root: Path, plan: Plan, existing: Existing) -> tuple[str, ...]:
     return tuple(name for name in weights + carried if not (root / name).is_dir())
 
 
-def _own_files(root: Path, plan: Plan, entries: list[str], weights: list[str], interrupted: Unfinished | None) -> tuple[str, ...]:
-    """The files in the target directory that reshard wrote. Raises TargetError if it holds weights that reshard did not write."""
-    files = LocalFiles(root)
-    manifest = usable_manifest(files)
-    if manifest is None and not interrupted:
+def own_files(files: Files, plan: Plan, entries: Sequence[str], weights: Sequence[str], *, is_interrupted: bool) -> tuple[str, ...]:
+    """The files of the target that reshard wrote, whether they exist or not. Raises TargetError if it holds weights that reshard did not
+    write.
+
+    entries: what lies there. weights: the files of weights among it. is_interrupted: whether a conversion has begun there.
+    """
+    manifest, root = usable_manifest(files), files.root
+    if manifest is None and not is_interrupted:
         raise TargetError(
             f"--if-changed: there is no {MANIFEST}, so reshard did not write what lies here, such as {entries[0]}",
-            where=str(root),
+            where=root,
             why="Only what reshard wrote is replaced",
             do="Choose another directory, or say --overwrite to replace another checkpoint",
         )
@@ -317,11 +318,11 @@ def _own_files(root: Path, plan: Plan, entries: list[str], weights: list[str], i
     if others:
         raise TargetError(
             f"--if-changed: {MANIFEST} does not list {others[0]}, so reshard did not write it here",
-            where=str(root),
+            where=root,
             why="Only what reshard wrote is replaced",
             do="Remove the file, or say --overwrite to replace everything that lies here",
         )
-    return tuple(name for name in own if (root / name).is_file())
+    return tuple(own)
 
 
 def _check_place(root: Path, source: Path) -> None:

@@ -21,6 +21,7 @@ from reshard.plans.file_tasks import FileTask, file_tasks
 from reshard.plans.manifest import MANIFEST, RECORDS
 from reshard.plans.plan import Plan
 from reshard.storage.staging import WORK_FOLDER
+from reshard.storage.stores.remote_files import RemoteFiles
 from reshard.storage.stores.urls import open_store
 from reshard.verbs.request import Effort
 
@@ -37,10 +38,11 @@ def conversion_into_store(plan: Plan, url: str, existing: Existing, effort: Effo
     Raises: TargetError if something lies there that may not be replaced; UnsupportedError for a web server, which is only read.
     """
     _check_target(plan, url)
-    if existing == "update":
-        raise UnsupportedError("--if-changed needs a local target", where=url, do="Use --resume, or --overwrite to replace it")
     store = open_store(url)
-    replaces = _replaceable(StoreTarget(store), plan, existing)
+    target = StoreTarget(store)
+    if existing == "update" and (begun := target.begun()) and begun.identity == plan.identity():
+        existing = "resume"
+    replaces = _replaceable(target, plan, existing)
     return StoreConversion(
         plan,
         store,
@@ -136,6 +138,14 @@ def _replaceable(target: StoreTarget, plan: Plan, existing: Existing) -> tuple[s
         )
     globs = [glob for found in registry.formats().values() for glob in found.owns]
     weights = [path for path in entries if any(fnmatchcase(path, glob) for glob in globs)]
+    if existing == "update":
+        from reshard.verbs.convert import own_files
+
+        unfinished = target.unfinished_files()
+        finished = [path for path in weights if path not in set(unfinished)]
+        own = own_files(RemoteFiles(url), plan, entries, finished, is_interrupted=begun is not None)
+        records = [path for path in entries if path.startswith(f"{WORK_FOLDER}/")]
+        return tuple(path for path in dict.fromkeys((*own, *unfinished, *records)) if path in target.entries)
     if not weights and not begun:
         raise TargetError(
             f"--overwrite: {', '.join(entries[:3])} and what else lies there is no checkpoint",

@@ -7,7 +7,7 @@ the content of small files. No weight is read but for the samples, 64 KiB of eac
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 from reshard.engine.compare import Comparison
 from reshard.engine.folder import check_nothing_was_added, check_small_files
@@ -18,19 +18,31 @@ from reshard.plans.digests import CURRENT
 from reshard.plans.manifest import CHECKSUMS, MANIFEST, Manifest, read_digests, read_manifest
 from reshard.plans.plan import Plan
 from reshard.storage.files import Files, LocalFiles
+from reshard.storage.local_path import is_url, local_path
 from reshard.storage.staging import WORK_FOLDER
 
 
-def reason_to_convert(plan: Plan, root: Path, *, checksums: bool = False) -> str | None:
+def files_of_target(target: str | os.PathLike[str]) -> Files | None:
+    """The files of a directory or of a folder in a store; None if there is none."""
+    if is_url(target):
+        from reshard.storage.stores.remote_files import RemoteFiles
+        from reshard.storage.stores.urls import open_store
+
+        url = os.fspath(target)
+        return RemoteFiles(url) if open_store(url).list(below=False) else None
+    root = local_path(target)
+    return LocalFiles(root) if root.is_dir() else None
+
+
+def reason_to_convert(plan: Plan, files: Files | None, *, checksums: bool = False) -> str | None:
     """Why the target must be written, as a part of a sentence; None if it holds the result of this plan for the source as it is now.
 
-    checksums: whether SHA256SUMS is wanted, too.
+    files: of the target; None if there is none. checksums: whether SHA256SUMS is wanted, too.
     """
-    if not root.is_dir():
+    if files is None:
         return "there is no target yet"
-    if (root / WORK_FOLDER).exists():
+    if f"{WORK_FOLDER}/" in files.list():
         return "an earlier run has not ended"
-    files = LocalFiles(root)
     try:
         manifest = read_manifest(files)
         if manifest is None:
