@@ -324,3 +324,20 @@ def test_parts_that_are_killed_leave_no_wrong_byte(tmp_path, s3):
     work = Work(tmp_path / "work", to="vllm", tp=2, max_shard_size="12MB")
     phases = experiment(work, s3, random.Random(1), kills=4)
     assert phases.total() > 0
+
+
+def test_a_file_that_another_part_writes_again_while_the_target_is_completed(plan, whole, s3, monkeypatch):
+    """Stores give the same bytes another ETag. The part that has written them completes the target."""
+    parts(plan, "s3://bucket/out", 2, [1])
+    original = store_conversion.StoreConversion.complete
+
+    def complete(*arguments):
+        s3.objects["bucket", f"out/{plan.layout.files[0].path}"].etag = "written-again"
+        original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_conversion.StoreConversion, "complete", complete)
+        assert not reshard.convert_part(plan, "s3://bucket/out", "0/2").complete
+    assert f"out/{MANIFEST}" not in s3.keys("bucket", "out")
+    assert [each.complete for each in parts(plan, "s3://bucket/out", 2)][-1]
+    assert content_in(s3, "bucket", "out") == whole
