@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,13 +18,13 @@ from reshard.engine.journal import read_journal
 from reshard.engine.parts.shared import SharedConversion
 from reshard.engine.record import Provenance
 from reshard.engine.run import Conversion, recorded_fingerprint
-from reshard.errors import CheckpointError, RequestError, TargetError, TargetInUse, check_word
+from reshard.errors import RequestError, TargetError, TargetInUse, check_word
 from reshard.geometry.quantities import plural
 from reshard.plans.digests import Fingerprint
-from reshard.plans.manifest import MANIFEST, RECORDS, listed_files, read_digests, usable_manifest
+from reshard.plans.manifest import MANIFEST, RECORDS
 from reshard.plans.plan import Plan
 from reshard.plans.summary import DropSummary, drops
-from reshard.storage.files import Files, LocalFiles
+from reshard.storage.files import LocalFiles
 from reshard.storage.local_path import is_url, local_path
 from reshard.storage.lock import is_locked
 from reshard.storage.staging import LOCK, WORK_FOLDER
@@ -283,6 +283,8 @@ def _replaceable(root: Path, plan: Plan, existing: Existing) -> tuple[str, ...]:
     inner = sorted(str(path.relative_to(root)) for folder in folders for path in (root / folder).rglob("*") if path.is_file())
     weights = [name for name in (*entries, *inner) if any(fnmatchcase(name, glob) for glob in globs)]
     if existing == "update":
+        from reshard.verbs.unchanged import own_files
+
         own = own_files(LocalFiles(root), plan, entries, weights, is_interrupted=interrupted is not None)
         return tuple(name for name in own if (root / name).is_file())
     if not weights and not interrupted:
@@ -294,35 +296,6 @@ def _replaceable(root: Path, plan: Plan, existing: Existing) -> tuple[str, ...]:
         )
     carried = [name for name in entries if any(fnmatchcase(name, glob) for glob in (*CARRIED, CONFIG, *RECORDS))]
     return tuple(name for name in weights + carried if not (root / name).is_dir())
-
-
-def own_files(files: Files, plan: Plan, entries: Sequence[str], weights: Sequence[str], *, is_interrupted: bool) -> tuple[str, ...]:
-    """The files of the target that reshard wrote, whether they exist or not. Raises TargetError if it holds weights that reshard did not
-    write.
-
-    entries: what lies there. weights: the files of weights among it. is_interrupted: whether a conversion has begun there.
-    """
-    manifest, root = usable_manifest(files), files.root
-    if manifest is None and not is_interrupted:
-        raise TargetError(
-            f"--if-changed: there is no {MANIFEST}, so reshard did not write what lies here, such as {entries[0]}",
-            where=root,
-            why="Only what reshard wrote is replaced",
-            do="Choose another directory, or say --overwrite to replace another checkpoint",
-        )
-    small_files = [sidecar.path for sidecar in plan.layout.sidecars]
-    with suppress(CheckpointError):  # Without reshard.digests the small files are those that are about to be written.
-        small_files += read_digests(files, manifest).small_files if manifest and manifest.digests else ()
-    own = dict.fromkeys((*(listed_files(files, manifest) if manifest else ()), *small_files, *RECORDS))
-    others = [name for name in weights if name not in own]
-    if others:
-        raise TargetError(
-            f"--if-changed: {MANIFEST} does not list {others[0]}, so reshard did not write it here",
-            where=root,
-            why="Only what reshard wrote is replaced",
-            do="Remove the file, or say --overwrite to replace everything that lies here",
-        )
-    return tuple(own)
 
 
 def _check_place(root: Path, source: Path) -> None:

@@ -24,6 +24,7 @@ from reshard.storage.staging import WORK_FOLDER
 from reshard.storage.stores.remote_files import RemoteFiles
 from reshard.storage.stores.urls import open_store
 from reshard.verbs.request import Effort
+from reshard.verbs.unchanged import own_files
 
 if TYPE_CHECKING:
     from reshard.verbs.convert import Existing
@@ -139,8 +140,6 @@ def _replaceable(target: StoreTarget, plan: Plan, existing: Existing) -> tuple[s
     globs = [glob for found in registry.formats().values() for glob in found.owns]
     weights = [path for path in entries if any(fnmatchcase(path, glob) for glob in globs)]
     if existing == "update":
-        from reshard.verbs.convert import own_files
-
         unfinished = target.unfinished_files()
         finished = [path for path in weights if path not in set(unfinished)]
         own = own_files(RemoteFiles(url), plan, entries, finished, is_interrupted=begun is not None)

@@ -84,8 +84,7 @@ class StoreConversion:
             yield from self._copy(gather)
         except CheckpointError:
             # The input is wrong, so this run can never be resumed.
-            target.store.remove(gather.completed)
-            target.end(gather.completed)
+            StoreTarget(self._store).clean()
             raise
         self._commit(target, gather.completed)
 
