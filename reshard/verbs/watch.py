@@ -12,14 +12,11 @@ from typing import Any, Unpack
 from reshard.engine.events import event
 from reshard.errors import DifferenceFound, RequestError, ReshardError, UnsupportedError
 from reshard.geometry.quantities import plural
-from reshard.plans.manifest import usable_manifest
-from reshard.plans.plan import Plan
 from reshard.runs.local_outputs import LocalOutputs
 from reshard.runs.outputs import LATEST, Outputs
 from reshard.runs.record import WatchRecord
 from reshard.runs.steps import QUIET_SECONDS, Seen, Step, find_steps
 from reshard.storage.local_path import is_url, local_path
-from reshard.storage.tar import open_tree
 from reshard.verbs.convert import convert
 from reshard.verbs.plan import plan
 from reshard.verbs.request import Effort, PathLike, PlanOptions
@@ -194,7 +191,7 @@ class _Work:
         self.outputs.prepare()
         record = WatchRecord(self.outputs)
         planned = plan(step.path, to=self.to, **self.options)
-        is_new = _write(planned, target)
+        is_new = not convert(planned, target, if_changed=True).unchanged
         files = planned.layout.files
         yield self.event("converted", step, plural(len(files), "file") if is_new else "it was there already")
         there = self.outputs.names()
@@ -225,20 +222,3 @@ class _Work:
         if code:
             raise RequestError(f"the command of --then ended with exit code {code}", where=target, do="It is run again later")
         return f"{self.then!r} ended with exit code 0"
-
-
-def _write(planned: Plan, target: str) -> bool:
-    """Write an output, or finish it; whether something had to be written. Raises TargetError if something else lies there."""
-    if not is_url(target):
-        return not convert(planned, target, if_changed=True).unchanged
-    from reshard.engine.stores.store_target import StoreTarget
-    from reshard.storage.stores.urls import open_store
-    from reshard.verbs.unchanged import change_since
-
-    there = StoreTarget(open_store(target))
-    begun, manifest = there.begun(), usable_manifest(open_tree(target)) if there.entries else None
-    if begun is None and manifest is not None and change_since(planned, manifest) is None:
-        return False
-    is_same = begun is not None and begun.identity == planned.identity()
-    convert(planned, target, resume=is_same, overwrite=not is_same and (begun is not None or manifest is not None))
-    return True

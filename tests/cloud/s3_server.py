@@ -289,7 +289,7 @@ class _Handler(BaseHTTPRequestHandler):
             f"<Contents><Key>{escape(key)}</Key><LastModified>{_iso(stored.time)}</LastModified>"
             f"<ETag>&quot;{stored.etag}&quot;</ETag><Size>{stored.nbytes}</Size></Contents>"
             for key in page
-            for stored in [self.server.owner.objects[bucket, key]]
+            if (stored := self.server.owner.objects.get((bucket, key)))
         )
         rows += "".join(f"<CommonPrefixes><Prefix>{escape(folder)}</Prefix></CommonPrefixes>" for folder in folders)
         more = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if rest else ""
