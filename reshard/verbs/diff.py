@@ -9,7 +9,6 @@ from typing import Unpack
 from reshard.canonical.content import Selection
 from reshard.engine.compare import Comparison, Difference, Side, comparable
 from reshard.errors import RequestError, choices
-from reshard.geometry.boxes import Box
 from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.changes import Change, ChangeMeter, sum_of
 from reshard.measures.drawing import change_map
@@ -97,12 +96,14 @@ def _measure(result: Diff, pairs: Sequence[tuple], sides: tuple[Side, Side], eff
     """Read the pairs and fill in how they changed."""
     result.changes = [_unmeasured(a.name, sides) for a, _ in pairs]
 
-    def make_measure() -> Callable[[int, Box, Read], tuple[int, Change]]:
+    def make_measure() -> Callable[[int, Read], tuple[int, Change]]:
         meter = ChangeMeter()
 
-        def measure(number: int, box: Box, read: Read) -> tuple[int, Change]:
-            left, right = read()
-            return right.nbytes, meter.measure(left, right, *(tensor.dtype for tensor in pairs[number]))
+        def measure(number: int, read: Read) -> tuple[int, Change]:
+            dtypes, change = [tensor.dtype for tensor in pairs[number]], Change()
+            for _, (left, right) in read:
+                change.add(meter.measure(left, right, *dtypes))
+            return change.elements * dtypes[1].itemsize, change
 
         return measure
 
