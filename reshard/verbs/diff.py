@@ -11,9 +11,7 @@ from reshard.engine.compare import Comparison, Difference, Side, comparable
 from reshard.errors import RequestError, choices
 from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.changes import Change, ChangeMeter, sum_of
-from reshard.measures.drawing import change_map
 from reshard.measures.walk import Read, walk
-from reshard.picture.drawing import in_notebook
 from reshard.verbs.checkpoint import Checkpoint
 from reshard.verbs.request import Effort, EffortOptions, PathLike
 from reshard.verbs.verify import log_compared, not_compared, sides_of
@@ -40,9 +38,13 @@ class Diff(Comparison):
 
     def picture(self) -> str:
         """How much each role changed in each layer, as SVG with a caption."""
+        from reshard.measures.drawing import change_map
+
         return str(change_map(self.changes))
 
     def _repr_html_(self) -> str:
+        from reshard.picture.drawing import in_notebook
+
         return in_notebook(self.picture())
 
     def beyond(self, thresholds: Mapping[str, float]) -> list[Change]:
