@@ -196,10 +196,11 @@ class ChangeMeter:
     def _ulp_counts(self, a: Block, b: Block, dtype: DType) -> list[int]:
         """The number of elements in each bin of the histogram."""
         distance = self._distances(a, b, dtype)
-        counts, more, farthest = [], len(distance), int(distance.max(initial=0))
+        counts: list[int] = []
+        more, farthest = len(distance), int(distance.max(initial=0))
         if farthest < 1 << 8:  # the narrower the words, the faster they are compared
             distance = distance.astype(np.uint8)
-        # Up to 16 bits it is faster to count what lies beyond every edge than to compute with single distances.
+        # For distances of at most 16 bits it is faster to count what lies beyond every edge than to compute with single distances.
         for edge in _EDGES if farthest < 1 << 16 else _EDGES[:4]:
             if edge >= farthest:
                 return [*counts, more]
@@ -215,7 +216,8 @@ class ChangeMeter:
         magnitude, signed = LAYOUTS[dtype.name].magnitude, np.dtype(f"i{a.itemsize}")
         distance = self._array(2, a.dtype, len(a))
         if magnitude.bit_length() == 8 * dtype.itemsize:  # no sign
-            return np.subtract(np.maximum(a, b), np.minimum(a, b), out=distance)
+            np.subtract(np.maximum(a, b), np.minimum(a, b), out=distance)
+            return distance
         # Two numbers of one sign are less than half of all words apart.
         np.abs(np.subtract(a.view(signed), b.view(signed), out=distance.view(signed)), out=distance.view(signed))
         signs = np.bitwise_xor(a, b, out=self._array(3, a.dtype, len(a)))
