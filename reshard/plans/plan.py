@@ -22,7 +22,6 @@ from reshard.geometry.quantities import plural
 from reshard.index.index import Index, Tensor
 from reshard.index.join import meetings
 from reshard.index.shards import PieceTable, primary_rows
-from reshard.picture.drawing import in_notebook
 from reshard.plans.bands import Band, bands_of
 from reshard.plans.digests import CURRENT
 from reshard.plans.layout import Layout
@@ -203,6 +202,8 @@ class Plan:
         return str(plan_picture(self))
 
     def _repr_html_(self) -> str:
+        from reshard.picture.drawing import in_notebook
+
         return in_notebook(self.picture())
 
     def to_json(self, *, tensors: bool = True, copies: bool = False) -> dict[str, Any]:
