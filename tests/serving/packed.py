@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -134,14 +135,23 @@ def learned(source: Path, tp: list[int], ep: list[int], work: Path, python: str)
     path = work / "layout.json"
     write_layout(reshard.learn(source, engine="vllm", tp=tp, ep=ep, engine_python=python), path)
     document = json.loads(path.read_text())
-    if any(0 in template["shape"] for template in document["templates"]):
-        raise UnsupportedError("vLLM allocates no scales, since a rank has less than a group; the check is one of the kernels, which are absent")
+    used = {part["from"] for template in document["templates"] for part in template.get("parts", ())}
+    if lost := [
+        name
+        for name, *_ in document["sources"]
+        if name.endswith(("scale", "scales")) and _without_expert(name) not in map(_without_expert, used)
+    ]:
+        raise UnsupportedError(f"{lost[0]}: a rank has less than a group, and gets no scale; the kernels, which are absent here, refuse it")
     for template in document["templates"]:
         # vLLM allocates the shapes of packed experts in bfloat16, and does not read them.
         if any(part["from"].endswith("weight_shape") for part in template.get("parts", ())):
             template["dtype"] = "I64"
     path.write_text(json.dumps(document))
     return path
+
+
+def _without_expert(name: str) -> str:
+    return re.sub(r"experts\.[^.]+\.", "experts.", name)
 
 
 def tensors_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
