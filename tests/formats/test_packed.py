@@ -216,3 +216,44 @@ def test_ranks_of_gpt_oss_share_whole_groups_and_the_last_are_filled_up(tmp_path
 def test_packed_experts_that_vllm_does_not_load_are_refused(case, version, why):
     with pytest.raises(RequestError, match=why):
         reshard.plan(FIXTURES / case, to="vllm", engine_version=version)
+
+
+@pytest.fixture(name="adapter")
+def adapter_of_random_llama(tmp_path):
+    """A LoRA adapter of random_llama's model."""
+    draw, front, tensors = torch.Generator().manual_seed(6), "base_model.model.model.layers.0", {}
+    for module, rows, columns in (("self_attn.q_proj", 128, 128), ("mlp.down_proj", 128, 384)):
+        tensors[f"{front}.{module}.lora_A.weight"] = torch.randn(4, columns, generator=draw)
+        tensors[f"{front}.{module}.lora_B.weight"] = torch.randn(rows, 4, generator=draw)
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "bias": "none"}
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def in_turn(source, work, *steps):
+    """The tensors after some conversions, one after the other."""
+    for number, options in enumerate(steps):
+        reshard.convert(reshard.plan(source, to="hf", **options), work / f"step{number}")
+        source = work / f"step{number}"
+    return described(stored(source))
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "mxfp4"])
+def test_an_adapter_is_merged_before_the_sum_is_quantized(form, adapter, tmp_path):
+    random_llama.write(tmp_path / "source")
+    once = in_turn(tmp_path / "source", tmp_path / "once", {"merge_adapter": adapter, "quantize": form})
+    assert once == in_turn(tmp_path / "source", tmp_path / "twice", {"merge_adapter": adapter}, {"quantize": form})
+    assert once != in_turn(tmp_path / "source", tmp_path / "plain", {"quantize": form})
+
+
+def test_an_adapter_is_merged_into_dequantized_values(adapter, tmp_path):
+    random_llama.write(tmp_path / "source")
+    reshard.convert(reshard.plan(tmp_path / "source", to="hf", quantize="mxfp4"), tmp_path / "base")
+    once = in_turn(tmp_path / "base", tmp_path / "once", {"merge_adapter": adapter, "dequantize": True})
+    assert once == in_turn(tmp_path / "base", tmp_path / "twice", {"dequantize": True}, {"merge_adapter": adapter})
+    for options in ({}, {"requantize": "fp8-block"}):
+        with pytest.raises(RequestError, match="it is quantized"):
+            reshard.plan(tmp_path / "base", to="hf", merge_adapter=adapter, **options)

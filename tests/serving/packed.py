@@ -7,7 +7,8 @@ layout and with reshard's own rules: all names, shapes, element types and bytes 
 those that vLLM refuses. No kernel for these weights runs on a CPU; what vLLM would not even trace there is refused. That the values are
 those of the libraries is checked by fixtures/hf_packed/make.py --check, in its own environment.
 
-Environment: reshard's own with torch and safetensors; --engine-python has vLLM 0.32.0, built for CPUs. Two cases run at a time; 5 minutes of processor time.
+Environment: reshard's own with torch and safetensors; --engine-python has vLLM 0.32.0, built for CPUs. Two cases run at a time;
+5 minutes of processor time.
 """
 
 from __future__ import annotations
