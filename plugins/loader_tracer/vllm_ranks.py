@@ -153,8 +153,8 @@ def without_kernels(softened: list[str]) -> Iterator[None]:
         soften(f"{quantization}.{module}", name, _no_kernel_class if is_class else NoKernel)
     moe = "vllm.model_executor.layers.fused_moe"
     soften(f"{moe}.unquantized_fused_moe_method", "select_unquantized_moe_backend", _first_moe_backend)
-    for module, name, oracle, backend in _PACKED_MOE_BACKENDS:
-        soften(f"{quantization}.{module}", name, partial(_moe_backend, f"{moe}.oracle.{oracle}", backend))
+    for module, function, oracle, backend in _PACKED_MOE_BACKENDS:
+        soften(f"{quantization}.{module}", function, partial(_moe_backend, f"{moe}.oracle.{oracle}", backend))
     soften("vllm.platforms.cpu", "CpuPlatform.get_attn_backend_cls", _dense_attention)
     soften("torch.cuda", "Stream", lambda *_, **__: NoKernel())
     soften("torch.cuda", "Event", lambda *_, **__: NoKernel())
@@ -197,8 +197,8 @@ def _first_moe_backend(*_: Any, **__: Any) -> Any:
 
 def _moe_backend(oracle: str, backend: str, *_: Any, **__: Any) -> Any:
     """A kernel for packed experts, without its class."""
-    kind, _, name = backend.partition(".")
-    kinds = getattr(importlib.import_module(oracle), kind)
+    kind, name = backend.split(".")
+    kinds: Any = getattr(importlib.import_module(oracle), kind)
     return getattr(kinds, name, next(iter(kinds))), None
 
 

@@ -49,7 +49,9 @@ def _largest(words: Block) -> Block:
 
 def _exponents(largest: Block) -> Block:
     """The exponents of the scales. A NaN counts as infinity."""
-    return np.maximum(((np.minimum(largest, 0x7FC0).astype(np.int16).astype(np.int32) + 32) >> 7) - 2, 0).astype(np.int16)
+    exponents: Block = np.minimum(largest, np.uint16(0x7FC0)).astype(np.int16)
+    exponents = ((exponents + np.int16(32)) >> np.int16(7)) - np.int16(2)
+    return np.maximum(exponents, np.int16(0), out=exponents)
 
 
 def _codes_by_words(words: Block, exponents: Block) -> Block:
