@@ -51,7 +51,8 @@ def _exponents(largest: Block) -> Block:
     """The exponents of the scales. A NaN counts as infinity."""
     exponents: Block = np.minimum(largest, np.uint16(0x7FC0)).astype(np.int16)
     exponents = ((exponents + np.int16(32)) >> np.int16(7)) - np.int16(2)
-    return np.maximum(exponents, np.int16(0), out=exponents)
+    np.maximum(exponents, np.int16(0), out=exponents)
+    return exponents
 
 
 def _codes_by_words(words: Block, exponents: Block) -> Block:
