@@ -66,7 +66,7 @@ class VersionRules:
 def rules_for_target(model: Model, target: Target) -> EngineRules:
     """The rules of the target's version of vLLM. Raises RequestError if that version cannot load the files at the target's sizes."""
     version = target.engine_version or NEWEST
-    _check_packed(model)
+    _check_packed(model, version)
     version_rules = _rules_of_version(model, version)
     if target.parallel.pp > 1 and not version_rules.release.has_stages:
         raise UnsupportedError(
@@ -82,10 +82,10 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
     return version_rules.rules
 
 
-def _check_packed(model: Model) -> None:
-    """Raises UnsupportedError for packed weights that vLLM does not load, or whose shape depends on the kernel that it chooses.
+def _check_packed(model: Model, version: str) -> None:
+    """Raises UnsupportedError for packed weights that vLLM does not load, or whose shape was not compared or depends on its kernel.
 
-    Source: vLLM 0.32, layers/quantization/auto_gptq.py, mxfp4.py (GptOssMxfp4MoEMethod.maybe_roundup_sizes), and compressed_tensors_moe.
+    Source: vLLM 0.32, layers/quantization: auto_gptq.py, auto_awq.py, modelopt.py, mxfp4.py (GptOssMxfp4MoEMethod), compressed_tensors_moe.
     """
     if model.quantization is None:
         return
@@ -94,17 +94,30 @@ def _check_packed(model: Model) -> None:
         raise UnsupportedError("the weights are quantized by GPTQ with zero points (sym: false), which vLLM does not load", do=_TO_HF)
     experts = [weight for weight in model.weights.values() if weight.form and weight.role.startswith("expert.")]
     form = experts[0].form if experts else None
-    is_same_for_all_kernels = form is None or form.unit == "FP8 block" or (form.name, form.codes.kind) == ("MXFP4", "weight_packed")
-    if is_same_for_all_kernels or form is None:
+    if form is None or form.unit == "FP8 block":
         return
-    raise UnsupportedError(
-        f"the experts are stored in {form.name}",
-        where=experts[0].name,
-        why="The shapes in which vLLM holds them depend on the kernel that it chooses for the GPU at hand",
-        do=_TO_HF,
-    )
+    if (model.quantization.method, form.unit) not in _PACKED_EXPERTS:
+        why = "The shapes in which vLLM holds such experts depend on the kernel that it chooses for the GPU at hand, or were not compared"
+    elif version_numbers(version, NEWEST) < _PACKED_EXPERTS_SINCE:
+        why = f"Older versions than {as_text(_PACKED_EXPERTS_SINCE)} hold such experts in shapes that depend on the kernel"
+    elif form.unit == "NVFP4 group" and not any(each.use == "input scale" for each in form.components):
+        why = "They have no input_global_scale, which vLLM expects in its files of ranks"
+    else:
+        return
+    raise UnsupportedError(f"the experts are stored in {form.name}", where=experts[0].name, why=why, do=_TO_HF)
 
 
+# Experts that vLLM allocates in the same shapes whatever its kernel is. Those of gpt-oss are rounded up for the kernel; vLLM copies what a
+# file holds to the front of them, and the rest is zero.
+_PACKED_EXPERTS = {
+    ("compressed-tensors", "MXFP4 group"),
+    ("compressed-tensors", "MXFP8 group"),
+    ("compressed-tensors", "NVFP4 group"),
+    ("compressed-tensors", "INT4 group"),
+    ("compressed-tensors", "INT8 group"),
+    ("mxfp4", "MXFP4 group"),
+}
+_PACKED_EXPERTS_SINCE = (0, 32)
 _TO_HF = "Convert to hf, which vLLM loads as well, or add --dequantize"
 
 
