@@ -43,3 +43,6 @@ class Computation:
 
     lacks: str | None = None
     """What the framework does not have and the model needs, as a noun phrase; None: it computes the model."""
+
+    built_by: str | None = None
+    """The library that builds the model of the framework's layers and some of its own, and its class; None: the framework itself."""

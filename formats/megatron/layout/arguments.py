@@ -76,8 +76,6 @@ def check_supported(args: Args, where: str) -> None:
     """Raises NotUnderstoodError for settings that change the values or the order of the stored weights in a way that is not read."""
     reasons = {
         "heterogeneous_layers_config_path": "layers differ from each other",
-        "is_hybrid_model": "attention and other layers are mixed",
-        "hybrid_override_pattern": "attention and other layers are mixed",
         "cross_attention": "the model also has an encoder",
     }
     for key, reason in reasons.items():

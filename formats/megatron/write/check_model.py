@@ -25,7 +25,7 @@ _NOT_IN_MEGATRON = {
     "laguna.": "a projection of its own for the gate of attention's output",
     "step.": "a projection of its own for the gate of attention's output",
     "indexer.": "sparse attention whose results can be compared without a GPU",
-    "ssm.": "Mamba layers whose results can be compared without a GPU",
+    "ssm.dt_b_c": "layers of the first Mamba, which computes dt, B and C from x",
     "kda.": "Kimi's delta attention",
     "delta.": "a gated delta net whose output norm is not stored minus one",
     "conv.": "gated short convolutions",
@@ -73,9 +73,10 @@ def megatron_compatible_model(content: Content) -> Model:
 def lacking_for(architecture: Architecture) -> str | None:
     """What the models of an architecture need and Megatron-Core does not have, as a noun phrase; None if nothing is known to lack."""
     computation = architecture.frameworks.get(FRAMEWORK)
+    if computation and (computation.lacks or computation.built_by):
+        return computation.lacks
     roles = [role for weight in architecture.weights for role in (weight.fuses or (weight.role,))]
-    by_role = (reason for start, reason in _NOT_IN_MEGATRON.items() if any(role.startswith(start) for role in roles))
-    return (computation.lacks if computation else None) or next(by_role, None)
+    return next((reason for start, reason in _NOT_IN_MEGATRON.items() if any(role.startswith(start) for role in roles)), None)
 
 
 def _check_computation(model: Model) -> None:

@@ -23,7 +23,7 @@ from ..layout.parallel_sizes import ParallelSizes, StageRank
 from ..layout.save_folders import TRACKER
 from ..layout.settings import model_settings, namespace, rank_settings
 from ..layout.stages import requested_layers_per_chunk
-from ..layout.tensors import BUFFER_ROLES, MTP_COPIES, MegatronModel
+from ..layout.tensors import BUFFER_ROLES, MTP_COPIES, MegatronModel, is_hybrid
 from .check_model import check_expert_layout, check_sizes, megatron_compatible_model
 from .optimizer_content import OptimizerContent
 
@@ -135,8 +135,9 @@ class MegatronSave:
     @property
     def stacks_layers(self) -> bool:
         """Whether a distributed save stacks the layers: not if the settings say that layers may differ (transformer_block.py)."""
-        frequency = self.model_settings.get("moe_layer_freq", 1)
-        return type(frequency) is int and frequency == 1
+        settings = self.model_settings
+        frequencies = settings.get("moe_layer_freq", 1), settings.get("linear_attention_freq", 1)
+        return not self.model.is_hybrid and all(type(frequency) is int and frequency == 1 for frequency in frequencies)
 
     def args(self, **format_settings: Any) -> Instance:
         """The settings of the run, as Megatron stores them. format_settings: settings of one format, which override all others."""
@@ -229,7 +230,9 @@ def begin_save(content: Content, target: Target) -> MegatronSave:
     transformer_impl = options.get("transformer_impl") or args.get("transformer_impl") or "transformer_engine"
     layers = requested_layers_per_chunk(model.dimensions["layers"], sizes, options.get("stage_layers"))
     embedding = content.tensors[next(part.tensor for part in model.parts() if part.role == "embedding")]
-    spec = LayerSpec.from_args(args, transformer_impl, options.get("experts"))
+    # MambaModel's spec has no other experts.
+    experts = options.get("experts") or ("te-grouped" if is_hybrid(model) and not args else None)
+    spec = LayerSpec.from_args(args, transformer_impl, experts)
     spec = replace(spec, extra_state=bool(options.get("extra_state")))
     check_expert_layout(model, spec.experts)
     return MegatronSave(
