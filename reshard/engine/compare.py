@@ -16,6 +16,7 @@ from reshard.engine.transfer import Block, Pieces, Worker, bytes_of, strips
 from reshard.errors import DifferenceFound
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.dtypes import DType
+from reshard.geometry.functions import INVERTIBLE
 from reshard.geometry.quantities import plural
 from reshard.index.index import Constant, Index, Tensor
 from reshard.plans.digests import CURRENT, DigestVersion, Fingerprint
@@ -261,10 +262,10 @@ def comparable(left: Side, right: Side, result: Comparison, *, with_cast: bool) 
         result.tensors += 1
         if x.shape != y.shape:
             result.differences.append(Difference(name, "shape", f"its shape is {list(x.shape)} on the left, {list(y.shape)} on the right"))
-        elif x.dtype.function != y.dtype.function and x.dtype.floating and y.dtype.floating:
+        elif {x.dtype.function, y.dtype.function} - {"", *INVERTIBLE} and x.dtype.function != y.dtype.function and _both_floating(x, y):
             yield x, y  # the function's type follows from the function, not from the weight
-        elif x.dtype != y.dtype and not (with_cast and x.dtype.floating and y.dtype.floating):
-            hint = " (--cast compares the values after a cast)" if x.dtype.floating and y.dtype.floating else ""
+        elif x.dtype.of(y.dtype.function) != y.dtype and not (with_cast and _both_floating(x, y)):
+            hint = " (--cast compares the values after a cast)" if _both_floating(x, y) else ""
             result.differences.append(Difference(name, "dtype", f"it is {x.dtype} on the left, {y.dtype} on the right{hint}"))
         else:
             yield x, y
@@ -272,8 +273,14 @@ def comparable(left: Side, right: Side, result: Comparison, *, with_cast: bool) 
 
 def _common(left: DType, right: DType) -> DType:
     """The type in which two tensors are compared: the right one's; or the left one's if the left one alone holds the values of a function,
-    which are computed of the other one."""
+    which are computed of the other one. If the function is invertible, the weights are compared."""
+    if left.function != right.function and {left.function, right.function} & {*INVERTIBLE}:
+        return right.of("")
     return left if left.function and not right.function else right
+
+
+def _both_floating(left: Tensor, right: Tensor) -> bool:
+    return left.dtype.floating and right.dtype.floating
 
 
 def wrong_constants(files: Files, constants: Iterable[Constant]) -> Iterator[Difference]:

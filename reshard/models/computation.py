@@ -38,6 +38,9 @@ class Computation:
     settings: Mapping[str, object] = field(default_factory=dict)
     """The framework's own settings: a value, a ConfigKey or a LayersOf."""
 
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Role -> the function, one of functions.FUNCTIONS, whose values the framework stores in place of such a weight."""
+
     assumes: tuple[tuple[str, object], ...] = ()
     """Config keys that the framework cannot set, each with the value that it computes. A model with another value is refused."""
 

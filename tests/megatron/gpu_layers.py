@@ -111,11 +111,11 @@ def install() -> None:
     for module in (transformer_engine, transformer_engine_spec_provider):
         vars(module).update(layers)
     transformer_engine_spec_provider.is_te_min_version = lambda version: True
-    from megatron.core.models.gpt import experimental_attention_variant_module_specs, moe_module_specs
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs, gpt_layer_specs, moe_module_specs
     from megatron.core.ssm import gated_delta_net
     from megatron.core.transformer.moe import moe_layer
 
-    for module in (experimental_attention_variant_module_specs, moe_module_specs):
+    for module in (experimental_attention_variant_module_specs, gpt_layer_specs, moe_module_specs):
         module.TESpecProvider, module.HAVE_TE = transformer_engine_spec_provider.TESpecProvider, True
     moe_layer.HAVE_TE, moe_layer.TELinear = True, Linear
     gated_delta_net.HAVE_FLA, gated_delta_net.l2norm = True, l2norm

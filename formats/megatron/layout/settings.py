@@ -19,10 +19,8 @@ from reshard.models.model import Model, Part
 
 from .chunks import Chunk
 from .parallel_sizes import ParallelSizes
-from .tensors import is_hybrid
+from .tensors import FRAMEWORK, is_hybrid
 
-FRAMEWORK = "megatron"
-"""The name under which declarations say how Megatron computes their models."""
 # For a source without args: the values with which Megatron's check of a checkpoint against a new run passes.
 _DEFAULTS: dict[str, Any] = {
     "make_vocab_size_divisible_by": 128,
@@ -83,18 +81,18 @@ def model_settings(model: Model) -> dict[str, Any]:
     if is_hybrid(model):
         settings |= _hybrid(model)
     settings |= _declared(model)
+    settings["apply_layernorm_1p"] = settings["layernorm_zero_centered_gamma"]
     return settings | _windows(model, settings.pop("window_size", None))
 
 
 # Settings that change the order or the values of stored weights -> what that changes.
 _OF_LAYOUT = {
     "rotary_interleaved": "the rows of q and k that rotary positions turn are neighbours",
-    "layernorm_zero_centered_gamma": "norms are stored minus one",
-    "apply_layernorm_1p": "norms are stored minus one",
     "attention_output_gate": "linear_qkv also holds a gate",
     "is_hybrid_model": "a layer is a Mamba mixer, attention, an MLP or experts alone",
     "experimental_attention_variant": "some layers have another attention",
 }
+_MINUS_ONE = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
 # Settings that change what is computed, by which models that store the same weights differ.
 _OF_COMPUTATION = (
     "moe_router_score_function",
@@ -114,6 +112,9 @@ def other_setting(args: Mapping[str, Any], model: Model, *, is_inferred: bool) -
     for name, change in _OF_LAYOUT.items():
         if name in args and bool(args[name]) != bool(own.get(name)):
             return name, change
+    # Megatron-LM's argument and what it sets; a run has either or both.
+    if (given := [name for name in _MINUS_ONE if name in args]) and any(args[name] for name in given) != bool(own.get(_MINUS_ONE[0])):
+        return given[0], "norms are stored minus one"
     pattern = args.get("hybrid_override_pattern")
     if isinstance(pattern, str) and pattern.replace("|", "").partition("/")[0] != own.get("hybrid_override_pattern"):
         return "hybrid_override_pattern", "the layers are of other kinds"

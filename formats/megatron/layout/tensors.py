@@ -21,8 +21,11 @@ from functools import cached_property
 from typing import Literal
 
 from reshard.geometry.mosaics import Mosaic, joined, stacked
+from reshard.models.computation import Computation
 from reshard.models.model import Model, Part, numbered
 
+FRAMEWORK = "megatron"
+"""The name under which declarations say how Megatron computes their models."""
 _Sharding = Literal["replicated", "column", "row", "query_groups"]
 
 QkvOrder = Literal["by_group", "by_projection", "by_row"]
@@ -264,6 +267,15 @@ class MegatronModel:
     def stored_name(self, name: str) -> str:
         """The name in a file of a tensor outside of the layers."""
         return name.replace("final_layernorm", "final_norm") if self.is_hybrid else name
+
+    @cached_property
+    def functions(self) -> Mapping[str, str]:
+        """Weight -> the function whose values Megatron stores in its place; without those that it stores as they are."""
+        computation = self.model.architecture.frameworks.get(FRAMEWORK, Computation())
+        if not computation.values:
+            return {}
+        roles = {name: weight.role for name, weight in self.model.weights.items()}
+        return {name: computation.values[role] for name, role in roles.items() if role in computation.values}
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has routed experts."""

@@ -9,8 +9,8 @@ from reshard.models.lookup import known_model_types
 from reshard.models.model import Model
 
 from ..layout.parallel_sizes import ParallelSizes
-from ..layout.settings import FRAMEWORK, LINEAR_ROLES, SAME_LAYER, model_settings
-from ..layout.tensors import ROLES
+from ..layout.settings import LINEAR_ROLES, SAME_LAYER, model_settings
+from ..layout.tensors import FRAMEWORK, ROLES
 
 _ANOTHER_MODEL = "The weights would load, but the model would be another one"
 # The start of a role that Megatron's layers do not have -> what a model with such weights needs.
@@ -27,7 +27,6 @@ _NOT_IN_MEGATRON = {
     "indexer.": "sparse attention whose results can be compared without a GPU",
     "ssm.dt_b_c": "layers of the first Mamba, which computes dt, B and C from x",
     "kda.": "Kimi's delta attention",
-    "delta.": "a gated delta net whose output norm is not stored minus one",
     "conv.": "gated short convolutions",
 }
 
@@ -179,6 +178,13 @@ def check_sizes(model: Model, sizes: ParallelSizes) -> None:
         raise RequestError(
             f"--vp {sizes.vp} needs several stages (--pp)", why="Megatron interleaves chunks of different stages", id="illegal-sizes"
         )
+    for what, of in {"ssm_groups": "groups of a Mamba layer", "delta_k_heads": "heads of a gated delta net"}.items():
+        if model.dimensions.get(what, 0) % sizes.tp:
+            raise RequestError(
+                f"--tp {sizes.tp} does not divide {model.dimensions[what]} {of}",
+                do=f"Legal sizes are among {_divisors(model.dimensions[what])}",
+                id="illegal-sizes",
+            )
     heads, query_groups = model.dimensions["heads"], model.dimensions["kv_heads"]
     if heads % sizes.tp:
         raise RequestError(

@@ -172,7 +172,8 @@ class MegatronSave:
 
     def dtype_of(self, array: Mosaic) -> DType:
         """The element type of a stored tensor. Raises RequestError if its parts have different ones."""
-        dtypes = {self.target.dtype_of(self.content.tensors[name]) for name in array.names}
+        functions = self.model.functions
+        dtypes = {self.target.dtype_of(self.content.tensors[name]).of(functions.get(name, "")) for name in array.names}
         if len(dtypes) > 1:
             raise RequestError(
                 f"they have different element types: {', '.join(sorted(map(str, dtypes)))}",

@@ -9,11 +9,12 @@ The keys of a framework are the fields of Computation. A framework that is liste
 
 from __future__ import annotations
 
+from reshard.geometry.functions import INVERTIBLE
 from reshard.models.computation import Computation, ConfigKey, LayersOf
 from reshard.models.declared.node import Node
 from reshard.models.declared.weights import layer_set
 
-_KEYS = ("settings", "assumes", "lacks", "built_by")
+_KEYS = ("settings", "values", "assumes", "lacks", "built_by")
 
 
 def frameworks_of(node: Node) -> dict[str, Computation]:
@@ -25,6 +26,7 @@ def _computation(node: Node) -> Computation:
     keys = node.mapping(_KEYS)
     return Computation(
         {name: _value(inner) for name, inner in keys["settings"].mapping().items()} if "settings" in keys else {},
+        {role: inner.one_of(INVERTIBLE) for role, inner in keys["values"].mapping().items()} if "values" in keys else {},
         tuple((key, _plain(inner)) for key, inner in keys["assumes"].mapping().items()) if "assumes" in keys else (),
         _phrase(keys["lacks"]) if "lacks" in keys else None,
         _phrase(keys["built_by"]) if "built_by" in keys else None,
