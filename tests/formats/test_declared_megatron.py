@@ -28,7 +28,14 @@ import named_weights  # noqa: E402
 lacking_for = import_module("reshard.formats.megatron.write.check_model").lacking_for
 MTP_COPIES = import_module("reshard.formats.megatron.layout.tensors").MTP_COPIES
 REFERENCES = {path.stem: path for path in sorted((FIXTURES / "megatron_declared").glob("*.json"))}
-OPTIONS = {"transformer_impl": "local", "vocab_multiple": 8}
+
+
+def options_for(reference):
+    """Transformer Engine's layers, with further options, where Megatron-Core has no others (tests/megatron/check.py, BUILT_OF_TE)."""
+    if "options" not in reference:
+        return {"transformer_impl": "local", "vocab_multiple": 8}
+    words = [word.removeprefix("--") for word in reference["options"]]
+    return {"transformer_impl": "transformer_engine", "vocab_multiple": 8, **dict(zip(words[::2], words[1::2], strict=True))}
 
 
 def digest(lines):
@@ -71,9 +78,9 @@ def test_every_rank_of_a_declared_model_holds_what_real_megatron_holds(hub, tmp_
     model, reference = hub
     for to in ("megatron", "megatron-dist"):
         sizes = reference[to]["sizes"]
-        reshard.convert(reshard.plan(model, to="megatron", **OPTIONS, **sizes), tmp_path / f"legacy-{to}")
+        reshard.convert(reshard.plan(model, to="megatron", **options_for(reference), **sizes), tmp_path / f"legacy-{to}")
         assert ranks_of(tmp_path / f"legacy-{to}" / "release") == reference[to]["ranks"], to
-        reshard.convert(reshard.plan(model, to="megatron-dist", **OPTIONS, **sizes), tmp_path / f"dist-{to}")
+        reshard.convert(reshard.plan(model, to="megatron-dist", **options_for(reference), **sizes), tmp_path / f"dist-{to}")
         assert keys_of(tmp_path / f"dist-{to}" / "release") == reference[to]["keys"], to
         for written in ("legacy", "dist"):
             # Megatron keeps a router's correction in fp32.
@@ -95,7 +102,7 @@ def test_every_declared_model_is_written_or_refused_with_what_megatron_lacks():
 
 @pytest.mark.parametrize(
     ("model_type", "needs"),
-    [("gemma2", "norms after attention"), ("olmoe", "norms of q and k over all heads at once"), ("granite", "multipliers")],
+    [("olmo2", "norms after attention"), ("olmoe", "norms of q and k over all heads at once"), ("granite", "multipliers")],
 )
 def test_what_megatron_lacks_is_named(model_type, needs, tmp_path):
     sizes = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4}

@@ -113,10 +113,12 @@ def install() -> None:
     transformer_engine_spec_provider.is_te_min_version = lambda version: True
     from megatron.core.models.gpt import experimental_attention_variant_module_specs, gpt_layer_specs, moe_module_specs
     from megatron.core.ssm import gated_delta_net
+    from megatron.core.transformer import transformer_block
     from megatron.core.transformer.moe import moe_layer
 
     for module in (experimental_attention_variant_module_specs, gpt_layer_specs, moe_module_specs):
         module.TESpecProvider, module.HAVE_TE = transformer_engine_spec_provider.TESpecProvider, True
+    transformer_block.LayerNormImpl = Norm
     moe_layer.HAVE_TE, moe_layer.TELinear = True, Linear
     gated_delta_net.HAVE_FLA, gated_delta_net.l2norm = True, l2norm
     gated_delta_net.chunk_gated_delta_rule = gated_delta_net.torch_chunk_gated_delta_rule

@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import bridge_models
 import gpu_layers
 import mapping
 import run as harness  # fixtures/megatron/run.py
@@ -71,6 +72,13 @@ class Ranks(harness._Ranks):
         self.sizes = mapping.Sizes(0, 0, 0, self.hf_config.vocab_size, self.args.padded_vocab_size, gated=True)
 
     def chunks(self, precision: str, config: object = None) -> list:
+        if self.kind in bridge_models.MODELS:
+            config = config or settings.transformer_config(self.args, precision)
+            bridge_models.configure(config, self.args)
+            chunks = super().chunks(precision, config)
+            for chunk in chunks:
+                bridge_models.extend(self.kind, chunk)
+            return chunks
         if not getattr(self.args, "is_hybrid_model", False):
             return super().chunks(precision, config)
         from megatron.core.models.mamba import MambaModel, mamba_layer_specs
@@ -95,6 +103,8 @@ class Ranks(harness._Ranks):
     def spec(self, config: object, vp_stage: int | None) -> object:
         if self.args.transformer_impl == "local":
             return super().spec(config, vp_stage)
+        if self.kind in bridge_models.MODELS:
+            return bridge_models.spec(self.kind, config)
         return get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
 
     def loaded(self, config: object) -> list:

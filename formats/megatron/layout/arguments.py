@@ -101,6 +101,9 @@ def config_from_args(args: Args, vocabulary: int) -> dict[str, Any]:
 
     Raises: KeyError if a setting is missing; CheckpointError for layers that no config can describe.
     """
+    for setting in ("is_hybrid_model", "hybrid_override_pattern", "experimental_attention_variant"):
+        if args.get(setting):
+            raise ValueError(f"{setting} is {args[setting]!r}, and the settings do not tell which such model it is")
     kind = model_type(args)
     heads = args["num_attention_heads"]
     if kind == "gpt2":

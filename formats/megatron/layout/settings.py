@@ -13,13 +13,13 @@ from typing import Any
 
 from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.errors import UnsupportedError
-from reshard.models.computation import Computation, ConfigKey, LayersOf
+from reshard.models.computation import ConfigKey, LayersOf
 from reshard.models.config_values import number, rotary_settings, rotary_type
 from reshard.models.model import Model, Part
 
 from .chunks import Chunk
 from .parallel_sizes import ParallelSizes
-from .tensors import FRAMEWORK, is_hybrid
+from .tensors import computation_of, is_hybrid
 
 # For a source without args: the values with which Megatron's check of a checkpoint against a new run passes.
 _DEFAULTS: dict[str, Any] = {
@@ -157,7 +157,7 @@ SAME_LAYER = {"expert.gate_up": "expert.up", "expert.down_bias": "expert.down"}
 def _declared(model: Model) -> dict[str, Any]:
     """The settings that the declaration gives, without those of which this model has nothing: a key of the config that is not set, or a set
     without layers."""
-    computation, layers = model.architecture.frameworks.get(FRAMEWORK, Computation()), range(model.dimensions["layers"])
+    computation, layers = computation_of(model), range(model.dimensions["layers"])
 
     def value_of(value: object) -> object:
         if isinstance(value, LayersOf):
@@ -254,7 +254,7 @@ _ACTIVATIONS = {
 
 def _activation(model: Model, parts: _Parts) -> dict[str, Any]:
     settings = {"swiglu": False, "squared_relu": False, "openai_gelu": False, "bias_gelu_fusion": False, "quick_geglu": False}
-    if "quick_geglu" in _declared(model):
+    if "quick_geglu" in _declared(model) or computation_of(model).built_by:
         return settings
     is_gated = parts.have("mlp.gate", "expert.gate") or not parts.have("mlp.up", "expert.up")
     name = next((value for key in ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act") if (value := model.setting(key))), "silu")

@@ -225,6 +225,11 @@ def is_decayed(name: str, shape: Sequence[int]) -> bool:
     return len(shape) > 1 and not name.endswith("bias")
 
 
+def computation_of(model: Model) -> Computation:
+    """How Megatron computes a model, as its declaration says it."""
+    return model.architecture.frameworks.get(FRAMEWORK, Computation())
+
+
 def is_hybrid(model: Model) -> bool:
     """Whether Megatron's class for a model is MambaModel."""
     return "ssm_heads" in model.dimensions
@@ -271,7 +276,7 @@ class MegatronModel:
     @cached_property
     def functions(self) -> Mapping[str, str]:
         """Weight -> the function whose values Megatron stores in its place; without those that it stores as they are."""
-        computation = self.model.architecture.frameworks.get(FRAMEWORK, Computation())
+        computation = computation_of(self.model)
         if not computation.values:
             return {}
         roles = {name: weight.role for name, weight in self.model.weights.items()}

@@ -10,7 +10,7 @@ from reshard.models.model import Model
 
 from ..layout.parallel_sizes import ParallelSizes
 from ..layout.settings import LINEAR_ROLES, SAME_LAYER, model_settings
-from ..layout.tensors import FRAMEWORK, ROLES
+from ..layout.tensors import FRAMEWORK, ROLES, is_hybrid
 
 _ANOTHER_MODEL = "The weights would load, but the model would be another one"
 # The start of a role that Megatron's layers do not have -> what a model with such weights needs.
@@ -148,6 +148,17 @@ def _has_expert_biases(model: Model) -> bool:
     return any(part.parameter == "bias" and part.role.startswith("expert.") for part in model.parts())
 
 
+def check_layers(model: Model, transformer_impl: str) -> None:
+    """Raises RequestError if Megatron-Core has the model's layers only of Transformer Engine's classes."""
+    roles = {part.role for part in model.parts()}
+    if transformer_impl == "local" and (model_settings(model)["layernorm_zero_centered_gamma"] or roles & {"ssm.out", "delta.out"}):
+        raise RequestError(
+            f"--transformer-impl local: Megatron-Core has no local layers for a {model.architecture.model_type} model",
+            why="Its norms stored minus one, Mamba layers and gated delta nets are built of Transformer Engine's classes",
+            do="Leave the option out",
+        )
+
+
 def check_sizes(model: Model, sizes: ParallelSizes) -> None:
     """Raises RequestError if the model does not divide by the parallel sizes. Stages are checked with their layers."""
     experts = model.dimensions.get("experts", 0)
@@ -173,6 +184,12 @@ def check_sizes(model: Model, sizes: ParallelSizes) -> None:
             why="Megatron-Core refuses biases of experts that several tensor-parallel ranks share",
             do="Add --etp 1",
             id="illegal-sizes",
+        )
+    if sizes.vp > 1 and is_hybrid(model):
+        raise UnsupportedError(
+            f"--vp {sizes.vp}: Megatron-Core does not interleave the stages of a {model.architecture.model_type} model",
+            why="MambaModel refuses a virtual pipeline",
+            do="Leave out --vp",
         )
     if sizes.vp > 1 and sizes.pp == 1:
         raise RequestError(
