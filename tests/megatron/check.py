@@ -106,14 +106,52 @@ WEIGHTS = {
 DENSE, SPARSE = ({"tp": 2}, {"pp": 2}), ({"tp": 2, "dp": 2, "ep": 2}, {"pp": 2, "dp": 2, "ep": 2})
 DECLARED = {
     **dict.fromkeys(
-        ("arcee", "cwm", "ernie4_5", "gemma", "gemma2", "glm", "jais2", "mistral", "phi3", "qwen3", "qwen3_5_text", "seed_oss", "smollm3", "stablelm", "starcoder2"), DENSE
+        (
+            "arcee",
+            "cwm",
+            "ernie4_5",
+            "gemma",
+            "gemma2",
+            "glm",
+            "jais2",
+            "mistral",
+            "phi3",
+            "qwen3",
+            "qwen3_5_text",
+            "seed_oss",
+            "smollm3",
+            "stablelm",
+            "starcoder2",
+        ),
+        DENSE,
     ),
-    **dict.fromkeys(("deepseek_v2", "dots1", "exaone_moe", "glm4_moe", "glm4_moe-mtp", "glm4_moe_lite", "hy_v3", "nemotron_h", "qwen3_5_moe_text", "qwen3_next"), SPARSE),
+    **dict.fromkeys(
+        (
+            "deepseek_v2",
+            "dots1",
+            "exaone_moe",
+            "glm4_moe",
+            "glm4_moe-mtp",
+            "glm4_moe_lite",
+            "hy_v3",
+            "nemotron_h",
+            "qwen3_5_moe_text",
+            "qwen3_next",
+        ),
+        SPARSE,
+    ),
     "gpt_bigcode": ({"pp": 2}, {}),  # one query group
     "gpt_oss": ({"tp": 2, "ep": 2, "etp": 1}, {"pp": 2, "dp": 2, "ep": 2}),  # Megatron wants experts with biases whole
 }
 # Megatron-Core builds these of Transformer Engine's layers only; gpu_layers.py has others in their place, but none for grouped experts.
-BUILT_OF_TE = {"gemma": (), "gemma2": (), "nemotron_h": ("--experts", "sequential"), "qwen3_5_moe_text": (), "qwen3_5_text": (), "qwen3_next": ()}
+BUILT_OF_TE = {
+    "gemma": (),
+    "gemma2": (),
+    "nemotron_h": ("--experts", "sequential"),
+    "qwen3_5_moe_text": (),
+    "qwen3_5_text": (),
+    "qwen3_next": (),
+}
 # 48 rows need no padding: padding, which reshard writes as zeros, takes part in Megatron's losses.
 UNPADDED = {"vocab_size": 48}
 LLAMA, QWEN2 = SMALL | UNPADDED, HEADED | UNPADDED | FOUR

@@ -70,17 +70,15 @@ class GatedNorm(torch.nn.Module):
         return torch.nn.functional.rms_norm(groups, (self.group_size,), eps=self.eps).flatten(-2) * self.weight
 
 
-def scan(
-    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, chunk_size: int, D: torch.Tensor, **options: object
-) -> torch.Tensor:
-    """mamba_chunk_scan_combined, one token after the other. x: [batch, token, head, channel]; B and C: [batch, token, group, state]."""
-    heads = x.shape[2] // B.shape[2]
-    B, C = B.repeat_interleave(heads, 2), C.repeat_interleave(heads, 2)
+def scan(x: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, _: int, **options: object) -> torch.Tensor:
+    """mamba_chunk_scan_combined, one token after the other. x: [batch, token, head, channel]; b and c: [batch, token, group, state]."""
+    heads = x.shape[2] // b.shape[2]
+    b, c = b.repeat_interleave(heads, 2), c.repeat_interleave(heads, 2)
     dt = torch.nn.functional.softplus(dt + options["dt_bias"])
-    state, found = torch.zeros(*x.shape[:1], *x.shape[2:], B.shape[-1]), []
+    state, found = torch.zeros(*x.shape[:1], *x.shape[2:], b.shape[-1]), []
     for t in range(x.shape[1]):
-        state = state * torch.exp(dt[:, t] * A)[..., None, None] + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
-        found.append((state * C[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
+        state = state * torch.exp(dt[:, t] * a)[..., None, None] + (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None]
+        found.append((state * c[:, t, :, None]).sum(-1) + options["D"][:, None] * x[:, t])
     return torch.stack(found, 1)
 
 

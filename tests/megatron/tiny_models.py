@@ -56,8 +56,10 @@ SIZES: dict[str, dict[str, object]] = {
     | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]}
     | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
     "gemma": COMMON | GEMMA,
-    # Its window is longer than what is compared: Megatron Bridge 0.3 gives windows to the other half of the layers, 0.4 to the model's.
-    "gemma2": COMMON | GEMMA | {"query_pre_attn_scalar": 9, "sliding_window": 64, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    # Its window is longer than what is compared: Megatron Bridge 0.3.1 gives windows to the other half of the layers.
+    "gemma2": COMMON
+    | GEMMA
+    | {"query_pre_attn_scalar": 9, "sliding_window": 64, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     "glm": COMMON | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}, "head_dim": 8},
     "glm4_moe": COMMON | ROUTED | {"use_qk_norm": True, "head_dim": 8},
     "glm4_moe_lite": COMMON | LATENT | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "mlp_layer_types": ["dense", "sparse"]},
@@ -71,7 +73,12 @@ SIZES: dict[str, dict[str, object]] = {
     "jais2": COMMON,
     "mistral": COMMON | {"sliding_window": 5},
     "nemotron_h": COMMON
-    | {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    | {
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+    }
     | {"moe_shared_expert_intermediate_size": 12, "routed_scaling_factor": 1.5, "mamba_num_heads": 4, "mamba_head_dim": 6}
     | {"n_groups": 2, "ssm_state_size": 5, "max_position_embeddings": 64, "num_hidden_layers": 4},
     "phi3": NO_HEAD_DIM | {"sliding_window": 5},

@@ -257,7 +257,10 @@ def _activation(model: Model, parts: _Parts) -> dict[str, Any]:
     if "quick_geglu" in _declared(model) or computation_of(model).built_by:
         return settings
     is_gated = parts.have("mlp.gate", "expert.gate") or not parts.have("mlp.up", "expert.up")
-    name = next((value for key in ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act") if (value := model.setting(key))), "silu")
+    name = next(
+        (value for key in ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act") if (value := model.setting(key))),
+        "silu",
+    )
     if (is_gated, name) not in _ACTIVATIONS:
         raise UnsupportedError(
             f"Megatron-LM has no setting for an MLP with{'' if is_gated else 'out'} a gate whose activation is {name!r}",

@@ -4,7 +4,7 @@ Every tensor is described whole, as the ranks of one stage share it, and as the 
 
     linear_qkv    rows by query group: its q heads, its k, its v; split evenly, even if there are more ranks than groups
     linear_fc1    gate and up; each is split, and a rank holds its shard of gate above its shard of up
-    in_proj       what a Mamba layer or a gated delta net projects, and conv1d: each part is split, a rank holds its shards one after another
+    in_proj       the parts that a Mamba layer or a gated delta net projects, and conv1d: each is split, as those of linear_fc1
     experts       one MLP per expert; `MegatronModel.grouped_experts` gives the form of GroupedMLP
     vocabulary    padded at the end, then split
 
