@@ -73,14 +73,10 @@ SIZES: dict[str, dict[str, object]] = {
     "jais2": COMMON,
     "mistral": COMMON | {"sliding_window": 5},
     "nemotron_h": COMMON
-    | {
-        "layers_block_type": ["mamba", "moe", "attention", "mlp"],
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 12,
-    }
+    | {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "num_hidden_layers": 4}
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "moe_latent_size": 8}
     | {"moe_shared_expert_intermediate_size": 12, "routed_scaling_factor": 1.5, "mamba_num_heads": 4, "mamba_head_dim": 6}
-    | {"n_groups": 2, "ssm_state_size": 5, "max_position_embeddings": 64, "num_hidden_layers": 4},
+    | {"n_groups": 2, "ssm_state_size": 5},
     "phi3": NO_HEAD_DIM | {"sliding_window": 5},
     "qwen3": COMMON | {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
     "qwen3_5_moe_text": COMMON | DELTA | SHARED_EXPERT,

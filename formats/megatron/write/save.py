@@ -245,9 +245,9 @@ def begin_save(content: Content, target: Target) -> MegatronSave:
     transformer_impl = options.get("transformer_impl") or args.get("transformer_impl") or "transformer_engine"
     layers = requested_layers_per_chunk(model.dimensions["layers"], sizes, options.get("stage_layers"))
     embedding = content.tensors[next(part.tensor for part in model.parts() if part.role == "embedding")]
-    # MambaModel's spec has no other experts.
-    experts = options.get("experts") or ("te-grouped" if is_hybrid(model) and not args else None)
-    spec = LayerSpec.from_args(args, transformer_impl, experts)
+    spec = LayerSpec.from_args(args, transformer_impl, options.get("experts"))
+    if is_hybrid(model) and not args and not options.get("experts"):
+        spec = replace(spec, experts="te-grouped")  # MambaModel's spec has no other experts
     spec = replace(spec, extra_state=bool(options.get("extra_state")))
     check_expert_layout(model, spec.experts)
     check_layers(model, "transformer_engine" if spec.te else "local")
