@@ -28,8 +28,8 @@ def _computation(node: Node) -> Computation:
         {name: _value(inner) for name, inner in keys["settings"].mapping().items()} if "settings" in keys else {},
         {role: inner.one_of(INVERTIBLE) for role, inner in keys["values"].mapping().items()} if "values" in keys else {},
         tuple((key, _plain(inner)) for key, inner in keys["assumes"].mapping().items()) if "assumes" in keys else (),
-        _phrase(keys["lacks"]) if "lacks" in keys else None,
-        _phrase(keys["built_by"]) if "built_by" in keys else None,
+        _phrase(keys["lacks"], "what the framework lacks") if "lacks" in keys else None,
+        _phrase(keys["built_by"], "a library and its class") if "built_by" in keys else None,
     )
 
 
@@ -49,7 +49,7 @@ def _plain(node: Node) -> object:
     return node.value
 
 
-def _phrase(node: Node) -> str:
+def _phrase(node: Node, expected: str) -> str:
     if not isinstance(node.value, str) or not node.value.strip():
-        raise node.unexpected("some words")
+        raise node.unexpected(expected)
     return node.value
