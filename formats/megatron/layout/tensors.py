@@ -82,6 +82,7 @@ class MegatronTensor:
 
 
 Dimensions = Mapping[str, int]
+"""The sizes of a model by name, such as "heads"."""
 Tensors = Mapping[str, MegatronTensor]
 """Tensors by Megatron's name, relative to their layer or expert."""
 
@@ -115,7 +116,7 @@ def _by_head(rows: Mosaic, heads: int, sizes: Mapping[str, int]) -> dict[str, Mo
 
 def _query_and_gate(rows: Mosaic, of: Dimensions) -> dict[str, Mosaic]:
     """The query, and with it the gate of attention's output, if the rows of each head are followed by as many of its gate."""
-    if rows.shape[0] == of["heads"] * of["head_dim"]:
+    if rows.shape[0] != 2 * of["heads"] * of["head_dim"]:
         return {"attention.q": rows}
     return _by_head(rows, of["heads"], {"attention.q": of["head_dim"], _OUTPUT_GATE: of["head_dim"]})
 
