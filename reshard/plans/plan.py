@@ -16,7 +16,7 @@ import numpy as np
 from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.boxes import Box
-from reshard.geometry.dtypes import DType
+from reshard.geometry.dtypes import DType, can_cast
 from reshard.geometry.light_dataclass import light_dataclass
 from reshard.geometry.quantities import plural
 from reshard.index.index import Index, Tensor
@@ -324,7 +324,7 @@ def make_plan(source: Index, source_files: Files, content: Content, target: Targ
 def _check_function(route: Route) -> None:
     """Raises UnsupportedError unless the target holds the values of the same function of the weight as the source."""
     function = route.source.dtype.function
-    if route.target.dtype.function != function:
+    if not can_cast(route.source.dtype, route.target.dtype):
         raise UnsupportedError(
             f"the source holds {function} of this weight, rounded to {route.source.dtype.name}",
             where=route.name,
