@@ -6,8 +6,8 @@ is a line on stdout: {"result": ...} or {"error": ...}.
     merge BASE SETTINGS FOLDER   adapts a base, and saves the adapter, a trainer's state dict and PEFT's own merge in float32; the answer is
                                  the base. BASE: a fixture, or the JSON of a config; SETTINGS: those of LoraConfig
     load BASE ADAPTER            loads an adapter into its base; an error if PEFT misses or ignores a tensor
-    compare OURS THEIRS          the answer is the number of tensors, of elements, of elements that differ by one unit in the last place, and
-                                 of those that differ by more
+    compare OURS THEIRS          the answer is the number of tensors, of elements, of elements that differ by one unit in the last place,
+                                 and of those that differ by more
 """
 
 import contextlib
