@@ -63,6 +63,7 @@ def test_what_is_written_are_the_files_that_metas_code_saved(case, tmp_path):
         params = json.loads((out / "params.json").read_text())
         assert reshard.open(out).model.dimensions == reshard.open(FOLDER / case).model.dimensions
         # The size of the MLP by Meta's formula.
+        assert params.get("ffn_dim_multiplier") == {"llama2-tp2": None, "llama3-tp2": 1.3}[case]
         size = int(params.get("ffn_dim_multiplier", 1) * int(8 * params["dim"] / 3))
         assert -(-size // params["multiple_of"]) * params["multiple_of"] == 4 * len(theirs["layers.0.feed_forward.w1.weight"]) // 2
 
