@@ -12,7 +12,7 @@ import numpy as np
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.quantities import plural
 from reshard.health.findings import Finding, found, of_error
-from reshard.index.coverage import check_coverage
+from reshard.index.coverage import uncovered
 from reshard.index.index import Index, Tensor
 from reshard.index.name_parts import family_of, is_scale, layer_of
 from reshard.models.model import Model
@@ -28,16 +28,7 @@ def incomplete_tensors(index: Index) -> Iterator[Finding]:
     for (kind, name), count in names.items():
         if count > 1:
             yield found("inconsistent", f"{count} tensors of the kind {kind} have this name", tensor=name)
-    whole: set[tuple[object, ...]] = set()
-    for tensor in index.tensors:
-        # Tensors that are cut in the same way may share their columns. Shared columns are checked once.
-        columns = id(tensor.shards.offsets), id(tensor.shards.sizes), id(tensor.shards.primary), tensor.shape
-        if columns not in whole:
-            try:
-                check_coverage(tensor)
-                whole.add(columns)
-            except CheckpointError as error:
-                yield of_error(error)
+    yield from map(of_error, uncovered(index.tensors))
 
 
 def missing_layers(weights: Mapping[str, Tensor]) -> Iterator[Finding]:

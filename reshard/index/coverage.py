@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -41,8 +41,13 @@ def _is_text(name: str) -> bool:
 
 
 def check_all_covered(tensors: Iterable[Tensor]) -> None:
-    """Raises CheckpointError for the first tensor that its primary boxes do not cover exactly once. Tensors that are cut in the same way
-    are checked once."""
+    """Raises CheckpointError for the first tensor that its primary boxes do not cover exactly once."""
+    for error in uncovered(tensors):
+        raise error
+
+
+def uncovered(tensors: Iterable[Tensor]) -> Iterator[CheckpointError]:
+    """An error for each tensor that its primary boxes do not cover exactly once. Tensors that are cut in the same way are checked once."""
     in_one_piece: dict[int, tuple[PieceTable, list[Tensor]]] = {}
     covered: set[tuple[object, ...]] = set()
     for tensor in tensors:
@@ -54,11 +59,20 @@ def check_all_covered(tensors: Iterable[Tensor]) -> None:
             continue
         cut = cut_of(tensor)
         if cut not in covered:
-            check_coverage(tensor)
-            covered.add(cut)
+            if error := _fault(tensor):
+                yield error
+            else:
+                covered.add(cut)
     for table, of_table in in_one_piece.values():
-        for tensor in _not_whole(table, of_table):
-            check_coverage(tensor)
+        yield from filter(None, map(_fault, _not_whole(table, of_table)))
+
+
+def _fault(tensor: Tensor) -> CheckpointError | None:
+    try:
+        check_coverage(tensor)
+    except CheckpointError as error:
+        return error
+    return None
 
 
 def _not_whole(table: PieceTable, tensors: list[Tensor]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from reshard.canonical.optimizer_state import is_master_key
 from reshard.errors import ReshardError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
-from reshard.geometry.sections import Columns, first_overlap
+from reshard.geometry.sections import Columns, Pattern, first_overlap
 from reshard.index.coverage import check_all_covered, check_coverage
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards
@@ -37,7 +37,7 @@ def prove(plan: Plan) -> None:
 
     For a plan of one rank only the first part is checked, because the other ranks hold the other weights.
     """
-    proven: set[tuple[int, int]] = set()
+    proven: dict[tuple[int, int], Pattern] = {}  # the patterns stay alive, so that no two of them have one id
     forms: set[int] = set()
     for file in plan.layout.files:
         if file.form:
@@ -48,10 +48,11 @@ def prove(plan: Plan) -> None:
         _file_is_tiled(file)
         for item in file.tensors:
             # Stored tensors of one kind share their pattern, which is proven once.
-            form = id(item.tensor.sections.pattern), math.prod(item.tensor.shape)
+            pattern = item.tensor.sections.pattern
+            form = id(pattern), math.prod(item.tensor.shape)
             if form not in proven:
                 _sections_are_disjoint(file, item)
-                proven.add(form)
+                proven[form] = pattern
     if plan.target.only_rank:
         return
     check_all_covered(route.target for route in plan.routes)

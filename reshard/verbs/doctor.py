@@ -130,15 +130,17 @@ def _opened(path: PathLike, options: Mapping[str, Any], findings: list[Finding])
     tree, index = checkpoint.files, checkpoint.index
     broken = list(structure.incomplete_tensors(index))
     findings += broken
-    checks = (lambda: check_steps(tree, index), lambda: check_copied_files(tree, index), lambda: format.check_values(tree, index))
+    names = {finding.tensor for finding in broken}
+    whole = replace(index, tensors=tuple(tensor for tensor in index.tensors if tensor.name not in names)) if broken else index
+    checks = (lambda: check_steps(tree, whole), lambda: check_copied_files(tree, whole), lambda: format.check_values(tree, whole))
     for check in checks:
         try:
             corrected = check()
         except CheckpointError as error:
-            # An incomplete tensor was found already, and the values of the others cannot be compared with it.
+            # What belongs to an incomplete tensor was left out, so what seems wrong with the others may follow from it.
             findings += [] if broken else [of_error(error)]
         else:
-            checkpoint = replace(checkpoint, index=corrected or checkpoint.index)
+            checkpoint = replace(checkpoint, index=(None if broken else corrected) or checkpoint.index)
     checkpoint = classified_checkpoint(checkpoint)
     try:
         named = checkpoint.named() if not broken else checkpoint.index

@@ -425,6 +425,10 @@ def test_every_incomplete_tensor_is_found_not_only_the_first():
     damaged = replace(index, tensors=tuple(halved(t) if t.kind == "weight" and len(t.shards) > 1 else t for t in index.tensors))
     findings = list(structure.incomplete_tensors(damaged))
     assert {finding.id for finding in findings} == {"incomplete-tensor"} and len(findings) > 10
+    for number, tensor in enumerate(index.tensors):
+        if len(tensor.shards) > 1:
+            damaged = replace(index, tensors=(*index.tensors[:number], halved(tensor), *index.tensors[number + 1 :]))
+            assert [finding.tensor for finding in structure.incomplete_tensors(damaged)] == [tensor.name]
 
 
 def measured(name: str, kind: str, values: Any) -> Measured:

@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import fnmatch
 import io
+import itertools
 import json
 import os
 import random
@@ -57,45 +58,69 @@ class Recipe(NamedTuple):
 
 
 def fixtures() -> list[str]:
-    """The folders below fixtures/ that hold a checkpoint: those called "checkpoint", and models of the Hugging Face kind."""
+    """The folders below fixtures/ that hold a checkpoint: those called "checkpoint", models of the Hugging Face kind, and adapters."""
     folders = {path.parent for path in FIXTURES.rglob("checkpoint") if path.is_dir()}
-    folders |= {path.parent for path in FIXTURES.rglob("config.json") if not any(parent in folders for parent in path.parents)}
+    configs = (*FIXTURES.rglob("config.json"), *FIXTURES.rglob("adapter_config.json"))
+    folders |= {path.parent for path in configs if not any(parent in folders for parent in path.parents)}
     return sorted(str(path.relative_to(FIXTURES)) for path in folders)
 
 
-def command(source: Path, pristine: Path, target: Path, chance: random.Random) -> list[str]:
-    """A command line that reads the checkpoint."""
-    options = ["--model", str(pristine.parent / "model")] if (pristine.parent / "model").is_dir() and chance.random() < 0.7 else []
-    to = chance.choice(TARGETS)
-    return chance.choice(
-        [
-            ["inspect", str(source), *options],
-            ["fingerprint", str(source), *options],
-            ["verify", str(pristine), str(source), *options],
-            ["plan", str(source), "--to", *to, *options],
-            ["degrees", str(source), "--to", "vllm"],
-            ["estimate", str(source), "--gpus", "8"],
-            *[["convert", str(source), str(target), "--to", *to, *options]] * 5,
-        ]
-    )
+def commands(source: Path, pristine: Path, target: Path) -> list[list[list[str]]]:
+    """The command lines that read the checkpoint, in groups: the campaign chooses a group, and one of it."""
+    model = pristine.parent / "model"
+    models = [["--model", str(model)]] * 2 + [[]] if model.is_dir() else [[]]
+
+    def each(*words: str) -> list[list[str]]:
+        return [[*words, *options] for options in models]
+
+    def convert(*words: str) -> list[list[str]]:
+        return each("convert", str(source), str(target), *words)
+
+    name = str(source)
+    truth = pristine.parent / "truth.json"
+    base = FIXTURES / "hf" / (json.loads(truth.read_text())["base"] if pristine.name == "adapter" else "llama")
+    return [
+        each("inspect", name),
+        each("fingerprint", name),
+        each("verify", str(pristine), name),
+        each("diff", str(pristine), name) + each("explain", name, str(pristine)) + each("stats", name),
+        each("doctor", name, "--deep"),
+        each("digests", name, "--to", "vllm", "--tp", "2") + each("inspect", name, "--json", "--full"),
+        [line for to in TARGETS for line in each("plan", name, "--to", *to)],
+        [["degrees", name, "--to", "vllm"]],
+        [["estimate", name, "--gpus", "8"]],
+        *[[line for to in TARGETS for line in convert("--to", *to)]] * 5,
+        convert("--to", "hf", "--dequantize") + convert("--to", "hf", "--quantize", "mxfp4") + convert("--to", "peft"),
+        [["convert", str(base), str(target), "--to", "hf", "--merge-adapter", name], *convert("--to", "hf", "--keep-unknown")],
+    ]
 
 
 def run_recipe(recipe: Recipe, folder: Path) -> tuple[str, str]:
     """The outcome, and what was done and printed. folder: an empty folder for the changed checkpoint and the target."""
+    pristine, done, chance = changed(recipe, folder)
+    if done is None:
+        return "no such mutation", ""
+    source, target = folder / "source", folder / "target"
+    outcome, text = outcome_of(chance.choice(chance.choice(commands(source, pristine, target))), target)
+    return outcome, f"[{done}] {text}"
+
+
+def changed(recipe: Recipe, folder: Path) -> tuple[Path, str | None, random.Random]:
+    """Writes the changed checkpoint into folder/source. Returns the fixture's checkpoint, what was done to it, and the generator."""
     chance = random.Random("|".join(map(str, recipe)))
     pristine = FIXTURES / recipe.fixture
     pristine = pristine / "checkpoint" if (pristine / "checkpoint").is_dir() else pristine
-    source, target = folder / "source", folder / "target"
-    shutil.copytree(pristine, source)
-    done = KINDS[recipe.kind](source, chance)
-    if done is None:
-        return "no such mutation", ""
-    arguments = command(source, pristine, target, chance)
+    shutil.copytree(pristine, folder / "source")
+    return pristine, KINDS[recipe.kind](folder / "source", chance), chance
+
+
+def outcome_of(arguments: list[str], target: Path) -> tuple[str, str]:
+    """The outcome of a command line in a limited process, and what it printed."""
     answer = limited(lambda: _watched(arguments, target))
     outcome, _, text = (
         answer.partition(" ") if not answer.startswith(("CRASH", "WROTE")) else (answer.split(" by ")[0].split(":")[0], "", answer)
     )
-    return outcome, f"[{done}] reshard {' '.join(arguments)}\n{text}"
+    return outcome, f"reshard {' '.join(arguments)}\n{text}"
 
 
 def _watched(arguments: list[str], target: Path) -> str:
@@ -186,8 +211,10 @@ def warm_up(folder: Path) -> None:
             run = import_module("reshard.cli.main").run
             run(["convert", str(recipe), str(folder / f"warm{i}"), "--to", *to])
             run(["verify", str(recipe), str(folder / f"warm{i}")])
-            for words in (["inspect"], ["fingerprint"], ["degrees", "--to", "vllm"], ["estimate", "--gpus", "8"]):
-                run([words[0], str(folder / f"warm{i}"), *words[1:]])
+            if to in (("hf",), ("dcp",)):
+                for line in itertools.chain.from_iterable(commands(folder / f"warm{i}", recipe, folder / "warm")):
+                    run(line)
+                    shutil.rmtree(folder / "warm", ignore_errors=True)
         shutil.rmtree(folder / f"warm{i}", ignore_errors=True)
 
 
