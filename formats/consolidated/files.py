@@ -21,9 +21,10 @@ def weight_files(files: Files) -> list[str]:
     if any(_PUBLISHED.fullmatch(path) for path in listing):
         return []
     ranks = [path for path in listing if _RANK.fullmatch(path)]
-    if ranks:
-        return sorted(ranks)
-    return sorted(path for path in listing if _SAFETENSORS.fullmatch(path)) if PARAMS in listing else []
+    if PARAMS in listing:
+        return sorted(ranks) or sorted(path for path in listing if _SAFETENSORS.fullmatch(path))
+    # Of any program, a single file may have such a name.
+    return sorted(ranks) if len(ranks) > 1 else []
 
 
 def rank_of(path: str) -> int | None:

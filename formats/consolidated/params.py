@@ -54,6 +54,9 @@ def config_of(params: Mapping[str, Any], shapes: Shapes) -> DerivedConfig:
         return DerivedConfig(None, (f"what {', '.join(unknown)} in params.json mean for config.json (--model DIR)",))
     if missing := [key for key in (*_SIZES, *(["head_dim", "n_kv_heads", "vocab_size"] if is_mistral else [])) if key not in params]:
         raise CheckpointError(f"it has no {missing[0]}", where="params.json", do="Give the model's config with --model DIR")
+    for key in ("dim", "n_layers", "n_heads"):
+        if type(params[key]) is not int or params[key] < 1:
+            raise CheckpointError(f"{key} is {params[key]!r}; a positive number is needed", where="params.json", do="Copy the file again")
     config: dict[str, Any] = {new: params[key] for key, new in _SIZES.items()}
     config["num_key_value_heads"] = params.get("n_kv_heads") or params["n_heads"]
     config["vocab_size"] = _checked("vocab_size", params.get("vocab_size"), _size(shapes, "tok_embeddings.weight", 0))
@@ -129,7 +132,7 @@ def params_of(model: Model, *, mistral: bool) -> dict[str, Any]:
         "vocab_size": dimensions["vocab"],
     }
     rope = {**(model.setting("rope_scaling") or {}), **(model.setting("rope_parameters") or {})}
-    params["rope_theta"] = rope.get("rope_theta") or model.setting("rope_theta") or 10000.0
+    params["rope_theta"] = rope.get("rope_theta") or model.setting("rope_theta") or (1000000.0 if "experts" in dimensions else 10000.0)
     scaling = rope.get("rope_type", rope.get("type", "default"))
     if scaling != "default":
         raise UnsupportedError(

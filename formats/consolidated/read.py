@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -41,9 +42,7 @@ def read(files: Files, hints: Hints) -> Index:
     if is_ranks:
         _read_ranks(builder, paths)
     else:
-        for path in paths:
-            for tensor in _safetensors(files, path):
-                builder.add_tensor(tensor)
+        _read_safetensors(builder, paths)
     facts = RunFacts("torch.save" if is_ranks else "safetensors", parallel={"tp": len(paths)} if is_ranks else {}, config=hints.config)
     if hints.config is None and files.size(PARAMS) is not None:
         params = read_json(files, PARAMS)
@@ -64,8 +63,14 @@ def _read_ranks(builder: IndexBuilder, paths: list[str]) -> None:
         builder.add_objects(name for name, local in decoded.items() if local is None)
         tensors = {name: local for name, local in decoded.items() if local is not None}
         if hidden is None and "norm.weight" in tensors:
-            hidden = tensors["norm.weight"].shape[0]
+            hidden = math.prod(tensors["norm.weight"].shape)
         for name, local in tensors.items():
+            if [box.sizes for box, _ in local.shards] != [local.shape]:
+                raise CheckpointError(
+                    "it is a distributed tensor; a plain one is expected",
+                    where=f"{name} in {path}",
+                    do="Give the files that Meta's code saved",
+                )
             axis = None if len(paths) == 1 else _axis(name, local.shape, len(paths), hidden, path)
             builder.add("weight", name, local if axis is None else _of_rank(local, axis, rank, len(paths)), path, rank)
 
@@ -110,7 +115,13 @@ def _of_rank(local: LocalTensor, axis: int, rank: int, ranks: int) -> LocalTenso
     return replace(local, shape=shape, shards=((Box.whole(shape).narrow(axis, rank * size, (rank + 1) * size), stored),))
 
 
-def _safetensors(files: Files, path: str) -> Iterator[Tensor]:
-    for name, dtype, shape, start, _ in safetensors.read_header(files, path).entries:
-        piece = Piece(Box.whole(shape), Extent(path, start, row_major(shape), dtype))
-        yield Tensor(name, dtype, shape, "weight", Shards.of([piece]))
+def _read_safetensors(builder: IndexBuilder, paths: list[str]) -> None:
+    holders: dict[str, str] = {}
+    for path in paths:
+        for name, dtype, shape, start, _ in safetensors.read_header(builder.files, path).entries:
+            if holders.setdefault(name, path) != path:
+                raise CheckpointError(
+                    f"two files hold it: {holders[name]} and {path}", where=name, do="Remove the file that does not belong to this model"
+                )
+            piece = Piece(Box.whole(shape), Extent(path, start, row_major(shape), dtype))
+            builder.add_tensor(Tensor(name, dtype, shape, "weight", Shards.of([piece])))

@@ -42,7 +42,15 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
         files = [_file_of_rank(places, dtypes, rank, target) for rank in range(target.parallel.tp)]
     params = json.dumps(params_of(places.model, mistral=is_mistral), indent=2).encode() + b"\n"
     carried = [sidecar for sidecar in companions.sidecars(dtypes.values()) if sidecar.path != CONFIG]
-    return Layout("consolidated", tuple(files), (*carried, Sidecar(PARAMS, params)), target.parallel)
+    return Layout("consolidated", tuple(files), (*carried, Sidecar(PARAMS, params)), target.parallel, _notes(places, is_mistral))
+
+
+def _notes(places: Places, is_mistral: bool) -> tuple[str, ...]:
+    dimensions = places.model.dimensions
+    head_dim = dimensions["hidden"] // dimensions["heads"]
+    if is_mistral or dimensions["head_dim"] == head_dim:
+        return ()
+    return (f"Meta's code does not load this model: its heads are hidden / heads wide, {head_dim} and not {dimensions['head_dim']}",)
 
 
 def _file_of_rank(places: Places, dtypes: dict[str, DType], rank: int, target: Target) -> TargetFile:

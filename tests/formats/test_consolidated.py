@@ -87,6 +87,16 @@ def test_ranks_of_any_number_are_read_back(tp, tmp_path):
         return
     reshard.convert(reshard.plan(source, to="consolidated", tp=tp, **cut), tmp_path / "out")
     assert reshard.verify(source, tmp_path / "out").equal
+    # This fixture has wider heads, which Meta's params.json cannot state.
+    assert any("Meta's code does not load" in note for note in reshard.plan(source, to="consolidated", tp=tp, **cut).layout.notes)
+
+
+def test_one_file_without_params_is_a_state_dict_of_any_program(tmp_path):
+    source = edited("llama2-tp2", tmp_path / "in")
+    (source / "params.json").unlink()
+    assert reshard.open(source).format == "consolidated"
+    (source / "consolidated.01.pth").unlink()
+    assert reshard.open(source).format == "pt"
 
 
 def test_how_the_embedding_is_divided_is_not_guessed(tmp_path):
@@ -160,6 +170,12 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
         reshard.open(embedding)
     with pytest.raises(CheckpointError, match="head_dim is 8, and the tensors have 4"):
         reshard.open(edited("mistral", tmp_path / "size", params={"head_dim": 8}))
+    with pytest.raises(CheckpointError, match="n_heads is 0; a positive number"):
+        reshard.open(edited("mistral", tmp_path / "heads", params={"n_heads": 0}))
+    twice = edited("mistral", tmp_path / "twice")
+    shutil.copy(twice / "consolidated.safetensors", twice / "consolidated-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match="two files hold it"):
+        reshard.open(twice)
     with pytest.raises(CheckpointError, match="it has no dim"):
         reshard.open(edited("mistral", tmp_path / "dim", params={"dim": None}))
 
