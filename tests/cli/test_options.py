@@ -223,10 +223,9 @@ def test_a_path_that_is_no_checkpoint_leads_to_one(path, message):
     assert message in refused("inspect", path)
 
 
-def test_nothing_is_written_to_a_web_server_or_in_parts_to_a_store(tmp_path, monkeypatch):
+def test_nothing_is_written_to_a_web_server(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "can be read, and not written" in refused("convert", LLAMA, "https://host/out", "--to", "hf")
-    assert "`aws s3 cp --recursive s3://bucket/out out`" in refused("convert", LLAMA, "s3://bucket/out", "--to", "hf", "--part", "0/2")
     assert list(tmp_path.iterdir()) == []
 
 
