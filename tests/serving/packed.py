@@ -1,13 +1,13 @@
 """The slow check of packed weights: real vLLM lays out the fixtures in fixtures/hf_packed as reshard does.
 
-    python tests/serving/packed.py --engine-python VLLM_PYTHON [case ...]
+    python tests/serving/packed.py [--engine-python PYTHON] [case ...]
 
 Each case is traced with vLLM's own loader (`reshard learn`) at TP 1, 2 and 4, and with experts also at EP 2, and converted with the learned
 layout and with reshard's own rules: all names, shapes, element types and bytes must be equal. The sizes that `reshard degrees` refuses are
 those that vLLM refuses. No kernel for these weights runs on a CPU; what vLLM would not even trace there is refused. That the values are
 those of the libraries is checked by fixtures/hf_packed/make.py --check, in its own environment.
 
-Environment: reshard's own with torch and safetensors; --engine-python has vLLM 0.32.0, built for CPUs. Two cases run at a time;
+Two cases run at a time;
 5 minutes of processor time.
 """
 
@@ -27,6 +27,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from check import VLLM
+
 import reshard
 from reshard.errors import UnsupportedError
 from reshard.verbs.learn import write_layout
@@ -41,13 +45,14 @@ AT_A_TIME = 2
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine-python", required=True)
+    parser.add_argument("--engine-python", help=f"of an environment that has vLLM; made in {VLLM.folder.name} if not given")
     parser.add_argument("cases", nargs="*", default=CASES)
     given = parser.parse_args()
+    python = given.engine_python or str(VLLM.python())
 
     def check(case: str) -> list[str]:
         with tempfile.TemporaryDirectory() as work:
-            return list(differences(prepared(case, Path(work)), Path(work), given.engine_python))
+            return list(differences(prepared(case, Path(work)), Path(work), python))
 
     failed = 0
     with ThreadPoolExecutor(AT_A_TIME) as pool:
