@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32
 from reshard.models.model import Model
+from reshard.models.quantization_settings import quantization_settings
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import Heads
 from reshard.plans.target import Target
@@ -89,8 +90,7 @@ def _check_packed(model: Model) -> None:
     """
     if model.quantization is None:
         return
-    config = model.config["quantization_config"]
-    if model.quantization.method == "gptq" and not config.get("sym", True):
+    if model.quantization.method == "gptq" and not quantization_settings(model.config).get("sym", True):
         raise UnsupportedError("the weights are quantized by GPTQ with zero points (sym: false), which vLLM does not load", do=_TO_HF)
     experts = [weight for weight in model.weights.values() if weight.form and weight.role.startswith("expert.")]
     form = experts[0].form if experts else None

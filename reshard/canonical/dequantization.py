@@ -16,9 +16,8 @@ from reshard.index.index import EncodedPart, Encoding, Tensor
 from reshard.index.name_parts import family_of
 from reshard.models.model import Model
 from reshard.models.quantization import quantization_of, unknown_quantization
+from reshard.models.quantization_settings import PLACES, without_quantization
 from reshard.models.quantized import Component, Quantization, StoredForm
-
-SETTING = "quantization_config"
 
 
 def with_values(content: Content, config: Mapping[str, Any] | None) -> Content:
@@ -32,7 +31,7 @@ def with_values(content: Content, config: Mapping[str, Any] | None) -> Content:
         method = unknown_quantization(config or {})
         raise RequestError(
             f"--dequantize: the quantization method {method} is unknown" if method else "--dequantize: nothing here is quantized",
-            why="" if method else f"The config has no {SETTING}",
+            why="" if method else f"No settings of a quantization were found in {PLACES}",
             do="Leave it out" if method else "Leave it out, or give the model's own config with --model DIR",
         )
     tensors, drops = dict(content.tensors), list(content.drops)
@@ -100,11 +99,6 @@ def quantized_names(content: Content, config: Mapping[str, Any] | None) -> froze
     names = {name for weight, form in weights for name in form.names(weight)}
     cached = {name for name in content.tensors if name.rpartition(".")[2] in {scale.kind for scale in quantization.cache_scales}}
     return frozenset(names | cached)
-
-
-def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the same model, not quantized."""
-    return {key: value for key, value in config.items() if key != SETTING}
 
 
 _UNUSED: Mapping[str, str] = {

@@ -17,6 +17,7 @@ from reshard.index.index import Index, Tensor
 from reshard.index.name_parts import family_of, is_scale, layer_of
 from reshard.models.model import Model
 from reshard.models.quantization import quantization_of
+from reshard.models.quantization_settings import quantization_settings
 from reshard.storage.files import Files, read_range
 
 _STEP_WORDS: Mapping[str, str] = {"F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8"}
@@ -116,7 +117,7 @@ def missing_scales(weights: Mapping[str, Tensor], config: Mapping[str, Any] | No
         return
     modules = {name.rpartition(".")[0] for name in weights if is_scale(name)}
     eight_bit = [name for name, tensor in weights.items() if name.endswith(".weight") and tensor.dtype.name.startswith("F8")]
-    if modules or (config or {}).get("quantization_config"):
+    if modules or quantization_settings(config or {}):
         for name in (name for name in eight_bit if name.removesuffix(".weight") not in modules):
             detail = f"{name} is stored as {weights[name].dtype}, and this scale is in no file"
             yield found("missing-scale", detail, tensor=name.removesuffix("weight") + "weight_scale")

@@ -11,6 +11,7 @@ from typing import Any
 
 from reshard.errors import RequestError
 from reshard.geometry.packed import fp4, integers
+from reshard.models.quantization_settings import quantization_settings
 from reshard.models.quantized import BlockShape, Component, Quantization, StoredForm
 
 _FP8_TYPES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -26,7 +27,7 @@ class _Unknown(Exception):
 
 def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
     """The quantization that a config describes; None if there is none, or its method is not known (`unknown_quantization`)."""
-    settings = config.get("quantization_config")
+    settings = quantization_settings(config)
     if not isinstance(settings, Mapping):
         return None
     try:
@@ -37,7 +38,7 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
 
 def unknown_quantization(config: Mapping[str, Any]) -> str | None:
     """The method that a config names, if weights quantized by it cannot be read, and why; None if they can, or are not quantized."""
-    settings = config.get("quantization_config")
+    settings = quantization_settings(config)
     if not settings:
         return None
     if not isinstance(settings, Mapping):
@@ -187,7 +188,7 @@ def _gptq(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Store
         raise _Unknown(f" with {str(bits)[:20]} bits")
     if settings.get("desc_act"):
         raise _Unknown(" with act-order (desc_act)")
-    version = str(settings.get("checkpoint_format", "gptq"))
+    version = "marlin" if settings.get("is_marlin_format") else str(settings.get("checkpoint_format", "gptq"))
     if version not in ("gptq", "gptq_v2"):
         raise _Unknown(f" in the format {version[:20]}")
     dynamic = settings.get("dynamic") or {}

@@ -12,12 +12,13 @@ from reshard.adapter.model_files import find_model_files
 from reshard.adapter.serving_format import ServingFormat
 from reshard.adapter.serving_format.learned import read_layout
 from reshard.canonical.content import Selection, check_against_model
-from reshard.canonical.dequantization import quantized_names, with_values, without_quantization
+from reshard.canonical.dequantization import quantized_names, with_values
 from reshard.canonical.globs import check_globs, matches
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import BF16, DType, from_safetensors, from_user
 from reshard.geometry.parallel import Parallel
 from reshard.models.model import Model, ModelWeight
+from reshard.models.quantization_settings import without_quantization
 from reshard.plans.target import Target
 from reshard.serving.capacity import DegreeReport, GpuMemory, degree_report
 from reshard.serving.learned.degrees import learned_degree_report
