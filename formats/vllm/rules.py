@@ -39,6 +39,8 @@ _GROUPS = dict.fromkeys(("ssm.b", "ssm.c", "ssm.conv_b", "ssm.conv_c"), Heads("s
 _SCALES = tuple(ExtraTensor("attention.o", f"attn.{name}", 1.0, F32) for name in ("_k_scale", "_q_scale", "_v_scale", "_prob_scale"))
 # In the attention of a quantized model, -1 or a scale of 1 means "not given" (layers/quantization/kv_cache.py).
 _NOT_GIVEN = tuple(ExtraTensor("attention.o", f"attn.{name}_scale", -1.0, None) for name in ("q", "k", "v", "prob"))
+# Those that a checkpoint gives are kept in the type of the model, like the placeholders.
+_CACHE_SCALES = ("attention.k_scale", "attention.v_scale")
 _PLACEHOLDERS = {
     "fp8": _NOT_GIVEN,
     "modelopt": _NOT_GIVEN,
@@ -158,10 +160,10 @@ def _rules(model: Model, version: Numbers, quirks: ModelQuirks) -> VersionRules:
         layers_per_stage=remainder_before_last_stage,
         quirks=quirks,
         keep_fused=quirks.keeps_fused_at(version),
-        renames=((r"(?<!\.attn)\.([kv]_scale)$", r".attn.\1"), *quirks.renames_at(version)),
+        renames=((r"(?<!\.attn)(?:\.[kv]_proj)?\.([kv]_scale)$", r".attn.\1"), *quirks.renames_at(version)),
         splits=_GROUPS,
         renames_in=quirks.renames_in_at(version),
-        dtypes={"scale": F32, "router.correction": F32 if release.wide_correction else None},
+        dtypes={"scale": F32, "router.correction": F32 if release.wide_correction else None} | dict.fromkeys(_CACHE_SCALES),
         scales_kept_once=frozenset({"input_scale"}),
     )
     return VersionRules(release, version, rules)

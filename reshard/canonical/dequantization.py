@@ -43,7 +43,7 @@ def with_values(content: Content, config: Mapping[str, Any] | None) -> Content:
         for component, tensor in stored.values():
             if reason := _UNUSED.get(component.use):
                 drops.append(Drop(tensor.name, tensor.kind, tensor.nbytes, reason))
-    for name in [name for name in tensors if name.rpartition(".")[2] in {scale.kind for scale in quantization.cache_scales}]:
+    for name in [name for name in tensors if quantization.is_cache_scale(name)]:
         scales = tensors.pop(name)
         drops.append(Drop(name, scales.kind, scales.nbytes, "a scale of the KV cache, which is no longer quantized"))
     _check_all_have_scales(tensors, quantization)
@@ -97,8 +97,7 @@ def quantized_names(content: Content, config: Mapping[str, Any] | None) -> froze
         return frozenset()
     weights = quantization.stored_weights(_element_types(content))
     names = {name for weight, form in weights for name in form.names(weight)}
-    cached = {name for name in content.tensors if name.rpartition(".")[2] in {scale.kind for scale in quantization.cache_scales}}
-    return frozenset(names | cached)
+    return frozenset(names | {name for name in content.tensors if quantization.is_cache_scale(name)})
 
 
 _UNUSED: Mapping[str, str] = {
@@ -159,7 +158,7 @@ def _part(component: Component, tensor: Tensor, ndim: int, form: StoredForm) -> 
     stack = ndim - 2
     if component.is_single or tensor.elements == 1:
         return EncodedPart(tensor, component, (None,) * ndim, ())
-    axes = (0, 0) if component.is_vector else (stack + component.transposed, stack + 1 - component.transposed)
+    axes = (stack, stack) if component.is_vector else (stack + component.transposed, stack + 1 - component.transposed)
     sizes = component.block_shape
     if form.transposed:
         axes, sizes = axes[::-1], sizes[::-1]

@@ -66,14 +66,30 @@ def _quantization(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Qua
     if read is None:
         raise _Unknown("")
     forms = read(settings, config)
-    cache = settings.get("kv_cache_scheme")
-    has_cache_scales = isinstance(cache, Mapping) and not cache.get("dynamic")
-    cache_scales = (_cache_scale("k_scale"), _cache_scale("v_scale")) if has_cache_scales else ()
-    return Quantization(str(method), forms, (*map(str, excluded), *_skipped(settings)), cache_scales)
+    entries = [entry for listed in excluded for entry in _entries(str(listed), str(method))]
+    return Quantization(str(method), forms, (*entries, *_skipped(settings)), _cache_scales(settings, str(method)))
 
 
-def _cache_scale(kind: str) -> Component:
-    return Component(kind, "scale", _WHOLE, single_shape=(1,), element_type="F32")
+def _entries(listed: str, method: str) -> tuple[str, ...]:
+    """The patterns for an entry in the list of excluded modules. ModelOpt up to 0.38 also lists words from the middle of a name, and the
+    engine looks for them there (vLLM 0.32, modelopt.py, is_layer_excluded)."""
+    is_part = method.startswith("modelopt") and "*" not in listed
+    return (listed, f"*.{listed}", f"{listed}.*", f"*.{listed}.*") if is_part else (listed,)
+
+
+def _cache_scales(settings: Mapping[str, Any], method: str) -> tuple[Component, ...]:
+    """The scales of the KV cache. Raises _Unknown if it is quantized to anything but FP8."""
+    scheme, named = settings.get("kv_cache_scheme"), settings.get("kv_cache_quant_algo")
+    if not scheme and not named:
+        return ()
+    is_fp8 = (scheme.get("type"), scheme.get("num_bits")) == ("float", 8) if isinstance(scheme, Mapping) else (scheme or named) == "FP8"
+    if not is_fp8:
+        raise _Unknown(f" with the KV cache in {str(scheme or named)[:60]}")
+    if isinstance(scheme, Mapping) and scheme.get("dynamic"):
+        return ()
+    if method.startswith("modelopt"):
+        return tuple(Component(f"{kind}_proj.{kind}_scale", "scale", _WHOLE) for kind in "kv")
+    return tuple(Component(f"{kind}_scale", "scale", _WHOLE, single_shape=(1,), element_type="F32") for kind in "kv")
 
 
 def _skipped(settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -142,25 +158,25 @@ def _gpt_oss(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[St
 
 
 def _modelopt(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
+    """Source: ModelOpt 0.47, export/quant_utils.py (to_quantized_weight) and convert_hf_config.py."""
     algorithm = str(settings.get("quant_algo")).upper()
-    if settings.get("kv_cache_quant_algo") or settings.get("kv_cache_scheme"):
-        raise _Unknown(" with a quantized KV cache")
+    input_scale = Component("input_scale", "input scale", _WHOLE, element_type="F32")
+    if algorithm == "FP8":
+        return (_of_fp8(Component("weight_scale", "scale", _WHOLE, element_type="F32"), input_scale),)
+    if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
+        return (_of_fp8(Component("weight_scale", "scale", (1, None), is_vector=True, element_type="F32")),)
     if algorithm == "MXFP8":
         return (_microscaled("MXFP8", 32, Component("weight", "codes"), _exponents("weight_scale", 32)),)
-    if algorithm != "NVFP4":
+    if algorithm not in ("NVFP4", "W4A16_NVFP4"):
         raise _Unknown(f" with quant_algo {algorithm[:40]}")
-    if settings.get("group_size", 16) != 16:
+    if (settings.get("group_size") or 16) != 16:
         raise _Unknown(f" with groups of {str(settings['group_size'])[:20]}")
-    return (
-        _microscaled(
-            "NVFP4",
-            16,
-            Component("weight", "codes", packing=fp4()),
-            Component("weight_scale", "scale", (1, 16), element_type="F8_E4M3"),
-            Component("weight_scale_2", "scale", _WHOLE, element_type="F32"),
-            Component("input_scale", "input scale", _WHOLE, element_type="F32"),
-        ),
+    components = (
+        Component("weight", "codes", packing=fp4()),
+        Component("weight_scale", "scale", (1, 16), element_type="F8_E4M3"),
+        Component("weight_scale_2", "scale", _WHOLE, element_type="F32"),
     )
+    return (_microscaled("NVFP4", 16, *components, *((input_scale,) if algorithm == "NVFP4" else ())),)
 
 
 def _awq(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
@@ -200,7 +216,7 @@ def _gptq(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Store
         Component("qweight", "codes", packing=integers(bits, 0), transposed=True),
         Component("qzeros", "zero point", (1, group), zeros, transposed=True, element_type="I32"),
         Component("scales", "scale", (1, group), transposed=True),
-        Component("g_idx", "group index", (None, 1), element_type="I32"),
+        Component("g_idx", "group index", (None, 1), is_vector=True, element_type="I32"),
     )
     return (StoredForm(f"INT{bits} (GPTQ)", f"INT{bits} group or word", components, _WORDS, keeps_scale_type=True),)
 

@@ -46,6 +46,8 @@ class Component:
     """The stored shape of a component that does not depend on the weight's: () or (1,) for one number."""
     transposed: bool = False
     """Whether it is stored as [in, out]."""
+    is_vector: bool = False
+    """Whether it has a single axis: that of the weight along which it has several values."""
     exponents: bool = False
     """Whether its bytes are exponents e of scales 2^(e - 127), whatever their element type says."""
     element_type: str | None = None
@@ -70,19 +72,13 @@ class Component:
         """Whether it is one number, or a few, for the whole weight."""
         return all(size is None for size in self.grid)
 
-    @property
-    def is_vector(self) -> bool:
-        """Whether it has one number per input feature, and no other axis."""
-        return self.use == "group index"
-
     def shape(self, weight: tuple[int, ...]) -> tuple[int, ...]:
         """Its shape beside a weight [out, in], or beside a stack [experts, out, in] of weights."""
         if self.is_single:
             return self.single_shape
         *stack, out_size, in_size = weight
-        if self.is_vector:
-            return (*stack, in_size)
-        sizes = [1 if size is None else -(-length // size) for length, size in zip((out_size, in_size), self.grid, strict=True)]
+        lengths = zip((out_size, in_size), self.grid, strict=True)
+        sizes = [1 if size is None else -(-length // size) for length, size in lengths if size is not None or not self.is_vector]
         return (*stack, *(reversed(sizes) if self.transposed else sizes), *(self.packing.words if self.packing else ()))
 
     def weight_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -158,7 +154,7 @@ class Quantization:
     excluded: tuple[str, ...] = ()
     """Modules that are not quantized: names, names with "*", or regular expressions after "re:"."""
     cache_scales: tuple[Component, ...] = ()
-    """The scales of cached keys and values, one of each in every layer's attention."""
+    """The scales of cached keys and values, one of each in every layer's attention. Their kinds are all that follows its module's name."""
 
     def form_of(self, weight: str) -> StoredForm | None:
         """The form of the weight of a linear layer, by the weight's name; None if it is not quantized."""
@@ -170,7 +166,12 @@ class Quantization:
     @property
     def kinds(self) -> frozenset[str]:
         """The last words of the names of all scales and other components beside the codes."""
-        return frozenset(each.kind for each in (*(each for form in self.forms for each in form.beside), *self.cache_scales))
+        beside = (*(each for form in self.forms for each in form.beside), *self.cache_scales)
+        return frozenset(each.kind.rpartition(".")[2] for each in beside)
+
+    def is_cache_scale(self, name: str) -> bool:
+        """Whether a tensor of this name is a scale of cached keys or values."""
+        return name.endswith(tuple(f".{scale.kind}" for scale in self.cache_scales))
 
     def stored_weights(self, element_types: Mapping[str, str]) -> Iterator[tuple[str, StoredForm]]:
         """The weights that are stored in one of the forms, each with its form. element_types: that of every stored tensor by name."""
@@ -183,6 +184,11 @@ class Quantization:
 
 
 def _matches(entry: str, module: str) -> bool:
+    """Whether an entry of the excluded modules names a module, under its name in the model or in the language model inside of it."""
+    return any(_matches_name(entry, name) for name in dict.fromkeys((module, module.removeprefix("language_model."))))
+
+
+def _matches_name(entry: str, module: str) -> bool:
     if entry.startswith("re:"):
         return re.match(entry.removeprefix("re:"), module) is not None
     return module == entry or module.startswith(entry + ".") or ("*" in entry and fnmatchcase(module, entry))
