@@ -13,6 +13,7 @@ from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32
 from reshard.models.model import Model
 from reshard.models.quantization_settings import quantization_settings
+from reshard.models.quantized import Quantization
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import Heads
 from reshard.plans.target import Target
@@ -92,6 +93,7 @@ def _check_packed(model: Model) -> None:
     """
     if model.quantization is None:
         return
+    _check_modelopt(model, model.quantization)
     if model.quantization.method == "gptq" and not quantization_settings(model.config).get("sym", True):
         raise UnsupportedError("the weights are quantized by GPTQ with zero points (sym: false), which vLLM does not load", do=_TO_HF)
     experts = [weight for weight in model.weights.values() if weight.form and weight.role.startswith("expert.")]
@@ -105,6 +107,19 @@ def _check_packed(model: Model) -> None:
         why="The shapes in which vLLM holds them depend on the kernel that it chooses for the GPU at hand",
         do=_TO_HF,
     )
+
+
+def _check_modelopt(model: Model, quantization: Quantization) -> None:
+    """Raises UnsupportedError for what ModelOpt writes and was not compared with vLLM's own layout."""
+    forms = quantization.forms
+    if quantization.cache_scales and "kv_rank" in model.dimensions:
+        raise UnsupportedError("the KV cache of latent attention is quantized, whose scales vLLM holds under other names", do=_TO_HF)
+    if not quantization.method.startswith("modelopt"):
+        return
+    if any(form.name == "NVFP4" and not any(each.use == "input scale" for each in form.components) for form in forms):
+        raise UnsupportedError("the weights are stored in NVFP4 without input_scale, which vLLM expects in its files of ranks", do=_TO_HF)
+    if any(weight.form and weight.role.startswith("expert.") for weight in model.weights.values()):
+        raise UnsupportedError("experts quantized by ModelOpt were not compared with vLLM's layout of them", do=_TO_HF)
 
 
 _TO_HF = "Convert to hf, which vLLM loads as well, or add --dequantize"

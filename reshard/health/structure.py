@@ -16,7 +16,7 @@ from reshard.index.coverage import uncovered
 from reshard.index.index import Index, Tensor
 from reshard.index.name_parts import family_of, is_scale, layer_of
 from reshard.models.model import Model
-from reshard.models.quantization import quantization_of
+from reshard.models.quantization import check_has_settings, quantization_of
 from reshard.models.quantization_settings import quantization_settings
 from reshard.storage.files import Files, read_range
 
@@ -54,8 +54,9 @@ def config_shapes(weights: Mapping[str, Tensor], model: Model | None, config: Ma
         yield found("config-not-checked", f"the names and shapes of the weights were not compared with a config: {reason}")
         return
     try:
+        check_has_settings(model.config, {name: tensor.dtype.name for name, tensor in weights.items()})
         expected = model.weights
-    except RequestError as error:
+    except (RequestError, CheckpointError) as error:
         yield of_error(error)
         return
     if not expected.keys() & weights.keys():

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.errors import RequestError
+from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.packed import fp4, integers
-from reshard.models.quantization_settings import quantization_settings
+from reshard.models.quantization_settings import PLACES, quantization_settings
 from reshard.models.quantized import BlockShape, Component, Quantization, StoredForm
 
 _FP8_TYPES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -48,6 +48,33 @@ def unknown_quantization(config: Mapping[str, Any]) -> str | None:
     except _Unknown as reason:
         return f"{settings.get('quant_method')}{reason}"
     return None
+
+
+def check_has_settings(config: Mapping[str, Any] | None, element_types: Mapping[str, str]) -> None:
+    """Raises CheckpointError if weights are packed and a config does not say how. element_types: that of every stored tensor by name."""
+    if config is None or quantization_settings(config):
+        return
+    for name in (name for name in element_types if name.endswith(_PACKED_NAMES)):
+        if _is_packed(name, element_types):
+            raise CheckpointError(
+                "the weight is packed, and no settings say how",
+                where=name,
+                why=f"None were found in {PLACES}",
+                do="Copy the file with the settings beside config.json, or give the model's own config with --model DIR",
+            )
+
+
+_PACKED_NAMES = (".qweight", ".weight_packed", "_blocks", ".weight_scale", ".weight_scale_inv")
+
+
+def _is_packed(name: str, element_types: Mapping[str, str]) -> bool:
+    """Whether the tensor of this name, one of _PACKED_NAMES, is a component of a packed weight."""
+    if name.endswith("_blocks"):
+        return name.removesuffix("_blocks") + "_scales" in element_types
+    if name.endswith((".weight_scale", ".weight_scale_inv")):
+        weight = name.removesuffix("_inv").removesuffix("_scale")
+        return element_types.get(weight) in (*_FP8_TYPES, *_BYTES)
+    return element_types[name] in (*_WORDS, *_BYTES)
 
 
 def _quantization(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Quantization:

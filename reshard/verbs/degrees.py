@@ -18,6 +18,7 @@ from reshard.errors import RequestError
 from reshard.geometry.dtypes import BF16, DType, from_safetensors, from_user
 from reshard.geometry.parallel import Parallel
 from reshard.models.model import Model, ModelWeight
+from reshard.models.quantization import check_has_settings
 from reshard.models.quantization_settings import without_quantization
 from reshard.plans.target import Target
 from reshard.serving.capacity import DegreeReport, GpuMemory, degree_report
@@ -165,6 +166,7 @@ def _stored_model(source: Checkpoint, target: Target, weights: Weights | None, d
     check_nothing_unanswered(source)
     config, content = source.model_files.config, source.content(Selection(weights))
     model_of(config, source.architecture)
+    check_has_settings(config, source.index.element_types)
     check_against_model(content, partial=False, strict=True)
     check_globs("--keep-dtype", target.keep_dtype, content.weights)
     kept_for = quantized_names(content, config)

@@ -22,6 +22,7 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.stored import whole
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards
+from reshard.models.quantization import check_has_settings
 from reshard.models.quantization_settings import without_quantization
 from reshard.plans.plan import Plan, make_plan
 from reshard.plans.proof import prove
@@ -69,6 +70,7 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Che
     content = chosen()
     _check_part(source, content, format)
     with blaming_the_parent(source.model_files):
+        check_has_settings(source.model_files.config, source.index.element_types)
         check_against_model(content, partial=selection.is_partial, strict=False)
     stored = source.of_model(selection)
     notes = index.facts.notes[len(stored.facts.notes) :]
