@@ -527,7 +527,7 @@ class Model:
         """The forms in which a weight can be stored, unless the config excludes its module; none: weights of its role are not quantized."""
         if self.quantization is None or not any(role in ROLES and ROLES[role].quantized for role in (weight.role, *weight.fuses)):
             return []
-        return [form for form in self.quantization.forms if form.takes(pattern) and form.transposed == weight.transposed]
+        return [form for form in self.quantization.forms if form.fits(pattern) and form.transposed == weight.transposed]
 
     @staticmethod
     def _components(

@@ -7,6 +7,7 @@ layers/quantization; NVIDIA ModelOpt 0.47; AutoAWQ 0.2.9; GPTQModel 7.7; publish
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from reshard.errors import CheckpointError, RequestError
@@ -258,22 +259,36 @@ def _group(size: Any) -> int | None:
 
 
 def _compressed(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
+    """The form of each group. A group of named modules comes before that of all linear layers, as compressed-tensors looks them up."""
     groups = settings.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        raise _Unknown(" with several config_groups" if isinstance(groups, Mapping) and groups else "")
-    (group,) = groups.values()
+    if not isinstance(groups, Mapping) or not groups:
+        raise _Unknown("")
+    forms = [_of_group(group, settings) for group in groups.values()]
+    if len([form for form in forms if not form.targets]) > 1:
+        raise _Unknown(" with several config_groups for the same modules")
+    return tuple(sorted(forms, key=lambda form: not form.targets))
+
+
+def _of_group(group: Any, settings: Mapping[str, Any]) -> StoredForm:
     if not isinstance(group, Mapping):
         raise _Unknown("")
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
     if not isinstance(weights, Mapping) or not isinstance(inputs, Mapping):
         raise _Unknown("")
-    if group.get("targets") != ["Linear"]:
-        raise _Unknown(f" for the modules {str(group.get('targets'))[:40]}")
+    targets = group.get("targets")
+    if not isinstance(targets, list) or not targets or (targets != ["Linear"] and not all(map(_names_modules, targets))):
+        raise _Unknown(f" for the modules {str(targets)[:40]}")
     name = group.get("format") or settings.get("format")
     read = _COMPRESSED.get(str(name))
     if read is None:
         raise _Unknown(f" in the format {str(name)[:40]}")
-    return (read(weights, inputs),)
+    form = read(weights, inputs)
+    return form if targets == ["Linear"] else replace(form, targets=tuple(targets))
+
+
+def _names_modules(target: Any) -> bool:
+    """Whether a target is the name of a module or a regular expression, not a class such as "Linear"."""
+    return isinstance(target, str) and (target.startswith("re:") or "." in target)
 
 
 def _compressed_fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredForm:

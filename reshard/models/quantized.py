@@ -104,6 +104,8 @@ class StoredForm:
     """The element types that the codes can have: a weight of another type is not stored in this form."""
     weights: str = r".*\.weight"
     """A regular expression of the names of the weights that can have this form."""
+    targets: tuple[str, ...] = ()
+    """The modules whose weights have this form, in the language of `Quantization.excluded`; empty: all."""
     transposed: bool = False
     """Whether the model's own tensor is the transpose, [in, out] or [experts, in, out]."""
     keeps_scale_type: bool = False
@@ -125,9 +127,13 @@ class StoredForm:
         sizes = [tuple(size or 1 for size in component.grid) for component in self.components]
         return tuple(math.lcm(*along) for along in zip(*sizes, strict=True))
 
+    def fits(self, pattern: str) -> bool:
+        """Whether weights of that name, or with that pattern of a name, can have this form in some module."""
+        return re.fullmatch(self.weights, pattern) is not None
+
     def takes(self, weight: str) -> bool:
         """Whether a weight of that name can have this form."""
-        return re.fullmatch(self.weights, weight) is not None
+        return self.fits(weight) and (not self.targets or _is_named(self.targets, weight.removesuffix(".weight")))
 
     def names(self, weight: str) -> dict[str, Component]:
         """The names of the components of a weight, by the weight's name. They end with the component's kind in place of "weight"."""
@@ -159,7 +165,7 @@ class Quantization:
     def form_of(self, weight: str) -> StoredForm | None:
         """The form of the weight of a linear layer, by the weight's name; None if it is not quantized."""
         module = weight.removesuffix(".weight")
-        if any(_matches(entry, module) for entry in self.excluded):
+        if _is_named(self.excluded, module):
             return None
         return next((form for form in self.forms if form.takes(weight)), None)
 
@@ -183,12 +189,13 @@ class Quantization:
                     break
 
 
+def _is_named(entries: tuple[str, ...], module: str) -> bool:
+    """Whether one of the entries names a module, under its name in the model or in the language model inside of it."""
+    names = dict.fromkeys((module, module.removeprefix("language_model.")))
+    return any(_matches(entry, name) for entry in entries for name in names)
+
+
 def _matches(entry: str, module: str) -> bool:
-    """Whether an entry of the excluded modules names a module, under its name in the model or in the language model inside of it."""
-    return any(_matches_name(entry, name) for name in dict.fromkeys((module, module.removeprefix("language_model."))))
-
-
-def _matches_name(entry: str, module: str) -> bool:
     if entry.startswith("re:"):
         return re.match(entry.removeprefix("re:"), module) is not None
     return module == entry or module.startswith(entry + ".") or ("*" in entry and fnmatchcase(module, entry))
