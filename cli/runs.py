@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ def show_run(run: str, steps: list[Step], *, as_json: bool) -> None:
     rows = [
         (
             step.number,
-            os.path.relpath(step.path, run),
+            step.path[len(run) :].strip("/"),
             step.format or "-",
             nbytes_text(step.nbytes),
             "-" if step.age is None else age_text(step.age),

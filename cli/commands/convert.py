@@ -20,10 +20,10 @@ from ..progress import bar
 from ..tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
-    from reshard.engine.parts.part import PartConversion
+    from reshard.engine.parts.shared import SharedConversion
     from reshard.engine.record import Provenance
     from reshard.engine.run import Conversion
-    from reshard.engine.stores.gather import StoreConversion
+    from reshard.engine.stores.conversion import StoreConversion
     from reshard.plans.bands import PartNumber
     from reshard.plans.plan import Plan
     from reshard.verbs.convert import Existing, Result
@@ -105,7 +105,7 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
                 advance(done.nbytes)
         seconds = time.monotonic() - began
         if sharing.part:
-            _show_part(running, target, sharing.part, seconds, as_json=as_json)  # type: ignore[arg-type]  # it is a PartConversion
+            _show_part(running, target, sharing.part, seconds, as_json=as_json)  # type: ignore[arg-type]  # parts are shared conversions
             return
         result = result_of(running, target, seconds)
         totals = plan.totals()
@@ -135,7 +135,7 @@ class _Sharing:
 
     def running(
         self, plan: Plan, target: str, existing: Existing, effort: Effort, provenance: Provenance
-    ) -> Conversion | StoreConversion | PartConversion:
+    ) -> Conversion | StoreConversion | SharedConversion:
         """The conversion that has not begun."""
         if not (self.part or self.finish or self.ray):
             from reshard.verbs.convert import conversion
@@ -184,7 +184,7 @@ def _planned(source: str, to: str | None, given: dict[str, Any]) -> Plan:
     return reshard.load_plan(path, source)
 
 
-def _show_part(running: PartConversion, target: str, part: PartNumber, seconds: float, *, as_json: bool) -> None:
+def _show_part(running: SharedConversion, target: str, part: PartNumber, seconds: float, *, as_json: bool) -> None:
     """What a part has done, and the result if it has completed the target."""
     from reshard.verbs.convert_part import part_result
 
@@ -199,7 +199,7 @@ def _show_part(running: PartConversion, target: str, part: PartNumber, seconds: 
         _show_files(running.plan, found.result)
 
 
-def _show_result(running: Conversion | StoreConversion | PartConversion, result: Result) -> None:
+def _show_result(running: Conversion | StoreConversion | SharedConversion, result: Result) -> None:
     """Which files were written, how fast, and what was left out."""
     plan, resumed, target, seconds = running.plan, running.resumed_bytes, result.path, result.seconds
     totals = plan.totals()

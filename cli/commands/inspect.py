@@ -63,12 +63,13 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, 
     import reshard
     from reshard.canonical.globs import check_globs, matches
     from reshard.containers.gc_pause import gc_paused
-    from reshard.runs.steps import find_steps, is_run
+    from reshard.runs.steps import run_at
 
     page_options = options.page_of(given)
     view = TreeView(**{name: given.pop(name) for name in ("by", "depth", "sort", "limit")})
-    if given["format"] is None and is_run(checkpoint):
-        show_run(checkpoint, find_steps(checkpoint), as_json=as_json)
+    run = run_at(checkpoint) if given["format"] is None else None
+    if run is not None:
+        show_run(checkpoint, run.steps(), as_json=as_json)
         return
     with gc_paused():  # a hundred thousand tensors are many objects, and none of them is garbage
         opened = reshard.open(checkpoint, **given)

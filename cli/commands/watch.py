@@ -44,9 +44,9 @@ def command(run: str, to: str, as_json: bool, **given: Any) -> None:
     """Convert every step of RUN once, as soon as it is complete, and verify it.
 
     A step is complete when its marker is there: a tracker that names it or a later step (latest, latest_checkpointed_iteration.txt), or
-    .metadata; without one, when nothing has changed in it for a while. The link `latest` beside the outputs points at the newest.
-    A restart goes on where it was; what was finished stands in reshard.watch.jsonl beside the outputs. The exit code is 1 with --all if a
-    step could not be converted.
+    .metadata; without one, when nothing has changed in it for a while. The link `latest` beside the outputs points at the newest; in a
+    store it is an object that holds its name. A restart goes on where it was; what was finished stands in reshard.watch.jsonl beside the
+    outputs. The exit code is 1 with --all if a step could not be converted.
     """
     from reshard.verbs.watch import watch
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from reshard.adapter.dcp_reader import DcpFolder
 from reshard.canonical.optimizer_state import names_for, plain_groups, plain_settings
+from reshard.containers.dcp_metadata import BytesItem
 from reshard.index.index import ParamGroup
 
 from .keys import NumberNames, key_path, optimizer_path, state_key
@@ -60,7 +61,7 @@ def _settings_by_group(folder: DcpFolder, root: str, wanted: set[str] | None) ->
 
     wanted: the settings to read; None for all.
     """
-    settings: dict[Any, dict[str, Any]] = {}
+    chosen: list[tuple[Any, str, BytesItem]] = []
     for fqn, item in folder.metadata.objects.items():
         of_root, below = optimizer_path(key_path(folder.metadata, fqn))
         if of_root != root or not below or not str(below[0]).startswith("param_groups"):
@@ -72,7 +73,10 @@ def _settings_by_group(folder: DcpFolder, root: str, wanted: set[str] | None) ->
             name, _, setting = str(below[0]).removeprefix("param_groups.").rpartition(".")
             group = int(name) if name.isdecimal() else name
         if wanted is None or setting in wanted:
-            settings.setdefault(group, {})[setting] = folder.value(item)
+            chosen.append((group, setting, item))
+    settings: dict[Any, dict[str, Any]] = {}
+    for (group, setting, _), value in zip(chosen, folder.values([item for _, _, item in chosen]), strict=True):
+        settings.setdefault(group, {})[setting] = value
     return settings
 
 

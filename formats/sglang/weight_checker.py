@@ -5,7 +5,7 @@
 
 On a GPU the number is a mix of the parameter's 32-bit words and their positions (TensorHash); elsewhere it is the first 8 bytes of the
 SHA-256. Read in SGLang 0.5.23 (srt/utils/weight_checker.py, kernels/ops/memory/gpu_tensor_hash.py), whose kernel gave the numbers in
-tests/formats/test_digests.py in Triton's interpreter; no server was asked. Answers of 0.5.10 and later lack the role.
+tests/formats/test_digests.py in Triton's interpreter; no server was asked.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _spread(number: int) -> int:
 
 class SglangWeightChecker(WeightChecker):
     path = "/weights_checker"
-    start = "SGLang: start version 0.5.10 or later"
+    start = "SGLang: start a version that has /weights_checker, such as 0.5.23"
     info_path = "/server_info"
     hashes = (TensorHash, ShortSha256)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +25,7 @@ from reshard.index.index import StoredFile
 from reshard.index.shards import PieceTable, Shards
 from reshard.storage.decoded_ranges import check_known
 from reshard.storage.files import Files, inside, read_whole
+from reshard.storage.side_by_side import side_by_side
 
 _METADATA = ".metadata"
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
@@ -67,6 +68,10 @@ class DcpFolder:
             path, start = self._tree.decoded(path, start, nbytes, item.transforms, limit=_OBJECT_LIMIT), 0
             nbytes = self._tree.size(path) or 0
         return torch_zip.read(self._tree, path, start=start, nbytes=nbytes)
+
+    def values(self, items: Iterable[BytesItem]) -> Iterator[Any]:
+        """The objects in several entries, in order."""
+        return side_by_side(self._tree, self.value, items)
 
     def _extent(self, item: TensorItem) -> Callable[[int], Extent]:
         """A function from the row of a box to where its bytes lie. It checks the entry against the metadata."""

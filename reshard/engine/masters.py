@@ -6,6 +6,7 @@ name shows that a file of another rank, step or run lies among them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from reshard.geometry.dtypes import DType
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards
 from reshard.storage.files import Files
+from reshard.storage.side_by_side import side_by_side
 
 # The elements of a sample, at most.
 _ELEMENTS = 2048
@@ -49,20 +51,37 @@ def wrong_master(files: Files, index: Index, *, per_file: int, tolerance: int = 
     # Along axis 0 one of the two may have vocabulary padding.
     pairs = {name: (weights[name], tensor) for name, tensor in masters.items() if name in weights and _same_rows(weights[name], tensor)}
     itemsize = max((tensor.dtype.itemsize for pair in pairs.values() for tensor in pair), default=1)
-    workers = Worker(files, itemsize), Worker(files, itemsize)
-    for name, paths in sampled_files(pairs, per_file).items():
-        weight, master = (tensor.without_replicas() for tensor in pairs[name])
-        pieces = Pieces(weight), Pieces(master)
-        both = Box.whole(tuple(map(min, weight.shape, master.shape)))
-        for box in dict.fromkeys(box for tensor in (weight, master) for box in _first_elements(tensor.shards, paths) if both.contains(box)):
-            stored = workers[0].gather(pieces[0], box)
-            rounded = cast(workers[1].gather(pieces[1], box), master.dtype, weight.dtype)
-            if np.array_equal(rounded, stored):
-                continue
-            wrong = np.argwhere(_distances(rounded, stored, weight.dtype) > tolerance)
-            if len(wrong):
-                element = Box(tuple((wrong[0] + box.offsets).tolist()), (1,) * len(box.sizes))
-                return WrongMaster(name, _path_of(pieces[0], element), _path_of(pieces[1], element))
+    workers = _Workers(files, itemsize)
+
+    def of_name(sampled: tuple[str, set[str]]) -> WrongMaster | None:
+        name, paths = sampled
+        return _wrong_sample(workers, name, pairs[name], paths, tolerance)
+
+    found = side_by_side(files, of_name, sampled_files(pairs, per_file).items())
+    return next((wrong for wrong in found if wrong is not None), None)
+
+
+class _Workers(threading.local):
+    """The two workers of each thread: one for weights, one for masters."""
+
+    def __init__(self, files: Files, itemsize: int) -> None:
+        self.weights, self.masters = Worker(files, itemsize), Worker(files, itemsize)
+
+
+def _wrong_sample(workers: _Workers, name: str, pair: tuple[Tensor, Tensor], paths: Collection[str], tolerance: int) -> WrongMaster | None:
+    """Whether the master of a weight does not round to it, at the first elements of their pieces in these files."""
+    weight, master = (tensor.without_replicas() for tensor in pair)
+    pieces = Pieces(weight), Pieces(master)
+    both = Box.whole(tuple(map(min, weight.shape, master.shape)))
+    for box in dict.fromkeys(box for tensor in (weight, master) for box in _first_elements(tensor.shards, paths) if both.contains(box)):
+        stored = workers.weights.gather(pieces[0], box)
+        rounded = cast(workers.masters.gather(pieces[1], box), master.dtype, weight.dtype)
+        if np.array_equal(rounded, stored):
+            continue
+        wrong = np.argwhere(_distances(rounded, stored, weight.dtype) > tolerance)
+        if len(wrong):
+            element = Box(tuple((wrong[0] + box.offsets).tolist()), (1,) * len(box.sizes))
+            return WrongMaster(name, _path_of(pieces[0], element), _path_of(pieces[1], element))
     return None
 
 

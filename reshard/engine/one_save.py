@@ -12,6 +12,7 @@ from reshard.errors import MixedSaves
 from reshard.geometry.sections import Columns
 from reshard.index.index import Index, Tensor
 from reshard.storage.files import Files, read_range
+from reshard.storage.side_by_side import side_by_side
 
 # A file of another step is recognized by this many counts that agree among themselves. More than `_MOST_COUNTS` of a file are not read.
 _FEWEST_COUNTS, _MOST_COUNTS = 3, 16
@@ -35,7 +36,7 @@ def check_steps(files: Files, index: Index) -> None:
     different parameters are compared only if each file's agree among themselves, and the two files hold parts of the same tensors.
     """
     rows = _rows_of_counts(index)
-    first = {path: _count(files, *of_file[0]) for path, of_file in rows.items()}
+    first = dict(zip(rows, side_by_side(files, lambda of_file: _count(files, *of_file[0]), rows.values()), strict=True))
     if len(set(first.values())) < 2:
         return
     by_tensor: dict[int, str] = {}
@@ -124,11 +125,15 @@ def _files_with_equal_ends(files: Files, index: Index) -> list[list[str]]:
     for file in index.files:
         if file.nbytes and tensors_of[file.path] > 1:
             by_size.setdefault(file.nbytes, []).append(file.path)
+    compared = [(size, path) for size, paths_of_size in by_size.items() if len(paths_of_size) > 1 for path in paths_of_size]
+
+    def last_bytes(file: tuple[int, str]) -> bytes:
+        size, path = file
+        return read_range(files, path, max(0, size - _TAIL), min(size, _TAIL))
+
     groups: dict[tuple[int, bytes], list[str]] = {}
-    for size, paths_of_size in by_size.items():
-        for path in paths_of_size if len(paths_of_size) > 1 else ():
-            tail = min(size, _TAIL)
-            groups.setdefault((size, read_range(files, path, size - tail, tail)), []).append(path)
+    for (size, path), tail in zip(compared, side_by_side(files, last_bytes, compared), strict=True):
+        groups.setdefault((size, tail), []).append(path)
     # Files of zeros were never written. Whoever reads their tensors says so.
     return [
         group for (_, tail), group in groups.items() if len(group) > 1 and (any(tail) or any(read_range(files, group[0], 0, len(tail))))

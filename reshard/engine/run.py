@@ -22,7 +22,7 @@ from reshard.geometry.quantities import plural
 from reshard.plans.digests import CURRENT, Fingerprint
 from reshard.plans.manifest import CHECKSUMS, MANIFEST, listed_files, usable_manifest
 from reshard.plans.plan import Plan, Route
-from reshard.storage.files import LocalFiles
+from reshard.storage.files import Files, LocalFiles
 from reshard.storage.staging import WORK_FOLDER, Staging
 from reshard.storage.system_calls import system_errors
 
@@ -211,7 +211,7 @@ class Conversion:
     def _take_finished(self) -> None:
         """An earlier run has finished this conversion."""
         self._check_checksums_are_there()
-        self.fingerprint = recorded_fingerprint(self._staging.root)
+        self.fingerprint = recorded_fingerprint(LocalFiles(self._staging.root))
         self.resumed_bytes = self.total
 
     def _header(self, replaces: tuple[str, ...]) -> JournalHeader:
@@ -421,8 +421,8 @@ def is_finished(root: Path, identity: str) -> bool:
     return all(files.size(path) == size for path, size in listed_files(files, manifest).items())
 
 
-def recorded_fingerprint(root: Path) -> Fingerprint:
+def recorded_fingerprint(files: Files) -> Fingerprint:
     """The fingerprint in the manifest of a finished conversion, without the digests of its tensors."""
-    manifest = usable_manifest(LocalFiles(root))
+    manifest = usable_manifest(files)
     assert manifest is not None
     return Fingerprint(manifest.fingerprint, {})

@@ -15,7 +15,7 @@ import heapq
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from reshard.errors import RequestError
 
@@ -45,6 +45,25 @@ class Band:
     def routes(self) -> range:
         """The indexes of its routes."""
         return range(self.start, self.stop)
+
+
+class Task(Protocol):
+    """What one process does of a conversion: a Band, or a FileTask of a conversion into a store."""
+
+    @property
+    def number(self) -> int:
+        """Its number, counted from 0."""
+
+    @property
+    def routes(self) -> Sequence[int]:
+        """The indexes of the routes that it converts."""
+
+    @property
+    def weight(self) -> int:
+        """How much work it is."""
+
+
+AnyTask = TypeVar("AnyTask", bound=Task)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +121,10 @@ def owners(weights: Sequence[int], parts: int) -> list[int]:
     return found
 
 
-def bands_owned(bands: Sequence[Band], part: PartNumber) -> tuple[Band, ...]:
-    """The bands of one part, in the order of the plan."""
-    found = owners([band.weight for band in bands], part.of)
-    return tuple(band for band, owner in zip(bands, found, strict=True) if owner == part.number)
+def tasks_of_part(tasks: Sequence[AnyTask], part: PartNumber) -> tuple[AnyTask, ...]:
+    """The tasks of one part, in the order of the plan."""
+    found = owners([task.weight for task in tasks], part.of)
+    return tuple(task for task, owner in zip(tasks, found, strict=True) if owner == part.number)
 
 
 def imbalance(weights: Sequence[int], parts: int) -> float:

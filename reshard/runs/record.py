@@ -10,13 +10,11 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from reshard.runs.outputs import Outputs
 from reshard.runs.steps import Step
-from reshard.storage.system_calls import system_errors
-
-NAME = "reshard.watch.jsonl"
+from reshard.storage.local_path import absolute_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +23,16 @@ class Finished:
 
     number: int
     """The step."""
-    target: str
-    """The folder that was written."""
+    name: str
+    """The name of the folder that was written."""
 
 
 class WatchRecord:
     """The record in one folder of outputs."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / NAME
+    def __init__(self, outputs: Outputs) -> None:
+        self._outputs, content = outputs, outputs.read_record()
         self._lines: list[dict[str, Any]] = []
-        with system_errors("read", self._path):
-            content = self._path.read_bytes() if self._path.exists() else b""
         self._is_torn = bool(content) and not content.endswith(b"\n")
         for line in content.split(b"\n"):
             if (entry := _entry(line)) is not None:
@@ -44,24 +40,19 @@ class WatchRecord:
 
     def is_finished(self, step: Step) -> bool:
         """Whether this save of the step is finished. A step that was saved again is not."""
-        return any(
-            (each["source"], each["written"], each["bytes"]) == (os.path.abspath(step.path), step.written, step.nbytes)
-            for each in self._lines
-        )
+        save = absolute_place(step.path), step.written, step.nbytes
+        return any((each["source"], each["written"], each["bytes"]) == save for each in self._lines)
 
     def finished(self) -> list[Finished]:
         """The finished steps, by number. Of several lines about one target the last one counts."""
-        by_target = {each["target"]: Finished(each["step"], each["target"]) for each in self._lines}
+        by_target = {each["target"]: Finished(each["step"], os.path.basename(each["target"])) for each in self._lines}
         return sorted(by_target.values(), key=lambda each: each.number)
 
-    def add(self, step: Step, target: Path) -> None:
-        """Add a finished step; it is on the disk when this returns."""
-        source = os.path.abspath(step.path)
-        entry = {"source": source, "written": step.written, "bytes": step.nbytes, "step": step.number, "target": str(target.absolute())}
-        with system_errors("written", self._path), self._path.open("ab") as file:
-            file.write((b"\n" if self._is_torn else b"") + json.dumps(entry).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+    def add(self, step: Step, name: str) -> None:
+        """Add a finished step and the name of its output; it is stored when this returns."""
+        source, target = absolute_place(step.path), absolute_place(self._outputs.place(name))
+        entry = {"source": source, "written": step.written, "bytes": step.nbytes, "step": step.number, "target": target}
+        self._outputs.append_record((b"\n" if self._is_torn else b"") + json.dumps(entry).encode() + b"\n")
         self._is_torn = False
         self._lines.append(entry)
 

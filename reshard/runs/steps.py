@@ -6,7 +6,8 @@
     RUN/checkpoint-100/                              transformers, also with pytorch_model_fsdp_0/ inside
     RUN/ppo/global_step_100/actor/, critic/          verl
 
-Folders are listed to a certain depth, and each is asked whether a format claims it. No file of weights is opened.
+Folders are listed to a certain depth, and each is asked whether a format claims it. No file of weights is opened. A run in a store is
+listed once, with a request per 1,000 files; further requests read small files, such as trackers.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from reshard.adapter.save_folders import step_of
 from reshard.errors import RequestError, ReshardError
 from reshard.runs.completeness import Completeness, completeness
 from reshard.storage.files import Files
-from reshard.storage.local_path import modified
+from reshard.storage.folder_files import FolderFiles
+from reshard.storage.local_path import is_url
 from reshard.storage.staging import WORK_FOLDER
-from reshard.storage.tar import open_tree
+from reshard.storage.tar import in_archive, open_files
 
 # Folders of models that are trained together: a step that has them is not one checkpoint, even where a format would choose one of them.
 _MODELS = frozenset({"actor", "critic", "policy", "value", "ref", "reward", "generator", "discriminator"})
@@ -66,48 +68,102 @@ class Step:
         return self.format is not None and self.completeness.complete
 
 
-def find_steps(root: str | os.PathLike[str], *, quiet: float = QUIET_SECONDS) -> list[Step]:
-    """The checkpoints of all steps below a folder, by step and part.
+def find_steps(root: str | os.PathLike[str], *, quiet: float = QUIET_SECONDS, seen: Seen | None = None) -> list[Step]:
+    """The checkpoints of all steps below a folder, by step and part. The folder may be a URL.
 
-    quiet: see QUIET_SECONDS.
+    quiet: see QUIET_SECONDS. seen: what earlier looks have seen, for storages that do not tell when a file was written.
 
     Raises: RequestError if the folder does not exist, or has too many folders to be a run.
     """
-    now, text = time.time(), os.fspath(root).rstrip("/") or "/"
-    found = [_step(text, folder, part, now, quiet) for folder in _step_folders(text) for part in _parts(f"{text}/{folder}")]
-    return sorted(found, key=lambda step: (step.number, step.path))
+    return RunFolder(root).steps(quiet=quiet, seen=seen)
 
 
-def _step_folders(root: str) -> Iterator[str]:
-    """The paths of the folders of steps, relative to the root. Symbolic links, such as `latest`, are left out."""
-    files, pending, looked = open_tree(root), [("", 0)], 0
-    while pending:
-        folder, depth = pending.pop()
-        for path in files.list(folder):
-            looked += 1
-            if looked > _MOST_FOLDERS:
-                raise RequestError(f"more than {_MOST_FOLDERS:,} files and folders", where=root, do="Give the folder of one run")
-            name = path.rstrip("/").rpartition("/")[2]
-            if not path.endswith("/") or name.startswith(".") or name == WORK_FOLDER or os.path.islink(f"{root}/{path.rstrip('/')}"):
-                continue
-            if step_of(name) is not None:
-                yield path.rstrip("/")
-            elif depth < _DEEPEST:
-                pending.append((path, depth + 1))
+class Seen:
+    """The states of checkpoints, and since when they are unchanged as far as this process has seen."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, tuple[object, float]] = {}
+
+    def unchanged_since(self, path: str, state: object, now: float) -> float | None:
+        """When this state was seen first; None if it is seen now for the first time."""
+        earlier, since = self._since.get(path, (None, now))
+        if earlier != state:
+            self._since[path] = state, now
+            return None
+        return since
 
 
-def _parts(folder: str) -> list[str]:
-    """Where in a step's folder checkpoints lie: [""] if it is one itself, or has none yet."""
-    found, pending = [], [("", 0)]
-    while pending:
-        part, depth = pending.pop(0)
-        inner = [path for path in open_tree(folder).list(part) if path.endswith("/")]
-        has_models = any(path.rstrip("/").rpartition("/")[2] in _MODELS for path in inner)
-        if not has_models and format_of(open_tree(f"{folder}/{part}".rstrip("/"))) is not None:
-            found.append(part.rstrip("/"))
-        elif depth < _DEEPEST_IN_STEP:
-            pending += [(path, depth + 1) for path in inner]
-    return sorted(found) or [""]
+class RunFolder:
+    """The folders of a run, each as a tree of files."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        """Raises RequestError if the folder does not exist."""
+        self._root = os.fspath(root).rstrip("/") or "/"
+        self._files = open_files(self._root)
+        # What is read of one step says nothing about the others.
+        self._files.opened()
+
+    def steps(self, *, quiet: float = QUIET_SECONDS, seen: Seen | None = None) -> list[Step]:
+        """The checkpoints of all steps, as `find_steps` returns them."""
+        looks = Seen() if seen is None else seen
+        found = [self._step(folder, part, quiet, looks) for folder in self._step_folders() for part in self._parts(folder)]
+        return sorted(found, key=lambda step: (step.number, step.path))
+
+    def is_run(self) -> bool:
+        """Whether the folder is meant as a run: it holds the folders of several steps, or steps lie below it and no checkpoint in it."""
+        if sum(path.endswith("/") and step_of(path.rstrip("/")) is not None for path in self._files.list()) > 1:
+            return True
+        return next(self._step_folders(), None) is not None and not registry.is_claimed(self._tree(""))
+
+    def _step_folders(self) -> Iterator[str]:
+        """The paths of the folders of steps, relative to the root. Symbolic links, such as `latest`, are left out."""
+        pending, looked = [("", 0)], 0
+        while pending:
+            folder, depth = pending.pop()
+            for path in self._files.list(folder):
+                looked += 1
+                if looked > _MOST_FOLDERS:
+                    raise RequestError(f"more than {_MOST_FOLDERS:,} files and folders", where=self._root, do="Give the folder of one run")
+                name = path.rstrip("/").rpartition("/")[2]
+                if not path.endswith("/") or name.startswith(".") or name == WORK_FOLDER or self._is_link(path.rstrip("/")):
+                    continue
+                if step_of(name) is not None:
+                    yield path.rstrip("/")
+                elif depth < _DEEPEST:
+                    pending.append((path, depth + 1))
+
+    def _parts(self, folder: str) -> list[str]:
+        """Where in a step's folder checkpoints lie: [""] if it is one itself, or has none yet."""
+        found, pending = [], [("", 0)]
+        while pending:
+            part, depth = pending.pop(0)
+            inner = [path for path in self._tree(folder).list(part) if path.endswith("/")]
+            has_models = any(path.rstrip("/").rpartition("/")[2] in _MODELS for path in inner)
+            if not has_models and format_of(self._tree(f"{folder}/{part}")) is not None:
+                found.append(part.rstrip("/"))
+            elif depth < _DEEPEST_IN_STEP:
+                pending += [(path, depth + 1) for path in inner]
+        return sorted(found) or [""]
+
+    def _step(self, folder: str, part: str, quiet: float, seen: Seen) -> Step:
+        """The checkpoint at a part of a step's folder."""
+        above, _, name = folder.rpartition("/")
+        files, now = self._tree(f"{folder}/{part}"), time.time()
+        sizes = {path: files.size(path) or 0 for path in _paths(files)}
+        written = max((each for path in sizes if (each := files.written(path)) is not None), default=None)
+        since = written
+        if written is None:
+            since = seen.unchanged_since(files.root, [(*each, files.stamp(each[0])) for each in sizes.items()], now)
+        age = None if since is None else max(0.0, now - since)
+        number = step_of(name) or 0
+        complete = completeness(files, self._tree(above), name, number, age, quiet)
+        return Step(files.root, name, number, part, format_of(files), sum(sizes.values()), written, complete)
+
+    def _tree(self, folder: str) -> Files:
+        return in_archive(FolderFiles(self._files, folder) if folder.strip("/") else self._files)
+
+    def _is_link(self, folder: str) -> bool:
+        return not is_url(self._root) and os.path.islink(f"{self._root}/{folder}")
 
 
 def format_of(files: Files) -> str | None:
@@ -118,21 +174,7 @@ def format_of(files: Files) -> str | None:
         return None
 
 
-def _step(root: str, folder: str, part: str, now: float, quiet: float) -> Step:
-    above, _, name = folder.rpartition("/")
-    path = f"{root}/{folder}/{part}".rstrip("/")
-    files, parent = open_tree(path), open_tree(f"{root}/{above}".rstrip("/"))
-    nbytes, newest = 0, None
-    for each in _files(files):
-        nbytes += files.size(each) or 0
-        written = modified(f"{path}/{each}")
-        newest = written if newest is None or (written or 0) > newest else newest
-    age = None if newest is None else max(0.0, now - newest)
-    number = step_of(name) or 0
-    return Step(path, name, number, part, format_of(files), nbytes, newest, completeness(files, parent, name, number, age, quiet))
-
-
-def _files(files: Files) -> Iterator[str]:
+def _paths(files: Files) -> Iterator[str]:
     """The paths of all files of a tree."""
     pending = [""]
     while pending:
@@ -143,12 +185,12 @@ def _files(files: Files) -> Iterator[str]:
                 yield path
 
 
-def is_run(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder is meant as a run: it holds the folders of several steps, or steps lie below it and no checkpoint in it."""
-    if not os.path.isdir(path):
-        return False
-    files = open_tree(path)
-    here = sum(name.endswith("/") and step_of(name.rstrip("/")) is not None for name in files.list())
-    if here > 1:
-        return True
-    return not registry.is_claimed(files) and next(_step_folders(os.fspath(path).rstrip("/") or "/"), None) is not None
+def run_at(path: str | os.PathLike[str]) -> RunFolder | None:
+    """The run at a path or URL; None if a checkpoint lies there, or nothing that is meant as a run."""
+    if not is_url(path) and not os.path.isdir(path):
+        return None
+    try:
+        run = RunFolder(path)
+        return run if run.is_run() else None
+    except RequestError:  # whoever opens it says what is wrong
+        return None

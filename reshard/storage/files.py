@@ -59,6 +59,9 @@ class Files(Protocol):
     def changed(self, path: str) -> bool:
         """Whether the file was written, or removed, since its size or stamp was first asked for."""
 
+    def written(self, path: str) -> float | None:
+        """When the file was last written, in seconds since 1970; None if the storage does not tell, or has no such file."""
+
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill the buffer with the file's bytes from `byte_offset` on.
 
@@ -247,6 +250,10 @@ class LocalFiles:
         status = self._status(path)
         return status is None or _stamp(status) != self._stamps[path]
 
+    def written(self, path: str) -> float | None:
+        status = self._status(path)
+        return None if status is None else status.st_mtime
+
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         if path in self._decoded:
             self._decoded.read_into(path, byte_offset, buffer)
@@ -350,6 +357,9 @@ class VirtualFiles:
 
     def changed(self, path: str) -> bool:
         return False
+
+    def written(self, path: str) -> None:
+        return None
 
     def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
         raise CheckpointError(f"the planned file is read with {', '.join(codecs)}, but planned files are not encoded", where=path)

@@ -64,6 +64,10 @@ class JoinedFiles:
         files, inner = self._find(path)
         return files.changed(inner)
 
+    def written(self, path: str) -> float | None:
+        files, inner = self._find(path)
+        return files.written(inner)
+
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         files, inner = self._find(path)
         files.read_into(inner, byte_offset, buffer)

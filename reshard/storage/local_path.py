@@ -39,12 +39,9 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     )
 
 
-def modified(path: str) -> float | None:
-    """When a file was last written, in seconds since 1970; None if the system does not tell, as for a URL."""
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return None
+def absolute_place(path: str | os.PathLike[str]) -> str:
+    """The absolute path, without a slash at its end; a URL as it is."""
+    return os.fspath(path).rstrip("/") if is_url(path) else os.path.abspath(path)
 
 
 def existing_path(path: str | os.PathLike[str]) -> Path:

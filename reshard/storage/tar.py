@@ -27,7 +27,11 @@ def open_tree(path: str | os.PathLike[str]) -> Files:
 
     Raises: RequestError if the path does not exist, CheckpointError if the archive cannot be read.
     """
-    files = open_files(path)
+    return in_archive(open_files(path))
+
+
+def in_archive(files: Files) -> Files:
+    """The files of a tar archive, if a tree is one or holds one tar and nothing else; else the tree. Raises as `open_tree` does."""
     listing = files.list()
     if len(listing) == 1 and listing[0].endswith(_SUFFIXES) and files.size(listing[0]):
         return TarFiles(files, listing[0])
@@ -84,6 +88,9 @@ class TarFiles:
 
     def changed(self, path: str) -> bool:
         return self._files.changed(self._path)
+
+    def written(self, path: str) -> float | None:
+        return self._files.written(self._path) if path in self._members else None
 
     def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
         raise CheckpointError(

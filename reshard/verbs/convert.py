@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from reshard.adapter import registry
 from reshard.adapter.model_files import CARRIED, CONFIG
 from reshard.engine.events import event
-from reshard.engine.journal import Unfinished, read_journal
+from reshard.engine.journal import read_journal
+from reshard.engine.parts.shared import SharedConversion
 from reshard.engine.record import Provenance
 from reshard.engine.run import Conversion, recorded_fingerprint
-from reshard.errors import CheckpointError, RequestError, TargetError, TargetInUse, UnsupportedError, check_word
+from reshard.errors import RequestError, TargetError, TargetInUse, check_word
 from reshard.geometry.quantities import plural
 from reshard.plans.digests import Fingerprint
-from reshard.plans.manifest import MANIFEST, RECORDS, listed_files, read_digests, usable_manifest
+from reshard.plans.manifest import MANIFEST, RECORDS
 from reshard.plans.plan import Plan
 from reshard.plans.summary import DropSummary, drops
 from reshard.storage.files import LocalFiles
@@ -32,7 +33,7 @@ from reshard.verbs.request import Effort, EffortOptions, PathLike
 
 if TYPE_CHECKING:
     from reshard.engine.parts.part import PartConversion
-    from reshard.engine.stores.gather import StoreConversion
+    from reshard.engine.stores.conversion import StoreConversion
     from reshard.plans.bands import Band
 
 Existing = Literal["refuse", "resume", "overwrite", "update"]
@@ -116,11 +117,9 @@ def convert(
     return result_of(running, target, time.monotonic() - began)
 
 
-def result_of(running: Conversion | StoreConversion | PartConversion, target: PathLike, seconds: float) -> Result:
+def result_of(running: Conversion | StoreConversion | SharedConversion, target: PathLike, seconds: float) -> Result:
     """The result of a conversion that has run to its end. Raises TargetInUse if another process still writes the target."""
-    from reshard.engine.parts.part import PartConversion
-
-    whole = running.completed if isinstance(running, PartConversion) else running
+    whole = running.completed if isinstance(running, SharedConversion) else running
     if whole is None:
         raise TargetInUse(
             "all tasks are done, and another process still writes here, so the files have not got their final names",
@@ -145,22 +144,19 @@ def existing_target(*, resume: bool, overwrite: bool, if_changed: bool) -> Exist
 
 def unchanged_result(plan: Plan, target: PathLike, provenance: Provenance) -> Result | None:
     """The result of an earlier conversion, if the target holds what this one would write; None if it must be written."""
-    from reshard.verbs.unchanged import reason_to_convert
+    from reshard.verbs.unchanged import files_of_target, reason_to_convert
 
-    if is_url(target):
-        raise UnsupportedError(
-            "--if-changed needs a local target", where=os.fspath(target), do="Use --resume, or --overwrite to replace it"
-        )
-    root, began = target_folder(target), time.monotonic()
-    with system_errors("read", root):
-        reason = reason_to_convert(plan, root, checksums=provenance.checksums)
-        if reason is not None:
-            event("changed", f"{root} is written: {reason}", target=str(root), reason=reason)
+    root, began = os.fspath(target if is_url(target) else target_folder(target)), time.monotonic()
+    with nullcontext() if is_url(target) else system_errors("read", root):
+        files = files_of_target(root)
+        reason = reason_to_convert(plan, files, checksums=provenance.checksums)
+        if reason is not None or files is None:
+            event("changed", f"{root} is written: {reason}", target=root, reason=reason)
             return None
-        fingerprint = recorded_fingerprint(root)
-    event("unchanged", f"{root} is unchanged: nothing was written", target=str(root), fingerprint=fingerprint.root)
-    files = {file.path: file.nbytes for file in plan.layout.files}
-    return Result(os.fspath(target), files, drops(plan), plan.layout.notes, fingerprint, time.monotonic() - began, unchanged=True)
+        fingerprint = recorded_fingerprint(files)
+    event("unchanged", f"{root} is unchanged: nothing was written", target=root, fingerprint=fingerprint.root)
+    sizes = {file.path: file.nbytes for file in plan.layout.files}
+    return Result(os.fspath(target), sizes, drops(plan), plan.layout.notes, fingerprint, time.monotonic() - began, unchanged=True)
 
 
 def target_folder(target: PathLike) -> Path:
@@ -227,7 +223,7 @@ def ray_conversion(
     effort: Effort = _NO_LIMITS,
     provenance: Provenance = _NO_PROVENANCE,
     address: str | None = None,
-) -> PartConversion:
+) -> SharedConversion:
     """A conversion by the tasks of a Ray cluster that has not begun. address: that of the cluster, if none is connected.
 
     Raises: UnsupportedError if Ray is not installed, SystemRefusal if no cluster answers.
@@ -235,6 +231,11 @@ def ray_conversion(
     from reshard.engine.parts.on_ray import RayConversion, connected
 
     connected(address)
+    if is_url(target):
+        from reshard.verbs.into_store import ray_into_store
+
+        check_whole(plan)
+        return ray_into_store(plan, os.fspath(target), existing, effort, provenance)
     return shared_conversion(RayConversion, plan, target, plan.bands(), existing, effort, provenance)
 
 
@@ -282,7 +283,10 @@ def _replaceable(root: Path, plan: Plan, existing: Existing) -> tuple[str, ...]:
     inner = sorted(str(path.relative_to(root)) for folder in folders for path in (root / folder).rglob("*") if path.is_file())
     weights = [name for name in (*entries, *inner) if any(fnmatchcase(name, glob) for glob in globs)]
     if existing == "update":
-        return _own_files(root, plan, entries, weights, interrupted)
+        from reshard.verbs.unchanged import own_files
+
+        own = own_files(LocalFiles(root), plan, entries, weights, is_interrupted=interrupted is not None)
+        return tuple(name for name in own if (root / name).is_file())
     if not weights and not interrupted:
         raise TargetError(
             f"--overwrite: {', '.join(entries[:3])} and what else lies there is no checkpoint",
@@ -292,32 +296,6 @@ def _replaceable(root: Path, plan: Plan, existing: Existing) -> tuple[str, ...]:
         )
     carried = [name for name in entries if any(fnmatchcase(name, glob) for glob in (*CARRIED, CONFIG, *RECORDS))]
     return tuple(name for name in weights + carried if not (root / name).is_dir())
-
-
-def _own_files(root: Path, plan: Plan, entries: list[str], weights: list[str], interrupted: Unfinished | None) -> tuple[str, ...]:
-    """The files in the target directory that reshard wrote. Raises TargetError if it holds weights that reshard did not write."""
-    files = LocalFiles(root)
-    manifest = usable_manifest(files)
-    if manifest is None and not interrupted:
-        raise TargetError(
-            f"--if-changed: there is no {MANIFEST}, so reshard did not write what lies here, such as {entries[0]}",
-            where=str(root),
-            why="Only what reshard wrote is replaced",
-            do="Choose another directory, or say --overwrite to replace another checkpoint",
-        )
-    small_files = [sidecar.path for sidecar in plan.layout.sidecars]
-    with suppress(CheckpointError):  # Without reshard.digests the small files are those that are about to be written.
-        small_files += read_digests(files, manifest).small_files if manifest and manifest.digests else ()
-    own = dict.fromkeys((*(listed_files(files, manifest) if manifest else ()), *small_files, *RECORDS))
-    others = [name for name in weights if name not in own]
-    if others:
-        raise TargetError(
-            f"--if-changed: {MANIFEST} does not list {others[0]}, so reshard did not write it here",
-            where=str(root),
-            why="Only what reshard wrote is replaced",
-            do="Remove the file, or say --overwrite to replace everything that lies here",
-        )
-    return tuple(name for name in own if (root / name).is_file())
 
 
 def _check_place(root: Path, source: Path) -> None:

@@ -5,16 +5,30 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from reshard.engine.parts.part import PartConversion, check_nothing_is_missing
+from reshard.engine.parts.shared import SharedConversion
 from reshard.engine.record import Provenance
 from reshard.engine.run import Conversion
 from reshard.geometry.quantities import plural
-from reshard.plans.bands import PartNumber, bands_owned
+from reshard.plans.bands import PartNumber, tasks_of_part
 from reshard.plans.plan import Plan
-from reshard.verbs.convert import Existing, Result, existing_target, local_conversion, result_of, shared_conversion, target_folder
+from reshard.storage.local_path import is_url
+from reshard.verbs.convert import (
+    Existing,
+    Result,
+    check_whole,
+    existing_target,
+    local_conversion,
+    result_of,
+    shared_conversion,
+    target_folder,
+)
 from reshard.verbs.request import Effort, EffortOptions, PathLike
+
+if TYPE_CHECKING:
+    from reshard.engine.stores.conversion import StoreConversion
 
 _NO_LIMITS = Effort()
 _NO_PROVENANCE = Provenance()
@@ -74,8 +88,8 @@ def convert_part(
 ) -> PartResult:
     """Convert one part of a plan, such as "3/8"; the process that finds all parts done completes the target.
 
-    All parts need the same plan and a file system that they share. A part may be killed, run again or run twice, and the next run may have
-    another number of parts: what is finished is not converted again.
+    All parts need the same plan, and a store or a file system that they share. A part may be killed, run again or run twice, and the next
+    run may have another number of parts: what is finished is not converted again.
 
     Raises: as `convert` does.
     """
@@ -96,22 +110,33 @@ def part_conversion(
     existing: Existing = "refuse",
     effort: Effort = _NO_LIMITS,
     provenance: Provenance = _NO_PROVENANCE,
-) -> PartConversion:
+) -> SharedConversion:
     """A part that has not begun, for callers that run it block by block."""
-    return shared_conversion(PartConversion, plan, target, bands_owned(plan.bands(), part), existing, effort, provenance)
+    if is_url(target):
+        from reshard.verbs.into_store import part_into_store
+
+        check_whole(plan)
+        return part_into_store(plan, os.fspath(target), part, existing, effort, provenance)
+    return shared_conversion(PartConversion, plan, target, tasks_of_part(plan.bands(), part), existing, effort, provenance)
 
 
-def part_result(running: PartConversion, target: PathLike, part: PartNumber | str, seconds: float) -> PartResult:
+def part_result(running: SharedConversion, target: PathLike, part: PartNumber | str, seconds: float) -> PartResult:
     """The result of a part that has run to its end."""
     result = result_of(running, target, seconds) if running.completed else None
     number = PartNumber.parse(part) if isinstance(part, str) else part
-    return PartResult(os.fspath(target), number, len(running.bands), running.total, running.resumed_bytes, seconds, result)
+    return PartResult(os.fspath(target), number, len(running.tasks), running.total, running.resumed_bytes, seconds, result)
 
 
-def finishing(plan: Plan, target: PathLike, effort: Effort = _NO_LIMITS, provenance: Provenance = _NO_PROVENANCE) -> Conversion:
+def finishing(
+    plan: Plan, target: PathLike, effort: Effort = _NO_LIMITS, provenance: Provenance = _NO_PROVENANCE
+) -> Conversion | StoreConversion:
     """The conversion that completes a target whose tasks are all done.
 
     Raises: TargetError, naming what is missing, if some are not.
     """
+    if is_url(target):
+        from reshard.verbs.into_store import finishing_in_store
+
+        return finishing_in_store(plan, os.fspath(target), effort, provenance)
     check_nothing_is_missing(plan, target_folder(target))
     return local_conversion(plan, target, existing="resume", effort=effort, provenance=provenance)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from reshard.engine.events import event
-from reshard.engine.stores.store_target import BEGUN, StoreTarget
+from reshard.engine.journal import JournalHeader
+from reshard.engine.stores.store_target import StoreTarget
+from reshard.plans.manifest import MANIFEST
+from reshard.storage.staging import WORK_FOLDER
 from reshard.storage.stores.pending_uploads import PendingUpload, PendingUploads
 from reshard.storage.stores.urls import current_options, open_store
 
 Kind = Literal["upload", "target"]
+_RECORD = re.compile(rf"(?:(?<=/)|^){re.escape(WORK_FOLDER)}/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +59,19 @@ def store_leftovers(url: str) -> Iterator[StoreLeftover]:
             place, age = f"{scheme}://{upload.bucket}/{upload.key}", max(0.0, time.time() - upload.begun)
             yield StoreLeftover("upload", place, upload.nbytes, age, "an upload that is not complete", None, upload)
     store = open_store(url)
-    for entry in store.list():
-        if entry.path == BEGUN or entry.path.endswith(f"/{BEGUN}"):
-            folder = entry.path.removesuffix(BEGUN).rstrip("/")
-            target = StoreTarget(open_store(store.place(folder)))
-            begun = target.begun()
-            if begun:
-                nbytes = sum(file.entry.nbytes for file in target.finished(begun.identity).values())
-                yield StoreLeftover(
-                    "target", target.store.url, nbytes, None, f"conversion to {begun.to}, running or interrupted", begun.command(), None
-                )
+    paths = [entry.path for entry in store.list()]
+    for folder in dict.fromkeys(path[: match.start()] for path in paths if (match := _RECORD.search(path))):
+        target = StoreTarget(open_store(store.place(folder.rstrip("/"))))
+        nbytes = sum(target.entries[path].nbytes for path in target.unfinished_files())
+        begun = None if MANIFEST in target.entries else target.begun() or JournalHeader()
+        run = f"conversion to {begun.to}, running or interrupted" if begun else "records beside a complete checkpoint, which stays"
+        yield StoreLeftover("target", target.store.url, nbytes, None, run, begun.command() if begun else None, None)
 
 
 def remove_from_store(leftover: StoreLeftover) -> None:
-    """Abort an upload, or remove what a conversion has completed in a folder, and its records."""
+    """Abort an upload, or remove what a conversion has left in a folder: its records, and its files if the checkpoint is not complete."""
     if leftover.upload:
         PendingUploads(f"s3://{leftover.upload.bucket}", current_options()).abort(leftover.upload)
     else:
-        target = StoreTarget(open_store(leftover.url))
-        begun = target.begun()
-        finished = target.finished(begun.identity) if begun else {}
-        target.store.remove(finished)
-        target.end(finished)
+        StoreTarget(open_store(leftover.url)).clean()
     event("removed", f"removed {leftover.url}", path=leftover.url, bytes=leftover.nbytes)

@@ -1,4 +1,4 @@
-"""Whether a target still is what a conversion would write: the question of `convert --if-changed`.
+"""Whether a target still is what a conversion would write, and what it replaces: the questions of `convert --if-changed`.
 
 Compared are: the options and what the plan knows of the result (`request` in reshard.json); path, names, lengths and modification times of
 the source files (`source.state`); and the target's own files with what was recorded of them: lengths and samples of the files of weights,
@@ -7,30 +7,44 @@ the content of small files. No weight is read but for the samples, 64 KiB of eac
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+from collections.abc import Sequence
+from contextlib import suppress
 
 from reshard.engine.compare import Comparison
 from reshard.engine.folder import check_nothing_was_added, check_small_files
 from reshard.engine.record import request_digest, source_state
 from reshard.engine.recorded import changed_files
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, TargetError
 from reshard.plans.digests import CURRENT
-from reshard.plans.manifest import CHECKSUMS, MANIFEST, Manifest, read_digests, read_manifest
+from reshard.plans.manifest import CHECKSUMS, MANIFEST, RECORDS, Manifest, listed_files, read_digests, read_manifest, usable_manifest
 from reshard.plans.plan import Plan
 from reshard.storage.files import Files, LocalFiles
+from reshard.storage.local_path import is_url, local_path
 from reshard.storage.staging import WORK_FOLDER
 
 
-def reason_to_convert(plan: Plan, root: Path, *, checksums: bool = False) -> str | None:
+def files_of_target(target: str | os.PathLike[str]) -> Files | None:
+    """The files of a directory or of a folder in a store; None if there is none."""
+    if is_url(target):
+        from reshard.storage.stores.remote_files import RemoteFiles
+        from reshard.storage.stores.urls import open_store
+
+        url = os.fspath(target)
+        return RemoteFiles(url) if open_store(url).list(below=False) else None
+    root = local_path(target)
+    return LocalFiles(root) if root.is_dir() else None
+
+
+def reason_to_convert(plan: Plan, files: Files | None, *, checksums: bool = False) -> str | None:
     """Why the target must be written, as a part of a sentence; None if it holds the result of this plan for the source as it is now.
 
-    checksums: whether SHA256SUMS is wanted, too.
+    files: of the target; None if there is none. checksums: whether SHA256SUMS is wanted, too.
     """
-    if not root.is_dir():
+    if files is None:
         return "there is no target yet"
-    if (root / WORK_FOLDER).exists():
+    if f"{WORK_FOLDER}/" in files.list():
         return "an earlier run has not ended"
-    files = LocalFiles(root)
     try:
         manifest = read_manifest(files)
         if manifest is None:
@@ -38,6 +52,35 @@ def reason_to_convert(plan: Plan, root: Path, *, checksums: bool = False) -> str
         return _change(plan, manifest) or _damage(files, manifest, checksums)
     except CheckpointError as error:
         return f"{error.where}: {error.what}"
+
+
+def own_files(files: Files, plan: Plan, entries: Sequence[str], weights: Sequence[str], *, is_interrupted: bool) -> tuple[str, ...]:
+    """The files of the target that reshard wrote, whether they exist or not. Raises TargetError if it holds weights that reshard did not
+    write.
+
+    entries: what lies there. weights: the files of weights among it. is_interrupted: whether a conversion has begun there.
+    """
+    manifest, root = usable_manifest(files), files.root
+    if manifest is None and not is_interrupted:
+        raise TargetError(
+            f"--if-changed: there is no {MANIFEST}, so reshard did not write what lies here, such as {entries[0]}",
+            where=root,
+            why="Only what reshard wrote is replaced",
+            do="Choose another directory, or say --overwrite to replace another checkpoint",
+        )
+    small_files = [sidecar.path for sidecar in plan.layout.sidecars]
+    with suppress(CheckpointError):  # Without reshard.digests the small files are those that are about to be written.
+        small_files += read_digests(files, manifest).small_files if manifest and manifest.digests else ()
+    own = dict.fromkeys((*(listed_files(files, manifest) if manifest else ()), *small_files, *RECORDS))
+    others = [name for name in weights if name not in own]
+    if others:
+        raise TargetError(
+            f"--if-changed: {MANIFEST} does not list {others[0]}, so reshard did not write it here",
+            where=root,
+            why="Only what reshard wrote is replaced",
+            do="Remove the file, or say --overwrite to replace everything that lies here",
+        )
+    return tuple(own)
 
 
 def _change(plan: Plan, manifest: Manifest) -> str | None:

@@ -7,23 +7,21 @@ import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Unpack
 
 from reshard.engine.events import event
-from reshard.errors import DifferenceFound, RequestError, ReshardError
+from reshard.errors import DifferenceFound, RequestError, ReshardError, UnsupportedError
 from reshard.geometry.quantities import plural
-from reshard.runs.outputs import link_unchanged, move_link, remove_leftovers, remove_output
+from reshard.runs.local_outputs import LocalOutputs
+from reshard.runs.outputs import LATEST, Outputs
 from reshard.runs.record import WatchRecord
-from reshard.runs.steps import QUIET_SECONDS, Step, find_steps
-from reshard.storage.local_path import local_path
-from reshard.storage.system_calls import system_errors
+from reshard.runs.steps import QUIET_SECONDS, Seen, Step, find_steps
+from reshard.storage.local_path import is_url, local_path
 from reshard.verbs.convert import convert
 from reshard.verbs.plan import plan
 from reshard.verbs.request import Effort, PathLike, PlanOptions
 from reshard.verbs.verify import verify_written
 
-LATEST = "latest"
 _POLL_SECONDS = 30.0
 # A step that cannot be converted is tried again after twice the time, up to this.
 _LONGEST_PAUSE = 3600.0
@@ -74,20 +72,32 @@ def watch(run: PathLike, *, to: str, into: str, **options: Unpack[WatchOptions])
     """Convert every complete step of a run to the format `to`, verify it, and go on until interrupted. Each step is converted once, also
     across restarts. Yields what was done.
 
-    into: the folder of one output, with {step} for the step's number, such as OUT/{step}; and {part} for the part.
+    into: the folder of one output, with {step} for the step's number, such as OUT/{step}; and {part} for the part. Both it and the run
+    may be URLs.
 
     Takes the keywords of `plan`. A step that cannot be converted is an event, and is tried again later.
 
-    Raises: RequestError if the run does not exist, or each step has several checkpoints and none is chosen.
+    Raises: RequestError if the run does not exist, or each step has several checkpoints and none is chosen; UnsupportedError for
+    `link_unchanged` in a store.
     """
     given: dict[str, Any] = dict(options)
     once, poll, quiet = given.pop("once", False), given.pop("poll", _POLL_SECONDS), given.pop("quiet", QUIET_SECONDS)
     part = given.pop("part", None)
-    work = _Work(to, _pattern(into), given.pop("keep", None), given.pop("then", None), given.pop("link_unchanged", False), given)
+    folder, name = _pattern(into)
+    link = given.pop("link_unchanged", False)
+    if link and is_url(into):
+        raise UnsupportedError(
+            "--link-unchanged needs outputs on a disk",
+            where=into,
+            why="Objects have no links, and copies of objects take as much room",
+            do="Leave it out",
+        )
+    work = _Work(to, _outputs(folder), name, given.pop("keep", None), given.pop("then", None), link, given)
+    seen = Seen()
     pauses: dict[str, tuple[float, float]] = {}
     waiting: dict[str, str] = {}
     while True:
-        steps = _chosen(find_steps(run, quiet=quiet), part, into)
+        steps = _chosen(find_steps(run, quiet=quiet, seen=seen), part, into)
         for step in work.pending(steps):
             if not step.complete:
                 if waiting.get(step.path) != step.completeness.reason:
@@ -107,12 +117,26 @@ def watch(run: PathLike, *, to: str, into: str, **options: Unpack[WatchOptions])
         time.sleep(poll)
 
 
-def _pattern(into: str) -> Path:
-    """Where outputs are written. Raises RequestError unless {step} stands in the last part of the path, and only there."""
-    pattern = local_path(into)
-    if "{step}" not in pattern.name or "{" in str(pattern.parent):
+def _pattern(into: str) -> tuple[str, str]:
+    """The folder of the outputs, and the name of one. Raises RequestError unless {step} stands in the last part of the path, and only
+    there; UnsupportedError for a web server."""
+    if is_url(into):
+        from reshard.verbs.into_store import check_store_target
+
+        check_store_target(into)
+    folder, slash, name = into.rstrip("/").rpartition("/")
+    if "{step}" not in name or "{" in folder:
         raise RequestError(f"--into {into}: the last part of the path needs {{step}}", do="Use for example --into OUT/{step}")
-    return pattern
+    return folder or (slash or "."), name
+
+
+def _outputs(folder: str) -> Outputs:
+    """The outputs in a folder, which need not exist yet."""
+    if not is_url(folder):
+        return LocalOutputs(local_path(folder))
+    from reshard.runs.store_outputs import StoreOutputs
+
+    return StoreOutputs(folder)
 
 
 def _chosen(steps: list[Step], part: str | None, into: str) -> list[Step]:
@@ -133,8 +157,10 @@ class _Work:
 
     to: str
     """The format."""
-    pattern: Path
-    """The folder of an output, with {step}."""
+    outputs: Outputs
+    """Where they are written."""
+    pattern: str
+    """The name of an output, with {step}."""
     keep: int | None
     """How many outputs are kept."""
     then: str | None
@@ -144,54 +170,55 @@ class _Work:
     options: dict[str, Any]
     """The keywords of `plan`."""
 
-    def target(self, step: Step) -> Path:
-        name = self.pattern.name.replace("{step}", str(step.number)).replace("{part}", step.part.replace("/", "-") or "model")
-        return self.pattern.with_name(name)
+    def name(self, step: Step) -> str:
+        return self.pattern.replace("{step}", str(step.number)).replace("{part}", step.part.replace("/", "-") or "model")
 
     def event(self, name: str, step: Step, detail: str) -> WatchEvent:
-        found = WatchEvent(name, step.number, step.path, str(self.target(step)), detail, round(time.time(), 3))
+        found = WatchEvent(name, step.number, step.path, self.outputs.place(self.name(step)), detail, round(time.time(), 3))
         event(f"watch-{name}", f"step {step.number}: {name}: {detail}", step=step.number, source=step.path, target=found.target)
         return found
 
     def pending(self, steps: list[Step]) -> list[Step]:
         """The steps that are to be done, in order: where only the newest are kept, no older ones."""
-        record = WatchRecord(self.pattern.parent)
+        record = WatchRecord(self.outputs)
         newest = sorted({step.number for step in steps if step.complete})[-self.keep :] if self.keep else []
         return [step for step in steps if not record.is_finished(step) and (not newest or step.number >= newest[0])]
 
     def do(self, step: Step) -> Iterator[WatchEvent]:
         """Convert and verify a step; then everything that depends on it. A kill at any moment leaves it to be done again."""
-        target, folder = self.target(step), self.pattern.parent
-        with system_errors("created", folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder)
-        record = WatchRecord(folder)
-        result = convert(plan(step.path, to=self.to, **self.options), target, if_changed=True)
-        yield self.event("converted", step, "it was there already" if result.unchanged else f"{plural(len(result.files), 'file')}")
-        earlier = [each for each in record.finished() if each.number < step.number and Path(each.target).is_dir()]
+        name = self.name(step)
+        target = self.outputs.place(name)
+        self.outputs.prepare()
+        record = WatchRecord(self.outputs)
+        planned = plan(step.path, to=self.to, **self.options)
+        is_new = not convert(planned, target, if_changed=True).unchanged
+        files = planned.layout.files
+        yield self.event("converted", step, plural(len(files), "file") if is_new else "it was there already")
+        there = self.outputs.names()
+        earlier = [each for each in record.finished() if each.number < step.number and each.name in there]
         if self.link and earlier:
-            count, nbytes = link_unchanged(target, Path(earlier[-1].target))
-            yield self.event("linked", step, f"{plural(count, 'file')}, {nbytes:,} bytes, as in {Path(earlier[-1].target).name}")
+            count, nbytes = self.outputs.link_unchanged(name, earlier[-1].name)
+            yield self.event("linked", step, f"{plural(count, 'file')}, {nbytes:,} bytes, as in {earlier[-1].name}")
         difference = verify_written(target, Effort())
         if not difference.equal:
             raise DifferenceFound(difference.differences[0].detail, where=f"{target}/{difference.differences[0].name}")
-        newer = any(each.number > step.number and Path(each.target).is_dir() for each in record.finished())
-        if not newer and move_link(folder / LATEST, target):
-            yield self.event("latest", step, f"{folder / LATEST} points at it")
+        newer = any(each.number > step.number and each.name in there for each in record.finished())
+        if not newer and self.outputs.move_latest(name):
+            yield self.event("latest", step, f"{self.outputs.place(LATEST)} points at it")
         if self.then:
             yield self.event("ran", step, self._run(step, target))
-        record.add(step, target)
-        yield self.event("finished", step, f"{sum(result.files.values()):,} bytes verified")
+        record.add(step, name)
+        yield self.event("finished", step, f"{sum(file.nbytes for file in files):,} bytes verified")
         for old in record.finished()[: -self.keep] if self.keep else ():
-            if remove_output(Path(old.target)):
-                yield self.event("removed", step, f"{old.target}, which is older than the newest {self.keep}")
+            if old.name in there and self.outputs.remove(old.name):
+                yield self.event("removed", step, f"{self.outputs.place(old.name)}, which is older than the newest {self.keep}")
 
-    def _run(self, step: Step, target: Path) -> str:
+    def _run(self, step: Step, target: str) -> str:
         """Run the command. Raises RequestError if it fails."""
         assert self.then is not None
-        about = {"RESHARD_STEP": str(step.number), "RESHARD_SOURCE": step.path, "RESHARD_TARGET": str(target)}
+        about = {"RESHARD_STEP": str(step.number), "RESHARD_SOURCE": step.path, "RESHARD_TARGET": target}
         # What it prints goes to stderr: stdout is the watch's own.
         code = subprocess.run(self.then, shell=True, env={**os.environ, **about}, stdout=2, stdin=subprocess.DEVNULL).returncode
         if code:
-            raise RequestError(f"the command of --then ended with exit code {code}", where=str(target), do="It is run again later")
+            raise RequestError(f"the command of --then ended with exit code {code}", where=target, do="It is run again later")
         return f"{self.then!r} ended with exit code 0"

@@ -76,6 +76,7 @@ class S3Server:
         self.objects, self.uploads = {}, {}  # (bucket, key) -> Stored; upload id -> ((bucket, key), {number: (path, bytes, etag)})
         self.written = Counter()  # how often each key was put or completed
         self.requests, self.by_key, self.in_flight, self.most_in_flight = Counter(), Counter(), 0, 0
+        self.spans = []  # (key, begin, end) of each request
         self.forbidden = ""  # keys with this text in them may not be written
         self.bytes_out = self.bytes_in = 0
         self.sizes = []  # bytes of each range that was asked for
@@ -103,7 +104,15 @@ class S3Server:
     def reset_counts(self):
         with self.lock:
             self.requests, self.by_key, self.most_in_flight, self.bytes_out, self.bytes_in = Counter(), Counter(), 0, 0, 0
-            self.sizes, self.written = [], Counter()
+            self.sizes, self.written, self.spans = [], Counter(), []
+
+    def longest_chain(self, prefix=""):
+        """How many requests for keys that start so came one after the other: each began after the one before it was answered."""
+        count, answered = 0, 0.0
+        for key, begin, end in sorted(self.spans, key=lambda span: span[2]):
+            if key.startswith(prefix) and begin >= answered:
+                count, answered = count + 1, end
+        return count
 
     def keys(self, bucket, prefix=""):
         return sorted(key for name, key in self.objects if name == bucket and key.startswith(prefix))
@@ -143,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         bucket, _, key = unquote(url.path).lstrip("/").partition("/")
         query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
-        self.at, self.query = (bucket, key), query
+        self.at, self.query, began = (bucket, key), query, time.monotonic()
         with owner.lock:
             owner.requests[self.command] += 1
             owner.by_key[key] += 1
@@ -164,6 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             with owner.lock:
                 owner.in_flight -= 1
+                owner.spans.append((key, began, time.monotonic()))
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do
 
@@ -270,14 +280,18 @@ class _Handler(BaseHTTPRequestHandler):
     def list_objects(self, body):
         bucket, query = self.at[0], self.query
         prefix, after = query.get("prefix", ""), query.get("continuation-token") or query.get("start-after", "")
-        keys = [key for key in self.server.owner.keys(bucket, prefix) if key > after]
+        keys, folders = [key for key in self.server.owner.keys(bucket, prefix) if key > after], []
+        if query.get("delimiter"):
+            folders = sorted({prefix + rest.split("/")[0] + "/" for key in keys if "/" in (rest := key[len(prefix) :])})
+            keys = [key for key in keys if "/" not in key[len(prefix) :]]
         page, rest = keys[:1000], keys[1000:]
         rows = "".join(
             f"<Contents><Key>{escape(key)}</Key><LastModified>{_iso(stored.time)}</LastModified>"
             f"<ETag>&quot;{stored.etag}&quot;</ETag><Size>{stored.nbytes}</Size></Contents>"
             for key in page
-            for stored in [self.server.owner.objects[bucket, key]]
+            if (stored := self.server.owner.objects.get((bucket, key)))
         )
+        rows += "".join(f"<CommonPrefixes><Prefix>{escape(folder)}</Prefix></CommonPrefixes>" for folder in folders)
         more = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if rest else ""
         text = (
             f"<ListBucketResult><Name>{bucket}</Name><Prefix>{escape(prefix)}</Prefix><KeyCount>{len(page)}</KeyCount>"

@@ -138,6 +138,47 @@ def test_an_interrupted_conversion_is_resumed_from_its_complete_files(tmp_path, 
     assert reshard.convert(plan, "s3://bucket/out", resume=True).fingerprint.root == resumed.fingerprint.root
 
 
+def test_if_changed_writes_only_what_has_changed(tmp_path, s3):
+    source = write_hf(tmp_path / "hf", layers=6)
+
+    def update(**options):
+        before = dict(s3.written)
+        found = reshard.convert(reshard.plan(source, to="hf", max_shard_size=150_000, **options), "s3://bucket/out", if_changed=True)
+        assert found.unchanged == (s3.written == before)
+        return found
+
+    first = update()
+    assert not first.unchanged and update().unchanged and update().fingerprint.root == first.fingerprint.root
+    assert not update(dtype="bf16").unchanged and update(dtype="bf16").unchanged
+    reshard.convert(reshard.plan(source, to="hf", max_shard_size=150_000, dtype="bf16"), tmp_path / "out")
+    assert content_in(s3, "bucket", "out") == content(tmp_path / "out"), "the files of the first conversion are gone"
+    key = next(key for key in s3.keys("bucket", "out/") if key.endswith(".safetensors"))
+    stored = s3.objects["bucket", key]
+    Path(stored.parts[0][0]).write_bytes(b"\0" * stored.nbytes)
+    assert not update(dtype="bf16").unchanged and content_in(s3, "bucket", "out") == content(tmp_path / "out")
+    for plan, is_resumed in ((reshard.plan(source, to="vllm"), False), (reshard.plan(source, to="hf", max_shard_size=150_000), True)):
+        running = conversion(plan, "s3://bucket/other").run()
+        for _ in range(30 if is_resumed else 5):
+            next(running)
+        running.close()
+        steps = conversion(reshard.plan(source, to="hf", max_shard_size=150_000), "s3://bucket/other", existing="update")
+        list(steps.run())
+        assert (steps.resumed_bytes > 0) is is_resumed and reshard.verify("s3://bucket/other").equal
+        s3.objects = {key: value for key, value in s3.objects.items() if not key[1].startswith("other/")}
+
+
+def test_if_changed_replaces_only_what_reshard_wrote(tmp_path, s3):
+    source = write_hf(tmp_path / "hf")
+    s3.put_tree("bucket", "theirs", source)
+    converted(source, "s3://bucket/ours", to="hf", max_shard_size=150_000)
+    s3.objects["bucket", "ours/model-99999-of-99999.safetensors"] = s3.objects["bucket", "theirs/model-00001-of-00004.safetensors"]
+    before = {folder: content_in(s3, "bucket", folder) for folder in ("theirs", "ours")}
+    for folder in before:
+        with pytest.raises(TargetError, match=r"--if-changed: .*so reshard did not write"):
+            reshard.convert(reshard.plan(source, to="hf", dtype="bf16"), f"s3://bucket/{folder}", if_changed=True)
+        assert content_in(s3, "bucket", folder) == before[folder]
+
+
 def test_a_complete_file_that_was_changed_since_is_written_again(tmp_path, s3):
     source = write_hf(tmp_path / "hf", layers=6)
     plan = reshard.plan(reshard.open(source), to="hf", max_shard_size=150_000)
@@ -266,6 +307,9 @@ def test_dry_run_forecasts_the_requests(tmp_path, s3):
     assert written == pytest.approx(writing["written"], rel=0.02) and s3.bytes_out == pytest.approx(
         reading["read"] + writing["read"], rel=0.05
     )
-    assert s3.requests["PUT"] + s3.requests["POST"] == pytest.approx(writing["writes"], rel=0.3)
+    assert s3.requests["PUT"] + s3.requests["POST"] == pytest.approx(writing["writes"], rel=0.1)
+    of_source = sum(count for key, count in s3.by_key.items() if key.startswith("hf/"))
+    assert of_source == pytest.approx(reading["reads"], rel=0.1)
+    assert sum(s3.requests.values()) - of_source == pytest.approx(writing["reads"] + writing["writes"], rel=0.1)
     text = run("convert", "s3://bucket/hf", "s3://bucket/out2", "--to", "vllm", "--dry-run").out
     assert "requests to read" in text and "requests to write" in text

@@ -77,7 +77,7 @@ def _parse(command: str, where: str) -> None:
         return  # --help
     except click.ClickException as error:
         raise AssertionError(f"{where}: {command}: {error.format_message()}") from error
-    if "to" in parsed and name != "degrees":
+    if "to" in parsed and name != "degrees" and not parsed.get("plan_path"):
         known = {option.name for option in registry.target(parsed["to"]).options}
         for option in registry.options():
             assert parsed.get(option.name) is None or option.name in known, f"{where}: {command}: {option.flag} is not of {parsed['to']}"

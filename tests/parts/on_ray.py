@@ -1,6 +1,7 @@
 """Conversions on a Ray cluster of several nodes on this machine, one of which is killed midway. Run in an environment that has Ray.
 
     python -m venv /tmp/venv-ray && /tmp/venv-ray/bin/pip install -e '.[ray]'
+    /tmp/venv-ray/bin/pip install -e '.[cloud]'
     /tmp/venv-ray/bin/python tests/parts/on_ray.py
 
 Every check compares all bytes with those of one process. Takes about a minute.
@@ -21,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
 
 import ray
+from cloud.models import content, content_in
+from cloud.s3_server import S3Server
 from command import result_tree
 from places import HF
 from ray.cluster_utils import Cluster
@@ -28,7 +31,9 @@ from synthetic import llama, write_hugging_face
 
 import reshard
 from reshard.engine.parts.on_ray import RayConversion
+from reshard.engine.stores.on_ray import RayStoreConversion
 from reshard.errors import CheckpointError
+from reshard.storage.stores.urls import storage_options
 from reshard.verbs.convert import ray_conversion
 
 CHECKS = []
@@ -117,6 +122,29 @@ def the_command_line_uses_the_cluster_at_an_address(cluster, work):
     assert found.returncode == 5 and "no Ray cluster answers" in found.stderr and "Traceback" not in found.stderr, found.stderr[-2000:]
 
 
+@check
+def a_store_is_written_by_tasks_of_whole_files(cluster, work):
+    write_hugging_face(llama(0.1), work / "source")
+    plan = reshard.plan(work / "source", to="vllm", tp=2, max_shard_size="20MB")
+    reshard.convert(plan, work / "one", workers=1)
+    server = S3Server(work / "s3")
+    options = {
+        "endpoint": server.endpoint, "access_key_id": "test", "secret_access_key": "test", "region": "us-east-1",
+    }  # fmt: skip
+    # Options instead of variables, because the workers of the cluster have the environment of its start.
+    with storage_options(options):
+        blocks = ray_conversion(plan, "s3://bucket/out").run()
+        for _ in range(2):
+            next(blocks)
+        blocks.close()
+        running = ray_conversion(plan, "s3://bucket/out")
+        assert isinstance(running, RayStoreConversion)
+        done = sum(each.nbytes for each in running.run())
+    assert done == running.total and 0 < running.resumed_bytes < running.total, (done, running.total, running.resumed_bytes)
+    assert content_in(server, "bucket", "out") == content(work / "one")
+    server.close()
+
+
 def _count_tasks():
     """The attempts of tasks that have started, as workers note them (see `main`)."""
     return len(list(Path(os.environ["RESHARD_TEST_ATTEMPTS"]).iterdir()))
@@ -126,13 +154,13 @@ def _noted_attempts(folder):
     """Let every task of reshard leave a file when it starts. Workers are forked with this environment."""
     import reshard.engine.parts.on_ray as on_ray
 
-    real = on_ray._convert
+    real = on_ray._convert_band
 
     def convert(*arguments):
         tempfile.mkstemp(dir=folder)
         return real(*arguments)
 
-    on_ray._convert = convert
+    on_ray._convert_band = convert
 
 
 def main():

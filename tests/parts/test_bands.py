@@ -10,7 +10,7 @@ from places import DCP, HF
 
 import reshard
 from reshard.errors import RequestError
-from reshard.plans.bands import PartNumber, bands_owned, imbalance, owners
+from reshard.plans.bands import PartNumber, imbalance, owners, tasks_of_part
 from reshard.verbs.launcher import part_of
 
 
@@ -44,7 +44,7 @@ def test_no_source_byte_is_read_for_two_bands():
 def test_every_band_has_one_owner_whatever_the_number_of_parts(plan):
     bands = plan.bands()
     for parts in (1, 2, 3, 8, 64, 1000):
-        owned = [bands_owned(bands, PartNumber(i, parts)) for i in range(parts)]
+        owned = [tasks_of_part(bands, PartNumber(i, parts)) for i in range(parts)]
         assert sorted(band.number for each in owned for band in each) == [band.number for band in bands]
         assert all([band.number for band in each] == sorted(band.number for band in each) for each in owned)
 

@@ -111,16 +111,16 @@ def test_files_that_have_not_changed_are_one_file(run, tmp_path):
 
 
 def test_a_file_that_differs_is_not_linked(tmp_path):
-    from reshard.runs.outputs import link_unchanged
+    from reshard.runs.local_outputs import LocalOutputs
 
     for name, content in (("a", b"same"), ("b", b"same")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_bytes(content)
         (tmp_path / name / "y").write_bytes(b"1" if name == "a" else b"2")
         (tmp_path / name / "reshard.json").write_bytes(b"{}")
-    assert link_unchanged(tmp_path / "b", tmp_path / "a") == (1, 4)
+    assert LocalOutputs(tmp_path).link_unchanged("b", "a") == (1, 4)
     assert (tmp_path / "b" / "y").read_bytes() == b"2" and not (tmp_path / "b" / "reshard.json").samefile(tmp_path / "a" / "reshard.json")
-    assert link_unchanged(tmp_path / "b", tmp_path / "a") == (0, 0)
+    assert LocalOutputs(tmp_path).link_unchanged("b", "a") == (0, 0)
 
 
 def test_parts_must_be_told_apart(tmp_path):

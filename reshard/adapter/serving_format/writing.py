@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from reshard.adapter.model_files import CONFIG, ModelFiles
+from reshard.adapter.option import MAX_SHARD_SIZE
 from reshard.adapter.safetensors_writer import framed
 from reshard.canonical.content import Content, check_against_model
 from reshard.errors import RequestError, UnsupportedError
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from reshard.adapter.serving_format import ServingFormat
 
 _LAYER = r"\.\d+\."
+# The limit with which vLLM's and SGLang's own programs save (examples/.../save_sharded_state.py): 5 GiB.
+_MAX_SHARD_BYTES = 5 << 30
 
 
 def lay_out(serving_format: ServingFormat, content: Content, target: Target, companions: ModelFiles) -> Layout:
@@ -160,27 +164,35 @@ def about_values(stored: Mapping[str, DType]) -> Iterator[str]:
 def rank_files(
     serving_format: ServingFormat, target: Target, tensors_of: Callable[[int, int], tuple[StoredTensor, ...]]
 ) -> Iterator[TargetFile]:
-    """The files of every rank that the target asks for. A rank starts a new file before the current one exceeds the target's limit.
+    """The files of every rank that the target asks for. All ranks of a stage start a new file at the same tensor, before a file of one of
+    them exceeds the limit: the parts of one number hold the same tensors, so that they can be written without the others.
 
     tensors_of: the tensors of a rank, by tp_rank and pp_rank.
     """
-    parallel = target.parallel
+    parallel, limit = target.parallel, target.max_shard_size
+    if limit is None and MAX_SHARD_SIZE in serving_format.options:
+        limit = _MAX_SHARD_BYTES
     for pp_rank in range(parallel.pp):
+        stage: dict[int, tuple[Mapping[str, int], tuple[StoredTensor, ...]]] = {}
         for tp_rank in range(parallel.tp):
-            ranks = {axis: rank for axis, rank in (("pp", pp_rank), ("tp", tp_rank)) if axis in serving_format.sizes}
+            ranks: Mapping[str, int] = {axis: rank for axis, rank in (("pp", pp_rank), ("tp", tp_rank)) if axis in serving_format.sizes}
             if target.wants(ranks):
-                for number, part in enumerate(_parts(tensors_of(tp_rank, pp_rank), target.max_shard_size)):
-                    yield framed(serving_format.file_name(parallel, pp_rank, tp_rank, number), part, ranks)
+                stage[tp_rank] = ranks, tensors_of(tp_rank, pp_rank)
+        starts = _starts([tensors for _, tensors in stage.values()], limit)
+        for tp_rank, (ranks, tensors) in stage.items():
+            parts = [tensors[start:stop] for start, stop in pairwise((*starts, max(len(tensors), starts[-1])))]
+            for number, part in enumerate(part for part in parts if part or len(parts) == 1):
+                yield framed(serving_format.file_name(parallel, pp_rank, tp_rank, number), part, ranks)
 
 
-def _parts(tensors: tuple[StoredTensor, ...], max_nbytes: int | None) -> Iterator[list[StoredTensor]]:
-    """The tensors in parts of at most `max_nbytes` (a larger tensor is a part of its own), as the engines' own writers divide them."""
-    part: list[StoredTensor] = []
-    nbytes = 0
-    for tensor in tensors:
-        if max_nbytes is not None and part and nbytes + tensor.nbytes > max_nbytes:
-            yield part
-            part, nbytes = [], 0
-        part.append(tensor)
-        nbytes += tensor.nbytes
-    yield part
+def _starts(ranks: Sequence[tuple[StoredTensor, ...]], max_nbytes: int | None) -> list[int]:
+    """The numbers of the tensors with which the files of these ranks start: no file of several tensors has more than `max_nbytes`."""
+    starts, nbytes = [0], [0] * len(ranks)
+    for i, tensors in enumerate(zip_longest(*ranks)):
+        sizes = [tensor.nbytes if tensor else 0 for tensor in tensors]
+        grown = [before + size for before, size in zip(nbytes, sizes, strict=True)]
+        if max_nbytes is not None and i > starts[-1] and max(grown) > max_nbytes:
+            starts.append(i)
+            grown = sizes
+        nbytes = grown
+    return starts

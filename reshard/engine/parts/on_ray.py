@@ -1,17 +1,16 @@
-"""A conversion on a Ray cluster: each band is a Ray task, and the process that started them completes the target.
+"""A conversion on a Ray cluster: each task of the plan is a Ray task, and the process that started them completes the target.
 
 The driver holds a share of the target's lock, ships the plan once, and waits. A task opens the source and the target under the same paths
-on its node, so both lie on a file system that all nodes share. Ray runs the tasks of a lost node again elsewhere; bands that were finished
-stay finished. Measured with Ray 2.60.
+or URLs on its node. Ray runs the tasks of a lost node again elsewhere; tasks that were finished stay finished. Measured with Ray 2.60.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reshard.engine.events import event
 from reshard.engine.journal import BlockKey
@@ -20,14 +19,13 @@ from reshard.engine.record import request_digest
 from reshard.engine.run import Done
 from reshard.errors import ReshardError, SystemRefusal, UnsupportedError
 from reshard.geometry.quantities import plural
+from reshard.plans.bands import AnyTask, Task
 from reshard.plans.plan import Plan
 from reshard.plans.plan_file.read import plan_of_content
 from reshard.plans.plan_file.write import plan_content
 from reshard.storage.staging import Staging
+from reshard.storage.stores.urls import current_options, storage_options
 from reshard.storage.tar import open_tree
-
-if TYPE_CHECKING:
-    from reshard.plans.bands import Band
 
 _RETRIES = 3
 
@@ -39,34 +37,55 @@ class RayConversion(PartConversion):
     """
 
     def _copy(self, staging: Staging, finished: Mapping[BlockKey, bytes]) -> Iterator[Done]:
-        ray = connected()
         missing = missing_bands(self.plan, finished).bands
         todo = {band.number for band in missing}
-        for band in self.bands:
+        for band in self.tasks:
             if band.number not in todo:
-                nbytes = _nbytes(self.plan, band)
-                self.resumed_bytes += nbytes
-                yield Done(self.plan.routes[band.start].name, nbytes)
-        content = ray.put(plan_content(self.plan, request=request_digest(self.plan)))
-        threads = self.given_workers or 1
-        task = ray.remote(
-            num_cpus=threads, max_retries=_RETRIES, retry_exceptions=[SystemRefusal], scheduling_strategy="SPREAD", name="reshard"
-        )(_convert)
-        # The heaviest first, so that no large one is left at the end.
-        order = sorted(missing, key=lambda band: (-band.weight, band.number))
-        places = (str(self.plan.source_files.root), str(self.root))
-        running = {task.remote(content, *places, band.number, threads, self.memory): band for band in order}
-        nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        event("ray", f"runs {plural(len(running), 'task')} on {plural(len(nodes), 'node')} of Ray", tasks=len(running), nodes=len(nodes))
-        try:
-            while running:
-                (done,), _ = ray.wait(list(running), num_returns=1)
-                band = running.pop(done)
-                _result(ray, done)
-                yield Done(self.plan.routes[band.start].name, _nbytes(self.plan, band))
-        finally:
-            for each in running:
-                ray.cancel(each, force=True)
+                self.resumed_bytes += nbytes_of_task(self.plan, band)
+                yield done_task(self.plan, band)
+        for band in on_cluster(self.plan, missing, _convert_band, str(self.root), self.given_workers, self.memory):
+            yield done_task(self.plan, band)
+
+
+def on_cluster(
+    plan: Plan, tasks: Sequence[AnyTask], convert: Callable[..., None], target: str, workers: int | None, memory: int | None
+) -> Iterator[AnyTask]:
+    """Run these tasks of a plan on the cluster that is connected, and yield each that is done.
+
+    convert: what runs on a node, a function of (content of the plan file, source, target, number of the task, workers, memory, storage
+    options). Raises: what it raises, and SystemRefusal if a task was lost again and again.
+    """
+    ray = connected()
+    content = ray.put(plan_content(plan, request=request_digest(plan)))
+    threads = workers or 1
+    remote = ray.remote(
+        num_cpus=threads, max_retries=_RETRIES, retry_exceptions=[SystemRefusal], scheduling_strategy="SPREAD", name="reshard"
+    )(convert)
+    # The heaviest first, so that no large one is left at the end.
+    order = sorted(tasks, key=lambda task: (-task.weight, task.number))
+    places, storage = (str(plan.source_files.root), target), dict(current_options())
+    running = {remote.remote(content, *places, task.number, threads, memory, storage): task for task in order}
+    nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    event("ray", f"runs {plural(len(running), 'task')} on {plural(len(nodes), 'node')} of Ray", tasks=len(running), nodes=len(nodes))
+    try:
+        while running:
+            (done,), _ = ray.wait(list(running), num_returns=1)
+            task = running.pop(done)
+            _result(ray, done)
+            yield task
+    finally:
+        for each in running:
+            ray.cancel(each, force=True)
+
+
+def nbytes_of_task(plan: Plan, task: Task) -> int:
+    """The bytes of its tensors in the target, without replicas."""
+    return sum(plan.routes[i].target.nbytes for i in task.routes)
+
+
+def done_task(plan: Plan, task: Task) -> Done:
+    """A task that is finished, named after its first tensor."""
+    return Done(plan.routes[task.routes[0]].name if task.routes else "", nbytes_of_task(plan, task))
 
 
 def connected(address: str | None = None) -> Any:
@@ -116,21 +135,20 @@ def _result(ray: Any, done: Any) -> None:
         ) from None
 
 
-def _nbytes(plan: Plan, band: Band) -> int:
-    return sum(plan.routes[i].target.nbytes for i in band.routes)
-
-
 # ---- inside a task ----
 
 
-def _convert(content: bytes, source: str, target: str, number: int, workers: int, memory: int | None) -> None:
+def _convert_band(
+    content: bytes, source: str, target: str, number: int, workers: int, memory: int | None, storage: Mapping[str, str]
+) -> None:
     """Convert one band. Runs in a worker process of Ray."""
-    plan = _plan(content, source)
-    for _ in PartConversion(plan, target, [plan.bands()[number]], workers=workers, memory=memory).copy():
-        pass
+    with storage_options(storage):
+        plan = shipped_plan(content, source)
+        for _ in PartConversion(plan, target, [plan.bands()[number]], workers=workers, memory=memory).copy():
+            pass
 
 
 @lru_cache(maxsize=1)
-def _plan(content: bytes, source: str) -> Plan:
-    """The plan that was shipped. A worker process runs many bands of it."""
+def shipped_plan(content: bytes, source: str) -> Plan:
+    """The plan that was shipped. A worker process runs many tasks of it."""
     return plan_of_content(content, open_tree(source))

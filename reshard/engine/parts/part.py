@@ -10,6 +10,7 @@ from pathlib import Path
 
 from reshard.engine.events import event
 from reshard.engine.journal import BlockKey, Journal, Unfinished, journal_of_part, progress, read_header, read_journal
+from reshard.engine.parts.shared import SharedConversion
 from reshard.engine.record import Provenance
 from reshard.engine.run import (
     Conversion,
@@ -51,7 +52,7 @@ class Missing:
         return f"{len(self.bands)} of {plural(self.of, 'task')} are missing ({self.nbytes:,} bytes), from {first} to {last}"
 
 
-class PartConversion:
+class PartConversion(SharedConversion):
     """One process of a conversion that several share. Iterate `run()` to its end.
 
     bands: those that it converts, unless another process has. replaces: as for a Conversion. workers: threads. memory: the most bytes of
@@ -69,7 +70,8 @@ class PartConversion:
         memory: int | None = None,
         provenance: Provenance = _NO_PROVENANCE,
     ) -> None:
-        self.plan, self.bands = plan, tuple(bands)
+        self.plan = plan
+        self.tasks: tuple[Band, ...] = tuple(bands)
         self.resumed_bytes = 0
         """The bytes of its bands that were there already."""
         self.completed: Conversion | None = None
@@ -84,7 +86,7 @@ class PartConversion:
     @property
     def total(self) -> int:
         """The bytes that `run` reports in all."""
-        return sum(self.plan.routes[i].target.nbytes for band in self.bands for i in band.routes)
+        return sum(self.plan.routes[i].target.nbytes for band in self.tasks for i in band.routes)
 
     def run(self) -> Iterator[Done]:
         """Convert the bands, and yield each finished block; then complete the target if no block is missing.
@@ -136,7 +138,7 @@ class PartConversion:
 
     def _copy(self, staging: Staging, finished: Mapping[BlockKey, bytes]) -> Iterator[Done]:
         """Convert the blocks of the bands that are not finished yet."""
-        routes = [i for band in self.bands for i in band.routes]
+        routes = [i for band in self.tasks for i in band.routes]
         staging.prepare({file.path: file.nbytes for file in self.plan.layout.files}, resume=True)
         began, itemsize = time.monotonic(), widest_element(self.plan)
         for i in routes:
@@ -157,7 +159,7 @@ class PartConversion:
             raise
         journal.end()
         seconds = time.monotonic() - began
-        event("copied", f"copied {plural(len(self.bands), 'task')} in {seconds:.2f} s", seconds=round(seconds, 3))
+        event("copied", f"copied {plural(len(self.tasks), 'task')} in {seconds:.2f} s", seconds=round(seconds, 3))
 
     def _unfinished(self) -> Unfinished | None:
         """This conversion, as its journals describe it."""

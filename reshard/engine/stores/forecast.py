@@ -40,13 +40,16 @@ def forecast(plan: Plan, target: str | None) -> list[StoreForecast]:
             nbytes = shards.sizes.prod(axis=1) * itemsize
             for row, path in enumerate(shards.paths[file] for file in shards.files.tolist()):
                 by_file[path] = by_file.get(path, 0) + int(nbytes[row])
-        reads = sum(-(-nbytes // LONGEST_REQUEST) for nbytes in by_file.values())
+        # At the end, each file is looked at once more: nobody may have written it.
+        reads = sum(1 + -(-nbytes // LONGEST_REQUEST) for nbytes in by_file.values())
         found.append(StoreForecast(plan.source_files.root, reads, sum(by_file.values()), 0, 0))
     if target is not None:
         files, small = plan.layout.files, len(plan.layout.sidecars) + 2
         parts = sum(1 if file.nbytes < SMALLEST_PART else 2 + -(-file.nbytes // part_bytes(file.nbytes)) for file in files)
         samples = [stop - start for file in files for start, stop in sample_ranges(file.nbytes)]
         written = sum(file.nbytes for file in files) + sum(len(sidecar.content) for sidecar in plan.layout.sidecars)
-        # For each file its record is written, and both are looked at.
-        found.append(StoreForecast(target, len(samples) + 2 * len(files), sum(samples), parts + len(files) + small, written))
+        # For each file its record is written, and both are looked at. Once, the folder is listed twice, a record says that the conversion
+        # has begun, and the records are removed.
+        reads, writes = len(samples) + 2 * len(files) + 2, parts + len(files) + small + 3
+        found.append(StoreForecast(target, reads, sum(samples), writes, written))
     return found

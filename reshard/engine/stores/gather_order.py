@@ -10,7 +10,7 @@ positions that are far apart (a table that the first and the last stage hold) ar
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from reshard.engine.transfer import Pieces
 from reshard.engine.values import Values
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.sections import Columns
+from reshard.plans.file_tasks import files_sharing_tensors
 from reshard.plans.layout import TargetFile
 from reshard.plans.plan import Plan, Route
 
@@ -59,17 +60,19 @@ class Pass:
     """The visits in the order of the files."""
 
 
-def passes(plan: Plan, done: Container[str], most_open: int) -> Iterator[Pass]:
-    """The passes that write all files but those in `done`. most_open: the most files of a pass that are open at a time.
+def passes(plan: Plan, paths: Container[str], routes: Iterable[int], most_open: int) -> Iterator[Pass]:
+    """The passes that write the files in `paths`, and read each route that no file holds. most_open: the most files of a pass that are open
+    at a time. routes: the indexes of those routes that the files hold, and of others.
 
     Where more ranks share tensors, their files are written in several passes, and what they share is read by each.
     """
     groups = _groups(plan, most_open)
-    of_group = [tuple(file for file in group if file.path not in done) for group in groups]
+    of_group = [tuple(file for file in group if file.path in paths) for group in groups]
     group_of = {file.path: number for number, group in enumerate(of_group) for file in group}
     starts = _starts(plan.layout.files)
     visits: list[list[tuple[int, int, Visit]]] = [[] for _ in groups]
-    for i, route in enumerate(plan.routes):
+    for i in routes:
+        route = plan.routes[i]
         for number, rows in _clusters(route, group_of, starts):
             source, target = Values(route.source, route.target.dtype), Pieces(route.target, rows)
             for j, box in enumerate(blocks(route.target.shape)):
@@ -100,7 +103,7 @@ def _groups(plan: Plan, most: int) -> list[tuple[TargetFile, ...]]:
     """The files in groups that are written one after the other: those that share tensors together, as far as so many may be open."""
     by_path = {file.path: file for file in plan.layout.files}
     groups: list[tuple[TargetFile, ...]] = []
-    for paths in _sharing_tensors(plan):
+    for paths in files_sharing_tensors(plan):
         group: list[TargetFile] = []
         for rank in _by_rank([by_path[path] for path in paths]):
             if group and most_open([*group, *rank]) > most:
@@ -109,26 +112,6 @@ def _groups(plan: Plan, most: int) -> list[tuple[TargetFile, ...]]:
             group += rank
         groups.append(tuple(group))
     return groups
-
-
-def _sharing_tensors(plan: Plan) -> list[list[str]]:
-    """The files in sets: two files are in the same set if a tensor goes to both."""
-    parent = {file.path: file.path for file in plan.layout.files}
-
-    def root(path: str) -> str:
-        while parent[path] != path:
-            parent[path] = parent[parent[path]]
-            path = parent[path]
-        return path
-
-    for route in plan.routes:
-        first, *others = route.target.shards.holders or ("",)
-        for other in others:
-            parent[root(other)] = root(first)
-    sets: dict[str, list[str]] = {}
-    for file in plan.layout.files:
-        sets.setdefault(root(file.path), []).append(file.path)
-    return list(sets.values())
 
 
 def _by_rank(files: Sequence[TargetFile]) -> list[list[TargetFile]]:

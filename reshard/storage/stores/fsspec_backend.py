@@ -20,6 +20,7 @@ _PACKAGES = {
     "sftp://": "paramiko",
     "hdfs://": "pyarrow",
 }
+_TIMES = ("LastModified", "last_modified", "mtime", "modified", "created")
 _STAMPS = ("ETag", "etag", "blob_id", "checksum", "mtime", "created", "modified", "last_commit")
 
 
@@ -95,7 +96,8 @@ class FsspecStore:
         stamp = next((found[key] for key in _STAMPS if found.get(key)), "")
         stamp = str(stamp.timestamp() if isinstance(stamp, datetime) else stamp)
         name = found["name"].removeprefix(self._root).lstrip("/") if found["name"].startswith(self._root) else found["name"]
-        return Entry(name, found["size"] or 0, f"{stamp} {found['size']}")
+        times = (value.timestamp() if isinstance(value, datetime) else value for key in _TIMES if (value := found.get(key)))
+        return Entry(name, found["size"] or 0, f"{stamp} {found['size']}", next((time for time in times if isinstance(time, float)), None))
 
 
 class _Writer:

@@ -135,7 +135,7 @@ class _Writer:
 
 def _entry(found: Mapping[str, Any]) -> Entry:
     stamp = found["e_tag"] or f"{found['last_modified']} {found['size']}"
-    return Entry(found["path"], found["size"], stamp)
+    return Entry(found["path"], found["size"], stamp, found["last_modified"].timestamp())
 
 
 def _refusals(obstore: Any) -> tuple[type[Exception], ...]:

@@ -2,7 +2,7 @@
 
 Every request takes tens of milliseconds, so that bytes are fetched before they are asked for:
 
-    metadata    Readers read the start or the end of one file after the other. What is read of one file is fetched of all files like it.
+    metadata    Readers read the start or the end of one file after the other. What the first one needs is fetched of all files like it.
     weights     Who knows what will be read says so (`fetch`), and gives it back when it has been read (`release`).
 
 Whatever is read and was not fetched is asked for then: fetching changes how long reading takes, and never what is read.
@@ -10,30 +10,28 @@ Whatever is read and was not fetched is asked for then: fetching changes how lon
 
 from __future__ import annotations
 
-import re
 import threading
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import RequestError, TruncatedFile
 from reshard.storage.decoded_ranges import DecodedRanges
 from reshard.storage.files import missing, read_each_run
+from reshard.storage.stores.similar_files import SimilarFiles
 from reshard.storage.stores.store import Entry, Store
 from reshard.storage.stores.urls import open_store
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-# Most headers fit into 64 KiB: a safetensors header has about 120 bytes per tensor, a zip's directory about 100 per storage.
-_END = 64 << 10
 # A small read in the middle of a file fetches this much, because the next one is usually nearby; a longer one, of weights, this much more.
 _NEARBY, _FURTHER = 32 << 10, 4 << 20
-# What a reader asks for at the start or end of a file is metadata up to this length. Longer reads are cut into ranges.
-_LONGEST_HEADER, _LONGEST_RANGE = 64 << 20, 16 << 20
+# Longer reads are cut into ranges.
+_LONGEST_RANGE = 16 << 20
 _MOST_METADATA = 128 << 20
-_DIGITS = re.compile(r"\d+")
 
 
 @dataclass(slots=True, eq=False)
@@ -57,13 +55,14 @@ class RemoteFiles:
         self.root, self._store = url, open_store(url)
         self._only_file: str | None = None
         self._entries: dict[str, Entry | None] = {}
+        self._sorted: list[str] = []
         self._is_listed, self._is_opening = lists, True
         self._fetched: dict[str, list[Fetched]] = {}
         self._metadata: deque[Fetched] = deque()
         self._metadata_bytes = 0
-        self._lock, self._like_lock = threading.Lock(), threading.Lock()
+        self._lock, self._similar_lock = threading.Lock(), threading.Lock()
         self._decoded = DecodedRanges(self.read_into)
-        self._like: dict[tuple[int, str], list[Entry]] = {}
+        self._similar = SimilarFiles(lambda: [entry for entry in self._entries.values() if entry is not None])
         if lists:
             self._list_all(url)
 
@@ -94,7 +93,9 @@ class RemoteFiles:
             found = self._store.list(folder, below=False)
             self._entries.update((entry.path, entry) for entry in found if not entry.path.endswith("/"))
             return tuple(entry.path for entry in found)
-        rest = (path[len(prefix) :] for path in self._entries if path.startswith(prefix))
+        # A run is listed once, and has many folders.
+        first, last = (bisect_left(self._sorted, end) for end in (prefix, prefix + "\U0010ffff"))
+        rest = (path[len(prefix) :] for path in self._sorted[first:last])
         return tuple(sorted({prefix + (name.split("/")[0] + "/" if "/" in name else name) for name in rest if name}))
 
     def size(self, path: str) -> int | None:
@@ -112,6 +113,10 @@ class RemoteFiles:
     def changed(self, path: str) -> bool:
         entry = self._entries.get(path)
         return entry is not None and self._store.look(path) != entry
+
+    def written(self, path: str) -> float | None:
+        entry = self._entry(path)
+        return None if entry is None else entry.written
 
     def decoded(self, path: str, start: int, nbytes: int, codecs: tuple[str, ...], *, limit: int) -> str:
         return self._decoded.add(path, start, nbytes, codecs, limit=limit)
@@ -140,6 +145,8 @@ class RemoteFiles:
                 why="The file was cut short, or is still being written",
                 do="Copy the file again",
             )
+        if self._is_opening:
+            self._similar.asked_again(entry, at, stop)
         while at < stop:
             found = self._covering(path, at) or self._fetch_around(entry, at, stop)
             content = found.content.result()
@@ -165,6 +172,7 @@ class RemoteFiles:
 
     def _list_all(self, url: str) -> None:
         self._entries.update((entry.path, entry) for entry in self._store.list() if entry.path)
+        self._sorted = sorted(self._entries)
         if self._entries:
             return
         above, _, name = url.rstrip("/").rpartition("/")
@@ -199,22 +207,41 @@ class RemoteFiles:
         return found
 
     def _fetch_around(self, entry: Entry, at: int, stop: int) -> Fetched:
-        """Fetch bytes [at, stop) of a file, or the first of them, and what lies around them. If they are at its start or end, also fetch
-        the same bytes of the files like it."""
-        nbytes, behind = entry.nbytes, entry.nbytes - at
+        """Fetch bytes [at, stop) of a file, or the first of them, and what lies around them. If they are metadata, also fetch the metadata
+        of the files like it."""
         if not self._is_opening:
             return self._fetch_metadata(entry, at, max(stop, at + (_NEARBY if stop - at < _NEARBY else _FURTHER)))
-        if nbytes <= 2 * _END:
-            return self._of_files_like(entry, at, lambda nbytes: (0, nbytes) if nbytes <= 2 * _END else None)
-        known = self._known_from_start(entry.path)
-        if at <= known + _END and stop <= _LONGEST_HEADER:
-            longest = max(known + _END, stop + (stop - known) // 8)
-            return self._of_files_like(entry, at, lambda nbytes: (known, min(nbytes, longest)))
-        if nbytes - stop <= _END and behind <= _LONGEST_HEADER:
-            last = self._covering(entry.path, nbytes - 1)
-            first, until = max(_END, behind + behind // 8), nbytes - last.start if last and last.start > at else 0
-            return self._of_files_like(entry, at, lambda nbytes: (max(0, nbytes - first), nbytes - until))
-        return self._fetch_metadata(entry, at, max(stop, at + _NEARBY))
+        return self._fetch_similar(entry, at, stop) or self._fetch_metadata(entry, at, max(stop, at + _NEARBY))
+
+    def _fetch_similar(self, entry: Entry, at: int, stop: int) -> Fetched | None:
+        """Fetch the metadata of a file, and that of the files like it, if bytes [at, stop) are metadata; else None."""
+        with self._similar_lock:
+            if found := self._covering(entry.path, at):
+                return found
+            similar = self._similar.asked(entry, at, stop)
+            if similar is None:
+                return None
+            begun = [*self._begin_missing(entry, similar.parts(entry))]
+            room = _MOST_METADATA // 3  # a file has up to three parts, and none is forgotten before it was read
+            for other in similar.others(entry):
+                if room <= 0:
+                    break
+                for found in self._begin_missing(other, similar.parts(other)):
+                    room -= found.stop - found.start
+                    begun.append(found)
+            self._keep(begun)
+        return self._covering(entry.path, at)
+
+    def _begin_missing(self, entry: Entry, parts: Iterable[tuple[int, int]]) -> Iterator[Fetched]:
+        """Begin to fetch what was not fetched yet of parts of a file."""
+        for start, stop in parts:
+            first, last = start, stop
+            while first < last and (found := self._covering(entry.path, first)):
+                first = found.stop
+            while first < last and (found := self._covering(entry.path, last - 1)):
+                last = found.start
+            if first < last:
+                yield self._begin(entry, first, last)
 
     def _fetch_metadata(self, entry: Entry, at: int, stop: int) -> Fetched:
         """Fetch bytes of one file up to `stop`, or to what was fetched already."""
@@ -222,43 +249,6 @@ class RemoteFiles:
         found = self._begin(entry, at, min(stop, at + _LONGEST_RANGE, entry.nbytes, *later))
         self._keep([found])
         return found
-
-    def _known_from_start(self, path: str) -> int:
-        """How many of a file's first bytes were fetched."""
-        stop = 0
-        while found := self._covering(path, stop):
-            stop = found.stop
-        return stop
-
-    def _of_files_like(self, entry: Entry, at: int, part: Callable[[int], tuple[int, int] | None]) -> Fetched:
-        """Fetch a part of a file that holds the byte `at`, and of the files like it that come after it.
-
-        part: from the length of a file, the bytes to fetch.
-        """
-        own = part(entry.nbytes)
-        assert own is not None
-        with self._like_lock:
-            if found := self._covering(entry.path, at):
-                return found
-            begun = [self._begin(entry, *own)]
-            room = _MOST_METADATA // 2 // max(1, own[1] - own[0])
-            for other in self._after(entry)[:room]:
-                bounds = part(other.nbytes)
-                if bounds and bounds[0] < bounds[1] and not self._covering(other.path, bounds[0]):
-                    begun.append(self._begin(other, *bounds))
-            self._keep(begun)
-        return begun[0]
-
-    def _after(self, entry: Entry) -> Sequence[Entry]:
-        """The files whose names differ from this one's in numbers only, or in folders, that come after it in the order of these numbers."""
-        if not self._like:
-            for other in self._entries.values():
-                if other is not None:
-                    self._like.setdefault(_form(other.path), []).append(other)
-            for group in self._like.values():
-                group.sort(key=lambda each: _numbers(each.path))
-        group = self._like.get(_form(entry.path), [])
-        return group[group.index(entry) + 1 :] if entry in group else []
 
     def _keep(self, begun: Iterable[Fetched]) -> None:
         """Keep metadata, and forget the oldest if there is too much."""
@@ -282,12 +272,3 @@ def _joined(byte_offsets: Sequence[int], length: int) -> Iterator[tuple[int, int
             start = byte_offset
         stop = byte_offset + length
     yield start, stop
-
-
-def _form(path: str) -> tuple[int, str]:
-    """What files like each other have in common: the depth of their folder, and the name without its numbers."""
-    return path.count("/"), _DIGITS.sub("#", path.rpartition("/")[2])
-
-
-def _numbers(path: str) -> tuple[tuple[int, ...], str]:
-    return tuple(int(number) for number in _DIGITS.findall(path)), path

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from reshard.errors import CheckpointError, ReshardError, SystemRefusal, TargetError
@@ -39,6 +39,8 @@ class Entry:
     """Its length in bytes."""
     stamp: str
     """A text that changes whenever the file is written: the ETag, or what the store has instead."""
+    written: float | None = field(default=None, compare=False)
+    """When it was written, in seconds since 1970; None if the store does not tell. Listings tell it more exactly than other requests."""
 
 
 class Upload(Protocol):

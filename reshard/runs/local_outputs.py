@@ -1,0 +1,107 @@
+"""LocalOutputs: the outputs of a watch on the disk. Equal files are hard links, the newest is named by a symbolic link."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from reshard.errors import TargetError
+from reshard.plans.manifest import RECORDS, usable_manifest
+from reshard.runs.outputs import LATEST, RECORD
+from reshard.storage.files import LocalFiles
+from reshard.storage.system_calls import system_errors
+
+_PART = 1 << 20
+_REMOVING = ".removing-"
+_LINKING = ".linking"
+
+
+class LocalOutputs:
+    """`Outputs` of a folder on the disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def place(self, name: str) -> str:
+        return str(self._folder / name)
+
+    def prepare(self) -> None:
+        with system_errors("created", self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        for path in self._folder.glob(_REMOVING + "*"):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+
+    def names(self) -> set[str]:
+        with system_errors("listed", self._folder):
+            return {path.name for path in self._folder.iterdir() if path.is_dir()}
+
+    def link_unchanged(self, name: str, earlier: str) -> tuple[int, int]:
+        target, other, count, nbytes = self._folder / name, self._folder / earlier, 0, 0
+        for path in _equal_files(target, other):
+            link = target / (path + _LINKING)
+            with system_errors("linked", link):
+                link.unlink(missing_ok=True)
+                os.link(other / path, link)
+                os.replace(link, target / path)
+            count, nbytes = count + 1, nbytes + (target / path).stat().st_size
+        return count, nbytes
+
+    def move_latest(self, name: str) -> bool:
+        link = self._folder / LATEST
+        if link.exists() and not link.is_symlink():
+            raise TargetError("there is something that is not a symbolic link", where=str(link), do="Remove it, or choose another --into")
+        if link.is_symlink() and os.readlink(link) == name:
+            return False
+        new = link.with_name(link.name + _LINKING)
+        with system_errors("written", link):
+            new.unlink(missing_ok=True)
+            new.symlink_to(name)
+            os.replace(new, link)
+        return True
+
+    def remove(self, name: str) -> bool:
+        target = self._folder / name
+        if not target.is_dir() or target.is_symlink() or usable_manifest(LocalFiles(target)) is None:
+            return False
+        # It disappears at once: nobody sees a half of it.
+        hidden = target.with_name(_REMOVING + name)
+        with system_errors("removed", target):
+            shutil.rmtree(hidden, ignore_errors=True)
+            target.rename(hidden)
+            shutil.rmtree(hidden)
+        return True
+
+    def read_record(self) -> bytes:
+        path = self._folder / RECORD
+        with system_errors("read", path):
+            return path.read_bytes() if path.exists() else b""
+
+    def append_record(self, line: bytes) -> None:
+        path = self._folder / RECORD
+        with system_errors("written", path), path.open("ab") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _equal_files(target: Path, earlier: Path) -> Iterator[str]:
+    """The files that both folders have with equal bytes, and that are not one file yet. reshard's own records are of one output each."""
+    for path in LocalFiles(target).list():
+        ours, theirs = target / path, earlier / path
+        if path in RECORDS or not ours.is_file() or ours.is_symlink() or not theirs.is_file() or ours.samefile(theirs):
+            continue
+        if ours.stat().st_size == theirs.stat().st_size and _is_equal(ours, theirs):
+            yield path
+
+
+def _is_equal(left: Path, right: Path) -> bool:
+    with system_errors("read", left), left.open("rb") as a, right.open("rb") as b:
+        while True:
+            x, y = a.read(_PART), b.read(_PART)
+            if x != y:
+                return False
+            if not x:
+                return True

@@ -1,0 +1,60 @@
+"""StoreOutputs: the outputs of a watch in a store. `latest` is an object that holds the name of the newest; equal files are not linked."""
+
+from __future__ import annotations
+
+from reshard.errors import TargetError, UnsupportedError
+from reshard.plans.manifest import MANIFEST, usable_manifest
+from reshard.runs.outputs import LATEST, RECORD
+from reshard.storage.stores.urls import open_store
+from reshard.storage.tar import open_tree
+
+# What `latest` may hold: the name of a folder.
+_LONGEST_NAME = 1024
+
+
+class StoreOutputs:
+    """`Outputs` of a folder in a store. Objects cannot be appended to, so the record is written anew with each line."""
+
+    def __init__(self, url: str) -> None:
+        self._store = open_store(url)
+
+    def place(self, name: str) -> str:
+        return self._store.place(name)
+
+    def prepare(self) -> None:
+        return None
+
+    def names(self) -> set[str]:
+        return {entry.path.rstrip("/") for entry in self._store.list(below=False) if entry.path.endswith("/")}
+
+    def link_unchanged(self, name: str, earlier: str) -> tuple[int, int]:
+        raise UnsupportedError("objects have no links", where=self.place(name))
+
+    def move_latest(self, name: str) -> bool:
+        entry = self._store.look(LATEST)
+        if entry is not None:
+            text = bytes(self._store.read(entry, 0, entry.nbytes)) if entry.nbytes <= _LONGEST_NAME else b""
+            if not text.endswith(b"\n") or b"/" in text:
+                raise TargetError(
+                    "there is an object that does not name an output", where=self.place(LATEST), do="Remove it, or choose another --into"
+                )
+            if text == f"{name}\n".encode():
+                return False
+        self._store.put(LATEST, f"{name}\n".encode())
+        return True
+
+    def remove(self, name: str) -> bool:
+        entries = [entry.path for entry in self._store.list(f"{name}/")]
+        if f"{name}/{MANIFEST}" not in entries or usable_manifest(open_tree(self.place(name))) is None:
+            return False
+        # The manifest goes last: if this is interrupted, the rest is removed later, and until then nobody takes it for complete.
+        self._store.remove(path for path in entries if path != f"{name}/{MANIFEST}")
+        self._store.remove([f"{name}/{MANIFEST}"])
+        return True
+
+    def read_record(self) -> bytes:
+        entry = self._store.look(RECORD)
+        return b"" if entry is None else bytes(self._store.read(entry, 0, entry.nbytes))
+
+    def append_record(self, line: bytes) -> None:
+        self._store.put(RECORD, self.read_record() + line)
