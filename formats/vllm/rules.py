@@ -70,7 +70,7 @@ class VersionRules:
 def rules_for_target(model: Model, target: Target) -> EngineRules:
     """The rules of the target's version of vLLM. Raises RequestError if that version cannot load the files at the target's sizes."""
     version = target.engine_version or NEWEST
-    _check_packed(model)
+    _check_packed(model, version)
     version_rules = _rules_of_version(model, version)
     if target.parallel.pp > 1 and not version_rules.release.has_stages:
         raise UnsupportedError(
@@ -86,42 +86,55 @@ def rules_for_target(model: Model, target: Target) -> EngineRules:
     return version_rules.rules
 
 
-def _check_packed(model: Model) -> None:
-    """Raises UnsupportedError for packed weights that vLLM does not load, or whose shape depends on the kernel that it chooses.
+def _check_packed(model: Model, version: str) -> None:
+    """Raises UnsupportedError for packed weights that vLLM does not load, or whose shape was not compared or depends on its kernel.
 
-    Source: vLLM 0.32, layers/quantization/auto_gptq.py, mxfp4.py (GptOssMxfp4MoEMethod.maybe_roundup_sizes), and compressed_tensors_moe.
+    Source: vLLM 0.32, layers/quantization: auto_gptq.py, auto_awq.py, modelopt.py, mxfp4.py (GptOssMxfp4MoEMethod), compressed_tensors_moe.
     """
     if model.quantization is None:
         return
-    _check_modelopt(model, model.quantization)
+    _check_compared(model, model.quantization)
     if model.quantization.method == "gptq" and not quantization_settings(model.config).get("sym", True):
         raise UnsupportedError("the weights are quantized by GPTQ with zero points (sym: false), which vLLM does not load", do=_TO_HF)
     experts = [weight for weight in model.weights.values() if weight.form and weight.role.startswith("expert.")]
     form = experts[0].form if experts else None
-    is_same_for_all_kernels = form is None or form.unit == "FP8 block" or (form.name, form.codes.kind) == ("MXFP4", "weight_packed")
-    if is_same_for_all_kernels or form is None:
+    is_compared = form is not None and form.unit == "FP8 block" and not model.quantization.method.startswith("modelopt")
+    has_one_form = all(weight.form is form for weight in experts)
+    if form is None or (is_compared and has_one_form):
         return
-    raise UnsupportedError(
-        f"the experts are stored in {form.name}",
-        where=experts[0].name,
-        why="The shapes in which vLLM holds them depend on the kernel that it chooses for the GPU at hand",
-        do=_TO_HF,
-    )
+    if not has_one_form:
+        why = "vLLM takes one form for all experts of a layer"
+    elif (model.quantization.method, form.unit) not in _PACKED_EXPERTS:
+        why = "The shapes in which vLLM holds such experts depend on the kernel that it chooses for the GPU at hand, or were not compared"
+    elif version_numbers(version, NEWEST) < _PACKED_EXPERTS_SINCE:
+        why = f"Older versions than {as_text(_PACKED_EXPERTS_SINCE)} hold such experts in shapes that depend on the kernel"
+    elif form.unit == "NVFP4 group" and not any(each.use == "input scale" for each in form.components):
+        why = "They have no input_global_scale, which vLLM expects in its files of ranks"
+    else:
+        return
+    raise UnsupportedError(f"the experts are stored in {form.name}", where=experts[0].name, why=why, do=_TO_HF)
 
 
-def _check_modelopt(model: Model, quantization: Quantization) -> None:
-    """Raises UnsupportedError for what ModelOpt writes and was not compared with vLLM's own layout."""
-    forms = quantization.forms
+def _check_compared(model: Model, quantization: Quantization) -> None:
+    """Raises UnsupportedError for scales that vLLM holds in another way than was compared."""
     if quantization.cache_scales and "kv_rank" in model.dimensions:
         raise UnsupportedError("the KV cache of latent attention is quantized, whose scales vLLM holds under other names", do=_TO_HF)
-    if not quantization.method.startswith("modelopt"):
-        return
-    if any(form.name == "NVFP4" and not any(each.use == "input scale" for each in form.components) for form in forms):
+    without = [form for form in quantization.forms if not any(each.use == "input scale" for each in form.components)]
+    if quantization.method.startswith("modelopt") and any(form.name == "NVFP4" for form in without):
         raise UnsupportedError("the weights are stored in NVFP4 without input_scale, which vLLM expects in its files of ranks", do=_TO_HF)
-    if any(weight.form and weight.role.startswith("expert.") for weight in model.weights.values()):
-        raise UnsupportedError("experts quantized by ModelOpt were not compared with vLLM's layout of them", do=_TO_HF)
 
 
+# Experts that vLLM allocates in the same shapes whatever its kernel is. Those of gpt-oss are rounded up for the kernel; vLLM copies what a
+# file holds to the front of them, and the rest is zero.
+_PACKED_EXPERTS = {
+    ("compressed-tensors", "MXFP4 group"),
+    ("compressed-tensors", "MXFP8 group"),
+    ("compressed-tensors", "NVFP4 group"),
+    ("compressed-tensors", "INT4 group"),
+    ("compressed-tensors", "INT8 group"),
+    ("mxfp4", "MXFP4 group"),
+}
+_PACKED_EXPERTS_SINCE = (0, 32)
 _TO_HF = "Convert to hf, which vLLM loads as well, or add --dequantize"
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .ranks import Case, Engine, LoadedRank
+from .strided import Placed, row_major
 
 # Names of element types in the headers of safetensors files, and in torch.
 TORCH_NAMES = {
@@ -209,20 +210,34 @@ def _described(tensor: Any, recorder: Any, shapes: dict[str, tuple[int, ...]]) -
             parts.append([piece.name, start, at, [list(axis) for axis in placed.axes], functions])
         else:
             rest.append([piece.kind, placed.volume, piece.value if piece.kind == "fill" else piece.name])
-    if any(kind == "real" for kind, _, _ in rest):
-        about["values"] = _values(tensor, parts)
+    if own := [each.placed for each in found if each.piece.kind == "real"]:
+        about["values"] = _values(tensor, own, is_whole=not parts)
     return {**about, "parts": parts, "rest": rest}
 
 
-def _values(tensor: Any, parts: list[Any]) -> list[float] | str:
-    """The tensor's own elements: one value if all are equal, otherwise each in turn."""
+def _values(tensor: Any, own: list[Placed], *, is_whole: bool) -> list[float] | str:
+    """The tensor's own elements: one value if all are equal, otherwise each in turn. is_whole: whether it has no others."""
     import torch
 
     if tensor.device.type == "meta":
         return "values that are not in memory"
     flat = tensor.detach().reshape(-1)
-    if not parts and bool((flat.view(torch.uint8) == flat[:1].view(torch.uint8).repeat(len(flat))).all()):
+    if not is_whole:
+        steps = row_major(tuple(tensor.shape))
+        flat = torch.cat([flat[_positions(each, steps)] for each in own])
+    if bool((flat.view(torch.uint8) == flat[:1].view(torch.uint8).repeat(len(flat))).all()):
         return [float(flat[0])]
-    if math.prod(tensor.shape) > MOST_VALUES or parts:
+    if math.prod(tensor.shape) > MOST_VALUES or not is_whole:
         return f"{math.prod(tensor.shape)} different values"
     return [float(each) for each in flat]
+
+
+def _positions(placed: Placed, steps: tuple[int, ...]) -> Any:
+    """The row-major positions of the elements of a piece. steps: the strides of the tensor."""
+    import torch
+
+    positions = torch.tensor([sum(at * step for at, step in zip(placed.at, steps, strict=True))])
+    for axis in placed.axes:
+        along = torch.arange(axis.size) * axis.target_step * steps[axis.target_axis]
+        positions = (positions[:, None] + along).reshape(-1)
+    return positions

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from .ranks import Case, LoadedRank, NoKernel, Softening, fake_new_groups, large_on_meta, set_environment
@@ -127,6 +128,17 @@ _PACKED_KERNELS = (
 )
 
 
+# (module, function, oracle, kernel): the functions that choose the kernels of packed experts, and the kernel that is taken instead: the one
+# that rounds the fewest sizes up.
+_COMPRESSED_MOE = "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
+_PACKED_MOE_BACKENDS = (
+    ("mxfp4", "select_mxfp4_moe_backend", "mxfp4", "Mxfp4MoeBackend.EMULATION"),
+    (f"{_COMPRESSED_MOE}_wna16", "select_wna16_moe_backend", "int_wna16", "WNA16MoEBackend.EMULATION"),
+    (f"{_COMPRESSED_MOE}_w4a4_nvfp4", "select_nvfp4_moe_backend", "nvfp4", "NvFp4MoeBackend.EMULATION"),
+    (f"{_COMPRESSED_MOE}_w8a8_mxfp8", "select_mxfp8_moe_backend", "fp8", "Fp8MoeBackend.EMULATION"),
+)
+
+
 @contextlib.contextmanager
 def without_kernels(softened: list[str]) -> Iterator[None]:
     """A context in which layers can be built although this platform lacks their kernels. What was missing is appended to `softened`."""
@@ -141,6 +153,8 @@ def without_kernels(softened: list[str]) -> Iterator[None]:
         soften(f"{quantization}.{module}", name, _no_kernel_class if is_class else NoKernel)
     moe = "vllm.model_executor.layers.fused_moe"
     soften(f"{moe}.unquantized_fused_moe_method", "select_unquantized_moe_backend", _first_moe_backend)
+    for module, function, oracle, backend in _PACKED_MOE_BACKENDS:
+        soften(f"{quantization}.{module}", function, partial(_moe_backend, f"{moe}.oracle.{oracle}", backend))
     soften("vllm.platforms.cpu", "CpuPlatform.get_attn_backend_cls", _dense_attention)
     soften("torch.cuda", "Stream", lambda *_, **__: NoKernel())
     soften("torch.cuda", "Event", lambda *_, **__: NoKernel())
@@ -181,6 +195,13 @@ def _first_moe_backend(*_: Any, **__: Any) -> Any:
     return getattr(UnquantizedMoeBackend, "CPU", next(iter(UnquantizedMoeBackend))), None
 
 
+def _moe_backend(oracle: str, backend: str, *_: Any, **__: Any) -> Any:
+    """A kernel for packed experts, without its class."""
+    kind, name = backend.split(".")
+    kinds: Any = getattr(importlib.import_module(oracle), kind)
+    return getattr(kinds, name, next(iter(kinds))), None
+
+
 def _dense_attention(*args: Any, **names: Any) -> Any:
     """Sparse attention holds the same weights as dense attention."""
     from vllm.platforms.cpu import CpuPlatform
@@ -218,6 +239,9 @@ _SAME_FOR_ALL_KERNELS = {
     "CompressedTensorsW4A4Mxfp4",
     "CompressedTensorsW8A8Mxfp8",
     "CompressedTensorsW4A4Mxfp4MoEMethod",
+    "CompressedTensorsW4A4Nvfp4MoEMethod",
+    "CompressedTensorsW8A8Mxfp8MoEMethod",
+    "CompressedTensorsWNA16MoEMethod",
     "AutoGPTQLinearMethod",
     "AutoAWQLinearMethod",
     "AutoAWQMarlinLinearMethod",

@@ -205,6 +205,10 @@ class _Merge:
         if array is None and name in self.base.tensors:
             array = Mosaic.of(name, Box.whole(self.base.tensors[name].shape))
         if array is None or not array.tiles or any(part not in self.base.tensors for part in array.names):
+            quantization = self.base.model.quantization if self.base.model else None
+            form = quantization.form_of(name) if quantization else None
+            if form is not None and form.names(name).keys() <= self.base.tensors.keys():
+                raise _is_quantized(name, form.name)
             why = "The adapter was trained on another model, or the base ties this weight to another one"
             if self.base.selection.is_partial:
                 why = "--include or --exclude leaves it out"
@@ -231,15 +235,19 @@ class _Merge:
     def _add(self, tile: Tile, update: Update, factor: Tensor) -> None:
         tensor = self.tensors.get(tile.name) or self.base.tensors[tile.name]
         if tensor.encoding is None and (not tensor.dtype.floating or tensor.dtype.itemsize == 1):
-            raise RequestError(
-                f"--merge-adapter: it is quantized ({tensor.dtype})",
-                where=tile.name,
-                why="An update is added to values, and quantizing the sum again would need new scales",
-                do="Add --dequantize, or give the base that is not quantized",
-            )
+            raise _is_quantized(tile.name, str(tensor.dtype))
         if update.magnitude is not None and (len(tensor.shape) != 2 or update.box.sizes[1] != tensor.shape[1]):
             raise self._misfit(factor, "DoRA needs whole rows of the base weight, which is stored in another order")
         self.tensors[tile.name] = replace(tensor, updates=(*tensor.updates, update))
+
+
+def _is_quantized(weight: str, form: str) -> RequestError:
+    return RequestError(
+        f"--merge-adapter: it is quantized ({form})",
+        where=weight,
+        why="An update is added to values, and quantizing the sum again would need new scales",
+        do="Add --dequantize, or give the base that is not quantized",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,4 +143,4 @@ def _derived(name: str, weight: Tensor, component: Component, recipe: str, dtype
     first = weight.stored[0].shards
     extent = Extent(first.path(0), int(first.positions[0]), row_major(shape), dtype)
     shards = Shards.of([Piece(Box.whole(shape), extent)])
-    return Tensor(name, dtype, shape, weight.kind, shards, derivation=Derivation(weight, recipe, component))
+    return Tensor(name, dtype, shape, weight.kind, shards, derivation=Derivation(weight, recipe, component), updates=weight.updates)

@@ -106,7 +106,8 @@ class Values:
         grid = tuple(size or 1 for size in component.grid)
         for tile in recipe.tiles(shape, [range(a * g, b * g) for a, b, g in zip(box.offsets, box.stops, grid, strict=True)]):
             try:
-                made = recipe.codes_and_scales(values.whole(worker, tile))[component.is_scale]
+                compute = recipe.scales if component.is_scale else recipe.codes
+                made = compute(values.whole(worker, tile))
             except NotRepresentable as reason:
                 raise CheckpointError(
                     f"the values of {tile} {reason}",

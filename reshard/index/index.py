@@ -54,7 +54,7 @@ class Tensor:
     """The weight from whose values it is computed, if it is a component of a weight that is being quantized."""
 
     updates: tuple[Update, ...] = ()
-    """What a merged adapter adds to its values."""
+    """What a merged adapter adds to its values, or to those that it is computed from."""
 
     @property
     def stored(self) -> tuple[Tensor, ...]:

@@ -92,6 +92,9 @@ class ModelQuirks:
     least_expert_width: int = 0
     """Ranks that share experts of a smaller width than this are refused: the class would round the width up, and leave the rest unset."""
 
+    quantized_steps: Mapping[str, int] = field(default_factory=dict)
+    """Role -> rows or input features, of which each rank of a quantized model holds a multiple; the last ranks are filled up with zeros."""
+
     stages_need_experts: bool = False
     """Whether the class refuses a pipeline stage without a layer that has experts."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from reshard.geometry.mosaics import Mosaic
 from reshard.models.model import Part
@@ -26,6 +27,9 @@ class SplitRules:
 
     vocabulary_multiple: int = 1
     """The engine pads the vocabulary to a multiple of this."""
+
+    steps: Mapping[str, int] = field(default_factory=dict)
+    """Role -> the engine pads what the ranks share of such a part, so that each rank holds a multiple of this."""
 
     def padded_vocabulary(self, rows: int) -> int:
         """`rows` rounded up to a multiple of `vocabulary_multiple`."""
@@ -73,7 +77,7 @@ def problem(part: Part, tp: int, rules: SplitRules) -> str | None:
     if cut is None or part.is_scale:
         return None
     size, features = (
-        _padded(part, rules).shape[cut.axis] * (part.block_shape[cut.axis] or 1),
+        _padded(part, tp, rules).shape[cut.axis] * (part.block_shape[cut.axis] or 1),
         "input features" if cut.axis else "output features",
     )
     if size % cut.runs:
@@ -86,13 +90,17 @@ def problem(part: Part, tp: int, rules: SplitRules) -> str | None:
 
 def shard(part: Part, tp: int, tp_rank: int, rules: SplitRules) -> Mosaic:
     """What `tp_rank` of `tp` ranks holds of a part, padding included. `problem` must be None for the part."""
-    cut, array = cut_of(part, tp, rules), _padded(part, rules)
+    cut, array = cut_of(part, tp, rules), _padded(part, tp, rules)
     if isinstance(part.split, FirstRank) and tp_rank:
         return Mosaic(array.shape, ())
     return array if cut is None else array.part(cut.axis, cut.runs, tp_rank // cut.copies)
 
 
-def _padded(part: Part, rules: SplitRules) -> Mosaic:
+def _padded(part: Part, tp: int, rules: SplitRules) -> Mosaic:
+    array, cut = part.array, cut_of(part, tp, rules)
     if isinstance(part.split, Vocabulary):
-        return part.array.padded(0, rules.padded_vocabulary(part.array.shape[0]))
-    return part.array
+        return array.padded(0, rules.padded_vocabulary(array.shape[0]))
+    if cut and (step := rules.steps.get(part.role)):
+        runs = step * cut.runs // (part.block_shape[cut.axis] or 1)
+        return array.padded(cut.axis, -(-array.shape[cut.axis] // runs) * runs)
+    return array

@@ -206,7 +206,8 @@ class EngineRank:
         for part in in_order:
             if part.expert in by_expert:
                 by_expert[part.expert].append(part)
-        keeps_one = group[0].parameter in self.rules.scales_kept_once
+        component = group[0].component
+        keeps_one = group[0].parameter in self.rules.scales_kept_once or (component is not None and component.use in KEPT_ONCE)
         stored = [parts[-1:] if keeps_one else parts for parts in by_expert.values()]
         first = stored[0]
         array = joined([self._shard(part) for part in first])

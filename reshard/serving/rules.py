@@ -117,8 +117,10 @@ class EngineRules:
     """Why the engine's files cannot hold quantized weights; None if they can."""
 
     def split_rules(self, model: Model, tp: int) -> SplitRules:
-        """The vocabulary padding by which `tp` ranks split the model."""
-        rules = SplitRules(self.vocabulary_multiple or tp)
+        """The padding with which `tp` ranks split the model."""
+        steps = self.quirks.quantized_steps
+        is_quantized = bool(steps) and any(weight.form for weight in model.weights.values() if weight.role in steps)
+        rules = SplitRules(self.vocabulary_multiple or tp, steps if is_quantized else {})
         if self.pads_vocabulary_for_tp and rules.padded_vocabulary(model.dimensions.get("vocab", 0)) % tp:
             return replace(rules, vocabulary_multiple=rules.vocabulary_multiple * tp)
         return rules

@@ -6,11 +6,13 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
 import reshard
+from reshard.engine.recipes import microscaling
 from reshard.errors import CheckpointError, IncompleteError, RequestError, UnsupportedError
 from reshard.geometry import boxes
 from reshard.plans import summary
@@ -29,6 +31,10 @@ def truth_of(case):
 
 def stored(folder):
     return {name: tensor for path in Path(folder).glob("*.safetensors") for name, tensor in safetensors.torch.load_file(path).items()}
+
+
+def stored_in(path):
+    return safetensors.torch.load_file(path)
 
 
 def digest(tensor):
@@ -158,3 +164,96 @@ def test_act_order_and_missing_components_are_named(tmp_path):
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
     with pytest.raises(IncompleteError, match="qzeros"):
         reshard.plan(folder, to="hf", dequantize=True)
+
+
+def test_codes_by_words_are_those_by_values():
+    """All magnitudes that a group with a plain scale can hold, both signs, zeros and subnormals, and odd groups."""
+    draw = np.random.default_rng(3)
+    for top in (0x0081, 0x0180, 0x0260, 0x1234, 0x3F80, 0x3FE0, 0x407F):
+        words = draw.integers(0, top + 1, (64, 96)).astype(np.uint16)
+        words[:8] = draw.integers(0, 0x90, (8, 96))
+        words[8:12, :32] = 0
+        words |= draw.integers(0, 2, words.shape).astype(np.uint16) << np.uint16(15)
+        exponents = microscaling._exponents(microscaling._largest(words))
+        exponents = np.maximum(exponents, microscaling._PLAIN[0])
+        assert exponents.max() <= microscaling._PLAIN[1]
+        assert np.array_equal(microscaling._codes_by_words(words, exponents), microscaling._codes_by_values(words, exponents))
+
+
+def test_extreme_values_get_the_codes_of_their_quotients():
+    words = np.random.default_rng(4).integers(0, 1 << 16, (64, 70)).astype(np.uint16)
+    largest = microscaling._largest(words)
+    codes = microscaling._codes_by_values(words, microscaling._exponents(largest))
+    padded = np.pad(codes, ((0, 0), (0, 0)))
+    assert np.array_equal(microscaling.mxfp4_codes(words), padded[:, 1::2] << 4 | padded[:, ::2])
+
+
+def test_ranks_of_gpt_oss_share_whole_groups_and_the_last_are_filled_up(tmp_path):
+    """vLLM gives each rank as many groups as the first; the experts of this fixture have one."""
+    source = FIXTURES / "gpt_oss-mxfp4"
+    plan = reshard.plan(source, to="vllm", tp=2)
+    reshard.convert(plan, tmp_path / "out")
+    assert reshard.verify(source, tmp_path / "out").equal
+    first, second = (stored_in(tmp_path / "out" / f"model-rank-{rank}-part-0.safetensors") for rank in range(2))
+    before, front = stored(source), "model.layers.0.mlp.experts."
+    for ours, theirs in {
+        "w13_weight": "gate_up_proj_blocks",
+        "w2_weight": "down_proj_blocks",
+        "w13_weight_scale": "gate_up_proj_scales",
+    }.items():
+        name = f"{front}routed_experts.{ours}"
+        assert torch.equal(first[name].flatten(), before[front + theirs].flatten())
+        assert second[name].shape == first[name].shape and not second[name].any()
+    assert torch.equal(first[f"{front}routed_experts.w2_bias"], before[front + "down_proj_bias"])
+    assert not second[f"{front}routed_experts.w2_bias"].any()
+
+
+@pytest.mark.parametrize(("case", "version", "why"), [
+    ("qwen3_moe-ct-int4", "0.31.0", "Older versions than 0.32"),
+    ("gpt_oss-mxfp4", "0.31.0", "0.32"),
+    ("qwen3_moe-ct-nvfp4", "0.32.0", "input_global_scale"),
+])  # fmt: skip
+def test_packed_experts_that_vllm_does_not_load_are_refused(case, version, why):
+    with pytest.raises(RequestError, match=why):
+        reshard.plan(FIXTURES / case, to="vllm", engine_version=version)
+
+
+@pytest.fixture(name="adapter")
+def adapter_of_random_llama(tmp_path):
+    """A LoRA adapter of random_llama's model."""
+    draw, front, tensors = torch.Generator().manual_seed(6), "base_model.model.model.layers.0", {}
+    for module, rows, columns in (("self_attn.q_proj", 128, 128), ("mlp.down_proj", 128, 384)):
+        tensors[f"{front}.{module}.lora_A.weight"] = torch.randn(4, columns, generator=draw)
+        tensors[f"{front}.{module}.lora_B.weight"] = torch.randn(rows, 4, generator=draw)
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "bias": "none"}
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def in_turn(source, work, *steps):
+    """The tensors after some conversions, one after the other."""
+    for number, options in enumerate(steps):
+        reshard.convert(reshard.plan(source, to="hf", **options), work / f"step{number}")
+        source = work / f"step{number}"
+    return described(stored(source))
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "mxfp4"])
+def test_an_adapter_is_merged_before_the_sum_is_quantized(form, adapter, tmp_path):
+    random_llama.write(tmp_path / "source")
+    once = in_turn(tmp_path / "source", tmp_path / "once", {"merge_adapter": adapter, "quantize": form})
+    assert once == in_turn(tmp_path / "source", tmp_path / "twice", {"merge_adapter": adapter}, {"quantize": form})
+    assert once != in_turn(tmp_path / "source", tmp_path / "plain", {"quantize": form})
+
+
+def test_an_adapter_is_merged_into_dequantized_values(adapter, tmp_path):
+    random_llama.write(tmp_path / "source")
+    reshard.convert(reshard.plan(tmp_path / "source", to="hf", quantize="mxfp4"), tmp_path / "base")
+    once = in_turn(tmp_path / "base", tmp_path / "once", {"merge_adapter": adapter, "dequantize": True})
+    assert once == in_turn(tmp_path / "base", tmp_path / "twice", {"dequantize": True}, {"merge_adapter": adapter})
+    for options in ({}, {"requantize": "fp8-block"}):
+        with pytest.raises(RequestError, match="it is quantized"):
+            reshard.plan(tmp_path / "base", to="hf", merge_adapter=adapter, **options)

@@ -2,76 +2,161 @@
 
     python tests/serving/packed.py --engine-python VLLM_PYTHON [case ...]
 
-Each case is traced at TP 1 and 2 with vLLM's own loader (`reshard learn`), and converted with the learned layout and with reshard's own
-rules: all names, shapes, element types and bytes must be equal. No kernel for these weights runs on a CPU; what vLLM would not even trace
-there is refused. That the values are those of the libraries is checked by fixtures/hf_packed/make.py --check, in its own environment.
+Each case is traced with vLLM's own loader (`reshard learn`) at TP 1, 2 and 4, and with experts also at EP 2, and converted with the learned
+layout and with reshard's own rules: all names, shapes, element types and bytes must be equal. The sizes that `reshard degrees` refuses are
+those that vLLM refuses. No kernel for these weights runs on a CPU; what vLLM would not even trace there is refused. That the values are
+those of the libraries is checked by fixtures/hf_packed/make.py --check, in its own environment.
+
+Environment: reshard's own with torch and safetensors; --engine-python has vLLM 0.32.0, built for CPUs. Two cases run at a time;
+5 minutes of processor time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import reshard
+from reshard.errors import UnsupportedError
 from reshard.verbs.learn import write_layout
 
 FIXTURES = Path(__file__).resolve().parent.parent.parent / "fixtures" / "hf_packed"
 CASES = ("llama-ct-int4", "llama-ct-int4-asym", "llama-ct-int4-channel", "llama-ct-nvfp4", "llama-ct-mxfp4", "llama-ct-mxfp8",
-         "llama-modelopt-nvfp4", "llama-modelopt-mxfp8", "llama-awq", "llama-gptq", "qwen3_moe-ct-mxfp4", "llama-modelopt-nvfp4-kv",
-         "llama-modelopt-fp8", "llama-modelopt-fp8-channel")  # fmt: skip
-SIZES = (1, 2)
+         "llama-modelopt-nvfp4", "llama-modelopt-mxfp8", "llama-awq", "llama-gptq", "qwen3_moe-ct-mxfp4", "qwen3_moe-ct-int4",
+         "qwen3_moe-ct-mxfp8", "qwen3_moe-ct-nvfp4", "gpt_oss-mxfp4", "llama-modelopt-nvfp4-kv", "llama-modelopt-fp8",
+         "llama-modelopt-fp8-channel", "llama-ct-fp8-int4")  # fmt: skip
+SIZES = (1, 2, 4)
+AT_A_TIME = 2
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine-python", required=True)
     parser.add_argument("cases", nargs="*", default=CASES)
     given = parser.parse_args()
-    failed = 0
-    for case in given.cases:
+
+    def check(case: str) -> list[str]:
         with tempfile.TemporaryDirectory() as work:
-            different = list(differences(prepared(case, Path(work)), Path(work), given.engine_python))
-        failed += bool(different)
-        print(f"{'FAILED' if different else 'passed'}  {case}" + "".join(f"\n        {each}" for each in different), flush=True)
+            return list(differences(prepared(case, Path(work)), Path(work), given.engine_python))
+
+    failed = 0
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        for case, different in zip(given.cases, pool.map(check, given.cases), strict=True):
+            failed += bool(different)
+            print(f"{'FAILED' if different else 'passed'}  {case}" + "".join(f"\n        {each}" for each in different), flush=True)
     print(f"{len(given.cases) - failed} passed, {failed} failed")
     return 1 if failed else 0
 
 
 def prepared(case: str, work: Path) -> Path:
-    """A copy of a case. vLLM loads symmetric GPTQ alone; its layout is that of this fixture without the zero points' values."""
+    """A copy of a case, changed where vLLM does not load it as it is."""
     folder = shutil.copytree(FIXTURES / case, work / "source")
-    if "gptq" in case:
-        path = folder / "config.json"
-        config = json.loads(path.read_text())
-        config["quantization_config"]["sym"] = True
-        path.write_text(json.dumps(config))
+    if case in _CHANGES:
+        config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+        _CHANGES[case](config, tensors)
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "model.safetensors")
     return folder
 
 
-def differences(source: Path, work: Path, python: str) -> list[str]:
-    """What differs between the files by reshard's rules and those by the layout of vLLM's loader."""
-    write_layout(reshard.learn(source, engine="vllm", tp=SIZES, engine_python=python), work / "layout.json")
-    found = []
-    for tp in SIZES:
+def _symmetric(config: dict, tensors: dict) -> None:
+    """vLLM loads symmetric GPTQ alone; its layout is that of this fixture without the zero points' values."""
+    config["quantization_config"]["sym"] = True
+
+
+def _with_input_scales(config: dict, tensors: dict) -> None:
+    """In the scheme without input scales vLLM leaves those of experts unset."""
+    (group,) = config["quantization_config"]["config_groups"].values()
+    group["input_activations"] = {**group["weights"], "dynamic": "local"}
+    for name in [name for name in tensors if name.endswith(".weight_global_scale")]:
+        tensors[name.replace(".weight_global", ".input_global")] = torch.rand(1)
+
+
+def _of_seven_groups(config: dict, tensors: dict) -> None:
+    """Experts of a width that neither 2 nor 4 ranks share evenly, as those of the published models: 2880 are 90 groups of 32."""
+    torch.manual_seed(7)
+    experts, hidden, width = 4, config["hidden_size"], 7 * 32
+    config |= {"intermediate_size": width, "num_local_experts": experts, "num_key_value_heads": 4}
+    shapes = {"router.weight": (experts, hidden), "router.bias": (experts,)}
+    shapes |= {f"{name}_proj.{kind}": (hidden,) * (2 if kind == "weight" else 1) for name in "kv" for kind in ("weight", "bias")}
+    for name, rows, columns in (("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)):
+        shapes |= {f"{name}_blocks": (experts, rows, columns // 32, 16), f"{name}_scales": (experts, rows, columns // 32)}
+        shapes |= {f"{name}_bias": (experts, rows)}
+    for name, tensor in tensors.items():
+        if shape := next((shape for end, shape in shapes.items() if name.endswith(end)), None):
+            is_packed = tensor.dtype == torch.uint8
+            tensors[name] = torch.randint(0, 255, shape, dtype=torch.uint8) if is_packed else torch.randn(shape).to(tensor.dtype)
+
+
+_CHANGES: dict[str, Callable[[dict, dict], None]] = {
+    "llama-gptq": _symmetric,
+    "qwen3_moe-ct-nvfp4": _with_input_scales,
+    "gpt_oss-mxfp4": _of_seven_groups,
+}
+
+
+def differences(source: Path, work: Path, python: str) -> Iterator[str]:
+    """What differs between the files by reshard's rules and those by the layout of vLLM's loader, and between the sizes that both take."""
+    has_experts = bool(reshard.open(source).model.dimensions.get("experts"))
+    problems = {(row.parallel.tp, 1): row.problem for row in reshard.degrees(source, to="vllm", tp=SIZES).rows}
+    if has_experts:
+        problems |= {(row.parallel.tp, 2): row.problem for row in reshard.degrees(source, to="vllm", tp=(2,), ep=True).rows}
+    legal = [sizes for sizes, problem in problems.items() if problem is None]
+    layout = learned(source, sorted({tp for tp, _ in legal}), sorted({ep for _, ep in legal}), work, python)
+    for tp, ep in legal:
         written = {}
-        for name, options in {"rules": {}, "learned": {"layout": work / "layout.json"}}.items():
-            reshard.convert(reshard.plan(source, to="vllm", tp=tp, **options), work / f"{name}{tp}")
-            written[name] = tensors(work / f"{name}{tp}")
+        for name, options in {"rules": {}, "learned": {"layout": layout, "accept_platform": True}}.items():
+            out = work / f"{name}-{tp}-{ep}"
+            reshard.convert(reshard.plan(source, to="vllm", tp=tp, ep=ep, **options), out)
+            written[name] = tensors_of(out)
         for key in sorted(written["rules"].keys() | written["learned"].keys()):
             ours, theirs = (written[name].get(key) for name in ("rules", "learned"))
             if ours != theirs:
-                found.append(f"TP {tp}, {key}: {ours and ours[:2]} by the rules, {theirs and theirs[:2]} by vLLM")
-    return found
+                yield f"TP {tp} EP {ep}, {key}: {ours and ours[:2]} by the rules, {theirs and theirs[:2]} by vLLM"
+    for tp, ep in problems.keys() - set(legal):
+        try:
+            learned(source, [tp], [ep], work, python)
+            yield f"TP {tp} EP {ep}: refused by the rules ({problems[tp, ep]}), and accepted by vLLM"
+        except UnsupportedError:
+            pass
 
 
-def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+def learned(source: Path, tp: list[int], ep: list[int], work: Path, python: str) -> Path:
+    """The layout by vLLM's loader. Raises UnsupportedError for sizes that vLLM or its kernels refuse."""
+    path = work / "layout.json"
+    write_layout(reshard.learn(source, engine="vllm", tp=tp, ep=ep, engine_python=python), path)
+    document = json.loads(path.read_text())
+    used = {part["from"] for template in document["templates"] for part in template.get("parts", ())}
+    if lost := [
+        name
+        for name, *_ in document["sources"]
+        if name.endswith(("scale", "scales")) and _without_expert(name) not in map(_without_expert, used)
+    ]:
+        raise UnsupportedError(f"{lost[0]}: a rank has less than a group, and gets no scale; the kernels, which are absent here, refuse it")
+    for template in document["templates"]:
+        # vLLM allocates the shapes of packed experts in bfloat16, and does not read them.
+        if any(part["from"].endswith("weight_shape") for part in template.get("parts", ())):
+            template["dtype"] = "I64"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def _without_expert(name: str) -> str:
+    return re.sub(r"experts\.[^.]+\.", "experts.", name)
+
+
+def tensors_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """(file, tensor) -> its element type, shape and bytes."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):

@@ -27,8 +27,10 @@ class Recipe:
     """The element type in which the values are taken."""
     block: tuple[int, int]
     """The elements along each axis that share a scale."""
-    codes_and_scales: Callable[[Block], tuple[Block, Block]]
-    """The stored words of a tile of whole blocks, and those of its scales."""
+    codes: Callable[[Block], Block]
+    """The stored words of a tile of whole blocks."""
+    scales: Callable[[Block], Block]
+    """The stored words of its scales."""
 
     def tiles(self, shape: tuple[int, ...], ranges: Sequence[range]) -> Iterator[Box]:
         """Boxes of whole blocks of a weight of this shape that together hold the elements of `ranges`, one range for each axis."""
@@ -47,16 +49,18 @@ def _up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def largest_of_blocks(values: Block, block: tuple[int, int]) -> Block:
-    """The largest magnitude of each block, in float32."""
-    magnitudes = np.abs(values)
-    by_rows = np.maximum.reduceat(magnitudes, np.arange(0, values.shape[0], block[0]), axis=0)
-    return np.maximum.reduceat(by_rows, np.arange(0, values.shape[1], block[1]), axis=1)
+def largest_of_blocks(magnitudes: Block, block: tuple[int, int]) -> Block:
+    """The largest element of each block."""
+    by_rows = magnitudes
+    if block[0] > 1:  # reduceat along the first axis takes 50 times as long
+        by_rows = np.stack([magnitudes[row : row + block[0]].max(axis=0) for row in range(0, len(magnitudes), block[0])])
+    return np.maximum.reduceat(by_rows, np.arange(0, magnitudes.shape[1], block[1]), axis=1)
 
 
-def spread(scales: Block, values: Block, block: tuple[int, int]) -> Block:
-    rows, columns = np.arange(values.shape[0]) // block[0], np.arange(values.shape[1]) // block[1]
-    return scales[rows][:, columns]
+def spread(scales: Block, shape: tuple[int, ...], block: tuple[int, int]) -> Block:
+    """The scales of blocks as an array that numpy broadcasts to the elements."""
+    by_column = np.repeat(scales, block[1], axis=1)[:, : shape[1]]
+    return by_column if block[0] == 1 or len(scales) == 1 else np.repeat(by_column, block[0], axis=0)[: shape[0]]
 
 
 def rounded_to_bfloat16(values: Block) -> Block:

@@ -100,6 +100,7 @@ ENGINE_KEYS: dict[str, Callable[[Node], Any]] = {
     "unsupported": _unsupported,
     "tp_at_most_experts": Node.flag,
     "least_expert_width": lambda node: node.number(1),
+    "quantized_steps": lambda node: {role: inner.number(1) for role, inner in node.mapping().items()},
     "stages_need_experts": Node.flag,
     "one_stage": Node.flag,
     "one_stage_if": Node.condition,
