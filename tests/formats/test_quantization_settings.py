@@ -105,6 +105,23 @@ def test_what_is_not_read_is_named(settings, expected):
     assert unknown_quantization({"quantization_config": {"quant_method": "modelopt", **settings}}) == expected
 
 
+LINEAR = {"targets": ["Linear"], "format": "pack-quantized", "weights": {"num_bits": 4, "type": "int", "strategy": "channel"}}
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        ({}, "compressed-tensors with several config_groups for the same modules"),
+        ({"targets": ["Embedding"]}, "compressed-tensors for the modules ['Embedding']"),
+        ({"targets": ["re:.*self_attn.*"], "format": "marlin-24"}, "compressed-tensors in the format marlin-24"),
+        ({"targets": ["re:.*self_attn.*"]}, None),
+    ],
+)
+def test_groups_that_are_not_read_are_named(other, expected):
+    settings = {"quant_method": "compressed-tensors", "config_groups": {"group_0": LINEAR, "group_1": LINEAR | other}}
+    assert unknown_quantization({"quantization_config": settings}) == expected
+
+
 def test_modelopt_excludes_words_of_names_and_wildcards():
     settings = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
     settings["quantization"]["exclude_modules"] = ["lm_head", "router", "model.layers.1", "model.layers.2.self_attn*", "vision_tower*"]
