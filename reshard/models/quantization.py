@@ -51,9 +51,9 @@ def unknown_quantization(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def check_has_settings(config: Mapping[str, Any] | None, element_types: Mapping[str, str]) -> None:
+def check_has_settings(config: Mapping[str, Any], element_types: Mapping[str, str]) -> None:
     """Raises CheckpointError if weights are packed and a config does not say how. element_types: that of every stored tensor by name."""
-    if config is None or quantization_settings(config):
+    if quantization_settings(config):
         return
     for name in (name for name in element_types if name.endswith(_PACKED_NAMES)):
         if _is_packed(name, element_types):

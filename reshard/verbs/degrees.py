@@ -165,8 +165,7 @@ def _stored_model(source: Checkpoint, target: Target, weights: Weights | None, d
     """A checkpoint's model, and the element type of each of its weights as a conversion would store it."""
     check_nothing_unanswered(source)
     config, content = source.model_files.config, source.content(Selection(weights))
-    model_of(config, source.architecture)
-    check_has_settings(config, source.index.element_types)
+    check_has_settings(model_of(config, source.architecture).config, source.index.element_types)
     check_against_model(content, partial=False, strict=True)
     check_globs("--keep-dtype", target.keep_dtype, content.weights)
     kept_for = quantized_names(content, config)

@@ -70,7 +70,8 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Che
     content = chosen()
     _check_part(source, content, format)
     with blaming_the_parent(source.model_files):
-        check_has_settings(source.model_files.config, source.index.element_types)
+        if content.model is not None:
+            check_has_settings(content.model.config, source.index.element_types)
         check_against_model(content, partial=selection.is_partial, strict=False)
     stored = source.of_model(selection)
     notes = index.facts.notes[len(stored.facts.notes) :]
