@@ -42,6 +42,9 @@ _SCALES = tuple(ExtraTensor("attention.o", f"attn.{name}", 1.0, F32) for name in
 _NOT_GIVEN = tuple(ExtraTensor("attention.o", f"attn.{name}_scale", -1.0, None) for name in ("q", "k", "v", "prob"))
 # Those that a checkpoint gives are kept in the type of the model, like the placeholders.
 _CACHE_SCALES = ("attention.k_scale", "attention.v_scale")
+_ROUNDED = (
+    "the scales of the KV cache are rounded to the type of the model, in which vLLM holds them; `reshard verify --cast` compares them so"
+)
 _PLACEHOLDERS = {
     "fp8": _NOT_GIVEN,
     "modelopt": _NOT_GIVEN,
@@ -141,6 +144,8 @@ _TO_HF = "Convert to hf, which vLLM loads as well, or add --dequantize"
 def notes(model: Model, target: Target) -> tuple[str, ...]:
     """Notes about a version or a model class that was not measured."""
     notes = about_version("vLLM", target.engine_version or NEWEST, NEWEST, model, is_known="vllm" in model.architecture.engines)
+    if model.quantization and any(scale.element_type is None for scale in model.quantization.cache_scales):
+        notes = (*notes, _ROUNDED)
     declared = model.architecture
     quirks = declared.engines.get("vllm")
     if quirks is None or declared.class_name in (None, model.class_name) or model.class_name in quirks.of_class:

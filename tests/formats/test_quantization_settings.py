@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import safetensors.torch
+import torch
 
 import reshard
 from reshard.errors import CheckpointError, UnsupportedError
@@ -120,6 +121,23 @@ LINEAR = {"targets": ["Linear"], "format": "pack-quantized", "weights": {"num_bi
 def test_groups_that_are_not_read_are_named(other, expected):
     settings = {"quant_method": "compressed-tensors", "config_groups": {"group_0": LINEAR, "group_1": LINEAR | other}}
     assert unknown_quantization({"quantization_config": settings}) == expected
+
+
+def test_settings_of_an_inner_model_name_its_modules():
+    settings = {"quant_method": "compressed-tensors", "config_groups": {"group_0": LINEAR}, "ignore": ["lm_head", "re:model.layers.1.*"]}
+    quantization = quantization_of({"text_config": {"quantization_config": settings}})
+    weights = {"language_model.lm_head.weight": False, "lm_head.weight": False, "language_model.model.layers.1.mlp.up_proj.weight": False}
+    weights["language_model.model.layers.0.mlp.up_proj.weight"] = True
+    assert {name: quantization.form_of(name) is not None for name in weights} == weights
+
+
+def test_vllm_keeps_cache_scales_in_the_type_of_the_model_and_a_note_says_so(tmp_path):
+    plan = reshard.plan(FIXTURES / "llama-modelopt-nvfp4-kv", to="vllm", tp=2)
+    assert any("rounded to the type of the model" in note for note in plan.layout.notes)
+    reshard.convert(plan, tmp_path / "out")
+    given = stored(FIXTURES / "llama-modelopt-nvfp4-kv")["model.layers.0.self_attn.k_proj.k_scale"]
+    found = stored(tmp_path / "out")["model.layers.0.self_attn.attn.k_scale"]
+    assert torch.equal(found, given.bfloat16()) and found.dtype == torch.bfloat16 and found.shape == ()
 
 
 def test_modelopt_excludes_words_of_names_and_wildcards():
