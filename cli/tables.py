@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -72,6 +71,8 @@ def show_table(rows: Sequence[Sequence[object]], headings: Sequence[str], *, opt
 def _width() -> int | None:
     """The characters of a line; None if nothing limits them, as in a file."""
     if os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty():
+        import shutil
+
         return shutil.get_terminal_size().columns
     return None
 

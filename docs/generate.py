@@ -256,7 +256,9 @@ def megatron_models() -> str:
             "strictly, and "
             "has transformers' logits in fp32; Megatron's own writer saves it in the other format, and reshard reads the same bits; one "
             "training step changes every parameter. The sizes are those of the legacy and of the distributed save; *mtp* is a layer for "
-            "multi-token prediction. *Runs*: the number of checkpoints of training runs in fixtures/.",
+            "multi-token prediction. *GPU layers replaced*: plain torch stood for Transformer Engine's layers and the kernels of Mamba and "
+            "of gated delta nets ([details](../formats/megatron.md#mamba-gated-delta-nets-and-norms-minus-one)). *Runs*: the "
+            "number of checkpoints of training runs in fixtures/.",
             _table(("model type", "read and written", "compared"), rows),
         ]
     )
@@ -268,8 +270,9 @@ def _compared_with_megatron(model_type: str) -> str:
     references = [path for path in references if path.stem.partition("-")[0] == model_type]
     compared = []
     if references:
-        sizes = (json.loads(references[0].read_text())[to]["sizes"] for to in ("megatron", "megatron-dist"))
-        compared.append(f"logits, {' and '.join(map(_sizes, sizes))}")
+        reference = json.loads(references[0].read_text())
+        layers = ", GPU layers replaced" if "options" in reference else ""
+        compared.append(f"logits, {' and '.join(_sizes(reference[to]['sizes']) for to in ('megatron', 'megatron-dist'))}{layers}")
         compared += [f"logits with {path.stem.partition('-')[2]}" for path in references if "-" in path.stem]
     configs = (json.loads(path.read_text()) for path in _FIXTURES.glob("megatron*/*/model/config.json"))
     if runs := sum(config.get("model_type") == model_type for config in configs):

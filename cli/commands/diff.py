@@ -57,7 +57,6 @@ def command(left: str, right: str, headers: bool, thresholds: tuple[str, ...], l
     from reshard.errors import RequestError
     from reshard.verbs.checkpoint import open_both
     from reshard.verbs.diff import parse_thresholds
-    from reshard.verbs.pages import comparison_page
     from reshard.verbs.request import EffortOptions, ModelOptions, selection_of
 
     if headers and thresholds:
@@ -70,6 +69,8 @@ def command(left: str, right: str, headers: bool, thresholds: tuple[str, ...], l
         result = reshard.diff(a, b, headers=headers, selection=selection_of(given), **{**effort, "progress": advance})
     beyond = result.beyond(limits) if limits else None
     if page.path:
+        from reshard.verbs.pages import comparison_page
+
         page.write(comparison_page(result, f"From {left} to {right}"))
     if as_json:
         show_json(document(result, beyond, full=full))

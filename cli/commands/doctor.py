@@ -44,7 +44,6 @@ def command(checkpoint: str | None, fail_on: str, list_kinds: bool, as_json: boo
     """
     import reshard
     from reshard.health.findings import SEVERITIES, check_fail_on
-    from reshard.verbs.pages import report_page
 
     page = options.page_of(given)
     if list_kinds:
@@ -62,6 +61,8 @@ def command(checkpoint: str | None, fail_on: str, list_kinds: bool, as_json: boo
     metrics.record(bytes_read=report.nbytes, tensors=report.tensors)
     metrics.record_findings({severity: report.count(severity) for severity in SEVERITIES})
     if page.path:
+        from reshard.verbs.pages import report_page
+
         page.write(report_page(report))
     if as_json:
         show_json(document(report))

@@ -60,7 +60,6 @@ def command(left: str, right: str | None, cast: bool, as_json: bool, show_progre
     from reshard.storage.server import is_server
     from reshard.storage.tar import open_tree
     from reshard.verbs.checkpoint import open_both
-    from reshard.verbs.pages import comparison_page
     from reshard.verbs.request import Effort, EffortOptions, ModelOptions, selection_of
     from reshard.verbs.verify import verify_written
 
@@ -95,6 +94,8 @@ def command(left: str, right: str | None, cast: bool, as_json: bool, show_progre
             result = reshard.verify(a, b, cast=cast, selection=selection_of(given), **{**effort, "progress": advance})
     metrics.record(bytes_read=result.nbytes, tensors=result.tensors, differences=len(result.differences))
     if page.path:
+        from reshard.verbs.pages import comparison_page
+
         page.write(comparison_page(result, f"{left}: as written?" if right is None else f"{left} and {right}"))
     if as_json:
         show_json(

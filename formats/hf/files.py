@@ -69,6 +69,8 @@ def _index_file(files: Files) -> str | None:
     indexed = [*weight_files(files), *(path.removesuffix(_INDEX) for path in indexes)]
     ending = SAFETENSORS if any(path.endswith(SAFETENSORS) for path in indexed) else ".bin"
     fitting = [path for path in indexes if path.endswith(ending + _INDEX)]
+    # Mistral's own form of the same weights lies beside the published one on the Hugging Face Hub.
+    fitting = [path for path in fitting if not path.startswith("consolidated.")] or fitting
     if len(fitting) > 1:
         raise CheckpointError(
             f"there are {len(fitting)} indexes: {', '.join(fitting)}", where=files.root, do="Give one file instead of the folder"

@@ -15,7 +15,7 @@ from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.safetensors_writer import framed
 from reshard.canonical.content import Content
 from reshard.canonical.trainer_names import named_places
-from reshard.errors import RequestError, UnsupportedError
+from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.stored import StoredTensor, whole
 from reshard.plans.layout import Layout, Sidecar, TargetFile
@@ -65,11 +65,7 @@ def _as_published(content: Content, target: Target) -> TargetFolder:
 def _as_trainer(content: Content, target: Target) -> TargetFolder:
     """The weights as a trainer holds them."""
     places = named_places(target.options["names"], content.model)
-    arrays = {name: array for name, array in places.arrays.items() if set(array.names) <= content.weights.keys()}
-    if lost := sorted(content.weights.keys() - {name for array in arrays.values() for name in array.names}):
-        raise UnsupportedError(
-            f"--names {places.table.trainer} has no name for it", where=lost[0], do="Leave it out with --exclude, or leave out --names"
-        )
+    arrays = places.written(content.weights.keys())
     dtypes = {name: target.dtype_of(content.tensors[array.names[0]]) for name, array in arrays.items()}
     note = f"the names are those of {places.table.trainer}, which transformers and serving engines do not load"
     return TargetFolder(tuple(places.stored(name, dtypes[name]) for name in arrays), None, (note,))

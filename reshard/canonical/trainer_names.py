@@ -1,7 +1,7 @@
 """Trainers' names: the names, the fusions and the order of rotary rows under which trainers hold the weights of published models.
 
-A trainer is a table of rows. A row is a stored name, with {layer} for the layer's number, and the roles of the weights in it, concatenated
-along axis 0. The order of rotary rows is that of the query and key heads, of head_dim rows each:
+A trainer is a table of rows. A row is a stored name, with {layer} and {expert} for these numbers, and the roles of the weights in it,
+concatenated along axis 0. The order of rotary rows is that of the query and key heads, of head_dim rows each:
 
     halves   0, 1, 2, ...                the published order: row i is rotated with row i + head_dim / 2
     pairs    0, d/2, 1, d/2 + 1, ...     row 2 i is rotated with row 2 i + 1
@@ -9,13 +9,17 @@ along axis 0. The order of rotary rows is that of the query and key heads, of he
 A trainer is recognised if every weight of the checkpoint has a name of its table; the shapes must fit, and every weight of the model
 must be there. Nothing follows from a part of the names. The rows hold for the model types that the table lists.
 
-Source: torchtitan 0.2.2 and 0.3.0 (models/llama3, state_dict_adapter.py), transformers' convert_llama_weights_to_hf.py for Meta's files,
-litgpt 0.5.13 (scripts/convert_hf_checkpoint.py), OLMo-core 3.0.0 (nn/hf/convert.py); compared with them in fixtures/trainer_names.
+Meta divides the weights among tensor-parallel ranks; `axis_of` says along which axis. formats/consolidated reads and writes such files.
+
+Source: torchtitan 0.2.2 and 0.3.0 (models/llama3, state_dict_adapter.py), Meta's model code (llama, llama3) and transformers'
+convert_llama_weights_to_hf.py, mistral-inference (transformer_layers.py, moe.py), litgpt 0.5.13 (scripts/convert_hf_checkpoint.py),
+OLMo-core 3.0.0 (nn/hf/convert.py); compared with them in fixtures/trainer_names and fixtures/consolidated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,7 +32,8 @@ from reshard.geometry.stored import StoredTensor
 from reshard.index.index import Index, ParamGroup, Tensor
 from reshard.index.shards import Shards
 from reshard.index.subviews import SubviewsBuilder
-from reshard.models.model import Model
+from reshard.models.model import Model, Part
+from reshard.models.roles import ROLES, Replicate, Row
 
 _ROTARY = {"attention.q": "heads", "attention.k": "kv_heads"}
 
@@ -102,15 +107,42 @@ _OLMO_CORE_2 = _OLMO_CORE | {
     "blocks.{layer}.attention.q_norm.weight": ("attention.q_norm",),
     "blocks.{layer}.attention.k_norm.weight": ("attention.k_norm",),
 }
+# Mistral's mixture of experts, in the files that are named consolidated.safetensors (8x22B; mistral-inference, moe.py).
+_MIXTRAL = {name: roles for name, roles in _LLAMA.items() if "feed_forward" not in name} | {
+    "layers.{layer}.feed_forward.gate.weight": ("router",),
+    "layers.{layer}.feed_forward.experts.{expert}.w1.weight": ("expert.gate",),
+    "layers.{layer}.feed_forward.experts.{expert}.w2.weight": ("expert.down",),
+    "layers.{layer}.feed_forward.experts.{expert}.w3.weight": ("expert.up",),
+}
+_COMPUTED = ("rope.freqs", "freqs_cis")
 # The first table that fits is taken; two that have the same rows differ in nothing.
 TRAINERS = (
-    TrainerNames("meta", _LLAMA, pairs=("llama", "mistral"), computed=("rope.freqs", "freqs_cis")),
+    TrainerNames("meta", _LLAMA, pairs=("llama", "mistral"), computed=_COMPUTED),
+    TrainerNames("meta", _MIXTRAL, pairs=("mixtral",)),
     TrainerNames("torchtitan-0.2", _LLAMA, pairs=("llama",), computed=("freqs_cis",)),
     TrainerNames("torchtitan", _TITAN, pairs=("llama",), computed=("freqs_cis",)),
     TrainerNames("litgpt", _LITGPT, halves=("llama", "mistral")),
     TrainerNames("olmo-core", _OLMO_CORE, halves=("llama",)),
     TrainerNames("olmo-core", _OLMO_CORE_2, halves=("olmo2",)),
 )
+
+
+_META = _MIXTRAL | _LLAMA
+
+
+def axis_of(name: str) -> int | None:
+    """The axis along which Meta's ranks divide a tensor of theirs; None if each holds all of it.
+
+    Of the embedding it is 0, as in Llama 3 (fairscale's VocabParallelEmbedding). Llama 1 and 2 divide it along axis 1 (ParallelEmbedding).
+
+    Raises: KeyError if Meta has no such name.
+    """
+    if name in _COMPUTED:
+        return None
+    layer, expert = (r"(?<=layers\.)\d+", "{layer}"), (r"(?<=experts\.)\d+", "{expert}")
+    (role,) = _META[re.sub(*expert, re.sub(*layer, name))]
+    split = ROLES[role].split
+    return None if isinstance(split, Replicate) else int(isinstance(split, Row))
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,37 +157,54 @@ class Places:
     @cached_property
     def arrays(self) -> dict[str, Mosaic]:
         """Stored name -> the weights in it, in the published order of rows."""
-        parts = {(part.role, part.layer): part for part in self.model.parts() if part.parameter == "weight" and part.component is None}
+        parts = {(part.role, part.layer, part.expert): part.array for part in self._parts}
+        if self.model.is_tied:
+            # A stored head is compared with the embedding.
+            parts["head", None, None] = parts["embedding", None, None].renamed(lambda _: self.model.architecture.tied[0])
         found: dict[str, Mosaic] = {}
         for name, roles in self.table.rows.items():
-            for layer in range(self.model.dimensions["layers"]) if "{layer}" in name else (None,):
-                arrays = [parts[role, layer].array for role in roles if (role, layer) in parts]
-                if len(arrays) == len(roles):
-                    found[name.replace("{layer}", str(layer))] = joined(arrays)
+            for role, layer, expert in parts:
+                arrays = [parts[other, layer, expert] for other in roles if (other, layer, expert) in parts]
+                if role == roles[0] and len(arrays) == len(roles):
+                    found[_numbered(name, layer, expert)] = joined(arrays)
         return found
+
+    @cached_property
+    def _parts(self) -> tuple[Part, ...]:
+        return tuple(part for part in self.model.parts() if part.parameter == "weight" and part.component is None)
 
     @cached_property
     def heads(self) -> dict[str, int]:
         """The heads of each stored tensor whose rows are in pairs."""
         if self.model.architecture.model_type not in self.table.pairs:
             return {}
-        counts = {name: _ROTARY[roles[0]] for name, roles in self.table.rows.items() if roles[0] in _ROTARY}
-        layers = range(self.model.dimensions["layers"])
-        return {name.replace("{layer}", str(i)): self.model.dimensions[count] for name, count in counts.items() for i in layers}
+        names = {roles[0]: name for name, roles in self.table.rows.items() if roles[0] in _ROTARY}
+        of_layers = ((part.role, part.layer) for part in self._parts if part.role in names)
+        return {_numbered(names[role], layer): self.model.dimensions[_ROTARY[role]] for role, layer in of_layers}
 
-    def stored(self, name: str, dtype: DType) -> StoredTensor:
-        """The tensor that the trainer holds under a name."""
+    def written(self, weights: Set[str]) -> dict[str, Mosaic]:
+        """The arrays of these weights. Raises UnsupportedError if the trainer has no name for one of them."""
+        arrays = {name: array for name, array in self.arrays.items() if set(array.names) <= weights}
+        if lost := sorted(weights - {name for array in arrays.values() for name in array.names}):
+            raise UnsupportedError(
+                f"{self.table.trainer} has no name for it", where=lost[0], do="Leave it out with --exclude, or leave out --names"
+            )
+        return arrays
+
+    def stored(self, name: str, dtype: DType, part: Callable[[Mosaic], Mosaic] = lambda array: array) -> StoredTensor:
+        """The tensor that the trainer holds under a name. part: cuts the array to that of a rank, between heads."""
         array = self.arrays[name]
         heads = self.heads.get(name)
         if heads is None:
-            return array.stored(name, dtype)
+            return part(array).stored(name, dtype)
+        width, array = array.shape[0] // heads, part(array)
         (tile,) = array.tiles
-        width, steps = array.shape[0] // heads, row_major(array.shape)
+        steps = row_major(array.shape)
         sections = [
             Section(tile.name, box, (first + half) * steps[0], (2 * steps[0], *steps[1:]))
             for first in range(0, array.shape[0], width)
             for half in (0, 1)
-            for box in [Box.whole(array.shape).narrow(0, first + half * width // 2, first + (half + 1) * width // 2)]
+            for box in [tile.box.narrow(0, first + half * width // 2, first + (half + 1) * width // 2)]
         ]
         return StoredTensor(name, dtype, array.shape, Sections.of(sections))
 
@@ -188,11 +237,15 @@ class Places:
         return found.build().of(tensor.shards)
 
 
+def _numbered(name: str, layer: int | None, expert: int | None = None) -> str:
+    return name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+
+
 def places_of(names: Iterable[str], model: Model) -> Places | None:
     """The places of the trainer whose names these are, all of them; None if they are none's."""
     known = set(names)
     for table in TRAINERS:
-        if not table.holds(model) or not any(name.replace("{layer}", "0") in known for name in table.rows if "{layer}" in name):
+        if not table.holds(model) or not any(_numbered(name, 0, 0) in known for name in table.rows if "{layer}" in name):
             continue
         places = Places(table, model)
         if known <= {*places.arrays, *table.computed}:

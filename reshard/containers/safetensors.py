@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import itemgetter
 from sys import intern
 from typing import Any, NamedTuple, NoReturn, TypeGuard
@@ -231,18 +232,23 @@ def _checked(claims: Mapping[str, object], metadata: dict[str, str], path: str, 
     # Element type and shape as text, which tells 1 from true and 1.0 -> the number of their form. They are checked once.
     numbers: dict[str, int] = {}
     forms: list[TensorForm] = []
-    form_numbers = np.empty(len(names), np.int64)
+    number_of_row: list[int] = []
     for row, (claimed, shape, _) in enumerate(parts):
         number = numbers.setdefault(f"{claimed!r}{shape!r}", len(forms))
         if number == len(forms):
             forms.append(_form(claimed, shape, f"{path}: {names[row]}"))
-        form_numbers[row] = number
-    nbytes = list(map([form.nbytes for form in forms].__getitem__, form_numbers.tolist()))
-    for row, (length, (_, _, offsets)) in enumerate(zip(nbytes, parts, strict=True)):
-        if not _are_bounds(offsets) or offsets[1] - offsets[0] != length:
-            _refuse_offsets(offsets, forms[form_numbers[row]], f"{path}: {names[row]}")
-    starts = np.array([offsets[0] for _, _, offsets in parts], np.int64)
-    order = np.lexsort((np.array(nbytes, np.int64), starts))
+        number_of_row.append(number)
+    form_numbers = np.array(number_of_row, np.int64)
+    nbytes = np.array([min(form.nbytes, _TOO_LARGE) for form in forms], np.int64)[form_numbers]
+    bounds = _bounds([offsets for _, _, offsets in parts])
+    if bounds is None or (bounds[:, 1] - bounds[:, 0] != nbytes).any():
+        for row, (_, _, offsets) in enumerate(parts):
+            form = forms[number_of_row[row]]
+            if not _are_bounds(offsets) or offsets[1] - offsets[0] != form.nbytes:
+                _refuse_offsets(offsets, form, f"{path}: {names[row]}")
+    assert bounds is not None, "one of them is refused"
+    starts = bounds[:, 0]
+    order = np.lexsort((nbytes, starts))
     names = tuple(map(names.__getitem__, order.tolist()))
     header = Header(names, tuple(forms), form_numbers[order], starts[order] + data, metadata, size)
     _check_tiling(header, data, None if header_only else size, path)
@@ -255,6 +261,16 @@ def _refuse_incomplete(claims: Mapping[str, object], path: str) -> NoReturn:
         if not isinstance(claim, dict) or not claim.keys() >= {"dtype", "shape", "data_offsets"}:
             _refuse(f"{path}: {name}", f"the entry is {_short(claim)}, not an object with dtype, shape and data_offsets")
     raise AssertionError("every claim has its keys")
+
+
+def _bounds(claims: Sequence[Any]) -> Columns | None:
+    """The start and the stop of each tensor: [n, 2]; None if a claim is something else."""
+    if not (set(map(type, claims)) <= {list} and set(map(len, claims)) <= {2}):
+        return None
+    numbers = list(chain.from_iterable(claims))
+    if not set(map(type, numbers)) <= {int} or not 0 <= min(numbers, default=0) <= max(numbers, default=0) < _TOO_LARGE:
+        return None
+    return np.array(numbers, np.int64).reshape(-1, 2)
 
 
 def _are_bounds(claim: Any) -> bool:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.dtypes import BF16, F32, DType
-from reshard.geometry.functions import values_of
+from reshard.geometry.functions import values_of, weights_of
 
 Block = npt.NDArray[Any]
 
@@ -33,7 +33,7 @@ def cast(block: Block, source: DType, target: DType, out: Block | None = None) -
 
     block: words of `source`. out: a row-major array of words of `target` for the result, which is a new array without it. Values that are
     too large become 448 in F8_E4M3, infinite in a type that has infinity, and otherwise NaN. If the target's elements are the values of a
-    function, it is computed in float32. The source's must not be (dtypes.can_cast).
+    function, it is computed in float32. The source's must not be, unless the function is invertible (dtypes.can_cast).
 
     Raises: CheckpointError for an integer that the target cannot hold, UnsupportedError for a cast between integers and floating point.
     """
@@ -41,11 +41,12 @@ def cast(block: Block, source: DType, target: DType, out: Block | None = None) -
         return block
     if not (source.floating and target.floating):
         return _integers(block, source, target, out)
-    if source.function:
-        assert source.function == target.function, "weights do not follow from the values of a function of them"
+    if source.function == target.function != "":
         return cast(block, source.of(""), target.of(""), out)
-    if target.function:
-        values = values_of(target.function, cast(block, source, F32).reshape(-1).view("<f4"))
+    if source.function or target.function:
+        wide = cast(block, source.of(""), F32).reshape(-1).view("<f4")
+        values = weights_of(source.function, wide) if source.function else wide
+        values = values_of(target.function, values) if target.function else values
         values[np.isnan(values)] = np.nan
         return cast(values.view(F32.word).reshape(block.shape), F32, target.of(""), out)
     words = block.reshape(-1)

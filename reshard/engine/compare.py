@@ -16,6 +16,7 @@ from reshard.engine.transfer import Block, Pieces, Worker, bytes_of, strips
 from reshard.errors import DifferenceFound
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.dtypes import DType
+from reshard.geometry.functions import INVERTIBLE
 from reshard.geometry.quantities import plural
 from reshard.index.index import Constant, Index, Tensor
 from reshard.plans.digests import CURRENT, DigestVersion, Fingerprint
@@ -184,7 +185,7 @@ def compare(
 
         def perform(job: _Job) -> tuple[_Job, int, Box | None, tuple[bytes | None, bytes | None]]:
             dtypes = job.sides[0].tensor.dtype, job.sides[1].tensor.dtype
-            common = _common(*dtypes)
+            common, *others = _common_types(*dtypes)
             digests_of_block, element = _PairDigests([job.name in of_side for of_side in recorded]), None
             for strip, slab_pieces in strips(job.box, *job.sides):
                 stored = [worker.read(each, strip) for worker, each in zip(workers_pair, slab_pieces, strict=True)]
@@ -192,7 +193,9 @@ def compare(
                     cast(values, dtype, common, worker.converted(strip.sizes, common))
                     for values, dtype, worker in zip(stored, dtypes, workers_pair, strict=True)
                 )
-                is_equal = _equal(a, b)
+                is_equal = _equal(a, b) or any(
+                    _equal(*(cast(values, dtype, other) for values, dtype in zip(stored, dtypes, strict=True))) for other in others
+                )
                 digests_of_block.add(*stored, is_equal=is_equal and a is stored[0] and b is stored[1])
                 if not is_equal and element is None:
                     element = _first_difference(a, b, strip.box)
@@ -261,19 +264,26 @@ def comparable(left: Side, right: Side, result: Comparison, *, with_cast: bool) 
         result.tensors += 1
         if x.shape != y.shape:
             result.differences.append(Difference(name, "shape", f"its shape is {list(x.shape)} on the left, {list(y.shape)} on the right"))
-        elif x.dtype.function != y.dtype.function and x.dtype.floating and y.dtype.floating:
+        elif {x.dtype.function, y.dtype.function} - {"", *INVERTIBLE} and x.dtype.function != y.dtype.function and _both_floating(x, y):
             yield x, y  # the function's type follows from the function, not from the weight
-        elif x.dtype != y.dtype and not (with_cast and x.dtype.floating and y.dtype.floating):
-            hint = " (--cast compares the values after a cast)" if x.dtype.floating and y.dtype.floating else ""
+        elif x.dtype.of(y.dtype.function) != y.dtype and not (with_cast and _both_floating(x, y)):
+            hint = " (--cast compares the values after a cast)" if _both_floating(x, y) else ""
             result.differences.append(Difference(name, "dtype", f"it is {x.dtype} on the left, {y.dtype} on the right{hint}"))
         else:
             yield x, y
 
 
-def _common(left: DType, right: DType) -> DType:
+def _common_types(left: DType, right: DType) -> tuple[DType, ...]:
     """The type in which two tensors are compared: the right one's; or the left one's if the left one alone holds the values of a function,
-    which are computed of the other one."""
-    return left if left.function and not right.function else right
+    which are computed of the other one. If the function is invertible, either may have been computed of the other: then they are equal if
+    the weights are, or the function's values."""
+    if left.function != right.function and {left.function, right.function} & {*INVERTIBLE}:
+        return right.of(""), left if left.function else right
+    return (left if left.function and not right.function else right,)
+
+
+def _both_floating(left: Tensor, right: Tensor) -> bool:
+    return left.dtype.floating and right.dtype.floating
 
 
 def wrong_constants(files: Files, constants: Iterable[Constant]) -> Iterator[Difference]:

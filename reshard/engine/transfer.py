@@ -193,7 +193,8 @@ class Pieces:
         """What the pieces hold of a slab. Raises CheckpointError if a piece has another element type than the tensor."""
         slab_pieces = []
         for piece, shared, is_primary in self.meeting(slab):
-            if piece.extent.dtype != self.tensor.dtype:
+            # A header tells the element type; that the elements are the values of a function follows from the format.
+            if piece.extent.dtype != self.tensor.dtype and piece.extent.dtype.of(self.tensor.dtype.function) != self.tensor.dtype:
                 raise CheckpointError(
                     f"{piece.box} is stored as {piece.extent.dtype}, but the tensor is {self.tensor.dtype}",
                     where=f"{self.tensor.name} in {piece.extent.path}",

@@ -21,8 +21,6 @@ from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.quantities import plural
 from reshard.geometry.stored import StoredTensor, sliced
 from reshard.index.index import Tensor
-from reshard.picture.drawing import in_notebook
-from reshard.picture.page import table
 from reshard.storage.files import Files
 
 _NUMPY = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1", "U64": "u8", "U32": "u4", "U16": "u2",
@@ -246,6 +244,9 @@ class View(Mapping[str, LazyTensor]):
 
     def _repr_html_(self) -> str:
         """The first tensors as a table, for a notebook."""
+        from reshard.picture.drawing import in_notebook
+        from reshard.picture.page import table
+
         rows = [(each.name, each.dtype.name, str(list(each.shape)), each.nbytes) for each in islice(self._stored.values(), 100)]
         return in_notebook(table(("name", "dtype", "shape", "bytes"), rows, caption=repr(self)))
 

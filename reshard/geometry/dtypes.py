@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from reshard.errors import CheckpointError
+from reshard.geometry.functions import INVERTIBLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +149,8 @@ def from_user(name: str) -> DType | None:
 
 
 def can_cast(source: DType, target: DType) -> bool:
-    """Whether elements can be given in another type. Weights do not follow from the values of a function of them."""
-    return source == target or (source.floating and target.floating and source.function in ("", target.function))
+    """Whether elements can be given in another type. Weights follow from the values of a function of them only if it is invertible."""
+    return source == target or (source.floating and target.floating and source.function in ("", target.function, *INVERTIBLE))
 
 
 # The usual words for the floating-point types of weights.

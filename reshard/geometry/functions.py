@@ -1,4 +1,5 @@
-"""Functions: values that an engine stores in place of a weight, such as A = -exp(A_log) of state-space models.
+"""Functions: values that an engine or a framework stores in place of a weight, such as A = -exp(A_log) of state-space models, or a norm's
+weight minus one.
 
 The rule: the weight is converted to float32, and the result is the float32 number nearest to the function's exact value. It is the same on
 every machine. The mathematical libraries behind torch come close to it, each in its own way: torch 2.13 on x86-64 processors differs by one
@@ -13,8 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-FUNCTIONS = ("-exp",)
-"""Their names: -exp(x)."""
+FUNCTIONS = ("-exp", "x-1")
+"""Their names: -exp(x), x - 1."""
+INVERTIBLE = ("x-1",)
+"""Those of which the weight follows: the float32 number nearest to it, cast to the type of the weight."""
 
 Float32 = npt.NDArray[np.float32]
 
@@ -25,8 +28,13 @@ _DIGITS = Context(prec=50, Emin=-(10**6), Emax=10**6)
 
 def values_of(function: str, x: Float32) -> Float32:
     """The values of a function, rounded once to float32. The values of NaN are NaN."""
-    assert function == "-exp", "the only function that an engine stores"
-    return -_exp(x)
+    return x - np.float32(1) if function == "x-1" else -_exp(x)
+
+
+def weights_of(function: str, values: Float32) -> Float32:
+    """The weights of which these are the values of an invertible function, rounded once to float32."""
+    assert function in INVERTIBLE, "weights do not follow from the values of other functions"
+    return values + np.float32(1)
 
 
 def _exp(x: Float32) -> Float32:

@@ -69,12 +69,15 @@ def compare_pairs(
 ) -> Iterator[Finding]:
     """Read both tensors of every pair and note what moved. Yields a finding for each tensor that cannot be read."""
 
-    def measure(number: int, box: Box, read: Read) -> tuple[int, set[int] | None, Finding | None]:
+    def measure(number: int, read: Read) -> tuple[int, set[int] | None, Finding | None]:
+        nbytes, moved = 0, set[int]()
         try:
-            a, b = read()
+            for box, (a, b) in read:
+                nbytes += a.nbytes
+                moved |= _moved(a, b, box)
         except CheckpointError as error:
             return 0, None, of_error(error)
-        return a.nbytes, _moved(a, b, box), None
+        return nbytes, moved, None
 
     def is_wanted(number: int) -> bool:
         return not pairs[number].moved or _has_slices(pairs[number])  # one difference is enough

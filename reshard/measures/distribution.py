@@ -2,13 +2,12 @@
 
 The upper 16 bits of each word are counted. For types of at most 16 bits the counts are the whole tensor, and everything follows from them
 exactly. For wider types they tell the histogram, to within 1/256 of each number (F64: 1/32), and sums and extremes come from the values.
-
-Blocks are walked in strips that stay in a processor's cache.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,6 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.measures.statistics import constant_rows
 
-_STRIP = 1 << 18
 # Below this size the words that occur are sorted; from it on, all 65,536 words are counted.
 _FEW = 1 << 13
 _INTEGERS = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "<u1"}
@@ -95,22 +93,27 @@ class ValueDistribution:
         return [int(count) for count in np.bincount(at, weights=counts, minlength=bins)]
 
 
-def measure_distribution(block: Block, dtype: DType, box: Box, shape: tuple[int, ...]) -> ValueDistribution:
-    """The distribution of the block of a tensor that lies at `box`. A complex type has no values, only a number of elements."""
-    found, flat = ValueDistribution(elements=block.size), block.reshape(-1)
-    if not (dtype.floating or dtype.name in _INTEGERS) or not block.size:
-        return found
-    if len(shape) > 1 and box.sizes[-1] == shape[-1] > 1:
-        row_table = block.reshape(-1, shape[-1])
-        found.rows, found.constant_rows = len(row_table), int(constant_rows(row_table).sum())
-    if dtype.floating:
-        found.words = _counted(flat, dtype)
+def measure_distribution(strips: Iterable[tuple[Box, Block]], dtype: DType, shape: tuple[int, ...]) -> ValueDistribution:
+    """The distribution of a part of a tensor. A complex type has no values, only a number of elements.
+
+    strips: the elements of the part, in pieces of any size, each with the box that it fills in the tensor.
+    """
+    found = ValueDistribution()
+    for box, strip in strips:
+        found.elements += strip.size
+        if not (dtype.floating or dtype.name in _INTEGERS) or not strip.size:
+            continue
+        if len(shape) > 1 and box.sizes[-1] == shape[-1] > 1:
+            row_table = strip.reshape(-1, shape[-1])
+            found.rows += len(row_table)
+            found.constant_rows += int(constant_rows(row_table).sum())
+        flat = strip.reshape(-1)
+        if dtype.floating:
+            found.words = _added(found.words, _counted(flat, dtype))
+        if not (dtype.floating and dtype.itemsize <= 2):
+            _add_values(found, flat.view(_INTEGERS.get(dtype.name, f"<f{dtype.itemsize}")))
     if dtype.floating and dtype.itemsize <= 2:
         _add_exactly(found, *_every_value(found.words, dtype))
-        return found
-    kind = _INTEGERS.get(dtype.name, f"<f{dtype.itemsize}")
-    for start in range(0, len(flat), _STRIP):
-        _add_values(found, flat[start : start + _STRIP].view(kind))
     return found
 
 
@@ -120,12 +123,7 @@ def _counted(flat: Block, dtype: DType) -> dict[int, int] | npt.NDArray[np.int64
     if len(flat) < _FEW:
         words, counts = np.unique(flat >> flat.dtype.type(shift), return_counts=True)
         return dict(zip(words.tolist(), counts.tolist(), strict=True))
-    table = np.zeros(1 << 16, np.int64)
-    for start in range(0, len(flat), _STRIP):
-        strip = flat[start : start + _STRIP]
-        found = np.bincount(strip.view(np.uint16)[shift // 16 :: dtype.itemsize // 2] if shift else strip)
-        table[: len(found)] += found
-    return table
+    return np.bincount(flat.view(np.uint16)[shift // 16 :: dtype.itemsize // 2] if shift else flat, minlength=1 << 16)
 
 
 def _added(a: Any, b: Any) -> dict[int, int] | npt.NDArray[np.int64]:

@@ -8,7 +8,7 @@ layer: whatever was permuted, interleaved, exchanged or copied, the answer is wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -61,26 +61,27 @@ def shape_mistake(wrong: Block, right: Block) -> str | None:
     return None
 
 
-def row_mistake(name: str, wrong: Block, right: Mapping[str, Block]) -> str | None:
-    """Where the rows of a tensor came from, if each is a row of one of the right tensors. right: by name, the tensors of the same
-    layer whose rows are as long, this one included."""
-    names = [other for other, block in right.items() if block.shape[1:] == wrong.shape[1:]]
-    starts = np.cumsum([0, *(len(right[other]) for other in names)])
-    found = _looked_up(wrong, [right[other] for other in names], preferred=names.index(name) if name in names else 0)
+def row_mistake(name: str, wrong: Block, right: Mapping[str, Callable[[], Block]]) -> str | None:
+    """Where the rows of a tensor came from, if each is a row of one of the right tensors.
+
+    right: by name, what reads the tensors of the same layer whose rows are as long, this one included. One of them is in memory at a time.
+    """
+    names = list(right)
+    found = _looked_up(wrong, list(right.values()), preferred=names.index(name))
     if found is None:
         return None
-    owners = np.searchsorted(starts, found, side="right") - 1
-    if name in names and (owners == names.index(name)).all():
-        return _moved(found - starts[names.index(name)], len(right[name]))
-    return _mixed([names[i] for i in owners], found - starts[owners])
+    owners, rows, counts = found
+    if (owners == names.index(name)).all():
+        return _moved(rows, counts[names.index(name)])
+    return _mixed([names[i] for i in owners], rows)
 
 
 def column_mistake(wrong: Block, right: Block) -> str | None:
     """As `row_mistake`, for the columns of a matrix."""
     if wrong.ndim != 2 or wrong.shape != right.shape:
         return None
-    found = _looked_up(np.ascontiguousarray(wrong.T), [np.ascontiguousarray(right.T)], preferred=0)
-    text = None if found is None else _moved(found, right.shape[1])
+    found = _looked_up(np.ascontiguousarray(wrong.T), [lambda: np.ascontiguousarray(right.T)], preferred=0)
+    text = None if found is None else _moved(found[1], right.shape[1])
     return text and text.replace("row", "column")
 
 
@@ -100,30 +101,42 @@ def stale_part(wrong: Block, right: Block) -> tuple[int, int, int] | None:
     return None
 
 
-def _looked_up(wrong: Block, right: Sequence[Block], *, preferred: int) -> npt.NDArray[np.int64] | None:
-    """For each row of `wrong`, the number of an equal row of the right tensors, laid end to end; None if there is none for some row."""
+def _looked_up(
+    wrong: Block, right: Sequence[Callable[[], Block]], *, preferred: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], list[int]] | None:
+    """For each row of `wrong`, an equal row of the right tensors: the tensor's number, the row in it, and how many rows each tensor has.
+    None if some row has no equal. right: what reads the tensors; each is read once or twice, and one is in memory at a time."""
     if wrong.ndim < 2 or not wrong.size:
         return None
-    keys = np.concatenate([_hashed(block) for block in right])
-    order = np.concatenate([np.arange(len(block)) for block in right])
-    owner = np.concatenate([np.full(len(block), 0 if i == preferred else i + 1) for i, block in enumerate(right)])
-    ranked = np.lexsort((order, owner, keys))
+    hashed = [_hashed(read()) for read in right]
+    counts = list(map(len, hashed))
+    keys, starts = np.concatenate(hashed), np.cumsum([0, *counts])
+    rows = np.concatenate([np.arange(count) for count in counts])
+    rank = np.concatenate([np.full(count, 0 if i == preferred else i + 1) for i, count in enumerate(counts)])
+    ranked = np.lexsort((rows, rank, keys))
     looked = _hashed(wrong)
-    # A row that stayed where it was is not moved, even if another row is equal to it.
-    at = np.searchsorted(keys[ranked], looked)
-    at = np.minimum(at, len(keys) - 1)
+    at = np.minimum(np.searchsorted(keys[ranked], looked), len(keys) - 1)
     if not (keys[ranked][at] == looked).all():
         return None
     found: npt.NDArray[np.int64] = ranked[at].astype(np.int64)
-    start = sum(len(block) for block in right[:preferred])
-    same = np.arange(len(wrong)) + start
-    stayed = (np.arange(len(wrong)) < len(right[preferred])) & (keys[np.minimum(same, len(keys) - 1)] == looked)
+    # A row that stayed where it was is not moved, even if another row is equal to it.
+    same = np.arange(len(wrong)) + starts[preferred]
+    stayed = (np.arange(len(wrong)) < counts[preferred]) & (keys[np.minimum(same, len(keys) - 1)] == looked)
     found[stayed] = same[stayed]
+    owners = np.searchsorted(starts, found, side="right") - 1
+    found -= starts[owners]
     # Hashes say where to look; bits decide.
-    every = np.concatenate([block.reshape(len(block), -1) for block in right])
-    flat = wrong.reshape(len(wrong), -1)
-    steps = range(0, len(flat), _ROWS)
-    return found if all(np.array_equal(flat[i : i + _ROWS], every[found[i : i + _ROWS]]) for i in steps) else None
+    for number in np.unique(owners).tolist():
+        here = np.flatnonzero(owners == number)
+        if not _rows_are_equal(wrong, here, right[number](), found[here]):
+            return None
+    return owners, found, counts
+
+
+def _rows_are_equal(a: Block, rows_of_a: npt.NDArray[np.int64], b: Block, rows_of_b: npt.NDArray[np.int64]) -> bool:
+    """Whether some rows of two tensors are equal. They are compared some at a time, as picking rows copies them."""
+    steps = (slice(start, start + _ROWS) for start in range(0, len(rows_of_a), _ROWS))
+    return all(np.array_equal(a[rows_of_a[step]], b[rows_of_b[step]]) for step in steps)
 
 
 def _hashed(block: Block) -> npt.NDArray[np.uint64]:

@@ -1,4 +1,5 @@
-"""Reading tensors once, block by block on threads: one tensor at a time, or the same block of two checkpoints together."""
+"""Reading tensors once, block by block on threads: one tensor at a time, or the same block of two checkpoints together. What measures a
+block gets it strip by strip, while the strip is still in the processor's cache."""
 
 from __future__ import annotations
 
@@ -7,16 +8,17 @@ from typing import TypeVar
 
 from reshard.engine.pool import workers_within
 from reshard.engine.stores.read_ahead import BoxOfTensor, run_reading
-from reshard.engine.transfer import Block, Pieces, Worker
+from reshard.engine.transfer import Block, Pieces, Worker, strips
 from reshard.geometry.boxes import Box, blocks
 from reshard.index.index import Tensor
 from reshard.storage.files import Files
 
 Result = TypeVar("Result")
-Read = Callable[[], tuple[Block, ...]]
-"""Reads the block of each side. Raises CheckpointError if a file cannot be read or replicas differ."""
-Measure = Callable[[int, Box, Read], Result]
-"""What is made of a block: called with the number of the group, the box, and what reads the elements."""
+Read = Iterator[tuple[Box, tuple[Block, ...]]]
+"""Reads a block: each strip's box, and its elements on each side, which the next strip overwrites. Raises CheckpointError if a file cannot
+be read or replicas differ."""
+Measure = Callable[[int, Read], Result]
+"""What is made of a block: called with the number of the group and the strips of the block."""
 
 
 def walk(
@@ -45,10 +47,14 @@ def walk(
     def make_worker() -> Callable[[tuple[int, Box, tuple[Pieces, ...]]], tuple[int, Result]]:
         readers, measure = tuple(Worker(each, itemsize) for each in files), make_measure()
 
+        def read(box: Box, pieces: tuple[Pieces, ...]) -> Read:
+            for strip, sides in strips(box, *pieces):
+                part = strip.box
+                yield part, tuple(reader.read(side, strip).reshape(part.sizes) for reader, side in zip(readers, sides, strict=True))
+
         def perform(job: tuple[int, Box, tuple[Pieces, ...]]) -> tuple[int, Result]:
             number, box, pieces = job
-            sides = zip(readers, pieces, strict=True)
-            return number, measure(number, box, lambda: tuple(reader.gather(each, box) for reader, each in sides))
+            return number, measure(number, read(box, pieces))
 
         return perform
 

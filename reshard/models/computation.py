@@ -38,8 +38,14 @@ class Computation:
     settings: Mapping[str, object] = field(default_factory=dict)
     """The framework's own settings: a value, a ConfigKey or a LayersOf."""
 
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Role -> the function, one of functions.FUNCTIONS, whose values the framework stores in place of such a weight."""
+
     assumes: tuple[tuple[str, object], ...] = ()
     """Config keys that the framework cannot set, each with the value that it computes. A model with another value is refused."""
 
     lacks: str | None = None
     """What the framework does not have and the model needs, as a noun phrase; None: it computes the model."""
+
+    built_by: str | None = None
+    """The library that builds the model of the framework's layers and some of its own, and its class; None: the framework itself."""

@@ -15,7 +15,6 @@ was chosen. A tied head counts once, under the name of the embedding.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -97,7 +96,13 @@ class DigestVersion:
         return f"DigestVersion({self.number})"
 
 
-VERSION_1 = DigestVersion(1, "", hashlib.sha256)
+def _sha256() -> Hash:
+    import hashlib
+
+    return hashlib.sha256()
+
+
+VERSION_1 = DigestVersion(1, "", _sha256)
 VERSION_2 = DigestVersion(2, "blake3:", blake3)
 VERSIONS = {version.number: version for version in (VERSION_1, VERSION_2)}
 CURRENT = VERSION_2

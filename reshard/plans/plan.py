@@ -16,13 +16,12 @@ import numpy as np
 from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.boxes import Box
-from reshard.geometry.dtypes import DType
+from reshard.geometry.dtypes import DType, can_cast
 from reshard.geometry.light_dataclass import light_dataclass
 from reshard.geometry.quantities import plural
 from reshard.index.index import Index, Tensor
 from reshard.index.join import meetings
 from reshard.index.shards import PieceTable, primary_rows
-from reshard.picture.drawing import in_notebook
 from reshard.plans.bands import Band, bands_of
 from reshard.plans.digests import CURRENT
 from reshard.plans.layout import Layout
@@ -203,6 +202,8 @@ class Plan:
         return str(plan_picture(self))
 
     def _repr_html_(self) -> str:
+        from reshard.picture.drawing import in_notebook
+
         return in_notebook(self.picture())
 
     def to_json(self, *, tensors: bool = True, copies: bool = False) -> dict[str, Any]:
@@ -323,7 +324,7 @@ def make_plan(source: Index, source_files: Files, content: Content, target: Targ
 def _check_function(route: Route) -> None:
     """Raises UnsupportedError unless the target holds the values of the same function of the weight as the source."""
     function = route.source.dtype.function
-    if route.target.dtype.function != function:
+    if not can_cast(route.source.dtype, route.target.dtype):
         raise UnsupportedError(
             f"the source holds {function} of this weight, rounded to {route.source.dtype.name}",
             where=route.name,

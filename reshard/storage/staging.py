@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -238,7 +237,7 @@ class Staging:
             sync_folder(self.work)
         for entry in list(os.scandir(self.work)):
             if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
+                _remove_folder(entry.path)
             elif entry.name != LOCK:
                 os.unlink(entry.path)
 
@@ -253,7 +252,7 @@ class Staging:
         """Raises SystemRefusal if the disk has too little space. Staged files have their full length, but are sparse at first."""
         staged = (self.work / path for path in self._sizes)
         allocated = sum(min(file.stat().st_size, file.stat().st_blocks * 512) for file in staged if file.exists())
-        needed, free = sum(self._sizes.values()) - allocated, shutil.disk_usage(self.work).free
+        needed, free = sum(self._sizes.values()) - allocated, _free_bytes(self.work)
         if needed > free:
             raise SystemRefusal(
                 f"{needed:,} bytes are needed, {free:,} are free",
@@ -282,7 +281,7 @@ class Staging:
         """The error for the user when the system could not write a staged file. Finished blocks are kept."""
         kept = "Finished blocks are on the disk and in the journal"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            needed, free = sum(self._sizes.values()), shutil.disk_usage(self.root).free
+            needed, free = sum(self._sizes.values()), _free_bytes(self.root)
             return SystemRefusal(
                 f"the disk is full: {needed:,} bytes are needed in all, {free:,} are free now",
                 where=str(self.root),
@@ -319,3 +318,16 @@ def _lost(staged: Path) -> TargetError:
         why="The journal lists finished blocks that it should hold, so the conversion cannot continue",
         do="Start again with --overwrite",
     )
+
+
+# shutil loads every compression module. What only reads a checkpoint imports this module for its names and does without.
+def _remove_folder(path: str) -> None:
+    import shutil
+
+    shutil.rmtree(path)
+
+
+def _free_bytes(folder: Path) -> int:
+    import shutil
+
+    return shutil.disk_usage(folder).free

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import posixpath
-import tarfile
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -118,6 +117,8 @@ class TarFiles:
 
 def _members(stream: _FileStream, path: str) -> Iterator[tuple[str, tuple[int, int]]]:
     """(name, (byte offset of the content, length)) of each regular file. Sparse members and names outside of the archive are skipped."""
+    import tarfile
+
     try:
         with tarfile.open(fileobj=stream, mode="r:") as archive:
             for member in archive:

@@ -35,14 +35,11 @@ from reshard.errors import CheckpointError, RequestError, UnexpectedContentError
 from reshard.geometry.quantities import plural
 from reshard.geometry.stored import whole
 from reshard.index.coverage import check_index
-from reshard.index.drawing import shard_map, tree_list
 from reshard.index.fold import Fold, fold
 from reshard.index.index import Index, Tensor
 from reshard.models.architecture import Architecture
 from reshard.models.lookup import find_model, model_type_of, named_architecture
 from reshard.models.model import Model
-from reshard.picture.drawing import in_notebook
-from reshard.picture.page import element, joined
 from reshard.plans.manifest import DIGESTS, MANIFEST, listed_files, read_digests, usable_manifest
 from reshard.storage.files import Files
 from reshard.storage.local_path import is_url
@@ -171,9 +168,15 @@ class Checkpoint:
 
     def picture(self) -> str:
         """Who holds what, as SVG with a caption; empty if every tensor is in one piece."""
+        from reshard.index.drawing import shard_map
+
         return str(shard_map(self.tree))
 
     def _repr_html_(self) -> str:
+        from reshard.index.drawing import shard_map, tree_list
+        from reshard.picture.drawing import in_notebook
+        from reshard.picture.page import element, joined
+
         about = f"{self.path}: {self.format}, {plural(len(self.index.tensors), 'tensor')}"
         return in_notebook(joined((element("p", about), shard_map(self.tree), tree_list(self.tree))))
 

@@ -9,12 +9,9 @@ from typing import Unpack
 from reshard.canonical.content import Selection
 from reshard.engine.compare import Comparison, Difference, Side, comparable
 from reshard.errors import RequestError, choices
-from reshard.geometry.boxes import Box
 from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.changes import Change, ChangeMeter, sum_of
-from reshard.measures.drawing import change_map
 from reshard.measures.walk import Read, walk
-from reshard.picture.drawing import in_notebook
 from reshard.verbs.checkpoint import Checkpoint
 from reshard.verbs.request import Effort, EffortOptions, PathLike
 from reshard.verbs.verify import log_compared, not_compared, sides_of
@@ -41,9 +38,13 @@ class Diff(Comparison):
 
     def picture(self) -> str:
         """How much each role changed in each layer, as SVG with a caption."""
+        from reshard.measures.drawing import change_map
+
         return str(change_map(self.changes))
 
     def _repr_html_(self) -> str:
+        from reshard.picture.drawing import in_notebook
+
         return in_notebook(self.picture())
 
     def beyond(self, thresholds: Mapping[str, float]) -> list[Change]:
@@ -97,12 +98,14 @@ def _measure(result: Diff, pairs: Sequence[tuple], sides: tuple[Side, Side], eff
     """Read the pairs and fill in how they changed."""
     result.changes = [_unmeasured(a.name, sides) for a, _ in pairs]
 
-    def make_measure() -> Callable[[int, Box, Read], tuple[int, Change]]:
+    def make_measure() -> Callable[[int, Read], tuple[int, Change]]:
         meter = ChangeMeter()
 
-        def measure(number: int, box: Box, read: Read) -> tuple[int, Change]:
-            left, right = read()
-            return right.nbytes, meter.measure(left, right, *(tensor.dtype for tensor in pairs[number]))
+        def measure(number: int, read: Read) -> tuple[int, Change]:
+            dtypes, change = [tensor.dtype for tensor in pairs[number]], Change()
+            for _, (left, right) in read:
+                change.add(meter.measure(left, right, *dtypes))
+            return change.elements * dtypes[1].itemsize, change
 
         return measure
 

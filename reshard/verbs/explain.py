@@ -12,7 +12,6 @@ import numpy as np
 
 from reshard.canonical.content import Selection
 from reshard.engine.compare import Side
-from reshard.engine.transfer import Block
 from reshard.engine.views import LazyTensor, View
 from reshard.geometry.quantities import plural
 from reshard.geometry.stored import whole
@@ -73,8 +72,9 @@ def explain(
     """The mistakes that explain why `bad` does not hold the weights of `good`, whatever their formats: tensors, rows or columns permuted,
     interleaved, exchanged or copied, matrices transposed, padding, a cast too many, norms off by one, a rank from another save.
 
-    A mistake is named only if it explains every bit of a tensor. Mistakes in values are found in parts of 2 million elements; for those of
-    rows and columns, the tensors that still differ are read whole, those of one layer and one shape together.
+    A mistake is named only if it explains every bit of a tensor. Memory is bounded by the largest tensor, not by a layer or a model:
+    mistakes in values are found in parts of 2 million elements; those of rows with both sides of the tensor and one other tensor of its
+    layer in memory; those of columns with both sides of the tensor and their transposes.
     """
     found = diff(bad, good, selection=selection, **options)
     wrong_side, right_side = sides_of(bad, good, selection)
@@ -155,8 +155,8 @@ def _mistake(name: str, wrong: View, right: View, different: list[str]) -> str |
     if bad.shape != good.shape:
         return text
     if text is None and bad.ndim > 1:
-        group = dict(_neighbours(name, right, different))
-        text = row_mistake(name, bad, {name: good, **group}) or column_mistake(bad, good)
+        group = {other: right[other].words for other in _neighbours(name, right, different)}
+        text = row_mistake(name, bad, {name: lambda: good, **group}) or column_mistake(bad, good)
     return text and _without_layer(text, right)
 
 
@@ -171,7 +171,7 @@ def _value_mistake(wrong: LazyTensor, right: LazyTensor) -> str | None:
     return found[0] if found else None
 
 
-def _neighbours(name: str, right: View, different: list[str]) -> Iterator[tuple[str, Block]]:
+def _neighbours(name: str, right: View, different: list[str]) -> Iterator[str]:
     """The other tensors that differ in the same layer and expert, with rows of the same length."""
     tensor = right[name]
     numbers = _numbers(name)
@@ -182,7 +182,7 @@ def _neighbours(name: str, right: View, different: list[str]) -> Iterator[tuple[
             and right[other].shape[1:] == tensor.shape[1:]
             and right[other].dtype == tensor.dtype
         ):
-            yield other, right[other].words()
+            yield other
 
 
 def _without_layer(text: str, right: Mapping[str, LazyTensor]) -> str:

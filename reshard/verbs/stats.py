@@ -8,7 +8,7 @@ from typing import Unpack
 
 from reshard.canonical.content import Selection
 from reshard.canonical.globs import as_globs, check_globs, matches
-from reshard.geometry.boxes import Box, blocks
+from reshard.geometry.boxes import blocks
 from reshard.index.index import Tensor
 from reshard.measures.distribution import ValueDistribution, measure_distribution
 from reshard.measures.walk import Read, walk
@@ -78,9 +78,10 @@ def stats(
     parts = {number: ValueDistribution() for number in range(len(tensors))}
     left = {number: sum(1 for _ in blocks(tensor.shape)) for number, tensor in enumerate(tensors)}
 
-    def measure(number: int, box: Box, read: Read) -> tuple[int, ValueDistribution]:
-        (block,) = read()
-        return block.nbytes, measure_distribution(block, tensors[number].dtype, box, tensors[number].shape)
+    def measure(number: int, read: Read) -> tuple[int, ValueDistribution]:
+        tensor = tensors[number]
+        part = measure_distribution(((box, strip) for box, (strip,) in read), tensor.dtype, tensor.shape)
+        return part.elements * tensor.dtype.itemsize, part
 
     files = (checkpoint.files,)
     for number, (nbytes, part) in walk(

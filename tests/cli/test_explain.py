@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import weakref
 
 import numpy as np
 import pytest
@@ -168,8 +169,25 @@ def test_mistakes_across_layouts_are_named_with_ranges(broken, tmp_path):
 def test_rows_with_equal_hashes_are_not_taken_for_equal_rows(monkeypatch):
     monkeypatch.setattr(mistakes, "_hashed", lambda block: block.reshape(len(block), -1)[:, 0].astype(np.uint64))
     right = np.array([[1, 5], [2, 6]], np.uint16)
-    assert mistakes.row_mistake("x", np.array([[2, 6], [1, 5]], np.uint16), {"x": right}) == "its rows are reversed"
-    assert mistakes.row_mistake("x", np.array([[2, 7], [1, 5]], np.uint16), {"x": right}) is None
+    assert mistakes.row_mistake("x", np.array([[2, 6], [1, 5]], np.uint16), {"x": lambda: right}) == "its rows are reversed"
+    assert mistakes.row_mistake("x", np.array([[2, 7], [1, 5]], np.uint16), {"x": lambda: right}) is None
+
+
+def test_the_tensors_of_a_layer_are_read_one_at_a_time():
+    read = []
+
+    def reader(start):
+        def right():
+            assert not [reference for reference in read if reference() is not None]
+            block = np.arange(start, start + 6, dtype=np.uint16).reshape(3, 2)
+            read.append(weakref.ref(block))
+            return block
+
+        return right
+
+    wrong = np.array([[6, 7], [12, 13], [0, 1]], np.uint16)
+    text = mistakes.row_mistake("b", wrong, {"a": reader(0), "b": reader(6), "c": reader(12)})
+    assert text == "holds rows of b and c and a, interleaved row by row" and len(read) == 6
 
 
 def test_a_mistake_in_values_must_explain_every_part():

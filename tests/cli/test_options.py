@@ -163,8 +163,8 @@ def test_a_bare_config_has_no_weights_to_choose(options, tmp_path):
     [
         (("inspct", LLAMA), "Did you mean 'inspect'? `reshard --help`"),
         (("convert", LLAMA, OUT, "--to", "hf", "--weigths", "model"), "Did you mean '--weights'? `reshard convert --help`"),
-        (("convert", LLAMA, OUT, "--to", "vlm"), "Unknown format 'vlm'. Did you mean vllm? Known: dcp, deepspeed, fsdp, hf,"),
-        (("inspect", LLAMA, "--format", "safetensor"), "Known: dcp, dcp-safetensors,"),
+        (("convert", LLAMA, OUT, "--to", "vlm"), "Unknown format 'vlm'. Did you mean vllm? Known: consolidated, dcp, deepspeed, fsdp, hf,"),
+        (("inspect", LLAMA, "--format", "safetensor"), "Known: consolidated, dcp, dcp-safetensors,"),
         (("convert", LLAMA, OUT, "--to", "hf", "--dtype", "bfloat"), "Did you mean bfloat16? Known: bf16, fp16, fp32, fp64, fp8,"),
         (("convert", LLAMA, OUT, "--to", "hf", "--architecture", "lama"), "Did you mean llama?"),
         (("completion",), "Choose from: bash, zsh, fish."),
@@ -223,10 +223,9 @@ def test_a_path_that_is_no_checkpoint_leads_to_one(path, message):
     assert message in refused("inspect", path)
 
 
-def test_nothing_is_written_to_a_web_server_or_in_parts_to_a_store(tmp_path, monkeypatch):
+def test_nothing_is_written_to_a_web_server(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "can be read, and not written" in refused("convert", LLAMA, "https://host/out", "--to", "hf")
-    assert "`aws s3 cp --recursive s3://bucket/out out`" in refused("convert", LLAMA, "s3://bucket/out", "--to", "hf", "--part", "0/2")
     assert list(tmp_path.iterdir()) == []
 
 

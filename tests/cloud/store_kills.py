@@ -70,10 +70,10 @@ def experiment(work, server, randomness, *, kills):
 
 def killed_round(work, server, randomness, most):
     """Start the parts and kill some of them, at most `most`; returns the phases in which they were killed."""
-    server.latency = randomness.choice((0.002, 0.01, 0.03))
+    server.latency = randomness.choice((0.01, 0.03, 0.06))
     parts, phases = start_parts(work, randomness), Counter()
     for part in randomness.sample(parts, randomness.randint(1, min(most, len(parts)))):
-        time.sleep(randomness.random() * 0.6)
+        time.sleep(randomness.random() * 0.4)
         if randomness.random() < 0.3:
             wait_for_commit(work, server, part)
         if part.is_alive():

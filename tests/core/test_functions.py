@@ -10,7 +10,7 @@ from places import FIXTURES
 
 from reshard.engine.casts import cast
 from reshard.geometry import functions
-from reshard.geometry.dtypes import F32, from_safetensors
+from reshard.geometry.dtypes import F32, can_cast, from_safetensors
 
 BF16, A = from_safetensors("BF16", where=""), F32.of("-exp")
 EXACT = Context(prec=60, Emin=-(10**6), Emax=10**6)
@@ -99,3 +99,19 @@ def test_the_result_does_not_depend_on_the_last_bits_of_float64(units, monkeypat
     monkeypatch.setattr(np, "exp", lambda x: exp(x) * (1 + units * 2.0**-53))
     values = np.array([sign * step * 2.0**-27 for step in range(1, 64) for sign in (1, -1)], np.float32)
     assert all(map(is_nearest, values, functions.values_of("-exp", values)))
+
+
+def test_a_norm_minus_one_is_rounded_once_in_either_direction():
+    """The words of bfloat16 as they are computed by Python's exact numbers."""
+    minus_one = BF16.of("x-1")
+    words = np.arange(1 << 16, dtype=np.uint16)
+    values = cast(words, BF16, F32).view("<f4").astype(np.float64)
+    usual = (np.abs(values) < 2**20) & ((values == 0) | (np.abs(values) > 2**-20))  # there float64 has the sum exactly
+    for source, target, added in ((BF16, minus_one, -1), (minus_one, BF16, 1)):
+        expected = cast((values[usual] + added).astype(np.float32).view(F32.word), F32, BF16)
+        assert np.array_equal(cast(words[usual], source, target), expected)
+    whole = (values >= 0.5) & (values <= 256)
+    assert np.array_equal(cast(cast(words[whole], BF16, minus_one), minus_one, BF16), words[whole]), "nothing is lost there"
+    assert np.array_equal(cast(words, minus_one, minus_one.of("x-1")), words)
+    assert can_cast(minus_one, F32)
+    assert not can_cast(A, F32)

@@ -327,6 +327,18 @@ def test_help_loads_neither_numpy_nor_torch():
     assert not loaded_after("import reshard") & {"numpy", "torch", "click"}
 
 
+def test_a_small_inspection_loads_only_what_it_shows():
+    """What else is loaded costs processor time at every start: pictures, archives, what moves bytes, readers of other formats."""
+    llama = str(ROOT / "fixtures" / "hf" / "llama")
+    loaded = loaded_after(RUN.format(["inspect", llama]))
+    unneeded = {"html", "hashlib", "tarfile", "torch", "concurrent.futures", "importlib.metadata", "tempfile", "random"}
+    assert not loaded & unneeded - loaded_after("import numpy, click, yaml, blake3, logging, json")
+    rooms = ("picture", "measures", "health", "training", "engine.transfer", "engine.casts", "formats.megatron.read", "formats.dcp.read")
+    assert not [name for name in loaded if name.startswith(tuple(f"reshard.{room}" for room in rooms))]
+    assert "reshard.picture" not in loaded_after(RUN.format(["diff", llama, llama, "--quiet"]))
+    assert "reshard.picture" not in loaded_after(RUN.format(["convert", llama, "unused", "--to", "vllm", "--dry-run"]))
+
+
 def heavy(modules):
     return sorted(name for name in modules if name in ("numpy", "torch", "pickle") or name.startswith("reshard.containers."))
 

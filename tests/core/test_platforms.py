@@ -97,7 +97,7 @@ def test_casts_do_not_need_torch(tmp_path, monkeypatch):
         assert reshard("convert", HF / "llama", tmp_path / dtype, "--to", "hf", "--dtype", dtype).code == 0
 
 
-@pytest.mark.parametrize("to", ["fsdp", "dcp", "deepspeed", "universal", "megatron", "megatron-dist"])
+@pytest.mark.parametrize("to", ["consolidated", "fsdp", "dcp", "deepspeed", "universal", "megatron", "megatron-dist"])
 def test_no_format_needs_torch(to, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     model = "--model", DCP / "fsdp2" / "model"

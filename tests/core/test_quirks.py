@@ -123,7 +123,7 @@ def test_a_function_of_a_weight_is_one_that_reshard_computes():
         "vllm"
     ]
     assert (quirks.values, quirks.dtypes, quirks.one_stage) == ({"ssm.a_log": "-exp"}, {"ssm.a_log": F32, "router": None}, True)
-    with pytest.raises(RequestError, match=r"values > ssm\.a_log: expected one of -exp, found 'exp'"):
+    with pytest.raises(RequestError, match=r"values > ssm\.a_log: expected one of -exp, x-1, found 'exp'"):
         declared("engines: {vllm: {values: {ssm.a_log: exp}}}")
 
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ from command import reshard as run
 from places import FIXTURES
 
 import reshard
-from reshard.canonical.content import Selection, content_of
-from reshard.canonical.lora import with_adapter_names
 from reshard.canonical.name_variants import Names
 from reshard.engine.views import LazyTensor
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
@@ -123,12 +120,21 @@ def test_base_and_adapter_of_one_checkpoint_are_separated(tmp_path):
     assert reshard.verify(tmp_path / "merged", tmp_path / "again").equal
 
 
-def test_an_adapter_that_is_stored_as_masters_alone_is_an_adapter():
-    """As in ZeRO-3 with exclude_frozen_parameters, whose files hold no copy of the adapter in the type of the model."""
-    index = reshard.open(PEFT / "plain" / "adapter").index
-    masters = [replace(t, kind="master", name=t.name.replace(".weight", ".default.weight")) for t in index.tensors]
-    found = content_of(with_adapter_names(replace(index, tensors=tuple(masters))), None, Selection())
-    assert found.is_adapter and found.tensors.keys() == {tensor.name for tensor in index.tensors}
+@pytest.mark.parametrize("files", ["checkpoint", "excluded"])
+def test_an_adapter_of_zero3_is_taken_out_of_the_masters(files, tmp_path):
+    """Of real ZeRO-3 on two ranks; in `excluded` without the base, by exclude_frozen_parameters."""
+    base, given = FIXTURES / "trainer_names" / "llama", {"lora_alpha": "6", "base_model": "../trainer_names/llama"}
+    opened = reshard.open(PEFT / "zero3" / files, model=base)
+    reshard.convert(reshard.plan(opened, to="peft", dtype="bf16", **given), tmp_path / "adapter")
+    assert same(load(tmp_path / "adapter"), load(PEFT / "zero3" / "adapter"))
+    if files == "excluded":
+        with pytest.raises(UnsupportedError, match="LoRA adapter and no base weights"):
+            reshard.plan(opened, to="hf")
+        return
+    plan = reshard.plan(opened, to="hf")
+    assert {drop.kind for drop in plan.drops} >= {"adapter"}
+    reshard.convert(plan, tmp_path / "base")
+    assert reshard.verify(base, tmp_path / "base").equal
 
 
 def test_what_no_file_says_must_be_given(tmp_path):

@@ -28,7 +28,14 @@ import named_weights  # noqa: E402
 lacking_for = import_module("reshard.formats.megatron.write.check_model").lacking_for
 MTP_COPIES = import_module("reshard.formats.megatron.layout.tensors").MTP_COPIES
 REFERENCES = {path.stem: path for path in sorted((FIXTURES / "megatron_declared").glob("*.json"))}
-OPTIONS = {"transformer_impl": "local", "vocab_multiple": 8}
+
+
+def options_for(reference):
+    """Transformer Engine's layers, with further options, where Megatron-Core has no others (tests/megatron/check.py, BUILT_OF_TE)."""
+    if "options" not in reference:
+        return {"transformer_impl": "local", "vocab_multiple": 8}
+    words = [word.removeprefix("--") for word in reference["options"]]
+    return {"transformer_impl": "transformer_engine", "vocab_multiple": 8, **dict(zip(words[::2], words[1::2], strict=True))}
 
 
 def digest(lines):
@@ -71,9 +78,9 @@ def test_every_rank_of_a_declared_model_holds_what_real_megatron_holds(hub, tmp_
     model, reference = hub
     for to in ("megatron", "megatron-dist"):
         sizes = reference[to]["sizes"]
-        reshard.convert(reshard.plan(model, to="megatron", **OPTIONS, **sizes), tmp_path / f"legacy-{to}")
+        reshard.convert(reshard.plan(model, to="megatron", **options_for(reference), **sizes), tmp_path / f"legacy-{to}")
         assert ranks_of(tmp_path / f"legacy-{to}" / "release") == reference[to]["ranks"], to
-        reshard.convert(reshard.plan(model, to="megatron-dist", **OPTIONS, **sizes), tmp_path / f"dist-{to}")
+        reshard.convert(reshard.plan(model, to="megatron-dist", **options_for(reference), **sizes), tmp_path / f"dist-{to}")
         assert keys_of(tmp_path / f"dist-{to}" / "release") == reference[to]["keys"], to
         for written in ("legacy", "dist"):
             # Megatron keeps a router's correction in fp32.
@@ -95,7 +102,7 @@ def test_every_declared_model_is_written_or_refused_with_what_megatron_lacks():
 
 @pytest.mark.parametrize(
     ("model_type", "needs"),
-    [("gemma2", "norms after attention"), ("olmoe", "norms of q and k over all heads at once"), ("granite", "multipliers")],
+    [("olmo2", "norms after attention"), ("olmoe", "norms of q and k over all heads at once"), ("granite", "multipliers")],
 )
 def test_what_megatron_lacks_is_named(model_type, needs, tmp_path):
     sizes = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4}
@@ -139,7 +146,7 @@ def test_experts_with_biases_are_not_shared_by_ranks(hub):
         reshard.plan(hub[0], to="megatron", experts="grouped")
 
 
-@pytest.mark.parametrize("hub", ["glm", "glm4_moe", "gpt_oss", "smollm3"], indirect=True)
+@pytest.mark.parametrize("hub", ["glm", "glm4_moe", "gpt_oss", "nemotron_h", "qwen3_next", "smollm3"], indirect=True)
 def test_a_run_that_its_settings_do_not_describe_needs_its_config(hub, tmp_path):
     reshard.convert(reshard.plan(hub[0], to="megatron"), tmp_path / "out")
     for companion in ("config.json", "reshard.json"):
@@ -167,3 +174,63 @@ def test_transformer_engine_finds_a_state_of_every_module_that_keeps_one(hub, tm
     assert more == norms | {"core_attention"} | ({"pre_mlp_layernorm"} if len(norms) > 1 else set())
     more = {key.partition("._extra_state")[0].rpartition(".")[2] for key in found[1][1] - found[0][1]}
     assert more == norms | {"core_attention"} | ({"pre_mlp_layernorm"} if len(norms) > 1 else set())
+
+
+@pytest.mark.parametrize("hub", ["nemotron_h", "qwen3_next", "gemma2"], indirect=True)
+def test_layers_that_are_built_of_transformer_engine_only(hub):
+    with pytest.raises(RequestError, match="no local layers for a"):
+        reshard.plan(hub[0], to="megatron", transformer_impl="local")
+
+
+@pytest.mark.parametrize(("hub", "what"), [("nemotron_h", "groups of a Mamba"), ("qwen3_next", "heads of a gated")], indirect=["hub"])
+def test_ranks_share_whole_groups_of_layers_with_a_state(hub, what):
+    with pytest.raises(RequestError, match=f"--tp 4 does not divide 2 {what}"):
+        reshard.plan(hub[0], to="megatron", tp=4)
+
+
+@pytest.mark.parametrize("hub", ["nemotron_h", "qwen3_next"], indirect=True)
+def test_the_parts_of_a_projection_are_tensors_of_a_distributed_save(hub, tmp_path):
+    """And the experts of MambaModel are grouped, unless the user wants others."""
+    reshard.convert(reshard.plan(hub[0], to="megatron-dist"), tmp_path / "out")
+    stored = FileSystemReader(tmp_path / "out" / "release").read_metadata().state_dict_metadata
+    module = "mixer" if "nemotron" in hub[1]["config"]["model_type"] else "self_attention"
+    parts = {key.rpartition(".")[2] for key in stored if key.startswith(f"decoder.layers.0.{module}.in_proj.weight.")}
+    assert parts == ({"z", "x", "B", "C", "dt"} if module == "mixer" else {"query", "key", "value", "z", "beta", "alpha"})
+    experts = reshard.plan(hub[0], to="megatron", dtype="fp32")
+    names = {placed.tensor.name for file in experts.layout.files for placed in file.tensors}
+    assert any("mlp.experts.linear_fc1.weight0" in name for name in names) == (module == "mixer")
+
+
+@pytest.mark.parametrize("hub", ["qwen3_next"], indirect=True)
+def test_one_norm_is_stored_minus_one_and_comes_back(hub, tmp_path):
+    """Values near one, as trained norms have them, come back bit by bit; `verify` sees one changed bit."""
+    from safetensors.torch import load_file, save_file
+
+    model, _ = hub
+    name = "model.layers.0.linear_attn.norm.weight"
+    weights = load_file(model / "model.safetensors")
+    weights[name] = (1 + 0.2 * torch.randn(weights[name].shape, generator=torch.Generator().manual_seed(0))).to(weights[name].dtype)
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    plan = reshard.plan(model, to="megatron")
+    assert any("stores x-1" in note for note in plan.layout.notes)
+    reshard.convert(plan, tmp_path / "legacy")
+    saved = torch.load(next((tmp_path / "legacy").rglob("model_optim_rng.pt")), weights_only=False)
+    stored = saved["model"]["decoder.layers.0.self_attention.out_norm.weight"]
+    assert torch.equal(stored, (weights[name].float() - 1).to(stored.dtype))
+    reshard.convert(reshard.plan(tmp_path / "legacy", to="hf"), tmp_path / "back")
+    assert torch.equal(load_file(tmp_path / "back" / "model.safetensors")[name], weights[name])
+    weights[name][0] += 0.25
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ReshardError, match="the values differ"):
+        reshard.verify(model, tmp_path / "legacy", cast=True).raise_if_different()
+
+
+@pytest.mark.parametrize(
+    ("hub", "changes"), [("nemotron_h", {"layers_block_type": ["mamba", "mamba", "attention", "mlp"]})], indirect=["hub"]
+)
+def test_a_run_of_layers_of_other_kinds_is_not_read_with_this_config(hub, changes, tmp_path):
+    model = changed(hub[0], changes, tmp_path / "changed")
+    reshard.convert(reshard.plan(hub[0], to="megatron"), tmp_path / "out")
+    (tmp_path / "out" / "config.json").write_text((model / "config.json").read_text())
+    with pytest.raises(ReshardError, match="the layers are of other kinds"):
+        reshard.plan(tmp_path / "out", to="hf")

@@ -30,6 +30,7 @@ OUTPUTS = {
     "vllm": (FSDP2, {"tp": 2}),
     "sglang": (FSDP2, {"tp": 2}),
     "trtllm": (FSDP2, {"tp": 2}),
+    "consolidated": (FSDP2, {"tp": 2, "embedding_cut": "rows"}),
     "peft": (ADAPTER, {"lora_alpha": "6", "base_model": "x", "task_type": "CAUSAL_LM", "model": HF / "qwen3_moe-sparse"}),
 }
 

@@ -106,11 +106,51 @@ WEIGHTS = {
 DENSE, SPARSE = ({"tp": 2}, {"pp": 2}), ({"tp": 2, "dp": 2, "ep": 2}, {"pp": 2, "dp": 2, "ep": 2})
 DECLARED = {
     **dict.fromkeys(
-        ("arcee", "cwm", "ernie4_5", "glm", "jais2", "mistral", "phi3", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2"), DENSE
+        (
+            "arcee",
+            "cwm",
+            "ernie4_5",
+            "gemma",
+            "gemma2",
+            "glm",
+            "jais2",
+            "mistral",
+            "phi3",
+            "qwen3",
+            "qwen3_5_text",
+            "seed_oss",
+            "smollm3",
+            "stablelm",
+            "starcoder2",
+        ),
+        DENSE,
     ),
-    **dict.fromkeys(("deepseek_v2", "dots1", "exaone_moe", "glm4_moe", "glm4_moe-mtp", "glm4_moe_lite", "hy_v3"), SPARSE),
+    **dict.fromkeys(
+        (
+            "deepseek_v2",
+            "dots1",
+            "exaone_moe",
+            "glm4_moe",
+            "glm4_moe-mtp",
+            "glm4_moe_lite",
+            "hy_v3",
+            "nemotron_h",
+            "qwen3_5_moe_text",
+            "qwen3_next",
+        ),
+        SPARSE,
+    ),
     "gpt_bigcode": ({"pp": 2}, {}),  # one query group
     "gpt_oss": ({"tp": 2, "ep": 2, "etp": 1}, {"pp": 2, "dp": 2, "ep": 2}),  # Megatron wants experts with biases whole
+}
+# Megatron-Core builds these of Transformer Engine's layers only; gpu_layers.py has others in their place, but none for grouped experts.
+BUILT_OF_TE = {
+    "gemma": (),
+    "gemma2": (),
+    "nemotron_h": ("--experts", "sequential"),
+    "qwen3_5_moe_text": (),
+    "qwen3_5_text": (),
+    "qwen3_next": (),
 }
 # 48 rows need no padding: padding, which reshard writes as zeros, takes part in Megatron's losses.
 UNPADDED = {"vocab_size": 48}
@@ -183,7 +223,7 @@ def declared_checks(reshard: Path, ask: Ask, work: Path) -> Iterator[tuple[str, 
         ask({"tiny": model, "to": str(hub)})
         for to, layout, saved_as in zip(FORMATS, layouts, ("torch_dist", "torch"), strict=True):
             run, made, again = Run("", layout), work / f"{model}-{to}", work / f"{model}-{to}-again"
-            options = ("--transformer-impl", "local", "--vocab-multiple", "8")
+            options = options_for(model)
             asked = {"settled": str(made), "weights": str(hub), "layout": layout, "to": str(again)}
             found = converted(reshard, hub, made, to, run, *options) or ask(asked)
             if "failed" not in found:
@@ -194,6 +234,12 @@ def declared_checks(reshard: Path, ask: Ask, work: Path) -> Iterator[tuple[str, 
             (hub / "config.json").write_text(json.dumps(config | {"sliding_window": 7}))
             found = ask(asked)
             yield "with another window the logits differ", "logits 0 differ" in found.get("failed", ""), str(found)
+
+
+def options_for(model: str) -> tuple[str, ...]:
+    if model in BUILT_OF_TE:
+        return ("--vocab-multiple", "8", *BUILT_OF_TE[model])
+    return ("--transformer-impl", "local", "--vocab-multiple", "8")
 
 
 def training_checks(reshard: Path, ask: Ask, work: Path) -> Iterator[tuple[str, bool, str]]:

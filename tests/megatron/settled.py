@@ -13,6 +13,8 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import bridge_models
+import gpu_layers
 import mapping
 import run as harness  # fixtures/megatron/run.py
 import safetensors.torch
@@ -20,6 +22,11 @@ import settings
 import torch
 import torch.distributed as dist
 from loading import Checkpoint
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import moe_module_specs
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -57,9 +64,48 @@ class Ranks(harness._Ranks):
         own = {"no_save_optim": True, "no_save_rng": True, "use_distributed_optimizer": False, "consumed_train_samples": 0}
         own["sequence_parallel"] = layout.tp > 1 and bool(found["num_experts"])  # Megatron wants it there
         self.args = Namespace(**settings.defaults(layout, "fp32", self.hf_config.vocab_size) | found | own)
+        if self.args.transformer_impl != "local":
+            gpu_layers.install()
+        self.args.use_mamba_mem_eff_path = False
         self.args.rank = self.args.local_rank = dist.get_rank()
         self.kind = self.hf_config.model_type
         self.sizes = mapping.Sizes(0, 0, 0, self.hf_config.vocab_size, self.args.padded_vocab_size, gated=True)
+
+    def chunks(self, precision: str, config: object = None) -> list:
+        if self.kind in bridge_models.MODELS:
+            config = config or settings.transformer_config(self.args, precision)
+            bridge_models.configure(config, self.args)
+            chunks = super().chunks(precision, config)
+            for chunk in chunks:
+                bridge_models.extend(self.kind, chunk)
+            return chunks
+        if not getattr(self.args, "is_hybrid_model", False):
+            return super().chunks(precision, config)
+        from megatron.core.models.mamba import MambaModel, mamba_layer_specs
+
+        spec = mamba_layer_specs.mamba_stack_spec
+        # Not grouped: the kernels of grouped experts are Transformer Engine's.
+        spec.submodules.moe_layer.submodules.mlp = moe_module_specs.get_moe_module_spec(True, self.args.num_experts, moe_grouped_gemm=False)
+        return [
+            MambaModel(
+                config or settings.transformer_config(self.args, precision),
+                spec,
+                self.args.padded_vocab_size,
+                self.args.max_position_embeddings,
+                mpu.is_pipeline_first_stage(),
+                hybrid_override_pattern=self.args.hybrid_override_pattern,
+                post_process=mpu.is_pipeline_last_stage(),
+                share_embeddings_and_output_weights=not self.args.untie_embeddings_and_output_weights,
+                position_embedding_type=self.args.position_embedding_type,
+            )
+        ]
+
+    def spec(self, config: object, vp_stage: int | None) -> object:
+        if self.args.transformer_impl == "local":
+            return super().spec(config, vp_stage)
+        if self.kind in bridge_models.MODELS:
+            return bridge_models.spec(self.kind, config)
+        return get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
 
     def loaded(self, config: object) -> list:
         """The chunks with what the checkpoint holds, and nothing else."""

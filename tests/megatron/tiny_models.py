@@ -35,6 +35,11 @@ ROUTED |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_sc
 LATENT = {"q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6, "num_key_value_heads": 4}
 LATENT |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 2}
 LATENT |= {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "num_hidden_layers": 2, "head_dim": 4}
+DELTA = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DELTA |= {"linear_key_head_dim": 6, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 4}
+SHARED_EXPERT = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 10}
+# Megatron Bridge's norms after attention and the MLP have this epsilon in all models.
+GEMMA = {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 
@@ -50,6 +55,11 @@ SIZES: dict[str, dict[str, object]] = {
     | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_shared_experts": 1, "norm_topk_prob": True}
     | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"]}
     | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
+    "gemma": COMMON | GEMMA,
+    # Its window is longer than what is compared: Megatron Bridge 0.3.1 gives windows to the other half of the layers.
+    "gemma2": COMMON
+    | GEMMA
+    | {"query_pre_attn_scalar": 9, "sliding_window": 64, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     "glm": COMMON | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}, "head_dim": 8},
     "glm4_moe": COMMON | ROUTED | {"use_qk_norm": True, "head_dim": 8},
     "glm4_moe_lite": COMMON | LATENT | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "mlp_layer_types": ["dense", "sparse"]},
@@ -62,8 +72,16 @@ SIZES: dict[str, dict[str, object]] = {
     | {"router_scaling_factor": 1.5, "mlp_layer_types": ["dense", "sparse"], "first_k_dense_replace": 1},
     "jais2": COMMON,
     "mistral": COMMON | {"sliding_window": 5},
+    "nemotron_h": COMMON
+    | {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "num_hidden_layers": 4}
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "moe_latent_size": 8}
+    | {"moe_shared_expert_intermediate_size": 12, "routed_scaling_factor": 1.5, "mamba_num_heads": 4, "mamba_head_dim": 6}
+    | {"n_groups": 2, "ssm_state_size": 5},
     "phi3": NO_HEAD_DIM | {"sliding_window": 5},
     "qwen3": COMMON | {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
+    "qwen3_5_moe_text": COMMON | DELTA | SHARED_EXPERT,
+    "qwen3_5_text": COMMON | DELTA,
+    "qwen3_next": COMMON | DELTA | SHARED_EXPERT,
     "seed_oss": COMMON,
     "smollm3": NO_HEAD_DIM | {"no_rope_layers": [1, 0]},
     "stablelm": NO_HEAD_DIM | {"use_qkv_bias": True, "hidden_size": 32},

@@ -58,74 +58,65 @@ CASES: dict[str, tuple[str | dict[str, Any], dict[str, Any]]] = {
 # What the state dict of a trainer whose biases were trained does not hold any more.
 _BASE_CHANGES = {"trained biases", "all biases"}
 
-COMPARE = """
-import sys
-from pathlib import Path
-import torch
-from safetensors.torch import load_file
 
-def load(folder):
-    return {name: tensor for path in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(path).items()}
+class Peft:
+    """The process with PEFT, which merge.py describes."""
 
-ours, theirs = load(sys.argv[1]), load(sys.argv[2])
-assert ours.keys() == theirs.keys(), sorted(ours.keys() ^ theirs.keys())[:5]
-one = more = elements = changed = 0
-for name, tensor in ours.items():
-    expected = theirs[name].to(tensor.dtype)
-    assert tensor.shape == expected.shape, name
-    if tensor.dtype == torch.bfloat16:
-        steps = (tensor.view(torch.int16).int() - expected.view(torch.int16).int()).abs()
-    else:
-        steps = 2 * (tensor != expected).int()
-    one, more, elements = one + int((steps == 1).sum()), more + int((steps > 1).sum()), elements + tensor.numel()
-print(len(ours), elements, one, more)
-"""
+    def __init__(self, python: Path) -> None:
+        command = [python, "-W", "ignore", ROOT / "tests/peft/merge.py"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
+    def __enter__(self) -> Peft:
+        return self
 
-def compared(python: Path, ours: Path, theirs: Path | str) -> tuple[int, int, int, int]:
-    """The number of tensors and elements, and of elements that differ by one unit in the last place and by more."""
-    done = subprocess.run([python, "-c", COMPARE, ours, theirs], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1])
-    tensors, elements, one, more = map(int, done.stdout.split())
-    return tensors, elements, one, more
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def ask(self, *request: object) -> Any:
+        """The result of a request. Raises RuntimeError if it failed."""
+        assert self._process.stdin and self._process.stdout
+        print(json.dumps(request, default=str), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        answer = json.loads(line) if line else {"error": "the process with PEFT has ended"}
+        if "error" in answer:
+            raise RuntimeError(f"{request[0]}: {answer['error']}")
+        return answer["result"]
 
 
 def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
-    for case, (base, settings) in CASES.items():
-        folder = work / case.replace(" ", "-").replace(",", "")
-        folder.mkdir()
-        text = json.dumps(base) if isinstance(base, dict) else str(HF / base)
-        made = subprocess.run(
-            [python, ROOT / "tests/peft/merge.py", text, json.dumps({**LORA, **settings}), folder], capture_output=True, text=True
-        )
-        if made.returncode:
-            yield case, False, made.stderr.strip()[-400:]
-            continue
-        root = (folder / "base.txt").read_text()
+    with Peft(python) as peft:
+        for case, (base, settings) in CASES.items():
+            folder = work / case.replace(" ", "-").replace(",", "")
+            folder.mkdir()
+            try:
+                yield from checks_of_case(case, base, settings, reshard, peft, folder)
+            except RuntimeError as error:
+                yield case, False, str(error)[:400]
 
-        def convert(name: str, source: str | Path, *options: str | Path, folder: Path = folder) -> Path:
-            done = subprocess.run([reshard, "convert", source, folder / name, "-q", *options], capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(done.stderr.strip())
-            return folder / name
 
-        try:
-            merged = convert("ours", root, "--to", "hf", "--merge-adapter", folder / "adapter", "--dtype", "bf16")
-            tensors, elements, one, more = compared(python, merged, folder / "merged")
-            name = base["model_type"] if isinstance(base, dict) else base
-            row = f"| {case} | {name} | {tensors} | {elements:,} | {one} | {more} |"
-            yield f"merge: {row}", not more and one <= 4, row
-            model, given = ("--model", root), ("--adapter-config", folder / "adapter")
-            written = convert("peft", folder / "trained.pt", "--to", "peft", *model, *given)
-            yield f"--to peft: {case}", not any(compared(python, written, folder / "adapter")[2:]), "other bits"
-            loaded = subprocess.run([python, ROOT / "tests/peft/merge.py", "--load", root, written], capture_output=True, text=True)
-            yield f"PEFT loads it: {case}", loaded.returncode == 0, loaded.stderr.strip()[-400:]
-            if case not in _BASE_CHANGES:
-                plain = convert("plain", folder / "trained.pt", "--to", "hf", *model)
-                yield f"--to hf: {case}", not any(compared(python, plain, root)[2:]), "other bits"
-        except RuntimeError as error:
-            yield case, False, str(error)[:400]
+def checks_of_case(
+    case: str, base: str | dict[str, Any], settings: dict[str, Any], reshard: Path, peft: Peft, folder: Path
+) -> Iterator[tuple[str, bool, str]]:
+    def convert(name: str, source: str | Path, *options: str | Path) -> Path:
+        done = subprocess.run([reshard, "convert", source, folder / name, "-q", *options], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip())
+        return folder / name
+
+    root = peft.ask("merge", json.dumps(base) if isinstance(base, dict) else HF / base, {**LORA, **settings}, folder)
+    merged = convert("ours", root, "--to", "hf", "--merge-adapter", folder / "adapter", "--dtype", "bf16")
+    tensors, elements, one, more = peft.ask("compare", merged, folder / "merged")
+    name = base["model_type"] if isinstance(base, dict) else base
+    row = f"| {case} | {name} | {tensors} | {elements:,} | {one} | {more} |"
+    yield f"merge: {row}", not more and one <= 4, row
+    written = convert("peft", folder / "trained.pt", "--to", "peft", "--model", root, "--adapter-config", folder / "adapter")
+    yield f"--to peft: {case}", not any(peft.ask("compare", written, folder / "adapter")[2:]), "other bits"
+    peft.ask("load", root, written)
+    yield f"PEFT loads it: {case}", True, ""
+    if case not in _BASE_CHANGES:
+        plain = convert("plain", folder / "trained.pt", "--to", "hf", "--model", root)
+        yield f"--to hf: {case}", not any(peft.ask("compare", plain, root)[2:]), "other bits"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,16 @@
-"""Runs in an environment with PEFT: adapts a base, and saves the adapter, a trainer's state dict and PEFT's own merge in float32.
+"""Runs in an environment with PEFT: adapts bases, merges and loads adapters, and compares folders of weights, as check.py asks.
 
-python merge.py BASE SETTINGS FOLDER     BASE: a fixture, or the JSON of a config; SETTINGS: the JSON of LoraConfig's
+One process does all of it, because importing PEFT takes seconds. A request is a line of JSON on stdin, ["merge", arguments ...]; the answer
+is a line on stdout: {"result": ...} or {"error": ...}.
 
-python merge.py --load BASE ADAPTER      loads an adapter into its base; fails if PEFT misses or ignores a tensor
+    merge BASE SETTINGS FOLDER   adapts a base, and saves the adapter, a trainer's state dict and PEFT's own merge in float32; the answer is
+                                 the base. BASE: a fixture, or the JSON of a config; SETTINGS: those of LoraConfig
+    load BASE ADAPTER            loads an adapter into its base; an error if PEFT misses or ignores a tensor
+    compare OURS THEIRS          the answer is the number of tensors, of elements, of elements that differ by one unit in the last place,
+                                 and of those that differ by more
 """
 
+import contextlib
 import json
 import sys
 import warnings
@@ -12,6 +18,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
@@ -26,7 +33,8 @@ def base_of(text: str, folder: Path) -> str:
     return str(folder / "base")
 
 
-def merge(base: str, settings: dict, folder: Path) -> None:
+def merge(base: str, settings: dict, into: str) -> str:
+    folder = Path(into)
     base = base_of(base, folder)
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_pretrained(base)
@@ -39,20 +47,44 @@ def merge(base: str, settings: dict, folder: Path) -> None:
     torch.save(model.state_dict(), folder / "trained.pt")
     full = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     PeftModel.from_pretrained(full, folder / "adapter").float().merge_and_unload().save_pretrained(folder / "merged")
-    (folder / "base.txt").write_text(base)
+    return base
 
 
 def load(base: str, adapter: str) -> None:
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
     assert any("lora_" in name for name, _ in model.named_parameters())
 
 
+def weights(folder: str) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def compare(ours: str, theirs: str) -> tuple[int, int, int, int]:
+    found, wanted = weights(ours), weights(theirs)
+    assert found and found.keys() == wanted.keys(), sorted(found.keys() ^ wanted.keys())[:5]
+    one = more = elements = 0
+    for name, tensor in found.items():
+        expected = wanted[name].to(tensor.dtype)
+        assert tensor.shape == expected.shape, name
+        if tensor.dtype == torch.bfloat16:
+            steps = (tensor.view(torch.int16).int() - expected.view(torch.int16).int()).abs()
+        else:
+            steps = 2 * (tensor != expected).int()
+        one, more, elements = one + int((steps == 1).sum()), more + int((steps > 1).sum()), elements + tensor.numel()
+    return len(found), elements, one, more
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "--load":
-        load(*sys.argv[2:])
-    else:
-        merge(sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3]))
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        with contextlib.redirect_stdout(sys.stderr):
+            try:
+                answer = {"result": {"merge": merge, "load": load, "compare": compare}[name](*arguments)}
+            except Exception as error:
+                answer = {"error": f"{type(error).__name__}: {error}"[-400:]}
+        print(json.dumps(answer), flush=True)

@@ -76,8 +76,6 @@ def check_supported(args: Args, where: str) -> None:
     """Raises NotUnderstoodError for settings that change the values or the order of the stored weights in a way that is not read."""
     reasons = {
         "heterogeneous_layers_config_path": "layers differ from each other",
-        "is_hybrid_model": "attention and other layers are mixed",
-        "hybrid_override_pattern": "attention and other layers are mixed",
         "cross_attention": "the model also has an encoder",
     }
     for key, reason in reasons.items():
@@ -103,6 +101,9 @@ def config_from_args(args: Args, vocabulary: int) -> dict[str, Any]:
 
     Raises: KeyError if a setting is missing; CheckpointError for layers that no config can describe.
     """
+    for setting in ("is_hybrid_model", "hybrid_override_pattern", "experimental_attention_variant"):
+        if args.get(setting):
+            raise ValueError(f"{setting} is {args[setting]!r}, and the settings do not tell which such model it is")
     kind = model_type(args)
     heads = args["num_attention_heads"]
     if kind == "gpt2":

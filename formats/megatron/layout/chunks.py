@@ -87,7 +87,8 @@ class _RankView:
             yield from self._layer(f"decoder.layers.{number}.", layer)
         # With multi-token prediction the final norm follows the last decoder layer, in whatever chunk that is (transformer_block.py).
         if self.model.layers - 1 in chunk.layers if self.model.mtp_layers else chunk.is_last:
-            final = {name: tensor for name, tensor in self.model.outside_layers.items() if name.startswith("decoder.")}
+            outside = self.model.outside_layers.items()
+            final = {self.model.stored_name(name): tensor for name, tensor in outside if name.startswith("decoder.")}
             yield from self._module("", final)
         if chunk.is_last:
             for mtp_layer in range(self.model.mtp_layers):
@@ -175,7 +176,7 @@ class _RankView:
         for i, name in enumerate(names):
             yield entry(prefix + name, tensors[name])
             layer = name.rpartition(".")[0]
-            if self.spec.has_fp8_state(layer) and not any(later.startswith(layer + ".") for later in names[i + 1 :]):
+            if self.spec.has_fp8_state(layer) and layer not in [later.rpartition(".")[0] for later in names[i + 1 :]]:
                 yield ChunkEntry(f"{prefix}{layer}._extra_state", is_expert=is_expert)
 
     def _dense(self, name: str, tensor: MegatronTensor, *, is_shared: bool = False) -> ChunkEntry:

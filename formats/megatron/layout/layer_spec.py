@@ -41,7 +41,7 @@ class LayerSpec:
     def has_fp8_state(self, module: str) -> bool:
         """Whether a module with tensors has an FP8 state."""
         name = module.rpartition(".")[2]
-        return name.startswith(("linear_", "eh_proj")) or (self.extra_state and name.endswith("norm"))
+        return name.startswith(("linear_", "eh_proj", "in_proj", "out_proj")) or (self.extra_state and name.endswith("norm"))
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any], transformer_impl: str, experts: ExpertLayout | None = None) -> LayerSpec:
@@ -74,17 +74,18 @@ class LayerSpec:
 
 # Norm -> the linear layer after it, into which Transformer Engine fuses it. Of experts the layer has no such linear layer.
 _FUSED_INTO = {
-    "input_layernorm": "self_attention.linear_qkv",
-    "pre_mlp_layernorm": "mlp.linear_fc1",
-    "self_attention.q_layernorm": "self_attention.linear_q_up_proj",
-    "self_attention.kv_layernorm": "self_attention.linear_kv_up_proj",
+    "input_layernorm": ("self_attention.linear_qkv", "self_attention.in_proj"),
+    "norm": ("mixer.in_proj",),
+    "pre_mlp_layernorm": ("mlp.linear_fc1",),
+    "self_attention.q_layernorm": ("self_attention.linear_q_up_proj",),
+    "self_attention.kv_layernorm": ("self_attention.linear_kv_up_proj",),
 }
 
 
 def _fused_name(name: str, linear: Collection[str]) -> str:
     module, _, parameter = name.rpartition(".")
-    fused_into = _FUSED_INTO.get(module)
-    return f"{fused_into}.layer_norm_{parameter}" if fused_into in linear else name
+    fused_into = next((each for each in _FUSED_INTO.get(module, ()) if each in linear), None)
+    return f"{fused_into}.layer_norm_{parameter}" if fused_into else name
 
 
 def local_keys(layer: Tensors) -> Tensors:

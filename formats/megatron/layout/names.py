@@ -49,6 +49,8 @@ class ParsedKey:
     """The expert, if the key has its number."""
     half: int | None = None
     """For linear_fc1, if gate and up are stored separately: 0 for gate, 1 for up. Otherwise None."""
+    segment: str = ""
+    """For a projection whose parts are stored separately: the part, such as "dt" (MegatronTensor.segments)."""
 
     @property
     def stacked_axes(self) -> int:
@@ -78,6 +80,7 @@ _OLD_NAMES = {
 _STACKED_KEY = re.compile(r"decoder\.layers\.(?!\d+\.)(.*)")
 _NUMBERED_KEY = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?(.*)")
 _EXPERT_KEY = re.compile(r"mlp\.experts\.(?:(?:local_)?experts\.)?(?:(?P<expert>\d+)\.)?(?P<name>linear_fc[12]\.(?:weight|bias))")
+_SEGMENT_KEY = re.compile(r"(.*\.(?:in_proj|conv1d)\.(?:weight|bias))\.([A-Za-z]+)")
 _HALF_KEY = re.compile(r"(.*linear_fc1\.(?:weight|bias))_(w|v)")
 
 
@@ -119,15 +122,17 @@ def _parse_in_layer(name: str, layer: int, *, is_mtp: bool) -> ParsedName:
 
 def parse_key(key: str) -> ParsedKey:
     """The parts of a weight's key in a distributed save."""
-    key, half = strip_wrappers(key), None
+    key, half, segment = strip_wrappers(key), None, ""
     if match := _HALF_KEY.fullmatch(key):
         key, half = match[1], "wv".index(match[2])
+    if match := _SEGMENT_KEY.fullmatch(key):
+        key, segment = match[1], match[2]
     if match := _STACKED_KEY.fullmatch(key):
-        return _with_name(ParsedKey("", stacks_layers=True, half=half), match[1])
+        return _with_name(ParsedKey("", stacks_layers=True, half=half, segment=segment), match[1])
     if match := _NUMBERED_KEY.fullmatch(key):
         number = int(match[2])
         layer, mtp_layer = (number, None) if match[1] == "decoder" else (None, number)
-        return _with_name(ParsedKey("", layer=layer, mtp_layer=mtp_layer, half=half), match[3])
+        return _with_name(ParsedKey("", layer=layer, mtp_layer=mtp_layer, half=half, segment=segment), match[3])
     return ParsedKey(parse_name(key).name, half=half)
 
 

@@ -13,15 +13,14 @@ from typing import Any
 
 from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.errors import UnsupportedError
-from reshard.models.computation import Computation, ConfigKey, LayersOf
+from reshard.models.computation import ConfigKey, LayersOf
 from reshard.models.config_values import number, rotary_settings, rotary_type
 from reshard.models.model import Model, Part
 
 from .chunks import Chunk
 from .parallel_sizes import ParallelSizes
+from .tensors import computation_of, is_hybrid
 
-FRAMEWORK = "megatron"
-"""The name under which declarations say how Megatron computes their models."""
 # For a source without args: the values with which Megatron's check of a checkpoint against a new run passes.
 _DEFAULTS: dict[str, Any] = {
     "make_vocab_size_divisible_by": 128,
@@ -79,24 +78,27 @@ def model_settings(model: Model) -> dict[str, Any]:
         settings |= _experts(model, parts)
     if "kv_rank" in dimensions:
         settings |= _latent(model)
+    if is_hybrid(model):
+        settings |= _hybrid(model)
     settings |= _declared(model)
+    settings["apply_layernorm_1p"] = settings["layernorm_zero_centered_gamma"]
     return settings | _windows(model, settings.pop("window_size", None))
 
 
 # Settings that change the order or the values of stored weights -> what that changes.
 _OF_LAYOUT = {
     "rotary_interleaved": "the rows of q and k that rotary positions turn are neighbours",
-    "layernorm_zero_centered_gamma": "norms are stored minus one",
-    "apply_layernorm_1p": "norms are stored minus one",
     "attention_output_gate": "linear_qkv also holds a gate",
+    "is_hybrid_model": "a layer is a Mamba mixer, attention, an MLP or experts alone",
+    "experimental_attention_variant": "some layers have another attention",
 }
+_MINUS_ONE = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
 # Settings that change what is computed, by which models that store the same weights differ.
 _OF_COMPUTATION = (
     "moe_router_score_function",
     "softmax_type",
     "no_rope_freq",
     "quick_geglu",
-    "experimental_attention_variant",
     "qk_l2_norm",
 )
 
@@ -106,10 +108,16 @@ def other_setting(args: Mapping[str, Any], model: Model, *, is_inferred: bool) -
 
     is_inferred: whether the model was inferred from the settings. Then it also has to compute what the run computed.
     """
-    own = _declared(model)
+    own = {**(_hybrid(model) if is_hybrid(model) else {}), **_declared(model)}
     for name, change in _OF_LAYOUT.items():
         if name in args and bool(args[name]) != bool(own.get(name)):
             return name, change
+    # Megatron-LM's argument and what it sets; a run has either or both.
+    if (given := [name for name in _MINUS_ONE if name in args]) and any(args[name] for name in given) != bool(own.get(_MINUS_ONE[0])):
+        return given[0], "norms are stored minus one"
+    pattern = args.get("hybrid_override_pattern")
+    if isinstance(pattern, str) and pattern.replace("|", "").partition("/")[0] != own.get("hybrid_override_pattern"):
+        return "hybrid_override_pattern", "the layers are of other kinds"
     defaults = {"moe_router_score_function": "softmax", "softmax_type": "vanilla"}
     for name in _OF_COMPUTATION if is_inferred else ():
         if (args.get(name) or defaults.get(name)) != (own.get(name) or defaults.get(name)):
@@ -149,7 +157,7 @@ SAME_LAYER = {"expert.gate_up": "expert.up", "expert.down_bias": "expert.down"}
 def _declared(model: Model) -> dict[str, Any]:
     """The settings that the declaration gives, without those of which this model has nothing: a key of the config that is not set, or a set
     without layers."""
-    computation, layers = model.architecture.frameworks.get(FRAMEWORK, Computation()), range(model.dimensions["layers"])
+    computation, layers = computation_of(model), range(model.dimensions["layers"])
 
     def value_of(value: object) -> object:
         if isinstance(value, LayersOf):
@@ -246,10 +254,13 @@ _ACTIVATIONS = {
 
 def _activation(model: Model, parts: _Parts) -> dict[str, Any]:
     settings = {"swiglu": False, "squared_relu": False, "openai_gelu": False, "bias_gelu_fusion": False, "quick_geglu": False}
-    if "quick_geglu" in _declared(model):
+    if "quick_geglu" in _declared(model) or computation_of(model).built_by:
         return settings
     is_gated = parts.have("mlp.gate", "expert.gate") or not parts.have("mlp.up", "expert.up")
-    name = next((value for key in ("hidden_act", "hidden_activation", "activation_function") if (value := model.setting(key))), "silu")
+    name = next(
+        (value for key in ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act") if (value := model.setting(key))),
+        "silu",
+    )
     if (is_gated, name) not in _ACTIVATIONS:
         raise UnsupportedError(
             f"Megatron-LM has no setting for an MLP with{'' if is_gated else 'out'} a gate whose activation is {name!r}",
@@ -287,6 +298,26 @@ def _experts(model: Model, parts: _Parts) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": model.setting("routed_scaling_factor"),
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": model.setting("topk_group") if groups > 1 else None,
+    }
+
+
+def _hybrid(model: Model) -> dict[str, Any]:
+    """MambaModel, whose layers are listed by a letter each (ssm/mamba_hybrid_layer_allocation.py)."""
+    letters = {"ssm.out": "M", "attention.o": "*", "router": "E", "mlp.down": "-"}
+    of_layer: dict[int, str] = {}
+    for kind in model.layer_kinds:
+        roles = {part.role for part in model.parts_of(kind.weights)}
+        of_layer |= dict.fromkeys(kind.layers, next(letter for role, letter in letters.items() if role in roles))
+    dimensions = model.dimensions
+    return {
+        "is_hybrid_model": True,
+        "spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
+        "hybrid_override_pattern": "".join(of_layer[layer] for layer in range(dimensions["layers"])),
+        "mamba_num_heads": dimensions["ssm_heads"],
+        "mamba_head_dim": dimensions["ssm_head_dim"],
+        "mamba_num_groups": dimensions["ssm_groups"],
+        "mamba_state_dim": dimensions["ssm_state"],
+        "position_embedding_type": "none",
     }
 
 

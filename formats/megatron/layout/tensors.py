@@ -4,6 +4,7 @@ Every tensor is described whole, as the ranks of one stage share it, and as the 
 
     linear_qkv    rows by query group: its q heads, its k, its v; split evenly, even if there are more ranks than groups
     linear_fc1    gate and up; each is split, and a rank holds its shard of gate above its shard of up
+    in_proj       the parts that a Mamba layer or a gated delta net projects, and conv1d: each is split, as those of linear_fc1
     experts       one MLP per expert; `MegatronModel.grouped_experts` gives the form of GroupedMLP
     vocabulary    padded at the end, then split
 
@@ -15,13 +16,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from reshard.geometry.mosaics import Mosaic, joined, stacked
+from reshard.models.computation import Computation
 from reshard.models.model import Model, Part, numbered
 
+FRAMEWORK = "megatron"
+"""The name under which declarations say how Megatron computes their models."""
 _Sharding = Literal["replicated", "column", "row", "query_groups"]
 
 QkvOrder = Literal["by_group", "by_projection", "by_row"]
@@ -40,6 +44,8 @@ class MegatronTensor:
     """The arrays, such as gate and up."""
     axis: int | None
     """The axis that the ranks split; None: every rank holds all of it."""
+    segments: tuple[str, ...] = ()
+    """What a distributed save adds to the key for each array, which is a tensor of its own there; empty: all are one tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,7 +66,14 @@ class MegatronTensor:
 
     def renamed(self, new: Callable[[str], str]) -> MegatronTensor:
         """The same tensor of other canonical tensors."""
-        return MegatronTensor(tuple(block.renamed(new) for block in self.blocks), self.axis)
+        return replace(self, blocks=tuple(block.renamed(new) for block in self.blocks))
+
+    def by_segment(self, key: str) -> dict[str, MegatronTensor]:
+        """The tensors of a distributed save that hold it, by key."""
+        if not self.segments:
+            return {key: self}
+        arrays = zip(self.segments, self.blocks, strict=True)
+        return {f"{key}.{segment}": MegatronTensor((block,), self.axis) for segment, block in arrays}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,6 +81,8 @@ class MegatronTensor:
         return tuple(dict.fromkeys(name for block in self.blocks for name in block.names))
 
 
+Dimensions = Mapping[str, int]
+"""The sizes of a model by name, such as "heads"."""
 Tensors = Mapping[str, MegatronTensor]
 """Tensors by Megatron's name, relative to their layer or expert."""
 
@@ -81,6 +96,8 @@ class _TensorRule:
     sharding: _Sharding
     roles: tuple[str, ...]
     """The roles that are fused in it, in order."""
+    segments: tuple[str, ...] = ()
+    """What a distributed save adds to the key for each of them, if it stores them separately."""
 
 
 def _every_second(rows: Mosaic, first: int) -> Mosaic:
@@ -88,11 +105,43 @@ def _every_second(rows: Mosaic, first: int) -> Mosaic:
     return rows.split(0, 2).cut(1, first, first + 1).merged(0)
 
 
-# Role of a weight in a form of its own -> the usual roles that it consists of: gate and up in alternating rows; a bias beside its weight.
-_SEPARATE: Mapping[str, Callable[[Mosaic], dict[str, Mosaic]]] = {
-    "expert.gate_up": lambda array: {"expert.gate": _every_second(array, 0), "expert.up": _every_second(array, 1)},
-    "expert.down_bias": lambda array: {"expert.down": array},
+def _by_head(rows: Mosaic, heads: int, sizes: Mapping[str, int]) -> dict[str, Mosaic]:
+    """The parts of rows in which every head has, one after the other, its own rows of each part. sizes: rows per head of each part."""
+    by_head, found, start = rows.split(0, rows.shape[0] // heads), dict[str, Mosaic](), 0
+    for role, size in sizes.items():
+        found[role] = by_head.cut(1, start, start + size).merged(0)
+        start += size
+    return found
+
+
+def _query_and_gate(rows: Mosaic, of: Dimensions) -> dict[str, Mosaic]:
+    """The query, and with it the gate of attention's output, if the rows of each head are followed by as many of its gate."""
+    if rows.shape[0] != 2 * of["heads"] * of["head_dim"]:
+        return {"attention.q": rows}
+    return _by_head(rows, of["heads"], {"attention.q": of["head_dim"], _OUTPUT_GATE: of["head_dim"]})
+
+
+def _delta_qkvz(rows: Mosaic, of: Dimensions) -> dict[str, Mosaic]:
+    k_rows, v_rows = of["delta_k_dim"], of["delta_v_dim"] * of["delta_v_heads"] // of["delta_k_heads"]
+    return _by_head(rows, of["delta_k_heads"], {"delta.q": k_rows, "delta.k": k_rows, "delta.v": v_rows, "delta.z": v_rows})
+
+
+def _delta_ba(rows: Mosaic, of: Dimensions) -> dict[str, Mosaic]:
+    each = of["delta_v_heads"] // of["delta_k_heads"]
+    return _by_head(rows, of["delta_k_heads"], {"delta.b": each, "delta.a": each})
+
+
+# Role of a weight in a form of its own -> the usual roles that it consists of: gate and up in alternating rows; a bias beside its weight;
+# parts head by head.
+_SEPARATE: Mapping[str, Callable[[Mosaic, Dimensions], dict[str, Mosaic]]] = {
+    "expert.gate_up": lambda array, _: {"expert.gate": _every_second(array, 0), "expert.up": _every_second(array, 1)},
+    "expert.down_bias": lambda array, _: {"expert.down": array},
+    "attention.q": _query_and_gate,
+    "delta.qkvz": _delta_qkvz,
+    "delta.ba": _delta_ba,
 }
+# Roles of this file's own: the gate of attention's output; the norm before a Mamba layer.
+_OUTPUT_GATE, _MAMBA_NORM = "attention.output_gate", "ssm.layer_norm"
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 BUFFERS = {"mlp.router.expert_bias"}
@@ -108,12 +157,29 @@ _OUTSIDE_LAYERS = (
     _TensorRule("decoder.final_layernorm.{parameter}", "replicated", ("final_norm",)),
     _TensorRule("output_layer.{parameter}", "column", ("head",)),
 )
+_DELTA_NAMES, _SSM_NAMES = ("query", "key", "value", "z", "beta", "alpha"), ("z", "x", "B", "C", "dt")
+"""The segments of a projection by which distributed saves store it (ssm/gated_delta_net.py and ssm/mamba_mixer.py, sharded_state_dict)."""
 # In the order in which a layer registers its parameters. Norms have the names of the local spec.
 _LAYER = (
+    _TensorRule("mixer.dt_bias", "column", ("ssm.dt_bias",)),
+    _TensorRule("mixer.A_log", "column", ("ssm.a_log",)),
+    _TensorRule("mixer.D", "column", ("ssm.d",)),
+    _TensorRule("mixer.in_proj.{parameter}", "column", ("ssm.z", "ssm.x", "ssm.b", "ssm.c", "ssm.dt"), _SSM_NAMES),
+    _TensorRule("mixer.conv1d.{parameter}", "column", ("ssm.conv_x", "ssm.conv_b", "ssm.conv_c"), _SSM_NAMES[1:4]),
+    _TensorRule("mixer.norm.{parameter}", "column", ("ssm.norm",)),
+    _TensorRule("mixer.out_proj.{parameter}", "row", ("ssm.out",)),
+    _TensorRule("norm.{parameter}", "replicated", (_MAMBA_NORM,)),
     _TensorRule("input_layernorm.{parameter}", "replicated", ("attention.norm",)),
+    _TensorRule("self_attention.dt_bias", "column", ("delta.dt_bias",)),
+    _TensorRule("self_attention.A_log", "column", ("delta.a_log",)),
+    _TensorRule("self_attention.in_proj.{parameter}", "column", tuple(f"delta.{of}" for of in "qkvzba"), _DELTA_NAMES),
+    _TensorRule("self_attention.conv1d.{parameter}", "column", ("delta.conv_q", "delta.conv_k", "delta.conv_v"), _DELTA_NAMES[:3]),
+    _TensorRule("self_attention.out_norm.{parameter}", "replicated", ("delta.norm",)),
+    _TensorRule("self_attention.out_proj.{parameter}", "row", ("delta.out",)),
     _TensorRule("self_attention.core_attention.softmax_offset", "column", ("attention.sink",)),
     _TensorRule("self_attention.linear_proj.{parameter}", "row", ("attention.o",)),
-    _TensorRule("self_attention.linear_qkv.{parameter}", "query_groups", ("attention.q", "attention.k", "attention.v")),
+    _TensorRule("self_attention.linear_proj.post_layernorm.{parameter}", "replicated", ("attention.post_norm",)),
+    _TensorRule("self_attention.linear_qkv.{parameter}", "query_groups", ("attention.q", _OUTPUT_GATE, "attention.k", "attention.v")),
     _TensorRule("self_attention.q_layernorm.{parameter}", "replicated", ("attention.q_norm",)),
     _TensorRule("self_attention.k_layernorm.{parameter}", "replicated", ("attention.k_norm",)),
     _TensorRule("self_attention.linear_q_proj.{parameter}", "column", ("mla.q",)),
@@ -126,8 +192,11 @@ _LAYER = (
     _TensorRule("pre_mlp_layernorm.{parameter}", "replicated", ("mlp.norm",)),
     _TensorRule("mlp.linear_fc1.{parameter}", "column", ("mlp.gate", "mlp.up")),
     _TensorRule("mlp.linear_fc2.{parameter}", "row", ("mlp.down",)),
+    _TensorRule("mlp.linear_fc2.post_layernorm.{parameter}", "replicated", ("mlp.post_norm",)),
     _TensorRule("mlp.router.{parameter}", "replicated", ("router",)),
     _TensorRule("mlp.router.expert_bias", "replicated", ("router.correction",)),
+    _TensorRule("mlp.fc1_latent_proj.{parameter}", "replicated", ("latent.in",)),
+    _TensorRule("mlp.fc2_latent_proj.{parameter}", "replicated", ("latent.out",)),
     _TensorRule("mlp.shared_experts.gate_weight", "replicated", ("shared_expert.score",)),
     _TensorRule("mlp.shared_experts.linear_fc1.{parameter}", "column", ("shared_expert.gate", "shared_expert.up")),
     _TensorRule("mlp.shared_experts.linear_fc2.{parameter}", "row", ("shared_expert.down",)),
@@ -155,6 +224,16 @@ ROLES = {
 def is_decayed(name: str, shape: Sequence[int]) -> bool:
     """Whether weight decay applies to a parameter: not to vectors and biases (optimizer/__init__.py, _get_param_groups)."""
     return len(shape) > 1 and not name.endswith("bias")
+
+
+def computation_of(model: Model) -> Computation:
+    """How Megatron computes a model, as its declaration says it."""
+    return model.architecture.frameworks.get(FRAMEWORK, Computation())
+
+
+def is_hybrid(model: Model) -> bool:
+    """Whether Megatron's class for a model is MambaModel."""
+    return "ssm_heads" in model.dimensions
 
 
 class MegatronModel:
@@ -185,6 +264,24 @@ class MegatronModel:
     def experts(self) -> int:
         """The number of routed experts in a sparse layer; 0 if there are none."""
         return self.model.dimensions.get("experts", 0)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether it is a MambaModel, in which a layer is a Mamba mixer, attention, an MLP or experts alone."""
+        return is_hybrid(self.model)
+
+    def stored_name(self, name: str) -> str:
+        """The name in a file of a tensor outside of the layers."""
+        return name.replace("final_layernorm", "final_norm") if self.is_hybrid else name
+
+    @cached_property
+    def functions(self) -> Mapping[str, str]:
+        """Weight -> the function whose values Megatron stores in its place; without those that it stores as they are."""
+        computation = computation_of(self.model)
+        if not computation.values:
+            return {}
+        roles = {name: weight.role for name, weight in self.model.weights.items()}
+        return {name: computation.values[role] for name, role in roles.items() if role in computation.values}
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has routed experts."""
@@ -270,9 +367,10 @@ class MegatronModel:
     def _apply(self, rules: Sequence[_TensorRule], parts: Iterable[Part]) -> Tensors:
         by_role: dict[str, dict[str, Mosaic]] = {}
         for part in parts:
-            separate = _SEPARATE[part.role](part.array) if part.role in _SEPARATE else {part.role: part.array}
+            separate = _SEPARATE[part.role](part.array, self.model.dimensions) if part.role in _SEPARATE else {part.role: part.array}
             for role, array in separate.items():
                 by_role.setdefault(role, {})[part.parameter] = array
+        _name_single_norm(by_role)
         tensors: dict[str, MegatronTensor] = {}
         for rule in rules:
             for parameter in dict.fromkeys(parameter for role in rule.roles for parameter in by_role.get(role, ())):
@@ -280,7 +378,7 @@ class MegatronModel:
                 axis = _axis(rule.sharding, blocks[0])
                 if rule.sharding == "query_groups":
                     blocks = self._fused_qkv(blocks)
-                tensors[rule.name.format(parameter=parameter)] = MegatronTensor(blocks, axis)
+                tensors[rule.name.format(parameter=parameter)] = MegatronTensor(blocks, axis, rule.segments)
         return tensors
 
     def _fused_qkv(self, projections: tuple[Mosaic, ...]) -> tuple[Mosaic, ...]:
@@ -291,6 +389,15 @@ class MegatronModel:
         # q, k and v of every query group in turn (attention.py, SelfAttention.get_query_key_value_tensors).
         groups = self.model.dimensions["kv_heads"]
         return (joined([array.split(0, array.shape[0] // groups) for array in projections], axis=1).merged(0),)
+
+
+def _name_single_norm(by_role: dict[str, dict[str, Mosaic]]) -> None:
+    """Give the norm of a layer that is a Mamba mixer, an MLP or experts alone the role after what follows it (ssm/mamba_block.py)."""
+    if "attention.norm" in by_role and "mlp.norm" not in by_role and not any(role in by_role for role in _OF_ATTENTION):
+        by_role[_MAMBA_NORM if "ssm.out" in by_role else "mlp.norm"] = by_role.pop("attention.norm")
+
+
+_OF_ATTENTION = ("attention.o", "delta.out")
 
 
 def _axis(sharding: _Sharding, array: Mosaic) -> int | None:
@@ -308,6 +415,8 @@ _LOCAL_NAMES = [
         (r"self_attention\.linear_q_up_proj\.layer_norm_(weight|bias)", r"self_attention.q_layernorm.\1"),
         (r"self_attention\.linear_kv_up_proj\.layer_norm_(weight|bias)", r"self_attention.kv_layernorm.\1"),
         (r"mlp\.linear_fc1\.layer_norm_(weight|bias)", r"pre_mlp_layernorm.\1"),
+        (r"self_attention\.in_proj\.layer_norm_(weight|bias)", r"input_layernorm.\1"),
+        (r"mixer\.in_proj\.layer_norm_(weight|bias)", r"norm.\1"),
         (r"input_norm\.(weight|bias)", r"input_layernorm.\1"),
         (r"post_attention_(?:layer)?norm\.(weight|bias)", r"pre_mlp_layernorm.\1"),
         (r"(?:self_)?attention\.query_key_value\.(weight|bias)", r"self_attention.linear_qkv.\1"),

@@ -64,7 +64,8 @@ def read_distributed(files: Files, folder: str, hints: Hints) -> Index:
     except NotUnderstoodError as error:
         return _index_as_stored(files, stored, RunFacts("Megatron-Core", backend, unanswered=layout_question(error)))
     numbered = read_numbered_optimizer(stored, model.megatron, args) if backend == _PLAIN else NumberedOptimizer()
-    tensors = [*keyed_tensors(stored, model), *numbered_tensors(stored, numbered, model), *bucket_tensors(stored, model, args)]
+    found = [*keyed_tensors(stored, model), *numbered_tensors(stored, numbered, model), *bucket_tensors(stored, model, args)]
+    tensors = [model.as_stored(tensor) for tensor in found] if model.megatron.functions else found
     check_complete(model, tensors, files.root, with_optimizer=False)
     stored_weights = {tensor.name for tensor in tensors if tensor.kind == "weight"}
     optimizer = read_common_optimizer(stored, common, model.megatron.model, stored_weights)

@@ -23,6 +23,7 @@ from reshard.containers.dcp_metadata import TensorItem
 from reshard.errors import CheckpointError
 from reshard.geometry.mosaics import Mosaic
 from reshard.index.index import Tensor
+from reshard.index.shards import concatenated
 from reshard.index.subviews import SubviewsBuilder, SubviewsByTensor
 from reshard.models.model import numbered
 
@@ -49,12 +50,37 @@ def keyed_tensors(stored: StoredFolder, model: RunModel) -> Iterator[Tensor]:
     Raises: CheckpointError if the model does not have the tensor that a key names, or has it with another shape.
     """
     locator = _Locator(stored, model.megatron)
+    segments: dict[tuple[str, str], list[Tensor]] = {}
     for key, item in stored.metadata.tensors.items():
-        if is_weight_name(key):
-            if match := _STATE_KEY.fullmatch(key):
-                yield from _state_tensors(locator, model, MASTER_KINDS.get(match["kind"], match["kind"]), match["key"], item)
-            elif not is_run_key(key):
-                yield from canonical_tensors(stored, item, locator.subviews(parse_key(key), item), model)
+        if not is_weight_name(key):
+            continue
+        if match := _STATE_KEY.fullmatch(key):
+            parsed = parse_key(match["key"])
+            found = _state_tensors(locator, model, MASTER_KINDS.get(match["kind"], match["kind"]), match["key"], item)
+        elif not is_run_key(key):
+            parsed = parse_key(key)
+            found = canonical_tensors(stored, item, locator.subviews(parsed, item), model)
+        else:
+            continue
+        if not parsed.segment:
+            yield from found
+            continue
+        for tensor in found:
+            segments.setdefault((tensor.kind, tensor.name), []).append(tensor)
+    yield from map(_joined, segments.values())
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """A canonical tensor of which several stored tensors hold a part each."""
+    first = parts[0]
+    if other := next((part for part in parts if part.dtype != first.dtype), None):
+        raise CheckpointError(
+            f"one part of it is stored as {first.dtype}, another as {other.dtype}",
+            where=first.name,
+            why="A run stores the parts of a projection in one element type, so files of several saves are mixed",
+            do="Copy the files of one save again",
+        )
+    return replace(first, shards=concatenated([part.shards for part in parts]))
 
 
 def canonical_tensors(
@@ -220,6 +246,9 @@ class _Locator:
         else:
             tensors = {**model.layer(layer), **(model.mtp_module(layer - model.layers) if parsed.mtp_layer is not None else {})}
         tensor = named_tensor(tensors, parsed.name, where)
+        if parsed.segment:
+            segments = {name.rpartition(".")[2]: part for name, part in tensor.by_segment(parsed.name).items()}
+            return named_tensor(segments, parsed.segment, where).whole
         return tensor.whole if parsed.half is None else tensor.blocks[parsed.half]
 
     def _where(self, item: TensorItem) -> str:

@@ -6,6 +6,7 @@ rank folders -> LegacySave -> RunModel -> per rank: ChunkTensors -> RankOptimize
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from reshard.adapter.format import Hints
@@ -82,6 +83,8 @@ def _index(files: Files, save: LegacySave, model: RunModel, unread: Sequence[str
     builder.add_notes(_unread_note(unread))
     builder.param_groups = merged_param_groups(groups)
     index = builder.build(_facts(save, config=model.config, unanswered=model.unanswered))
+    if model.megatron.functions:
+        index = replace(index, tensors=tuple(map(model.as_stored, index.tensors)))
     check_complete(model, index.tensors, files.root, with_optimizer=True)
     return index
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,6 +36,11 @@ class RunModel:
     def shapes(self) -> dict[str, Shape]:
         """The global shape of each canonical tensor."""
         return {name: weight.shape for name, weight in self.megatron.model.weights.items()}
+
+    def as_stored(self, tensor: Tensor) -> Tensor:
+        """The tensor, marked if Megatron stores a function of the weight in its place. Moments are the weight's own."""
+        function = self.megatron.functions.get(tensor.name, "") if tensor.kind in ("weight", "master") else ""
+        return replace(tensor, dtype=tensor.dtype.of(function)) if function else tensor
 
     def __repr__(self) -> str:
         return f"<{self.config.get('model_type')} model of {self.megatron.layers} layers, {len(self.shapes)} weights>"

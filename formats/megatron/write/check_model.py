@@ -9,8 +9,8 @@ from reshard.models.lookup import known_model_types
 from reshard.models.model import Model
 
 from ..layout.parallel_sizes import ParallelSizes
-from ..layout.settings import FRAMEWORK, LINEAR_ROLES, SAME_LAYER, model_settings
-from ..layout.tensors import ROLES
+from ..layout.settings import LINEAR_ROLES, SAME_LAYER, model_settings
+from ..layout.tensors import FRAMEWORK, ROLES, is_hybrid
 
 _ANOTHER_MODEL = "The weights would load, but the model would be another one"
 # The start of a role that Megatron's layers do not have -> what a model with such weights needs.
@@ -25,9 +25,8 @@ _NOT_IN_MEGATRON = {
     "laguna.": "a projection of its own for the gate of attention's output",
     "step.": "a projection of its own for the gate of attention's output",
     "indexer.": "sparse attention whose results can be compared without a GPU",
-    "ssm.": "Mamba layers whose results can be compared without a GPU",
+    "ssm.dt_b_c": "layers of the first Mamba, which computes dt, B and C from x",
     "kda.": "Kimi's delta attention",
-    "delta.": "a gated delta net whose output norm is not stored minus one",
     "conv.": "gated short convolutions",
 }
 
@@ -73,9 +72,10 @@ def megatron_compatible_model(content: Content) -> Model:
 def lacking_for(architecture: Architecture) -> str | None:
     """What the models of an architecture need and Megatron-Core does not have, as a noun phrase; None if nothing is known to lack."""
     computation = architecture.frameworks.get(FRAMEWORK)
+    if computation and (computation.lacks or computation.built_by):
+        return computation.lacks
     roles = [role for weight in architecture.weights for role in (weight.fuses or (weight.role,))]
-    by_role = (reason for start, reason in _NOT_IN_MEGATRON.items() if any(role.startswith(start) for role in roles))
-    return (computation.lacks if computation else None) or next(by_role, None)
+    return next((reason for start, reason in _NOT_IN_MEGATRON.items() if any(role.startswith(start) for role in roles)), None)
 
 
 def _check_computation(model: Model) -> None:
@@ -148,6 +148,17 @@ def _has_expert_biases(model: Model) -> bool:
     return any(part.parameter == "bias" and part.role.startswith("expert.") for part in model.parts())
 
 
+def check_layers(model: Model, transformer_impl: str) -> None:
+    """Raises RequestError if Megatron-Core has the model's layers only of Transformer Engine's classes."""
+    roles = {part.role for part in model.parts()}
+    if transformer_impl == "local" and (model_settings(model)["layernorm_zero_centered_gamma"] or roles & {"ssm.out", "delta.out"}):
+        raise RequestError(
+            f"--transformer-impl local: Megatron-Core has no local layers for a {model.architecture.model_type} model",
+            why="Its norms stored minus one, Mamba layers and gated delta nets are built of Transformer Engine's classes",
+            do="Leave the option out",
+        )
+
+
 def check_sizes(model: Model, sizes: ParallelSizes) -> None:
     """Raises RequestError if the model does not divide by the parallel sizes. Stages are checked with their layers."""
     experts = model.dimensions.get("experts", 0)
@@ -174,10 +185,23 @@ def check_sizes(model: Model, sizes: ParallelSizes) -> None:
             do="Add --etp 1",
             id="illegal-sizes",
         )
+    if sizes.vp > 1 and is_hybrid(model):
+        raise UnsupportedError(
+            f"--vp {sizes.vp}: Megatron-Core does not interleave the stages of a {model.architecture.model_type} model",
+            why="MambaModel refuses a virtual pipeline",
+            do="Leave out --vp",
+        )
     if sizes.vp > 1 and sizes.pp == 1:
         raise RequestError(
             f"--vp {sizes.vp} needs several stages (--pp)", why="Megatron interleaves chunks of different stages", id="illegal-sizes"
         )
+    for what, of in {"ssm_groups": "groups of a Mamba layer", "delta_k_heads": "heads of a gated delta net"}.items():
+        if model.dimensions.get(what, 0) % sizes.tp:
+            raise RequestError(
+                f"--tp {sizes.tp} does not divide {model.dimensions[what]} {of}",
+                do=f"Legal sizes are among {_divisors(model.dimensions[what])}",
+                id="illegal-sizes",
+            )
     heads, query_groups = model.dimensions["heads"], model.dimensions["kv_heads"]
     if heads % sizes.tp:
         raise RequestError(

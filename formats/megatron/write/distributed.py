@@ -29,10 +29,10 @@ from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.target import Target
 
 from ..layout.chunks import Chunk, cannot_split
-from ..layout.layer_spec import CORE_ATTENTION, LayerSpec, local_keys
+from ..layout.layer_spec import CORE_ATTENTION, local_keys
 from ..layout.parallel_sizes import StageRank
 from ..layout.save_folders import COMMON, DCP_METADATA, METADATA_JSON
-from ..layout.tensors import BUFFERS, MegatronTensor, is_decayed
+from ..layout.tensors import BUFFERS, HEAD, MegatronTensor, is_decayed
 from .save import F32, MegatronSave, begin_save
 
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
@@ -125,7 +125,7 @@ def _rank_file(save: MegatronSave, path: str, stage: int, rank: StageRank) -> Dc
                 tp, tp_rank = (sizes.etp, rank.etp_rank) if tensor.is_expert else (sizes.tp, rank.tp_rank)
                 for array, offsets in tensor.shards(tp, tp_rank):
                     _add_shard(save, file, tensor, array, offsets)
-        for key in _fp8_state_keys(save.spec, tensors, rank):
+        for key in _fp8_state_keys(save, tensors, rank):
             file.add_object(key, [None])
     return file
 
@@ -154,7 +154,7 @@ def _keyed_tensors(save: MegatronSave, chunk: Chunk, ep_rank: int) -> Iterator[_
     for name, tensor in model.outside_layers.items():
         is_here = chunk.is_first if name.startswith("embedding.") else chunk.is_last
         if is_here and not (name.startswith("output_layer.") and model.model.is_tied):
-            yield _KeyedTensor(name, tensor)
+            yield _KeyedTensor(model.stored_name(name), tensor)
     for layer in chunk.layers:
         # Where layers can differ, the keys have their numbers; otherwise the layers are stacked.
         prefix, lead = ("decoder.layers.", ((layer, model.layers),)) if save.stacks_layers else (f"decoder.layers.{layer}.", ())
@@ -170,7 +170,8 @@ def _layer_tensors(save: MegatronSave, prefix: str, layer: int, lead: _Lead, ep_
     model = save.model
     tensors = save.spec.tensors(model.layer(layer))
     for name, tensor in (save.spec.stored_names(tensors) if save.spec.te else local_keys(tensors)).items():
-        yield _KeyedTensor(prefix + name, tensor, lead, is_parameter=name not in BUFFERS)
+        for key, part in tensor.by_segment(prefix + name).items():
+            yield _KeyedTensor(key, part, lead, is_parameter=name not in BUFFERS)
     if model.is_sparse(layer):
         experts_per_rank = model.experts // save.sizes.ep
         for expert in range(ep_rank * experts_per_rank, (ep_rank + 1) * experts_per_rank):
@@ -178,13 +179,14 @@ def _layer_tensors(save: MegatronSave, prefix: str, layer: int, lead: _Lead, ep_
                 yield _KeyedTensor(f"{prefix}mlp.experts.experts.{name}", tensor, (*lead, (expert, model.experts)), is_expert=True)
 
 
-def _fp8_state_keys(spec: LayerSpec, tensors: Sequence[_KeyedTensor], rank: StageRank) -> list[str]:
-    """The keys of the unused FP8 states, which loaders require."""
-    keys: dict[str, None] = {}
+def _fp8_state_keys(save: MegatronSave, tensors: Sequence[_KeyedTensor], rank: StageRank) -> list[str]:
+    """The keys of the unused FP8 states, which loaders require. GPTModel leaves out that of the head, MambaModel does not."""
+    spec, keys = save.spec, dict[str, None]()
     for tensor in tensors:
         is_own = rank.is_first_experts and not rank.etp_rank if tensor.is_expert else rank.is_first_dense and not rank.tp_rank
-        module = re.sub(r"\.(weight|bias)$", "", tensor.key)
-        if is_own and module != tensor.key and spec.has_fp8_state(module):
+        module = re.sub(r"\.(weight|bias)(\.[A-Za-z]+)?$", "", tensor.key)
+        has_state = spec.has_fp8_state(module) or (save.model.is_hybrid and tensor.key == HEAD)
+        if is_own and module != tensor.key and has_state:
             lead = tensor.lead or ((0, 1),)
             shard = ".".join(str(number) for number, _ in lead) + "_" + ".".join(str(count) for _, count in lead)
             keys[f"{module}._extra_state/shard_{shard}"] = None

@@ -9,9 +9,10 @@ from typing import Any
 
 from reshard.canonical.content import Content, check_against_model
 from reshard.containers.pickle_writer import Instance
-from reshard.errors import RequestError
+from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.mosaics import Mosaic
+from reshard.geometry.quantities import plural
 from reshard.models.model import Model
 from reshard.plans.layout import Sidecar
 from reshard.plans.target import Target
@@ -23,8 +24,8 @@ from ..layout.parallel_sizes import ParallelSizes, StageRank
 from ..layout.save_folders import TRACKER
 from ..layout.settings import model_settings, namespace, rank_settings
 from ..layout.stages import requested_layers_per_chunk
-from ..layout.tensors import BUFFER_ROLES, MTP_COPIES, MegatronModel
-from .check_model import check_expert_layout, check_sizes, megatron_compatible_model
+from ..layout.tensors import BUFFER_ROLES, MTP_COPIES, MegatronModel, computation_of, is_hybrid
+from .check_model import check_expert_layout, check_layers, check_sizes, megatron_compatible_model
 from .optimizer_content import OptimizerContent
 
 F32 = from_torch("float32", where="")
@@ -135,8 +136,9 @@ class MegatronSave:
     @property
     def stacks_layers(self) -> bool:
         """Whether a distributed save stacks the layers: not if the settings say that layers may differ (transformer_block.py)."""
-        frequency = self.model_settings.get("moe_layer_freq", 1)
-        return type(frequency) is int and frequency == 1
+        settings = self.model_settings
+        frequencies = settings.get("moe_layer_freq", 1), settings.get("linear_attention_freq", 1)
+        return not self.model.is_hybrid and all(type(frequency) is int and frequency == 1 for frequency in frequencies)
 
     def args(self, **format_settings: Any) -> Instance:
         """The settings of the run, as Megatron stores them. format_settings: settings of one format, which override all others."""
@@ -171,7 +173,8 @@ class MegatronSave:
 
     def dtype_of(self, array: Mosaic) -> DType:
         """The element type of a stored tensor. Raises RequestError if its parts have different ones."""
-        dtypes = {self.target.dtype_of(self.content.tensors[name]) for name in array.names}
+        functions = self.model.functions
+        dtypes = {self.target.dtype_of(self.content.tensors[name]).of(functions.get(name, "")) for name in array.names}
         if len(dtypes) > 1:
             raise RequestError(
                 f"they have different element types: {', '.join(sorted(map(str, dtypes)))}",
@@ -198,6 +201,13 @@ class MegatronSave:
             notes.append(f"{padding} rows of zeros pad the vocabulary to {self.padded_vocab}, as Megatron does for --tp {self.sizes.tp}")
         if any(self.target.dtype_of(self.content.tensors[name]) != F32 for name in self._buffer_names):
             notes.append("the score corrections of the routers are widened to fp32, as Megatron stores them")
+        if functions := set(self.model.functions.values()):
+            notes.append(
+                f"of {plural(len(self.model.functions), 'weight')} such as {next(iter(self.model.functions))} Megatron stores "
+                f"{' and '.join(sorted(functions))}, rounded to the element type"
+            )
+        if library := computation_of(self.model.model).built_by:
+            notes.append(f"the model is built by {library}: Megatron-LM's own arguments do not describe it")
         if self.has_optimizer:
             notes.append("load it with --no-load-rng: random states belong to the ranks of the run that saved them")
             if "opt_param_scheduler" not in self.content.facts.state:
@@ -220,6 +230,12 @@ def begin_save(content: Content, target: Target) -> MegatronSave:
     target.parallel.allow("tp", "pp", "ep", what="a Megatron checkpoint")
     model = megatron_compatible_model(content)
     check_against_model(content, partial=False, strict=True)
+    if content.states and computation_of(model).values:
+        raise UnsupportedError(
+            f"the optimizer state of a {model.architecture.model_type} model is not written",
+            why="Its masters are of weights, some of which Megatron stores in another form",
+            do="Leave out --optimizer",
+        )
     options, parallel, args = target.options, target.parallel, _source_args(content)
     _refuse_unused(options, content, model)
     sizes = ParallelSizes(parallel.tp, parallel.pp, parallel.ep, options.get("vp") or 1, options.get("etp") or parallel.tp)
@@ -230,8 +246,11 @@ def begin_save(content: Content, target: Target) -> MegatronSave:
     layers = requested_layers_per_chunk(model.dimensions["layers"], sizes, options.get("stage_layers"))
     embedding = content.tensors[next(part.tensor for part in model.parts() if part.role == "embedding")]
     spec = LayerSpec.from_args(args, transformer_impl, options.get("experts"))
+    if is_hybrid(model) and not args and not options.get("experts"):
+        spec = replace(spec, experts="te-grouped")  # MambaModel's spec has no other experts
     spec = replace(spec, extra_state=bool(options.get("extra_state")))
     check_expert_layout(model, spec.experts)
+    check_layers(model, "transformer_engine" if spec.te else "local")
     return MegatronSave(
         content,
         target,

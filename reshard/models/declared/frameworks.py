@@ -9,11 +9,12 @@ The keys of a framework are the fields of Computation. A framework that is liste
 
 from __future__ import annotations
 
+from reshard.geometry.functions import INVERTIBLE
 from reshard.models.computation import Computation, ConfigKey, LayersOf
 from reshard.models.declared.node import Node
 from reshard.models.declared.weights import layer_set
 
-_KEYS = ("settings", "assumes", "lacks")
+_KEYS = ("settings", "values", "assumes", "lacks", "built_by")
 
 
 def frameworks_of(node: Node) -> dict[str, Computation]:
@@ -25,8 +26,10 @@ def _computation(node: Node) -> Computation:
     keys = node.mapping(_KEYS)
     return Computation(
         {name: _value(inner) for name, inner in keys["settings"].mapping().items()} if "settings" in keys else {},
-        tuple((key, inner.setting()) for key, inner in keys["assumes"].mapping().items()) if "assumes" in keys else (),
-        _phrase(keys["lacks"]) if "lacks" in keys else None,
+        {role: inner.one_of(INVERTIBLE) for role, inner in keys["values"].mapping().items()} if "values" in keys else {},
+        tuple((key, _plain(inner)) for key, inner in keys["assumes"].mapping().items()) if "assumes" in keys else (),
+        _phrase(keys["lacks"], "what the framework lacks") if "lacks" in keys else None,
+        _phrase(keys["built_by"], "a library and its class") if "built_by" in keys else None,
     )
 
 
@@ -37,12 +40,16 @@ def _value(node: Node) -> object:
             raise node.unexpected("a value, {key: KEY} with a key of the config, or {layers: SET} with a set of layers")
         when = keys["when"].condition() if "when" in keys else None
         return ConfigKey(keys["key"].config_key(), when) if "key" in keys else LayersOf(layer_set(keys["layers"]))
+    return _plain(node)
+
+
+def _plain(node: Node) -> object:
     if not isinstance(node.value, bool | int | float | str):
         raise node.unexpected("true, false, a number or a word")
     return node.value
 
 
-def _phrase(node: Node) -> str:
+def _phrase(node: Node, expected: str) -> str:
     if not isinstance(node.value, str) or not node.value.strip():
-        raise node.unexpected("what the framework lacks")
+        raise node.unexpected(expected)
     return node.value
