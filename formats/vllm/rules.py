@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32
 from reshard.models.model import Model
+from reshard.models.quantization_settings import quantization_settings
+from reshard.models.quantized import Quantization
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import Heads
 from reshard.plans.target import Target
@@ -38,6 +40,11 @@ _GROUPS = dict.fromkeys(("ssm.b", "ssm.c", "ssm.conv_b", "ssm.conv_c"), Heads("s
 _SCALES = tuple(ExtraTensor("attention.o", f"attn.{name}", 1.0, F32) for name in ("_k_scale", "_q_scale", "_v_scale", "_prob_scale"))
 # In the attention of a quantized model, -1 or a scale of 1 means "not given" (layers/quantization/kv_cache.py).
 _NOT_GIVEN = tuple(ExtraTensor("attention.o", f"attn.{name}_scale", -1.0, None) for name in ("q", "k", "v", "prob"))
+# Those that a checkpoint gives are kept in the type of the model, like the placeholders.
+_CACHE_SCALES = ("attention.k_scale", "attention.v_scale")
+_ROUNDED = (
+    "the scales of the KV cache are rounded to the type of the model, in which vLLM holds them; `reshard verify --cast` compares them so"
+)
 _PLACEHOLDERS = {
     "fp8": _NOT_GIVEN,
     "modelopt": _NOT_GIVEN,
@@ -89,14 +96,18 @@ def _check_packed(model: Model, version: str) -> None:
     """
     if model.quantization is None:
         return
-    config = model.config["quantization_config"]
-    if model.quantization.method == "gptq" and not config.get("sym", True):
+    _check_compared(model, model.quantization)
+    if model.quantization.method == "gptq" and not quantization_settings(model.config).get("sym", True):
         raise UnsupportedError("the weights are quantized by GPTQ with zero points (sym: false), which vLLM does not load", do=_TO_HF)
     experts = [weight for weight in model.weights.values() if weight.form and weight.role.startswith("expert.")]
     form = experts[0].form if experts else None
-    if form is None or form.unit == "FP8 block":
+    is_compared = form is not None and form.unit == "FP8 block" and not model.quantization.method.startswith("modelopt")
+    has_one_form = all(weight.form is form for weight in experts)
+    if form is None or (is_compared and has_one_form):
         return
-    if (model.quantization.method, form.unit) not in _PACKED_EXPERTS:
+    if not has_one_form:
+        why = "vLLM takes one form for all experts of a layer"
+    elif (model.quantization.method, form.unit) not in _PACKED_EXPERTS:
         why = "The shapes in which vLLM holds such experts depend on the kernel that it chooses for the GPU at hand, or were not compared"
     elif version_numbers(version, NEWEST) < _PACKED_EXPERTS_SINCE:
         why = f"Older versions than {as_text(_PACKED_EXPERTS_SINCE)} hold such experts in shapes that depend on the kernel"
@@ -105,6 +116,15 @@ def _check_packed(model: Model, version: str) -> None:
     else:
         return
     raise UnsupportedError(f"the experts are stored in {form.name}", where=experts[0].name, why=why, do=_TO_HF)
+
+
+def _check_compared(model: Model, quantization: Quantization) -> None:
+    """Raises UnsupportedError for scales that vLLM holds in another way than was compared."""
+    if quantization.cache_scales and "kv_rank" in model.dimensions:
+        raise UnsupportedError("the KV cache of latent attention is quantized, whose scales vLLM holds under other names", do=_TO_HF)
+    without = [form for form in quantization.forms if not any(each.use == "input scale" for each in form.components)]
+    if quantization.method.startswith("modelopt") and any(form.name == "NVFP4" for form in without):
+        raise UnsupportedError("the weights are stored in NVFP4 without input_scale, which vLLM expects in its files of ranks", do=_TO_HF)
 
 
 # Experts that vLLM allocates in the same shapes whatever its kernel is. Those of gpt-oss are rounded up for the kernel; vLLM copies what a
@@ -124,6 +144,8 @@ _TO_HF = "Convert to hf, which vLLM loads as well, or add --dequantize"
 def notes(model: Model, target: Target) -> tuple[str, ...]:
     """Notes about a version or a model class that was not measured."""
     notes = about_version("vLLM", target.engine_version or NEWEST, NEWEST, model, is_known="vllm" in model.architecture.engines)
+    if model.quantization and any(scale.element_type is None for scale in model.quantization.cache_scales):
+        notes = (*notes, _ROUNDED)
     declared = model.architecture
     quirks = declared.engines.get("vllm")
     if quirks is None or declared.class_name in (None, model.class_name) or model.class_name in quirks.of_class:
@@ -171,10 +193,10 @@ def _rules(model: Model, version: Numbers, quirks: ModelQuirks) -> VersionRules:
         layers_per_stage=remainder_before_last_stage,
         quirks=quirks,
         keep_fused=quirks.keeps_fused_at(version),
-        renames=((r"(?<!\.attn)\.([kv]_scale)$", r".attn.\1"), *quirks.renames_at(version)),
+        renames=((r"(?<!\.attn)(?:\.[kv]_proj)?\.([kv]_scale)$", r".attn.\1"), *quirks.renames_at(version)),
         splits=_GROUPS,
         renames_in=quirks.renames_in_at(version),
-        dtypes={"scale": F32, "router.correction": F32 if release.wide_correction else None},
+        dtypes={"scale": F32, "router.correction": F32 if release.wide_correction else None} | dict.fromkeys(_CACHE_SCALES),
         scales_kept_once=frozenset({"input_scale"}),
     )
     return VersionRules(release, version, rules)

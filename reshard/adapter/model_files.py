@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import CheckpointError, RequestError, ReshardError
+from reshard.models.quantization_settings import SETTING, SETTINGS_FILES, quantization_settings, settings_of_file
 from reshard.storage.files import Files, LocalFiles, read_whole
 
 if TYPE_CHECKING:
@@ -44,7 +45,11 @@ class ModelFiles:
     folder: str
     """Their folder in that tree: empty, or with a slash at its end."""
     config: Mapping[str, Any] | None
-    """The content of config.json; None if there is none."""
+    """The content of config.json, and in it the settings of a quantization that stand in another file; None if there is none."""
+    settings_files: tuple[str, ...] = ()
+    """The files beside config.json that describe how the weights are quantized."""
+    settings_from: str | None = None
+    """The one of them whose content stands in `config`; None: config.json has the settings itself, or nothing is quantized."""
     derived: bool = False
     """Whether `config` is in no file: it was derived from the checkpoint's own settings, or a stored config was changed."""
     child: Files | None = None
@@ -78,6 +83,10 @@ class ModelFiles:
         """The directory that `--model` would name for this config; None without a config file."""
         return f"{self.files.root}/{self.folder}" if self.config is not None and not self.derived else None
 
+    def with_quantization(self, config: Mapping[str, Any]) -> ModelFiles:
+        """The files for weights that are quantized in another way, or no longer, as the config says."""
+        return replace(self, config=config, settings_files=(), settings_from=None, derived=True)
+
     def sidecars(self, dtypes: Iterable[DType], main: DType | None = None) -> tuple[Sidecar, ...]:
         """The files to put beside weights of these element types. config.json comes last, so it completes the directory.
 
@@ -87,6 +96,7 @@ class ModelFiles:
         from reshard.plans.layout import Sidecar
 
         carried = _carried(self.files, self.folder) | (_carried(self.child, "") if self.child else {})
+        carried |= {name: (self.files, self.folder + name) for name in self.settings_files}
         sidecars = [Sidecar(name, content=read_whole(*place, limit=1 << 28)) for name, place in sorted(carried.items())]
         if self.config is not None:
             sidecars.append(Sidecar(CONFIG, self._config_for(dtypes, main)))
@@ -100,7 +110,9 @@ class ModelFiles:
         keys = [key for key in ("dtype", "torch_dtype") if key in self.config] or ["torch_dtype"]
         changes = dict.fromkeys(keys, named.torch) if named else {}
         if self.derived or any(self.config.get(key) != value for key, value in changes.items()):
-            return (json.dumps({**self.config, **changes}, indent=2) + "\n").encode()
+            in_other_file = {SETTING} if self.settings_from else set()
+            config = {key: value for key, value in self.config.items() if key not in in_other_file}
+            return (json.dumps({**config, **changes}, indent=2) + "\n").encode()
         return read_whole(self.files, self.folder + CONFIG, limit=1 << 24)
 
 
@@ -114,8 +126,18 @@ def find_model_files(files: Files) -> ModelFiles:
     """The model files of a folder, or of the folder below it where verl puts them."""
     for folder in _FOLDERS:
         if files.size(folder + CONFIG) is not None:
-            return ModelFiles(files, folder, read_json(files, folder + CONFIG))
+            return _with_settings(ModelFiles(files, folder, read_json(files, folder + CONFIG)))
     return ModelFiles(files, "", None)
+
+
+def _with_settings(found: ModelFiles) -> ModelFiles:
+    """The model files with the settings of a quantization that stand beside config.json, if it has none itself."""
+    config, files, folder = found.config or {}, found.files, found.folder
+    names = tuple(name for name in SETTINGS_FILES if files.size(folder + name) is not None)
+    if not names or quantization_settings(config):
+        return replace(found, settings_files=names)
+    settings = settings_of_file(names[0], read_json(files, folder + names[0]))
+    return replace(found, config={**config, SETTING: settings}, settings_files=names, settings_from=names[0])
 
 
 def find_adapter_config(files: Files) -> dict[str, Any] | None:

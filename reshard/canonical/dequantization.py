@@ -16,9 +16,8 @@ from reshard.index.index import EncodedPart, Encoding, Tensor
 from reshard.index.name_parts import family_of
 from reshard.models.model import Model
 from reshard.models.quantization import quantization_of, unknown_quantization
+from reshard.models.quantization_settings import PLACES, without_quantization
 from reshard.models.quantized import Component, Quantization, StoredForm
-
-SETTING = "quantization_config"
 
 
 def with_values(content: Content, config: Mapping[str, Any] | None) -> Content:
@@ -32,7 +31,7 @@ def with_values(content: Content, config: Mapping[str, Any] | None) -> Content:
         method = unknown_quantization(config or {})
         raise RequestError(
             f"--dequantize: the quantization method {method} is unknown" if method else "--dequantize: nothing here is quantized",
-            why="" if method else f"The config has no {SETTING}",
+            why="" if method else f"No settings of a quantization were found in {PLACES}",
             do="Leave it out" if method else "Leave it out, or give the model's own config with --model DIR",
         )
     tensors, drops = dict(content.tensors), list(content.drops)
@@ -44,7 +43,7 @@ def with_values(content: Content, config: Mapping[str, Any] | None) -> Content:
         for component, tensor in stored.values():
             if reason := _UNUSED.get(component.use):
                 drops.append(Drop(tensor.name, tensor.kind, tensor.nbytes, reason))
-    for name in [name for name in tensors if name.rpartition(".")[2] in {scale.kind for scale in quantization.cache_scales}]:
+    for name in [name for name in tensors if quantization.is_cache_scale(name)]:
         scales = tensors.pop(name)
         drops.append(Drop(name, scales.kind, scales.nbytes, "a scale of the KV cache, which is no longer quantized"))
     _check_all_have_scales(tensors, quantization)
@@ -98,13 +97,7 @@ def quantized_names(content: Content, config: Mapping[str, Any] | None) -> froze
         return frozenset()
     weights = quantization.stored_weights(_element_types(content))
     names = {name for weight, form in weights for name in form.names(weight)}
-    cached = {name for name in content.tensors if name.rpartition(".")[2] in {scale.kind for scale in quantization.cache_scales}}
-    return frozenset(names | cached)
-
-
-def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the same model, not quantized."""
-    return {key: value for key, value in config.items() if key != SETTING}
+    return frozenset(names | {name for name in content.tensors if quantization.is_cache_scale(name)})
 
 
 _UNUSED: Mapping[str, str] = {
@@ -165,7 +158,7 @@ def _part(component: Component, tensor: Tensor, ndim: int, form: StoredForm) -> 
     stack = ndim - 2
     if component.is_single or tensor.elements == 1:
         return EncodedPart(tensor, component, (None,) * ndim, ())
-    axes = (0, 0) if component.is_vector else (stack + component.transposed, stack + 1 - component.transposed)
+    axes = (stack, stack) if component.is_vector else (stack + component.transposed, stack + 1 - component.transposed)
     sizes = component.block_shape
     if form.transposed:
         axes, sizes = axes[::-1], sizes[::-1]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.canonical.content import Content
-from reshard.canonical.dequantization import SETTING, with_values
+from reshard.canonical.dequantization import with_values
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType, from_safetensors
@@ -18,6 +18,7 @@ from reshard.index.index import Derivation, Tensor
 from reshard.index.shards import Shards
 from reshard.models.model import Model
 from reshard.models.quantization import quantization_of
+from reshard.models.quantization_settings import SETTING, quantization_settings, without_quantization
 from reshard.models.quantized import Component, StoredForm
 from reshard.models.roles import ROLES
 
@@ -62,7 +63,7 @@ def quantized(content: Content, config: Mapping[str, Any] | None, form: str) -> 
 
     Raises: RequestError if the model is not known or is quantized already, UnsupportedError for experts in one tensor.
     """
-    if quantization_of(config or {}) is not None or (config or {}).get(SETTING):
+    if quantization_settings(config or {}):
         raise RequestError("--quantize: the weights are quantized already", do="Use --requantize fp8-block, or --dequantize first")
     if content.model is None:
         raise RequestError("--quantize: the model is not known, so neither are its linear layers", do="Add --model DIR with its config")
@@ -98,8 +99,7 @@ def requantized(content: Content, config: Mapping[str, Any] | None, form: str) -
                 why="The forms that engines load hold each expert under a name of its own",
                 do="Use --dequantize, or convert to hf unchanged",
             )
-    plain = {key: value for key, value in (config or {}).items() if key != SETTING}
-    return _quantized(content, plain, form, f"exact-{form}", chosen)
+    return _quantized(content, without_quantization(config or {}), form, f"exact-{form}", chosen)
 
 
 def _quantized(

@@ -236,7 +236,11 @@ def _values(part: EncodedPart, stored_box: Box, words: Block, box: Box) -> Block
     else:
         assert part.packed_axis is not None
         values = packing.unpacked(words, part.packed_axis)
-    values = values.transpose(part.axes)
+    if part.component.is_vector:
+        sizes = zip(part.block_shape, part.axes, strict=True)
+        values = values.reshape([1 if size is None else values.shape[axis] for size, axis in sizes])
+    else:
+        values = values.transpose(part.axes)
     for axis, (size, step) in enumerate(zip(part.block_shape, part.grid, strict=True)):
         if size is None:
             continue

@@ -16,7 +16,8 @@ from reshard.index.coverage import uncovered
 from reshard.index.index import Index, Tensor
 from reshard.index.name_parts import family_of, is_scale, layer_of
 from reshard.models.model import Model
-from reshard.models.quantization import quantization_of
+from reshard.models.quantization import check_has_settings, quantization_of
+from reshard.models.quantization_settings import quantization_settings
 from reshard.storage.files import Files, read_range
 
 _STEP_WORDS: Mapping[str, str] = {"F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8"}
@@ -53,8 +54,9 @@ def config_shapes(weights: Mapping[str, Tensor], model: Model | None, config: Ma
         yield found("config-not-checked", f"the names and shapes of the weights were not compared with a config: {reason}")
         return
     try:
+        check_has_settings(model.config, {name: tensor.dtype.name for name, tensor in weights.items()})
         expected = model.weights
-    except RequestError as error:
+    except (RequestError, CheckpointError) as error:
         yield of_error(error)
         return
     if not expected.keys() & weights.keys():
@@ -116,7 +118,7 @@ def missing_scales(weights: Mapping[str, Tensor], config: Mapping[str, Any] | No
         return
     modules = {name.rpartition(".")[0] for name in weights if is_scale(name)}
     eight_bit = [name for name, tensor in weights.items() if name.endswith(".weight") and tensor.dtype.name.startswith("F8")]
-    if modules or (config or {}).get("quantization_config"):
+    if modules or quantization_settings(config or {}):
         for name in (name for name in eight_bit if name.removesuffix(".weight") not in modules):
             detail = f"{name} is stored as {weights[name].dtype}, and this scale is in no file"
             yield found("missing-scale", detail, tensor=name.removesuffix("weight") + "weight_scale")

@@ -283,6 +283,11 @@ class Index:
     param_groups: Callable[[], tuple[ParamGroup, ...]] = tuple
     """Reads the param groups of the optimizer."""
 
+    @property
+    def element_types(self) -> dict[str, str]:
+        """The element type of every weight by name, as safetensors names it."""
+        return {tensor.name: tensor.dtype.name for tensor in self.tensors if tensor.kind == "weight"}
+
     def by_kind(self, kind: Kind) -> dict[str, Tensor]:
         """The tensors of one kind by name."""
         return {tensor.name: tensor for tensor in self.tensors if tensor.kind == kind}

@@ -61,6 +61,11 @@ class ModelWeight:
         return self.component is not None and self.component.is_scale
 
     @property
+    def is_cache_scale(self) -> bool:
+        """Whether it is a scale of cached keys or values."""
+        return self.component is not None and self.form is None
+
+    @property
     def elements(self) -> int:
         """The number of elements of the weight; 0 for what stands beside them."""
         packing = self.component.packing if self.component else None
@@ -514,15 +519,15 @@ class Model:
                     if weight.role == "attention.o" and self.quantization:
                         module = names.pattern.removesuffix(".weight").rpartition(".")[0]
                         for component in self.quantization.cache_scales:
-                            pattern, role = f"{module}.{component.kind}", f"attention.{component.kind}"
+                            pattern, role = f"{module}.{component.kind}", f"attention.{component.kind.rpartition('.')[2]}"
                             name, stored = numbered(pattern, layer, expert), component.single_shape
-                            yield ModelWeight(name, role, stored, layer, weight, pattern, expert, optional, component=component)
+                            yield ModelWeight(name, role, stored, layer, weight, pattern, expert, True, component=component)
 
     def _forms(self, weight: Weight, pattern: str) -> list[StoredForm]:
         """The forms in which a weight can be stored, unless the config excludes its module; none: weights of its role are not quantized."""
         if self.quantization is None or not any(role in ROLES and ROLES[role].quantized for role in (weight.role, *weight.fuses)):
             return []
-        return [form for form in self.quantization.forms if form.takes(pattern) and form.transposed == weight.transposed]
+        return [form for form in self.quantization.forms if form.fits(pattern) and form.transposed == weight.transposed]
 
     @staticmethod
     def _components(
@@ -587,7 +592,7 @@ def _as_weight(array: Mosaic, component: Component) -> Mosaic:
     if component.is_single:
         return array
     if component.is_vector:
-        return array.split(0, array.shape[0])
+        return array.split(0, array.shape[0]) if component.block_shape[0] is None else array
     return array.transposed() if component.transposed else array
 
 

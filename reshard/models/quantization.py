@@ -7,10 +7,12 @@ layers/quantization; NVIDIA ModelOpt 0.47; AutoAWQ 0.2.9; GPTQModel 7.7; publish
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from reshard.errors import RequestError
+from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.packed import fp4, integers
+from reshard.models.quantization_settings import PLACES, quantization_settings
 from reshard.models.quantized import BlockShape, Component, Quantization, StoredForm
 
 _FP8_TYPES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -26,7 +28,7 @@ class _Unknown(Exception):
 
 def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
     """The quantization that a config describes; None if there is none, or its method is not known (`unknown_quantization`)."""
-    settings = config.get("quantization_config")
+    settings = quantization_settings(config)
     if not isinstance(settings, Mapping):
         return None
     try:
@@ -37,7 +39,7 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
 
 def unknown_quantization(config: Mapping[str, Any]) -> str | None:
     """The method that a config names, if weights quantized by it cannot be read, and why; None if they can, or are not quantized."""
-    settings = config.get("quantization_config")
+    settings = quantization_settings(config)
     if not settings:
         return None
     if not isinstance(settings, Mapping):
@@ -47,6 +49,33 @@ def unknown_quantization(config: Mapping[str, Any]) -> str | None:
     except _Unknown as reason:
         return f"{settings.get('quant_method')}{reason}"
     return None
+
+
+def check_has_settings(config: Mapping[str, Any], element_types: Mapping[str, str]) -> None:
+    """Raises CheckpointError if weights are packed and a config does not say how. element_types: that of every stored tensor by name."""
+    if quantization_settings(config):
+        return
+    for name in (name for name in element_types if name.endswith(_PACKED_NAMES)):
+        if _is_packed(name, element_types):
+            raise CheckpointError(
+                "the weight is packed, and no settings say how",
+                where=name,
+                why=f"None were found in {PLACES}",
+                do="Copy the file with the settings beside config.json, or give the model's own config with --model DIR",
+            )
+
+
+_PACKED_NAMES = (".qweight", ".weight_packed", "_blocks", ".weight_scale", ".weight_scale_inv")
+
+
+def _is_packed(name: str, element_types: Mapping[str, str]) -> bool:
+    """Whether the tensor of this name, one of _PACKED_NAMES, is a component of a packed weight."""
+    if name.endswith("_blocks"):
+        return name.removesuffix("_blocks") + "_scales" in element_types
+    if name.endswith((".weight_scale", ".weight_scale_inv")):
+        weight = name.removesuffix("_inv").removesuffix("_scale")
+        return element_types.get(weight) in (*_FP8_TYPES, *_BYTES)
+    return element_types[name] in (*_WORDS, *_BYTES)
 
 
 def _quantization(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Quantization:
@@ -65,14 +94,30 @@ def _quantization(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Qua
     if read is None:
         raise _Unknown("")
     forms = read(settings, config)
-    cache = settings.get("kv_cache_scheme")
-    has_cache_scales = isinstance(cache, Mapping) and not cache.get("dynamic")
-    cache_scales = (_cache_scale("k_scale"), _cache_scale("v_scale")) if has_cache_scales else ()
-    return Quantization(str(method), forms, (*map(str, excluded), *_skipped(settings)), cache_scales)
+    entries = [entry for listed in excluded for entry in _entries(str(listed), str(method))]
+    return Quantization(str(method), forms, (*entries, *_skipped(settings)), _cache_scales(settings, str(method)))
 
 
-def _cache_scale(kind: str) -> Component:
-    return Component(kind, "scale", _WHOLE, single_shape=(1,), element_type="F32")
+def _entries(listed: str, method: str) -> tuple[str, ...]:
+    """The patterns for an entry in the list of excluded modules. ModelOpt up to 0.38 also lists words from the middle of a name, and the
+    engine looks for them there (vLLM 0.32, modelopt.py, is_layer_excluded)."""
+    is_part = method.startswith("modelopt") and "*" not in listed
+    return (listed, f"*.{listed}", f"{listed}.*", f"*.{listed}.*") if is_part else (listed,)
+
+
+def _cache_scales(settings: Mapping[str, Any], method: str) -> tuple[Component, ...]:
+    """The scales of the KV cache. Raises _Unknown if it is quantized to anything but FP8."""
+    scheme, named = settings.get("kv_cache_scheme"), settings.get("kv_cache_quant_algo")
+    if not scheme and not named:
+        return ()
+    is_fp8 = (scheme.get("type"), scheme.get("num_bits")) == ("float", 8) if isinstance(scheme, Mapping) else (scheme or named) == "FP8"
+    if not is_fp8:
+        raise _Unknown(f" with the KV cache in {str(scheme or named)[:60]}")
+    if isinstance(scheme, Mapping) and scheme.get("dynamic"):
+        return ()
+    if method.startswith("modelopt"):
+        return tuple(Component(f"{kind}_proj.{kind}_scale", "scale", _WHOLE) for kind in "kv")
+    return tuple(Component(f"{kind}_scale", "scale", _WHOLE, single_shape=(1,), element_type="F32") for kind in "kv")
 
 
 def _skipped(settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -141,25 +186,25 @@ def _gpt_oss(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[St
 
 
 def _modelopt(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
+    """Source: ModelOpt 0.47, export/quant_utils.py (to_quantized_weight) and convert_hf_config.py."""
     algorithm = str(settings.get("quant_algo")).upper()
-    if settings.get("kv_cache_quant_algo") or settings.get("kv_cache_scheme"):
-        raise _Unknown(" with a quantized KV cache")
+    input_scale = Component("input_scale", "input scale", _WHOLE, element_type="F32")
+    if algorithm == "FP8":
+        return (_of_fp8(Component("weight_scale", "scale", _WHOLE, element_type="F32"), input_scale),)
+    if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
+        return (_of_fp8(Component("weight_scale", "scale", (1, None), is_vector=True, element_type="F32")),)
     if algorithm == "MXFP8":
         return (_microscaled("MXFP8", 32, Component("weight", "codes"), _exponents("weight_scale", 32)),)
-    if algorithm != "NVFP4":
+    if algorithm not in ("NVFP4", "W4A16_NVFP4"):
         raise _Unknown(f" with quant_algo {algorithm[:40]}")
-    if settings.get("group_size", 16) != 16:
+    if (settings.get("group_size") or 16) != 16:
         raise _Unknown(f" with groups of {str(settings['group_size'])[:20]}")
-    return (
-        _microscaled(
-            "NVFP4",
-            16,
-            Component("weight", "codes", packing=fp4()),
-            Component("weight_scale", "scale", (1, 16), element_type="F8_E4M3"),
-            Component("weight_scale_2", "scale", _WHOLE, element_type="F32"),
-            Component("input_scale", "input scale", _WHOLE, element_type="F32"),
-        ),
+    components = (
+        Component("weight", "codes", packing=fp4()),
+        Component("weight_scale", "scale", (1, 16), element_type="F8_E4M3"),
+        Component("weight_scale_2", "scale", _WHOLE, element_type="F32"),
     )
+    return (_microscaled("NVFP4", 16, *components, *((input_scale,) if algorithm == "NVFP4" else ())),)
 
 
 def _awq(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
@@ -187,7 +232,7 @@ def _gptq(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Store
         raise _Unknown(f" with {str(bits)[:20]} bits")
     if settings.get("desc_act"):
         raise _Unknown(" with act-order (desc_act)")
-    version = str(settings.get("checkpoint_format", "gptq"))
+    version = "marlin" if settings.get("is_marlin_format") else str(settings.get("checkpoint_format", "gptq"))
     if version not in ("gptq", "gptq_v2"):
         raise _Unknown(f" in the format {version[:20]}")
     dynamic = settings.get("dynamic") or {}
@@ -199,7 +244,7 @@ def _gptq(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Store
         Component("qweight", "codes", packing=integers(bits, 0), transposed=True),
         Component("qzeros", "zero point", (1, group), zeros, transposed=True, element_type="I32"),
         Component("scales", "scale", (1, group), transposed=True),
-        Component("g_idx", "group index", (None, 1), element_type="I32"),
+        Component("g_idx", "group index", (None, 1), is_vector=True, element_type="I32"),
     )
     return (StoredForm(f"INT{bits} (GPTQ)", f"INT{bits} group or word", components, _WORDS, keeps_scale_type=True),)
 
@@ -214,22 +259,36 @@ def _group(size: Any) -> int | None:
 
 
 def _compressed(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
+    """The form of each group. A group of named modules comes before that of all linear layers, as compressed-tensors looks them up."""
     groups = settings.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        raise _Unknown(" with several config_groups" if isinstance(groups, Mapping) and groups else "")
-    (group,) = groups.values()
+    if not isinstance(groups, Mapping) or not groups:
+        raise _Unknown("")
+    forms = [_of_group(group, settings) for group in groups.values()]
+    if len([form for form in forms if not form.targets]) > 1:
+        raise _Unknown(" with several config_groups for the same modules")
+    return tuple(sorted(forms, key=lambda form: not form.targets))
+
+
+def _of_group(group: Any, settings: Mapping[str, Any]) -> StoredForm:
     if not isinstance(group, Mapping):
         raise _Unknown("")
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
     if not isinstance(weights, Mapping) or not isinstance(inputs, Mapping):
         raise _Unknown("")
-    if group.get("targets") != ["Linear"]:
-        raise _Unknown(f" for the modules {str(group.get('targets'))[:40]}")
+    targets = group.get("targets")
+    if not isinstance(targets, list) or not targets or (targets != ["Linear"] and not all(map(_names_modules, targets))):
+        raise _Unknown(f" for the modules {str(targets)[:40]}")
     name = group.get("format") or settings.get("format")
     read = _COMPRESSED.get(str(name))
     if read is None:
         raise _Unknown(f" in the format {str(name)[:40]}")
-    return (read(weights, inputs),)
+    form = read(weights, inputs)
+    return form if targets == ["Linear"] else replace(form, targets=tuple(targets))
+
+
+def _names_modules(target: Any) -> bool:
+    """Whether a target is the name of a module or a regular expression, not a class such as "Linear"."""
+    return isinstance(target, str) and (target.startswith("re:") or "." in target)
 
 
 def _compressed_fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredForm:

@@ -46,6 +46,8 @@ class Component:
     """The stored shape of a component that does not depend on the weight's: () or (1,) for one number."""
     transposed: bool = False
     """Whether it is stored as [in, out]."""
+    is_vector: bool = False
+    """Whether it has a single axis: that of the weight along which it has several values."""
     exponents: bool = False
     """Whether its bytes are exponents e of scales 2^(e - 127), whatever their element type says."""
     element_type: str | None = None
@@ -70,19 +72,13 @@ class Component:
         """Whether it is one number, or a few, for the whole weight."""
         return all(size is None for size in self.grid)
 
-    @property
-    def is_vector(self) -> bool:
-        """Whether it has one number per input feature, and no other axis."""
-        return self.use == "group index"
-
     def shape(self, weight: tuple[int, ...]) -> tuple[int, ...]:
         """Its shape beside a weight [out, in], or beside a stack [experts, out, in] of weights."""
         if self.is_single:
             return self.single_shape
         *stack, out_size, in_size = weight
-        if self.is_vector:
-            return (*stack, in_size)
-        sizes = [1 if size is None else -(-length // size) for length, size in zip((out_size, in_size), self.grid, strict=True)]
+        lengths = zip((out_size, in_size), self.grid, strict=True)
+        sizes = [1 if size is None else -(-length // size) for length, size in lengths if size is not None or not self.is_vector]
         return (*stack, *(reversed(sizes) if self.transposed else sizes), *(self.packing.words if self.packing else ()))
 
     def weight_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -108,6 +104,8 @@ class StoredForm:
     """The element types that the codes can have: a weight of another type is not stored in this form."""
     weights: str = r".*\.weight"
     """A regular expression of the names of the weights that can have this form."""
+    targets: tuple[str, ...] = ()
+    """The modules whose weights have this form, in the language of `Quantization.excluded`; empty: all."""
     transposed: bool = False
     """Whether the model's own tensor is the transpose, [in, out] or [experts, in, out]."""
     keeps_scale_type: bool = False
@@ -129,9 +127,13 @@ class StoredForm:
         sizes = [tuple(size or 1 for size in component.grid) for component in self.components]
         return tuple(math.lcm(*along) for along in zip(*sizes, strict=True))
 
+    def fits(self, pattern: str) -> bool:
+        """Whether weights of that name, or with that pattern of a name, can have this form in some module."""
+        return re.fullmatch(self.weights, pattern) is not None
+
     def takes(self, weight: str) -> bool:
         """Whether a weight of that name can have this form."""
-        return re.fullmatch(self.weights, weight) is not None
+        return self.fits(weight) and (not self.targets or _is_named(self.targets, weight.removesuffix(".weight")))
 
     def names(self, weight: str) -> dict[str, Component]:
         """The names of the components of a weight, by the weight's name. They end with the component's kind in place of "weight"."""
@@ -158,19 +160,24 @@ class Quantization:
     excluded: tuple[str, ...] = ()
     """Modules that are not quantized: names, names with "*", or regular expressions after "re:"."""
     cache_scales: tuple[Component, ...] = ()
-    """The scales of cached keys and values, one of each in every layer's attention."""
+    """The scales of cached keys and values, one of each in every layer's attention. Their kinds are all that follows its module's name."""
 
     def form_of(self, weight: str) -> StoredForm | None:
         """The form of the weight of a linear layer, by the weight's name; None if it is not quantized."""
         module = weight.removesuffix(".weight")
-        if any(_matches(entry, module) for entry in self.excluded):
+        if _is_named(self.excluded, module):
             return None
         return next((form for form in self.forms if form.takes(weight)), None)
 
     @property
     def kinds(self) -> frozenset[str]:
         """The last words of the names of all scales and other components beside the codes."""
-        return frozenset(each.kind for each in (*(each for form in self.forms for each in form.beside), *self.cache_scales))
+        beside = (*(each for form in self.forms for each in form.beside), *self.cache_scales)
+        return frozenset(each.kind.rpartition(".")[2] for each in beside)
+
+    def is_cache_scale(self, name: str) -> bool:
+        """Whether a tensor of this name is a scale of cached keys or values."""
+        return name.endswith(tuple(f".{scale.kind}" for scale in self.cache_scales))
 
     def stored_weights(self, element_types: Mapping[str, str]) -> Iterator[tuple[str, StoredForm]]:
         """The weights that are stored in one of the forms, each with its form. element_types: that of every stored tensor by name."""
@@ -180,6 +187,12 @@ class Quantization:
                 if weight is not None and element_type in form.code_types:
                     yield weight, form
                     break
+
+
+def _is_named(entries: tuple[str, ...], module: str) -> bool:
+    """Whether one of the entries names a module, under its name in the model or in the language model inside of it."""
+    names = dict.fromkeys((module, module.removeprefix("language_model.")))
+    return any(_matches(entry, name) for entry in entries for name in names)
 
 
 def _matches(entry: str, module: str) -> bool:

@@ -195,7 +195,7 @@ class EngineRank:
         run = self.rules.quirks.even_rows_first.get(part.role)
         if run and part.parameter == "weight":
             array = array.with_even_first(0, part.dimensions[run])
-        is_number = part.is_scale and not any(part.block_shape) and math.prod(array.shape) == 1
+        is_number = part.form is not None and part.is_scale and not any(part.block_shape) and math.prod(array.shape) == 1
         return array.flattened() if is_number else array
 
     def _stacked_experts(self, group: list[Part], fusion: Fusion | None) -> RankTensor:

@@ -12,12 +12,14 @@ from reshard.adapter.model_files import find_model_files
 from reshard.adapter.serving_format import ServingFormat
 from reshard.adapter.serving_format.learned import read_layout
 from reshard.canonical.content import Selection, check_against_model
-from reshard.canonical.dequantization import quantized_names, with_values, without_quantization
+from reshard.canonical.dequantization import quantized_names, with_values
 from reshard.canonical.globs import check_globs, matches
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import BF16, DType, from_safetensors, from_user
 from reshard.geometry.parallel import Parallel
 from reshard.models.model import Model, ModelWeight
+from reshard.models.quantization import check_has_settings
+from reshard.models.quantization_settings import without_quantization
 from reshard.plans.target import Target
 from reshard.serving.capacity import DegreeReport, GpuMemory, degree_report
 from reshard.serving.learned.degrees import learned_degree_report
@@ -163,7 +165,7 @@ def _stored_model(source: Checkpoint, target: Target, weights: Weights | None, d
     """A checkpoint's model, and the element type of each of its weights as a conversion would store it."""
     check_nothing_unanswered(source)
     config, content = source.model_files.config, source.content(Selection(weights))
-    model_of(config, source.architecture)
+    check_has_settings(model_of(config, source.architecture).config, source.index.element_types)
     check_against_model(content, partial=False, strict=True)
     check_globs("--keep-dtype", target.keep_dtype, content.weights)
     kept_for = quantized_names(content, config)

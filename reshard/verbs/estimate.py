@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypedDict, Unpack
 
-from reshard.canonical.dequantization import without_quantization
 from reshard.errors import RequestError
 from reshard.geometry.parallel import Parallel
 from reshard.geometry.quantities import parse_count
 from reshard.models.architecture import Architecture
 from reshard.models.model import Model
+from reshard.models.quantization_settings import without_quantization
 from reshard.training import memory
 from reshard.training.activations import Batch, Recompute
 from reshard.training.fitting import fewest_microbatches

@@ -11,7 +11,7 @@ from reshard.adapter import registry
 from reshard.adapter.format import Format
 from reshard.adapter.model_files import ADAPTER_CONFIG, ModelFiles, adapter_config_at, blaming_the_parent
 from reshard.canonical.content import Content, check_against_model, check_selected, content_of
-from reshard.canonical.dequantization import quantized_names, with_values, without_quantization
+from reshard.canonical.dequantization import quantized_names, with_values
 from reshard.canonical.globs import check_globs
 from reshard.canonical.lora import LoraSettings, adapters_of, is_of_adapter, with_adapter_names
 from reshard.canonical.merging import Adapter, with_adapter_merged
@@ -22,6 +22,8 @@ from reshard.geometry.quantities import plural
 from reshard.geometry.stored import whole
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards
+from reshard.models.quantization import check_has_settings
+from reshard.models.quantization_settings import without_quantization
 from reshard.plans.plan import Plan, make_plan
 from reshard.plans.proof import prove
 from reshard.plans.target import Target
@@ -68,6 +70,8 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Che
     content = chosen()
     _check_part(source, content, format)
     with blaming_the_parent(source.model_files):
+        if content.model is not None:
+            check_has_settings(content.model.config, source.index.element_types)
         check_against_model(content, partial=selection.is_partial, strict=False)
     stored = source.of_model(selection)
     notes = index.facts.notes[len(stored.facts.notes) :]
@@ -81,7 +85,7 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Che
     kept_for = quantized_names(content, source.model_files.config)
     if request.dequantize:
         content, kept_for = with_values(content, companions.config), frozenset()
-        companions = replace(companions, config=without_quantization(companions.config or {}), derived=True)
+        companions = companions.with_quantization(without_quantization(companions.config or {}))
     planned, stored, files = content, index, source.files
     if adapter is not None:
         planned, stored, files, merged = _with_adapter(content, index, source, adapter)
@@ -89,7 +93,7 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Che
     if request.quantize or request.requantize:
         make = quantized if request.quantize else requantized
         planned, config = make(planned, companions.config, request.quantize or request.requantize)
-        companions, kept_for = replace(companions, config=config, derived=True), quantized_names(planned, config)
+        companions, kept_for = companions.with_quantization(config), quantized_names(planned, config)
     target = Target(format.name, request.parallel, request.dtype, request.keep_dtype, kept_for, request.options, request.only_rank)
     layout = format.lay_out(planned, target, companions)
     about_config = (source.model_files.note,) if source.model_files.note else ()

@@ -13,7 +13,7 @@ from reshard.adapter.model_files import CONFIG, ModelFiles
 from reshard.adapter.option import MAX_SHARD_SIZE
 from reshard.adapter.safetensors_writer import framed
 from reshard.canonical.content import Content, check_against_model
-from reshard.errors import RequestError
+from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.geometry.stored import StoredTensor
@@ -98,6 +98,14 @@ def _check_content(content: Content, model: Model, rules: EngineRules) -> None:
             do=f"Leave it out on purpose with {' '.join(globs)}, or serve the model with an engine that has a slot for it",
         )
     check_against_model(content, partial=False, strict=True, optional=without_slot)
+    scales = (name for name, weight in model.weights.items() if weight.is_cache_scale and name not in content.tensors)
+    if (missing := next(scales, None)) is not None:
+        raise UnsupportedError(
+            "the checkpoint has no such scale, although its KV cache is quantized",
+            where=missing,
+            why=f"{rules.engine} loads such a checkpoint with the scale 1, but its files of ranks need a value",
+            do="Convert to hf, which engines load as well, or add --dequantize",
+        )
 
 
 def _with_config_defaults(companions: ModelFiles, rules: EngineRules) -> tuple[ModelFiles, tuple[str, ...]]:
