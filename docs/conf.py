@@ -27,11 +27,12 @@ CONTENTS = {
         recipes/serving recipes/serve-without-converting recipes/degrees recipes/fp8 recipes/packed recipes/hf recipes/merge-ranks
         recipes/deepspeed recipes/megatron recipes/optimizer-state recipes/training-memory recipes/undeclared-model recipes/adapters
         recipes/trainer-names recipes/doctor recipes/look recipes/interrupted recipes/many-machines
-        recipes/nightly recipes/runs
+        recipes/nightly recipes/runs recipes/stores
     """,
     "Formats": """
         formats/index formats/dcp formats/dcp-safetensors formats/fsdp formats/fsdp-local formats/pt formats/torch-checkpointing
-        formats/deepspeed formats/universal formats/megatron formats/megatron-dist formats/hf formats/vllm formats/sglang formats/trtllm
+        formats/deepspeed formats/universal formats/megatron formats/megatron-dist formats/consolidated
+        formats/hf formats/peft formats/vllm formats/sglang formats/trtllm
     """,
     "Evidence": "verification benchmarks",
     "Reference": """

@@ -1,4 +1,4 @@
-"""Settings of all tests, and what is left out where torch is not installed (`.ci/run notorch`)."""
+"""Settings of all tests, and what is left out where torch is not installed (`.ci/run wheel`)."""
 
 from importlib.util import find_spec
 from pathlib import Path

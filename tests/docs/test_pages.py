@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from doc_pages import PAGES, README, ROOT
@@ -79,6 +80,12 @@ def test_every_format_has_a_page_with_its_options(name):
     assert f"[{name}](docs/formats/{name}.md)" in README.read_text() and f"[{name}]({name}.md)" in (DOCS / "formats/index.md").read_text()
 
 
+def test_every_page_is_in_the_contents_of_the_site():
+    contents = imported(DOCS / "conf.py").CONTENTS
+    named = {DOCS / f"{page}.md" for pages in contents.values() for page in pages.split()}
+    assert named == {page for page in PAGES if page.is_relative_to(DOCS)} - {DOCS / "index.md"}
+
+
 def test_options_of_the_readme_are_in_a_recipe():
     recipes = "".join(path.read_text() for path in (DOCS / "recipes").glob("*.md"))
     for flag in set(re.findall(r"--[a-z][\w-]+", README.read_text())):
@@ -86,8 +93,13 @@ def test_options_of_the_readme_are_in_a_recipe():
 
 
 def test_generated_pages_are_current():
-    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
-    for path, page in generate.PAGES.items():
+    for path, page in imported(DOCS / "generate.py").PAGES.items():
         assert (DOCS / path).read_text() == page(), f"docs/{path} is not current: run python docs/generate.py"
+
+
+def imported(path: Path) -> ModuleType:
+    """A module that belongs to no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -10,6 +10,7 @@ A moment exchanged on the way changes them: the check can fail.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,7 +44,9 @@ CASES = [
 
 def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
     """Each check as (what, passed, detail)."""
-    with asking([python, "-W", "ignore", HERE / "run.py"]) as ask:
+    # DeepSpeed compiles an extension when it starts, and waits for ever for the lock that a compilation leaves that was killed.
+    extensions = {**os.environ, "TORCH_EXTENSIONS_DIR": str(work / "extensions")}
+    with asking([python, "-W", "ignore", HERE / "run.py"], extensions) as ask:
         yield from goes_on(reshard, ask, work)
 
 
