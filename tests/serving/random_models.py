@@ -41,7 +41,7 @@ FORK = multiprocessing.get_context("fork")
 def sizes_of(model: str, draw: random.Random) -> dict[str, object]:
     """What the model's config says. Of experts vLLM's CPU kernels take hidden sizes of 32, and intermediate ones of 16, or multiples."""
     one = draw.choice
-    heads = one((1, 2, 3, 4, 6, 8, 12))
+    heads = one((1, 2, 3, 4, 6, 8))
     tables = {"vocab_size": one((50, 64, 65, 97, 128, 200, 251)), "tie_word_embeddings": one((True, False))}
     if model == "gpt2":
         return tables | {
@@ -91,7 +91,7 @@ def sizes_of(model: str, draw: random.Random) -> dict[str, object]:
 def degrees_of(model: str, sizes: dict[str, object], draw: random.Random) -> object:
     """Mostly tensor-parallel sizes that divide the heads."""
     heads = sizes.get("num_attention_heads", sizes.get("n_head"))
-    tp = draw.choice([tp for tp in (1, 2, 3, 4, 6, 8, 12) if heads % tp == 0 or draw.random() < 0.1])
+    tp = draw.choice([tp for tp in (1, 2, 3, 4, 6, 8) if heads % tp == 0 or draw.random() < 0.1])
     pp = draw.choice([pp for pp in (1, 1, 2, 3) if tp * pp <= MOST_RANKS])
     return vllm_make.Degree(tp, pp, tp if model in WITH_EXPERTS and draw.random() < 0.4 else 1)
 
