@@ -33,7 +33,7 @@ def server(answers):
 
     asked = []
     running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=running.serve_forever, daemon=True).start()
+    threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{running.server_address[1]}", asked
     finally:

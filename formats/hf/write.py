@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from reshard.adapter.model_files import ModelFiles
@@ -16,8 +16,8 @@ from reshard.adapter.safetensors_writer import framed
 from reshard.canonical.content import Content
 from reshard.canonical.trainer_names import named_places
 from reshard.errors import RequestError
-from reshard.geometry.dtypes import DType
-from reshard.geometry.stored import StoredTensor, whole
+from reshard.geometry.dtypes import DType, from_safetensors
+from reshard.geometry.stored import StoredTensor, constant, whole
 from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.target import Target
 
@@ -58,8 +58,24 @@ def _like(content: Content, target: Target) -> TargetFolder:
 
 
 def _as_published(content: Content, target: Target) -> TargetFolder:
-    tensors = ((name, content.tensors[name]) for name in _in_model_order(content))
-    return TargetFolder(tuple(whole(name, target.dtype_of(tensor), tensor.shape) for name, tensor in tensors), None, ())
+    implied = dict(_implied(content))
+    tensors = (
+        implied.get(name) or whole(name, target.dtype_of(content.tensors[name]), content.tensors[name].shape)
+        for name in _in_model_order(content, implied)
+    )
+    return TargetFolder(tuple(tensors), None, ())
+
+
+def _implied(content: Content) -> Iterator[tuple[str, StoredTensor]]:
+    """What loaders expect beside packed weights and engines do not keep, such as the shapes of weights that they fuse."""
+    codes = None
+    for name, weight in content.model.weights.items() if content.model else ():
+        if weight.component is not None and weight.component.use == "codes":
+            codes = name
+        if weight.implied is not None and name not in content.tensors and codes in content.tensors:
+            assert weight.component is not None and weight.component.element_type is not None
+            dtype = from_safetensors(weight.component.element_type, where=name)
+            yield name, constant(name, dtype, weight.shape, weight.implied)
 
 
 def _as_trainer(content: Content, target: Target) -> TargetFolder:
@@ -71,9 +87,9 @@ def _as_trainer(content: Content, target: Target) -> TargetFolder:
     return TargetFolder(tuple(places.stored(name, dtypes[name]) for name in arrays), None, (note,))
 
 
-def _in_model_order(content: Content) -> list[str]:
+def _in_model_order(content: Content, implied: Container[str]) -> list[str]:
     """The names in the order of the model's declaration; names that it does not declare follow in the order of the source."""
-    declared = [name for name in content.model.weights if name in content.tensors] if content.model else []
+    declared = [name for name in content.model.weights if name in content.tensors or name in implied] if content.model else []
     return list(dict.fromkeys((*declared, *content.tensors)))
 
 

@@ -38,7 +38,7 @@ def with_values(content: Content, config: Mapping[str, Any] | None) -> Content:
     for weight, form in quantization.stored_weights(_element_types(content)):
         names = form.names(weight)
         _check_is_whole(names, tensors)
-        stored = {name: (component, tensors.pop(name)) for name, component in names.items()}
+        stored = {name: (component, tensors.pop(name)) for name, component in names.items() if name in tensors}
         tensors[weight] = _encoded(weight, form, list(stored.values()))
         for component, tensor in stored.values():
             if reason := _UNUSED.get(component.use):
@@ -111,8 +111,8 @@ def _element_types(content: Content) -> dict[str, str]:
 
 
 def _check_is_whole(names: Mapping[str, Component], tensors: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError if a component of a weight is not among the tensors."""
-    codes, *beside = names
+    """Raises CheckpointError if a component of a weight is not among the tensors, and does not follow from the others."""
+    codes, *beside = (name for name, component in names.items() if not component.is_implied)
     missing = [name for name in beside if name not in tensors]
     if missing and len(missing) == len(beside):
         kinds = " or ".join(names[name].kind for name in beside if names[name].use != "input scale")

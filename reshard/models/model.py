@@ -54,6 +54,8 @@ class ModelWeight:
     """How it is stored if it is quantized; None: as its elements."""
     component: Component | None = None
     """If it is quantized: which of the tensors of its form this one is. Also for a scale of the KV cache."""
+    implied: bytes | None = None
+    """Its bytes, if they follow from the shape of the weight beside which it stands."""
 
     @property
     def is_scale(self) -> bool:
@@ -513,9 +515,9 @@ class Model:
                     if form is None:
                         yield ModelWeight(name, weight.role, shape, layer, weight, names.pattern, expert, optional)
                         continue
-                    for component, stored, its in next(components for of_form, components in forms if of_form is form):
+                    for component, stored, its, implied in next(components for of_form, components in forms if of_form is form):
                         name = its.of_expert(expert)
-                        yield ModelWeight(name, weight.role, stored, layer, weight, its.pattern, expert, optional, form, component)
+                        yield ModelWeight(name, weight.role, stored, layer, weight, its.pattern, expert, optional, form, component, implied)
                     if weight.role == "attention.o" and self.quantization:
                         module = names.pattern.removesuffix(".weight").rpartition(".")[0]
                         for component in self.quantization.cache_scales:
@@ -532,11 +534,13 @@ class Model:
     @staticmethod
     def _components(
         form: StoredForm, pattern: str, shape: tuple[int, ...], layer: int | None
-    ) -> tuple[StoredForm, list[tuple[Component, tuple[int, ...], _NamesInLayer]]]:
-        """The components of a weight in a form: each with its shape and its names."""
+    ) -> tuple[StoredForm, list[tuple[Component, tuple[int, ...], _NamesInLayer, bytes | None]]]:
+        """The components of a weight in a form: each with its shape, its names, and its bytes if they are implied."""
         of_weight = (*shape[:-2], shape[-1], shape[-2]) if form.transposed else shape
-        beside = form.names(pattern).items()
-        return form, [(component, component.shape(of_weight), _NamesInLayer.of(name, layer)) for name, component in beside]
+        return form, [
+            (component, component.shape(of_weight), _NamesInLayer.of(name, layer), form.implied(component, of_weight))
+            for name, component in form.names(pattern).items()
+        ]
 
     @cached_property
     def _separate_parts(self) -> tuple[Part, ...]:

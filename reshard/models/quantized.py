@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import math
 import re
+import struct
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Literal
 
 from reshard.geometry.packed import Packing
@@ -57,6 +60,11 @@ class Component:
     def is_scale(self) -> bool:
         """Whether it stands beside the codes."""
         return self.use != "codes"
+
+    @property
+    def is_implied(self) -> bool:
+        """Whether it says no more than the shape of the weight and the sizes of the groups."""
+        return self.use in ("shape", "group index")
 
     @property
     def grid(self) -> BlockShape:
@@ -110,6 +118,14 @@ class StoredForm:
     """Whether the model's own tensor is the transpose, [in, out] or [experts, in, out]."""
     keeps_scale_type: bool = False
     """Whether the values have the element type of the scales. False: bfloat16."""
+
+    def implied(self, component: Component, weight: tuple[int, ...]) -> bytes | None:
+        """The bytes of a component that is implied by the shape of the weight, [out, in]; None for other components."""
+        if not component.is_implied:
+            return None
+        if component.use == "shape":
+            return struct.pack("<2q", *weight[-2:])
+        return _neighbours(weight[-1], next(each.grid[1] for each in self.components if each.use == "scale"))
 
     @property
     def codes(self) -> Component:
@@ -199,3 +215,9 @@ def _matches(entry: str, module: str) -> bool:
     if entry.startswith("re:"):
         return re.match(entry.removeprefix("re:"), module) is not None
     return module == entry or module.startswith(entry + ".") or ("*" in entry and fnmatchcase(module, entry))
+
+
+@lru_cache(maxsize=32)
+def _neighbours(features: int, group: int | None) -> bytes:
+    """The group of each input feature, as 32-bit integers, where groups are runs of neighbours."""
+    return array("i", (feature // (group or features) for feature in range(features))).tobytes()

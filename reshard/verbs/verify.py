@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from typing import Unpack
 
 from reshard.adapter import registry
+from reshard.adapter.serving_format import ServingFormat
 from reshard.canonical.content import Content, Selection, check_selected, content_of, tensors_by_key
 from reshard.engine.compare import BlockDigests, Comparison, Difference, Side, compare
 from reshard.engine.events import details, event
@@ -63,6 +64,7 @@ def verify(
     result = Comparison()
     for nbytes in compare(left_side, right_side, result, with_cast=cast, workers=effort.workers, memory=effort.memory):
         effort.report(nbytes)
+    _forgive_implied(result, left_side, right_side)
     for side in (left_side, right_side):
         result.notes.extend(not_compared(side))
     log_compared(result)
@@ -81,6 +83,23 @@ def sides_of(left: Checkpoint | PathLike, right: Checkpoint | PathLike, selectio
     left_side, right_side = (Side(each.files, each.index, content) for each, content in zip((a, b), contents, strict=True))
     check_selected(left_side.content, right_side.content)
     return left_side, right_side
+
+
+def _forgive_implied(result: Comparison, left: Side, right: Side) -> None:
+    """Turn differences into a note: what serving engines do not keep beside packed weights, and what follows from the weights' shapes."""
+    for kind, has, lacks in (("missing", left, right), ("extra", right, left)):
+        if not isinstance(registry.named(lacks.index.format), ServingFormat) or has.content.model is None:
+            continue
+        weights = has.content.model.weights
+        implied = {
+            each.name: each
+            for each in result.differences
+            if each.kind == kind and each.name in weights and weights[each.name].implied is not None
+        }
+        if implied:
+            result.differences = [each for each in result.differences if each.name not in implied]
+            what = f"{len(implied)} of {has.files.root}, such as {next(iter(implied))}"
+            result.notes.append(f"not compared: {what}, which follow from the shapes of the weights, and which engines do not keep")
 
 
 def not_compared(side: Side) -> Iterator[str]:

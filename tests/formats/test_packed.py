@@ -153,6 +153,33 @@ def test_ranks_hold_whole_groups_and_words():
         assert rows[1] is rows[2] is None and "group" in rows[4]
 
 
+@pytest.mark.parametrize("case", ["llama-ct-int4", "llama-ct-int4-asym", "qwen3_moe-ct-int4", "llama-gptq"])
+def test_what_engines_do_not_keep_comes_back(case, tmp_path):
+    """The shapes of weights that vLLM fuses, and GPTQ's groups of input features."""
+    folder = shutil.copytree(FIXTURES / case, tmp_path / "source")
+    if case == "llama-gptq":  # vLLM has no kernel for zero points
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"]["sym"] = True
+        (folder / "config.json").write_text(json.dumps(config))
+    reshard.convert(reshard.plan(folder, to="vllm", tp=2), tmp_path / "ranks")
+    found = reshard.verify(folder, tmp_path / "ranks")
+    assert found.equal and any("follow from the shapes" in note for note in found.notes)
+    reshard.convert(reshard.plan(tmp_path / "ranks", to="hf"), tmp_path / "back")
+    assert described(stored(tmp_path / "back")) == described(stored(folder))
+    for source, out in ((folder, "expected"), (tmp_path / "ranks", "decoded")):
+        reshard.convert(reshard.plan(source, to="hf", dequantize=True), tmp_path / out)
+    assert described(stored(tmp_path / "decoded")) == described(stored(tmp_path / "expected"))
+    # Other folders must have them, and the right ones.
+    other, tensors = shutil.copytree(folder, tmp_path / "other"), stored(folder)
+    name = next(name for name in tensors if name.endswith(("weight_shape", "g_idx")))
+    tensors[name] = tensors[name] + 1
+    safetensors.torch.save_file(tensors, other / "model.safetensors")
+    assert [(each.name, each.kind) for each in reshard.verify(folder, other).differences] == [(name, "values")]
+    tensors.pop(name)
+    safetensors.torch.save_file(tensors, other / "model.safetensors")
+    assert [(each.name, each.kind) for each in reshard.verify(folder, other).differences] == [(name, "missing")]
+
+
 def test_act_order_and_missing_components_are_named(tmp_path):
     folder = shutil.copytree(FIXTURES / "llama-gptq", tmp_path / "gptq")
     tensors = stored(folder)

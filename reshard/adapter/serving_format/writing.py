@@ -50,11 +50,9 @@ def lay_out(serving_format: ServingFormat, content: Content, target: Target, com
     engine_config = serving_format.engine_config(model, target.parallel, dtypes)
     companions, class_notes = companions.completed(model.architecture)
     companions, config_notes = _with_config_defaults(companions, rules)
-    left_out = (
-        layers_not_served(model)
-        | not_stored_by_engines(model, rules)
-        | {name: reason for name in content.besides_model if (reason := model.reason_not_served(name))}
-    )
+    layers_left_out = layers_not_served(model) | {
+        name: reason for name in content.besides_model if (reason := model.reason_not_served(name))
+    }
     return Layout(
         serving_format.name,
         tuple(rank_files(serving_format, target, lambda tp, pp: rank_tensors(model, stored, rules, target.parallel, tp, pp))),
@@ -65,11 +63,11 @@ def lay_out(serving_format: ServingFormat, content: Content, target: Target, com
             *rules.quirks.notes,
             *class_notes,
             *config_notes,
-            *_about_left_out(left_out, content),
+            *_about_left_out(layers_left_out, content),
             *about_values(stored),
         ),
         aliases=scale_aliases(model, rules),
-        left_out=left_out,
+        left_out=layers_left_out | not_stored_by_engines(model, rules),
     )
 
 
