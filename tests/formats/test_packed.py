@@ -180,6 +180,18 @@ def test_what_engines_do_not_keep_comes_back(case, tmp_path):
     assert [(each.name, each.kind) for each in reshard.verify(folder, other).differences] == [(name, "missing")]
 
 
+def test_an_engine_gets_no_files_without_what_it_stores(tmp_path):
+    """Of the fused weights vLLM stores the last one's shape, and of the others each one's own."""
+    folder = shutil.copytree(FIXTURES / "llama-ct-int4", tmp_path / "source")
+    tensors = stored(folder)
+    tensors.pop("model.layers.0.mlp.down_proj.weight_shape")
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(IncompleteError, match=r"down_proj\.weight_shape.*vLLM stores it"):
+        reshard.plan(folder, to="vllm", tp=2)
+    reshard.convert(reshard.plan(folder, to="hf"), tmp_path / "whole")
+    assert described(stored(tmp_path / "whole")) == described(stored(FIXTURES / "llama-ct-int4"))
+
+
 def test_act_order_and_missing_components_are_named(tmp_path):
     folder = shutil.copytree(FIXTURES / "llama-gptq", tmp_path / "gptq")
     tensors = stored(folder)
