@@ -170,6 +170,11 @@ class Content:
         )
 
     @property
+    def implied(self) -> tuple[str, ...]:
+        """The names of the missing weights whose bytes follow from the shapes of others."""
+        return tuple(name for name in self.missing if self._model_weights[name].implied is not None)
+
+    @property
     def _model_weights(self) -> Mapping[str, ModelWeight]:
         return self.model.weights if self.model else {}
 
@@ -286,7 +291,7 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
             why="The config belongs to another model, or the vocabulary was padded in training",
             do="Name the directory of the config that this model was trained with: --model DIR",
         )
-    missing = [name for name in content.missing if name not in optional and not _may_lack(model.weights[name])]
+    missing = [name for name in content.missing if name not in optional and not model.weights[name].optional]
     carried = [name for name in content.besides_model if not model.reason_not_served(name)]
     unknown = [*carried, *content.unknown]
     if missing and not partial:
@@ -309,10 +314,6 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
             why="A serving engine refuses weights that it does not know",
             do="Leave it out with --exclude, or name the right model with --model DIR",
         )
-
-
-def _may_lack(weight: ModelWeight) -> bool:
-    return weight.optional or weight.implied is not None
 
 
 def tensors_by_key(index: Index) -> dict[str, Tensor]:

@@ -104,17 +104,19 @@ def mixed_dtypes(weights: Mapping[str, Tensor]) -> Iterator[Finding]:
             yield found("mixed-dtypes", detail, tensor=tensor.name)
 
 
-def missing_scales(weights: Mapping[str, Tensor], config: Mapping[str, Any] | None) -> Iterator[Finding]:
-    """Scales that belong to quantized weights and are not there: those that the config describes, else any that other weights have."""
+def missing_scales(weights: Mapping[str, Tensor], config: Mapping[str, Any] | None, *, of_engine: bool) -> Iterator[Finding]:
+    """Scales that belong to quantized weights and are not there: those that the config describes, else any that other weights have.
+
+    of_engine: whether a serving engine loads the files: it keeps no more of what is implied than it needs.
+    """
     quantization = quantization_of(config or {})
     if quantization is not None:
         types = {name: tensor.dtype.name for name, tensor in weights.items()}
         for weight, form in quantization.stored_weights(types):
-            codes, *beside = form.names(weight)
-            for name in (name for name in beside if name not in weights):
-                yield found(
-                    "missing-scale", f"{codes} is stored as {form.name}, and this {form.names(weight)[name].use} is in no file", tensor=name
-                )
+            names = form.names(weight)
+            codes, *beside = names
+            for name in (name for name in beside if name not in weights and not (of_engine and names[name].is_implied)):
+                yield found("missing-scale", f"{codes} is stored as {form.name}, and this {names[name].use} is in no file", tensor=name)
         return
     modules = {name.rpartition(".")[0] for name in weights if is_scale(name)}
     eight_bit = [name for name, tensor in weights.items() if name.endswith(".weight") and tensor.dtype.name.startswith("F8")]

@@ -166,14 +166,15 @@ def _stored_model(source: Checkpoint, target: Target, weights: Weights | None, d
     check_nothing_unanswered(source)
     config, content = source.model_files.config, source.content(Selection(weights))
     check_has_settings(model_of(config, source.architecture).config, source.index.element_types)
-    check_against_model(content, partial=False, strict=True)
+    check_against_model(content, partial=False, strict=True, optional=content.implied)
     check_globs("--keep-dtype", target.keep_dtype, content.weights)
     kept_for = quantized_names(content, config)
     if dequantize:
         content, kept_for = with_values(content, config), frozenset()
     assert content.model is not None
     target = replace(target, dtype_kept_for=kept_for)
-    return content.model, {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}
+    implied = {name: dtype for name in content.implied if (dtype := _component_dtype(content.model.weights[name]))}
+    return content.model, implied | {name: target.dtype_of(tensor) for name, tensor in content.tensors.items()}
 
 
 def _declared_model(model: Model, target: Target, dequantize: bool) -> tuple[Model, dict[str, DType]]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Unpack
 
 from reshard.adapter.format import Format
+from reshard.adapter.serving_format import ServingFormat
 from reshard.engine.compare import wrong_constants
 from reshard.engine.events import details, event
 from reshard.engine.one_save import check_copied_files, check_steps
@@ -162,7 +163,7 @@ def _structure(patient: _Patient, index: Index) -> Iterator[Finding]:
     yield from structure.config_shapes(weights, model, patient.checkpoint.model_files.config)
     yield from structure.missing_layers(weights)
     yield from structure.mixed_dtypes(weights)
-    yield from structure.missing_scales(weights, patient.checkpoint.model_files.config)
+    yield from structure.missing_scales(weights, patient.checkpoint.model_files.config, of_engine=isinstance(patient.format, ServingFormat))
     yield from structure.uneven_steps(index, patient.files)
     yield from optimizer.optimizer_state(index)
 

@@ -59,7 +59,7 @@ def outlook(checkpoint: Checkpoint, content: Content | None) -> Outlook:
 def _problem(content: Content) -> str | None:
     """A sentence about the first weight that the config needs and the checkpoint lacks, or that has another shape."""
     try:
-        check_against_model(content, partial=False, strict=False)
+        check_against_model(content, partial=False, strict=False, optional=content.implied)
     except ReshardError as error:
         return f"{error.where}: {error.what}" if error.where else error.what
     return None

@@ -72,7 +72,7 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Che
     with blaming_the_parent(source.model_files):
         if content.model is not None:
             check_has_settings(content.model.config, source.index.element_types)
-        check_against_model(content, partial=selection.is_partial, strict=False)
+        check_against_model(content, partial=selection.is_partial, strict=False, optional=content.implied)
     stored = source.of_model(selection)
     notes = index.facts.notes[len(stored.facts.notes) :]
     if format.keeps_names and (notes or index is not stored):

@@ -164,6 +164,8 @@ def test_what_engines_do_not_keep_comes_back(case, tmp_path):
     reshard.convert(reshard.plan(folder, to="vllm", tp=2), tmp_path / "ranks")
     found = reshard.verify(folder, tmp_path / "ranks")
     assert found.equal and any("follow from the shapes" in note for note in found.notes)
+    assert not reshard.doctor(tmp_path / "ranks").findings
+    assert reshard.degrees(tmp_path / "ranks", to="vllm", tp=(1, 2)).rows == reshard.degrees(folder, to="vllm", tp=(1, 2)).rows
     reshard.convert(reshard.plan(tmp_path / "ranks", to="hf"), tmp_path / "back")
     assert described(stored(tmp_path / "back")) == described(stored(folder))
     for source, out in ((folder, "expected"), (tmp_path / "ranks", "decoded")):
@@ -186,7 +188,7 @@ def test_an_engine_gets_no_files_without_what_it_stores(tmp_path):
     tensors = stored(folder)
     tensors.pop("model.layers.0.mlp.down_proj.weight_shape")
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(IncompleteError, match=r"down_proj\.weight_shape.*vLLM stores it"):
+    with pytest.raises(IncompleteError, match=r"down_proj\.weight_shape: the checkpoint has no such weight"):
         reshard.plan(folder, to="vllm", tp=2)
     reshard.convert(reshard.plan(folder, to="hf"), tmp_path / "whole")
     assert described(stored(tmp_path / "whole")) == described(stored(FIXTURES / "llama-ct-int4"))

@@ -13,7 +13,7 @@ from reshard.adapter.model_files import CONFIG, ModelFiles
 from reshard.adapter.option import MAX_SHARD_SIZE
 from reshard.adapter.safetensors_writer import framed
 from reshard.canonical.content import Content, check_against_model
-from reshard.errors import IncompleteError, RequestError, UnsupportedError
+from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.geometry.stored import StoredTensor
@@ -95,16 +95,8 @@ def _check_content(content: Content, model: Model, rules: EngineRules) -> None:
             why="It would ignore the weight without a message and give other answers than the model",
             do=f"Leave it out on purpose with {' '.join(globs)}, or serve the model with an engine that has a slot for it",
         )
-    check_against_model(content, partial=False, strict=True, optional=without_slot)
-    spare = {*without_slot, *not_stored_by_engines(model, rules)}
-    implied = (name for name in content.missing if model.weights[name].implied and not model.weights[name].optional)
-    if (lacking := next((name for name in implied if name not in spare), None)) is not None:
-        raise IncompleteError(
-            f"the checkpoint has no such weight, and {rules.engine} stores it",
-            where=lacking,
-            why="It follows from the shape of the packed weight",
-            do="Convert to hf, which writes it, and convert the result",
-        )
+    optional = {*without_slot, *not_stored_by_engines(model, rules)}
+    check_against_model(content, partial=False, strict=True, optional=optional)
     scales = (name for name, weight in model.weights.items() if weight.is_cache_scale and name not in content.tensors)
     if (missing := next(scales, None)) is not None:
         raise UnsupportedError(
