@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+LONG = "--long" in sys.argv
+"""Whether all cases are checked, and not only those for which CI has the time."""
 
 # Each check as (what, passed, detail), from reshard's command, the framework's interpreter and a folder to work in.
 Checks = Callable[[Path, Path, Path], Iterator[tuple[str, bool, str]]]
@@ -56,6 +58,7 @@ def run_checks(checks: Checks, environment: Environment, about: str) -> int:
     parser.add_argument("--reshard", type=Path, default=ROOT / ".venv" / "bin" / "reshard")
     made = f"made in {environment.folder.name} if not given"
     parser.add_argument("--python", type=Path, help=f"of an environment that has {environment.framework}; {made}")
+    parser.add_argument("--long", action="store_true", help="check all cases; default: those for which CI has the time")
     options = parser.parse_args()
     python = options.python or environment.python()
     results: list[bool] = []

@@ -27,7 +27,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(FIXTURES), str(FIXTURES / "vllm
 
 import named_weights  # noqa: E402
 from check import HF, VLLM, asked, held, installed, served  # noqa: E402
-from environments import run_checks  # noqa: E402
+from environments import LONG, run_checks  # noqa: E402
 from places import ranks  # noqa: E402
 from questions import Ask  # noqa: E402
 from rank_contents import described, laid_out, our_value, sizes_of  # noqa: E402
@@ -40,7 +40,6 @@ from reshard.models.model import Model  # noqa: E402
 from reshard.serving.learned.learn import LearnedLayout, learned_layout, traced_rank  # noqa: E402
 from reshard.verbs.learn import answered, config_of, write_layout  # noqa: E402
 
-LONG = "--long" in sys.argv
 DECLARED = (
     *("llama", "llama-tied", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2", "gpt_neox", "gemma2", "phi3"),
     *("qwen2_moe", "deepseek_v2", "llama-biased"),
@@ -274,6 +273,4 @@ def spelled(sizes: Sizes) -> str:
 
 
 if __name__ == "__main__":
-    if LONG:
-        sys.argv.remove("--long")
     raise SystemExit(run_checks(checks, VLLM, __doc__))

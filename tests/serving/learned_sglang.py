@@ -27,14 +27,13 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(FIXTURES)]
 import learned  # noqa: E402
 import makers  # noqa: E402
 from check import HF  # noqa: E402
-from environments import Environment, run_checks  # noqa: E402
+from environments import LONG, Environment, run_checks  # noqa: E402
 from learned import Sizes  # noqa: E402
 
 from reshard.serving.learned.layout import LearnedLayout  # noqa: E402
 from reshard.verbs.learn import write_layout  # noqa: E402
 
 SGLANG = Environment("SGLang", HERE / "sglang_requirements.txt", options=("--no-deps",))
-LONG = "--long" in sys.argv
 # SGLang's Transformers backend refuses more ranks than KV heads.
 TWO_SIZES = ("seed_oss",)
 # Experts, stacked experts, convolutions and segments of one tensor, norms per head, towers. No state-space models: of A = -exp(A_log) torch
@@ -138,6 +137,4 @@ def different(found: dict[str, Any], expected: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    if LONG:
-        sys.argv.remove("--long")
     raise SystemExit(run_checks(checks, SGLANG, __doc__))

@@ -1,14 +1,13 @@
 """The slow check of packed weights: real vLLM lays out the fixtures in fixtures/hf_packed as reshard does.
 
-    python tests/serving/packed.py [--engine-python PYTHON] [case ...]
+    python tests/serving/packed.py [--engine-python PYTHON] [--long] [case ...]
 
-Each case is traced with vLLM's own loader (`reshard learn`) at TP 1, 2 and 4, and with experts also at EP 2, and converted with the learned
-layout and with reshard's own rules: all names, shapes, element types and bytes must be equal. The sizes that `reshard degrees` refuses are
-those that vLLM refuses. No kernel for these weights runs on a CPU; what vLLM would not even trace there is refused. That the values are
-those of the libraries is checked by fixtures/hf_packed/make.py --check, in its own environment.
+Each case is traced with vLLM's own loader (`reshard learn`) at TP 2, with --long at TP 1, 2 and 4, and with experts also at EP 2. It is
+converted with the learned layout and with reshard's own rules: all names, shapes, element types and bytes must be equal. The sizes that
+`reshard degrees` refuses are those that vLLM refuses. No kernel for these weights runs on a CPU; what vLLM would not even trace there is
+refused. That the values are those of the libraries is checked by fixtures/hf_packed/make.py --check, in its own environment.
 
-Two cases run at a time;
-5 minutes of processor time.
+Two cases run at a time.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from check import VLLM
+from environments import LONG
 
 import reshard
 from reshard.errors import UnsupportedError
@@ -40,13 +40,14 @@ CASES = ("llama-ct-int4", "llama-ct-int4-asym", "llama-ct-int4-channel", "llama-
          "llama-modelopt-nvfp4", "llama-modelopt-mxfp8", "llama-awq", "llama-gptq", "qwen3_moe-ct-mxfp4", "qwen3_moe-ct-int4",
          "qwen3_moe-ct-mxfp8", "qwen3_moe-ct-nvfp4", "gpt_oss-mxfp4", "llama-modelopt-nvfp4-kv", "llama-modelopt-fp8",
          "llama-modelopt-fp8-channel", "llama-ct-fp8-int4")  # fmt: skip
-SIZES = (1, 2, 4)
+SIZES = (1, 2, 4) if LONG else (2,)
 AT_A_TIME = 2
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine-python", help=f"of an environment that has vLLM; made in {VLLM.folder.name} if not given")
+    parser.add_argument("--long", action="store_true", help="all sizes")
     parser.add_argument("cases", nargs="*", default=CASES)
     given = parser.parse_args()
     python = given.engine_python or str(VLLM.python())
