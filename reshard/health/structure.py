@@ -40,9 +40,10 @@ def missing_layers(weights: Mapping[str, Tensor]) -> Iterator[Finding]:
         if layer is not None:
             stacks.setdefault(name[: name.index(f".{layer}.")], set()).add(layer)
     for stack, layers in stacks.items():
-        missing = sorted(set(range(max(layers))) - layers)
+        count = max(layers) + 1 - len(layers)
         # A list of modules that are not all layers with weights has gaps of its own, and few entries.
-        if missing and len(layers) > len(missing) + 1:
+        if 0 < count < len(layers) - 1:
+            missing = sorted(set(range(max(layers))) - layers)
             numbers = ", ".join(map(str, missing[:8]))
             yield found("missing-layer", f"{stack} has the layers 0 to {max(layers)} except {numbers}", tensor=f"{stack}.{missing[0]}")
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -28,6 +29,12 @@ def label(path):
     return str(path.relative_to(ROOT))
 
 
+@cache
+def nodes(path):
+    """All nodes of a file's syntax tree."""
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def room(module):
     """The room of a dotted module name below `reshard`, such as "geometry.boxes"."""
     return module.partition(".")[0]
@@ -42,14 +49,10 @@ MODULES = {module_name(path): path for path in CORE}
 
 def imported(path):
     """The modules of reshard that a file imports, at its top level or inside functions; imports for type checking alone are left out."""
-    tree = ast.parse(path.read_text())
     typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for inner in ast.walk(node)
+        id(inner) for node in nodes(path) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for inner in ast.walk(node)
     }
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if id(node) in typing_only:
             continue
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "reshard":
@@ -67,12 +70,12 @@ def test_the_rooms_are_the_folders():
     assert {path.stem for path in (ROOT / "reshard").glob("*.py")} == {"__init__", "__main__", "errors"}
 
 
-@pytest.mark.parametrize("path", [path for path in CORE if path.parent != ROOT / "reshard"], ids=label)
-def test_a_room_imports_rooms_above_it_only(path):
-    here = room(module_name(path))
-    for other in imported(path):
-        if other:  # the root package itself holds the version, and opens the public names when asked
-            assert room(other) == here or ROOMS.index(room(other)) < ROOMS.index(here), f"{label(path)} imports {other}"
+def test_a_room_imports_rooms_above_it_only():
+    for path in [path for path in CORE if path.parent != ROOT / "reshard"]:
+        here = room(module_name(path))
+        for other in imported(path):
+            if other:  # the root package itself holds the version, and opens the public names when asked
+                assert room(other) == here or ROOMS.index(room(other)) < ROOMS.index(here), f"{label(path)} imports {other}"
 
 
 @pytest.mark.parametrize("name", [name for name in ROOMS if (ROOT / "reshard" / name).is_dir()])
@@ -106,11 +109,11 @@ def folders_of_code():
     return sorted({path.parent for path in FILES})
 
 
-@pytest.mark.parametrize("folder", folders_of_code(), ids=label)
-def test_a_room_has_at_most_about_a_dozen_files(folder):
-    if label(folder) not in ("cli/commands", "reshard/verbs"):  # one file per command, one per verb
-        assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= 14
-    assert len([inner for inner in folder.iterdir() if inner.is_dir() and inner.name != "__pycache__"]) <= 17
+def test_a_room_has_at_most_about_a_dozen_files():
+    for folder in folders_of_code():
+        if label(folder) not in ("cli/commands", "reshard/verbs"):  # one file per command, one per verb
+            assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= 14, label(folder)
+        assert len([inner for inner in folder.iterdir() if inner.is_dir() and inner.name != "__pycache__"]) <= 17, label(folder)
 
 
 def public_classes():
@@ -131,36 +134,38 @@ def is_dataclass(node):
     return any("dataclass" in ast.dump(decorator) for decorator in node.decorator_list)
 
 
-@pytest.mark.parametrize("path", FILES, ids=label)
-def test_the_fields_of_a_value_are_explained_where_they_stand(path):
+def test_the_fields_of_a_value_are_explained_where_they_stand():
     """A dataclass with five fields or more has a string under each field."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not (isinstance(node, ast.ClassDef) and is_dataclass(node)):
-            continue
-        fields = [i for i, item in enumerate(node.body) if isinstance(item, ast.AnnAssign)]
-        if len(fields) < 5:
-            continue
-        for i in fields:
-            following = node.body[i + 1] if i + 1 < len(node.body) else None
-            assert isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant), (
-                f"{label(path)}:{node.body[i].lineno} {node.name}.{node.body[i].target.id} is not explained"
-            )
+    for path in FILES:
+        for node in nodes(path):
+            if not (isinstance(node, ast.ClassDef) and is_dataclass(node)):
+                continue
+            fields = [i for i, item in enumerate(node.body) if isinstance(item, ast.AnnAssign)]
+            if len(fields) < 5:
+                continue
+            for i in fields:
+                following = node.body[i + 1] if i + 1 < len(node.body) else None
+                assert isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant), (
+                    f"{label(path)}:{node.body[i].lineno} {node.name}.{node.body[i].target.id} is not explained"
+                )
 
 
-@pytest.mark.parametrize("path", FILES, ids=label)
-def test_no_function_takes_more_than_eight_parameters(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef):
-            names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs) if arg.arg not in ("self", "cls")]
-            assert len(names) <= 8, f"{label(path)}:{node.lineno} {node.name} takes {len(names)}"
+def test_no_function_takes_more_than_eight_parameters():
+    for path in FILES:
+        for node in nodes(path):
+            if isinstance(node, ast.FunctionDef):
+                names = [
+                    arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs) if arg.arg not in ("self", "cls")
+                ]
+                assert len(names) <= 8, f"{label(path)}:{node.lineno} {node.name} takes {len(names)}"
 
 
-@pytest.mark.parametrize("path", [path for path in [*CORE, *CLI] if {"adapter", "engine", "verbs", "commands"} & {*path.parts}], ids=label)
-def test_nobody_asks_a_format_what_it_has(path):
+def test_nobody_asks_a_format_what_it_has():
     """Format is a class with typed members and defaults: hasattr and getattr with a literal name are not needed."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("hasattr", "getattr"):
-            assert not (len(node.args) > 1 and isinstance(node.args[1], ast.Constant)), f"{label(path)}:{node.lineno}"
+    for path in [path for path in [*CORE, *CLI] if {"adapter", "engine", "verbs", "commands"} & {*path.parts}]:
+        for node in nodes(path):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("hasattr", "getattr"):
+                assert not (len(node.args) > 1 and isinstance(node.args[1], ast.Constant)), f"{label(path)}:{node.lineno}"
 
 
 def test_command_names_are_python_names():
@@ -172,66 +177,49 @@ def test_command_names_are_python_names():
     )
 
 
-@pytest.mark.parametrize("path", [*CORE, *FORMATS], ids=label)
-def test_nothing_below_imports_a_plugin_or_what_it_plugs_into(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        named = (
-            [node.module or ""]
-            if isinstance(node, ast.ImportFrom)
-            else [a.name for a in node.names]
-            if isinstance(node, ast.Import)
-            else []
-        )
-        assert not any("plugins" in name.split(".") or name.split(".")[0] == "vllm" for name in named)
+def test_nothing_below_imports_a_plugin_or_what_it_plugs_into():
+    for path in [*CORE, *FORMATS]:
+        for node in nodes(path):
+            named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            named += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any("plugins" in name.split(".") or name.split(".")[0] == "vllm" for name in named), label(path)
 
 
 # Connects to the Ray cluster that the user names.
 CLUSTER = "reshard/engine/parts/on_ray.py"
 # They connect to the stores of URLs that the user names.
 STORES = [f"reshard/storage/stores/{name}.py" for name in ("obstore_backend", "fsspec_backend", "pending_uploads")]
+NETWORK = {
+    "obstore", "boto3", "aiohttp", "asyncio", "fsspec", "ftplib", "http", "httpx", "huggingface_hub", "ray", "requests", "smtplib",
+    "socket", "ssl", "urllib",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("path", [*CORE, *FORMATS, *CLI], ids=label)
-def test_nothing_else_can_open_a_network_connection(path):
+def test_nothing_else_can_open_a_network_connection():
     """SECURITY.md promises it: those of stores can, and one connects to an address of the command line. That it does no more is tested in
     tests/cli/test_live_server.py."""
-    network = {
-        "obstore",
-        "boto3",
-        "aiohttp",
-        "asyncio",
-        "fsspec",
-        "ftplib",
-        "http",
-        "httpx",
-        "huggingface_hub",
-        "ray",
-        "requests",
-        "smtplib",
-        "socket",
-        "ssl",
-        "urllib",
-    }
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-        assert label(path) in (*STORES, CLUSTER, "reshard/storage/server.py") or not network & {name.split(".")[0] for name in names}
+    for path in [*CORE, *FORMATS, *CLI]:
+        if label(path) not in (*STORES, CLUSTER, "reshard/storage/server.py"):
+            for node in nodes(path):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+                assert not NETWORK & {name.split(".")[0] for name in names}, label(path)
 
 
-@pytest.mark.parametrize("path", [*CORE, *FORMATS, *CLI], ids=label)
-def test_one_verb_asks_a_server(path):
+def test_one_verb_asks_a_server():
     users = {"storage.server": ("verbs.verify_server", "verbs.verify"), "verbs.verify_server": ("verbs.verify",)}
-    for used in set(imported(path)) & users.keys():
-        assert path in [MODULES.get(user) for user in users[used]] or label(path) == "cli/commands/verify.py", label(path)
+    for path in [*CORE, *FORMATS, *CLI]:
+        for used in set(imported(path)) & users.keys():
+            assert path in [MODULES.get(user) for user in users[used]] or label(path) == "cli/commands/verify.py", label(path)
 
 
-@pytest.mark.parametrize("path", FORMATS, ids=label)
-def test_no_format_imports_another(path):
+def test_no_format_imports_another():
     """A format that is a folder imports its own files relatively."""
-    tree, most = ast.parse(path.read_text()), len(path.relative_to(ROOT / "formats").parts) - 1
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            assert node.level <= most and "formats" not in (node.module or "").split(".") and "cli" not in (node.module or "").split(".")
+    for path in FORMATS:
+        most = len(path.relative_to(ROOT / "formats").parts) - 1
+        for node in nodes(path):
+            if isinstance(node, ast.ImportFrom):
+                assert node.level <= most and not {"formats", "cli"} & {*(node.module or "").split(".")}, label(path)
 
 
 def format_modules():
@@ -249,18 +237,15 @@ def format_names():
     return sorted(format_modules())
 
 
-@pytest.mark.parametrize("path", CORE, ids=label)
-def test_the_core_names_no_format(path):
+def test_the_core_names_no_format():
     """As a word of its own in a string that the code uses; docstrings may tell examples. `verbs` names the one that is whole, and in
     headers of safetensors "pt" stands for torch."""
-    tree = ast.parse(path.read_text())
-    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
-    words = {
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation
-    }
-    assert not words & set(format_names()) - {"verbs.roundtrip": {"hf"}, "adapter.safetensors_writer": {"pt"}}.get(module_name(path), set())
+    names, allowed = {*format_names()}, {"verbs.roundtrip": {"hf"}, "adapter.safetensors_writer": {"pt"}}
+    for path in CORE:
+        documentation = {id(node.value) for node in nodes(path) if isinstance(node, ast.Expr)}
+        constants = [node for node in nodes(path) if isinstance(node, ast.Constant) and id(node) not in documentation]
+        words = {node.value for node in constants if isinstance(node.value, str)}
+        assert not words & names - allowed.get(module_name(path), set()), label(path)
 
 
 def project():

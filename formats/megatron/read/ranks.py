@@ -158,9 +158,11 @@ def _check_folders(folders: Sequence[MegatronRankFolder], sizes: ParallelSizes, 
                     why=f"The run had {_sizes_text(sizes)}; without this rank a part of the weights would be left unset",
                     do="Copy it from where the checkpoint was written",
                 )
-    if missing := sorted(set(range(sizes.ep)) - {ep_rank for _, _, ep_rank in by_ranks}):
+    present = {ep_rank for _, _, ep_rank in by_ranks}
+    if len(present) < sizes.ep:
+        missing = next(rank for rank in range(sizes.ep) if rank not in present)
         raise MissingFile(
-            f"there is no folder of expert-parallel rank {missing[0]}",
+            f"there is no folder of expert-parallel rank {missing}",
             where=where,
             why=f"The run had {_sizes_text(sizes)}; without this rank experts would be missing",
             do="Copy it from where the checkpoint was written",
