@@ -245,7 +245,7 @@ def test_a_killed_run_leaves_uploads_that_clean_aborts(tmp_path, s3):
     assert reshard.verify("s3://bucket/out").equal
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_faults_never_change_a_byte_or_leave_a_part(seed, tmp_path, s3):
     """At least 50 faults for each seed: refusals, resets before and after the work, bodies that are cut or too short."""
     source = _large(tmp_path)
@@ -284,6 +284,7 @@ print(len(plan.layout.files), most() - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Skipped: without /proc. Memory is measured there")
+@pytest.mark.slow
 def test_sixteen_open_files_stay_within_the_budget(tmp_path, s3):
     source = write_hf(tmp_path / "hf", layers=2, hidden=2048, feed_forward=8192, vocabulary=16384)
     s3.put_tree("bucket", "hf", source)

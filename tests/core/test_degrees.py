@@ -47,7 +47,7 @@ def is_legal(source, to="vllm", **asked):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ep", [False, True], ids=["tp", "ep"])
 @pytest.mark.parametrize("to", ENGINES)
 def test_every_stage_holds_what_a_conversion_lays_out(model, pp, ep, to):

@@ -21,7 +21,11 @@ WITH_COMMANDS = [page for page in ALL if page.runnable()]
 _INLINE = re.compile(r"`(reshard [a-z]+(?: [^`]+)?)`")
 
 
-@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=() if page.name == "README.md" else pytest.mark.slow) for page in WITH_COMMANDS],
+    ids=lambda page: page.name,
+)
 def test_commands_print_what_the_page_shows(page: Page, tmp_path):
     if any(needs in page.path.read_text() for needs in (".torch()", "--to fsdp")):
         pytest.importorskip("torch", reason="the page reads a view as a torch tensor, or writes the files of FSDP ranks")

@@ -42,7 +42,7 @@ def model_of(checkpoint: Path) -> Path | None:
     return folder if folder.exists() else None
 
 
-@pytest.mark.parametrize("deep", [False, True], ids=["quick", "deep"])
+@pytest.mark.parametrize("deep", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quick", "deep"])
 def test_no_good_checkpoint_is_accused(deep: bool):
     for path in GOOD:
         report = reshard.doctor(path, deep=deep, model=model_of(path))

@@ -24,6 +24,7 @@ def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
 RECIPES = [Recipe(*recipe) for recipe in json.loads(CORPUS.read_text())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe.fixture}-{recipe.kind}-{recipe.seed}")
 def test_what_was_found_once_stays_mended(recipe: Recipe, tmp_path: Path) -> None:
     """With every command, because the campaign's choice of one changes whenever it learns another."""

@@ -41,6 +41,7 @@ DESCRIPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case, name", DESCRIPTIONS)
 def test_flipped_bytes_are_refused_or_harmless(case, name, tmp_path):
     folder = shutil.copytree(FIXTURES / case / "checkpoint", tmp_path / "copy")

@@ -47,8 +47,8 @@ def plan():
     return reshard.plan(HF / "llama", to="vllm", tp=2)
 
 
-@pytest.mark.parametrize("how", ["kill", errno.EIO])
-@pytest.mark.parametrize("kind", ["hf", "vllm"])
+@pytest.mark.parametrize("how", ["kill", pytest.param(errno.EIO, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [pytest.param("hf", marks=pytest.mark.slow), "vllm"])
 def test_an_overwrite_stopped_at_any_operation_leaves_no_mixture_and_can_be_finished(cases, kind, how, tmp_path):
     calls = calls_of_an_overwrite(cases[kind], tmp_path)
     start = 1 if how == "kill" else 2
