@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import click
+
+from reshard.geometry.values import dataclass
 
 from .logs import LogOptions
 from .metrics import Metrics

@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import click
 
 from reshard.engine.events import LOGGER
 from reshard.errors import RequestError, printable
+from reshard.geometry.values import dataclass
 from reshard.storage.system_calls import system_errors
 
 NOTICE = 25

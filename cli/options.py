@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from reshard.geometry.values import dataclass
 
 from .completion_words import architecture_names, format_names
 from .metrics import METERED

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 
 from .. import options
 from ..invocation import current

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 from reshard.models.drafts import draft_class
 
 from .. import options

@@ -11,10 +11,10 @@ transformer.py), vLLM 0.32 (transformers_utils/configs/mistral.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import CheckpointError, UnsupportedError
+from reshard.geometry.values import dataclass
 from reshard.models.model import Model
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -14,12 +14,12 @@ These are the forms of get_state_dict, of Optimizer.state_dict and of torchtitan
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import state_kind
 from reshard.canonical.tensor_classes import MODEL_ROOTS
 from reshard.containers.dcp_metadata import DcpMetadata
+from reshard.geometry.values import dataclass
 from reshard.index.index import Kind
 
 KeyPath = tuple[str | int, ...]

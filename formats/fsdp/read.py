@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from reshard.containers import alike_files, torch_zip
 from reshard.containers.alike_files import AlikeRanks, NotAlike, Parsed
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.errors import CheckpointError
+from reshard.geometry.values import dataclass
 from reshard.index.index import Index, Kind, RunFacts
 from reshard.storage.files import Files
 

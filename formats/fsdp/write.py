@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from itertools import groupby
@@ -24,6 +23,7 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.meshes import chunk
 from reshard.geometry.stored import StoredTensor, part, step_count
+from reshard.geometry.values import dataclass
 from reshard.index.index import ParamGroup, Tensor
 from reshard.plans.alike_files import AlikeTensors, FileForm, LazyFraming
 from reshard.plans.layout import Layout, Sidecar, TargetFile

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import flat_boxes, row_major
+from reshard.geometry.values import dataclass
 
 Shape = tuple[int, ...]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from reshard.adapter.index_builder import IndexBuilder
@@ -14,6 +14,7 @@ from reshard.canonical.optimizer_state import names_for, plain_groups, state_kin
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.errors import CheckpointError
+from reshard.geometry.values import dataclass
 from reshard.storage.files import Files
 
 from .flat_parameters import FlatParameter, FlatRun, Shape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
 from reshard.adapter.format import Hints
@@ -18,6 +18,7 @@ from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError, IncompleteError, RequestError
 from reshard.geometry.boxes import Box
+from reshard.geometry.values import dataclass
 from reshard.index.index import Index, RunFacts
 from reshard.models.model import Model
 from reshard.storage.files import Files

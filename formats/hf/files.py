@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointError, IncompleteError, MissingFile
+from reshard.geometry.values import dataclass
 
 if TYPE_CHECKING:
     from reshard.storage.files import Files

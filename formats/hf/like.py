@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from reshard.canonical.content import Content
 from reshard.canonical.name_variants import Names
@@ -14,6 +14,7 @@ from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType, can_cast
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.stored import StoredTensor, whole
+from reshard.geometry.values import dataclass
 from reshard.index.index import Tensor
 from reshard.storage.files import LocalFiles
 

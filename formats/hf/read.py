@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent, Piece
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns, distinct
+from reshard.geometry.values import dataclass
 from reshard.index.index import Index, RunFacts, Tensor
 from reshard.index.shards import Located, PieceTable, Shards
 from reshard.storage.files import Files

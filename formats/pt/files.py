@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.adapter.rank_files import rank_file_sets
+from reshard.geometry.values import dataclass
 
 if TYPE_CHECKING:
     from reshard.storage.files import Files

@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from typing import Any, NoReturn
@@ -16,6 +15,7 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.meshes import Distribution, Mesh, Placement, Replicated, Sharded, StridedSharded, distribution
+from reshard.geometry.values import dataclass
 from reshard.storage.files import Files, inside, read_whole
 
 from .files import METADATA, ItemFile, ItemFiles, default_file

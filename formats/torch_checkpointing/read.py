@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from reshard.adapter.format import Hints
@@ -18,6 +18,7 @@ from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.containers.torch_zip import AnyTensor, LocatedTensor, UnlocatedTensor
 from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.boxes import Box, row_major
+from reshard.geometry.values import dataclass
 from reshard.index.index import Index, Kind, RunFacts
 from reshard.storage.files import Files, missing
 

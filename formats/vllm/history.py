@@ -6,9 +6,9 @@ Measured on the model classes of ten older versions (fixtures/vllm_versions) and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
+from reshard.geometry.values import dataclass
 from reshard.serving.versions import Numbers
 
 NEWEST = "0.32.0"

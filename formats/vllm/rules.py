@@ -7,10 +7,10 @@ Measured on 0.32.0 (fixtures/vllm: the tensors of real ranks) and on the model c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32
+from reshard.geometry.values import dataclass
 from reshard.models.model import Model
 from reshard.models.quantization_settings import quantization_settings
 from reshard.models.quantized import Quantization

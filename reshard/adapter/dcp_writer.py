@@ -6,13 +6,14 @@ The framing is that of torch 2.13; torch 2.4 and later read it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from reshard.containers import pickle_writer, torch_frame, torch_pickle
 from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.geometry.dtypes import DType
 from reshard.geometry.stored import StoredTensor
+from reshard.geometry.values import dataclass
 from reshard.plans.layout import TargetFile
 from reshard.plans.placed import PlacedTensor
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.machinery import PathFinder
 from typing import Any
+
+from reshard.geometry.values import dataclass
 
 _FOLDERS = (".dist-info", ".egg-info")
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from reshard.errors import UnsupportedError
+from reshard.geometry.values import dataclass
 
 if TYPE_CHECKING:
     from reshard.adapter.model_files import ModelFiles

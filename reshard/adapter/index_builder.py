@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -18,6 +18,7 @@ from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent
 from reshard.geometry.meshes import Distribution, Mesh
 from reshard.geometry.sections import Columns
+from reshard.geometry.values import dataclass
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, StoredFile, Tensor
 from reshard.index.shards import PieceTable, Shards
 from reshard.storage.files import Files

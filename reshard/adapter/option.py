@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from reshard.errors import RequestError, choices
 from reshard.geometry.quantities import parse_size
+from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

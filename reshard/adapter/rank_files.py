@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import islice
 from typing import TYPE_CHECKING, NoReturn
 
 from reshard.errors import CheckpointError, MissingFile, MixedSaves, RequestError
+from reshard.geometry.values import dataclass
 
 if TYPE_CHECKING:
     from reshard.index.index import Tensor

@@ -7,7 +7,7 @@ has keys that tell its weight. Every tensor that is left out becomes a Drop, wit
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from reshard.canonical.tensor_classes import is_of_optimizer, root_of
 from reshard.canonical.wrappers import is_wrapper
 from reshard.errors import CheckpointError, IncompleteError, RequestError
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, Tensor
 from reshard.models.model import Model, ModelWeight
 

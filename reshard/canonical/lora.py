@@ -17,10 +17,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from reshard.errors import CheckpointError, UnsupportedError
+from reshard.geometry.values import dataclass
 from reshard.index.index import Index, ParamGroup, Tensor
 
 PREFIX = "base_model.model."

@@ -14,7 +14,7 @@ Source: peft 0.21.2, lora/layer.py (Linear, Embedding, ParamWrapper) and lora/va
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from reshard.canonical.content import Content, Drop, MergedAdapter
 from reshard.canonical.lora import PREFIX, LoraSettings, adapter_name
@@ -23,6 +23,7 @@ from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.boxes import Box
 from reshard.geometry.extents import Piece
 from reshard.geometry.mosaics import Mosaic, Tile
+from reshard.geometry.values import dataclass
 from reshard.index.index import Tensor, Update
 from reshard.index.shards import Shards
 

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from reshard.canonical.lora import base_name, is_of_adapter
 from reshard.canonical.trainer_names import with_published_names
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.mosaics import Mosaic, Tile, joined, stacked
+from reshard.geometry.values import dataclass
 from reshard.index.index import Index, Kind, ParamGroup, Tensor
 from reshard.index.join import rows_meeting
 from reshard.index.shards import Shards, concatenated

@@ -13,9 +13,9 @@ Among the tensors of a Content, optimizer state has the key "optim.state.<parame
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from reshard.geometry.values import dataclass
 from reshard.index.index import Kind, ParamGroup, Tensor
 
 Shape = tuple[int, ...]

@@ -24,13 +24,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from reshard.canonical.name_variants import Names
 from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import is_state_key
 from reshard.canonical.wrappers import without_wrappers
 from reshard.errors import RequestError
+from reshard.geometry.values import dataclass
 from reshard.index.index import Index, Kind, ParamGroup, Tensor, element_count
 from reshard.models.drafts import is_draft_table
 from reshard.models.model import Model

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
@@ -29,6 +29,7 @@ from reshard.geometry.dtypes import DType
 from reshard.geometry.mosaics import Mosaic, Tile, joined
 from reshard.geometry.sections import Section, Sections
 from reshard.geometry.stored import StoredTensor
+from reshard.geometry.values import dataclass
 from reshard.index.index import Index, ParamGroup, Tensor
 from reshard.index.shards import Shards
 from reshard.index.subviews import SubviewsBuilder

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -29,6 +29,7 @@ from reshard.containers.zip_directory import Directory, Range, members_of, paylo
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.sections import Columns
+from reshard.geometry.values import dataclass
 from reshard.storage.files import Files
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn, TypeGuard
 
 import numpy as np
@@ -29,6 +29,7 @@ from reshard.errors import CheckpointError
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import distinct
+from reshard.geometry.values import dataclass
 from reshard.storage.files import inside
 
 Numbers = npt.NDArray[np.int64]

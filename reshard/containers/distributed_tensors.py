@@ -10,7 +10,6 @@ classes between modules.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from reshard.containers.inert_pickle import Inert, shown
@@ -20,6 +19,7 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.meshes import Distribution, Mesh, Placement, Replicated, Sharded, StridedSharded, distribution
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import pickle
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ import numpy.typing as npt
 from reshard.containers.inert_pickle import Function, Inert, after_opcode, load_with_memo
 from reshard.errors import CheckpointError
 from reshard.geometry.sections import distinct
+from reshard.geometry.values import dataclass
 
 Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[Any]

@@ -8,8 +8,9 @@ from __future__ import annotations
 import pickle
 import struct
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any
+
+from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

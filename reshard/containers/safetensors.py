@@ -13,7 +13,6 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
 from sys import intern
@@ -26,6 +25,7 @@ from reshard.errors import CheckpointError, TruncatedFile, UnsupportedError
 from reshard.geometry.dtypes import DType, from_safetensors, is_in_safetensors
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns
+from reshard.geometry.values import dataclass
 from reshard.storage.files import Files, missing, read_range
 
 # safetensors refuses longer headers (tensor.rs, MAX_HEADER_SIZE).

@@ -12,10 +12,10 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from reshard.containers.torch_pickle import Plain
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 
 ALIGNMENT = 64
 _WIDE = 0xFFFFFFFF

@@ -5,12 +5,11 @@ They become calls of torch's rebuild functions, as torch.Tensor.__reduce_ex__ ma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from reshard.containers import pickle_writer
 from reshard.containers.pickle_writer import Call, Name, PersistentId
 from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import DType
+from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
 from pickle import UnpicklingError
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
@@ -25,6 +24,7 @@ from reshard.containers import magic_bytes
 from reshard.containers.inert_pickle import DTypeName, Function, Inert, Rebuild, StorageClass, end_of_pickle, load, sealed, shown
 from reshard.containers.zip_directory import Directory, Member, Range, payload, payload_start, read_directory
 from reshard.geometry.dtypes import DType, from_storage, from_torch
+from reshard.geometry.values import dataclass
 from reshard.storage.files import Files
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.dtypes import DType
 from reshard.geometry.functions import INVERTIBLE
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 from reshard.index.index import Constant, Index, Tensor
 from reshard.plans.digests import CURRENT, DigestVersion, Fingerprint
 from reshard.plans.manifest import MANIFEST

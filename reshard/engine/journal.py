@@ -21,11 +21,12 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from reshard.errors import CheckpointError, TargetError
+from reshard.geometry.values import dataclass
 from reshard.storage.files import inside
 from reshard.storage.lock import is_locked
 from reshard.storage.staging import JOURNAL, LOCK, WORK_FOLDER, Staging

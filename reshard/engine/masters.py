@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from reshard.engine.casts import cast
 from reshard.engine.transfer import Pieces, Worker
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
+from reshard.geometry.values import dataclass
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards
 from reshard.storage.files import Files

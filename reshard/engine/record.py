@@ -8,7 +8,7 @@ import os
 import platform
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 import reshard
 from reshard.canonical.content import Drop
 from reshard.engine.pool import run_jobs
+from reshard.geometry.values import dataclass
 from reshard.index.index import Constant
 from reshard.plans.digests import CURRENT, Fingerprint, content_digest
 from reshard.plans.fixed_bytes import Ranges, fixed_ranges, parts, planned_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -19,6 +18,7 @@ from reshard.engine.values import Values
 from reshard.errors import CheckpointError, RequestError, TargetError
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 from reshard.plans.digests import CURRENT, Fingerprint
 from reshard.plans.manifest import CHECKSUMS, MANIFEST, listed_files, usable_manifest
 from reshard.plans.plan import Plan, Route

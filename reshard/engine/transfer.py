@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +24,7 @@ from reshard.geometry.boxes import BLOCK_ELEMENTS, Box, contiguous_runs
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Piece, covering_spans, is_row_major, span_elements, spans
 from reshard.geometry.sections import Columns
+from reshard.geometry.values import dataclass
 from reshard.index.index import Tensor
 from reshard.index.join import rows_meeting
 from reshard.index.shards import primary_rows

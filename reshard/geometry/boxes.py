@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from types import EllipsisType
 
 import numpy as np
 import numpy.typing as npt
+
+from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,13 @@ function: F32 of -exp. Casting the weight to this type computes the function (re
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from reshard.errors import CheckpointError
 from reshard.geometry.functions import INVERTIBLE
+from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +11,7 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, contiguous_runs, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

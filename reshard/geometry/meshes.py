@@ -7,11 +7,11 @@ hold fewer elements or none. Source: torch/distributed/tensor/placement_types.py
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
+from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, row_major
@@ -14,6 +13,7 @@ from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Section, Sections
 from reshard.geometry.stored import StoredTensor
+from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,13 @@ A packing says which value a code of 4 or 8 bits stands for, and in which order 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from reshard.geometry.values import dataclass
 
 Block = npt.NDArray[Any]
 

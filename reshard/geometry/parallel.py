@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from reshard.errors import RequestError
+from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

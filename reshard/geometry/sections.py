@@ -7,7 +7,6 @@ patterns and the names. A Section object is made only on demand.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, overload
 
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.geometry.boxes import Box, contiguous_runs
+from reshard.geometry.values import dataclass
 
 Columns = npt.NDArray[np.int64]
 """Numbers, one row per box."""

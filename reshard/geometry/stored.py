@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
 
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import NO_SECTIONS, Section, Sections
+from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from reshard.adapter.dcp_reader import DcpFolder
@@ -14,6 +13,7 @@ from reshard.containers.zip_directory import Directory, Member, Range, payload, 
 from reshard.engine.pool import run_jobs
 from reshard.errors import CheckpointError
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 from reshard.health.findings import Finding, found, of_error
 from reshard.index.index import Index
 from reshard.storage.files import Files

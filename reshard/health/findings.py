@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 from reshard.errors import (
@@ -17,6 +16,7 @@ from reshard.errors import (
     check_word,
 )
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from reshard.engine.transfer import Block
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 from reshard.health.findings import Finding, found, of_error
 from reshard.index.index import Index, Kind, Tensor
 from reshard.index.name_parts import expert_of, is_scale, is_stacked_experts

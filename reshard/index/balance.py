@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from reshard.geometry.quantities import nbytes_text
+from reshard.geometry.values import dataclass
 from reshard.index.index import Index, Tensor
 from reshard.index.name_parts import layer_of
 from reshard.index.shards import PieceTable

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from reshard.geometry.values import dataclass
 from reshard.index.index import Tensor
 
 _NUMBER = re.compile(r"\d+")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Literal
 
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import F32, DType
 from reshard.geometry.extents import Piece
-from reshard.geometry.light_dataclass import light_dataclass
 from reshard.geometry.meshes import Distribution, Mesh
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 from reshard.index.shards import Shards
 from reshard.models.quantized import BlockShape, Component
 
@@ -32,7 +32,7 @@ KINDS: dict[Kind, str] = {
 }
 
 
-@light_dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
     """A canonical tensor and its pieces."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,7 @@ from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent, Piece
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns
+from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, eq=False)

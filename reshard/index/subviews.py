@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from reshard.geometry.extents import Extent
 from reshard.geometry.mosaics import Tile
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns, Section
+from reshard.geometry.values import dataclass
 from reshard.index.shards import PieceTable, Shards
 
 _NO_AXIS = -1

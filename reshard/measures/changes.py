@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ import numpy.typing as npt
 from reshard.engine.casts import cast
 from reshard.engine.transfer import Block
 from reshard.geometry.dtypes import BF16, F32, DType
+from reshard.geometry.values import dataclass
 from reshard.measures.statistics import LAYOUTS
 
 _STRIP = 1 << 17

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from reshard.engine.transfer import Block
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
+from reshard.geometry.values import dataclass
 
 _STRIP = 1 << 16
 # Elements of each block from which the shape of the distribution is taken.

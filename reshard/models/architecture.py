@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from reshard.errors import RequestError
+from reshard.geometry.values import dataclass
 from reshard.models.computation import Computation
 from reshard.models.config_values import value_at, whole_number
 from reshard.models.quirks import ModelQuirks

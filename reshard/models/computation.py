@@ -12,7 +12,9 @@ weights, and from config keys that all models share, is in the framework's own f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from itertools import groupby
 from sys import intern
@@ -20,8 +20,8 @@ from typing import Any
 
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
-from reshard.geometry.light_dataclass import light_dataclass
 from reshard.geometry.mosaics import Mosaic, joined
+from reshard.geometry.values import dataclass
 from reshard.models.architecture import Architecture, Dimension, LayerRule, Weight
 from reshard.models.config_values import entries, value_at, whole_number
 from reshard.models.quantization import quantization_of
@@ -30,7 +30,7 @@ from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import ROLES, Split
 
 
-@light_dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ModelWeight:
     """One tensor of one model."""
 
@@ -86,7 +86,7 @@ class LayerKind:
     """The weights of the first of them, in the model's order."""
 
 
-@light_dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """The part of a canonical tensor that has one role, viewed as an array [out features, in features] or [out features]."""
 

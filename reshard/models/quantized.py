@@ -19,12 +19,12 @@ import re
 import struct
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Literal
 
 from reshard.geometry.packed import Packing
+from reshard.geometry.values import dataclass
 
 # Weight elements per value along each axis of a weight [out, in]. None: one value for the whole axis.
 BlockShape = tuple[int | None, ...]

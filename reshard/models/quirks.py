@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from typing import Any
 
 from reshard.geometry.dtypes import DType
+from reshard.geometry.values import dataclass
 from reshard.models.roles import Split
 
 # The numbers of a version: (0, 32).

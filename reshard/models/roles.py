@@ -14,7 +14,8 @@ tensor. reshard/training/activations.py adds it up.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

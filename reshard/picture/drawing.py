@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
+from reshard.geometry.values import dataclass
 from reshard.picture.page import COLOURS, Html, element, escaped
 
 Span = tuple[float, float]

@@ -7,9 +7,10 @@ import base64
 import hashlib
 import html
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from reshard.errors import printable
+from reshard.geometry.values import dataclass
 
 _LONGEST = 200
 """Characters of a name that are shown."""

@@ -7,7 +7,7 @@ another one on demand, and its sections as columns. Framing, such as a pickle of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import overload
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from reshard.geometry.dtypes import DType
 from reshard.geometry.sections import Columns, Pattern, Sections
+from reshard.geometry.values import dataclass
 from reshard.plans.placed import FileSections, Literal, PlacedTensor
 
 

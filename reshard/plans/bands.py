@@ -14,10 +14,10 @@ from __future__ import annotations
 import heapq
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from reshard.errors import RequestError
+from reshard.geometry.values import dataclass
 
 if TYPE_CHECKING:
     from reshard.plans.plan import Route

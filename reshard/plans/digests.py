@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from blake3 import blake3
 
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ Like the bands (bands.py), the tasks follow from the plan alone, whatever the nu
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from reshard.geometry.values import dataclass
 
 if TYPE_CHECKING:
     from reshard.plans.plan import Plan

@@ -6,12 +6,13 @@ A format makes a layout from a Content and a Target. Nothing here reads or write
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from reshard.geometry.boxes import Box
 from reshard.geometry.meshes import chunk
 from reshard.geometry.parallel import ONE_RANK, Parallel
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 from reshard.plans.alike_files import AlikeTensors, FileForm
 from reshard.plans.placed import FileSections, Literal, PlacedTensor
 

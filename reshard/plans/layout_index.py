@@ -6,13 +6,14 @@ A plan for many ranks has a million sections. They are collected as columns and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 import numpy.typing as npt
 
 from reshard.geometry.dtypes import DType
 from reshard.geometry.sections import Columns, Pattern
+from reshard.geometry.values import dataclass
 from reshard.index.index import Constant, Index, RunFacts, StoredFile, Tensor
 from reshard.index.shards import Located, PieceTable, Shards
 from reshard.plans.layout import Layout, TargetFile

@@ -12,11 +12,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from reshard.errors import CheckpointError, ReshardError, UnsupportedError
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 from reshard.plans.digests import CURRENT, VERSIONS, DigestVersion, Hash, content_digest, is_digest
 from reshard.plans.fixed_bytes import Ranges
 from reshard.storage.files import Files, inside, read_range, read_whole

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from reshard.geometry.dtypes import DType
 from reshard.geometry.sections import Pattern
 from reshard.geometry.stored import StoredTensor
+from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, can_cast
-from reshard.geometry.light_dataclass import light_dataclass
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 from reshard.index.index import Index, Tensor
 from reshard.index.join import meetings
 from reshard.index.shards import PieceTable, primary_rows
@@ -31,7 +31,7 @@ from reshard.plans.target import Target
 from reshard.storage.files import Files
 
 
-@light_dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Route:
     """One canonical tensor in a plan: where it is read, and where it is written."""
 

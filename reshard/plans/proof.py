@@ -7,7 +7,6 @@ identity: it composes the plan with the index that the target's own reader makes
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +17,7 @@ from reshard.errors import ReshardError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns, Pattern, first_overlap
+from reshard.geometry.values import dataclass
 from reshard.index.coverage import check_all_covered, check_coverage
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards

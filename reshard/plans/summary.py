@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard.canonical.dequantization import quantized_families, quantized_names
 from reshard.canonical.lora import is_of_adapter
+from reshard.geometry.values import dataclass
 from reshard.index.index import Index, Tensor, element_count
 
 if TYPE_CHECKING:

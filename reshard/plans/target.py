@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from reshard.canonical.globs import matches
 from reshard.geometry.dtypes import DType
 from reshard.geometry.parallel import ONE_RANK, Parallel
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 from reshard.index.index import Tensor
 
 

@@ -12,10 +12,9 @@ Without such a file, a checkpoint counts as complete when nothing has changed in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from reshard.adapter.save_folders import step_of
 from reshard.errors import ReshardError
+from reshard.geometry.values import dataclass
 from reshard.plans.manifest import MANIFEST
 from reshard.storage.files import Files, read_whole
 from reshard.storage.staging import WORK_FOLDER

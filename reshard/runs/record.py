@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from typing import Any
 
+from reshard.geometry.values import dataclass
 from reshard.runs.outputs import Outputs
 from reshard.runs.steps import Step
 from reshard.storage.local_path import absolute_place

@@ -15,11 +15,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from reshard.adapter import registry
 from reshard.adapter.save_folders import step_of
 from reshard.errors import RequestError, ReshardError
+from reshard.geometry.values import dataclass
 from reshard.runs.completeness import Completeness, completeness
 from reshard.storage.files import Files
 from reshard.storage.folder_files import FolderFiles

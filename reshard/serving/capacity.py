@@ -12,7 +12,7 @@ the number of experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from reshard.geometry.parallel import Parallel, stage_layers
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns
 from reshard.geometry.stored import StoredTensor
+from reshard.geometry.values import dataclass
 from reshard.models.model import Model
 from reshard.picture.drawing import in_notebook
 from reshard.serving import kv_cache

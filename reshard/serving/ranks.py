@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from sys import intern
 
@@ -17,6 +17,7 @@ from reshard.geometry.mosaics import Mosaic, joined, stacked
 from reshard.geometry.parallel import Parallel, stage_layers
 from reshard.geometry.sections import Sections
 from reshard.geometry.stored import StoredTensor, constant
+from reshard.geometry.values import dataclass
 from reshard.models.model import LayerKind, Model, Part
 from reshard.models.quantized import Component
 from reshard.models.splits import shard

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import lru_cache
 
 from reshard.geometry.dtypes import DType
+from reshard.geometry.values import dataclass
 from reshard.models.model import Model, Part
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import Split

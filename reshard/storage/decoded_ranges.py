@@ -10,10 +10,11 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol
 
 from reshard.errors import CheckpointError
+from reshard.geometry.values import dataclass
 from reshard.storage.system_calls import open_files_at_once, read_at, system_errors
 
 Read = Callable[[str, int, memoryview], None]

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from reshard.errors import CheckpointError, RequestError, SystemRefusal, printable
+from reshard.geometry.values import dataclass
 
 if TYPE_CHECKING:
     from urllib.request import OpenerDirector

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
 from reshard.errors import check_word
+from reshard.geometry.values import dataclass
 from reshard.models.model import Model, Part
 from reshard.models.roles import ROLES
 

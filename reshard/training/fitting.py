@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.errors import RequestError
+from reshard.geometry.values import dataclass
 from reshard.training.schedules import Schedule
 
 if TYPE_CHECKING:

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from reshard.errors import RequestError, check_word
 from reshard.geometry.parallel import ONE_RANK, Parallel
+from reshard.geometry.values import dataclass
 from reshard.models.model import Model
 from reshard.picture.drawing import in_notebook
 from reshard.training import collectives

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from reshard.errors import RequestError
 from reshard.geometry.parallel import Parallel, stage_layers
+from reshard.geometry.values import dataclass
 from reshard.models.model import Model, Part
 from reshard.models.roles import Heads, Split, Vocabulary
 from reshard.models.splits import SplitRules, cut_of, problem

@@ -16,10 +16,10 @@ get_pp_rank_microbatches in megatron-core 0.16.1 (core/pipeline_parallel/schedul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fractions import Fraction
 
 from reshard.errors import RequestError, check_word
+from reshard.geometry.values import dataclass
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 

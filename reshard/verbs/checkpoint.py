@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -34,6 +34,7 @@ from reshard.engine.one_save import check_copied_files, check_steps
 from reshard.errors import CheckpointError, RequestError, UnexpectedContentError
 from reshard.geometry.quantities import plural
 from reshard.geometry.stored import whole
+from reshard.geometry.values import dataclass
 from reshard.index.coverage import check_index
 from reshard.index.fold import Fold, fold
 from reshard.index.index import Index, Tensor

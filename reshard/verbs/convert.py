@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
@@ -20,6 +19,7 @@ from reshard.engine.record import Provenance
 from reshard.engine.run import Conversion, recorded_fingerprint
 from reshard.errors import RequestError, TargetError, TargetInUse, check_word
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 from reshard.plans.digests import Fingerprint
 from reshard.plans.manifest import MANIFEST, RECORDS
 from reshard.plans.plan import Plan

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Unpack
 
 from reshard.canonical.content import Selection
 from reshard.engine.compare import Comparison, Difference, Side, comparable
 from reshard.errors import RequestError, choices
+from reshard.geometry.values import dataclass
 from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.changes import Change, ChangeMeter, sum_of
 from reshard.measures.walk import Read, walk

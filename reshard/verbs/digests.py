@@ -4,7 +4,7 @@ answers."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Unpack
 
 from reshard.adapter import registry
@@ -15,6 +15,7 @@ from reshard.engine.pool import run_jobs, workers_within
 from reshard.engine.views import LazyTensor, View
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 from reshard.plans.plan import Plan
 from reshard.verbs.checkpoint import Checkpoint
 from reshard.verbs.plan import plan

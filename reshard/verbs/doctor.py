@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Unpack
 
 from reshard.adapter.format import Format
@@ -15,6 +15,7 @@ from reshard.engine.one_save import check_copied_files, check_steps
 from reshard.engine.pool import workers_within
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 from reshard.health import distributions, elements, experts, files, movement, optimizer, quantized, structure, values
 from reshard.health.findings import SEVERITIES, Finding, Report, found, of_error, sorted_findings
 from reshard.health.values import Measured

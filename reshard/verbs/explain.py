@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Unpack
 
 import numpy as np
@@ -15,6 +15,7 @@ from reshard.engine.compare import Side
 from reshard.engine.views import LazyTensor, View
 from reshard.geometry.quantities import plural
 from reshard.geometry.stored import whole
+from reshard.geometry.values import dataclass
 from reshard.index.fold import folded_name, name_pattern
 from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.mistakes import column_mistake, row_mistake, shape_mistake, stale_part, value_mistakes

@@ -11,13 +11,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from reshard.engine.events import event
 from reshard.engine.journal import Unfinished, read_journal
 from reshard.errors import RequestError, ReshardError
+from reshard.geometry.values import dataclass
 from reshard.storage.local_path import existing_path
 from reshard.storage.lock import Lock, is_locked
 from reshard.storage.staging import JOURNAL, LOCK, WORK_FOLDER, Staging

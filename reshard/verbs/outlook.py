@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.adapter import registry
@@ -10,6 +9,7 @@ from reshard.adapter.serving_format import ServingFormat
 from reshard.canonical.content import Content, check_against_model
 from reshard.errors import ReshardError
 from reshard.geometry.parallel import Parallel
+from reshard.geometry.values import dataclass
 from reshard.models.model import Model
 from reshard.plans.target import Target
 from reshard.serving.legality import check_degrees

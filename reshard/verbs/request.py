@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal, TypedDict, TypeVar
 
 from reshard.adapter import registry
@@ -20,6 +20,7 @@ from reshard.errors import RequestError, choices, nearest
 from reshard.geometry import dtypes
 from reshard.geometry.dtypes import DType
 from reshard.geometry.parallel import Parallel
+from reshard.geometry.values import dataclass
 from reshard.models.architecture import Architecture
 
 PathLike = str | os.PathLike[str]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Unpack
 
 from reshard.canonical.content import Selection
 from reshard.canonical.globs import as_globs, check_globs, matches
 from reshard.geometry.boxes import blocks
+from reshard.geometry.values import dataclass
 from reshard.index.index import Tensor
 from reshard.measures.distribution import ValueDistribution, measure_distribution
 from reshard.measures.walk import Read, walk

@@ -6,12 +6,13 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Unpack
 
 from reshard.engine.events import event
 from reshard.errors import DifferenceFound, RequestError, ReshardError, UnsupportedError
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 from reshard.runs.local_outputs import LocalOutputs
 from reshard.runs.outputs import LATEST, Outputs
 from reshard.runs.record import WatchRecord

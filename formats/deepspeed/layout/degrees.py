@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

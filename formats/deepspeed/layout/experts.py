@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
+from reshard.geometry.values import dataclass
 from reshard.index.shards import Shards, concatenated
 
 from .states import ModelStates, OptimizerStates, Parameters, Shape

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from reshard.errors import CheckpointError
+from reshard.geometry.values import dataclass
 
 from .states import Parameters, Shape
 

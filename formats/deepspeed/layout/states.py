@@ -7,7 +7,7 @@ missing, since older versions lack many. Measured on DeepSpeed 0.14.5, 0.16.9 an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from reshard.adapter.state_dicts import flat
@@ -16,6 +16,7 @@ from reshard.containers.alike_files import Move
 from reshard.containers.inert_pickle import DTypeName, Inert, shown
 from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
 from reshard.errors import CheckpointError
+from reshard.geometry.values import dataclass
 
 Shape = tuple[int, ...]
 # Names and shapes, in the order of a flat buffer.

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from reshard.adapter.save_folders import the_one_save
 from reshard.errors import CheckpointError
+from reshard.geometry.values import dataclass
 from reshard.storage.files import Files
 
 _LATEST, _SCRIPT = "latest", "zero_to_fp32.py"

@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
+from reshard.geometry.values import dataclass
 
 from .affine_map import Move, attributes, described_moves, described_shape
 from .states import Shape

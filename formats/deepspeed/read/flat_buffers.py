@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
@@ -15,6 +14,7 @@ from reshard.geometry.boxes import flat_boxes, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent
 from reshard.geometry.sections import Columns
+from reshard.geometry.values import dataclass
 from reshard.index.shards import PieceTable, Shards
 
 from ..layout.partitions import FlatSlice, zero3_slice

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from reshard.canonical.optimizer_state import state_kind
 from reshard.containers.torch_zip import AnyTensor, Locations
 from reshard.geometry.dtypes import DType
+from reshard.geometry.values import dataclass
 from reshard.index.index import Kind, ParamGroup, Tensor
 from reshard.index.shards import Shards
 

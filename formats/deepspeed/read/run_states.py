@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from reshard.containers import torch_zip
 from reshard.containers.alike_files import EqualFiles, Move
 from reshard.containers.torch_zip import AnyTensor, LocatedTensor, is_plain_tensor
 from reshard.errors import IncompleteError, MixedSaves
+from reshard.geometry.values import dataclass
 from reshard.storage.files import Files
 
 from ..layout.states import ModelStates, OptimizerStates, Shape, model_states, optimizer_states

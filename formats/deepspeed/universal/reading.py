@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
@@ -22,6 +22,7 @@ from reshard.canonical.optimizer_state import plain_settings
 from reshard.containers import torch_zip
 from reshard.containers.torch_zip import Locations, is_plain_tensor
 from reshard.errors import CheckpointError, MissingFile
+from reshard.geometry.values import dataclass
 from reshard.index.index import Index, ParamGroup
 from reshard.storage.files import Files
 

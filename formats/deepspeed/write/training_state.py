@@ -4,7 +4,6 @@ the run's counters."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from reshard.canonical.content import Content
@@ -12,6 +11,7 @@ from reshard.canonical.optimizer_state import is_plain, parameter_and_kind
 from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.dtypes import DType, from_torch
+from reshard.geometry.values import dataclass
 from reshard.index.index import ParamGroup, Tensor
 from reshard.plans.target import Target
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from reshard.adapter.model_files import ModelFiles
@@ -22,6 +21,7 @@ from reshard.geometry.boxes import Box, flat_boxes, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.sections import Section, Sections
 from reshard.geometry.stored import StoredTensor
+from reshard.geometry.values import dataclass
 from reshard.index.index import ParamGroup
 from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.target import Target

@@ -7,10 +7,10 @@ every stage, and so on. Within a chunk the layers are numbered from 0.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from reshard.errors import RequestError
 from reshard.geometry.mosaics import Mosaic
+from reshard.geometry.values import dataclass
 
 from .layer_spec import CORE_ATTENTION, LayerSpec
 from .parallel_sizes import ParallelSizes, StageRank

@@ -13,7 +13,8 @@ Source: megatron/core/distributed/param_and_grad_buffer.py and optimizer/distrib
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from reshard.geometry.values import dataclass
 
 _ALIGNMENT = 64
 BUFFER_KINDS = {"param": "master_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
+
+from reshard.geometry.values import dataclass
 
 from .tensors import Tensors
 

@@ -7,8 +7,10 @@ layers are stacked along the tensor's first axis and the experts along the secon
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
+
+from reshard.geometry.values import dataclass
 
 from .tensors import local_spec_name
 

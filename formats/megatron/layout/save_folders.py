@@ -17,10 +17,10 @@ connectors.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from reshard.adapter.save_folders import the_one_save
 from reshard.errors import CheckpointError
+from reshard.geometry.values import dataclass
 from reshard.storage.files import Files, read_whole
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
 from reshard.geometry.mosaics import Mosaic, joined, stacked
+from reshard.geometry.values import dataclass
 from reshard.models.computation import Computation
 from reshard.models.model import Model, Part, numbered
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.mosaics import Mosaic
+from reshard.geometry.values import dataclass
 
 from ..layout.names import ParsedName, parse_name
 from ..layout.parallel_sizes import ParallelSizes

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from reshard.canonical.optimizer_state import plain_settings
 from reshard.containers.torch_zip import LocatedTensor
 from reshard.geometry.boxes import Box
 from reshard.geometry.extents import Extent, Piece
+from reshard.geometry.values import dataclass
 from reshard.index.index import ParamGroup, Tensor
 from reshard.index.shards import Shards
 from reshard.models.model import Model, Part

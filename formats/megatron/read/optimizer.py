@@ -10,7 +10,6 @@ Source: megatron/core/optimizer/{__init__,optimizer,distrib_optimizer}.py of 0.1
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from reshard.canonical.optimizer_state import plain_settings, state_kind
@@ -19,6 +18,7 @@ from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import row_major
+from reshard.geometry.values import dataclass
 from reshard.index.index import Kind, ParamGroup
 from reshard.storage.files import Files
 

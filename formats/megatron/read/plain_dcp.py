@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from reshard.canonical.optimizer_state import plain_settings, state_kind
 from reshard.containers.dcp_metadata import TensorItem
+from reshard.geometry.values import dataclass
 from reshard.index.index import ParamGroup, Tensor
 
 from ..layout.arguments import Args

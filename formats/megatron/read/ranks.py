@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from reshard.adapter.state_dicts import flat
@@ -11,6 +11,7 @@ from reshard.containers import torch_zip
 from reshard.containers.inert_pickle import shown
 from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
 from reshard.errors import CheckpointError, IncompleteError, MissingFile, MixedSaves
+from reshard.geometry.values import dataclass
 from reshard.storage.files import Files
 
 from ..layout.arguments import MODEL_ARGS, Args, parallel_size, plain_args

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from reshard.adapter.format import Hints
 from reshard.errors import CheckpointError, IncompleteError
+from reshard.geometry.values import dataclass
 from reshard.index.index import Tensor
 from reshard.models.lookup import find_model, known_model_types, model_type_of
 from reshard.models.model import Model

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.extents import Extent
+from reshard.geometry.values import dataclass
 from reshard.index.index import StoredFile
 from reshard.index.shards import PieceTable, Shards
 from reshard.storage.files import Files, read_whole

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from reshard.adapter.dcp_writer import DcpFile, written_metadata
@@ -25,6 +24,7 @@ from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.torch_writer import TorchFile
 from reshard.canonical.content import Content
 from reshard.geometry.mosaics import Mosaic
+from reshard.geometry.values import dataclass
 from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.target import Target
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from reshard.adapter.model_files import ModelFiles
@@ -24,6 +23,7 @@ from reshard.geometry.dtypes import DType
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.sections import Section, Sections
 from reshard.geometry.stored import StoredTensor
+from reshard.geometry.values import dataclass
 from reshard.plans.layout import Layout, TargetFile
 from reshard.plans.target import Target
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +13,7 @@ from reshard.containers.pickle_writer import Call
 from reshard.errors import RequestError
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.stored import step_count
+from reshard.geometry.values import dataclass
 
 _STEP = "step"
 # Settings that torch's Adam and Transformer Engine's look for in a param group. They stand in for what the source's groups lack;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 from reshard.models.model import Model
 from reshard.plans.layout import Sidecar
 from reshard.plans.target import Target

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.engine.events import event
@@ -25,6 +24,7 @@ from reshard.engine.run import (
 from reshard.errors import TargetError, TargetInUse
 from reshard.geometry.boxes import blocks
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 from reshard.plans.bands import Band
 from reshard.plans.plan import Plan
 from reshard.storage.lock import is_locked

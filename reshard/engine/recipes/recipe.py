@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from reshard.engine.casts import Block, cast
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import BF16, F32, DType
+from reshard.geometry.values import dataclass
 
 # Columns of a tile: its float32 values stay in a processor's cache.
 COLUMNS = 2048

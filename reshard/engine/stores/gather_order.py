@@ -11,7 +11,6 @@ positions that are far apart (a table that the first and the last stage hold) ar
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from reshard.engine.transfer import Pieces
 from reshard.engine.values import Values
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.sections import Columns
+from reshard.geometry.values import dataclass
 from reshard.plans.file_tasks import files_sharing_tensors
 from reshard.plans.layout import TargetFile
 from reshard.plans.plan import Plan, Route

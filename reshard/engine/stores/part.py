@@ -11,7 +11,6 @@ that complete the target, one creates the manifest, and the other finds it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 from reshard.engine.events import event
 from reshard.engine.parts.shared import SharedConversion
@@ -22,6 +21,7 @@ from reshard.engine.stores.gather import Budget, Gather, gather_workers
 from reshard.engine.stores.store_target import StoreTarget
 from reshard.errors import CheckpointError, TargetError
 from reshard.geometry.quantities import plural
+from reshard.geometry.values import dataclass
 from reshard.plans.file_tasks import FileTask, file_tasks
 from reshard.plans.plan import Plan
 from reshard.storage.stores.store import Store

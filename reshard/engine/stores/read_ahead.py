@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,6 +18,7 @@ from reshard.engine.transfer import FileRange, Pieces
 from reshard.engine.values import Values
 from reshard.errors import ReshardError
 from reshard.geometry.boxes import Box
+from reshard.geometry.values import dataclass
 
 if TYPE_CHECKING:
     from reshard.storage.files import Files

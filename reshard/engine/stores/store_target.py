@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from reshard.engine.journal import BlockKey, JournalHeader
 from reshard.errors import CheckpointError, TargetError
+from reshard.geometry.values import dataclass
 from reshard.plans.layout import Layout
 from reshard.plans.manifest import CHECKSUMS, DIGESTS, MANIFEST, Manifest, listed_files, usable_manifest
 from reshard.storage.files import Files, read_whole

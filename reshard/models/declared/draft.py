@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import RequestError
+from reshard.geometry.values import dataclass
 from reshard.models.architecture import Architecture, Dimension, Weight
 from reshard.models.declared.reader import LANGUAGE, UNKNOWN
 from reshard.models.declared.relatives import Relative, nearest

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import RequestError
+from reshard.geometry.values import dataclass
 from reshard.models.architecture import Dimension
 from reshard.models.declared.yaml_data import Document, Path
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import RequestError
+from reshard.geometry.values import dataclass
 from reshard.models.architecture import Architecture
 from reshard.models.declared.stored_weights import Shape, StoredWeight
 from reshard.models.model import Model

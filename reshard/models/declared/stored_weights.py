@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from reshard.geometry.values import dataclass
 
 Shape = tuple[int, ...]
 _EXPERT = re.compile(r"(?<=experts)\.\d+\.|(?<=expert)\.\d+\.")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
+from reshard.geometry.values import dataclass
 from reshard.models.architecture import Dimension, Weight
 from reshard.models.declared.node import Node, expression
 from reshard.models.roles import DECLARED_ROLES, ROLES, Column, FirstRank, Heads, Replicate, Row, Split, Vocabulary

@@ -9,10 +9,10 @@ The parser is libyaml, which PyYAML's wheels contain, or else PyYAML's own, whic
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import RequestError
+from reshard.geometry.values import dataclass
 
 if TYPE_CHECKING:
     import yaml

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
@@ -17,6 +16,7 @@ from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.mosaics import Mosaic, Tile
 from reshard.geometry.parallel import Parallel
 from reshard.geometry.stored import StoredTensor, constant
+from reshard.geometry.values import dataclass
 from reshard.serving.learned.numbers import Number
 
 Ranges = tuple[tuple[int, ...], ...]

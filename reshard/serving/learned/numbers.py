@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
+
+from reshard.geometry.values import dataclass
 
 TpRank = tuple[int, int]
 """A tensor-parallel size and a rank: (tp, tp_rank)."""

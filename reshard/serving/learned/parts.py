@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from reshard.geometry.dtypes import DType, from_torch
+from reshard.geometry.values import dataclass
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
+from reshard.geometry.values import dataclass
 from reshard.storage.stores.store import CheckedUpload, Entry, Store
 
 SMALLEST_PART = 8 << 20

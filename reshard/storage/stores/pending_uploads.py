@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import SystemRefusal, UnsupportedError
+from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

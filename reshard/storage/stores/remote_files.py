@@ -14,10 +14,10 @@ import threading
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import RequestError, TruncatedFile
+from reshard.geometry.values import dataclass
 from reshard.storage.decoded_ranges import DecodedRanges
 from reshard.storage.files import missing, read_each_run
 from reshard.storage.stores.similar_files import SimilarFiles

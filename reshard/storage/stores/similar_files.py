@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
+from reshard.geometry.values import dataclass
 from reshard.storage.stores.store import Entry
 
 END = 64 << 10

@@ -14,10 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from reshard.errors import CheckpointError, ReshardError, SystemRefusal, TargetError
+from reshard.geometry.values import dataclass
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
