@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor, LocatedTensor
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.boxes import Box, flat_boxes, row_major
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.sections import Section
@@ -60,6 +60,16 @@ def wrong_shape(array: Mosaic, stored_shape: Shape, where: str) -> CheckpointErr
         where=where,
         why="The settings, or the config given with --model, belong to another model, or the file belongs to another save",
         do="Give the config that this model was trained with by --model DIR",
+    )
+
+
+def shared_expert(where: str) -> UnsupportedError:
+    """The error for an adapter of an expert that tensor-parallel ranks share."""
+    return UnsupportedError(
+        "tensor-parallel ranks shared the adapter of this expert",
+        where=where,
+        why="Megatron Bridge 0.3.1 computes something else than the product of the two factors there",
+        do="Train experts whole on each rank (expert tensor-parallel size 1), or leave the experts out",
     )
 
 
