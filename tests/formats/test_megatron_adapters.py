@@ -107,6 +107,17 @@ def test_an_adapter_that_experts_share_is_refused():
         RunModel(None, {}).with_adapters([("mlp.experts.linear_fc1.adapter.linear_out.weight", (2, 24, 4))])
 
 
+@pytest.mark.parametrize("name", ["adapter.weight_magnitude", "adapter.linear_no.weight"])
+def test_an_unknown_part_of_an_adapter_is_refused(name, tmp_path):
+    """Such as the magnitude vector of DoRA, without which B x A is not the update."""
+    shutil.copytree(FIXTURES / "megatron_lora" / "qwen3-moe-legacy", tmp_path / "case")
+    old = b"linear_qkv.adapter.linear_in.weight"
+    for path in (tmp_path / "case" / "checkpoint").rglob("model_optim_rng.pt"):
+        path.write_bytes(path.read_bytes().replace(old, f"linear_qkv.{name}".encode().ljust(len(old), b"_")))
+    with pytest.raises(UnsupportedError, match="a part of an adapter that reshard does not read"):
+        open_case(tmp_path / "case")
+
+
 def test_half_an_adapter_is_incomplete(tmp_path):
     shutil.copytree(FIXTURES / "megatron_lora" / "qwen3-moe-legacy", tmp_path / "case")
     for path in (tmp_path / "case" / "checkpoint").rglob("model_optim_rng.pt"):

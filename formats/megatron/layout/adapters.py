@@ -1,4 +1,4 @@
-"""LoRA adapters as Megatron Bridge and NeMo store them, beside the linear layers that they adapt.
+"""LoRA adapters as Megatron Bridge stores them (and NeMo, which was not run), beside the linear layers that they adapt.
 
     <linear>.adapter.linear_in.weight             [r, in]   A, cut as <linear>.weight in row-parallel layers, along axis 0 in others
     <linear>.adapter.linear_out.weight            [out, r]  B, cut along axis 0, its rows in the order of those of <linear>.weight
@@ -25,7 +25,8 @@ from reshard.geometry.mosaics import Mosaic, Tile, joined
 
 from .tensors import MegatronModel, MegatronTensor, Tensors
 
-_NAME = re.compile(r"((.+)\.adapter(?:\.adapter_(q|k|v|gate|up))?)\.linear_(in|out)\.weight")
+# Of the layers that were compared.
+_NAME = re.compile(r"(((?:.+\.)?linear_(?:qkv|proj|fc1|fc2))\.adapter(?:\.adapter_(q|k|v|gate|up))?)\.linear_(in|out)\.weight")
 # The projections that the adapters of CanonicalLoRA belong to, in the order of the fused weight.
 _PROJECTIONS = (("q", "k", "v"), ("gate", "up"))
 

@@ -19,9 +19,16 @@ Shape = tuple[int, ...]
 
 
 def named_tensor(tensors: Tensors, name: str, where: str) -> MegatronTensor:
-    """The tensor of that name. Raises CheckpointError if there is none."""
+    """The tensor of that name. Raises CheckpointError if there is none, UnsupportedError for an unknown part of an adapter."""
     if name in tensors:
         return tensors[name]
+    if ".adapter." in name:
+        raise UnsupportedError(
+            "it is a part of an adapter that reshard does not read",
+            where=where,
+            why="Read are both factors of LoRA beside linear_qkv, linear_proj, linear_fc1 and linear_fc2",
+            do="Merge the adapter with the program that trained it, then convert the result",
+        )
     raise CheckpointError(
         "the model that the run's settings describe has no such tensor",
         where=where,
