@@ -129,10 +129,11 @@ class LayerRule:
     def among(self, config: Mapping[str, Any], layers: int) -> frozenset[int]:
         """The indices of the layers of the set in a model with `layers` layers. Raises RequestError if a value has the wrong type.
 
-        A layer beyond the end of the list, as for multi-token prediction, is like the last one of the list.
+        A layer beyond the end of the list, as for multi-token prediction, is like the last one of the list. An empty list counts as none
+        where a step says the same, as in transformers.
         """
         listed = next((value for key in self.keys if (value := config.get(key)) is not None), None)
-        if listed is not None:
+        if listed is not None and not (listed == [] and self.step):
             if not isinstance(listed, list | tuple | str) or not listed:
                 raise RequestError(f"config.json gives {listed!r} for {self.keys[0]}; a list is expected", why="It says what each layer is")
             return frozenset(layer for layer in range(layers) if listed[min(layer, len(listed) - 1)] in self.entries)

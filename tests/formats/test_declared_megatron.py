@@ -127,6 +127,9 @@ def changed(model, changes, to):
         ("stablelm", {"use_parallel_residual": True}, "sets use_parallel_residual to True"),
         ("arcee", {"hidden_act": "silu"}, "without a gate whose activation is 'silu'"),
         ("seed_oss", {"hidden_act": "gelu"}, "with a gate whose activation is 'gelu'"),
+        ("llama4_text", {"use_qk_norm": True}, "sets use_qk_norm to True"),
+        ("llama4_text", {"use_qk_norm": None}, "sets use_qk_norm to True"),
+        ("llama4_text", {"attention_chunk_size": 4}, "sets attention_chunk_size to 4"),
         ("deepseek_v2", {"topk_group": 1}, "by their 2 best scores, the model by 1"),
         ("gpt_oss", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 2.0}}, "attention_factor"),
     ],
@@ -138,6 +141,23 @@ def test_what_megatron_would_compute_otherwise_is_refused(hub, changes, reason, 
         reshard.plan(model, to="megatron", etp=1)
 
 
+@pytest.mark.parametrize("model_type", ["llama4_text", "smollm3"])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"no_rope_layers": [1, 0, 1, 1]}, [0, 1, 0, 0]),
+        ({"no_rope_layers": None}, [0, 0, 0, 1]),
+        ({"no_rope_layer_interval": 2}, [0, 1, 0, 1]),
+        ({"no_rope_layers": []}, [0, 0, 0, 1]),
+    ],
+)
+def test_a_config_says_which_layers_have_no_rotary_positions_by_a_list_or_an_interval(model_type, given, expected):
+    config = json.loads(REFERENCES[model_type].read_text())["config"]
+    named = {key: value for key, value in config.items() if key not in ("no_rope_layers", "no_rope_layer_interval")}
+    model = find_model(named | {"num_hidden_layers": 4} | given)
+    assert import_module("reshard.formats.megatron.layout.settings").model_settings(model)["no_rope_freq"] == expected
+
+
 @pytest.mark.parametrize("hub", ["gpt_oss"], indirect=True)
 def test_experts_with_biases_are_not_shared_by_ranks(hub):
     with pytest.raises(RequestError, match="Add --etp 1"):
@@ -146,7 +166,7 @@ def test_experts_with_biases_are_not_shared_by_ranks(hub):
         reshard.plan(hub[0], to="megatron", experts="grouped")
 
 
-@pytest.mark.parametrize("hub", ["glm", "glm4_moe", "gpt_oss", "nemotron_h", "qwen3_next", "smollm3"], indirect=True)
+@pytest.mark.parametrize("hub", ["glm", "glm4_moe", "gpt_oss", "llama4_text", "nemotron_h", "qwen3_next", "smollm3"], indirect=True)
 def test_a_run_that_its_settings_do_not_describe_needs_its_config(hub, tmp_path):
     reshard.convert(reshard.plan(hub[0], to="megatron"), tmp_path / "out")
     for companion in ("config.json", "reshard.json"):

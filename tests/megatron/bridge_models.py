@@ -1,33 +1,15 @@
-"""Models that Megatron Bridge builds of Megatron-Core's layers and some of its own: Gemma's.
-
-Its modules are loaded alone. The packages around them would import all of the library, and with it CUDA.
-"""
+"""Models that Megatron Bridge builds of Megatron-Core's layers and some of its own: Gemma's."""
 
 from __future__ import annotations
 
-import importlib
-import sys
-import types
 from argparse import Namespace
-from pathlib import Path
 
-import megatron.core
 import torch
+from bridge import module  # fixtures/megatron/bridge.py
 from megatron.core.activations import fast_gelu
 from megatron.core.models.gpt import gpt_layer_specs
 
 MODELS = ("gemma", "gemma2")
-
-
-def module(name: str) -> types.ModuleType:
-    """A module of megatron.bridge, by the rest of its name."""
-    folder = Path(megatron.core.__file__).parents[1] / "bridge"
-    for package in ("", ".models", ".models.gemma", ".peft", ".utils"):
-        made = sys.modules.setdefault(f"megatron.bridge{package}", types.ModuleType(f"megatron.bridge{package}"))
-        made.__path__ = [str(folder / package.removeprefix(".").replace(".", "/"))]
-    provider = sys.modules.setdefault("megatron.bridge.models.gpt_provider", types.ModuleType("gpt_provider"))
-    provider.GPTModelProvider = type("GPTModelProvider", (), {})
-    return importlib.import_module(f"megatron.bridge.{name}")
 
 
 def configure(config: object, args: Namespace) -> None:

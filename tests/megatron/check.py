@@ -134,6 +134,7 @@ DECLARED = {
             "glm4_moe-mtp",
             "glm4_moe_lite",
             "hy_v3",
+            "llama4_text",
             "nemotron_h",
             "qwen3_5_moe_text",
             "qwen3_next",

@@ -71,6 +71,9 @@ SIZES: dict[str, dict[str, object]] = {
     | {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_shared_experts": 1}
     | {"router_scaling_factor": 1.5, "mlp_layer_types": ["dense", "sparse"], "first_k_dense_replace": 1},
     "jais2": COMMON,
+    "llama4_text": COMMON
+    | {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "moe_layers": None, "intermediate_size": 12}
+    | {"intermediate_size_mlp": 20, "no_rope_layers": [1, 0], "use_qk_norm": False, "rope_parameters": ROPE},
     "mistral": COMMON | {"sliding_window": 5},
     "nemotron_h": COMMON
     | {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "num_hidden_layers": 4}

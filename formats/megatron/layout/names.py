@@ -81,7 +81,9 @@ _OLD_NAMES = {
 }
 _STACKED_KEY = re.compile(r"decoder\.layers\.(?!\d+\.)(.*)")
 _NUMBERED_KEY = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?(.*)")
-_EXPERT_KEY = re.compile(r"mlp\.experts\.(?:(?:local_)?experts\.)?(?:(?P<expert>\d+)\.)?(?P<name>linear_fc[12]\.(?:weight|bias))")
+_EXPERT_KEY = re.compile(
+    r"mlp\.experts\.(?:(?:local_)?experts\.)?(?:(?P<expert>\d+)\.)?(?P<name>linear_fc[12]\.(?:adapter\..*)?(?:weight|bias))"
+)
 _SEGMENT_KEY = re.compile(r"(.*\.(?:in_proj|conv1d)\.(?:weight|bias))\.([A-Za-z]+)")
 _HALF_KEY = re.compile(r"(.*linear_fc1\.(?:weight|bias))_(w|v)")
 

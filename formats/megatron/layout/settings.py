@@ -100,6 +100,7 @@ _OF_COMPUTATION = (
     "no_rope_freq",
     "quick_geglu",
     "qk_l2_norm",
+    "moe_apply_probs_on_input",
 )
 
 

@@ -241,7 +241,7 @@ class MegatronModel:
     """A model's tensors under Megatron's names. Layers are numbered through the whole model."""
 
     def __init__(self, model: Model, padded_vocab: int, qkv_order: QkvOrder = "by_group") -> None:
-        self.model, self._padded_vocab, self._qkv_order = model, padded_vocab, qkv_order
+        self.model, self.padded_vocab, self.qkv_order = model, padded_vocab, qkv_order
         self._kind_of = {layer: kind for kind in model.layer_kinds for layer in kind.layers}
         # By the first layer of a kind (None: outside of the layers), then by expert.
         self._parts: dict[int | None, dict[int | None, list[Part]]] = {}
@@ -249,7 +249,7 @@ class MegatronModel:
         self._experts_alike: dict[int, list[int]] = {}
 
     def __repr__(self) -> str:
-        return f"<Megatron's {self.model.architecture.model_type} model: {self.layers} layers, vocabulary padded to {self._padded_vocab}>"
+        return f"<Megatron's {self.model.architecture.model_type} model: {self.layers} layers, vocabulary padded to {self.padded_vocab}>"
 
     @property
     def layers(self) -> int:
@@ -284,6 +284,16 @@ class MegatronModel:
         roles = {name: weight.role for name, weight in self.model.weights.items()}
         return {name: computation.values[role] for name, role in roles.items() if role in computation.values}
 
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The global shape of each canonical tensor."""
+        return {name: weight.shape for name, weight in self.model.weights.items()}
+
+    def name_in(self, name: str, layer: int | None, expert: int | None) -> str:
+        """The name that a canonical tensor of a layer or expert has in another one. expert: None for the same."""
+        weight = self.model.weights[name]
+        return numbered(weight.pattern, layer, weight.expert if expert is None else expert)
+
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has routed experts."""
         return layer in self.model.sparse_layers
@@ -295,7 +305,7 @@ class MegatronModel:
         for name in (EMBEDDING, HEAD):
             if name in tensors:
                 (block,) = tensors[name].blocks
-                tensors[name] = MegatronTensor((block.padded(0, self._padded_vocab),), 0)
+                tensors[name] = MegatronTensor((block.padded(0, self.padded_vocab),), 0)
         if self.model.is_tied:
             tensors[HEAD] = tensors[EMBEDDING]
         return tensors
@@ -335,7 +345,7 @@ class MegatronModel:
         """What experts that are alike share."""
         return tuple(
             (name, block.shape, tuple((self.model.weights[tile.name].pattern, tile.box, tile.at, tile.axes) for tile in block.tiles))
-            for name, tensor in self.expert(layer, expert).items()
+            for name, tensor in self._tensors(_EXPERT, layer, expert).items()
             for block in tensor.blocks
         )
 
@@ -347,9 +357,8 @@ class MegatronModel:
             if layer == first:
                 self._cache[key] = self._apply(rules, self._parts_in(layer).get(expert, ()))
             else:
-                weights = self.model.weights
                 self._cache[key] = {
-                    name: tensor.renamed(lambda own: numbered(weights[own].pattern, layer, weights[own].expert))
+                    name: tensor.renamed(lambda own: self.name_in(own, layer, None))
                     for name, tensor in self._tensors(rules, first, expert).items()
                 }
         return self._cache[key]
@@ -383,9 +392,9 @@ class MegatronModel:
         return tensors
 
     def _fused_qkv(self, projections: tuple[Mosaic, ...]) -> tuple[Mosaic, ...]:
-        if self._qkv_order == "by_projection":
+        if self.qkv_order == "by_projection":
             return projections
-        if self._qkv_order == "by_row":
+        if self.qkv_order == "by_row":
             return (joined([array.split(0, 1) for array in projections], axis=1),)
         # q, k and v of every query group in turn (attention.py, SelfAttention.get_query_key_value_tensors).
         groups = self.model.dimensions["kv_heads"]

@@ -10,12 +10,13 @@ from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.values import dataclass
 
+from ..layout.adapters import factor_of
 from ..layout.names import ParsedName, parse_name
 from ..layout.parallel_sizes import ParallelSizes
 from ..layout.stages import first_layers
 from ..layout.tensors import BUFFERS, EMBEDDING, HEAD, MegatronModel, is_decayed
 from .ranks import LegacySave, MegatronRank
-from .tensor_boxes import Shape, check_shape, named_tensor, stored_shard
+from .tensor_boxes import Shape, check_shape, named_tensor, shared_expert, stored_shard
 
 # The two weights of GroupedMLP. Each holds all experts of a rank.
 _GROUPED_EXPERTS = {"mlp.experts.weight1": "weight1", "mlp.experts.weight2": "weight2"}
@@ -169,6 +170,8 @@ class _Locator:
                 why=f"The model has {self.model.experts} experts on {self.sizes.ep} ranks",
             )
         tensor = named_tensor(self.model.expert(layer, self._experts[expert]), name, where)
+        if factor_of(name) and self.sizes.etp > 1:
+            raise shared_expert(where)
         return stored_shard(tensor, stored_shape, self.sizes.etp, self._etp_rank, where)
 
     def _grouped_array(self, weight: str, layer: int, stored_shape: Shape, where: str) -> Mosaic:

@@ -29,9 +29,9 @@ _RANK_SETTINGS = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_gro
 class CommonOptimizer:
     """The param groups and step counts that all ranks share."""
 
-    param_groups: tuple[ParamGroup, ...]
+    param_groups: tuple[ParamGroup, ...] = ()
     """The param groups, with canonical names."""
-    steps: tuple[Tensor, ...]
+    steps: tuple[Tensor, ...] = ()
     """One step count per parameter. All parameters of an optimizer share its one stored step count."""
 
     def __repr__(self) -> str:

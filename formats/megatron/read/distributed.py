@@ -31,9 +31,10 @@ from ..layout.names import strip_wrappers
 from ..layout.save_folders import COMMON, METADATA_JSON
 from ..layout.tensors import EMBEDDING
 from .bucket_checkpoint import bucket_tensors
-from .common_optimizer import read_common_optimizer
-from .keyed_tensors import is_run_key, keyed_tensors
+from .common_optimizer import CommonOptimizer, read_common_optimizer
+from .keyed_tensors import is_run_key, keyed_tensors, with_stored_adapters
 from .nemo import nemo_args
+from .optimizer import OF_ADAPTER
 from .plain_dcp import NumberedOptimizer, numbered_tensors, read_numbered_optimizer, read_run_state
 from .run_model import RunModel, check_complete, describe_model, layout_question
 from .zarr import StoredFolder, ZarrFolder
@@ -60,18 +61,22 @@ def read_distributed(files: Files, folder: str, hints: Hints) -> Index:
     common = read_common(files, stored, backend)
     args = plain_args(common.get("args")) or nemo_args(files, folder)
     try:
-        model = describe_model(args, hints, _stored_vocab(stored), folder + COMMON)
+        model = with_stored_adapters(stored, describe_model(args, hints, _stored_vocab(stored), folder + COMMON))
     except NotUnderstoodError as error:
         return _index_as_stored(files, stored, RunFacts("Megatron-Core", backend, unanswered=layout_question(error)))
-    numbered = read_numbered_optimizer(stored, model.megatron, args) if backend == _PLAIN else NumberedOptimizer()
-    found = [*keyed_tensors(stored, model), *numbered_tensors(stored, numbered, model), *bucket_tensors(stored, model, args)]
+    numbered, has_adapter = NumberedOptimizer(), bool(model.adapters)
+    if backend == _PLAIN and not has_adapter:
+        numbered = read_numbered_optimizer(stored, model.megatron, args)
+    found = [*keyed_tensors(stored, model), *numbered_tensors(stored, numbered, model)]
+    if not has_adapter:
+        found.extend(bucket_tensors(stored, model, args))
     tensors = [model.as_stored(tensor) for tensor in found] if model.megatron.functions else found
     check_complete(model, tensors, files.root, with_optimizer=False)
     stored_weights = {tensor.name for tensor in tensors if tensor.kind == "weight"}
-    optimizer = read_common_optimizer(stored, common, model.megatron.model, stored_weights)
+    optimizer = CommonOptimizer() if has_adapter else read_common_optimizer(stored, common, model.megatron.model, stored_weights)
     builder = _builder(files, stored, [*tensors, *optimizer.steps])
     builder.add_files([folder + COMMON] if files.size(folder + COMMON) is not None else [])
-    builder.add_notes(numbered.notes)
+    builder.add_notes([OF_ADAPTER] if has_adapter and any(map(is_run_key, stored.metadata.tensors)) else numbered.notes)
     builder.param_groups = numbered.param_groups() if backend == _PLAIN else optimizer.param_groups
     return builder.build(_facts(backend, common, args, model))
 

@@ -3,6 +3,7 @@
     decoder.layers.self_attention.linear_qkv.weight                          [layers, rows, columns]
     decoder.layers.mlp.experts.experts.linear_fc1.weight                     [layers, experts, rows, columns]
     decoder.layers.3.mlp.linear_fc1.weight                                   [rows, columns], if layers differ from each other
+    decoder.layers.mlp.linear_fc1.adapter.linear_in.weight                   [layers, r, columns], a factor of a LoRA adapter
     optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight  the shape of the weight
 
 A box of a stored tensor is a "chunk" of torch.distributed.checkpoint; here it is called a box, as a chunk is a part of the pipeline.
@@ -20,17 +21,17 @@ from itertools import product
 
 from reshard.canonical.optimizer_state import state_kind
 from reshard.containers.dcp_metadata import TensorItem
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.mosaics import Mosaic
 from reshard.index.index import Tensor
 from reshard.index.shards import concatenated
 from reshard.index.subviews import SubviewsBuilder, SubviewsByTensor
-from reshard.models.model import numbered
 
+from ..layout.adapters import Factor, by_halves, factor_of, is_saved_by_halves
 from ..layout.names import ParsedKey, is_weight_name, parse_key
-from ..layout.tensors import MASTER_KINDS, MegatronModel
+from ..layout.tensors import MASTER_KINDS, MegatronModel, MegatronTensor
 from .run_model import RunModel
-from .tensor_boxes import flat_sections, named_tensor, wrong_shape
+from .tensor_boxes import flat_sections, named_tensor, shared_expert, wrong_shape
 from .zarr import StoredFolder
 
 _STATE_KEY = re.compile(
@@ -44,8 +45,20 @@ def is_run_key(key: str) -> bool:
     return key.startswith(_RUN_KEYS)
 
 
+def with_stored_adapters(stored: StoredFolder, model: RunModel) -> RunModel:
+    """The model with the LoRA adapters that the save holds."""
+    weights = ((parse_key(key), item) for key, item in stored.metadata.tensors.items() if is_weight_name(key) and not is_run_key(key))
+    return model.with_adapters((_factor_name(parsed, item), item.shape) for parsed, item in weights)
+
+
+def _factor_name(parsed: ParsedKey, item: TensorItem) -> str:
+    """The name of a tensor relative to the layer, or to the expert if it has an axis of experts."""
+    has_no_experts = parsed.stacks_experts and len(item.shape) == parsed.stacked_axes + 1
+    return f"mlp.experts.{parsed.name}" if has_no_experts else parsed.name
+
+
 def keyed_tensors(stored: StoredFolder, model: RunModel) -> Iterator[Tensor]:
-    """The canonical tensors that the stored tensors hold.
+    """The canonical tensors that the stored tensors hold; without optimizer state if there are LoRA adapters.
 
     Raises: CheckpointError if the model does not have the tensor that a key names, or has it with another shape.
     """
@@ -54,7 +67,7 @@ def keyed_tensors(stored: StoredFolder, model: RunModel) -> Iterator[Tensor]:
     for key, item in stored.metadata.tensors.items():
         if not is_weight_name(key):
             continue
-        if match := _STATE_KEY.fullmatch(key):
+        if (match := _STATE_KEY.fullmatch(key)) and not model.adapters:
             parsed = parse_key(match["key"])
             found = _state_tensors(locator, model, MASTER_KINDS.get(match["kind"], match["kind"]), match["key"], item)
         elif not is_run_key(key):
@@ -167,8 +180,7 @@ class _Locator:
         if first == parsed:
             return found
         layer = _layer_of(self.model, parsed)
-        weights = [self.model.model.weights[name] for name in found.names]
-        return found.renamed({w.name: numbered(w.pattern, layer, w.expert if parsed.expert is None else parsed.expert) for w in weights})
+        return found.renamed({name: self.model.name_in(name, layer, parsed.expert) for name in found.names})
 
     def _first_alike(self, parsed: ParsedKey) -> ParsedKey:
         """The key of the first layer and expert that are like those of a key."""
@@ -190,19 +202,19 @@ class _Locator:
                 layer, expert = self._numbers(parsed, [offset + step for offset, step in zip(offsets, position, strict=False)])
                 first = self._first_numbers(layer, expert)
                 if (first, inner) not in parts:
-                    array = self._array(parsed, *first, where)
+                    array = self._array(parsed, *first, item)
                     if array.shape != item.shape[lead:]:
                         raise wrong_shape(array, item.shape[lead:], where)
                     parts[first, inner] = _cut(array, offsets[lead:], sizes[lead:])
                 for tile in parts[first, inner].tiles:
-                    found.add_tile(i, self._name(tile.name, layer, expert), tile, position)
+                    found.add_tile(i, self.model.name_in(tile.name, layer, expert), tile, position)
         return found.build()
 
     def _flat_runs(self, parsed: ParsedKey, item: TensorItem, block_shape: Sequence[int], where: str) -> SubviewsByTensor:
         lead, found = parsed.stacked_axes, SubviewsBuilder()
         for i, (offsets, sizes) in enumerate(zip(item.chunks.offsets.tolist(), item.chunks.sizes.tolist(), strict=True)):
             layer, expert = self._numbers(parsed, offsets[:lead])
-            array = self._array(parsed, layer, expert, where)
+            array = self._array(parsed, layer, expert, item)
             block = _cut(array, [number * size for number, size in zip(offsets[lead:-1], block_shape, strict=True)], block_shape)
             for section in flat_sections(block, offsets[-1], offsets[-1] + sizes[-1], 0):
                 found.add_section(i, section, len(offsets))
@@ -231,14 +243,9 @@ class _Locator:
             return None, expert
         return self.model.first_alike(layer), None if expert is None else self.model.first_expert_alike(layer, expert)
 
-    def _name(self, name: str, layer: int | None, expert: int | None) -> str:
-        """The name in this layer and expert of a weight of the first ones that are like them."""
-        weight = self.model.model.weights[name]
-        return numbered(weight.pattern, layer, weight.expert if expert is None else expert)
-
-    def _array(self, parsed: ParsedKey, layer: int | None, expert: int | None, where: str) -> Mosaic:
+    def _array(self, parsed: ParsedKey, layer: int | None, expert: int | None, item: TensorItem) -> Mosaic:
         """The array of a key in one layer and expert. Raises CheckpointError if there is none."""
-        model = self.model
+        model, where = self.model, self._where(item)
         if parsed.is_expert:
             tensors = model.expert(layer or 0, expert or 0)
         elif layer is None:
@@ -249,10 +256,32 @@ class _Locator:
         if parsed.segment:
             segments = {name.rpartition(".")[2]: part for name, part in tensor.by_segment(parsed.name).items()}
             return named_tensor(segments, parsed.segment, where).whole
+        if (factor := factor_of(parsed.name)) is not None:
+            return _as_saved(factor, tensor, parsed, item, where)
         return tensor.whole if parsed.half is None else tensor.blocks[parsed.half]
 
     def _where(self, item: TensorItem) -> str:
         return f"{item.fqn} in {self.stored.prefix}.metadata"
+
+
+def _as_saved(factor: Factor, tensor: MegatronTensor, parsed: ParsedKey, item: TensorItem, where: str) -> Mosaic:
+    """The array of a factor of an adapter, in the order of rows that Megatron Bridge gives it.
+
+    Raises: UnsupportedError if the shapes do not tell the order, or if ranks shared the adapter of an expert.
+    """
+    parts = len(set(item.chunks.offsets[:, parsed.stacked_axes].tolist()))
+    if parsed.is_expert and parts > (2 if factor.is_output else 1):
+        raise shared_expert(where)
+    if not is_saved_by_halves(factor, tensor) or parts <= 2:
+        return tensor.whole
+    if not factor.projection or parts % 2:
+        raise UnsupportedError(
+            f"its rows were saved in {parts} parts, and nothing tells whether each rank had one of them or two",
+            where=where,
+            why="Megatron Bridge 0.3 saves B of an MLP without a gate in another order than later versions",
+            do="Save the adapter with tensor-parallel size 1",
+        )
+    return by_halves(tensor.whole, parts)
 
 
 def _layer_of(model: MegatronModel, parsed: ParsedKey) -> int | None:

@@ -20,7 +20,7 @@ from ..layout.names import parse_name
 from ..layout.save_folders import unread_optimizers
 from ..layout.tensors import EMBEDDING, QkvOrder
 from .chunk_tensors import layer_offsets, locate_tensors
-from .optimizer import RankParamGroup, canonical_state, merged_param_groups, read_optimizer
+from .optimizer import RankParamGroup, adapter_optimizer, canonical_state, merged_param_groups, read_optimizer
 from .ranks import LegacySave, read_ranks
 from .run_model import RunModel, check_complete, describe_model, layout_question
 from .tensor_boxes import local_tensors, whole_tensor
@@ -45,7 +45,9 @@ def read_legacy(files: Files, folder: str, hints: Hints) -> Index:
 
 def legacy_model(save: LegacySave, hints: Hints) -> RunModel:
     """The model of the run. Raises NotUnderstoodError if its layout is not known."""
-    return describe_model(save.args, hints, _stored_vocab(save), save.first.path, qkv_order=_qkv_order(save))
+    model = describe_model(save.args, hints, _stored_vocab(save), save.first.path, qkv_order=_qkv_order(save))
+    chunks = (chunk for rank in save.ranks for chunk in rank.chunks)
+    return model.with_adapters((parse_name(name).name, stored.shape) for chunk in chunks for name, stored in chunk.items())
 
 
 def _stored_vocab(save: LegacySave) -> int | None:
@@ -69,7 +71,7 @@ def _index(files: Files, save: LegacySave, model: RunModel, unread: Sequence[str
     groups: list[RankParamGroup] = []
     for number, rank in enumerate(save.ranks):
         tensors = locate_tensors(rank, model.megatron, save.sizes, offsets)
-        optimizer = read_optimizer(files, rank, save.args, tensors)
+        optimizer = adapter_optimizer(rank) if model.adapters else read_optimizer(files, rank, save.args, tensors)
         for tensor in tensors:
             for name, local in local_tensors(tensor.array, tensor.stored, model.shapes):
                 builder.add("weight", name, local, rank.path, number)

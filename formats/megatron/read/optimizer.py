@@ -30,6 +30,8 @@ from .ranks import MegatronRank
 from .tensor_boxes import Shape, elements_of, local_tensors, whole_tensor
 
 _MASTERS = "fp32_from_fp16_params"
+OF_ADAPTER = "the optimizer's state is left out: of a run that trains a LoRA adapter, reshard does not read it"
+"""A note on a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +89,11 @@ def read_optimizer(files: Files, rank: MegatronRank, args: Args, tensors: Iterab
         return _plain_optimizer(links, parameters, rank.path, is_chain=isinstance(rank.optimizer, list))
     buffers = torch_zip.read(files, path, locate=False)
     return _distributed_optimizer(links, buffers, parameters, _bucket_sizes(rank, args, parameters), path)
+
+
+def adapter_optimizer(rank: MegatronRank) -> RankOptimizer:
+    """No optimizer state, and if there is some, a note that it is left out: the optimizer of a LoRA adapter numbers other parameters."""
+    return RankOptimizer(rank.path, (), (), (OF_ADAPTER,) if rank.optimizer else ())
 
 
 def merged_param_groups(rank_groups: Iterable[RankParamGroup]) -> tuple[ParamGroup, ...]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 from reshard.adapter.format import Hints
-from reshard.errors import CheckpointError, IncompleteError
+from reshard.canonical.lora import adapter_name
+from reshard.errors import CheckpointError, IncompleteError, UnsupportedError
 from reshard.geometry.values import dataclass
 from reshard.index.index import Tensor
 from reshard.models.lookup import find_model, known_model_types, model_type_of
 from reshard.models.model import Model
 
+from ..layout.adapters import AdaptedModel, factor_of
 from ..layout.arguments import Args, NotUnderstoodError, check_supported, config_from_args
 from ..layout.settings import other_setting
 from ..layout.tensors import BUFFER_ROLES, MegatronModel, QkvOrder
@@ -33,10 +34,31 @@ class RunModel:
     unanswered: tuple[str, ...] = ()
     """What the user has to tell before a conversion."""
 
-    @cached_property
+    @property
     def shapes(self) -> dict[str, Shape]:
         """The global shape of each canonical tensor."""
-        return {name: weight.shape for name, weight in self.megatron.model.weights.items()}
+        return self.megatron.shapes
+
+    @property
+    def adapters(self) -> Mapping[str, int]:
+        """The LoRA adapters beside the weights: r by name, relative to the layer or expert. Empty without any."""
+        return self.megatron.ranks if isinstance(self.megatron, AdaptedModel) else {}
+
+    def with_adapters(self, factors: Iterable[tuple[str, Shape]]) -> RunModel:
+        """The model with the adapters whose factors are stored, as (name relative to the layer or expert, stored shape).
+
+        Raises: UnsupportedError for an adapter that all experts of a rank share.
+        """
+        found = [(factor_of(name), shape) for name, shape in factors]
+        if shared := next((factor.weight for factor, _ in found if factor and factor.weight.startswith("mlp.experts.")), None):
+            raise UnsupportedError(
+                "all experts of a rank share one LoRA adapter",
+                where=shared,
+                why="Its factors have no axis of experts, and which experts share them follows from the run's expert-parallel size",
+                do="Train with an adapter for each expert (share_expert_adapters=False), or leave the experts out",
+            )
+        ranks = {factor.adapter: shape[-1] for factor, shape in found if factor is not None and factor.is_output and shape}
+        return replace(self, megatron=AdaptedModel(self.megatron, ranks)) if ranks else self
 
     def as_stored(self, tensor: Tensor) -> Tensor:
         """The tensor, marked if Megatron stores a function of the weight in its place. Moments are the weight's own."""
@@ -133,6 +155,12 @@ def check_complete(model: RunModel, tensors: Iterable[Tensor], where: str, *, wi
     names: dict[str, set[str]] = {"weight": set(), "moment1": set()}
     for tensor in tensors:
         names.setdefault(tensor.kind, set()).add(tensor.name)
+    if model.adapters:
+        of_adapter = {name for name in names["weight"] if adapter_name(name)}
+        _check_factors(of_adapter, where)
+        if of_adapter == names["weight"]:
+            return
+        with_optimizer = False  # the base is frozen
     moments = names["moment1"] if with_optimizer else set()
     for name, weight in model.megatron.model.weights.items():
         has_weight = name in names["weight"]
@@ -142,5 +170,18 @@ def check_complete(model: RunModel, tensors: Iterable[Tensor], where: str, *, wi
                 f"{'its optimizer state' if has_weight else 'it'} is in no file",
                 where=name,
                 why=f"The run's model has it; files of a rank are missing in {where}, or were lost",
+                do="Copy all ranks' files from where the checkpoint was written",
+            )
+
+
+def _check_factors(names: Collection[str], where: str) -> None:
+    """Raises IncompleteError if an adapter's A or B is in no file."""
+    for name in names:
+        other = name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
+        if other not in names:
+            raise IncompleteError(
+                "it is in no file",
+                where=other,
+                why=f"{name} is there, and an adapter is the product of both; files of a rank are missing in {where}, or were lost",
                 do="Copy all ranks' files from where the checkpoint was written",
             )

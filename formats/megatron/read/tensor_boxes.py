@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor, LocatedTensor
-from reshard.errors import CheckpointError
+from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.boxes import Box, flat_boxes, row_major
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.sections import Section
@@ -19,9 +19,16 @@ Shape = tuple[int, ...]
 
 
 def named_tensor(tensors: Tensors, name: str, where: str) -> MegatronTensor:
-    """The tensor of that name. Raises CheckpointError if there is none."""
+    """The tensor of that name. Raises CheckpointError if there is none, UnsupportedError for an unknown part of an adapter."""
     if name in tensors:
         return tensors[name]
+    if ".adapter." in name:
+        raise UnsupportedError(
+            "it is a part of an adapter that reshard does not read",
+            where=where,
+            why="Read are both factors of LoRA beside linear_qkv, linear_proj, linear_fc1 and linear_fc2",
+            do="Merge the adapter with the program that trained it, then convert the result",
+        )
     raise CheckpointError(
         "the model that the run's settings describe has no such tensor",
         where=where,
@@ -60,6 +67,16 @@ def wrong_shape(array: Mosaic, stored_shape: Shape, where: str) -> CheckpointErr
         where=where,
         why="The settings, or the config given with --model, belong to another model, or the file belongs to another save",
         do="Give the config that this model was trained with by --model DIR",
+    )
+
+
+def shared_expert(where: str) -> UnsupportedError:
+    """The error for an adapter of an expert that tensor-parallel ranks share."""
+    return UnsupportedError(
+        "tensor-parallel ranks shared the adapter of this expert",
+        where=where,
+        why="Megatron Bridge 0.3.1 computes something else than the product of the two factors there",
+        do="Train experts whole on each rank (expert tensor-parallel size 1), or leave the experts out",
     )
 
 
