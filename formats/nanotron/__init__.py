@@ -14,8 +14,8 @@ slices.py   the metadata of a part
 config.py   model_config.json as config.json
 read.py     the index
 
-Measured on files that nanotron 0.4 wrote (fixtures/nanotron), which are of version 1.2. Later versions, up to 1.5 (source read at
-2411b022), differ in `metas` and in the names of files of experts.
+Measured on files that nanotron 0.4 wrote (fixtures/nanotron), which are of version 1.2. Files of version 1.5 (2411b022, run
+once, with its convert_nanotron_to_hf.py as the judge) differ in `metas` and in the names of files of experts.
 """
 
 from __future__ import annotations
