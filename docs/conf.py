@@ -31,7 +31,7 @@ CONTENTS = {
     """,
     "Formats": """
         formats/index formats/dcp formats/dcp-safetensors formats/fsdp formats/fsdp-local formats/pt formats/torch-checkpointing
-        formats/deepspeed formats/universal formats/megatron formats/megatron-dist formats/consolidated
+        formats/deepspeed formats/universal formats/megatron formats/megatron-dist formats/consolidated formats/nanotron
         formats/hf formats/peft formats/vllm formats/sglang formats/trtllm
     """,
     "Evidence": "verification benchmarks",

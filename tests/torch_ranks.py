@@ -9,7 +9,6 @@ of every full tensor that differs from the truth, the number of tensors, and the
 import hashlib
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -20,6 +19,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "fixtures"))
+
+import free_ports
 
 KINDS = {"exp_avg": "moment1", "exp_avg_sq": "moment2", "step": "step"}
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
@@ -90,9 +93,7 @@ def rank_process(rank, folder, kind, ranks, truth, port):
 
 
 def main(folder, kind, ranks, truth):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_ports.free_port()
     torch.multiprocessing.spawn(rank_process, (folder, kind, int(ranks), truth, port), nprocs=int(ranks))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,6 +11,9 @@ from .. import options
 from ..json_output import show_json
 from ..progress import bar
 from ..tables import show
+
+if TYPE_CHECKING:
+    from reshard.canonical.content import Content
 
 
 @click.command("fingerprint", cls=options.Command, examples=["reshard fingerprint step-1000 --model llama-3-8b"])
@@ -24,7 +28,7 @@ def command(checkpoint: str, digest_version: int | None, as_json: bool, full: bo
     """Digest the weights of CHECKPOINT. The same weights have the same digest in any format, at any parallel sizes.
 
     The digest covers names, shapes, element types and every bit of the model's weights, and no optimizer state. A tied head counts once;
-    to know that it is tied takes the config (--model).
+    to know that it is tied takes the config (--model). What engines do not keep beside packed weights is named in a note.
 
     If reshard wrote CHECKPOINT, its weights are compared with reshard.json. The exit code is 1 if they differ.
     """
@@ -34,9 +38,23 @@ def command(checkpoint: str, digest_version: int | None, as_json: bool, full: bo
     opened = reshard.open(checkpoint, **options.take(given, OpenOptions))
     effort = options.take(given, EffortOptions)
     selection = selection_of(given)
-    with bar(sum(t.nbytes for t in opened.content(selection).tensors.values()), "fingerprint", show_progress) as advance:
+    content = opened.content(selection)
+    with bar(sum(tensor.nbytes for tensor in content.tensors.values()), "fingerprint", show_progress) as advance:
         found = reshard.fingerprint(opened, selection=selection, digest_version=digest_version, **{**effort, "progress": advance})
+    notes = list(_notes(content))
     if as_json:
-        show_json({"fingerprint": found.root, **({"tensors": dict(found.tensors)} if full else {})})
-    else:
-        show(f"{found.root}  {checkpoint}")
+        show_json({"fingerprint": found.root, "notes": notes, **({"tensors": dict(found.tensors)} if full else {})})
+        return
+    show(f"{found.root}  {checkpoint}")
+    for note in notes:
+        show(f"  note      {note}")
+
+
+def _notes(content: Content) -> Iterator[str]:
+    """Why a checkpoint of the same weights may have another fingerprint."""
+    if implied := content.implied:
+        yield (
+            f"without {implied[0]}"
+            + (f" and {len(implied) - 1} more" if len(implied) > 1 else "")
+            + ", which follow from the shapes of the weights and are not stored here; where they are stored, the fingerprint differs"
+        )

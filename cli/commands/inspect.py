@@ -497,13 +497,13 @@ def _show_models(opened: Checkpoint) -> None:
         size = f"{plural(found.tensors, 'tensor')}, {plural(found.parameters, 'parameter')}, {nbytes_text(found.nbytes)}"
         show(f"  models    {found.root}: {size}" + (" (the main model)" if found.is_main else f" (--root {found.root})"))
     if adapter := summary.adapter(opened.index):
-        rank = f" r={', '.join(map(str, adapter.ranks))}" if adapter.ranks else ""
+        ranks = f" of {'rank' if len(adapter.ranks) == 1 else 'ranks'} {' and '.join(map(str, adapter.ranks))}" if adapter.ranks else ""
         size = f"{plural(adapter.tensors, 'tensor')}, {plural(adapter.parameters, 'parameter')}, {nbytes_text(adapter.nbytes)}"
         settings = opened.model_files.adapter_config or {}
-        alpha = f" alpha={settings['lora_alpha']}" if settings.get("lora_alpha") is not None else ""
-        kinds = "".join(f" {word}" for word, key in (("rsLoRA", "use_rslora"), ("DoRA", "use_dora")) if settings.get(key))
+        alpha = f", alpha {settings['lora_alpha']}" if settings.get("lora_alpha") is not None else ""
+        kinds = "".join(f", {word}" for word, key in (("rsLoRA", "use_rslora"), ("DoRA", "use_dora")) if settings.get(key))
         base = f" for {settings['base_model_name_or_path']}" if settings.get("base_model_name_or_path") else ""
-        show(f"  adapter   LoRA{rank}{alpha}{kinds} on {', '.join(adapter.modules)}{base}: {size}")
+        show(f"  adapter   LoRA{ranks}{alpha}{kinds}, on {', '.join(adapter.modules)}{base}: {size}")
         show("            --to peft writes it alone; --merge-adapter merges it, in PEFT's form, into its base")
     show_drop_reasons(drop for drop in _withheld(opened) if drop.kind not in ("other", "adapter"))
 
@@ -542,7 +542,8 @@ def _model_text(opened: Checkpoint) -> str:
         return f"{_name_of_model(config)} ({reason}), {text}"
     d, architecture = opened.model.dimensions, opened.model.architecture
     tied = ", tied head" if opened.model.is_tied else ""
-    sizes = f"{d['layers']} layers, hidden {d['hidden']}, {d['heads']} heads ({d['kv_heads']} KV), vocabulary {d['vocab']}"
+    heads = f"{plural(d['heads'], 'head')} ({d['kv_heads']} KV)"
+    sizes = f"{plural(d['layers'], 'layer')}, hidden {d['hidden']}, {heads}, vocabulary {d['vocab']}"
     declared = f", declared by {architecture.declared_in}" if architecture.declared_in else ""
     named = "" if declared or opened.architecture is None else f", read as {architecture.model_type}"
     return f"{_name_of_model(config)}{declared}{named}, {text}: {sizes}{tied}"

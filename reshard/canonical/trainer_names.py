@@ -13,7 +13,8 @@ Meta divides the weights among tensor-parallel ranks; `axis_of` says along which
 
 Source: torchtitan 0.2.2 and 0.3.0 (models/llama3, state_dict_adapter.py), Meta's model code (llama, llama3) and transformers'
 convert_llama_weights_to_hf.py, mistral-inference (transformer_layers.py, moe.py), litgpt 0.5.13 (scripts/convert_hf_checkpoint.py),
-OLMo-core 3.0.0 (nn/hf/convert.py); compared with them in fixtures/trainer_names and fixtures/consolidated.
+OLMo-core 3.0.0 (nn/hf/convert.py), nanotron 0.4 (models/llama.py); compared with them in fixtures/trainer_names, fixtures/consolidated and
+fixtures/nanotron.
 """
 
 from __future__ import annotations
@@ -115,6 +116,18 @@ _MIXTRAL = {name: roles for name, roles in _LLAMA.items() if "feed_forward" not 
     "layers.{layer}.feed_forward.experts.{expert}.w2.weight": ("expert.down",),
     "layers.{layer}.feed_forward.experts.{expert}.w3.weight": ("expert.up",),
 }
+# Rows in pairs, which nanotron stores by default up to 0.4, are put in order by formats/nanotron: only the folder says what they are.
+_NANOTRON = {
+    "model.token_position_embeddings.pp_block.token_embedding.weight": ("embedding",),
+    "model.decoder.{layer}.pp_block.input_layernorm.weight": ("attention.norm",),
+    "model.decoder.{layer}.pp_block.attn.qkv_proj.weight": ("attention.q", "attention.k", "attention.v"),
+    "model.decoder.{layer}.pp_block.attn.o_proj.weight": ("attention.o",),
+    "model.decoder.{layer}.pp_block.post_attention_layernorm.weight": ("mlp.norm",),
+    "model.decoder.{layer}.pp_block.mlp.gate_up_proj.weight": ("mlp.gate", "mlp.up"),
+    "model.decoder.{layer}.pp_block.mlp.down_proj.weight": ("mlp.down",),
+    "model.final_layer_norm.pp_block.weight": ("final_norm",),
+    "model.lm_head.pp_block.weight": ("head",),
+}
 _COMPUTED = ("rope.freqs", "freqs_cis")
 # The first table that fits is taken; two that have the same rows differ in nothing.
 TRAINERS = (
@@ -125,6 +138,7 @@ TRAINERS = (
     TrainerNames("litgpt", _LITGPT, halves=("llama", "mistral")),
     TrainerNames("olmo-core", _OLMO_CORE, halves=("llama",)),
     TrainerNames("olmo-core", _OLMO_CORE_2, halves=("olmo2",)),
+    TrainerNames("nanotron", _NANOTRON, halves=("llama",)),
 )
 
 
@@ -304,7 +318,7 @@ def with_published_names(index: Index, model: Model) -> Index:
     def groups() -> tuple[ParamGroup, ...]:
         return tuple(replace(g, names=tuple(new for name in g.names for new in renamed.get(name, (name,)))) for g in index.param_groups())
 
-    order = "pairs, which are put in the published order" if places.heads else "the published order"
-    note = f"the names are those of {places.table.trainer}; rotary rows are stored in {order}"
+    rows = "are stored in pairs, which are put in the published order" if places.heads else "have the published order"
+    note = f"the names are those of {places.table.trainer}; rotary rows {rows}"
     facts = replace(index.facts, notes=(*index.facts.notes, note), tied={}, buffers=None)
     return replace(index, tensors=tuple(tensors), facts=facts, param_groups=groups)

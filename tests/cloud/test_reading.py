@@ -1,6 +1,8 @@
 """Checkpoints in a store: what is read is what a local folder holds, and how many requests it takes."""
 
 import io
+import subprocess
+import sys
 import tarfile
 
 import pytest
@@ -9,9 +11,10 @@ from command import reshard as run
 from places import FIXTURES, TRUTHS, described, truth
 
 import reshard
-from reshard.errors import CheckpointError, RequestError, UnsupportedError
-from reshard.storage.stores import remote_files, similar_files
+from reshard.errors import CheckpointError, RequestError, SystemRefusal, UnsupportedError
+from reshard.storage.stores import remote_files, similar_files, store
 from reshard.storage.stores.store import REQUESTS_AT_ONCE
+from reshard.storage.stores.urls import storage_options
 
 
 @pytest.mark.parametrize("case", TRUTHS[:: max(1, len(TRUTHS) // 24)], ids=lambda case: str(case.relative_to(FIXTURES)))
@@ -150,6 +153,32 @@ def test_a_storage_option_reaches_the_store(tmp_path, s3, monkeypatch):
     assert refused.code == 2 and "not KEY=VALUE" in refused.err
     unknown = run("inspect", "s3://bucket/hf", "--storage-option", "nonsense=1")
     assert unknown.code == 2 and "nonsense" in unknown.err
+
+
+@pytest.mark.parametrize(
+    "option, code, said",
+    [
+        ("allow_http=true", 0, "complete"),
+        ("Timeout=30s", 0, "complete"),
+        ("allow_http=maybe", 2, "'maybe' as boolean"),
+        ("allow_htp=true", 2, "allow_htp"),
+        ("timeout=abc", 2, "'abc' as Duration"),
+    ],
+)
+def test_options_of_the_http_client_reach_it_and_never_panic(option, code, said, tmp_path, s3):
+    """obstore panics, with a text of Rust on stderr, if it gets an option of its client among those of the store."""
+    s3.put_tree("bucket", "hf", write_hf(tmp_path / "hf"))
+    command = [sys.executable, "-m", "reshard", "inspect", "s3://bucket/hf", "--storage-option", option]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, "panicked" in done.stderr, "Traceback" in done.stderr) == (code, False, False)
+    assert said in (done.stdout + done.stderr).replace('"', "'")
+
+
+def test_an_option_of_the_http_client_is_obeyed(tmp_path, s3, monkeypatch):
+    s3.put_tree("bucket", "hf", write_hf(tmp_path / "hf"))
+    monkeypatch.setattr(store, "_ATTEMPTS", 1)
+    with storage_options({"allow_http": "false"}), pytest.raises(SystemRefusal, match="HTTP error: builder error"):
+        reshard.open("s3://bucket/hf")
 
 
 def test_http_reads_a_file_and_is_not_written(tmp_path, s3):

@@ -187,7 +187,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
 
 def test_inspect_says_what_the_adapter_is():
     shown = run("inspect", PEFT / "patterns" / "adapter").out
-    assert "LoRA r=2, 3 alpha=6 rsLoRA on k_proj, o_proj for llama: 8 tensors" in shown and "--merge-adapter" in shown
+    assert "LoRA of ranks 2 and 3, alpha 6, rsLoRA, on k_proj, o_proj for llama: 8 tensors" in shown and "--merge-adapter" in shown
     about = json.loads(run("inspect", PEFT / "dora" / "adapter", "--json").out)
     assert about["format"] == "peft" and about["adapter"]["alpha"] == 6 and about["adapter"]["dora"] is True
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from command import reshard as run
 
 import reshard
 from reshard.engine.recipes import microscaling
@@ -298,3 +299,14 @@ def test_an_adapter_is_merged_into_dequantized_values(adapter, tmp_path):
     for options in ({}, {"requantize": "fp8-block"}):
         with pytest.raises(RequestError, match="it is quantized"):
             reshard.plan(tmp_path / "base", to="hf", merge_adapter=adapter, **options)
+
+
+def test_a_fingerprint_says_what_engines_do_not_keep(tmp_path):
+    source = FIXTURES / "llama-ct-int4"
+    reshard.convert(reshard.plan(source, to="vllm", tp=2), tmp_path / "out")
+    of_ranks, of_source = (json.loads(run("fingerprint", folder, "--json", "--full").out) for folder in (tmp_path / "out", source))
+    lost = of_source["tensors"].keys() - of_ranks["tensors"].keys()
+    assert len(lost) == 3 and of_source["notes"] == []
+    (note,) = of_ranks["notes"]
+    assert any(f"without {name} and 2 more" in note for name in lost)
+    assert note in run("fingerprint", tmp_path / "out").out

@@ -240,7 +240,7 @@ def test_a_lora_adapter_is_recognized(tmp_path):
     safetensors.torch.save_file(LORA, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
     shown = run("inspect", folder)
-    assert "LoRA r=4 on q_proj: 4 tensors, 512 parameters" in shown.out and "--merge-adapter" in shown.out
+    assert "LoRA of rank 4, on q_proj: 4 tensors, 512 parameters" in shown.out and "--merge-adapter" in shown.out
     assert "LoRA adapter without its base model" in shown.out
     assert run("inspect", folder, "--model", LLAMA).code == 0
     for given in ({}, {"model": LLAMA}):

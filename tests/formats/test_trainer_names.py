@@ -42,8 +42,8 @@ def test_what_is_written_are_the_bits_of_the_trainers_own_conversion(model, trai
 
 
 def test_every_table_was_compared():
-    # Mistral's mixture of experts is compared in test_consolidated.py.
-    cases = {(trainer, model) for model, trainer in CASES} | {("meta", "mixtral")}
+    # Mistral's mixture of experts is compared in test_consolidated.py, nanotron in test_nanotron.py.
+    cases = {(trainer, model) for model, trainer in CASES} | {("meta", "mixtral"), ("nanotron", "llama")}
     assert {(table.trainer, (*table.pairs, *table.halves)[0]) for table in TRAINERS} == cases
 
 

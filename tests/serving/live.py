@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -26,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path[len(sys.path) :] = [str(HERE.parent), str(ROOT / "fixtures")]
 
+import free_ports  # noqa: E402
 import makers  # noqa: E402
 import sessions  # noqa: E402
 
@@ -99,9 +99,7 @@ def altered(model: Path, target: Path, *, every: bool) -> Path:
 @contextmanager
 def running(python: Path, model: Path, tp: int, log: Path, *, keep: bool, development: str = "1") -> Iterator[str]:
     """The address of a server of a model."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_ports.free_port()
     environment = {
         **os.environ,
         "PYTHONPATH": str(HERE / "startup"),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -26,6 +25,7 @@ TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS.parent / "fixtures"))
 sys.path.append(str(TESTS))
 
+import free_ports  # noqa: E402
 import models  # noqa: E402
 import questions  # noqa: E402
 
@@ -95,9 +95,7 @@ def train(engine: object, step: int) -> str:
 
 
 def answered(asked: dict) -> dict[str, object]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_ports.free_port()
     with torch.multiprocessing.Manager() as manager:
         results = manager.list([None] * asked["world"])
         try:

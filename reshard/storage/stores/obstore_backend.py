@@ -31,8 +31,10 @@ class ObjectStore:
         except ImportError:
             raise UnsupportedError(f"{scheme}:// paths need obstore, which is not installed", where=url, do=INSTALL) from None
         self._obstore, self._is_web = obstore, scheme in ("http", "https")
+        of_client = {key.lower(): value for key, value in options.items() if _is_client_option(key, value)}
+        options = {key: value for key, value in options.items() if key.lower() not in of_client}
         settings: dict[str, Any] = {
-            "client_options": {"allow_http": True, "timeout": "300s", "connect_timeout": "20s"},
+            "client_options": {"allow_http": True, "timeout": "300s", "connect_timeout": "20s", **of_client},
             "retry_config": {
                 "max_retries": 10,
                 "retry_timeout": timedelta(seconds=300),
@@ -47,7 +49,7 @@ class ObjectStore:
             raise RequestError(
                 f"this URL or a --storage-option is not understood: {str(error).splitlines()[0]}",
                 where=url,
-                do="Options are those of object_store, such as endpoint, region, access_key_id, skip_signature",
+                do="Options are those of object_store, such as endpoint, region, access_key_id, skip_signature, timeout",
             ) from None
 
     def list(self, folder: str, *, below: bool) -> Iterator[Entry]:
@@ -144,6 +146,22 @@ def _refusals(obstore: Any) -> tuple[type[Exception], ...]:
 
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0]
+
+
+def _is_client_option(key: str, value: str) -> bool:
+    """Whether an option is one of obstore's HTTP client, such as allow_http or timeout. The value need not be valid.
+
+    obstore 0.12.1 panics if such an option is given among those of the store, and it exports no list of them: a store without
+    options of its own is asked.
+    """
+    from obstore.store import HTTPStore
+
+    options: Any = {key: value}
+    try:
+        HTTPStore("http://localhost", client_options=options)
+    except Exception as error:
+        return not str(error).startswith("Invalid key")
+    return True
 
 
 def _s3_settings(options: Mapping[str, str]) -> dict[str, Any]:

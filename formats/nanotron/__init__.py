@@ -1,0 +1,48 @@
+"""nanotron: one safetensors file for each weight, or for each tensor-parallel rank's part of it.
+
+    checkpoint_metadata.json    the version of the form, TP and DP sizes, the step
+    model_config.json           sizes of the model; Hugging Face's config.json follows from it
+    config.yaml                 the settings of the run, which are not read
+    model/model/decoder/0/pp_block/attn/qkv_proj/model_weight_pp-rank-0-of-2_tp-rank-1-of-2.safetensors
+                                a part: metadata in its header say which rows of it are which rows of the whole
+    model/model/decoder/0/pp_block/input_layernorm/model_weight.safetensors
+                                a weight that all ranks hold
+    optimizer/, lr_scheduler/, random/    pickles of the run, which are not read
+
+files.py    which file holds what
+slices.py   the metadata of a part
+config.py   model_config.json as config.json
+read.py     the index
+
+Measured on files that nanotron 0.4 wrote (fixtures/nanotron), which are of version 1.2. Files of version 1.5 (2411b022, run
+once, with its convert_nanotron_to_hf.py as the judge) differ in `metas` and in the names of files of experts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard.adapter.format import Format, Hints
+
+from .files import CONFIG, METADATA, is_weights_folder
+
+if TYPE_CHECKING:
+    from reshard.index.index import Index
+    from reshard.storage.files import Files
+
+
+class Nanotron(Format):
+    name = "nanotron"
+    summary = "nanotron: a safetensors file for each weight and tensor-parallel rank"
+    owns = ("model_*.safetensors", METADATA, CONFIG)
+
+    def detect(self, files: Files) -> str | None:
+        return METADATA if METADATA in files.list() and is_weights_folder(files) else None
+
+    def read(self, files: Files, hints: Hints) -> Index:
+        from .read import read
+
+        return read(files, hints)
+
+
+FORMAT = Nanotron()

@@ -1,0 +1,62 @@
+"""The metadata of a part: which of its slices are which slices of the whole weight.
+
+    local_global_slices_pairs   0,8,None|None,None,None#8,16,None|None,None,None;...
+                                pairs with ; between them, # between the part's slices and the whole's, | between axes
+    unsharded_shape             (32, 16)
+
+Source: nanotron 0.4, parallel/parameters.py (SlicesPair) and serialize/metadata.py (TensorMetadata).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from reshard.errors import CheckpointError
+from reshard.geometry.boxes import Box
+
+_SHAPE = re.compile(r"\((\d{1,15}(?:, \d{1,15})*),?\)")
+_SLICE = re.compile(r"(?:(\d{1,15}),(\d{1,15})|None,None),(?:None|1)")
+
+
+def placed(metadata: Mapping[str, str], shape: tuple[int, ...], path: str) -> tuple[tuple[int, ...], list[tuple[Box, Box]]]:
+    """The shape of the whole weight, and pairs of equal boxes: in the part, of shape `shape`, and in the whole.
+
+    A file without metadata holds all of its weight.
+
+    Raises: CheckpointError if the metadata cannot be read or do not fit the part.
+    """
+    if not metadata:
+        return shape, [(Box.whole(shape), Box.whole(shape))]
+    match = _SHAPE.fullmatch(metadata.get("unsharded_shape", ""))
+    whole = tuple(map(int, match[1].split(", "))) if match else ()
+    pairs = list(_pairs(metadata.get("local_global_slices_pairs", ""), shape, whole)) if len(whole) == len(shape) else []
+    if not pairs or any(pair is None for pair in pairs):
+        raise CheckpointError(
+            f"its metadata {dict(metadata)!r:.200} do not say where its part of shape {list(shape)} belongs",
+            where=path,
+            do="Copy the file again",
+        )
+    return whole, [pair for pair in pairs if pair is not None]
+
+
+def _pairs(text: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> Iterator[tuple[Box, Box] | None]:
+    for pair in text.split(";"):
+        local, _, of_whole = pair.partition("#")
+        boxes = _box(local, shape), _box(of_whole, whole)
+        yield (boxes[0], boxes[1]) if boxes[0] and boxes[1] and boxes[0].sizes == boxes[1].sizes else None
+
+
+def _box(text: str, shape: tuple[int, ...]) -> Box | None:
+    """The box that slices of an array of a shape stand for; None if they cannot be read, or it is not inside."""
+    matches = [_SLICE.fullmatch(axis) for axis in text.split("|")]
+    if len(matches) != len(shape):
+        return None
+    offsets, sizes = [], []
+    for match, length in zip(matches, shape, strict=True):
+        start, stop = (0, length) if match is None or match[1] is None else (int(match[1]), int(match[2]))
+        if match is None or not 0 <= start < stop <= length:
+            return None
+        offsets.append(start)
+        sizes.append(stop - start)
+    return Box(tuple(offsets), tuple(sizes))
