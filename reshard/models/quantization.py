@@ -95,7 +95,9 @@ def _quantization(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Qua
         raise _Unknown("")
     forms = read(settings, config)
     entries = [entry for listed in excluded for entry in _entries(str(listed), str(method))]
-    return Quantization(str(method), forms, (*entries, *_skipped(settings)), _cache_scales(settings, str(method)))
+    scales = _cache_scales(settings, str(method))
+    # compressed-tensors quantizes the modules of linear layers, and its producers make each expert such a module.
+    return Quantization(str(method), forms, (*entries, *_skipped(settings)), scales, by_expert=method == "compressed-tensors")
 
 
 def _entries(listed: str, method: str) -> tuple[str, ...]:

@@ -177,6 +177,8 @@ class Quantization:
     """Modules that are not quantized: names, names with "*", or regular expressions after "re:"."""
     cache_scales: tuple[Component, ...] = ()
     """The scales of cached keys and values, one of each in every layer's attention. Their kinds are all that follows its module's name."""
+    by_expert: bool = False
+    """Whether each expert has weights under names of its own, also where the same model without quantization stacks them."""
 
     def form_of(self, weight: str) -> StoredForm | None:
         """The form of the weight of a linear layer, by the weight's name; None if it is not quantized."""
