@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32
-from reshard.models.model import Model
+from reshard.models.model import Model, ModelWeight
 from reshard.models.quantization_settings import quantization_settings
 from reshard.models.quantized import Quantization, StoredForm
 from reshard.models.quirks import ModelQuirks
@@ -99,7 +99,7 @@ def _check_packed(model: Model, version: str) -> None:
     _check_compared(model, model.quantization)
     if model.quantization.method == "gptq" and not quantization_settings(model.config).get("sym", True):
         raise UnsupportedError("the weights are quantized by GPTQ with zero points (sym: false), which vLLM does not load", do=_TO_HF)
-    experts = [weight for weight in model.weights.values() if weight.form and weight.role.startswith("expert.")]
+    experts = _packed_experts(model)
     form = experts[0].form if experts else None
     is_compared = form is not None and form.unit == "FP8 block" and not model.quantization.method.startswith("modelopt")
     has_one_form = all(weight.form is form for weight in experts)
@@ -205,7 +205,8 @@ def _rules_of_version(model: Model, version: str) -> VersionRules:
 def _rules(model: Model, version: Numbers, quirks: ModelQuirks) -> VersionRules:
     release = [release for release in RELEASES if release.since <= version][-1]
     method = model.quantization.method if model.quantization else ""
-    is_modelopt_nvfp4 = method.startswith("modelopt") and _has_form(model, "NVFP4 group")
+    form = next((weight.form for weight in _packed_experts(model)), None)
+    is_modelopt_nvfp4 = method.startswith("modelopt") and form is not None and form.unit == "NVFP4 group"
     rules = EngineRules(
         engine="vLLM",
         fusions=(*(Fusion(roles, module) for module, roles in quirks.fusions.items()), *_fusions(release)),
@@ -231,8 +232,9 @@ def _rules(model: Model, version: Numbers, quirks: ModelQuirks) -> VersionRules:
 _GLOBAL_SCALES = "which ranks hold the input scales of experts depends on the kernel that vLLM chooses for the GPU at hand"
 
 
-def _has_form(model: Model, unit: str) -> bool:
-    return model.quantization is not None and any(form.unit == unit for form in model.quantization.forms)
+def _packed_experts(model: Model) -> list[ModelWeight]:
+    """The tensors in which the quantized weights of experts are stored."""
+    return [weight for weight in model.weights.values() if weight.form and weight.role.startswith("expert.")] if model.quantization else []
 
 
 def _fusions(release: Release) -> Iterator[Fusion]:
@@ -250,5 +252,7 @@ def _extra_tensors(model: Model, release: Release, *, stores_normalizer: bool) -
         yield normalizer(model)
     if release.attention_scales:
         yield from _SCALES
-    if model.quantization and "kv_rank" not in model.dimensions:
+    # With MIXED_PRECISION vLLM has a method for the KV cache only if it is quantized (ModelOptMixedPrecisionConfig.get_quant_method).
+    is_mixed = any(form.modules is not None for form in model.quantization.forms) if model.quantization else False
+    if model.quantization and "kv_rank" not in model.dimensions and (model.quantization.cache_scales or not is_mixed):
         yield from _PLACEHOLDERS.get(model.quantization.method, ())

@@ -42,7 +42,7 @@ FIXTURES = Path(__file__).resolve().parent.parent.parent / "fixtures" / "hf_pack
 CASES = ("llama-ct-int4", "llama-ct-int4-asym", "llama-ct-int4-channel", "llama-ct-nvfp4", "llama-ct-mxfp4", "llama-ct-mxfp8",
          "llama-modelopt-nvfp4", "llama-modelopt-mxfp8", "llama-awq", "llama-gptq", "qwen3_moe-ct-mxfp4", "qwen3_moe-ct-int4",
          "qwen3_moe-ct-mxfp8", "qwen3_moe-ct-nvfp4", "gpt_oss-mxfp4", "llama-modelopt-nvfp4-kv", "llama-modelopt-fp8",
-         "llama-modelopt-fp8-channel", "llama-ct-fp8-int4", "quantized llama4_text", "quantized qwen3_vl_moe",
+         "llama-modelopt-fp8-channel", "llama-ct-fp8-int4", "llama-modelopt-mixed", "quantized llama4_text", "quantized qwen3_vl_moe",
          *(f"experts {form}" for form in seeded_models.EXPERTS))  # fmt: skip
 SIZES = (1, 2, 4) if LONG else (2,)
 AT_A_TIME = 2
