@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32
 from reshard.geometry.values import dataclass
-from reshard.models.model import Model
+from reshard.models.model import Model, ModelWeight
 from reshard.models.quantization_settings import quantization_settings
-from reshard.models.quantized import Quantization
+from reshard.models.quantized import Quantization, StoredForm
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import Heads
 from reshard.plans.target import Target
@@ -99,7 +99,7 @@ def _check_packed(model: Model, version: str) -> None:
     _check_compared(model, model.quantization)
     if model.quantization.method == "gptq" and not quantization_settings(model.config).get("sym", True):
         raise UnsupportedError("the weights are quantized by GPTQ with zero points (sym: false), which vLLM does not load", do=_TO_HF)
-    experts = [weight for weight in model.weights.values() if weight.form and weight.role.startswith("expert.")]
+    experts = _packed_experts(model)
     form = experts[0].form if experts else None
     is_compared = form is not None and form.unit == "FP8 block" and not model.quantization.method.startswith("modelopt")
     has_one_form = all(weight.form is form for weight in experts)
@@ -111,11 +111,24 @@ def _check_packed(model: Model, version: str) -> None:
         why = "The shapes in which vLLM holds such experts depend on the kernel that it chooses for the GPU at hand, or were not compared"
     elif version_numbers(version, NEWEST) < _PACKED_EXPERTS_SINCE:
         why = f"Older versions than {as_text(_PACKED_EXPERTS_SINCE)} hold such experts in shapes that depend on the kernel"
-    elif form.unit == "NVFP4 group" and not any(each.use == "input scale" for each in form.components):
-        why = "They have no input_global_scale, which vLLM expects in its files of ranks"
+    elif form.unit.endswith("group or word") and not _fits_marlin(model, form):
+        why = "vLLM holds them in other shapes unless the hidden size is a multiple of 128, and groups are of 32, 64 or 128"
+    elif _expects_input_scales(model.quantization, form) and not any(each.use == "input scale" for each in form.components):
+        why = "They have no input scales, such as input_global_scale, which vLLM expects in its files of ranks"
     else:
         return
     raise UnsupportedError(f"the experts are stored in {form.name}", where=experts[0].name, why=why, do=_TO_HF)
+
+
+def _expects_input_scales(quantization: Quantization, form: StoredForm) -> bool:
+    return form.unit == "NVFP4 group" or (quantization.method == "modelopt" and form.unit == "FP8 block")
+
+
+def _fits_marlin(model: Model, form: StoredForm) -> bool:
+    """Whether vLLM lays out experts by AWQ or GPTQ as Marlin's (utils/marlin_utils.py, check_moe_marlin_supports_config). A single group
+    of all input features was compared for neither."""
+    group = next(each.grid[1] for each in form.components if each.use == "scale")
+    return model.dimensions["hidden"] % 128 == 0 and group in (32, 64, 128)
 
 
 def _check_compared(model: Model, quantization: Quantization) -> None:
@@ -136,6 +149,12 @@ _PACKED_EXPERTS = {
     ("compressed-tensors", "INT4 group"),
     ("compressed-tensors", "INT8 group"),
     ("mxfp4", "MXFP4 group"),
+    ("awq", "INT4 group or word"),
+    ("gptq", "INT4 group or word"),
+    ("modelopt", "FP8 block"),
+    ("modelopt", "NVFP4 group"),
+    ("modelopt", "MXFP8 group"),
+    ("modelopt_fp4", "NVFP4 group"),
 }
 _PACKED_EXPERTS_SINCE = (0, 32)
 _TO_HF = "Convert to hf, which vLLM loads as well, or add --dequantize"
@@ -185,6 +204,9 @@ def _rules_of_version(model: Model, version: str) -> VersionRules:
 
 def _rules(model: Model, version: Numbers, quirks: ModelQuirks) -> VersionRules:
     release = [release for release in RELEASES if release.since <= version][-1]
+    method = model.quantization.method if model.quantization else ""
+    form = next((weight.form for weight in _packed_experts(model)), None)
+    is_modelopt_nvfp4 = method.startswith("modelopt") and form is not None and form.unit == "NVFP4 group"
     rules = EngineRules(
         engine="vLLM",
         fusions=(*(Fusion(roles, module) for module, roles in quirks.fusions.items()), *_fusions(release)),
@@ -197,9 +219,22 @@ def _rules(model: Model, version: Numbers, quirks: ModelQuirks) -> VersionRules:
         splits=_GROUPS,
         renames_in=quirks.renames_in_at(version),
         dtypes={"scale": F32, "router.correction": F32 if release.wide_correction else None} | dict.fromkeys(_CACHE_SCALES),
-        scales_kept_once=frozenset({"input_scale"}),
+        # Experts by GPTQ have them even where the model has none (layers/quantization/auto_gptq.py).
+        zero_expert_biases=method == "gptq",
+        # ModelOpt's experts in NVFP4 keep two (layers/quantization/modelopt.py).
+        scales_kept_once=frozenset() if is_modelopt_nvfp4 else frozenset({"input_scale"}),
+        no_expert_parallel=_GLOBAL_SCALES if is_modelopt_nvfp4 else None,
     )
     return VersionRules(release, version, rules)
+
+
+# ModelOptNvFp4FusedMoE.create_weights, use_global_sf.
+_GLOBAL_SCALES = "which ranks hold the input scales of experts depends on the kernel that vLLM chooses for the GPU at hand"
+
+
+def _packed_experts(model: Model) -> list[ModelWeight]:
+    """The tensors in which the quantized weights of experts are stored."""
+    return [weight for weight in model.weights.values() if weight.form and weight.role.startswith("expert.")] if model.quantization else []
 
 
 def _fusions(release: Release) -> Iterator[Fusion]:
@@ -217,5 +252,7 @@ def _extra_tensors(model: Model, release: Release, *, stores_normalizer: bool) -
         yield normalizer(model)
     if release.attention_scales:
         yield from _SCALES
-    if model.quantization and "kv_rank" not in model.dimensions:
+    # With MIXED_PRECISION vLLM has a method for the KV cache only if it is quantized (ModelOptMixedPrecisionConfig.get_quant_method).
+    is_mixed = any(form.modules is not None for form in model.quantization.forms) if model.quantization else False
+    if model.quantization and "kv_rank" not in model.dimensions and (model.quantization.cache_scales or not is_mixed):
         yield from _PLACEHOLDERS.get(model.quantization.method, ())

@@ -153,6 +153,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
                 func(*args, **kwargs)
             self._copy(target, source) if source.device.type == "meta" or self._is_live(source) else self._copy_of_known(target, source)
             return target
+        if name == "_to_copy" and args[0].device.type == "meta":
+            kwargs = {**kwargs, "device": args[0].device}  # a scalar that is assigned to an element; its value is in no memory
         out = func(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if name.endswith("_") and inputs and isinstance(args[0], torch.Tensor) and not name.startswith("_"):

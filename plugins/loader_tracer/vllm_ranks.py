@@ -134,6 +134,11 @@ _COMPRESSED_MOE = "compressed_tensors.compressed_tensors_moe.compressed_tensors_
 _PACKED_MOE_BACKENDS = (
     ("mxfp4", "select_mxfp4_moe_backend", "mxfp4", "Mxfp4MoeBackend.EMULATION"),
     (f"{_COMPRESSED_MOE}_wna16", "select_wna16_moe_backend", "int_wna16", "WNA16MoEBackend.EMULATION"),
+    ("auto_awq", "select_wna16_moe_backend", "int_wna16", "WNA16MoEBackend.EMULATION"),
+    ("auto_gptq", "select_wna16_moe_backend", "int_wna16", "WNA16MoEBackend.EMULATION"),
+    ("modelopt", "select_fp8_moe_backend", "fp8", "Fp8MoeBackend.EMULATION"),
+    ("modelopt", "select_nvfp4_moe_backend", "nvfp4", "NvFp4MoeBackend.EMULATION"),
+    ("modelopt", "select_mxfp8_moe_backend", "fp8", "Fp8MoeBackend.EMULATION"),
     (f"{_COMPRESSED_MOE}_w4a4_nvfp4", "select_nvfp4_moe_backend", "nvfp4", "NvFp4MoeBackend.EMULATION"),
     (f"{_COMPRESSED_MOE}_w8a8_mxfp8", "select_mxfp8_moe_backend", "fp8", "Fp8MoeBackend.EMULATION"),
 )
@@ -242,6 +247,11 @@ _SAME_FOR_ALL_KERNELS = {
     "CompressedTensorsW4A4Nvfp4MoEMethod",
     "CompressedTensorsW8A8Mxfp8MoEMethod",
     "CompressedTensorsWNA16MoEMethod",
+    "AutoAWQMoEMethod",
+    "AutoGPTQMoEMethod",
+    "ModelOptFp8MoEMethod",
+    "ModelOptNvFp4FusedMoE",
+    "ModelOptMxFp8FusedMoE",
     "AutoGPTQLinearMethod",
     "AutoAWQLinearMethod",
     "AutoAWQMarlinLinearMethod",

@@ -18,15 +18,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from reshard.canonical.lora import base_name, is_of_adapter
+from reshard.canonical.stacked_experts import located_in, stacks
 from reshard.canonical.trainer_names import with_published_names
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
-from reshard.geometry.mosaics import Mosaic, Tile, joined, stacked
+from reshard.geometry.mosaics import Mosaic, joined, stacked
 from reshard.geometry.values import dataclass
 from reshard.index.index import Index, Kind, ParamGroup, Tensor
-from reshard.index.join import rows_meeting
 from reshard.index.shards import Shards, concatenated
-from reshard.index.subviews import SubviewsBuilder, SubviewsByTensor
 from reshard.models.model import Model, Part
 
 
@@ -117,6 +116,7 @@ class Names:
         if model.is_tied and embedding in self._shapes:
             self._shapes[head] = self._shapes[embedding]
         self._parts: dict[tuple[int | None, int | None, str, str | None], Part] | None = None
+        self._stacks = stacks(model)
 
     def is_canonical(self, name: str) -> bool:
         """Whether the name is that of a weight of the model, or of a tensor that the architecture leaves out on purpose."""
@@ -127,7 +127,7 @@ class Names:
         for candidate in self._with_base(name):
             if candidate in self._shapes:
                 return Mosaic.of(candidate, Box.whole(self._shapes[candidate]))
-            if (array := self._array_of_variant(candidate)) is not None:
+            if (array := self._stacks.get(candidate) or self._array_of_variant(candidate)) is not None:
                 return array
         return None
 
@@ -257,7 +257,7 @@ def _model_names(index: Index, prefix: str) -> Iterator[str]:
 
 def _declared(model: Model) -> re.Pattern[str]:
     """A pattern for the names in the modules that an architecture declares, with any layer, expert and parameter."""
-    names = [*(weight.name for weight in model.architecture.weights), *model.architecture.tied]
+    names = [*(weight.name for weight in model.declared.weights), *model.architecture.tied]
     modules = {re.escape(name.rpartition(".")[0]) for name in names}
     numbered = (re.sub(r"\\{(layer|expert)\\}", r"\\d+", module) for module in sorted(modules))
     return re.compile(rf"(?:{'|'.join(numbered)})\.\w+")
@@ -275,7 +275,7 @@ def _shares(tensor: Tensor, array: Callable[[str], Mosaic | None], names: Names,
         unneeded = None if names.is_canonical(short) or tensor.kind not in ("weight", "buffer") else names.unneeded(short)
         yield unneeded or tensor.name, _Share(tensor, tensor.shape, tensor.shards)
     elif tensor.shape == mosaic.shape:
-        located = dict(_located(tensor.shards, mosaic).of(tensor.shards))
+        located = dict(located_in(tensor.shards, mosaic).of(tensor.shards))
         for name in mosaic.names:
             # A tied head is not among the weights of the model. Its shape is that of the embedding, which is the shape of this tensor.
             shape = model.weights[name].shape if name in model.weights else tensor.shape
@@ -294,22 +294,6 @@ def _shares(tensor: Tensor, array: Callable[[str], Mosaic | None], names: Names,
             why="The config belongs to another model, or a library stores the tensor in an unknown order",
             do="Give the config that this model was trained with: --model DIR",
         )
-
-
-def _located(shards: Shards, array: Mosaic) -> SubviewsByTensor:
-    """The tiles of an array in the pieces of the stored tensor that is this array."""
-    starts, stops = shards.offsets, shards.offsets + shards.sizes
-    found = SubviewsBuilder()
-    for tile in array.tiles:
-        spans = [tile.span(axis) for axis in range(len(array.shape))]
-        box = Box(tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans))
-        for row in rows_meeting(starts, stops, box).tolist():
-            part: Tile | None = tile
-            for axis, (start, stop) in enumerate(zip(starts[row].tolist(), stops[row].tolist(), strict=True)):
-                part = part.cut(axis, start, stop) if part else None
-            assert part is not None
-            found.add_tile(row, part.name, part)
-    return found.build()
 
 
 def _combined(name: str, shares: Sequence[_Share]) -> Tensor:

@@ -51,10 +51,32 @@ class Weight:
     stacked: bool = False
     """Whether the weights of all experts are one tensor, along its first axis. `transposed` and `fuses` are about one expert's weight."""
 
+    def by_expert(self) -> tuple[Weight, ...]:
+        """The weights [out, in] of a stacked one, each under a name of its own; empty if no names for them are known.
+
+        experts.gate_up_proj -> experts.{expert}.gate_proj.weight, experts.{expert}.up_proj.weight: the names that llm-compressor 0.14 gives
+        them, entrypoints/model_free/process.py (split_fused_moe_experts) and modeling/moe/linear_experts.py.
+        """
+        module, _, last = self.name.rpartition(".")
+        roles = tuple(self.fuses or (self.role,))
+        if not self.stacked or not module.endswith(".experts") or _STACKED.get(last) != roles:
+            return ()
+        rows, *inner = reversed(self.shape[1:]) if self.transposed else self.shape[1:]
+        one = replace(self, fuses={}, transposed=False, stacked=False)
+        return tuple(
+            replace(one, name=f"{module}.{{expert}}.{_OF_EXPERT[role]}", role=role, shape=(self.fuses.get(role, rows), *inner))
+            for role in roles
+        )
+
     @property
     def counted_by(self) -> str | None:
         """The dimension that the name counts, apart from layers and experts; None if it counts none."""
         return next((word for word in re.findall(r"\{(\w+)\}", self.name) if word not in ("layer", "expert")), None)
+
+
+# Last word of the name of a stacked weight -> its roles; and the names that one expert's weights get.
+_STACKED = {"gate_up_proj": ("expert.gate", "expert.up"), "down_proj": ("expert.down",)}
+_OF_EXPERT = {"expert.gate": "gate_proj.weight", "expert.up": "up_proj.weight", "expert.down": "down_proj.weight"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +220,10 @@ class Architecture:
     """The model's class in transformers, by which engines choose their own class; None if the declaration does not say it."""
     declared_in: str | None = None
     """The file that declares it; None for a built-in model."""
+
+    def by_expert(self) -> Architecture:
+        """The architecture of the same model with the weights of each expert under names of their own, where such names are known."""
+        return replace(self, weights=tuple(each for weight in self.weights for each in weight.by_expert() or (weight,)))
 
     @property
     def family(self) -> str:

@@ -280,6 +280,11 @@ class Model:
         """How the weights are quantized; None if they are not."""
         return quantization_of(self.config)
 
+    @cached_property
+    def declared(self) -> Architecture:
+        """The architecture with the names of this model's weights: where linear layers are quantized, an expert is a module of its own."""
+        return self.architecture.by_expert() if self.quantization and self.quantization.by_expert else self.architecture
+
     @property
     def is_tied(self) -> bool:
         """Whether the head and the embedding are one tensor."""
@@ -468,7 +473,7 @@ class Model:
         missing = self.architecture.dimensions.keys() - dimensions.keys()
         present = [
             weight
-            for weight in self.architecture.weights
+            for weight in self.declared.weights
             if not missing & {weight.counted_by, *re.findall(r"\w+", " ".join(weight.shape))}
             and not ("experts" in missing and "{expert}" in weight.name)
             and self.holds(weight.when)

@@ -95,7 +95,9 @@ def _quantization(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Qua
         raise _Unknown("")
     forms = read(settings, config)
     entries = [entry for listed in excluded for entry in _entries(str(listed), str(method))]
-    return Quantization(str(method), forms, (*entries, *_skipped(settings)), _cache_scales(settings, str(method)))
+    scales = _cache_scales(settings, str(method))
+    # compressed-tensors quantizes the modules of linear layers, and its producers make each expert such a module.
+    return Quantization(str(method), forms, (*entries, *_skipped(settings)), scales, by_expert=method == "compressed-tensors")
 
 
 def _entries(listed: str, method: str) -> tuple[str, ...]:
@@ -188,6 +190,8 @@ def _gpt_oss(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[St
 def _modelopt(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
     """Source: ModelOpt 0.47, export/quant_utils.py (to_quantized_weight) and convert_hf_config.py."""
     algorithm = str(settings.get("quant_algo")).upper()
+    if algorithm == "MIXED_PRECISION":
+        return _mixed(settings, config)
     input_scale = Component("input_scale", "input scale", _WHOLE, element_type="F32")
     if algorithm == "FP8":
         return (_of_fp8(Component("weight_scale", "scale", _WHOLE, element_type="F32"), input_scale),)
@@ -205,6 +209,26 @@ def _modelopt(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[S
         Component("weight_scale_2", "scale", _WHOLE, element_type="F32"),
     )
     return (_microscaled("NVFP4", 16, *components, *((input_scale,) if algorithm == "NVFP4" else ())),)
+
+
+def _mixed(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
+    """The form of each algorithm, for the modules that `quantized_layers` lists with it; others are not quantized."""
+    layers = settings.get("quantized_layers")
+    if not isinstance(layers, Mapping) or not layers or not all(isinstance(layer, Mapping) for layer in layers.values()):
+        raise _Unknown(" with quant_algo MIXED_PRECISION and no quantized_layers")
+    modules: dict[tuple[str, int | None], set[str]] = {}
+    for name, layer in layers.items():
+        group = layer.get("group_size")
+        if group is not None and not isinstance(group, int):
+            raise _Unknown(f" with groups of {str(group)[:20]}")
+        modules.setdefault((str(layer.get("quant_algo")), group), set()).add(str(name))
+    forms = []
+    for (algorithm, group), names in modules.items():
+        if algorithm.upper() == "MIXED_PRECISION":
+            raise _Unknown(" with MIXED_PRECISION in quantized_layers")
+        (form,) = _modelopt({"quant_algo": algorithm, "group_size": group}, config)
+        forms.append(replace(form, modules=frozenset(names)))
+    return tuple(forms)
 
 
 def _awq(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:

@@ -114,6 +114,8 @@ class StoredForm:
     """A regular expression of the names of the weights that can have this form."""
     targets: tuple[str, ...] = ()
     """The modules whose weights have this form, in the language of `Quantization.excluded`; empty: all."""
+    modules: frozenset[str] | None = None
+    """The names of these modules, where each is listed; None: they are not."""
     transposed: bool = False
     """Whether the model's own tensor is the transpose, [in, out] or [experts, in, out]."""
     keeps_scale_type: bool = False
@@ -149,7 +151,10 @@ class StoredForm:
 
     def takes(self, weight: str) -> bool:
         """Whether a weight of that name can have this form."""
-        return self.fits(weight) and (not self.targets or _is_named(self.targets, weight.removesuffix(".weight")))
+        module = weight.removesuffix(".weight")
+        if self.modules is not None and self.modules.isdisjoint(_names_of(module)):
+            return False
+        return self.fits(weight) and (not self.targets or _is_named(self.targets, module))
 
     def names(self, weight: str) -> dict[str, Component]:
         """The names of the components of a weight, by the weight's name. They end with the component's kind in place of "weight"."""
@@ -177,6 +182,8 @@ class Quantization:
     """Modules that are not quantized: names, names with "*", or regular expressions after "re:"."""
     cache_scales: tuple[Component, ...] = ()
     """The scales of cached keys and values, one of each in every layer's attention. Their kinds are all that follows its module's name."""
+    by_expert: bool = False
+    """Whether each expert has weights under names of its own, also where the same model without quantization stacks them."""
 
     def form_of(self, weight: str) -> StoredForm | None:
         """The form of the weight of a linear layer, by the weight's name; None if it is not quantized."""
@@ -207,8 +214,11 @@ class Quantization:
 
 def _is_named(entries: tuple[str, ...], module: str) -> bool:
     """Whether one of the entries names a module, under its name in the model or in the language model inside of it."""
-    names = dict.fromkeys((module, module.removeprefix("language_model.")))
-    return any(_matches(entry, name) for entry in entries for name in names)
+    return any(_matches(entry, name) for entry in entries for name in _names_of(module))
+
+
+def _names_of(module: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((module, module.removeprefix("language_model."))))
 
 
 def _matches(entry: str, module: str) -> bool:

@@ -86,6 +86,8 @@ def degree_problem(model: Model, rules: EngineRules, tp: int, ep: int = 1) -> tu
     if tp > 1 and ep == 1 and model.sparse_layers and width < rules.quirks.least_expert_width:
         least = rules.quirks.least_expert_width
         return "experts", f"over {tp} ranks, experts have a width of {width}, which the engine would fill up to {least} with unset elements"
+    if ep > 1 and rules.no_expert_parallel:
+        return "experts", rules.no_expert_parallel
     if rules.equal_experts and experts % ep:
         return "experts", f"{ep} ranks do not divide its {experts} experts"
     return _unaligned(model, rules)

@@ -45,6 +45,10 @@ class RankTensor:
     """The canonical tensors of the parts that it is made of, those included of which this rank holds nothing."""
 
 
+# What vLLM reorders with the rows of a weight (0.32, models/llama4.py, permute_qk_weight_for_rotary).
+_IN_ORDER_OF_ROWS = ("weight", "weight_packed", "weight_scale")
+
+
 @dataclass(frozen=True)
 class EngineRank:
     """One rank of an engine that serves a model."""
@@ -194,10 +198,21 @@ class EngineRank:
         split_rules = self.rules.split_rules(self.model, self.parallel.tp)
         array = shard(self.rules.with_split(part), tp, self.tp_rank if tp > 1 else 0, split_rules)
         run = self.rules.quirks.even_rows_first.get(part.role)
-        if run and part.parameter == "weight":
-            array = array.with_even_first(0, part.dimensions[run])
+        if run and part.parameter in _IN_ORDER_OF_ROWS and part.block_shape[0]:
+            array = self._with_even_rows_first(part, array, part.dimensions[run])
         is_number = part.form is not None and part.is_scale and not any(part.block_shape) and math.prod(array.shape) == 1
         return array.flattened() if is_number else array
+
+    def _with_even_rows_first(self, part: Part, array: Mosaic, run: int) -> Mosaic:
+        """Raises UnsupportedError if rows that this separates share a scale."""
+        if part.block_shape[0] != 1:
+            raise UnsupportedError(
+                f"each of its elements belongs to {part.block_shape[0]} rows of the weight, and {self.rules.engine} reorders the rows",
+                where=part.tensor,
+                why="The rows of a block would get the scales of others",
+                do="Convert to hf, or add --dequantize",
+            )
+        return array.with_even_first(0, run)
 
     def _stacked_experts(self, group: list[Part], fusion: Fusion | None) -> RankTensor:
         """One tensor for all experts of this rank: [experts, ...]. Experts that are alike are laid out once."""
@@ -211,12 +226,12 @@ class EngineRank:
         keeps_one = group[0].parameter in self.rules.scales_kept_once or (component is not None and component.use in KEPT_ONCE)
         stored = [parts[-1:] if keeps_one else parts for parts in by_expert.values()]
         first = stored[0]
-        array = joined([self._shard(part) for part in first])
+        array = self._of_expert(first)
         if all(len(parts) == len(first) and all(map(Part.is_like, first, parts)) for parts in stored):
             of_one = self._sections(array, first)
             shape, sections = (len(stored), *_stored_shape(array, first[0].component)), _repeated(of_one, math.prod(array.shape), stored)
         else:
-            array = stacked([joined([self._shard(part) for part in parts]) for parts in stored])
+            array = stacked([self._of_expert(parts) for parts in stored])
             shape, sections = _stored_shape(array, first[0].component), self._sections(array, [part for parts in stored for part in parts])
         if len(shape) == 2 and shape[1] == 1 and group[0].is_scale:
             shape = shape[:1]  # one scale for each expert
@@ -224,6 +239,11 @@ class EngineRank:
         module = group[0].pattern.rpartition("." if is_stacked else ".{expert}.")[0]
         origins = tuple(part.layer_pattern for parts in by_expert.values() for part in parts)
         return RankTensor(f"{module}.{fusion.component}_{group[0].parameter}", in_order[0], shape, sections, origins)
+
+    def _of_expert(self, parts: list[Part]) -> Mosaic:
+        """The shards of the parts of one expert, joined."""
+        array, component = joined([self._shard(part) for part in parts]), parts[0].component
+        return _as_stored(array, component) if component else array
 
     def _tied_embedding(self, part: Part) -> Iterator[RankTensor]:
         """The tied embedding, if this stage holds it, under the name or names that the engine stores."""
@@ -247,6 +267,10 @@ class EngineRank:
         is_codes = first.component is not None and not first.is_scale
         if first.parameter != "weight" and not is_codes:
             return
+        if is_codes and first.expert is not None and self.rules.zero_expert_biases:
+            module = tensor.name.removesuffix(first.parameter)
+            shape = (tensor.shape[0], tensor.shape[-1])
+            yield constant(self._renamed(f"{module}bias", layer), compute_dtype, shape, compute_dtype.encoded(0.0))
         parent = first.pattern.rsplit(".", 2)[0]
         for extra in self.rules.extra_tensors:
             if extra.role == first.role:

@@ -111,6 +111,12 @@ class EngineRules:
     scales_kept_once: frozenset[str] = frozenset()
     """Kinds of scales that are stored once for the fused weights of an expert. The scales of these weights must be equal."""
 
+    zero_expert_biases: bool = False
+    """Whether stacked experts of a quantized model have biases, [experts, out], which are zero."""
+
+    no_expert_parallel: str | None = None
+    """Why the experts of this model cannot be distributed over ranks; None if they can."""
+
     equal_experts: bool = False
     """Whether every expert-parallel rank must have the same number of experts."""
 

@@ -16,6 +16,7 @@ from reshard.canonical.globs import check_globs
 from reshard.canonical.lora import LoraSettings, adapters_of, is_of_adapter, with_adapter_names
 from reshard.canonical.merging import Adapter, with_adapter_merged
 from reshard.canonical.requantization import quantized, requantized
+from reshard.canonical.stacked_experts import by_expert
 from reshard.containers.gc_pause import gc_paused
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.quantities import plural
@@ -90,6 +91,9 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Che
     if adapter is not None:
         planned, stored, files, merged = _with_adapter(content, index, source, adapter)
         notes = (*notes, *merged)
+    if request.quantize and planned.model:
+        stored, tensors, model = by_expert(stored, planned.tensors, planned.model)
+        planned = replace(planned, tensors=tensors, model=model)
     if request.quantize or request.requantize:
         make = quantized if request.quantize else requantized
         planned, config = make(planned, companions.config, request.quantize or request.requantize)

@@ -21,7 +21,7 @@ from reshard.plans import summary
 FIXTURES = Path(__file__).resolve().parent.parent.parent / "fixtures" / "hf_packed"
 sys.path.insert(0, str(FIXTURES))
 
-import random_llama  # noqa: E402
+import seeded_models  # noqa: E402
 
 CASES = sorted(path.parent.name for path in FIXTURES.glob("*/truth.json"))
 
@@ -115,11 +115,18 @@ def test_values_that_the_other_form_does_not_hold_are_refused(tmp_path):
         reshard.plan(FIXTURES / "gpt_oss-mxfp4", to="hf", requantize="fp8-block")
 
 
-@pytest.mark.parametrize("form", ["fp8-block", "mxfp4"])
-def test_quantized_weights_are_llm_compressors_bits(form, tmp_path):
-    random_llama.write(tmp_path / "source")
+def by_llm_compressor(model, form):
+    return json.loads((FIXTURES / "llm-compressor.json").read_text())[f"{model} {form}"]
+
+
+QUANTIZED = [(model, form) for model in seeded_models.CONFIGS for form in ("fp8-block", "mxfp4")]
+
+
+@pytest.mark.parametrize(("model", "form"), QUANTIZED)
+def test_quantized_weights_are_llm_compressors_bits(model, form, tmp_path):
+    seeded_models.write(model, tmp_path / "source")
     reshard.convert(reshard.plan(tmp_path / "source", to="hf", quantize=form), tmp_path / "out")
-    expected = json.loads((FIXTURES / "llm-compressor.json").read_text())[form]
+    expected = by_llm_compressor(model, form)
     assert described(stored(tmp_path / "out")) == expected["tensors"]
     ours = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     theirs = expected["quantization_config"]
@@ -129,13 +136,25 @@ def test_quantized_weights_are_llm_compressors_bits(form, tmp_path):
         assert of_ours.items() <= of_theirs.items() and bool(of_ours) == bool(of_theirs)
 
 
-@pytest.mark.parametrize("form", ["fp8-block", "mxfp4"])
-def test_quantized_weights_do_not_depend_on_how_the_work_is_cut(form, tmp_path, monkeypatch):
-    random_llama.write(tmp_path / "source")
+@pytest.mark.parametrize(("model", "form"), QUANTIZED)
+def test_quantized_weights_do_not_depend_on_how_the_work_is_cut(model, form, tmp_path, monkeypatch):
+    seeded_models.write(model, tmp_path / "source")
     monkeypatch.setattr(boxes, "BLOCK_ELEMENTS", 128 * 50)
     monkeypatch.setattr("reshard.engine.recipes.recipe.COLUMNS", 128)
     reshard.convert(reshard.plan(tmp_path / "source", to="hf", quantize=form), tmp_path / "out")
-    assert described(stored(tmp_path / "out")) == json.loads((FIXTURES / "llm-compressor.json").read_text())[form]["tensors"]
+    assert described(stored(tmp_path / "out")) == by_llm_compressor(model, form)["tensors"]
+
+
+@pytest.mark.parametrize("model", seeded_models.CONFIGS)
+def test_a_quantized_model_is_read_again_and_has_the_names_of_its_weights(model, tmp_path):
+    seeded_models.write(model, tmp_path / "source")
+    reshard.convert(reshard.plan(tmp_path / "source", to="hf", quantize="mxfp4"), tmp_path / "fp4")
+    again = reshard.open(tmp_path / "fp4")
+    assert not again.model.weights.keys() ^ again.content().tensors.keys()
+    reshard.convert(reshard.plan(tmp_path / "fp4", to="vllm", tp=2), tmp_path / "ranks")
+    assert reshard.verify(tmp_path / "fp4", tmp_path / "ranks").equal
+    reshard.convert(reshard.plan(tmp_path / "fp4", to="hf", dequantize=True), tmp_path / "values")
+    assert not any("quantization_config" in json.loads(path.read_text()) for path in (tmp_path / "values").glob("config.json"))
 
 
 def test_several_forms_at_once_and_unknown_ones_are_refused(tmp_path):
@@ -260,9 +279,30 @@ def test_packed_experts_that_vllm_does_not_load_are_refused(case, version, why):
         reshard.plan(FIXTURES / case, to="vllm", engine_version=version)
 
 
+@pytest.mark.parametrize("form", seeded_models.EXPERTS)
+def test_packed_experts_come_back_from_vllms_ranks(form, tmp_path):
+    """That the ranks are those of vLLM is checked in tests/serving/packed.py."""
+    source = tmp_path / "source"
+    seeded_models.write_random(seeded_models.with_experts(form), source)
+    reshard.convert(reshard.plan(source, to="vllm", tp=2), tmp_path / "ranks")
+    assert reshard.verify(source, tmp_path / "ranks").equal
+    reshard.convert(reshard.plan(tmp_path / "ranks", to="hf"), tmp_path / "back")
+    assert described(stored(tmp_path / "back")) == described(stored(source))
+
+
+def test_packed_experts_that_depend_on_vllms_kernel_are_refused(tmp_path):
+    narrow = seeded_models.with_experts("awq") | {"hidden_size": 64, "head_dim": 8}
+    seeded_models.write_random(narrow, tmp_path / "narrow")
+    with pytest.raises(UnsupportedError, match="multiple of 128"):
+        reshard.plan(tmp_path / "narrow", to="vllm")
+    seeded_models.write_random(seeded_models.with_experts("modelopt-nvfp4"), tmp_path / "global")
+    with pytest.raises(RequestError, match="depends on the kernel"):
+        reshard.plan(tmp_path / "global", to="vllm", tp=2, ep=2)
+
+
 @pytest.fixture(name="adapter")
-def adapter_of_random_llama(tmp_path):
-    """A LoRA adapter of random_llama's model."""
+def adapter_of_random_model(tmp_path):
+    """A LoRA adapter of the random llama."""
     draw, front, tensors = torch.Generator().manual_seed(6), "base_model.model.model.layers.0", {}
     for module, rows, columns in (("self_attn.q_proj", 128, 128), ("mlp.down_proj", 128, 384)):
         tensors[f"{front}.{module}.lora_A.weight"] = torch.randn(4, columns, generator=draw)
@@ -285,14 +325,14 @@ def in_turn(source, work, *steps):
 
 @pytest.mark.parametrize("form", ["fp8-block", "mxfp4"])
 def test_an_adapter_is_merged_before_the_sum_is_quantized(form, adapter, tmp_path):
-    random_llama.write(tmp_path / "source")
+    seeded_models.write("llama", tmp_path / "source")
     once = in_turn(tmp_path / "source", tmp_path / "once", {"merge_adapter": adapter, "quantize": form})
     assert once == in_turn(tmp_path / "source", tmp_path / "twice", {"merge_adapter": adapter}, {"quantize": form})
     assert once != in_turn(tmp_path / "source", tmp_path / "plain", {"quantize": form})
 
 
 def test_an_adapter_is_merged_into_dequantized_values(adapter, tmp_path):
-    random_llama.write(tmp_path / "source")
+    seeded_models.write("llama", tmp_path / "source")
     reshard.convert(reshard.plan(tmp_path / "source", to="hf", quantize="mxfp4"), tmp_path / "base")
     once = in_turn(tmp_path / "base", tmp_path / "once", {"merge_adapter": adapter, "dequantize": True})
     assert once == in_turn(tmp_path / "base", tmp_path / "twice", {"dequantize": True}, {"merge_adapter": adapter})

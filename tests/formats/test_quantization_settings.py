@@ -96,7 +96,7 @@ def test_cache_scales_may_be_absent(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {}}, "modelopt with quant_algo MIXED_PRECISION"),
+        ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {}}, "modelopt with quant_algo MIXED_PRECISION and no quantized_layers"),
         ({"quant_algo": "fp8_pb_wo"}, "modelopt with quant_algo FP8_PB_WO"),
         ({"quant_algo": "NVFP4", "kv_cache_scheme": "NVFP4"}, "modelopt with the KV cache in NVFP4"),
         ({"quant_algo": "FP8", "kv_cache_quant_algo": "INT8"}, "modelopt with the KV cache in INT8"),
