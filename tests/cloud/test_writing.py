@@ -206,6 +206,7 @@ def test_a_source_that_is_broken_leaves_nothing(tmp_path, s3):
 
 def test_a_store_that_refuses_is_named(tmp_path, s3, monkeypatch):
     plan = reshard.plan(reshard.open(write_hf(tmp_path / "hf")), to="vllm")
+    monkeypatch.setattr("reshard.storage.stores.store.random.uniform", None)  # no pause: asking again would change nothing
     s3.forbidden = "model-rank"
     with pytest.raises(SystemRefusal, match=r"out/model-rank.*cannot be written.*credentials"):
         reshard.convert(plan, "s3://bucket/out")

@@ -85,7 +85,7 @@ def test_the_campaign_sees_every_kind_of_defect(code: str, expected: str, tmp_pa
         exec(program, {})
 
     monkeypatch.setattr(registry, "detect", detect)
-    monkeypatch.setattr(campaign, "limited", lambda work: limited(work, seconds=3))
+    monkeypatch.setattr(campaign, "limited", lambda work: limited(work, seconds=1))
     monkeypatch.chdir(tmp_path)
     outcome, text = run_recipe(Recipe("dcp/fsdp2", "folder", 3), tmp_path)
     if expected == "TRACEBACK":  # a ZeroDivisionError of a reader is caught where checkpoints are opened

@@ -7,6 +7,7 @@ that a server refuses for a while, and continues a body that breaks off. A profi
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -17,6 +18,8 @@ from reshard.errors import RequestError, UnsupportedError
 from reshard.storage.stores.store import Entry, ObjectChanged, Upload
 
 _REFUSED = ("lacked the necessary privileges", "lacked valid authentication")
+# Of a client's mistakes, such as a bucket that is not there, no repetition makes anything else; of timeouts, conflicts and limits it does.
+_MISTAKE = re.compile(r"status code: 4(?!08|09|29)\d\d")
 INSTALL = "Install the extra: pip install 'reshard[cloud]'"
 
 
@@ -56,16 +59,18 @@ class ObjectStore:
         if self._is_web:
             return  # web servers list nothing
         prefix = folder.rstrip("/") or None
-        if not below:
-            found = self._obstore.list_with_delimiter(self._store, prefix)
-            yield from (Entry(f"{path}/", 0, "") for path in found["common_prefixes"])
-            yield from map(_entry, found["objects"])
-            return
-        for page in self._obstore.list(self._store, prefix, chunk_size=1000):
-            yield from map(_entry, page)
+        with self._answering():
+            if not below:
+                found = self._obstore.list_with_delimiter(self._store, prefix)
+                yield from (Entry(f"{path}/", 0, "") for path in found["common_prefixes"])
+                yield from map(_entry, found["objects"])
+                return
+            for page in self._obstore.list(self._store, prefix, chunk_size=1000):
+                yield from map(_entry, page)
 
     def look(self, path: str) -> Entry | None:
-        return _entry({**self._obstore.head(self._store, path), "path": path})
+        with self._answering():
+            return _entry({**self._obstore.head(self._store, path), "path": path})
 
     def read(self, entry: Entry, start: int, stop: int) -> memoryview:
         if start == stop:
@@ -75,11 +80,10 @@ class ObjectStore:
         if entry.stamp.startswith('"'):
             options["if_match"] = entry.stamp
         try:
-            return memoryview(self._obstore.get(self._store, entry.path, options=options).bytes())
+            with self._answering():
+                return memoryview(self._obstore.get(self._store, entry.path, options=options).bytes())
         except self._obstore.exceptions.PreconditionError:
             raise ObjectChanged from None
-        except _refusals(self._obstore) as error:
-            raise PermissionError(_first_line(error)) from error
 
     def upload(self, path: str, *, part: int, at_once: int) -> Upload:
         self._check_writable()
@@ -88,15 +92,26 @@ class ObjectStore:
     def create(self, path: str, content: bytes) -> None:
         self._check_writable()
         try:
-            self._obstore.put(self._store, path, content, mode="create", use_multipart=False)
+            with self._answering():
+                self._obstore.put(self._store, path, content, mode="create", use_multipart=False)
         except self._obstore.exceptions.AlreadyExistsError:
             raise FileExistsError(path) from None
-        except _refusals(self._obstore) as error:
-            raise PermissionError(_first_line(error)) from error
 
     def remove(self, paths: Sequence[str]) -> None:
         with suppress(FileNotFoundError):
             self._obstore.delete(self._store, list(paths))
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Raises PermissionError or ValueError for what the store refuses for good."""
+        try:
+            yield
+        except _refusals(self._obstore) as error:
+            raise PermissionError(_first_line(error)) from error
+        except self._obstore.exceptions.GenericError as error:
+            if _MISTAKE.search(_first_line(error)):
+                raise ValueError(_first_line(error)) from error
+            raise
 
     def _check_writable(self) -> None:
         if self._is_web:
