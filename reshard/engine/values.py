@@ -104,22 +104,23 @@ class Values:
         recipe, component, shape = RECIPES[derivation.recipe], derivation.component, derivation.weight.shape
         values, result = Values(derivation.weight, recipe.dtype), np.empty(box.sizes, self._dtype.word)
         grid = tuple(size or 1 for size in component.grid)
-        for tile in recipe.tiles(shape, [range(a * g, b * g) for a, b, g in zip(box.offsets, box.stops, grid, strict=True)]):
-            try:
-                compute = recipe.scales if component.is_scale else recipe.codes
-                made = compute(values.whole(worker, tile))
-            except NotRepresentable as reason:
-                raise CheckpointError(
-                    f"the values of {tile} {reason}",
-                    where=derivation.weight.name,
-                    why=f"The recipe {derivation.recipe} writes the same values in another form, or nothing",
-                    do="Dequantize the checkpoint with --dequantize, and quantize the result with --quantize",
-                ) from None
-            first = [start // g for start, g in zip(tile.offsets, grid, strict=True)]
-            lows = [max(a, b) for a, b in zip(first, box.offsets, strict=True)]
-            highs = [min(a + n, b) for a, n, b in zip(first, made.shape, box.stops, strict=True)]
-            inner = tuple(slice(low - a, high - a) for low, high, a in zip(lows, highs, first, strict=True))
-            result[tuple(slice(low - a, high - a) for low, high, a in zip(lows, highs, box.offsets, strict=True))] = made[inner]
+        compute = recipe.scales if component.is_scale else recipe.codes
+        for band in recipe.bands(shape, [range(a * g, b * g) for a, b, g in zip(box.offsets, box.stops, grid, strict=True)]):
+            words = values.whole(worker, band)
+            for tile in recipe.tiles(band):
+                try:
+                    made = compute(words[tile.relative_to(band.offsets).index])
+                except NotRepresentable as reason:
+                    raise CheckpointError(
+                        f"the values of {tile} {reason}",
+                        where=derivation.weight.name,
+                        why=f"The recipe {derivation.recipe} writes the same values in another form, or nothing",
+                        do="Dequantize the checkpoint with --dequantize, and quantize the result with --quantize",
+                    ) from None
+                held = Box(tuple(start // g for start, g in zip(tile.offsets, grid, strict=True)), made.shape)
+                shared = held.intersect(box)
+                if shared is not None:
+                    result[shared.relative_to(box.offsets).index] = made[shared.relative_to(held.offsets).index]
         return result
 
     def _decode(self, worker: Worker, encoding: Encoding, box: Box, out: Block, dtype: DType) -> None:
@@ -245,11 +246,12 @@ def _values(part: EncodedPart, stored_box: Box, words: Block, box: Box) -> Block
         if size is None:
             continue
         first = box.offsets[axis] // (step or 1) * ((step or 1) // size)
-        start, stop = box.offsets[axis], box.stops[axis]
-        if size == 1:
-            values = values[(slice(None),) * axis + (slice(start - first, stop - first),)]
-        else:
-            values = np.take(values, np.arange(start, stop) // size - first, axis=axis)
+        start, stop = box.offsets[axis] - first * size, box.stops[axis] - first * size
+        low, high = start // size, -(-stop // size)
+        values = values[(slice(None),) * axis + (slice(low, high),)]
+        if size > 1 and high > low + 1:  # a single value is broadcast
+            values = np.repeat(values, size, axis=axis)
+            values = values[(slice(None),) * axis + (slice(start - low * size, stop - low * size),)]
     return values
 
 

@@ -140,7 +140,8 @@ def test_quantized_weights_are_llm_compressors_bits(model, form, tmp_path):
 def test_quantized_weights_do_not_depend_on_how_the_work_is_cut(model, form, tmp_path, monkeypatch):
     seeded_models.write(model, tmp_path / "source")
     monkeypatch.setattr(boxes, "BLOCK_ELEMENTS", 128 * 50)
-    monkeypatch.setattr("reshard.engine.recipes.recipe.COLUMNS", 128)
+    monkeypatch.setattr("reshard.engine.recipes.recipe._READ", 256)
+    monkeypatch.setattr("reshard.engine.recipes.recipe._COMPUTED", 128)
     reshard.convert(reshard.plan(tmp_path / "source", to="hf", quantize=form), tmp_path / "out")
     assert described(stored(tmp_path / "out")) == by_llm_compressor(model, form)["tensors"]
 

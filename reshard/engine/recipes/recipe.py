@@ -11,8 +11,9 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import BF16, F32, DType
 from reshard.geometry.values import dataclass
 
-# Columns of a tile: its float32 values stay in a processor's cache.
-COLUMNS = 2048
+# Columns that are read at once, because short runs take many calls; and that are computed at once, so that their float32 values stay in a
+# processor's cache.
+_READ, _COMPUTED = 16384, 2048
 
 
 class NotRepresentable(Exception):
@@ -32,17 +33,29 @@ class Recipe:
     scales: Callable[[Block], Block]
     """The stored words of its scales."""
 
-    def tiles(self, shape: tuple[int, ...], ranges: Sequence[range]) -> Iterator[Box]:
-        """Boxes of whole blocks of a weight of this shape that together hold the elements of `ranges`, one range for each axis."""
-        steps = self.block[0] * max(1, 128 // self.block[0]), COLUMNS
+    def bands(self, shape: tuple[int, ...], ranges: Sequence[range]) -> Iterator[Box]:
+        """Boxes of whole blocks of a weight of this shape, each read at once, that together hold the elements of `ranges`, one per axis."""
         starts, stops = zip(
             *((each.start // step * step, min(each.stop, size)) for each, step, size in zip(ranges, self.block, shape, strict=True)),
             strict=True,
         )
         ends = [min(_up(stop, step), size) for stop, step, size in zip(stops, self.block, shape, strict=True)]
-        for row in range(starts[0], ends[0], steps[0]):
-            for column in range(starts[1], ends[1], steps[1]):
-                yield Box((row, column), (min(steps[0], ends[0] - row), min(steps[1], ends[1] - column)))
+        return _grid(Box(starts, tuple(end - start for start, end in zip(starts, ends, strict=True))), (self._rows, _READ))
+
+    def tiles(self, band: Box) -> Iterator[Box]:
+        """The boxes of whole blocks of a band that are computed at once."""
+        return _grid(band, (self._rows, _COMPUTED))
+
+    @property
+    def _rows(self) -> int:
+        return self.block[0] * max(1, 128 // self.block[0])
+
+
+def _grid(box: Box, steps: tuple[int, int]) -> Iterator[Box]:
+    """A box of two axes in boxes of at most `steps` elements along each axis."""
+    for row in range(box.offsets[0], box.stops[0], steps[0]):
+        for column in range(box.offsets[1], box.stops[1], steps[1]):
+            yield Box((row, column), (min(steps[0], box.stops[0] - row), min(steps[1], box.stops[1] - column)))
 
 
 def _up(size: int, step: int) -> int:
