@@ -1,5 +1,7 @@
 """Settings of all tests, and what is left out where torch is not installed (`.ci/run wheel`)."""
 
+import os
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +15,11 @@ import reshard.engine.transfer  # noqa: F401
 # Machines are slow at times, and no test is timed.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+# Thousands of conversions are synced to the disk; where the disk is memory, nobody waits for it.
+MEMORY = Path("/dev/shm")
+if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4_000_000_000:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 ROOT = Path(__file__).resolve().parent.parent
 WITHOUT_TORCH = find_spec("torch") is None
