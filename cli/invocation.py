@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 from .logs import LogOptions
 from .metrics import Metrics

@@ -20,7 +20,7 @@ import click
 
 from reshard.engine.events import LOGGER
 from reshard.errors import RequestError, printable
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.storage.system_calls import system_errors
 
 NOTICE = 25

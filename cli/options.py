@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 from .completion_words import architecture_names, format_names
 from .metrics import METERED

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import CheckpointError, UnsupportedError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.models.model import Model
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -19,7 +19,7 @@ from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import state_kind
 from reshard.canonical.tensor_classes import MODEL_ROOTS
 from reshard.containers.dcp_metadata import DcpMetadata
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import Kind
 
 KeyPath = tuple[str | int, ...]

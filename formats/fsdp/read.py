@@ -18,7 +18,7 @@ from reshard.containers import alike_files, torch_zip
 from reshard.containers.alike_files import AlikeRanks, NotAlike, Parsed
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.errors import CheckpointError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import Index, Kind, RunFacts
 from reshard.storage.files import Files
 

@@ -21,9 +21,9 @@ from reshard.containers.torch_pickle import Plain, Tensors
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.meshes import chunk
 from reshard.geometry.stored import StoredTensor, part, step_count
-from reshard.geometry.values import dataclass
 from reshard.index.index import ParamGroup, Tensor
 from reshard.plans.alike_files import AlikeTensors, FileForm, LazyFraming
 from reshard.plans.layout import Layout, Sidecar, TargetFile

@@ -18,7 +18,7 @@ from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import flat_boxes, row_major
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 Shape = tuple[int, ...]
 

@@ -14,7 +14,7 @@ from reshard.canonical.optimizer_state import names_for, plain_groups, state_kin
 from reshard.containers import torch_zip
 from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.errors import CheckpointError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.storage.files import Files
 
 from .flat_parameters import FlatParameter, FlatRun, Shape

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointError, IncompleteError, MissingFile
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 if TYPE_CHECKING:
     from reshard.storage.files import Files

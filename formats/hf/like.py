@@ -12,9 +12,9 @@ from reshard.canonical.content import Content
 from reshard.canonical.name_variants import Names
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType, can_cast
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.stored import StoredTensor, whole
-from reshard.geometry.values import dataclass
 from reshard.index.index import Tensor
 from reshard.storage.files import LocalFiles
 

@@ -15,9 +15,9 @@ from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent, Piece
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns, distinct
-from reshard.geometry.values import dataclass
 from reshard.index.index import Index, RunFacts, Tensor
 from reshard.index.shards import Located, PieceTable, Shards
 from reshard.storage.files import Files

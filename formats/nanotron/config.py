@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import CheckpointError, UnsupportedError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 from .files import CONFIG
 

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from reshard.adapter.rank_files import rank_file_sets
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 if TYPE_CHECKING:
     from reshard.storage.files import Files

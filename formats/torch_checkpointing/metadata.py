@@ -14,8 +14,8 @@ from reshard.containers import inert_pickle
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, from_torch
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.meshes import Distribution, Mesh, Placement, Replicated, Sharded, StridedSharded, distribution
-from reshard.geometry.values import dataclass
 from reshard.storage.files import Files, inside, read_whole
 
 from .files import METADATA, ItemFile, ItemFiles, default_file

@@ -18,7 +18,7 @@ from reshard.containers.distributed_tensors import Decoder, LocalTensor
 from reshard.containers.torch_zip import AnyTensor, LocatedTensor, UnlocatedTensor
 from reshard.errors import CheckpointError, IncompleteError
 from reshard.geometry.boxes import Box, row_major
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import Index, Kind, RunFacts
 from reshard.storage.files import Files, missing
 

@@ -12,8 +12,8 @@ from typing import Any
 from reshard.adapter.model_files import CONFIG, read_json
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.dtypes import DType
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.parallel import Parallel
-from reshard.geometry.values import dataclass
 from reshard.models.config_values import number, rotary_settings, rotary_type
 from reshard.models.model import Model
 from reshard.serving.weights import model_dtype

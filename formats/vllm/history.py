@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.serving.versions import Numbers
 
 NEWEST = "0.32.0"

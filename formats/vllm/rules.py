@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.models.model import Model, ModelWeight
 from reshard.models.quantization_settings import quantization_settings
 from reshard.models.quantized import Quantization, StoredForm

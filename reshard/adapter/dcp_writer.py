@@ -12,8 +12,8 @@ from typing import Any
 from reshard.containers import pickle_writer, torch_frame, torch_pickle
 from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.geometry.dtypes import DType
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.stored import StoredTensor
-from reshard.geometry.values import dataclass
 from reshard.plans.layout import TargetFile
 from reshard.plans.placed import PlacedTensor
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.machinery import PathFinder
 from typing import Any
 
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 _FOLDERS = (".dist-info", ".egg-info")
 

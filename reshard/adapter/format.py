@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from reshard.errors import UnsupportedError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 if TYPE_CHECKING:
     from reshard.adapter.model_files import ModelFiles

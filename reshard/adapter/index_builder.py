@@ -16,9 +16,9 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.meshes import Distribution, Mesh
 from reshard.geometry.sections import Columns
-from reshard.geometry.values import dataclass
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, StoredFile, Tensor
 from reshard.index.shards import PieceTable, Shards
 from reshard.storage.files import Files

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import CheckpointError, RequestError, ReshardError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.models.quantization_settings import SETTING, SETTINGS_FILES, quantization_settings, settings_of_file
 from reshard.storage.files import Files, LocalFiles, read_whole
 

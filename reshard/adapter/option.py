@@ -10,8 +10,8 @@ import re
 from typing import Any, Literal
 
 from reshard.errors import RequestError, choices
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import parse_size
-from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, NoReturn
 
 from reshard.errors import CheckpointError, MissingFile, MixedSaves, RequestError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 if TYPE_CHECKING:
     from reshard.index.index import Tensor

@@ -18,8 +18,8 @@ from reshard.canonical.optimizer_state import is_state_key, is_unnamed, master_k
 from reshard.canonical.tensor_classes import is_of_optimizer, root_of
 from reshard.canonical.wrappers import is_wrapper
 from reshard.errors import CheckpointError, IncompleteError, RequestError
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 from reshard.index.index import Index, Kind, ParamGroup, RunFacts, Tensor
 from reshard.models.model import Model, ModelWeight
 

@@ -12,7 +12,7 @@ from typing import Any
 from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError, IncompleteError, RequestError
 from reshard.geometry.dtypes import BF16
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import EncodedPart, Encoding, Tensor
 from reshard.index.name_parts import family_of
 from reshard.models.model import Model

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.errors import CheckpointError, UnsupportedError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import Index, ParamGroup, Tensor
 
 PREFIX = "base_model.model."

@@ -22,8 +22,8 @@ from reshard.canonical.name_variants import Names
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.boxes import Box
 from reshard.geometry.extents import Piece
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic, Tile
-from reshard.geometry.values import dataclass
 from reshard.index.index import Tensor, Update
 from reshard.index.shards import Shards
 

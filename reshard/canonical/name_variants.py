@@ -22,8 +22,8 @@ from reshard.canonical.stacked_experts import located_in, stacks
 from reshard.canonical.trainer_names import with_published_names
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic, joined, stacked
-from reshard.geometry.values import dataclass
 from reshard.index.index import Index, Kind, ParamGroup, Tensor
 from reshard.index.shards import Shards, concatenated
 from reshard.models.model import Model, Part

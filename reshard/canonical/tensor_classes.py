@@ -31,7 +31,7 @@ from reshard.canonical.optimizer_state import ROOTS as OPTIMIZER_ROOTS
 from reshard.canonical.optimizer_state import is_state_key
 from reshard.canonical.wrappers import without_wrappers
 from reshard.errors import RequestError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import Index, Kind, ParamGroup, Tensor, element_count
 from reshard.models.drafts import is_draft_table
 from reshard.models.model import Model

@@ -27,10 +27,10 @@ from functools import cached_property
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic, Tile, joined
 from reshard.geometry.sections import Section, Sections
 from reshard.geometry.stored import StoredTensor
-from reshard.geometry.values import dataclass
 from reshard.index.index import Index, ParamGroup, Tensor
 from reshard.index.shards import Shards
 from reshard.index.subviews import SubviewsBuilder

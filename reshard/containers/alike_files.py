@@ -28,8 +28,8 @@ from reshard.containers.torch_zip import AnyTensor, UnlocatedTensor
 from reshard.containers.zip_directory import Directory, Range, members_of, payload, read_records
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.sections import Columns
-from reshard.geometry.values import dataclass
 from reshard.storage.files import Files
 
 T = TypeVar("T")

@@ -27,9 +27,9 @@ from reshard.containers.inert_pickle import Inert, load, shown
 from reshard.containers.pickle_objects import NotColumnsError, ObjectTable, Run, load_objects
 from reshard.errors import CheckpointError
 from reshard.geometry.dtypes import DType, from_torch
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import distinct
-from reshard.geometry.values import dataclass
 from reshard.storage.files import inside
 
 Numbers = npt.NDArray[np.int64]

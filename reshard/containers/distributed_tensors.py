@@ -17,9 +17,9 @@ from reshard.containers.torch_zip import AnyTensor, is_plain_tensor, memory_of
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, from_torch
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.meshes import Distribution, Mesh, Placement, Replicated, Sharded, StridedSharded, distribution
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

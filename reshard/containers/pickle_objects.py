@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from reshard.containers.inert_pickle import Function, Inert, after_opcode, load_with_memo
 from reshard.errors import CheckpointError
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.sections import distinct
-from reshard.geometry.values import dataclass
 
 Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[Any]

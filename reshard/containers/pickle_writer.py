@@ -10,7 +10,7 @@ import struct
 from collections import OrderedDict
 from typing import Any
 
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ import numpy as np
 from reshard.containers import magic_bytes
 from reshard.errors import CheckpointError, TruncatedFile, UnsupportedError
 from reshard.geometry.dtypes import DType, from_safetensors, is_in_safetensors
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns
-from reshard.geometry.values import dataclass
 from reshard.storage.files import Files, missing, read_range
 
 # safetensors refuses longer headers (tensor.rs, MAX_HEADER_SIZE).

@@ -14,8 +14,8 @@ import zlib
 from collections.abc import Sequence
 
 from reshard.containers.torch_pickle import Plain
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 
 ALIGNMENT = 64
 _WIDE = 0xFFFFFFFF

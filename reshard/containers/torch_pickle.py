@@ -9,7 +9,7 @@ from reshard.containers import pickle_writer
 from reshard.containers.pickle_writer import Call, Name, PersistentId
 from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import DType
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,7 +24,7 @@ from reshard.containers import magic_bytes
 from reshard.containers.inert_pickle import DTypeName, Function, Inert, Rebuild, StorageClass, end_of_pickle, load, sealed, shown
 from reshard.containers.zip_directory import Directory, Member, Range, payload, payload_start, read_directory
 from reshard.geometry.dtypes import DType, from_storage, from_torch
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.storage.files import Files
 
 

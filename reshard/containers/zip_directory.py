@@ -15,8 +15,8 @@ from typing import NoReturn
 
 from reshard.containers import magic_bytes
 from reshard.errors import CheckpointError, TruncatedFile
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 from reshard.storage.files import Files, missing, read_range
 
 _END, _END64, _LOCATOR, _CENTRAL, _LOCAL = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"

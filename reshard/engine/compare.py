@@ -17,8 +17,8 @@ from reshard.errors import DifferenceFound
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.dtypes import DType
 from reshard.geometry.functions import INVERTIBLE
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 from reshard.index.index import Constant, Index, Tensor
 from reshard.plans.digests import CURRENT, DigestVersion, Fingerprint
 from reshard.plans.manifest import MANIFEST

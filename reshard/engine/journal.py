@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CheckpointError, TargetError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.storage.files import inside
 from reshard.storage.lock import is_locked
 from reshard.storage.staging import JOURNAL, LOCK, WORK_FOLDER, Staging

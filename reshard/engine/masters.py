@@ -17,7 +17,7 @@ from reshard.engine.casts import cast
 from reshard.engine.transfer import Pieces, Worker
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards
 from reshard.storage.files import Files

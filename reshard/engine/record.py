@@ -18,7 +18,7 @@ import numpy as np
 import reshard
 from reshard.canonical.content import Drop
 from reshard.engine.pool import run_jobs
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import Constant
 from reshard.plans.digests import CURRENT, Fingerprint, content_digest
 from reshard.plans.fixed_bytes import Ranges, fixed_ranges, parts, planned_bytes

@@ -17,8 +17,8 @@ from reshard.engine.transfer import Pieces, Worker, bytes_of, strips
 from reshard.engine.values import Values
 from reshard.errors import CheckpointError, RequestError, TargetError
 from reshard.geometry.boxes import Box, blocks
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 from reshard.plans.digests import CURRENT, Fingerprint
 from reshard.plans.manifest import CHECKSUMS, MANIFEST, listed_files, usable_manifest
 from reshard.plans.plan import Plan, Route

@@ -23,8 +23,8 @@ from reshard.errors import CheckpointError, ReplicasDiffer
 from reshard.geometry.boxes import BLOCK_ELEMENTS, Box, contiguous_runs
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Piece, covering_spans, is_row_major, span_elements, spans
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.sections import Columns
-from reshard.geometry.values import dataclass
 from reshard.index.index import Tensor
 from reshard.index.join import rows_meeting
 from reshard.index.shards import primary_rows

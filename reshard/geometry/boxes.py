@@ -13,7 +13,7 @@ from types import EllipsisType
 import numpy as np
 import numpy.typing as npt
 
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

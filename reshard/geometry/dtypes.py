@@ -15,7 +15,7 @@ import numpy as np
 
 from reshard.errors import CheckpointError
 from reshard.geometry.functions import INVERTIBLE
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, contiguous_runs, row_major
 from reshard.geometry.dtypes import DType
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

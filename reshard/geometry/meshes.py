@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

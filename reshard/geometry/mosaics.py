@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Section, Sections
 from reshard.geometry.stored import StoredTensor
-from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

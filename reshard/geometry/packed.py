@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 Block = npt.NDArray[Any]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reshard.errors import RequestError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

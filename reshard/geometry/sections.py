@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.geometry.boxes import Box, contiguous_runs
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 Columns = npt.NDArray[np.int64]
 """Numbers, one row per box."""

@@ -12,8 +12,8 @@ from reshard.containers import safetensors
 from reshard.containers.zip_directory import Directory, Member, Range, payload, read_directory
 from reshard.engine.pool import run_jobs
 from reshard.errors import CheckpointError
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 from reshard.health.findings import Finding, found, of_error
 from reshard.index.index import Index
 from reshard.storage.files import Files

@@ -15,8 +15,8 @@ from reshard.errors import (
     TruncatedFile,
     check_word,
 )
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")

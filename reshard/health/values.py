@@ -10,7 +10,7 @@ from reshard.engine.stores.read_ahead import run_reading
 from reshard.engine.transfer import Block, Pieces, Worker, bytes_of
 from reshard.errors import CheckpointError, ReplicasDiffer
 from reshard.geometry.boxes import Box, blocks
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.health.findings import Finding, found, of_error
 from reshard.index.index import Tensor
 from reshard.index.name_parts import is_scale

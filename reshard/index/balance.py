@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import nbytes_text
-from reshard.geometry.values import dataclass
 from reshard.index.index import Index, Tensor
 from reshard.index.name_parts import layer_of
 from reshard.index.shards import PieceTable

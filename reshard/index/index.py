@@ -11,9 +11,9 @@ from typing import Any, Literal
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import F32, DType
 from reshard.geometry.extents import Piece
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.meshes import Distribution, Mesh
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 from reshard.index.shards import Shards
 from reshard.models.quantized import BlockShape, Component
 

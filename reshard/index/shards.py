@@ -18,9 +18,9 @@ import numpy.typing as npt
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent, Piece
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns
-from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, eq=False)

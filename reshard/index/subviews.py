@@ -14,10 +14,10 @@ import numpy as np
 
 from reshard.geometry.boxes import Box
 from reshard.geometry.extents import Extent
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Tile
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns, Section
-from reshard.geometry.values import dataclass
 from reshard.index.shards import PieceTable, Shards
 
 _NO_AXIS = -1

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from reshard.engine.casts import cast
 from reshard.engine.transfer import Block
 from reshard.geometry.dtypes import BF16, F32, DType
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.measures.statistics import LAYOUTS
 
 _STRIP = 1 << 17

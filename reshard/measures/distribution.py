@@ -18,7 +18,7 @@ from reshard.engine.casts import cast
 from reshard.engine.transfer import Block
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, from_torch
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.measures.statistics import constant_rows
 
 # Below this size the words that occur are sorted; from it on, all 65,536 words are counted.

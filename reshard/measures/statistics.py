@@ -22,7 +22,7 @@ import numpy.typing as npt
 from reshard.engine.transfer import Block
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 _STRIP = 1 << 16
 # Elements of each block from which the shape of the distribution is taken.

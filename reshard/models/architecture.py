@@ -12,7 +12,7 @@ from dataclasses import field, replace
 from typing import Any
 
 from reshard.errors import RequestError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.models.computation import Computation
 from reshard.models.config_values import value_at, whole_number
 from reshard.models.quirks import ModelQuirks

@@ -20,8 +20,8 @@ from typing import Any
 
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic, joined
-from reshard.geometry.values import dataclass
 from reshard.models.architecture import Architecture, Dimension, LayerRule, Weight
 from reshard.models.config_values import entries, value_at, whole_number
 from reshard.models.quantization import quantization_of

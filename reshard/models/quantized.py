@@ -23,8 +23,8 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Literal
 
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.packed import Packing
-from reshard.geometry.values import dataclass
 
 # Weight elements per value along each axis of a weight [out, in]. None: one value for the whole axis.
 BlockShape = tuple[int | None, ...]

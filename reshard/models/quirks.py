@@ -14,7 +14,7 @@ from dataclasses import field, fields, replace
 from typing import Any
 
 from reshard.geometry.dtypes import DType
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.models.roles import Split
 
 # The numbers of a version: (0, 32).

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic
-from reshard.geometry.values import dataclass
 from reshard.models.model import Part
 from reshard.models.roles import Column, FirstRank, Heads, Replicate, Row, Vocabulary
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import field
 
 from reshard.errors import printable
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 _LONGEST = 200
 """Characters of a name that are shown."""

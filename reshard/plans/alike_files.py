@@ -14,8 +14,8 @@ from typing import overload
 import numpy as np
 
 from reshard.geometry.dtypes import DType
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.sections import Columns, Pattern, Sections
-from reshard.geometry.values import dataclass
 from reshard.plans.placed import FileSections, Literal, PlacedTensor
 
 

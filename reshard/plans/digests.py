@@ -22,8 +22,8 @@ from typing import Protocol
 from blake3 import blake3
 
 from reshard.geometry.dtypes import DType
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 
 from reshard.geometry.boxes import Box
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.meshes import chunk
 from reshard.geometry.parallel import ONE_RANK, Parallel
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 from reshard.plans.alike_files import AlikeTensors, FileForm
 from reshard.plans.placed import FileSections, Literal, PlacedTensor
 

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.geometry.dtypes import DType
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.sections import Columns, Pattern
-from reshard.geometry.values import dataclass
 from reshard.index.index import Constant, Index, RunFacts, StoredFile, Tensor
 from reshard.index.shards import Located, PieceTable, Shards
 from reshard.plans.layout import Layout, TargetFile

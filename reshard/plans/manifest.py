@@ -16,8 +16,8 @@ from dataclasses import field
 from typing import Any
 
 from reshard.errors import CheckpointError, ReshardError, UnsupportedError
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 from reshard.plans.digests import CURRENT, VERSIONS, DigestVersion, Hash, content_digest, is_digest
 from reshard.plans.fixed_bytes import Ranges
 from reshard.storage.files import Files, inside, read_range, read_whole

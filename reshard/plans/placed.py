@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from reshard.geometry.dtypes import DType
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.sections import Pattern
 from reshard.geometry.stored import StoredTensor
-from reshard.geometry.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

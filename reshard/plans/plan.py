@@ -17,8 +17,8 @@ from reshard.canonical.content import Content, Drop
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, can_cast
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 from reshard.index.index import Index, Tensor
 from reshard.index.join import meetings
 from reshard.index.shards import PieceTable, primary_rows

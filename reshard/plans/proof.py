@@ -15,9 +15,9 @@ from reshard.canonical.content import tensors_by_key
 from reshard.canonical.optimizer_state import is_master_key
 from reshard.errors import ReshardError
 from reshard.geometry.dtypes import DType
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns, Pattern, first_overlap
-from reshard.geometry.values import dataclass
 from reshard.index.coverage import check_all_covered, check_coverage
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import Shards

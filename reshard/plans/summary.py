@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.canonical.dequantization import quantized_families, quantized_names
 from reshard.canonical.lora import is_of_adapter
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import Index, Tensor, element_count
 
 if TYPE_CHECKING:

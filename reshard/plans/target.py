@@ -8,9 +8,9 @@ from typing import Any
 
 from reshard.canonical.globs import matches
 from reshard.geometry.dtypes import DType
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.parallel import ONE_RANK, Parallel
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 from reshard.index.index import Tensor
 
 

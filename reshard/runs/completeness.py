@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from reshard.adapter.save_folders import step_of
 from reshard.errors import ReshardError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.plans.manifest import MANIFEST
 from reshard.storage.files import Files, read_whole
 from reshard.storage.staging import WORK_FOLDER

@@ -11,7 +11,7 @@ import json
 import os
 from typing import Any
 
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.runs.outputs import Outputs
 from reshard.runs.steps import Step
 from reshard.storage.local_path import absolute_place

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from reshard.adapter import registry
 from reshard.adapter.save_folders import step_of
 from reshard.errors import RequestError, ReshardError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.runs.completeness import Completeness, completeness
 from reshard.storage.files import Files
 from reshard.storage.folder_files import FolderFiles

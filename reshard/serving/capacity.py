@@ -18,11 +18,11 @@ import numpy as np
 
 from reshard.errors import RequestError
 from reshard.geometry.dtypes import DType
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.parallel import Parallel, stage_layers
 from reshard.geometry.quantities import plural
 from reshard.geometry.sections import Columns
 from reshard.geometry.stored import StoredTensor
-from reshard.geometry.values import dataclass
 from reshard.models.model import Model
 from reshard.picture.drawing import in_notebook
 from reshard.serving import kv_cache

@@ -13,11 +13,11 @@ from sys import intern
 
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32, DType
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic, joined, stacked
 from reshard.geometry.parallel import Parallel, stage_layers
 from reshard.geometry.sections import Sections
 from reshard.geometry.stored import StoredTensor, constant
-from reshard.geometry.values import dataclass
 from reshard.models.model import LayerKind, Model, Part
 from reshard.models.quantized import Component
 from reshard.models.splits import shard

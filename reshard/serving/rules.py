@@ -16,7 +16,7 @@ from dataclasses import field, replace
 from functools import lru_cache
 
 from reshard.geometry.dtypes import DType
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.models.model import Model, Part
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import Split

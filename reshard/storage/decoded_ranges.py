@@ -14,7 +14,7 @@ from dataclasses import field
 from typing import Any, Protocol
 
 from reshard.errors import CheckpointError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.storage.system_calls import open_files_at_once, read_at, system_errors
 
 Read = Callable[[str, int, memoryview], None]

@@ -20,7 +20,7 @@ from fractions import Fraction
 from typing import Literal
 
 from reshard.errors import check_word
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.models.model import Model, Part
 from reshard.models.roles import ROLES
 

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from reshard.errors import RequestError, check_word
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.parallel import ONE_RANK, Parallel
-from reshard.geometry.values import dataclass
 from reshard.models.model import Model
 from reshard.picture.drawing import in_notebook
 from reshard.training import collectives

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from reshard.errors import RequestError
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.parallel import Parallel, stage_layers
-from reshard.geometry.values import dataclass
 from reshard.models.model import Model, Part
 from reshard.models.roles import Heads, Split, Vocabulary
 from reshard.models.splits import SplitRules, cut_of, problem

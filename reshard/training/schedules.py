@@ -19,7 +19,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from reshard.errors import RequestError, check_word
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 

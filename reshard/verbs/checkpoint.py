@@ -32,9 +32,9 @@ from reshard.engine.events import details, event
 from reshard.engine.journal import read_journal
 from reshard.engine.one_save import check_copied_files, check_steps
 from reshard.errors import CheckpointError, RequestError, UnexpectedContentError
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 from reshard.geometry.stored import whole
-from reshard.geometry.values import dataclass
 from reshard.index.coverage import check_index
 from reshard.index.fold import Fold, fold
 from reshard.index.index import Index, Tensor

@@ -18,8 +18,8 @@ from reshard.engine.parts.shared import SharedConversion
 from reshard.engine.record import Provenance
 from reshard.engine.run import Conversion, recorded_fingerprint
 from reshard.errors import RequestError, TargetError, TargetInUse, check_word
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 from reshard.plans.digests import Fingerprint
 from reshard.plans.manifest import MANIFEST, RECORDS
 from reshard.plans.plan import Plan

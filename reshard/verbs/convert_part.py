@@ -10,8 +10,8 @@ from reshard.engine.parts.part import PartConversion, check_nothing_is_missing
 from reshard.engine.parts.shared import SharedConversion
 from reshard.engine.record import Provenance
 from reshard.engine.run import Conversion
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 from reshard.plans.bands import PartNumber, tasks_of_part
 from reshard.plans.plan import Plan
 from reshard.storage.local_path import is_url

@@ -9,7 +9,7 @@ from typing import Unpack
 from reshard.canonical.content import Selection
 from reshard.engine.compare import Comparison, Difference, Side, comparable
 from reshard.errors import RequestError, choices
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.changes import Change, ChangeMeter, sum_of
 from reshard.measures.walk import Read, walk

@@ -14,8 +14,8 @@ from reshard.engine.compare import Comparison, Difference
 from reshard.engine.pool import run_jobs, workers_within
 from reshard.engine.views import LazyTensor, View
 from reshard.errors import RequestError, UnsupportedError
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 from reshard.plans.plan import Plan
 from reshard.verbs.checkpoint import Checkpoint
 from reshard.verbs.plan import plan

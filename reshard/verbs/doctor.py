@@ -14,8 +14,8 @@ from reshard.engine.events import details, event
 from reshard.engine.one_save import check_copied_files, check_steps
 from reshard.engine.pool import workers_within
 from reshard.errors import CheckpointError, RequestError, ReshardError
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 from reshard.health import distributions, elements, experts, files, movement, optimizer, quantized, structure, values
 from reshard.health.findings import SEVERITIES, Finding, Report, found, of_error, sorted_findings
 from reshard.health.values import Measured

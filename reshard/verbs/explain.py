@@ -13,9 +13,9 @@ import numpy as np
 from reshard.canonical.content import Selection
 from reshard.engine.compare import Side
 from reshard.engine.views import LazyTensor, View
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 from reshard.geometry.stored import whole
-from reshard.geometry.values import dataclass
 from reshard.index.fold import folded_name, name_pattern
 from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.mistakes import column_mistake, row_mistake, shape_mistake, stale_part, value_mistakes

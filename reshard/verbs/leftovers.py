@@ -17,7 +17,7 @@ from typing import Any, Literal
 from reshard.engine.events import event
 from reshard.engine.journal import Unfinished, read_journal
 from reshard.errors import RequestError, ReshardError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.storage.local_path import existing_path
 from reshard.storage.lock import Lock, is_locked
 from reshard.storage.staging import JOURNAL, LOCK, WORK_FOLDER, Staging

@@ -8,8 +8,8 @@ from reshard.adapter import registry
 from reshard.adapter.serving_format import ServingFormat
 from reshard.canonical.content import Content, check_against_model
 from reshard.errors import ReshardError
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.parallel import Parallel
-from reshard.geometry.values import dataclass
 from reshard.models.model import Model
 from reshard.plans.target import Target
 from reshard.serving.legality import check_degrees

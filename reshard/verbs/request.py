@@ -19,8 +19,8 @@ from reshard.canonical.requantization import QUANTIZE, REQUANTIZE
 from reshard.errors import RequestError, choices, nearest
 from reshard.geometry import dtypes
 from reshard.geometry.dtypes import DType
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.parallel import Parallel
-from reshard.geometry.values import dataclass
 from reshard.models.architecture import Architecture
 
 PathLike = str | os.PathLike[str]

@@ -8,7 +8,7 @@ from typing import Unpack
 from reshard.canonical.content import Selection
 from reshard.canonical.globs import as_globs, check_globs, matches
 from reshard.geometry.boxes import blocks
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import Tensor
 from reshard.measures.distribution import ValueDistribution, measure_distribution
 from reshard.measures.walk import Read, walk

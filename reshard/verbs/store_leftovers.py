@@ -10,7 +10,7 @@ from typing import Any, Literal
 from reshard.engine.events import event
 from reshard.engine.journal import JournalHeader
 from reshard.engine.stores.store_target import StoreTarget
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.plans.manifest import MANIFEST
 from reshard.storage.staging import WORK_FOLDER
 from reshard.storage.stores.pending_uploads import PendingUpload, PendingUploads

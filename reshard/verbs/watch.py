@@ -11,8 +11,8 @@ from typing import Any, Unpack
 
 from reshard.engine.events import event
 from reshard.errors import DifferenceFound, RequestError, ReshardError, UnsupportedError
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 from reshard.runs.local_outputs import LocalOutputs
 from reshard.runs.outputs import LATEST, Outputs
 from reshard.runs.record import WatchRecord

@@ -22,7 +22,7 @@ from typing import Any
 
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.index.shards import Shards, concatenated
 
 from .states import ModelStates, OptimizerStates, Parameters, Shape

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from reshard.errors import CheckpointError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 from .states import Parameters, Shape
 

@@ -16,7 +16,7 @@ from reshard.containers.alike_files import Move
 from reshard.containers.inert_pickle import DTypeName, Inert, shown
 from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
 from reshard.errors import CheckpointError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 Shape = tuple[int, ...]
 # Names and shapes, in the order of a flat buffer.

@@ -22,7 +22,7 @@ from dataclasses import field
 
 from reshard.adapter.save_folders import the_one_save
 from reshard.errors import CheckpointError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.storage.files import Files
 
 _LATEST, _SCRIPT = "latest", "zero_to_fp32.py"

@@ -17,7 +17,7 @@ from typing import Any
 
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 from .affine_map import Move, attributes, described_moves, described_shape
 from .states import Shape

@@ -13,8 +13,8 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import flat_boxes, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.extents import Extent
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.sections import Columns
-from reshard.geometry.values import dataclass
 from reshard.index.shards import PieceTable, Shards
 
 from ..layout.partitions import FlatSlice, zero3_slice

@@ -8,7 +8,7 @@ from dataclasses import field, replace
 from reshard.canonical.optimizer_state import state_kind
 from reshard.containers.torch_zip import AnyTensor, Locations
 from reshard.geometry.dtypes import DType
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import Kind, ParamGroup, Tensor
 from reshard.index.shards import Shards
 

@@ -14,7 +14,7 @@ from reshard.containers import torch_zip
 from reshard.containers.alike_files import EqualFiles, Move
 from reshard.containers.torch_zip import AnyTensor, LocatedTensor, is_plain_tensor
 from reshard.errors import IncompleteError, MixedSaves
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.storage.files import Files
 
 from ..layout.states import ModelStates, OptimizerStates, Shape, model_states, optimizer_states

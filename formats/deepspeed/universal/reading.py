@@ -22,7 +22,7 @@ from reshard.canonical.optimizer_state import plain_settings
 from reshard.containers import torch_zip
 from reshard.containers.torch_zip import Locations, is_plain_tensor
 from reshard.errors import CheckpointError, MissingFile
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import Index, ParamGroup
 from reshard.storage.files import Files
 

@@ -11,7 +11,7 @@ from reshard.canonical.optimizer_state import is_plain, parameter_and_kind
 from reshard.containers.pickle_writer import Call, Instance, Name
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.dtypes import DType, from_torch
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import ParamGroup, Tensor
 from reshard.plans.target import Target
 

@@ -19,9 +19,9 @@ from reshard.canonical.content import Content
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box, flat_boxes, row_major
 from reshard.geometry.dtypes import DType
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.sections import Section, Sections
 from reshard.geometry.stored import StoredTensor
-from reshard.geometry.values import dataclass
 from reshard.index.index import ParamGroup
 from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.target import Target

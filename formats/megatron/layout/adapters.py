@@ -20,8 +20,8 @@ from functools import cached_property
 from reshard.canonical.lora import PREFIX, adapter_name
 from reshard.errors import UnsupportedError
 from reshard.geometry.boxes import Box
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic, Tile, joined
-from reshard.geometry.values import dataclass
 
 from .tensors import MegatronModel, MegatronTensor, Tensors
 

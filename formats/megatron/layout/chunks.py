@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from reshard.errors import RequestError
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic
-from reshard.geometry.values import dataclass
 
 from .layer_spec import CORE_ATTENTION, LayerSpec
 from .parallel_sizes import ParallelSizes, StageRank

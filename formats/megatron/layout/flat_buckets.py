@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 _ALIGNMENT = 64
 BUFFER_KINDS = {"param": "master_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}

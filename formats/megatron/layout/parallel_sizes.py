@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

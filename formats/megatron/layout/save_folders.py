@@ -20,7 +20,7 @@ import re
 
 from reshard.adapter.save_folders import the_one_save
 from reshard.errors import CheckpointError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.storage.files import Files, read_whole
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -20,8 +20,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic, joined, stacked
-from reshard.geometry.values import dataclass
 from reshard.models.computation import Computation
 from reshard.models.model import Model, Part, numbered
 

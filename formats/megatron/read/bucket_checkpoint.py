@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from reshard.canonical.optimizer_state import state_kind
 from reshard.containers.dcp_metadata import TensorItem
 from reshard.errors import CheckpointError
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic
-from reshard.geometry.values import dataclass
 from reshard.index.index import Tensor
 from reshard.index.shards import Shards, concatenated
 from reshard.index.subviews import SubviewsBuilder

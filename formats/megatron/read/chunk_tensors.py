@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 from reshard.containers.torch_zip import AnyTensor
 from reshard.errors import CheckpointError, IncompleteError
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic
-from reshard.geometry.values import dataclass
 
 from ..layout.adapters import factor_of
 from ..layout.names import ParsedName, parse_name

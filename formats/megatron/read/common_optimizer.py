@@ -13,7 +13,7 @@ from reshard.canonical.optimizer_state import plain_settings
 from reshard.containers.torch_zip import LocatedTensor
 from reshard.geometry.boxes import Box
 from reshard.geometry.extents import Extent, Piece
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import ParamGroup, Tensor
 from reshard.index.shards import Shards
 from reshard.models.model import Model, Part

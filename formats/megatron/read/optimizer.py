@@ -18,7 +18,7 @@ from reshard.containers.distributed_tensors import LocalTensor
 from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import row_major
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import Kind, ParamGroup
 from reshard.storage.files import Files
 

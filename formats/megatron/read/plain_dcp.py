@@ -19,7 +19,7 @@ from typing import Any
 
 from reshard.canonical.optimizer_state import plain_settings, state_kind
 from reshard.containers.dcp_metadata import TensorItem
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import ParamGroup, Tensor
 
 from ..layout.arguments import Args

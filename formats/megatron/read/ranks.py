@@ -11,7 +11,7 @@ from reshard.containers import torch_zip
 from reshard.containers.inert_pickle import shown
 from reshard.containers.torch_zip import AnyTensor, is_plain_tensor
 from reshard.errors import CheckpointError, IncompleteError, MissingFile, MixedSaves
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.storage.files import Files
 
 from ..layout.arguments import MODEL_ARGS, Args, parallel_size, plain_args

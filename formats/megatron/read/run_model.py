@@ -9,7 +9,7 @@ from typing import Any
 from reshard.adapter.format import Hints
 from reshard.canonical.lora import adapter_name
 from reshard.errors import CheckpointError, IncompleteError, UnsupportedError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import Tensor
 from reshard.models.lookup import find_model, known_model_types, model_type_of
 from reshard.models.model import Model

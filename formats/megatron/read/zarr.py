@@ -24,7 +24,7 @@ from reshard.errors import CheckpointError
 from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.extents import Extent
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import StoredFile
 from reshard.index.shards import PieceTable, Shards
 from reshard.storage.files import Files, read_whole

@@ -23,8 +23,8 @@ from reshard.adapter.dcp_writer import DcpFile, written_metadata
 from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.torch_writer import TorchFile
 from reshard.canonical.content import Content
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic
-from reshard.geometry.values import dataclass
 from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.target import Target
 

@@ -20,10 +20,10 @@ from reshard.canonical.content import Content
 from reshard.containers.pickle_writer import Name
 from reshard.geometry.boxes import row_major
 from reshard.geometry.dtypes import DType
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.sections import Section, Sections
 from reshard.geometry.stored import StoredTensor
-from reshard.geometry.values import dataclass
 from reshard.plans.layout import Layout, TargetFile
 from reshard.plans.target import Target
 

@@ -11,9 +11,9 @@ from reshard.canonical.content import Content, check_against_model
 from reshard.containers.pickle_writer import Instance
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.dtypes import DType, from_torch
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 from reshard.models.model import Model
 from reshard.plans.layout import Sidecar
 from reshard.plans.target import Target

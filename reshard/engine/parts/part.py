@@ -23,8 +23,8 @@ from reshard.engine.run import (
 )
 from reshard.errors import TargetError, TargetInUse
 from reshard.geometry.boxes import blocks
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 from reshard.plans.bands import Band
 from reshard.plans.plan import Plan
 from reshard.storage.lock import is_locked

@@ -9,7 +9,7 @@ import numpy as np
 from reshard.engine.casts import Block, cast
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import BF16, F32, DType
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 # Columns that are read at once, because short runs take many calls; and that are computed at once, so that their float32 values stay in a
 # processor's cache.

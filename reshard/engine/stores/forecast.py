@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from reshard.engine.stores.read_ahead import LONGEST_REQUEST
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.plans.manifest import sample_ranges
 from reshard.plans.plan import Plan
 from reshard.storage.stores.file_fronts import SMALLEST_PART, part_bytes

@@ -17,8 +17,8 @@ import numpy as np
 from reshard.engine.transfer import Pieces
 from reshard.engine.values import Values
 from reshard.geometry.boxes import Box, blocks
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.sections import Columns
-from reshard.geometry.values import dataclass
 from reshard.plans.file_tasks import files_sharing_tensors
 from reshard.plans.layout import TargetFile
 from reshard.plans.plan import Plan, Route

@@ -20,8 +20,8 @@ from reshard.engine.stores.conversion import StoreConversion
 from reshard.engine.stores.gather import Budget, Gather, gather_workers
 from reshard.engine.stores.store_target import StoreTarget
 from reshard.errors import CheckpointError, TargetError
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
-from reshard.geometry.values import dataclass
 from reshard.plans.file_tasks import FileTask, file_tasks
 from reshard.plans.plan import Plan
 from reshard.storage.stores.store import Store

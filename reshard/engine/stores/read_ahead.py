@@ -18,7 +18,7 @@ from reshard.engine.transfer import FileRange, Pieces
 from reshard.engine.values import Values
 from reshard.errors import ReshardError
 from reshard.geometry.boxes import Box
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 if TYPE_CHECKING:
     from reshard.storage.files import Files

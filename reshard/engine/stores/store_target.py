@@ -16,7 +16,7 @@ from typing import Any
 
 from reshard.engine.journal import BlockKey, JournalHeader
 from reshard.errors import CheckpointError, TargetError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.plans.layout import Layout
 from reshard.plans.manifest import CHECKSUMS, DIGESTS, MANIFEST, Manifest, listed_files, usable_manifest
 from reshard.storage.files import Files, read_whole

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.errors import RequestError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.models.architecture import Architecture, Dimension, Weight
 from reshard.models.declared.reader import LANGUAGE, UNKNOWN
 from reshard.models.declared.relatives import Relative, nearest

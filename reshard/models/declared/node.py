@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.errors import RequestError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.models.architecture import Dimension
 from reshard.models.declared.yaml_data import Document, Path
 

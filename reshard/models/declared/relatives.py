@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from reshard.errors import RequestError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.models.architecture import Architecture
 from reshard.models.declared.stored_weights import Shape, StoredWeight
 from reshard.models.model import Model

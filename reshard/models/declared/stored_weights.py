@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import field
 
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 Shape = tuple[int, ...]
 _EXPERT = re.compile(r"(?<=experts)\.\d+\.|(?<=expert)\.\d+\.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.models.architecture import Dimension, Weight
 from reshard.models.declared.node import Node, expression
 from reshard.models.roles import DECLARED_ROLES, ROLES, Column, FirstRank, Heads, Replicate, Row, Split, Vocabulary

@@ -13,10 +13,10 @@ from itertools import product
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import DType, from_torch
+from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic, Tile
 from reshard.geometry.parallel import Parallel
 from reshard.geometry.stored import StoredTensor, constant
-from reshard.geometry.values import dataclass
 from reshard.serving.learned.numbers import Number
 
 Ranges = tuple[tuple[int, ...], ...]

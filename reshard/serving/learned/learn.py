@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.geometry.dtypes import DType, from_safetensors
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.serving.learned.fold import TracedRanks, folded_stage
 from reshard.serving.learned.layers import folded_names
 from reshard.serving.learned.layout import LearnedLayout, LearnedSizes, LearnedSources, LearnedStage, NamedTemplate, dtype_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 TpRank = tuple[int, int]
 """A tensor-parallel size and a rank: (tp, tp_rank)."""

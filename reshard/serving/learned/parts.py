@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reshard.geometry.dtypes import DType, from_torch
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import SystemRefusal, UnsupportedError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from reshard.errors import RequestError, TruncatedFile
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 from reshard.storage.decoded_ranges import DecodedRanges
 from reshard.storage.files import missing, read_each_run
 from reshard.storage.stores.similar_files import SimilarFiles

@@ -18,7 +18,7 @@ from dataclasses import asdict, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from reshard.errors import CheckpointError, ReshardError, SystemRefusal, TargetError
-from reshard.geometry.values import dataclass
+from reshard.geometry.light_dataclass import dataclass
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
