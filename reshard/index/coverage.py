@@ -91,6 +91,13 @@ def check_coverage(tensor: Tensor) -> None:
     shards, shape = tensor.shards, np.array(tensor.shape, np.int64)
     if len(shards) == 1 and shards.box(0) == Box.whole(tensor.shape):
         return
+    if len(shards) and shards.sizes.shape[1] != len(shape):
+        raise IncompleteTensor(
+            f"its pieces have {shards.sizes.shape[1]} axes, and its shape is {list(tensor.shape)}",
+            where=tensor.name,
+            why="A file holds another tensor under this name",
+            do="Copy the files again from where the checkpoint was written",
+        )
     rows = np.flatnonzero(primary_rows(shards) & (shards.sizes > 0).all(axis=1))
     # The columns of a tensor without pieces do not tell the number of axes, so they are reshaped.
     offsets, sizes = (column[rows].reshape(len(rows), len(shape)) for column in (shards.offsets, shards.sizes))

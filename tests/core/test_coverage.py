@@ -54,6 +54,11 @@ def test_a_box_beyond_the_shape_is_refused():
         check_coverage(tensor((4, 4), [Box((0, 0), (4, 5))]))
 
 
+def test_pieces_with_other_axes_are_named():
+    with pytest.raises(CheckpointError, match=r"its pieces have 1 axes, and its shape is \[\]"):
+        check_coverage(tensor((), [Box((0,), (4,))]))
+
+
 def test_empty_shards_count_for_nothing():
     check_coverage(tensor((4, 2), [Box((0, 0), (4, 2)), Box((4, 0), (0, 2)), Box((4, 0), (0, 2))]))
 

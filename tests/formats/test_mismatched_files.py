@@ -157,6 +157,13 @@ def test_masters_of_other_universal_parameters_are_named(first, second, change, 
     refused(folder, f"{first}|{second}", "does not round to the weight|has it as|elements")
 
 
+@pytest.mark.parametrize("other", ["*down_proj.weight/exp_avg.pt", "*up_proj.weight/step.pt"])
+def test_moments_of_other_universal_parameters_are_named(other, tmp_path):
+    folder = copied("universal/z1-groups", tmp_path)
+    shutil.copy(*(next(folder.glob(f"*/zero/*layers.0{name}")) for name in (other, "*up_proj.weight/exp_avg.pt")))
+    refused(folder, "up_proj.weight", r"exp_avg.pt has it as \[.*\], .* as \[|elements")
+
+
 @pytest.mark.parametrize("case", ["moe-ep2-z0", "moe-ep1-z1", "moe-ep2-dp4-z2"])
 def test_an_expert_that_was_copied_over_another_is_named(case, tmp_path):
     folder = copied(f"deepspeed_parallel/{case}", tmp_path)

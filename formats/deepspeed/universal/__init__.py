@@ -54,9 +54,9 @@ class Universal(Format):
 
     def check_values(self, files: Files, index: Index) -> Index:
         from ..read.checks import check_masters
-        from .reading import check_shapes_of_masters
+        from .reading import check_shapes_of_states
 
-        check_shapes_of_masters(index)
+        check_shapes_of_states(index)
         return check_masters(files, index)
 
     def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:

@@ -23,7 +23,7 @@ from reshard.containers import torch_zip
 from reshard.containers.torch_zip import Locations, is_plain_tensor
 from reshard.errors import CheckpointError, MissingFile
 from reshard.geometry.light_dataclass import dataclass
-from reshard.index.index import Index, ParamGroup
+from reshard.index.index import Index, Kind, ParamGroup
 from reshard.storage.files import Files
 
 from ..layout.degrees import ModelRank
@@ -128,15 +128,19 @@ def check_leftover_parameters(parameters: Iterable[ParameterFile], trained: Coll
             )
 
 
-def check_shapes_of_masters(index: Index) -> None:
-    """Raises CheckpointError if a master has other axes than its weight. Axis 0 is not compared: vocabulary padding may be cut off."""
-    masters = index.by_kind("master")
-    for name, weight in index.by_kind("weight").items():
-        master = masters.get(name)
-        if master is not None and len(master.shape) == len(weight.shape) and master.shape[1:] != weight.shape[1:]:
+def check_shapes_of_states(index: Index) -> None:
+    """Raises CheckpointError if a master or a moment has other axes than its weight, unless it is flat. Axis 0 is not compared: vocabulary
+    padding may be cut off."""
+    owners = {**index.by_kind("master"), **index.by_kind("weight")}
+    kinds: tuple[Kind, ...] = ("master", "moment1", "moment2")
+    for state in (state for kind in kinds for state in index.by_kind(kind).values()):
+        owner = owners.get(state.name)
+        if owner is None or (len(state.shape) == 1 and len(owner.shape) > 1):
+            continue
+        if len(state.shape) != len(owner.shape) or state.shape[1:] != owner.shape[1:]:
             raise CheckpointError(
-                f"{master.shards.path(0)} has it as {list(master.shape)}, {weight.shards.path(0)} as {list(weight.shape)}",
-                where=name,
+                f"{state.shards.path(0)} has it as {list(state.shape)}, {owner.shards.path(0)} as {list(owner.shape)}",
+                where=state.name,
                 why="The files are of different parameters, or from different models",
                 do="Convert again, or copy the files again from where they were written",
             )
