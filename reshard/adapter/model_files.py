@@ -144,7 +144,37 @@ def _with_settings(found: ModelFiles) -> ModelFiles:
 def find_adapter_config(files: Files) -> dict[str, Any] | None:
     """The content of a checkpoint's adapter_config.json; None if it has none."""
     found = next((folder + ADAPTER_CONFIG for folder in _ADAPTER_FOLDERS if files.size(folder + ADAPTER_CONFIG) is not None), None)
-    return None if found is None else read_json(files, found)
+    return None if found is None else _checked_settings(read_json(files, found), found)
+
+
+# The settings of an adapter that are read, and the types that they have in PEFT.
+_SETTINGS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "r": ((int,), "a whole number"),
+    "lora_alpha": ((int, float), "a number"),
+    "rank_pattern": ((dict,), "an object"),
+    "alpha_pattern": ((dict,), "an object"),
+    "target_modules": ((str, list), "a text or a list"),
+    "target_parameters": ((list,), "a list"),
+    "modules_to_save": ((list,), "a list"),
+    "bias": ((str,), "a text"),
+}
+
+
+def _checked_settings(config: dict[str, Any], path: str) -> dict[str, Any]:
+    """The settings of an adapter. Raises CheckpointError if one has another type than PEFT gives it."""
+    settings = [(key, config.get(key), *types) for key, types in _SETTINGS.items()]
+    for pattern, key in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+        values = config.get(pattern)
+        settings += [(f"{pattern}.{name}", value, *_SETTINGS[key]) for name, value in values.items()] if isinstance(values, dict) else []
+    for key, value, types, expected in settings:
+        if value is not None and (not isinstance(value, types) or isinstance(value, bool)):
+            raise CheckpointError(
+                f"it gives {str(value)[:60]!r} for {key}; {expected} is expected",
+                where=path,
+                why="The scale of the adapter, or the modules that it changes, depend on it",
+                do="Copy the file again from where the adapter was saved, or give another one with --adapter-config",
+            )
+    return config
 
 
 def adapter_config_at(path: str) -> dict[str, Any]:

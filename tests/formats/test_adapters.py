@@ -172,6 +172,16 @@ def test_an_adapter_that_is_not_a_scaled_product_is_refused(settings, message, t
         reshard.plan(HF / "llama", to="hf", merge_adapter=edited("plain", tmp_path / "adapter", **settings))
 
 
+@pytest.mark.parametrize(
+    "settings", [{"r": "8"}, {"r": True}, {"rank_pattern": True}, {"alpha_pattern": {"q_proj": []}}, {"target_modules": 3}], ids=str
+)
+def test_settings_of_another_type_are_named(settings, tmp_path):
+    folder = edited("plain", tmp_path / "adapter", **settings)
+    for plan in (lambda: reshard.plan(folder, to="peft"), lambda: reshard.plan(HF / "llama", to="hf", merge_adapter=folder)):
+        with pytest.raises(CheckpointError, match=rf"adapter_config.json: it gives .* for {next(iter(settings))}.* is expected"):
+            plan()
+
+
 def test_an_adapter_of_another_model_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"update has the shape.*trained on another model"):
         reshard.plan(HF / "mistral", to="hf", merge_adapter=PEFT / "fused" / "adapter", include=())
