@@ -89,7 +89,7 @@ def in_columns(data: bytes) -> object:
         {"chunks": 1500, "axes": (2,)},  # frames and batches of the pickle
         {"chunks": 300, "rows": 1 << 20, "scale": 1 << 34},  # numbers of 4 bytes and more
         {"chunks": 300, "axes": (4, 1)},
-        {"chunks": 70_000, "axes": (1,), "shared": False},  # several blocks
+        pytest.param({"chunks": 70_000, "axes": (1,), "shared": False}, marks=pytest.mark.slow),  # several blocks
     ],
 )
 def test_columns_say_what_the_values_say(options: dict[str, Any]) -> None:

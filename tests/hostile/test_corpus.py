@@ -37,6 +37,7 @@ def test_what_was_found_once_stays_mended(recipe: Recipe, tmp_path: Path) -> Non
         shutil.rmtree(target, ignore_errors=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_some_inputs_of_every_kind(kind: str, tmp_path: Path) -> None:
     chance, outcomes = random.Random(kind), list[str]()

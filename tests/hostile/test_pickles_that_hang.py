@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from hostile.lies import P2, call, name, running, value
 from hostile.limits import ON_LINUX, limited
+from sampled import sampled
 
 from reshard.containers import inert_pickle
 from reshard.errors import CheckpointError
@@ -103,7 +104,7 @@ def outcome(read: Callable[[], object]) -> str:
 
 
 @pytest.mark.skipif(not ON_LINUX, reason="limits of a process are set as on Linux")
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", sampled(PROGRAMS, 4))
 def test_it_ends_soon_with_little_memory(program: str) -> None:
     ended = limited(lambda: outcome(lambda: inert_pickle.load(PROGRAMS[program], where="x")))
     assert ended == "read" or (ended.startswith("refused: x: the pickle") and "\n" not in ended), ended
