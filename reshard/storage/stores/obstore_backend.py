@@ -18,7 +18,8 @@ from reshard.errors import RequestError, UnsupportedError
 from reshard.storage.stores.store import Entry, ObjectChanged, Upload
 
 _REFUSED = ("lacked the necessary privileges", "lacked valid authentication")
-# Of a client's mistakes, such as a bucket that is not there, no repetition makes anything else; of timeouts, conflicts and limits it does.
+# Statuses of requests that fail again when they are repeated, such as one to a bucket that is not there. Timeouts (408), conflicts (409)
+# and limits (429) are not among them.
 _MISTAKE = re.compile(r"status code: 4(?!08|09|29)\d\d")
 INSTALL = "Install the extra: pip install 'reshard[cloud]'"
 
@@ -59,7 +60,7 @@ class ObjectStore:
         if self._is_web:
             return  # web servers list nothing
         prefix = folder.rstrip("/") or None
-        with self._answering():
+        with _answering(self._obstore):
             if not below:
                 found = self._obstore.list_with_delimiter(self._store, prefix)
                 yield from (Entry(f"{path}/", 0, "") for path in found["common_prefixes"])
@@ -69,7 +70,7 @@ class ObjectStore:
                 yield from map(_entry, page)
 
     def look(self, path: str) -> Entry | None:
-        with self._answering():
+        with _answering(self._obstore):
             return _entry({**self._obstore.head(self._store, path), "path": path})
 
     def read(self, entry: Entry, start: int, stop: int) -> memoryview:
@@ -80,7 +81,7 @@ class ObjectStore:
         if entry.stamp.startswith('"'):
             options["if_match"] = entry.stamp
         try:
-            with self._answering():
+            with _answering(self._obstore):
                 return memoryview(self._obstore.get(self._store, entry.path, options=options).bytes())
         except self._obstore.exceptions.PreconditionError:
             raise ObjectChanged from None
@@ -92,7 +93,7 @@ class ObjectStore:
     def create(self, path: str, content: bytes) -> None:
         self._check_writable()
         try:
-            with self._answering():
+            with _answering(self._obstore):
                 self._obstore.put(self._store, path, content, mode="create", use_multipart=False)
         except self._obstore.exceptions.AlreadyExistsError:
             raise FileExistsError(path) from None
@@ -100,18 +101,6 @@ class ObjectStore:
     def remove(self, paths: Sequence[str]) -> None:
         with suppress(FileNotFoundError):
             self._obstore.delete(self._store, list(paths))
-
-    @contextmanager
-    def _answering(self) -> Iterator[None]:
-        """Raises PermissionError or ValueError for what the store refuses for good."""
-        try:
-            yield
-        except _refusals(self._obstore) as error:
-            raise PermissionError(_first_line(error)) from error
-        except self._obstore.exceptions.GenericError as error:
-            if _MISTAKE.search(_first_line(error)):
-                raise ValueError(_first_line(error)) from error
-            raise
 
     def _check_writable(self) -> None:
         if self._is_web:
@@ -125,11 +114,11 @@ class _Writer:
         self._obstore, self._file, self._ended = obstore, file, False
 
     def write(self, data: bytes) -> None:
-        with self._refusing():
+        with _answering(self._obstore):
             self._file.write(data)
 
     def close(self) -> None:
-        with self._refusing():
+        with _answering(self._obstore):
             self._file.close()
         self._ended = True
 
@@ -139,24 +128,26 @@ class _Writer:
             # Leaving the context with an exception aborts the upload.
             self._file.__exit__(InterruptedError, InterruptedError("the file is given up"), None)
 
-    @contextmanager
-    def _refusing(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            # The writer of obstore raises OSError for everything.
-            if isinstance(error, _refusals(self._obstore)) or any(text in str(error) for text in _REFUSED):
-                raise PermissionError(_first_line(error)) from error
-            raise
-
 
 def _entry(found: Mapping[str, Any]) -> Entry:
     stamp = found["e_tag"] or f"{found['last_modified']} {found['size']}"
     return Entry(found["path"], found["size"], stamp, found["last_modified"].timestamp())
 
 
-def _refusals(obstore: Any) -> tuple[type[Exception], ...]:
-    return obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError
+@contextmanager
+def _answering(obstore: Any) -> Iterator[None]:
+    """Raises PermissionError or ValueError for what the store refuses for good."""
+    refusals = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
+    try:
+        yield
+    except Exception as error:
+        line = _first_line(error)
+        # The writer of obstore raises OSError for everything.
+        if isinstance(error, refusals) or any(text in str(error) for text in _REFUSED):
+            raise PermissionError(line) from error
+        if isinstance(error, obstore.exceptions.GenericError) and _MISTAKE.search(line):
+            raise ValueError(line) from error
+        raise
 
 
 def _first_line(error: Exception) -> str:
