@@ -202,8 +202,7 @@ class LoraSettings:
 
     def _of(self, target: str, pattern: str, default: str) -> float | None:
         """A setting of one module: by the first matching pattern, as peft's get_pattern_key, otherwise the general one."""
-        patterns = self.config.get(pattern) or {}
-        for key, value in patterns.items() if isinstance(patterns, Mapping) else ():
+        for key, value in (self.config.get(pattern) or {}).items():
             try:
                 if re.match(rf"(.*\.)?({key})$", target):
                     return _number(value)

@@ -106,8 +106,7 @@ def _shapes_of(factor: MegatronTensor) -> dict[str, tuple[int, ...]]:
     """The shapes of the canonical tensors in a factor, which holds all of them whole."""
     ends: dict[str, tuple[int, ...]] = {}
     for tile in factor.whole.tiles:
-        end = tuple(offset + size for offset, size in zip(tile.box.offsets, tile.box.sizes, strict=True))
-        ends[tile.name] = tuple(map(max, end, ends.get(tile.name, end)))
+        ends[tile.name] = tuple(map(max, tile.box.stops, ends.get(tile.name, tile.box.stops)))
     return ends
 
 
