@@ -9,6 +9,7 @@ import pytest
 from cloud.models import converted, write_hf
 from command import reshard as run
 from places import FIXTURES, TRUTHS, described, truth
+from sampled import sampled
 
 import reshard
 from reshard.errors import CheckpointError, RequestError, SystemRefusal, UnsupportedError
@@ -40,10 +41,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("format", "options"),
-    [("hf", None), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("megatron", {"tp": 20, "pp": 50}), ("dcp", {"dp": 1000})))],
-)
+@pytest.mark.parametrize(("format", "options"), sampled([("hf", None), ("megatron", {"tp": 20, "pp": 50}), ("dcp", {"dp": 1000})], 3))
 def test_a_thousand_files_take_three_requests_each_two_in_sequence_64_at_a_time(format, options, tmp_path, s3, monkeypatch):
     # Files of a few kB stand for large ones: a start and an end of 4 kB are fetched, not the whole file.
     monkeypatch.setattr(similar_files, "END", 4096 if format != "hf" else 1024)

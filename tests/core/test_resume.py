@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from command import command, result_tree, tree
 from places import HF
+from sampled import sampled
 
 import reshard
 from reshard.containers import safetensors
@@ -50,7 +51,7 @@ def final_names(target):
     return [path.name for path in target.iterdir() if path.name != ".reshard"] if target.exists() else []
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
+@pytest.mark.parametrize("seed", sampled(range(8), 4))
 def test_killed_at_any_moment_it_resumes_bit_exactly(large, expected, tmp_path, seed):
     target = tmp_path / "out"
     for attempt in range(3):

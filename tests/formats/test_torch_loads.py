@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from places import DCP, open_case
+from sampled import sampled
 
 import reshard
 
@@ -16,9 +17,7 @@ SCRIPT = Path(__file__).resolve().parent.parent / "torch_ranks.py"
 CASES = [("dcp", 3, 2, 21), ("dcp-optimizer", 1, 3, 84), ("fsdp", 3, 3, 21), ("fsdp-optimizer", 2, 2, 84)]
 
 
-@pytest.mark.parametrize(
-    "kind, files, ranks, tensors", [pytest.param(*case, marks=() if case[0] == "dcp" else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("kind, files, ranks, tensors", sampled(CASES, 4))
 def test_fsdp2_holds_every_bit_after_loading(kind, files, ranks, tensors, tmp_path):
     pytest.importorskip("torch", reason="torch loads what was written")
     to, _, optimizer = kind.partition("-")
