@@ -91,7 +91,7 @@ class _Stopped(BaseException):
 
 def main() -> None:
     """Run the command line; exits with its code."""
-    gc.set_threshold(100_000)  # imports make so many objects that live on that the collector would take a tenth of a start
+    gc.set_threshold(100_000)  # the imports make many objects and no garbage; the collector would take a tenth of a start
     _stop_cleanly_on_signals()
     code = run(sys.argv[1:])
     gc.freeze()  # the interpreter would look for garbage among a million objects before it ends

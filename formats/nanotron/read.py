@@ -118,7 +118,7 @@ def _in_published_order(piece: Piece, model: NanotronModel) -> Iterator[Piece]:
         return
     if start % width or rows % width or start + rows > rotated:
         raise CheckpointError(
-            f"its rows {start} to {start + rows} are no whole query or key heads of {width} rows",
+            f"it holds rows {start} to {start + rows}, which do not begin and end where query or key heads of {width} rows do",
             where=piece.extent.path,
             why="nanotron gives whole heads to each rank",
             do="Give the model_config.json of this checkpoint",

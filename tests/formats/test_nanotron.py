@@ -109,7 +109,7 @@ def test_a_hole_and_heads_that_are_cut_are_refused(copy):
         reshard.plan(copy, to="hf")
     cut = "0,3,None|None,None,None#0,3,None|None,None,None"
     rewritten(part(copy), lambda tensors, metadata: metadata.update(local_global_slices_pairs=cut))
-    with pytest.raises(CheckpointError, match="no whole query or key heads"):
+    with pytest.raises(CheckpointError, match="do not begin and end where query or key heads"):
         reshard.open(copy)
 
 
