@@ -132,10 +132,12 @@ def missing(files: Files, path: str) -> MissingFile:
 class OpenFile:
     """An open file, which is closed when nobody refers to it any more."""
 
-    __slots__ = ("descriptor",)
+    __slots__ = ("descriptor", "turn")
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
+        self.turn = threading.Lock()
+        """Held while a thread writes. The system lets one thread at a time write to a file, and the others would wait in a busy loop."""
 
     def __del__(self) -> None:
         os.close(self.descriptor)

@@ -136,7 +136,9 @@ class Staging:
         """Write bytes into a staged file. Raises SystemRefusal if the disk is full or the file cannot be written."""
         assert self._descriptors is not None
         try:
-            _write(self._descriptors.open(path), byte_offset, buffer)
+            file = self._descriptors.open(path)
+            with file.turn:
+                _write(file, byte_offset, buffer)
         except OSError as error:
             raise self._refusal(error, path) from error
 
@@ -146,9 +148,10 @@ class Staging:
         length = len(buffer) // len(byte_offsets)
         try:
             file, start = self._descriptors.open(path), 0
-            for byte_offset in byte_offsets:
-                _write(file, byte_offset, buffer[start : start + length])
-                start += length
+            with file.turn:
+                for byte_offset in byte_offsets:
+                    _write(file, byte_offset, buffer[start : start + length])
+                    start += length
         except OSError as error:
             raise self._refusal(error, path) from error
 
