@@ -92,7 +92,7 @@ class _Stopped(BaseException):
 def main() -> None:
     """Run the command line; exits with its code."""
     gc.set_threshold(100_000)  # the imports make many objects and no garbage; the collector would take a tenth of a start
-    # Otherwise numpy's OpenBLAS starts a thread for each processor when it is imported, and each waits in a busy loop for a tenth of a second.
+    # Otherwise numpy's OpenBLAS starts a thread for each processor, and each waits in a busy loop for a tenth of a second.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     _stop_cleanly_on_signals()
     code = run(sys.argv[1:])
