@@ -67,6 +67,11 @@ def quantized(content: Content, config: Mapping[str, Any] | None, form: str) -> 
         raise RequestError("--quantize: the weights are quantized already", do="Use --requantize fp8-block, or --dequantize first")
     if content.model is None:
         raise RequestError("--quantize: the model is not known, so neither are its linear layers", do="Add --model DIR with its config")
+    if published := content.model.architecture.quantized_as.get(form):
+        quantization = quantization_of({SETTING: published})
+        assert quantization is not None, "the declaration was checked"
+        chosen = {name: tensor for name, tensor in content.tensors.items() if quantization.form_of(name)}
+        return _quantized(content, {**(config or {}), SETTING: published}, form, form, chosen)
     weights = content.model.weights
     chosen = {
         name: tensor
@@ -81,7 +86,7 @@ def quantized(content: Content, config: Mapping[str, Any] | None, form: str) -> 
                 where=name,
                 why="The forms that engines load hold each expert under a name of its own",
             )
-    return _quantized(content, config or {}, form, form, chosen)
+    return _quantized(content, _with_settings(config or {}, form, content, chosen), form, form, chosen)
 
 
 def requantized(content: Content, config: Mapping[str, Any] | None, form: str) -> tuple[Content, dict[str, Any]]:
@@ -99,19 +104,25 @@ def requantized(content: Content, config: Mapping[str, Any] | None, form: str) -
                 why="The forms that engines load hold each expert under a name of its own",
                 do="Use --dequantize, or convert to hf unchanged",
             )
-    return _quantized(content, without_quantization(config or {}), form, f"exact-{form}", chosen)
+    config = _with_settings(without_quantization(config or {}), form, content, chosen)
+    return _quantized(content, config, form, f"exact-{form}", chosen)
 
 
-def _quantized(
-    content: Content, config: Mapping[str, Any], form: str, recipe: str, chosen: Mapping[str, Tensor]
-) -> tuple[Content, dict[str, Any]]:
+def _with_settings(config: Mapping[str, Any], form: str, content: Content, chosen: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The config with the settings of compressed-tensors for the chosen weights."""
     ignored = sorted(
         name.removesuffix(".weight")
         for name, tensor in content.weights.items()
         if name.endswith(".weight") and len(tensor.shape) == 2 and name not in chosen
     )
     settings = {"quant_method": "compressed-tensors", "quantization_status": "compressed", **_SETTINGS[form], "ignore": ignored}
-    config = {**config, SETTING: settings}
+    return {**config, SETTING: settings}
+
+
+def _quantized(
+    content: Content, config: dict[str, Any], form: str, recipe: str, chosen: Mapping[str, Tensor]
+) -> tuple[Content, dict[str, Any]]:
+    """The content with the chosen weights in the form that the config describes."""
     quantization = quantization_of(config)
     assert quantization is not None, "it is a form that reshard reads"
     (stored_form,) = quantization.forms
@@ -128,14 +139,35 @@ def _quantized(
 
 def _components(weight: Tensor, form: StoredForm, recipe: str, types: tuple[DType, ...]) -> dict[str, Tensor]:
     """The components of a weight, computed by a recipe. Raises UnsupportedError if the groups do not divide its rows."""
-    group = form.codes.packing and next(size for each in form.beside for size in each.block_shape[1:] if size)
-    if group and weight.shape[1] % group:
+    if form.transposed and weight.updates:
         raise UnsupportedError(
-            f"it has {weight.shape[1]} input features, which is not a multiple of the group of {group}", where=weight.name
+            "an adapter is merged into it, and it is quantized in the same conversion",
+            where=weight.name,
+            do="Merge the adapter first, then quantize the result",
+        )
+    if form.transposed:
+        weight = _transposed(weight)
+    group = form.codes.packing and next(size for each in form.beside for size in each.block_shape[1:] if size)
+    if group and weight.shape[-1] % group:
+        raise UnsupportedError(
+            f"it has {weight.shape[-1]} input features, which is not a multiple of the group of {group}", where=weight.name
         )
     return {
         name: _derived(name, weight, component, recipe, types[component.is_scale]) for name, component in form.names(weight.name).items()
     }
+
+
+def _transposed(weight: Tensor) -> Tensor:
+    """A weight [..., in, out] as [..., out, in]: its pieces with the last two axes exchanged."""
+    shards = weight.shards
+    axes = [*range(len(weight.shape) - 2), len(weight.shape) - 1, len(weight.shape) - 2]
+
+    def extent(i: int) -> Extent:
+        stored = shards.extent(i)
+        return replace(stored, strides=tuple(stored.strides[axis] for axis in axes))
+
+    turned = shards.replaced(offsets=shards.offsets[:, axes], sizes=shards.sizes[:, axes], extent=extent)
+    return replace(weight, shape=tuple(weight.shape[axis] for axis in axes), shards=turned)
 
 
 def _derived(name: str, weight: Tensor, component: Component, recipe: str, dtype: DType) -> Tensor:

@@ -34,6 +34,7 @@ class Values:
         self._tensor, self._dtype = tensor, dtype
         self._stored = [Pieces(stored) for stored in tensor.stored]
         self._products = [_Product(update) for update in tensor.updates]
+        self._in_columns = tensor.derivation is not None and _is_in_columns(tensor.derivation.weight)
         self.itemsize = max(dtype.itemsize, *(stored.itemsize for stored in tensor.dtypes))
 
     def within(self, slab: Box, axis: int) -> SlabPieces:
@@ -101,23 +102,27 @@ class Values:
 
     def _computed(self, worker: Worker, derivation: Derivation, box: Box) -> Block:
         """A box of a component, computed tile by tile from the weight's values."""
-        recipe, component, shape = RECIPES[derivation.recipe], derivation.component, derivation.weight.shape
-        values, result = Values(derivation.weight, recipe.dtype), np.empty(box.sizes, self._dtype.word)
-        grid = tuple(size or 1 for size in component.grid)
+        recipe, component, weight = RECIPES[derivation.recipe], derivation.component, derivation.weight
+        values, result = Values(weight, recipe.dtype), np.empty(box.sizes, self._dtype.word)
         compute = recipe.scales if component.is_scale else recipe.codes
-        for band in recipe.bands(shape, [range(a * g, b * g) for a, b, g in zip(box.offsets, box.stops, grid, strict=True)]):
+        experts = (1,) * (len(weight.shape) - 2)
+        grid, in_word = experts + tuple(size or 1 for size in component.grid), component.packing.words if component.packing else ()
+        ranges = [range(start * size, stop * size) for start, stop, size in zip(box.offsets, box.stops, grid, strict=False)]
+        for band in recipe.bands(weight.shape, ranges, in_columns=self._in_columns):
             words = values.whole(worker, band)
             for tile in recipe.tiles(band):
                 try:
-                    made = compute(words[tile.relative_to(band.offsets).index])
+                    made = compute(words[tile.relative_to(band.offsets).index].reshape(tile.sizes[-2:]))
                 except NotRepresentable as reason:
                     raise CheckpointError(
                         f"the values of {tile} {reason}",
-                        where=derivation.weight.name,
+                        where=weight.name,
                         why=f"The recipe {derivation.recipe} writes the same values in another form, or nothing",
                         do="Dequantize the checkpoint with --dequantize, and quantize the result with --quantize",
                     ) from None
-                held = Box(tuple(start // g for start, g in zip(tile.offsets, grid, strict=True)), made.shape)
+                made = made.reshape(*experts, len(made), -1, *in_word)
+                start = tuple(start // size for start, size in zip(tile.offsets, grid, strict=True)) + (0,) * len(in_word)
+                held = Box(start, made.shape)
                 shared = held.intersect(box)
                 if shared is not None:
                     result[shared.relative_to(box.offsets).index] = made[shared.relative_to(held.offsets).index]
@@ -212,6 +217,14 @@ def _gathered(worker: Worker, pieces: Pieces, box: Box) -> Float32:
         halves = (_gathered(worker, pieces, box.narrow(0, start, stop)) for start, stop in ((0, half), (half, box.sizes[0])))
         return np.concatenate(list(halves))
     return cast(worker.gather(pieces, box), dtype, F32).copy().view(np.float32)
+
+
+def _is_in_columns(weight: Tensor) -> bool:
+    """Whether the files hold the columns of a weight [..., out, in], so that few rows are short runs."""
+    if weight.encoding:
+        return False
+    strides = weight.shards.located().strides
+    return bool((strides[:, -2] < strides[:, -1]).any())
 
 
 def _runs(box: Box) -> Iterator[Box]:

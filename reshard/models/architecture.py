@@ -209,6 +209,8 @@ class Architecture:
     """Values of config keys that a config does not set."""
     vocabulary_multiple: int | None = None
     """Engines pad the vocabulary of this model to a multiple of this; None: to the engine's own multiple."""
+    quantized_as: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What --quantize takes -> the quantization_config of the published model in that form. Other models get that of compressed-tensors."""
     engines: Mapping[str, ModelQuirks] = field(default_factory=dict)
     """What the classes of serving engines do differently for this model, by the name of the engine's format. The classes of the engines
     that are listed were compared with the declaration."""

@@ -91,7 +91,7 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Che
     if adapter is not None:
         planned, stored, files, merged = _with_adapter(content, index, source, adapter)
         notes = (*notes, *merged)
-    if request.quantize and planned.model:
+    if request.quantize and planned.model and request.quantize not in planned.model.architecture.quantized_as:
         stored, tensors, model = by_expert(stored, planned.tensors, planned.model)
         planned = replace(planned, tensors=tensors, model=model)
     if request.quantize or request.requantize:

@@ -422,6 +422,7 @@ WRONG = {
     "weights: {a.weight: head}\nmtp_layers: 2\n": r"mtp_layers: expected a key of the config, found 2",
     "weights: {a.weight: head}\ndefaults: {x: [1]}\n": r"defaults > x: expected true, false, .*, found a list",
     "weights: {a.weight: head}\nvocabulary_multiple: 0\n": r"vocabulary_multiple: expected a whole number from 1 on, found 0",
+    "weights: {a.weight: head}\nquantized_as: {mxfp4: {quant_method: mx4}}\n": r"quantized_as > mxfp4: it is no quantization_config",
     "weights: {a.weight: head}\nwithout: '*'\n": r"line 13: without: `without` is about the weights of the model that `extends:` names",
     "extends: lama\n": r"line 12: extends: no model is declared as 'lama'\. `reshard architectures` lists",
     "extends: llama\nwithout: ['*.mlp.*', '*.mpl.*']\n": r"line 13: without > 1: no weight of llama has a name like '\*\.mpl\.\*'",

@@ -158,6 +158,42 @@ def test_a_quantized_model_is_read_again_and_has_the_names_of_its_weights(model,
     assert not any("quantization_config" in json.loads(path.read_text()) for path in (tmp_path / "values").glob("config.json"))
 
 
+@pytest.mark.parametrize("cut", ["whole", "cut"])
+def test_gpt_oss_is_quantized_to_its_published_form(cut, tmp_path, monkeypatch):
+    """Its experts lie in one tensor [experts, in, out]. What was MXFP4 has the same values again, and the same scales."""
+    published = FIXTURES / "gpt_oss-mxfp4"
+    if cut == "cut":
+        monkeypatch.setattr(boxes, "BLOCK_ELEMENTS", 100)
+        monkeypatch.setattr("reshard.engine.recipes.recipe._READ", 32)
+        monkeypatch.setattr("reshard.engine.recipes.recipe._LEAST", 32)
+        monkeypatch.setattr("reshard.engine.recipes.recipe._COMPUTED", 32)
+    reshard.convert(reshard.plan(published, to="hf", dequantize=True), tmp_path / "bf16")
+    reshard.convert(reshard.plan(tmp_path / "bf16", to="hf", quantize="mxfp4"), tmp_path / "mxfp4")
+    ours, theirs = stored(tmp_path / "mxfp4"), stored(published)
+    assert {name: tensor.shape for name, tensor in ours.items()} == {name: tensor.shape for name, tensor in theirs.items()}
+    for name in (name for name in theirs if not name.endswith("_blocks")):
+        assert torch.equal(ours[name], theirs[name]), name
+    settings = [json.loads((folder / "config.json").read_text())["quantization_config"] for folder in (tmp_path / "mxfp4", published)]
+    assert settings[0]["quant_method"] == settings[1]["quant_method"]
+    assert set(settings[0]["modules_to_not_convert"]) >= set(settings[1]["modules_to_not_convert"])
+    reshard.convert(reshard.plan(tmp_path / "mxfp4", to="hf", dequantize=True), tmp_path / "values")
+    values, expected = stored(tmp_path / "values"), stored(tmp_path / "bf16")
+    assert values.keys() == expected.keys() and all(torch.equal(values[name], expected[name]) for name in expected)
+
+
+def test_gpt_oss_is_quantized_for_ranks_and_for_trainers_alike(tmp_path):
+    reshard.convert(reshard.plan(FIXTURES / "gpt_oss-mxfp4", to="hf", dequantize=True), tmp_path / "bf16")
+    reshard.convert(reshard.plan(tmp_path / "bf16", to="hf", quantize="mxfp4"), tmp_path / "mxfp4")
+    reshard.convert(reshard.plan(tmp_path / "bf16", to="dcp", dp=3), tmp_path / "trained")
+    for to, parallel in (("vllm", {"tp": 2}), ("vllm", {"tp": 2, "ep": 2}), ("dcp", {"dp": 2}), ("hf", {})):
+        for source in ("bf16", "trained"):
+            plan = reshard.plan(tmp_path / source, to=to, model=tmp_path / "bf16", quantize="mxfp4", **parallel)
+            reshard.convert(plan, tmp_path / "at-once", overwrite=True)
+            reshard.convert(reshard.plan(tmp_path / "mxfp4", to=to, **parallel), tmp_path / "in-steps", overwrite=True)
+            assert described(stored(tmp_path / "at-once")) == described(stored(tmp_path / "in-steps"))
+            assert reshard.fingerprint(tmp_path / "at-once") == reshard.fingerprint(tmp_path / "in-steps")
+
+
 def test_several_forms_at_once_and_unknown_ones_are_refused(tmp_path):
     case = FIXTURES / "llama-ct-mxfp4"
     for options in ({"dequantize": True, "requantize": "fp8-block"}, {"requantize": "int4"}, {"quantize": "fp8-block"}):

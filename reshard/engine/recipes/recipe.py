@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 
 import numpy as np
 
@@ -11,9 +12,9 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import BF16, F32, DType
 from reshard.geometry.light_dataclass import dataclass
 
-# Columns that are read at once, because short runs take many calls; and that are computed at once, so that their float32 values stay in a
-# processor's cache.
-_READ, _COMPUTED = 16384, 2048
+# Rows that are read and computed at once, if they lie side by side in the files; and columns that are read at once, because short runs take
+# many calls, and that are computed at once, so that their float32 values stay in a processor's cache.
+_LEAST, _READ, _COMPUTED = 128, 16384, 2048
 
 
 class NotRepresentable(Exception):
@@ -33,29 +34,30 @@ class Recipe:
     scales: Callable[[Block], Block]
     """The stored words of its scales."""
 
-    def bands(self, shape: tuple[int, ...], ranges: Sequence[range]) -> Iterator[Box]:
-        """Boxes of whole blocks of a weight of this shape, each read at once, that together hold the elements of `ranges`, one per axis."""
-        starts, stops = zip(
-            *((each.start // step * step, min(each.stop, size)) for each, step, size in zip(ranges, self.block, shape, strict=True)),
-            strict=True,
-        )
-        ends = [min(_up(stop, step), size) for stop, step, size in zip(stops, self.block, shape, strict=True)]
-        return _grid(Box(starts, tuple(end - start for start, end in zip(starts, ends, strict=True))), (self._rows, _READ))
+    def bands(self, shape: tuple[int, ...], ranges: Sequence[range], *, in_columns: bool = False) -> Iterator[Box]:
+        """Boxes of whole blocks of a weight [out, in] or [experts, out, in], each read at once, that hold the elements of `ranges`.
+
+        ranges: one for each axis. in_columns: whether the elements of a column lie side by side, not those of a row.
+        """
+        block = (1,) * (len(shape) - 2) + self.block
+        starts = tuple(each.start // step * step for each, step in zip(ranges, block, strict=True))
+        stops = (min(_up(each.stop, step), size) for each, step, size in zip(ranges, block, shape, strict=True))
+        box = Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
+        return _grid(box, (_READ, _up(_LEAST, self.block[1])) if in_columns else (_up(_LEAST, self.block[0]), _READ))
 
     def tiles(self, band: Box) -> Iterator[Box]:
         """The boxes of whole blocks of a band that are computed at once."""
-        return _grid(band, (self._rows, _COMPUTED))
-
-    @property
-    def _rows(self) -> int:
-        return self.block[0] * max(1, 128 // self.block[0])
+        columns = min(band.sizes[-1], _COMPUTED)
+        return _grid(band, (_up(_LEAST * _COMPUTED // columns, self.block[0]), columns))
 
 
 def _grid(box: Box, steps: tuple[int, int]) -> Iterator[Box]:
-    """A box of two axes in boxes of at most `steps` elements along each axis."""
-    for row in range(box.offsets[0], box.stops[0], steps[0]):
-        for column in range(box.offsets[1], box.stops[1], steps[1]):
-            yield Box((row, column), (min(steps[0], box.stops[0] - row), min(steps[1], box.stops[1] - column)))
+    """A box in boxes of at most `steps` elements along its last two axes, and of one along the others."""
+    all_steps = (1,) * (len(box.sizes) - 2) + steps
+    axes = (range(start, stop, step) for start, stop, step in zip(box.offsets, box.stops, all_steps, strict=True))
+    for offsets in product(*axes):
+        sizes = (min(step, stop - start) for step, start, stop in zip(all_steps, offsets, box.stops, strict=True))
+        yield Box(offsets, tuple(sizes))
 
 
 def _up(size: int, step: int) -> int:

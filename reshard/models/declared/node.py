@@ -98,6 +98,12 @@ class Node:
             raise self.unexpected("true, false, a whole number or a word")
         return self.value
 
+    def settings(self) -> Any:
+        """The value, a setting of a config or a list or mapping of settings."""
+        if isinstance(self.value, dict):
+            return {key: node.settings() for key, node in self.mapping().items()}
+        return [item.settings() for item in self.items()] if isinstance(self.value, list) else self.setting()
+
     def number(self, least: int) -> int:
         """The value, a whole number of at least `least`."""
         if isinstance(self.value, bool) or not isinstance(self.value, int) or not least <= self.value < 1 << 31:

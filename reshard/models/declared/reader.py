@@ -29,6 +29,8 @@ from reshard.models.declared.frameworks import frameworks_of
 from reshard.models.declared.node import KEY_OF_LAYER, Node, expression
 from reshard.models.declared.version_1 import in_version_2
 from reshard.models.declared.weights import NUMBER, WeightReader, layer_set, overlap
+from reshard.models.quantization import quantization_of
+from reshard.models.quantization_settings import SETTING
 from reshard.models.roles import DECLARED_ROLES
 
 # The version of the language that is described in docs/architectures.md and that drafts are written in.
@@ -39,7 +41,8 @@ UNKNOWN = "?"
 Find = Callable[[str], Architecture | None]
 KEYS = (
     "language", "model_type", "class", "extends", "like", "text_config", "without", "renamed", "dimensions", "towers", "weights", "tied",
-    "sparse_layers", "layer_sets", "mtp_layers", "dropped", "carried", "defaults", "vocabulary_multiple", "engines", "frameworks",
+    "sparse_layers", "layer_sets", "mtp_layers", "dropped", "carried", "defaults", "vocabulary_multiple", "quantized_as", "engines",
+    "frameworks",
 )  # fmt: skip
 
 
@@ -288,7 +291,16 @@ def _fields(keys: Mapping[str, Node], base: Architecture | None, find: Find) -> 
         fields["defaults"] = {**(base.defaults if base else {}), **defaults}
     if "vocabulary_multiple" in keys:
         fields["vocabulary_multiple"] = keys["vocabulary_multiple"].number(1)
+    if "quantized_as" in keys:
+        fields["quantized_as"] = {form: _quantization(node) for form, node in keys["quantized_as"].mapping().items()}
     return fields
+
+
+def _quantization(node: Node) -> Mapping[str, Any]:
+    settings: Mapping[str, Any] = node.settings()
+    if not isinstance(settings, Mapping) or quantization_of({SETTING: settings}) is None:
+        raise node.error("it is no quantization_config that reshard reads", do="Copy the one of the published model")
+    return settings
 
 
 def _regex(glob: str) -> str:
