@@ -22,7 +22,7 @@ import numpy.typing as npt
 from reshard.errors import CheckpointError, ReplicasDiffer
 from reshard.geometry.boxes import BLOCK_ELEMENTS, Box, contiguous_runs
 from reshard.geometry.dtypes import DType
-from reshard.geometry.extents import Piece, covering_spans, is_row_major, span_elements, spans
+from reshard.geometry.extents import Piece, covering_spans, is_row_major, spans
 from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.sections import Columns
 from reshard.index.index import Tensor
@@ -44,8 +44,9 @@ FileRange = tuple[str, int, int]
 # The most bytes of a strip. With 1 MiB of second-level cache, 512 KiB and 1 MiB were fastest; smaller strips take more calls. (Linux
 # also writes slower in larger pieces, see staging.py.)
 STRIP_BYTES = 1 << 19
-# A run of at least this many bytes is read on its own. Shorter runs are read together with the bytes between them.
-_LONG = 512
+# Runs that start at most this many bytes apart are read together, with the bytes between them. A call takes as long as a copy of 8 KB, and
+# the system reads whole pages anyway.
+_CLOSE = 4096
 
 
 class SlabPiece:
@@ -84,6 +85,11 @@ class SlabPiece:
             order, elements, starts = contiguous_runs((lines, *self.sizes), self.strides)
             self._runs[lines] = order, elements * self.itemsize, starts * self.itemsize
         return self._runs[lines]
+
+    def is_close(self, lines: int) -> bool:
+        """Whether the runs of so many lines are read together."""
+        _, nbytes, starts = self.runs(lines)
+        return len(starts) > 1 and int(starts[-1]) + nbytes <= len(starts) * _CLOSE
 
     def at(self, line: int) -> int:
         """Where its part of a line of the slab starts in the file."""
@@ -278,8 +284,8 @@ class Worker:
 
     def _read(self, part: Block, piece: SlabPiece, first: int, last: int) -> None:
         """Fill a view of a block with what a piece holds of some lines."""
-        order, nbytes, starts = piece.runs(last - first)
-        if nbytes >= _LONG and (ordered := part.transpose(order)).flags.c_contiguous:
+        order, _, starts = piece.runs(last - first)
+        if not piece.is_close(last - first) and (ordered := part.transpose(order)).flags.c_contiguous:
             self._files.read_runs(piece.path, (starts + piece.at(first)).tolist(), bytes_of(ordered))
             return
         for box, staged in self._staged(piece, first, last):
@@ -297,18 +303,17 @@ class Worker:
         """What a piece holds of some lines, in parts, as (box, its elements). Each part is read into the scratch buffer, and the elements
         are a view of it. A box counts from line `first` and the start of the piece's part of a line.
 
-        Long runs are read one by one. Short runs that lie close together are read in one range with the bytes between them.
+        Runs that lie close together are read in one range with the bytes between them, others one by one.
         """
-        (order, nbytes, starts), dtype = piece.runs(last - first), piece.extent.dtype
+        (order, _, starts), dtype = piece.runs(last - first), piece.extent.dtype
         box = Box.whole(sizes := (last - first, *piece.sizes))
-        volume = box.volume
-        if nbytes >= _LONG or span_elements(sizes, piece.strides) > 2 * volume:
-            self._files.read_runs(piece.path, (starts + piece.at(first)).tolist(), self._scratch.data[: volume * dtype.itemsize])
+        if not piece.is_close(last - first):
+            self._files.read_runs(piece.path, (starts + piece.at(first)).tolist(), self._scratch.data[: box.volume * dtype.itemsize])
             staged = _array(self._scratch, tuple(sizes[axis] for axis in order), dtype)
             yield box, staged.transpose(tuple(order.index(axis) for axis in range(len(sizes))))
             return
         extent = replace(piece.extent, byte_offset=piece.at(first), strides=piece.strides)
-        for span in spans(Piece(box, extent), box, self._scratch.nbytes, dense=False):
+        for span in spans(Piece(box, extent), box, self._scratch.nbytes, _CLOSE):
             self._files.read_into(piece.path, span.byte_offset, self._scratch.data[: span.nbytes])
             yield span.box, _array(self._scratch, span.box.sizes, dtype, span.strides)
 

@@ -20,7 +20,7 @@ from reshard.geometry.low_rank import Float32, add_products, row_lengths
 from reshard.index.index import Derivation, EncodedPart, Encoding, Tensor, Update
 
 # The number of elements that are decoded at once, so that their float32 values stay in a processor's cache.
-_DECODED = 1 << 16
+_DECODED = 1 << 17
 # The most elements of a factor that stay in memory while a tensor is read.
 _MOST_KEPT = 1 << 20
 
@@ -138,7 +138,7 @@ class Values:
         for part, at, words in stored:
             if part.component.use == "group index":
                 _check_order(part, encoding, at, words)
-        for inner in _runs(box):
+        for inner in _runs(box, encoding.parts[0].axes):
             values = {part.component.use: _values(part, at, words, inner) for part, at, words in stored if part.component.use in _TERMS}
             factors: Block = np.ones((1,) * len(box.sizes), np.float32)
             with np.errstate(all="ignore"):
@@ -227,10 +227,10 @@ def _is_in_columns(weight: Tensor) -> bool:
     return bool((strides[:, -2] < strides[:, -1]).any())
 
 
-def _runs(box: Box) -> Iterator[Box]:
-    """A box in parts of consecutive lines, with few elements each."""
-    axis = next((axis for axis, size in enumerate(box.sizes) if size > 1), 0)
-    lines = max(1, _DECODED // max(1, math.prod(box.sizes[axis + 1 :])))
+def _runs(box: Box, axes: tuple[int, ...]) -> Iterator[Box]:
+    """A box in parts of few elements: consecutive lines in the order of the file. axes: for each axis of the box, the stored one."""
+    axis = next((axis for axis in sorted(range(len(axes)), key=axes.__getitem__) if box.sizes[axis] > 1), 0)
+    lines = max(1, _DECODED * box.sizes[axis] // max(1, box.volume))
     for start in range(0, box.sizes[axis], lines):
         yield box.narrow(axis, start, min(start + lines, box.sizes[axis]))
 

@@ -66,22 +66,30 @@ def span_elements(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
-def spans(piece: Piece, box: Box, limit: int, *, dense: bool) -> Iterator[Span]:
+def run_elements(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """The number of elements in each contiguous run of a strided box."""
+    elements = 1
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size > 1 and stride != elements:
+            break
+        elements *= size
+    return elements
+
+
+def spans(piece: Piece, box: Box, limit: int, step: int) -> Iterator[Span]:
     """The file ranges that hold `box` of a piece, each at most `limit` bytes long.
 
-    dense: every byte of a range belongs to the box; a write needs this. Otherwise up to half of a range may be bytes outside the box,
-    which a read discards: one long read is faster than many short ones.
+    step: runs that start at most so many bytes apart, on average, are in one range, with the bytes between them.
     """
     itemsize, strides = piece.extent.dtype.itemsize, piece.extent.strides
-    length = span_elements(box.sizes, strides)
-    wasted = length - box.volume
-    if length * itemsize <= limit and (wasted == 0 or (not dense and wasted <= box.volume)):
-        yield Span(box, piece.byte_offset_of(box), length * itemsize, strides)
+    nbytes, runs = span_elements(box.sizes, strides) * itemsize, box.volume // run_elements(box.sizes, strides)
+    if nbytes <= limit and (runs == 1 or nbytes <= runs * step):
+        yield Span(box, piece.byte_offset_of(box), nbytes, strides)
         return
     axis = max((a for a in range(len(box.sizes)) if box.sizes[a] > 1), key=lambda a: (strides[a], box.sizes[a]))
     half = box.sizes[axis] // 2
-    yield from spans(piece, box.narrow(axis, 0, half), limit, dense=dense)
-    yield from spans(piece, box.narrow(axis, half, box.sizes[axis]), limit, dense=dense)
+    yield from spans(piece, box.narrow(axis, 0, half), limit, step)
+    yield from spans(piece, box.narrow(axis, half, box.sizes[axis]), limit, step)
 
 
 def covering_spans(sizes: tuple[int, ...], strides: tuple[int, ...], gap: int) -> list[tuple[int, int]]:
