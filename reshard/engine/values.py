@@ -9,22 +9,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from reshard.engine.casts import cast, decoded
+from reshard.engine.casts import cast
+from reshard.engine.recipes.dequantizer import Dequantizer, StoredWords
 from reshard.engine.recipes.recipe import NotRepresentable
 from reshard.engine.recipes.table import RECIPES
 from reshard.engine.transfer import Block, FileRange, Pieces, SlabPieces, Strip, Worker, strips
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
-from reshard.geometry.dtypes import E8M0, F32, DType
+from reshard.geometry.dtypes import F32, DType
 from reshard.geometry.low_rank import Float32, add_products, row_lengths
-from reshard.index.index import Derivation, EncodedPart, Encoding, Tensor, Update
+from reshard.index.index import Derivation, Tensor, Update
 
-# The number of elements that are decoded at once, so that their float32 values stay in a processor's cache.
-_DECODED = 1 << 17
 # The most elements of a factor that stay in memory while a tensor is read.
 _MOST_KEPT = 1 << 20
-
-_TERMS = ("codes", "zero point")
 
 
 class Values:
@@ -34,7 +31,10 @@ class Values:
         self._tensor, self._dtype = tensor, dtype
         self._stored = [Pieces(stored) for stored in tensor.stored]
         self._products = [_Product(update) for update in tensor.updates]
-        self._in_columns = tensor.derivation is not None and _is_in_columns(tensor.derivation.weight)
+        self._dequantizer = Dequantizer(tensor.encoding) if tensor.encoding else None
+        derivation = tensor.derivation
+        self._weight = Values(derivation.weight, RECIPES[derivation.recipe].dtype) if derivation else None
+        self._in_columns = derivation is not None and _is_in_columns(derivation.weight)
         self.itemsize = max(dtype.itemsize, *(stored.itemsize for stored in tensor.dtypes))
 
     def within(self, slab: Box, axis: int) -> SlabPieces:
@@ -87,7 +87,7 @@ class Values:
         if self._tensor.encoding is None:
             return cast(worker.read(pieces, strip), self._tensor.dtype, dtype, worker.converted(strip.sizes, dtype))
         values = worker.converted(strip.sizes, dtype)
-        self._decode(worker, self._tensor.encoding, strip.box, values.reshape(strip.box.sizes), dtype)
+        self._dequantize(worker, strip.box, values.reshape(strip.box.sizes), dtype)
         return values
 
     def whole(self, worker: Worker, box: Box) -> Block:
@@ -102,14 +102,15 @@ class Values:
 
     def _computed(self, worker: Worker, derivation: Derivation, box: Box) -> Block:
         """A box of a component, computed tile by tile from the weight's values."""
+        assert self._weight is not None
         recipe, component, weight = RECIPES[derivation.recipe], derivation.component, derivation.weight
-        values, result = Values(weight, recipe.dtype), np.empty(box.sizes, self._dtype.word)
+        result = np.empty(box.sizes, self._dtype.word)
         compute = recipe.scales if component.is_scale else recipe.codes
         experts = (1,) * (len(weight.shape) - 2)
         grid, in_word = experts + tuple(size or 1 for size in component.grid), component.packing.words if component.packing else ()
         ranges = [range(start * size, stop * size) for start, stop, size in zip(box.offsets, box.stops, grid, strict=False)]
         for band in recipe.bands(weight.shape, ranges, in_columns=self._in_columns):
-            words = values.whole(worker, band)
+            words = self._weight.whole(worker, band)
             for tile in recipe.tiles(band):
                 try:
                     made = compute(words[tile.relative_to(band.offsets).index].reshape(tile.sizes[-2:]))
@@ -128,26 +129,13 @@ class Values:
                     result[shared.relative_to(box.offsets).index] = made[shared.relative_to(held.offsets).index]
         return result
 
-    def _decode(self, worker: Worker, encoding: Encoding, box: Box, out: Block, dtype: DType) -> None:
+    def _dequantize(self, worker: Worker, box: Box, out: Block, dtype: DType) -> None:
         """Compute the values of a box of a quantized tensor in an element type."""
-        stored = [
-            (part, box_of, worker.gather(pieces, box_of).copy())
-            for part, pieces in zip(encoding.parts, self._stored, strict=True)
-            for box_of in (part.box_of(box),)
-        ]
-        for part, at, words in stored:
-            if part.component.use == "group index":
-                _check_order(part, encoding, at, words)
-        for inner in _runs(box, encoding.parts[0].axes):
-            values = {part.component.use: _values(part, at, words, inner) for part, at, words in stored if part.component.use in _TERMS}
-            factors: Block = np.ones((1,) * len(box.sizes), np.float32)
-            with np.errstate(all="ignore"):
-                for part, at, words in stored:
-                    if part.component.use == "scale":
-                        factors = factors * _values(part, at, words, inner)
-                    elif part.component.use == "divisor":
-                        factors = factors / _values(part, at, words, inner)
-            out[inner.relative_to(box.offsets).index] = decoded(values["codes"], values.get("zero point"), factors, dtype)
+        assert self._tensor.encoding is not None and self._dequantizer is not None
+        parts = self._tensor.encoding.parts
+        boxes = [part.box_of(box) for part in parts]
+        words = (worker.gather(pieces, held).copy() for pieces, held in zip(self._stored, boxes, strict=True))
+        self._dequantizer.dequantize(list(map(StoredWords, parts, boxes, words)), box, out, dtype)
 
     def _update(self, worker: Worker, box: Box, values: Float32) -> None:
         """Apply the updates to the values of a box."""
@@ -225,64 +213,3 @@ def _is_in_columns(weight: Tensor) -> bool:
         return False
     strides = weight.shards.located().strides
     return bool((strides[:, -2] < strides[:, -1]).any())
-
-
-def _runs(box: Box, axes: tuple[int, ...]) -> Iterator[Box]:
-    """A box in parts of few elements: consecutive lines in the order of the file. axes: for each axis of the box, the stored one."""
-    axis = next((axis for axis in sorted(range(len(axes)), key=axes.__getitem__) if box.sizes[axis] > 1), 0)
-    lines = max(1, _DECODED * box.sizes[axis] // max(1, box.volume))
-    for start in range(0, box.sizes[axis], lines):
-        yield box.narrow(axis, start, min(start + lines, box.sizes[axis]))
-
-
-def _values(part: EncodedPart, stored_box: Box, words: Block, box: Box) -> Block:
-    """The values of a component for a box of elements, in float32, as an array that numpy broadcasts to the elements.
-
-    words: what the stored tensor holds of `stored_box`.
-    """
-    packing = part.component.packing
-    if not part.axes:
-        return component_values(part, words).reshape((1,) * len(box.sizes))
-    within = part.box_of(box)
-    words = words[within.relative_to(stored_box.offsets).index]
-    if packing is None:
-        values = component_values(part, words)
-    else:
-        assert part.packed_axis is not None
-        values = packing.unpacked(words, part.packed_axis)
-    if part.component.is_vector:
-        sizes = zip(part.block_shape, part.axes, strict=True)
-        values = values.reshape([1 if size is None else values.shape[axis] for size, axis in sizes])
-    else:
-        values = values.transpose(part.axes)
-    for axis, (size, step) in enumerate(zip(part.block_shape, part.grid, strict=True)):
-        if size is None:
-            continue
-        first = box.offsets[axis] // (step or 1) * ((step or 1) // size)
-        start, stop = box.offsets[axis] - first * size, box.stops[axis] - first * size
-        low, high = start // size, -(-stop // size)
-        values = values[(slice(None),) * axis + (slice(low, high),)]
-        if size > 1 and high > low + 1:  # a single value is broadcast
-            values = np.repeat(values, size, axis=axis)
-            values = values[(slice(None),) * axis + (slice(start - low * size, stop - low * size),)]
-    return values
-
-
-def component_values(part: EncodedPart, words: Block) -> Block:
-    """The values of a component that is not packed, in float32. words: elements of the stored tensor."""
-    dtype = E8M0 if part.component.exponents else part.tensor.dtype
-    return cast(np.ascontiguousarray(words).view(dtype.word), dtype, F32).view(np.float32)
-
-
-def _check_order(part: EncodedPart, encoding: Encoding, box: Box, words: Block) -> None:
-    """Raises CheckpointError if input features are in other groups than the runs of neighbours."""
-    size = next(size for each in encoding.parts if each.component.use == "scale" for size in each.block_shape[-1:])
-    features = np.arange(box.offsets[0], box.stops[0])
-    expected = features // size if size else features * 0
-    if not np.array_equal(words.view(np.int32), expected):
-        raise CheckpointError(
-            "its input features are not in groups of neighbours (act-order)",
-            where=part.tensor.name,
-            why="The values would be multiplied by the scales of other groups",
-            do="Quantize the model without act-order (desc_act), or load it with the library that wrote it",
-        )

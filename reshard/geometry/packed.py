@@ -46,17 +46,26 @@ class Packing:
         return len(self.values).bit_length() - 1
 
     @property
+    def in_order(self) -> bool:
+        """Whether consecutive values lie in consecutive bits: then each byte holds the values of 8 bits, since words are little-endian."""
+        return self.places == tuple(range(len(self.places)))
+
+    @property
     def count(self) -> int:
         """The number of values that one place of the stored array holds, its last axis of words included."""
         return len(self.places) * math.prod(self.words)
+
+    @property
+    def values_of_bytes(self) -> npt.NDArray[np.float32]:
+        """[256, values in a byte]: the values that each byte holds, if they are in order."""
+        return _values_of_bytes(self.values).view(np.float32).reshape(256, -1)
 
     def unpacked(self, words: Block, axis: int) -> npt.NDArray[np.float32]:
         """The values in float32. words: a stored array. axis: its axis along which values are packed; it becomes `count` times as long."""
         if self.words:
             assert axis == words.ndim - 2, "the words of a place follow each other in its last axis"
             words = words.reshape(*words.shape[:-2], -1)
-        if axis == words.ndim - 1 and self.places == tuple(range(len(self.places))):
-            # Places in order are the bytes in order, since stored words are little-endian.
+        if axis == words.ndim - 1 and self.in_order:
             pairs = np.take(_values_of_bytes(self.values), np.ascontiguousarray(words).view(np.uint8))
             values: npt.NDArray[np.float32] = pairs.view(np.float32)
             return values

@@ -10,8 +10,9 @@ import numpy as np
 
 from reshard.canonical.content import Content
 from reshard.canonical.dequantization import with_values
+from reshard.engine.recipes.dequantizer import component_values
 from reshard.engine.transfer import Pieces, Worker, strips
-from reshard.engine.values import Values, component_values
+from reshard.engine.values import Values
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.boxes import Box, blocks
 from reshard.geometry.dtypes import F32

@@ -13,7 +13,7 @@ import torch
 from command import reshard as run
 
 import reshard
-from reshard.engine.recipes import microscaling
+from reshard.engine.recipes import dequantizer, microscaling
 from reshard.errors import CheckpointError, IncompleteError, RequestError, UnsupportedError
 from reshard.geometry import boxes
 from reshard.plans import summary
@@ -60,9 +60,27 @@ def test_dequantized_values_are_the_librarys_bits(case, tmp_path):
 def test_small_blocks_of_work_give_the_same_values(case, tmp_path, monkeypatch):
     """Work is cut into blocks and runs that end inside of words and groups."""
     monkeypatch.setattr(boxes, "BLOCK_ELEMENTS", 64 * 5)
-    monkeypatch.setattr("reshard.engine.values._DECODED", 64 * 3)
+    monkeypatch.setattr("reshard.engine.recipes.dequantizer._AT_ONCE", 64 * 3)
     reshard.convert(reshard.plan(FIXTURES / case, to="hf", dequantize=True), tmp_path / "out")
     assert described(stored(tmp_path / "out")) == truth_of(case)
+
+
+@pytest.mark.parametrize("dtype", [None, "fp32"])
+@pytest.mark.parametrize("case", CASES)
+def test_tables_hold_what_is_computed_without_them(case, dtype, tmp_path, monkeypatch):
+    def values(name):
+        reshard.convert(reshard.plan(FIXTURES / case, to="hf", dequantize=True, dtype=dtype), tmp_path / name)
+        return described(stored(tmp_path / name))
+
+    made = []
+    table = dequantizer._table
+    monkeypatch.setattr(dequantizer, "_table", lambda *about: (made.append(about[2]), table(*about))[1])
+    with_tables = values("tables")
+    has_table = not any(word in case for word in ("awq", "gptq", "asym"))
+    assert bool(made) == has_table
+    monkeypatch.setattr(dequantizer, "_is_in_bytes", lambda encoding: False)
+    made.clear()
+    assert values("computed") == with_tables and not made
 
 
 @pytest.mark.parametrize("case", CASES)
