@@ -13,7 +13,8 @@ import torch
 from command import reshard as run
 
 import reshard
-from reshard.engine.recipes import dequantizer, microscaling
+from reshard.engine.recipes import dequantizer, fp8, microscaling
+from reshard.engine.recipes.recipe import NotRepresentable
 from reshard.errors import CheckpointError, IncompleteError, RequestError, UnsupportedError
 from reshard.geometry import boxes
 from reshard.plans import summary
@@ -133,6 +134,18 @@ def test_values_that_the_other_form_does_not_hold_are_refused(tmp_path):
         reshard.plan(FIXTURES / "gpt_oss-mxfp4", to="hf", requantize="fp8-block")
 
 
+@pytest.mark.parametrize("strange", [1 + 2.0**-20, 1 + 2.0**-4, 2.0**-19, 1e-38, 2.0**-140, np.inf, np.nan])
+def test_a_value_that_fp8_does_not_hold_is_found(strange):
+    """The largest value of the block is 448 x 2; so its scale is 2, and FP8 holds 2 x 2^-9 and multiples of it."""
+    values = np.full((130, 140), -3.5, np.float32)
+    values[0, :3] = 896, 2.0**-8, -0.0
+    codes = fp8.exact_fp8_block_codes(values.view(np.uint32))
+    assert codes.shape == values.shape and codes[0, :4].tolist() == [0x7E, 0x01, 0x80, 0xBE]
+    values[5, 7] = strange
+    with pytest.raises(NotRepresentable):
+        fp8.exact_fp8_block_codes(values.view(np.uint32))
+
+
 def by_llm_compressor(model, form):
     return json.loads((FIXTURES / "llm-compressor.json").read_text())[f"{model} {form}"]
 
@@ -182,9 +195,8 @@ def test_gpt_oss_is_quantized_to_its_published_form(cut, tmp_path, monkeypatch):
     published = FIXTURES / "gpt_oss-mxfp4"
     if cut == "cut":
         monkeypatch.setattr(boxes, "BLOCK_ELEMENTS", 100)
-        monkeypatch.setattr("reshard.engine.recipes.recipe._READ", 32)
-        monkeypatch.setattr("reshard.engine.recipes.recipe._LEAST", 32)
-        monkeypatch.setattr("reshard.engine.recipes.recipe._COMPUTED", 32)
+        for name, number in {"_COLUMNS": 32, "_ROWS": 24, "_LEAST": 8, "_COMPUTED": 32}.items():
+            monkeypatch.setattr(f"reshard.engine.recipes.recipe.{name}", number)
     reshard.convert(reshard.plan(published, to="hf", dequantize=True), tmp_path / "bf16")
     reshard.convert(reshard.plan(tmp_path / "bf16", to="hf", quantize="mxfp4"), tmp_path / "mxfp4")
     ours, theirs = stored(tmp_path / "mxfp4"), stored(published)

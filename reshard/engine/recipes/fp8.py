@@ -15,6 +15,7 @@ _LARGEST_FP8 = np.float32(448)
 # torch.finfo(torch.bfloat16).eps, which stands in for a scale of zero.
 _EPSILON = np.float32(2.0**-7)
 _MAGNITUDE = np.uint16(0x7FFF)
+_NAN = np.uint8(0x7F)
 
 
 def fp8_block_scales(words: Block) -> Block:
@@ -54,14 +55,22 @@ def exact_fp8_block_scales(words: Block) -> Block:
 def exact_fp8_block_codes(words: Block) -> Block:
     """The codes that give the same values. Raises NotRepresentable."""
     values = words.view(np.float32)
-    scales = spread(_exact_scales(values), values.shape, _BLOCK)
+    scales = _exact_scales(values)
     with np.errstate(all="ignore"):
-        codes = cast((values / scales).view(F32.word), F32, F8)
-        back = cast(codes, F8, F32).view(np.float32)
-        back *= scales
-    if not np.array_equal(back.view(np.uint32), values.view(np.uint32)):
+        quotients = values * spread(1 / scales, values.shape, _BLOCK)  # powers of two: exact, unless a quotient becomes 0
+    halves = quotients.view(np.uint16)
+    codes: Block = np.take(_exact_fp8_of_bfloat16(), halves[:, 1::2])
+    if halves[:, ::2].any() or (codes == _NAN).any() or np.count_nonzero(quotients) != np.count_nonzero(values):
         raise NotRepresentable("span more powers of two than FP8 with one scale holds")
     return codes
+
+
+@cache
+def _exact_fp8_of_bfloat16() -> Block:
+    """The FP8 word of every bfloat16 word with the same value, and _NAN for others."""
+    words = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
+    codes = _fp8_of_bfloat16()
+    return np.where(cast(cast(codes, F8, F32), F32, BF16) == words, codes, _NAN)
 
 
 def _exact_scales(values: Block) -> Block:

@@ -12,9 +12,12 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import BF16, F32, DType
 from reshard.geometry.light_dataclass import dataclass
 
-# Rows that are read and computed at once, if they lie side by side in the files; and columns that are read at once, because short runs take
-# many calls, and that are computed at once, so that their float32 values stay in a processor's cache.
+# The fewest rows that are read and computed at once.
+# The most columns that are read, because short runs take many calls, and that are computed, so that their values stay in a processor's
+# cache.
 _LEAST, _READ, _COMPUTED = 128, 16384, 2048
+# The columns and rows that are read at once where the files hold columns.
+_COLUMNS, _ROWS = 512, 4096
 
 
 class NotRepresentable(Exception):
@@ -43,7 +46,7 @@ class Recipe:
         starts = tuple(each.start // step * step for each, step in zip(ranges, block, strict=True))
         stops = (min(_up(each.stop, step), size) for each, step, size in zip(ranges, block, shape, strict=True))
         box = Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
-        return _grid(box, (_READ, _up(_LEAST, self.block[1])) if in_columns else (_up(_LEAST, self.block[0]), _READ))
+        return _grid(box, (_up(_ROWS, self.block[0]), _up(_COLUMNS, self.block[1])) if in_columns else (_up(_LEAST, self.block[0]), _READ))
 
     def tiles(self, band: Box) -> Iterator[Box]:
         """The boxes of whole blocks of a band that are computed at once."""
