@@ -1,6 +1,7 @@
 """The house: which room may import which, what keeps it small, that packages are the tree, that nothing heavy is loaded early."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -324,6 +325,17 @@ def test_a_small_inspection_loads_only_what_it_shows():
     assert not [name for name in loaded if name.startswith(tuple(f"reshard.{room}" for room in rooms))]
     assert "reshard.picture" not in loaded_after(RUN.format(["diff", llama, llama, "--quiet"]))
     assert "reshard.picture" not in loaded_after(RUN.format(["convert", llama, "unused", "--to", "vllm", "--dry-run"]))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not list a process's threads")
+def test_numpy_starts_no_threads_in_a_command():
+    """OpenBLAS would start one for each processor, and each waits in a busy loop for a tenth of a second."""
+    llama = str(ROOT / "fixtures" / "hf" / "llama")
+    count = "import atexit, os, sys; atexit.register(lambda: print(len(os.listdir('/proc/self/task')), file=sys.stderr))"
+    script = f"{count}; sys.argv = ['reshard', 'inspect', {llama!r}]; from reshard.cli.main import main; main()"
+    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    assert found.stderr.split() == ["1"]
 
 
 def heavy(modules):
