@@ -18,6 +18,7 @@ import json
 import os
 import shlex
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -32,9 +33,9 @@ from reshard.storage.lock import is_locked
 from reshard.storage.staging import JOURNAL, LOCK, WORK_FOLDER, Staging
 from reshard.storage.system_calls import sync_folder, system_errors
 
-# Short, so that the disk writes while blocks are still being copied: with 5 s, the last sync alone took a third of the time of a 2 GB
-# conversion. A sync that takes longer delays the next one.
-SECONDS_BETWEEN_SYNCS = 0.25
+# How long the journal waits between syncs: eight times as long as the last one took, within these limits. Each costs processor time, and a
+# run that is killed does again what was not synced. (The disk begins to write without it, see begin_sync.)
+_SHORTEST_WAIT, _LONGEST_WAIT, _OF_LAST_SYNC = 0.25, 1.0, 8
 _PARTS = "parts"
 _OF_PARTS = ("--part", "--parts")
 
@@ -155,12 +156,15 @@ class Journal:
                 self._file.close()
 
     def _tick(self) -> None:
-        while not self._stop.wait(SECONDS_BETWEEN_SYNCS):
+        wait = _SHORTEST_WAIT
+        while not self._stop.wait(wait):
+            began = time.monotonic()
             try:
                 self._flush()
             except BaseException as error:
                 self._error = error
                 return
+            wait = min(max(_SHORTEST_WAIT, _OF_LAST_SYNC * (time.monotonic() - began)), _LONGEST_WAIT)
 
     def _flush(self) -> None:
         with self._lock:

@@ -17,7 +17,7 @@ from pathlib import Path
 from reshard.errors import SystemRefusal, TargetError
 from reshard.storage.files import Descriptors, OpenFile
 from reshard.storage.lock import Lock
-from reshard.storage.system_calls import sync_content, sync_folder, system_errors, system_refusal
+from reshard.storage.system_calls import begin_sync, sync_content, sync_folder, system_errors, system_refusal
 
 WORK_FOLDER = ".reshard"
 JOURNAL = "journal.jsonl"
@@ -134,13 +134,7 @@ class Staging:
 
     def write(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Write bytes into a staged file. Raises SystemRefusal if the disk is full or the file cannot be written."""
-        assert self._descriptors is not None
-        try:
-            file = self._descriptors.open(path)
-            with file.turn:
-                _write(file, byte_offset, buffer)
-        except OSError as error:
-            raise self._refusal(error, path) from error
+        self.write_runs(path, (byte_offset,), buffer)
 
     def write_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
         """Write runs of equal length, which follow each other in the buffer, at these byte offsets of a file. Raises as `write` does."""
@@ -152,6 +146,9 @@ class Staging:
                 for byte_offset in byte_offsets:
                     _write(file, byte_offset, buffer[start : start + length])
                     start += length
+                written = file.wrote(min(byte_offsets), max(byte_offsets) + length, len(buffer))
+            if written:
+                begin_sync(file.descriptor, *written)
         except OSError as error:
             raise self._refusal(error, path) from error
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from reshard.errors import SystemRefusal, UnsupportedError
@@ -28,6 +29,7 @@ _ADVICE = {
     errno.ENFILE: "Wait until other programs have closed files",
 }
 
+_SYNC_FILE_RANGE_WRITE = 2
 # The fallback for preadv copies the bytes once; the copy stays small.
 _COPY_BYTES = 8 << 20
 
@@ -111,6 +113,26 @@ def sync_content(descriptor: int) -> None:
         else:
             return
     os.fsync(descriptor)
+
+
+def begin_sync(descriptor: int, start: int, stop: int) -> None:
+    """Have the system begin to write bytes [start, stop) of an open file to the disk (man 2 sync_file_range), where it has such a call.
+
+    What comes of it is not asked: only `sync_content` tells whether the bytes are on the disk, and raises the error if they are not.
+    """
+    if call := _sync_file_range():
+        call(descriptor, start, stop - start, _SYNC_FILE_RANGE_WRITE)
+
+
+@cache
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """The function of the C library; None on macOS, which has none."""
+    import ctypes
+
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if call is not None:
+        call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return call
 
 
 def open_files_at_once() -> int:

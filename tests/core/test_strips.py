@@ -1,6 +1,7 @@
 """Strips: blocks are read, digested and written in parts that stay in the processor's cache, and nothing else about them changes."""
 
 import os
+import sys
 from importlib import metadata
 
 import numpy as np
@@ -19,6 +20,7 @@ from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import BF16, F32
 from reshard.geometry.sections import distinct
 from reshard.plans.digests import CURRENT
+from reshard.storage import system_calls
 from reshard.storage.files import LocalFiles
 from reshard.storage.staging import Staging
 from reshard.storage.system_calls import read_runs_at
@@ -88,6 +90,30 @@ def test_no_write_is_longer_than_half_a_mebibyte(tmp_path, monkeypatch):
         staging.abandon()
     sizes = [size for at, size in written if at >= 7]  # the lock file is written at 0
     assert max(sizes) == 1 << 19 and sum(sizes) == len(data)
+
+
+def test_the_disk_begins_while_a_file_is_being_written(tmp_path, monkeypatch):
+    begun, line = [], 1 << 20
+    monkeypatch.setattr(reshard.storage.staging, "begin_sync", lambda descriptor, start, stop: begun.append((start, stop)))
+    data = np.zeros(20 * line, np.uint8)
+    staging = Staging(tmp_path / "out")
+    with staging.locked("plan", str):
+        staging.prepare({"file": len(data)}, resume=False)
+        for at in (0, 10, 1, 11, 2, 12):  # two threads in turn
+            staging.write("file", at * line, data[:line].data)
+        staging.write_runs("file", [at * line for at in range(13, 19)], data[: 6 * line].data)
+        staging.abandon()
+    assert begun == [(0, 12 * line), (2 * line, 19 * line)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has sync_file_range")
+def test_linux_takes_the_call_that_begins_a_sync(tmp_path):
+    call = system_calls._sync_file_range()
+    with open(tmp_path / "file", "wb") as file:
+        file.truncate(1 << 20)
+        assert call(file.fileno(), 1 << 16, 1 << 18, system_calls._SYNC_FILE_RANGE_WRITE) == 0
+        assert call(file.fileno(), 1 << 16, 1 << 18, 1 << 7) == -1  # no such flag
+    system_calls.begin_sync(-1, 0, 1)  # what comes of it is not asked
 
 
 def test_runs_that_a_call_did_not_fill_are_read_again(tmp_path, monkeypatch):
