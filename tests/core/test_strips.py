@@ -89,7 +89,7 @@ def test_no_write_is_longer_than_half_a_mebibyte(tmp_path, monkeypatch):
         assert staging.read("file", 7, len(data)) == data.tobytes()
         staging.abandon()
     sizes = [size for at, size in written if at >= 7]  # the lock file is written at 0
-    assert max(sizes) == 1 << 19 and sum(sizes) == len(data)
+    assert max(sizes) == 1 << 17 and sum(sizes) == len(data)
 
 
 def test_the_disk_begins_while_a_file_is_being_written(tmp_path, monkeypatch):
