@@ -41,9 +41,9 @@ WriteRuns = Callable[[str, Sequence[int], memoryview], None]
 """Writes runs of equal length, which follow each other in the buffer, to (path, byte offsets)."""
 FileRange = tuple[str, int, int]
 """Bytes of a file: (path, start, stop)."""
-# The most bytes of a strip. With 1 MiB of second-level cache, 512 KiB and 1 MiB were fastest; smaller strips take more calls. (Linux
-# also writes slower in larger pieces, see staging.py.)
-STRIP_BYTES = 1 << 19
+# The most bytes of a strip. With 1 MiB of second-level cache, 1 MiB took the least time: a smaller strip takes more calls, and a column cut
+# writes less with each.
+STRIP_BYTES = 1 << 20
 # Runs that start at most this many bytes apart are read together, with the bytes between them. A call takes as long as a copy of 8 KB, and
 # the system reads whole pages anyway.
 _CLOSE = 4096
