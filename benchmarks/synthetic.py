@@ -24,14 +24,16 @@ _CONFIG = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+_NARROW = {"vocab_size": 8000, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "head_dim": 64}
 _POOL = 64 << 20
 
 
 def llama(gigabytes: float) -> Model:
-    """A model with the layers of Llama-3.1-8B, as many as come nearest to so many GB of bfloat16."""
-    sizes = [_nbytes(_model(layers)) for layers in (1, 2)]
+    """A model with the layers of Llama-3.1-8B, as many as come nearest to so many GB of bfloat16; below 1 GB with those of Llama-3.2-1B."""
+    width = {} if gigabytes > 0.9 else _NARROW
+    sizes = [_nbytes(_model(layers, width)) for layers in (1, 2)]
     layer = sizes[1] - sizes[0]
-    return _model(max(1, round((gigabytes * 1e9 - sizes[0] + layer) / layer)))
+    return _model(max(1, round((gigabytes * 1e9 - sizes[0] + layer) / layer)), width)
 
 
 def write_hugging_face(model: Model, folder: Path) -> None:
@@ -52,8 +54,8 @@ def write_hugging_face(model: Model, folder: Path) -> None:
             left, turn = left - min(left, _POOL), turn + 1
 
 
-def _model(layers: int) -> Model:
-    model = find_model({**_CONFIG, "num_hidden_layers": layers})
+def _model(layers: int, width: dict[str, int]) -> Model:
+    model = find_model({**_CONFIG, **width, "num_hidden_layers": layers})
     assert model is not None
     return model
 
