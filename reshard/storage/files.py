@@ -143,8 +143,10 @@ class OpenFile:
         self._nbytes, self._start, self._stop = 0, 0, 0
 
     def wrote(self, start: int, stop: int, nbytes: int) -> tuple[int, int] | None:
-        """Take note that so many bytes between `start` and `stop` were written. The caller has the turn. Returns the range that was written
-        since the last such range, as soon as it has enough bytes for the disk to begin."""
+        """Take note that `nbytes` bytes of the range [start, stop) were written. The caller has the turn.
+
+        Returns the range that the disk should begin with, (start, stop), once enough bytes were written since the last one; else None.
+        """
         self._start, self._stop = (min(self._start, start), max(self._stop, stop)) if self._nbytes else (start, stop)
         self._nbytes += nbytes
         if self._nbytes < _FOR_THE_DISK:
