@@ -48,15 +48,14 @@ def test_a_thousand_files_take_three_requests_each_two_in_sequence_64_at_a_time(
     source = write_hf(tmp_path / "hf", **MODELS[format])
     folder = source if options is None else converted(source, tmp_path / format, to=format, **options)
     s3.put_tree("bucket", "run/step", folder)
-    s3.latency = 0.05
+    s3.latency = 0.15  # requests at the same time overlap, also when the machine is busy
     done = run("inspect", "s3://bucket/run/step")
     assert done.code == 0, done.err
     keys = [f"run/step/{path.relative_to(folder)}" for path in folder.rglob("*") if path.is_file()]
     assert len(keys) >= 1000 and max(s3.by_key[key] for key in keys) <= 3
-    # The first file of a kind tells what is needed of the others. A few are asked thrice, and on a busy machine their requests that need
-    # not wait for each other may still come one after the other.
+    # The first file of a kind tells what is needed of the others.
     in_sequence = sorted(s3.longest_chain(key) for key in keys)
-    assert in_sequence[-len(keys) // 20] <= 2
+    assert in_sequence[-1] <= 3 and in_sequence[-3] <= 2
     assert 32 < s3.most_in_flight <= REQUESTS_AT_ONCE + 1
     assert s3.longest_chain() <= sum(s3.requests.values()) / 32 + 12
 
