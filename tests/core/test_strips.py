@@ -78,7 +78,7 @@ def test_one_hash_serves_both_sides_until_they_differ(differing):
     assert digests.result() == tuple(CURRENT.block(memoryview(b"".join(map(bytes, side)))) for side in (left, right))
 
 
-def test_no_write_is_longer_than_half_a_mebibyte(tmp_path, monkeypatch):
+def test_no_write_is_longer_than_an_eighth_of_a_mebibyte(tmp_path, monkeypatch):
     written, real = [], os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda descriptor, data, at: (written.append((at, len(data))), real(descriptor, data, at))[1])
     data = np.random.default_rng(0).integers(0, 256, (3 << 20) + 5, np.uint8)
