@@ -159,7 +159,12 @@ def _part(component: Component, tensor: Tensor, ndim: int, form: StoredForm) -> 
     stack = ndim - 2
     if component.is_single or tensor.elements == 1:
         return EncodedPart(tensor, component, (None,) * ndim, ())
-    axes = (stack, stack) if component.is_vector else (stack + component.transposed, stack + 1 - component.transposed)
+    if component.is_vector:
+        axes = (stack, stack)
+    elif component.unit_axes:
+        axes = (stack, stack + 2)
+    else:
+        axes = (stack + component.transposed, stack + 1 - component.transposed)
     sizes = component.block_shape
     if form.transposed:
         axes, sizes = axes[::-1], sizes[::-1]

@@ -86,7 +86,10 @@ def decoded(codes: Block, zeros: Block | None, factors: Block, target: DType) ->
     Source: DeepSeek's fp8_cast_bf16.py, transformers, compressed-tensors, GPTQModel and AutoAWQ give the same bits.
     """
     with np.errstate(all="ignore"):
-        values = np.ascontiguousarray((codes if zeros is None else codes - zeros) * factors)
+        values = codes * factors if zeros is None else codes - zeros
+        if zeros is not None:
+            values *= factors
+        values = np.ascontiguousarray(values)
     if target == F32:
         values[np.isnan(values)] = np.nan
     return cast(values.view(F32.word), F32, target)
@@ -104,7 +107,7 @@ _HALF_ONES, _ONES = np.uint32(0xFFFF), np.uint32(0x7FFFFFFF)
 
 
 def _float32_to_bfloat16(strip: Block, out: Block) -> None:
-    np.copyto(out.view(_numpy_type(BF16)), strip.view("<f4"), casting="unsafe")
+    np.copyto(out.view(numpy_type(BF16)), strip.view("<f4"), casting="unsafe")
     # ml_dtypes keeps the sign of a NaN: these are the largest words.
     if np.maximum.reduce(out) > 0xFF80:
         out[out > 0xFF80] = _QUIET_BF16
@@ -184,18 +187,18 @@ def _table(source: DType, target: DType) -> Block:
 
 def _converted(words: Block, source: DType, target: DType) -> Block:
     """The words of the cast values."""
-    values = words.view(_numpy_type(source))
+    values = words.view(numpy_type(source))
     if target.itemsize < 4:  # by way of float32, as in torch: exact for narrow types, and rounded twice for float64
         values = values.astype(np.float32)
     if target.name in _SATURATING:
         values = np.clip(values, -_SATURATING[target.name], _SATURATING[target.name])
-    result = values.astype(_numpy_type(target))
+    result = values.astype(numpy_type(target))
     result[np.isnan(values)] = np.nan
     return result.view(target.word)
 
 
 @cache
-def _numpy_type(dtype: DType) -> np.dtype[Any]:
+def numpy_type(dtype: DType) -> np.dtype[Any]:
     """The numpy type of a floating-point type; ml_dtypes has those that numpy lacks."""
     if dtype.name in ("F64", "F32", "F16"):
         return np.dtype(f"<f{dtype.itemsize}")

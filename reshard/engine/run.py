@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import merge
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from reshard.engine.events import event
 from reshard.engine.journal import BlockKey, Journal, JournalHeader, Unfinished, progress, read_journal
 from reshard.engine.pool import workers_within
+from reshard.engine.recipes.quantizer import Bands
 from reshard.engine.record import Provenance, records
 from reshard.engine.recorded import SourceCheck
 from reshard.engine.stores.read_ahead import run_reading
@@ -302,11 +306,25 @@ def workers_of(plan: Plan, workers: int | None, memory: int | None) -> int:
 
 def block_jobs(plan: Plan, routes: Iterable[int] | None = None) -> Iterator[Job]:
     """The blocks of a plan. routes: the indexes of its routes; None: of all."""
-    for i in range(len(plan.routes)) if routes is None else routes:
-        route = plan.routes[i]
-        source, target = Values(route.source, route.target.dtype), Pieces(route.target)
-        for j, box in enumerate(blocks(route.target.shape)):
-            yield Job((i, j), route, source, target, box)
+    bands = Bands()
+    for _, group in groupby(range(len(plan.routes)) if routes is None else routes, lambda i: _weight_of(plan.routes[i]) or i):
+        # The scales of a block come right after its codes, with which they are computed.
+        yield from (job for _, job in merge(*(_jobs_of(plan, i, bands) for i in group), key=itemgetter(0)))
+
+
+def _weight_of(route: Route) -> int:
+    """The identity of the weight whose component a route writes; 0 if it writes none that is computed."""
+    return id(route.source.derivation.weight) if route.source.derivation else 0
+
+
+def _jobs_of(plan: Plan, i: int, bands: Bands) -> Iterator[tuple[tuple[float, bool], Job]]:
+    """The blocks of a route, each with the part of the tensor that ends with it."""
+    route = plan.routes[i]
+    source, target = Values(route.source, route.target.dtype, bands), Pieces(route.target)
+    is_scale, done = route.source.derivation is not None and route.source.derivation.component.is_scale, 0
+    for j, box in enumerate(blocks(route.target.shape)):
+        done += box.volume
+        yield (done / max(1, route.target.elements), is_scale), Job((i, j), route, source, target, box)
 
 
 class BlockJob(Protocol):

@@ -44,6 +44,10 @@ FileRange = tuple[str, int, int]
 # The most bytes of a strip. With 1 MiB of second-level cache, 1 MiB took the least time: a smaller strip takes more calls, and a column cut
 # writes less with each.
 STRIP_BYTES = 1 << 20
+# glibc gives the memory of a freed array back to the system, and the next array costs a page fault for each 4 KiB: a fifth of the time of a
+# conversion that computes values. Once an array of this size was freed, it keeps the memory of smaller ones (mallopt(3), dynamic mmap
+# threshold: at most 32 MiB).
+_KEPT_BY_GLIBC = 31 << 20
 # Runs that start at most this many bytes apart are read together, with the bytes between them. A call takes as long as a copy of 8 KB, and
 # the system reads whole pages anyway.
 _CLOSE = 4096
@@ -217,6 +221,7 @@ class Worker:
     """
 
     def __init__(self, files: Files, itemsize: int, write: Write | None = None, write_runs: WriteRuns | None = None) -> None:
+        np.empty(_KEPT_BY_GLIBC, np.uint8)
         self._files, self._write, self._write_runs = files, write, write_runs
         self._block, self._scratch, self._converted = (np.empty(BLOCK_ELEMENTS * itemsize, np.uint8) for _ in range(3))
 

@@ -11,36 +11,40 @@ import numpy as np
 
 from reshard.engine.casts import cast
 from reshard.engine.recipes.dequantizer import Dequantizer, StoredWords
-from reshard.engine.recipes.recipe import NotRepresentable
+from reshard.engine.recipes.quantizer import Bands, Quantizer
 from reshard.engine.recipes.table import RECIPES
 from reshard.engine.transfer import Block, FileRange, Pieces, SlabPieces, Strip, Worker, strips
-from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.dtypes import F32, DType
 from reshard.geometry.low_rank import Float32, add_products, row_lengths
-from reshard.index.index import Derivation, Tensor, Update
+from reshard.index.index import Tensor, Update
 
 # The most elements of a factor that stay in memory while a tensor is read.
 _MOST_KEPT = 1 << 20
 
 
 class Values:
-    """The values of a tensor in the element type `dtype`. Several workers may read it."""
+    """The values of a tensor in the element type `dtype`. Several workers may read it.
 
-    def __init__(self, tensor: Tensor, dtype: DType) -> None:
+    bands: where the codes and scales of a weight that is being quantized meet; None: no others need them.
+    """
+
+    def __init__(self, tensor: Tensor, dtype: DType, bands: Bands | None = None) -> None:
         self._tensor, self._dtype = tensor, dtype
         self._stored = [Pieces(stored) for stored in tensor.stored]
         self._products = [_Product(update) for update in tensor.updates]
         self._dequantizer = Dequantizer(tensor.encoding) if tensor.encoding else None
-        derivation = tensor.derivation
-        self._weight = Values(derivation.weight, RECIPES[derivation.recipe].dtype) if derivation else None
-        self._in_columns = derivation is not None and _is_in_columns(derivation.weight)
+        self._quantizer = None
+        if derivation := tensor.derivation:
+            weight = derivation.weight
+            values = Values(weight, RECIPES[derivation.recipe].dtype or (weight.encoding.exact_dtype if weight.encoding else weight.dtype))
+            self._quantizer = Quantizer(derivation, values, bands or Bands())
         self.itemsize = max(dtype.itemsize, *(stored.itemsize for stored in tensor.dtypes))
 
     def within(self, slab: Box, axis: int) -> SlabPieces:
         """What the pieces of the tensor hold of a slab. Raises CheckpointError as `Pieces.within` does."""
         if self._tensor.derivation:
-            return SlabPieces(self._tensor, (), wants_many_lines=True)  # whole blocks are read at once
+            return SlabPieces(self._tensor, ())
         if self._tensor.encoding is None:
             return self._stored[0].within(slab, axis)
         axes = self._tensor.encoding.parts[0].axes
@@ -60,21 +64,19 @@ class Values:
 
         Raises: CheckpointError as `Worker.read` does, or if a quantized tensor is stored in groups of another order.
         """
-        source, encoding, derivation = self._tensor.dtype, self._tensor.encoding, self._tensor.derivation
-        if derivation:
-            assert source == self._dtype, "what is computed by a recipe is not cast"
-            computed = self._computed(worker, derivation, strip.box).reshape(strip.sizes)
-            if out is None:
-                return computed
-            out[...] = computed
-            return out
-        if self._products:
+        source, encoding = self._tensor.dtype, self._tensor.encoding
+        if self._quantizer:
+            result = self._quantized(worker, self._quantizer, strip)
+        elif self._products:
             # A copy, because the factors are read into the worker's buffers.
             values = self._values(worker, pieces, strip, F32).copy().view(np.float32).reshape(strip.box.sizes)
             self._update(worker, strip.box, values)
             result = cast(values.view(F32.word), F32, self._dtype).reshape(strip.sizes)
         elif encoding is None and source == self._dtype:
             return worker.read(pieces, strip, out)
+        elif encoding and out is not None and out.flags.c_contiguous:
+            self._dequantize(worker, strip.box, out.reshape(strip.box.sizes), self._dtype)
+            return out
         else:
             result = self._values(worker, pieces, strip, self._dtype)
         if out is None:
@@ -90,6 +92,13 @@ class Values:
         self._dequantize(worker, strip.box, values.reshape(strip.box.sizes), dtype)
         return values
 
+    def _quantized(self, worker: Worker, quantizer: Quantizer, strip: Strip) -> Block:
+        """A strip of a component of a weight that is being quantized."""
+        dtype = self._tensor.dtype
+        computed = np.empty(strip.box.sizes, dtype.word)
+        quantizer.compute(worker, strip.box, computed)
+        return cast(computed, dtype, self._dtype).reshape(strip.sizes)
+
     def whole(self, worker: Worker, box: Box) -> Block:
         """The values of a box, as a new array."""
         result, done = np.empty(box.sizes, self._dtype.word), 0
@@ -98,35 +107,6 @@ class Values:
             volume = math.prod(strip.sizes)
             self.read(worker, pieces, strip, flat[done : done + volume].reshape(strip.sizes))
             done += volume
-        return result
-
-    def _computed(self, worker: Worker, derivation: Derivation, box: Box) -> Block:
-        """A box of a component, computed tile by tile from the weight's values."""
-        assert self._weight is not None
-        recipe, component, weight = RECIPES[derivation.recipe], derivation.component, derivation.weight
-        result = np.empty(box.sizes, self._dtype.word)
-        compute = recipe.scales if component.is_scale else recipe.codes
-        experts = (1,) * (len(weight.shape) - 2)
-        grid, in_word = experts + tuple(size or 1 for size in component.grid), component.packing.words if component.packing else ()
-        ranges = [range(start * size, stop * size) for start, stop, size in zip(box.offsets, box.stops, grid, strict=False)]
-        for band in recipe.bands(weight.shape, ranges, in_columns=self._in_columns):
-            words = self._weight.whole(worker, band)
-            for tile in recipe.tiles(band):
-                try:
-                    made = compute(words[tile.relative_to(band.offsets).index].reshape(tile.sizes[-2:]))
-                except NotRepresentable as reason:
-                    raise CheckpointError(
-                        f"the values of {tile} {reason}",
-                        where=weight.name,
-                        why=f"The recipe {derivation.recipe} writes the same values in another form, or nothing",
-                        do="Dequantize the checkpoint with --dequantize, and quantize the result with --quantize",
-                    ) from None
-                made = made.reshape(*experts, len(made), -1, *in_word)
-                start = tuple(start // size for start, size in zip(tile.offsets, grid, strict=True)) + (0,) * len(in_word)
-                held = Box(start, made.shape)
-                shared = held.intersect(box)
-                if shared is not None:
-                    result[shared.relative_to(box.offsets).index] = made[shared.relative_to(held.offsets).index]
         return result
 
     def _dequantize(self, worker: Worker, box: Box, out: Block, dtype: DType) -> None:
@@ -205,11 +185,3 @@ def _gathered(worker: Worker, pieces: Pieces, box: Box) -> Float32:
         halves = (_gathered(worker, pieces, box.narrow(0, start, stop)) for start, stop in ((0, half), (half, box.sizes[0])))
         return np.concatenate(list(halves))
     return cast(worker.gather(pieces, box), dtype, F32).copy().view(np.float32)
-
-
-def _is_in_columns(weight: Tensor) -> bool:
-    """Whether the files hold the columns of a weight [..., out, in], so that few rows are short runs."""
-    if weight.encoding:
-        return False
-    strides = weight.shards.located().strides
-    return bool((strides[:, -2] < strides[:, -1]).any())

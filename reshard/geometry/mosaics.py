@@ -5,7 +5,7 @@ array (cut, join, stack, transpose, reshape) is done to the description.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box, row_major
@@ -163,7 +163,12 @@ class Mosaic:
 
     def squeezed(self) -> Mosaic:
         """The array without its axes of one element; at least one axis stays."""
-        kept = [axis for axis, size in enumerate(self.shape) if size != 1] or [0]
+        units = [axis for axis, size in enumerate(self.shape) if size == 1]
+        return self.without_axes(units if len(units) < len(self.shape) else units[1:])
+
+    def without_axes(self, left_out: Collection[int]) -> Mosaic:
+        """The array without these axes, which have one element each."""
+        kept = [axis for axis in range(len(self.shape)) if axis not in left_out]
         tiles = (
             Tile(
                 tile.name,

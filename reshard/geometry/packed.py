@@ -69,11 +69,19 @@ class Packing:
             pairs = np.take(_values_of_bytes(self.values), np.ascontiguousarray(words).view(np.uint8))
             values: npt.NDArray[np.float32] = pairs.view(np.float32)
             return values
-        shifts = np.array(self.places, words.dtype) * words.dtype.type(self.bits)
-        codes = (words[..., None] >> shifts) & words.dtype.type(len(self.values) - 1)
-        codes = np.moveaxis(codes, -1, axis + 1)
-        shape = (*words.shape[:axis], words.shape[axis] * len(self.places), *words.shape[axis + 1 :])
-        looked_up: npt.NDArray[np.float32] = np.take(np.array(self.values, np.float32), codes.reshape(shape))
+        before, after = words.shape[: axis + 1], words.shape[axis + 1 :]
+        codes = np.empty((*before, len(self.places), *after), np.uint8)
+        for i, place in enumerate(self.places):
+            code = words >> words.dtype.type(place * self.bits)
+            code &= words.dtype.type(len(self.values) - 1)
+            np.moveaxis(codes, axis + 1, 0)[i] = code
+        codes = codes.reshape(*before[:-1], -1, *after)
+        first, last = self.values[0], self.values[-1]
+        if last - first == len(self.values) - 1:  # integers in their order
+            found = codes.astype(np.float32)
+            found += np.float32(first)
+            return found
+        looked_up: npt.NDArray[np.float32] = np.take(np.array(self.values, np.float32), codes)
         return looked_up
 
 

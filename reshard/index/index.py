@@ -9,7 +9,7 @@ from dataclasses import field, replace
 from typing import Any, Literal
 
 from reshard.geometry.boxes import Box
-from reshard.geometry.dtypes import F32, DType
+from reshard.geometry.dtypes import BF16, F32, DType
 from reshard.geometry.extents import Piece
 from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.meshes import Distribution, Mesh
@@ -146,6 +146,13 @@ class Encoding:
     """The stored tensors: the codes, then their scales and zero points."""
     dtype: DType
     """The element type of the values, unless another one is asked for."""
+
+    @property
+    def exact_dtype(self) -> DType:
+        """An element type that holds every value: bfloat16 for 4-bit floats that are scaled by powers of two, which end at its smallest
+        number, 2^-133; otherwise float32."""
+        codes, *beside = (part.component for part in self.parts)
+        return BF16 if codes.packing and codes.packing.name == "FP4" and all(each.exponents for each in beside) else F32
 
     def __repr__(self) -> str:
         return f"Encoding({self.name}, {plural(len(self.parts), 'part')})"

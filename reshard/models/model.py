@@ -602,6 +602,8 @@ def _as_weight(array: Mosaic, component: Component) -> Mosaic:
         return array
     if component.is_vector:
         return array.split(0, array.shape[0]) if component.block_shape[0] is None else array
+    if component.unit_axes:
+        return array.without_axes((len(array.shape) - 3, len(array.shape) - 1))
     return array.transposed() if component.transposed else array
 
 

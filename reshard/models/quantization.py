@@ -197,6 +197,8 @@ def _modelopt(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[S
         return (_of_fp8(Component("weight_scale", "scale", _WHOLE, element_type="F32"), input_scale),)
     if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
         return (_of_fp8(Component("weight_scale", "scale", (1, None), is_vector=True, element_type="F32")),)
+    if algorithm == "FP8_PB_WO":
+        return (_of_fp8(Component("weight_scale", "scale", (128, 128), unit_axes=True, element_type="F32")),)
     if algorithm == "MXFP8":
         return (_microscaled("MXFP8", 32, Component("weight", "codes"), _exponents("weight_scale", 32)),)
     if algorithm not in ("NVFP4", "W4A16_NVFP4"):

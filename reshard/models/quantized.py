@@ -51,6 +51,8 @@ class Component:
     """Whether it is stored as [in, out]."""
     is_vector: bool = False
     """Whether it has a single axis: that of the weight along which it has several values."""
+    unit_axes: bool = False
+    """Whether an axis of one element follows each of its axes: it is stored as [out, 1, in, 1]."""
     exponents: bool = False
     """Whether its bytes are exponents e of scales 2^(e - 127), whatever their element type says."""
     element_type: str | None = None
@@ -87,6 +89,8 @@ class Component:
         *stack, out_size, in_size = weight
         lengths = zip((out_size, in_size), self.grid, strict=True)
         sizes = [1 if size is None else -(-length // size) for length, size in lengths if size is not None or not self.is_vector]
+        if self.unit_axes:
+            sizes = [each for size in sizes for each in (size, 1)]
         return (*stack, *(reversed(sizes) if self.transposed else sizes), *(self.packing.words if self.packing else ()))
 
     def weight_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -287,6 +287,9 @@ def _as_stored(array: Mosaic, component: Component) -> Mosaic:
 
 def _stored_shape(array: Mosaic, component: Component | None) -> tuple[int, ...]:
     """The shape in which an engine holds an array. The words that share a group are no axis of their own."""
+    if component and component.unit_axes:
+        *stack, rows, columns = array.shape
+        return (*stack, rows, 1, columns, 1)
     *outer, words = array.shape if component and component.packing and component.packing.words else (*array.shape, 1)
     return (*outer[:-1], outer[-1] * words) if outer else ()
 

@@ -97,7 +97,7 @@ def test_cache_scales_may_be_absent(tmp_path):
     ("settings", "expected"),
     [
         ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {}}, "modelopt with quant_algo MIXED_PRECISION and no quantized_layers"),
-        ({"quant_algo": "fp8_pb_wo"}, "modelopt with quant_algo FP8_PB_WO"),
+        ({"quant_algo": "w4a8_awq"}, "modelopt with quant_algo W4A8_AWQ"),
         ({"quant_algo": "NVFP4", "kv_cache_scheme": "NVFP4"}, "modelopt with the KV cache in NVFP4"),
         ({"quant_algo": "FP8", "kv_cache_quant_algo": "INT8"}, "modelopt with the KV cache in INT8"),
     ],

@@ -42,7 +42,8 @@ FIXTURES = Path(__file__).resolve().parent.parent.parent / "fixtures" / "hf_pack
 CASES = ("llama-ct-int4", "llama-ct-int4-asym", "llama-ct-int4-channel", "llama-ct-nvfp4", "llama-ct-mxfp4", "llama-ct-mxfp8",
          "llama-modelopt-nvfp4", "llama-modelopt-mxfp8", "llama-awq", "llama-gptq", "qwen3_moe-ct-mxfp4", "qwen3_moe-ct-int4",
          "qwen3_moe-ct-mxfp8", "qwen3_moe-ct-nvfp4", "gpt_oss-mxfp4", "llama-modelopt-nvfp4-kv", "llama-modelopt-fp8",
-         "llama-modelopt-fp8-channel", "llama-ct-fp8-int4", "llama-modelopt-mixed", "quantized llama4_text", "quantized qwen3_vl_moe",
+         "llama-modelopt-fp8-channel", "llama-ct-fp8-int4", "llama-modelopt-mixed", "blocks modelopt", "quantized llama4_text",
+         "quantized qwen3_vl_moe",
          *(f"experts {form}" for form in seeded_models.EXPERTS))  # fmt: skip
 SIZES = (1, 2, 4) if LONG else (2,)
 AT_A_TIME = 2
@@ -76,7 +77,7 @@ def prepared(case: str, work: Path) -> Path:
     """A copy of a case, changed where vLLM does not load it as it is; or a model that is made here."""
     if case not in _CHANGES and not (FIXTURES / case).exists():
         kind, _, name = case.partition(" ")
-        {"quantized": _quantized, "experts": _experts}[kind](name, work / "source")
+        {"quantized": _quantized, "experts": _experts, "blocks": _blocks}[kind](name, work / "source")
         return work / "source"
     folder = shutil.copytree(FIXTURES / case, work / "source")
     if case in _CHANGES:
@@ -110,6 +111,11 @@ def _quantized(model: str, folder: Path) -> None:
 def _experts(name: str, folder: Path) -> None:
     """A model with experts in the form of a library. The values of the form are checked on linear layers."""
     seeded_models.write_random(seeded_models.with_experts(name), folder)
+
+
+def _blocks(name: str, folder: Path) -> None:
+    """A model in ModelOpt's FP8 blocks: the fixture is too narrow to be cut."""
+    seeded_models.write_random(seeded_models.in_blocks(), folder)
 
 
 def _symmetric(config: dict, tensors: dict) -> None:

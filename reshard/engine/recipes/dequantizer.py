@@ -8,6 +8,7 @@ and the values that no table holds, so that the bits are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from threading import get_ident
 
 import numpy as np
 
@@ -19,10 +20,10 @@ from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import EncodedPart, Encoding
 from reshard.models.quantized import BlockShape
 
-# The number of elements that are computed at once.
-_AT_ONCE = 1 << 18
-# The most scales of several bytes for which a table is made.
-_MOST_SCALES = 256
+# The elements or bytes of codes that are computed at once, so that all intermediate results stay in a processor's cache.
+_AT_ONCE = 1 << 17
+# The fewest bytes of codes with the same scale for which a table of 256 values is made.
+_LONG = 1024
 _BYTES = np.arange(256, dtype=np.uint8)
 
 
@@ -47,10 +48,12 @@ class Dequantizer:
 
     def __init__(self, encoding: Encoding) -> None:
         self._encoding = encoding
-        self._is_in_bytes = _is_in_bytes(encoding)
-        self._scales = [i for i, part in enumerate(encoding.parts) if part.component.use in ("scale", "divisor") and part.axes]
-        """Which parts have several values for the tensor."""
-        self._tables: dict[DType, Block] = {}
+        scales = [i for i, part in enumerate(encoding.parts) if part.component.use in ("scale", "divisor") and part.axes]
+        self._has_tables = _is_in_bytes(encoding) and len(scales) < 2
+        self._scales = scales[0] if scales else None
+        """Which part has several values for the tensor."""
+        self._last: dict[int, tuple[tuple[bytes, DType], Block]] = {}
+        """For each thread, the table that it made last, with its scales and the element type of its values."""
 
     def dequantize(self, stored: Sequence[StoredWords], box: Box, out: Block, dtype: DType) -> None:
         """Write the values of a box into `out`, as words of an element type. stored: what each part of the encoding holds of the box.
@@ -60,36 +63,101 @@ class Dequantizer:
         for each in stored:
             if each.part.component.use == "group index":
                 _check_order(each, self._encoding)
-        for inner in _runs(box, stored[0].part.axes):
-            found = self._looked_up(stored, inner, dtype) if self._is_in_bytes and len(self._scales) < 2 else None
-            out[inner.relative_to(box.offsets).index] = _computed(stored, inner, dtype) if found is None else found
+        scales = None if self._scales is None else stored[self._scales]
+        codes = _codes_in_bytes(stored[0], scales, box) if self._has_tables else None
+        if codes is None:
+            for inner in _runs(box, stored[0].part.axes):
+                out[inner.relative_to(box.offsets).index] = _computed(stored, inner, dtype)
+            return
+        target = out.transpose(codes.order)
+        for index, rows in codes.runs():
+            table, numbers = self._table(stored, scales, codes.scales_of(index, rows), dtype)
+            entries = codes.bytes_of[index][rows].astype(np.uint16)
+            entries |= codes.spread(numbers)
+            values = target[index][rows]
+            if values.strides[-1] == values.itemsize:
+                np.take(table, entries, out=values.view(table.dtype), mode="clip")  # every entry is there; "clip" saves the check
+            else:
+                values[...] = np.take(table, entries, mode="clip").view(values.dtype)
 
-    def _looked_up(self, stored: Sequence[StoredWords], box: Box, dtype: DType) -> Block | None:
-        """The words of a box through a table; None if it has too many scales for one, or begins or ends inside of a byte."""
-        codes, scales = stored[0], stored[self._scales[0]] if self._scales else None
-        packing, axes = codes.part.component.packing, codes.part.axes
-        of_byte = 8 // packing.bits if packing else 1
-        packed = axes.index(len(axes) - 1)
-        blocks = scales.part.block_shape if scales else (None,) * len(axes)
-        if any(size % of_byte for size in (box.offsets[packed], box.sizes[packed], blocks[packed] or 0)):
-            return None
-        index = _bytes_of(codes, box, packed, of_byte).astype(np.intp)
-        words = scales.of(box) if scales else _BYTES[:1]
-        if scales is None or words.itemsize == 1:
-            if dtype not in self._tables:
-                self._tables[dtype] = _table(stored, scales, _BYTES if scales else words, dtype)
-            table, numbers = self._tables[dtype], words.view(np.uint8).astype(np.intp)
-        elif words.size <= _MOST_SCALES:
-            table = _table(stored, scales, np.ascontiguousarray(words).reshape(-1), dtype)
-            numbers = np.arange(words.size, dtype=np.intp).reshape(words.shape)
+    def _table(self, stored: Sequence[StoredWords], scales: StoredWords | None, words: Block, dtype: DType) -> tuple[Block, Block]:
+        """A table of values, and the place in it of the 256 values of each scale. words: the scales, as an array of two axes."""
+        if words.itemsize == 1:
+            places, wanted = words.view(np.uint8).astype(np.uint16), _BYTES if scales else _BYTES[:1]
         else:
-            return None
-        if scales:
-            in_bytes = Box(*(tuple(n // of_byte if i == packed else n for i, n in enumerate(of)) for of in (box.offsets, box.sizes)))
-            byte_blocks = tuple(n // of_byte if n and i == packed else n for i, n in enumerate(blocks))
-            numbers = _spread(_in_axes(scales.part, numbers) << 8, byte_blocks, byte_blocks, in_bytes)
-            index |= numbers.transpose([axes.index(axis) for axis in range(len(axes))])
-        return np.take(table, index).view(dtype.word).transpose(axes)
+            places, wanted = np.arange(words.size, dtype=np.uint16).reshape(words.shape), np.ascontiguousarray(words).reshape(-1)
+        places <<= np.uint16(8)
+        key, last = (wanted.tobytes(), dtype), self._last.get(get_ident())
+        if last is None or last[0] != key:
+            self._last[get_ident()] = last = key, _table(stored, scales, wanted, dtype)
+        return last[1], places
+
+
+@dataclass(frozen=True, slots=True)
+class _CodesInBytes:
+    """The codes of a box of which each byte tells the values of some elements, but for their scales.
+
+    The axes are those of the stored codes: rows, and bytes in each row; before them, those of a stack.
+    """
+
+    order: tuple[int, ...]
+    """The axes of the tensor in this order."""
+    bytes_of: Block
+    """The codes."""
+    scales: Block
+    """The stored words of their scales: one for each block along each axis, or for all of an axis."""
+    first: int
+    """The number of the first row in the tensor."""
+    height: int
+    """Rows with the same scales; 0: all."""
+    width: int
+    """Bytes of a row with the same scale; 0: all."""
+    skipped: int
+    """Bytes of the first block that are not in the box."""
+
+    def runs(self) -> Iterator[tuple[tuple[int, ...], slice]]:
+        """Rows that are looked up at once: their index in the stack, and which they are. They have scales of their own or the same ones."""
+        *stack, rows, length = self.bytes_of.shape
+        step = max(1, _AT_ONCE // max(1, length))
+        for index in np.ndindex(*stack):
+            start = 0
+            while start < rows:
+                border = (start + self.first) // self.height * self.height + self.height - self.first if self.height > 1 else rows
+                stop = min(start + step, border, rows)
+                yield index, slice(start, stop)
+                start = stop
+
+    def scales_of(self, index: tuple[int, ...], rows: slice) -> Block:
+        """The scales of some rows, as an array of two axes."""
+        scales: Block = self.scales[tuple(each % size for each, size in zip(index, self.scales.shape, strict=False))]
+        if self.height == 1:
+            return scales[rows]
+        row = (rows.start + self.first) // self.height - self.first // self.height if self.height else 0
+        return scales[row : row + 1]
+
+    def spread(self, of_scales: Block) -> Block:
+        """Values for scales, as an array that numpy broadcasts to the bytes of the rows."""
+        if not self.width:
+            return of_scales
+        return np.repeat(of_scales, self.width, axis=1)[:, self.skipped : self.skipped + self.bytes_of.shape[-1]]
+
+
+def _codes_in_bytes(codes: StoredWords, scales: StoredWords | None, box: Box) -> _CodesInBytes | None:
+    """The codes of a box for tables; None if tables would not be faster, or the box begins or ends inside of a byte."""
+    packing, axes = codes.part.component.packing, codes.part.axes
+    of_byte, order = 8 // packing.bits if packing else 1, tuple(axes.index(axis) for axis in range(len(axes)))
+    *_, row, packed = order
+    blocks = scales.part.block_shape if scales else (None,) * len(axes)
+    if any(size % of_byte for size in (box.offsets[packed], box.sizes[packed], blocks[packed] or 0)):
+        return None
+    height, width = blocks[row] or 0, (blocks[packed] or 0) // of_byte
+    words = _in_axes(scales.part, scales.of(box)).transpose(order) if scales else np.zeros((1,) * len(axes), np.uint8)
+    in_bytes = _bytes_of(codes, box, packed, of_byte)
+    # A scale of one byte has its values in a table for all scales.
+    if words.itemsize > 1 and (words.shape[-1] > 256 or (height == 1 and in_bytes.shape[-1] < _LONG * words.shape[-1])):
+        return None
+    skipped = box.offsets[packed] // of_byte % width if width else 0
+    return _CodesInBytes(order, in_bytes, words, box.offsets[row], height, width, skipped)
 
 
 def _is_in_bytes(encoding: Encoding) -> bool:
@@ -162,6 +230,8 @@ def _in_axes(part: EncodedPart, values: Block) -> Block:
     if part.component.is_vector:
         sizes = zip(part.block_shape, part.axes, strict=True)
         return values.reshape([1 if size is None else values.shape[axis] for size, axis in sizes])
+    if part.component.unit_axes:
+        return values[..., 0, :, 0]
     return values.transpose(part.axes)
 
 

@@ -1,4 +1,4 @@
-"""Recipe: how the codes and scales of a weight follow from its values, tile by tile."""
+"""Recipe: how the codes and scales of a weight follow from its values, band by band."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from itertools import product
 
 import numpy as np
 
-from reshard.engine.casts import Block, cast
+from reshard.engine.casts import Block, numpy_type
 from reshard.geometry.boxes import Box
-from reshard.geometry.dtypes import BF16, F32, DType
+from reshard.geometry.dtypes import BF16, DType
 from reshard.geometry.light_dataclass import dataclass
 
-# The fewest rows that are read and computed at once.
-# The most columns that are read, because short runs take many calls, and that are computed, so that their values stay in a processor's
-# cache.
-_LEAST, _READ, _COMPUTED = 128, 16384, 2048
-# The columns and rows that are read at once where the files hold columns.
-_COLUMNS, _ROWS = 512, 4096
+# The most columns of a band, because short runs take many calls, and about how many elements it has. Fewer would stay in a processor's
+# cache, but Python's threads would wait for each other more often, before each operation of numpy.
+_WIDEST, _ELEMENTS = 8192, 1 << 20
+# The rows and columns of a band where the files hold columns.
+_IN_COLUMNS = (2048, 512)
+_QUIET_NAN = 0x7FC0
 
 
 class NotRepresentable(Exception):
@@ -28,39 +28,27 @@ class NotRepresentable(Exception):
 class Recipe:
     """How codes and scales follow from values."""
 
-    dtype: DType
-    """The element type in which the values are taken."""
+    dtype: DType | None
+    """The element type in which the values are taken; None: one that holds each of them exactly."""
     block: tuple[int, int]
     """The elements along each axis that share a scale."""
-    codes: Callable[[Block], Block]
-    """The stored words of a tile of whole blocks."""
-    scales: Callable[[Block], Block]
-    """The stored words of its scales."""
+    quantize: Callable[[Block], tuple[Block, Block]]
+    """The stored words of the codes and of the scales of whole blocks, [out, in]."""
 
     def bands(self, shape: tuple[int, ...], ranges: Sequence[range], *, in_columns: bool = False) -> Iterator[Box]:
-        """Boxes of whole blocks of a weight [out, in] or [experts, out, in], each read at once, that hold the elements of `ranges`.
+        """The boxes of whole blocks of a weight [out, in] or [experts, out, in], each read at once, that hold the elements of `ranges`.
 
         ranges: one for each axis. in_columns: whether the elements of a column lie side by side, not those of a row.
         """
-        block = (1,) * (len(shape) - 2) + self.block
-        starts = tuple(each.start // step * step for each, step in zip(ranges, block, strict=True))
-        stops = (min(_up(each.stop, step), size) for each, step, size in zip(ranges, block, shape, strict=True))
-        box = Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
-        return _grid(box, (_up(_ROWS, self.block[0]), _up(_COLUMNS, self.block[1])) if in_columns else (_up(_LEAST, self.block[0]), _READ))
-
-    def tiles(self, band: Box) -> Iterator[Box]:
-        """The boxes of whole blocks of a band that are computed at once."""
-        columns = min(band.sizes[-1], _COMPUTED)
-        return _grid(band, (_up(_LEAST * _COMPUTED // columns, self.block[0]), columns))
-
-
-def _grid(box: Box, steps: tuple[int, int]) -> Iterator[Box]:
-    """A box in boxes of at most `steps` elements along its last two axes, and of one along the others."""
-    all_steps = (1,) * (len(box.sizes) - 2) + steps
-    axes = (range(start, stop, step) for start, stop, step in zip(box.offsets, box.stops, all_steps, strict=True))
-    for offsets in product(*axes):
-        sizes = (min(step, stop - start) for step, start, stop in zip(all_steps, offsets, box.stops, strict=True))
-        yield Box(offsets, tuple(sizes))
+        if in_columns:
+            rows, columns = _IN_COLUMNS
+        else:
+            columns = min(shape[-1], _WIDEST)
+            rows = -(-_ELEMENTS // columns)
+        steps = (*(1,) * (len(shape) - 2), _up(rows, self.block[0]), _up(columns, self.block[1]))
+        axes = (range(each.start // step * step, min(each.stop, size), step) for each, step, size in zip(ranges, steps, shape, strict=True))
+        for offsets in product(*axes):
+            yield Box(offsets, tuple(min(step, size - start) for step, start, size in zip(steps, offsets, shape, strict=True)))
 
 
 def _up(size: int, step: int) -> int:
@@ -81,7 +69,13 @@ def spread(scales: Block, shape: tuple[int, ...], block: tuple[int, int]) -> Blo
     return by_column if block[0] == 1 or len(scales) == 1 else np.repeat(by_column, block[0], axis=0)[: shape[0]]
 
 
-def rounded_to_bfloat16(values: Block) -> Block:
-    """float32 values rounded to bfloat16, as float32."""
-    words = cast(np.ascontiguousarray(values).view(F32.word), F32, BF16)
-    return cast(words, BF16, F32).view(np.float32)
+def bfloat16_of(values: Block) -> Block:
+    """float32 values rounded to bfloat16, as words. For the few scales of a band a call less counts more than for its values (`cast`)."""
+    words: Block = values.astype(numpy_type(BF16)).view(BF16.word)
+    words[np.isnan(values)] = _QUIET_NAN
+    return words
+
+
+def float32_of(words: Block) -> Block:
+    """bfloat16 words as float32 values."""
+    return words.view(numpy_type(BF16)).astype(np.float32)

@@ -14,6 +14,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from reshard.engine.recipes.quantizer import Bands
 from reshard.engine.transfer import Pieces
 from reshard.engine.values import Values
 from reshard.geometry.boxes import Box, blocks
@@ -71,10 +72,11 @@ def passes(plan: Plan, paths: Container[str], routes: Iterable[int], most_open: 
     group_of = {file.path: number for number, group in enumerate(of_group) for file in group}
     starts = _starts(plan.layout.files)
     visits: list[list[tuple[int, int, Visit]]] = [[] for _ in groups]
+    bands = Bands()
     for i in routes:
         route = plan.routes[i]
         for number, rows in _clusters(route, group_of, starts):
-            source, target = Values(route.source, route.target.dtype), Pieces(route.target, rows)
+            source, target = Values(route.source, route.target.dtype, bands), Pieces(route.target, rows)
             for j, box in enumerate(blocks(route.target.shape)):
                 met = [(piece.extent.path, piece.byte_offset_of(shared)) for piece, shared, _ in target.meeting(box)]
                 # A scalar whose value is in the framing has no piece, and is read for its digest.

@@ -1,0 +1,129 @@
+"""Quantizer: the codes and scales of a weight, computed band by band from its values. Those that need them meet the same bands:
+
+    codes   | block 0        | block 1        | ...       blocks end where the fingerprint wants it, bands where the recipe does
+    weight  | band 0    | band 1    | band 2    | ...
+    scales  | block 0                             ...
+
+So each band is computed once and kept for a while.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from reshard.engine.casts import Block
+from reshard.engine.recipes.recipe import NotRepresentable
+from reshard.engine.recipes.table import RECIPES
+from reshard.engine.transfer import Worker
+from reshard.errors import CheckpointError
+from reshard.geometry.boxes import Box
+from reshard.index.index import Derivation, Tensor
+
+# The most bytes of codes and of scales that are kept.
+_MOST_CODES, _MOST_SCALES = 16 << 20, 4 << 20
+
+BandKey = tuple[int, Box]
+"""The identity of a weight's tensor, and a band of it."""
+
+
+class Readable(Protocol):
+    """The values of a weight."""
+
+    def whole(self, worker: Worker, box: Box) -> Block:
+        """The values of a box, as a new array."""
+
+
+class Bands:
+    """The bands that were computed last, for the quantizers of a conversion. Several workers may use them."""
+
+    def __init__(self) -> None:
+        self._codes, self._scales = _Newest(_MOST_CODES), _Newest(_MOST_SCALES)
+        self._under_way: set[BandKey] = set()
+        self._changed = threading.Condition()
+
+    def get(self, key: BandKey, compute: Callable[[], tuple[Block, Block]], *, scales: bool) -> Block:
+        """The codes of a band, or its scales. Computes both if they are not kept; waits for another worker that is computing them."""
+        newest = self._scales if scales else self._codes
+        with self._changed:
+            while key in self._under_way:
+                self._changed.wait()
+            if (kept := newest.get(key)) is not None:
+                return kept
+            self._under_way.add(key)
+        try:
+            computed = compute()
+            with self._changed:
+                self._codes.add(key, computed[0])
+                self._scales.add(key, computed[1])
+        finally:
+            with self._changed:
+                self._under_way.remove(key)
+                self._changed.notify_all()
+        return computed[scales]
+
+
+class _Newest:
+    """Arrays by their band. The oldest ones make room for new ones."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._nbytes = most, 0
+        self._arrays: OrderedDict[BandKey, Block] = OrderedDict()
+
+    def get(self, key: BandKey) -> Block | None:
+        return self._arrays.get(key)
+
+    def add(self, key: BandKey, array: Block) -> None:
+        if (former := self._arrays.pop(key, None)) is not None:
+            self._nbytes -= former.nbytes
+        self._arrays[key] = array
+        self._nbytes += array.nbytes
+        while self._nbytes > self._most:
+            self._nbytes -= self._arrays.popitem(last=False)[1].nbytes
+
+
+class Quantizer:
+    """Computes a component of a quantized weight. values: those of the weight. bands: shared with its other component."""
+
+    def __init__(self, derivation: Derivation, values: Readable, bands: Bands) -> None:
+        self._weight, self._component, self._name = derivation.weight, derivation.component, derivation.recipe
+        self._recipe, self._in_columns = RECIPES[derivation.recipe], _is_in_columns(derivation.weight)
+        self._values, self._bands = values, bands
+
+    def compute(self, worker: Worker, box: Box, out: Block) -> None:
+        """Write the elements of a box of the component into `out`. Raises CheckpointError if the recipe cannot represent the values."""
+        weight, component = self._weight, self._component
+        experts, in_word = (1,) * (len(weight.shape) - 2), component.packing.words if component.packing else ()
+        grid = experts + tuple(size or 1 for size in component.grid)
+        ranges = [range(start * size, stop * size) for start, stop, size in zip(box.offsets, box.stops, grid, strict=False)]
+        for band in self._recipe.bands(weight.shape, ranges, in_columns=self._in_columns):
+            made = self._bands.get((id(weight), band), partial(self._computed, worker, band), scales=component.is_scale)
+            made = made.reshape(*experts, len(made), -1, *in_word)
+            held = Box((*(start // size for start, size in zip(band.offsets, grid, strict=True)), *(0 for _ in in_word)), made.shape)
+            shared = held.intersect(box)
+            if shared is not None:
+                out[shared.relative_to(box.offsets).index] = made[shared.relative_to(held.offsets).index]
+
+    def _computed(self, worker: Worker, band: Box) -> tuple[Block, Block]:
+        """The codes and scales of a band."""
+        words = self._values.whole(worker, band).reshape(band.sizes[-2:])
+        try:
+            return self._recipe.quantize(words)
+        except NotRepresentable as reason:
+            raise CheckpointError(
+                f"the values of {band} {reason}",
+                where=self._weight.name,
+                why=f"The recipe {self._name} writes the same values in another form, or nothing",
+                do="Dequantize the checkpoint with --dequantize, and quantize the result with --quantize",
+            ) from None
+
+
+def _is_in_columns(weight: Tensor) -> bool:
+    """Whether the files hold the columns of a weight [..., out, in], so that few rows are short runs."""
+    if weight.encoding:
+        return False
+    strides = weight.shards.located().strides
+    return bool((strides[:, -2] < strides[:, -1]).any())
