@@ -77,6 +77,15 @@ def drop_from_cache(folder: Path) -> None:
         os.close(descriptor)
 
 
+def read_into_cache(folder: Path) -> None:
+    """Read the files of a folder, of which the system may have taken pages out of its cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                while file.read(1 << 22):
+                    pass
+
+
 def in_turn(commands: dict[str, list[object]], out: Path, turns: int, *, cold: Path | None = None) -> dict[str, list[Run]]:
     """The runs of each command, which take turns; one turn before them is not counted.
 

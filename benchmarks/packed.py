@@ -1,10 +1,11 @@
 """What packed weights cost: carried, cut for ranks, dequantized, quantized and requantized, against a plain conversion.
 
-    python benchmarks/packed.py [--size 1] [--turns 3] [--work DIR]
+    python benchmarks/packed.py [--size 3] [--turns 3] [--work DIR]
 
-Processor seconds and peak memory of whole processes, starts included. The plain conversion (hf -> hf) is that of as many bytes: of the
-unpacked model where values are read or written, of the packed model where its bytes are carried. The conversions take turns; the best of
-each counts, because the machine only ever adds time. The bar is 1.5 times the plain conversion, and 120 MB.
+Wall seconds, processor seconds and peak memory of whole processes, starts included. The plain conversion (hf -> hf) is that of as many
+bytes: of the unpacked model where values are read or written, of the packed model where its bytes are carried. The conversions take turns;
+the best of each counts, because the machine only ever adds time. The bar is 1.5 times the plain conversion, and 120 MB. In a model of 1 GB
+half of the bytes are embeddings, which are not packed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from measuring import RESHARD, measured, remove
+from measuring import RESHARD, measured, read_into_cache, remove
 from synthetic import llama, write_hugging_face
 
 BAR, MEGABYTES = 1.5, 120
@@ -32,7 +33,7 @@ CASES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=float, default=1, help="GB of the model in bfloat16")
+    parser.add_argument("--size", type=float, default=3, help="GB of the model in bfloat16")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--work", type=Path, default=None)
     options = parser.parse_args()
@@ -45,13 +46,19 @@ def main() -> None:
         runs = {name: [] for name in (*plain, *CASES)}
         for _ in range(options.turns):
             for name, (source, words, _) in {**plain, **CASES}.items():
+                read_into_cache(work / source)
                 runs[name].append(measured([*RESHARD, "convert", work / source, work / "out", *words]))
                 remove(work / "out")
-        best = {name: min(run.processor for run in of_case) for name, of_case in runs.items()}
+        wall = {name: min(run.seconds for run in of_case) for name, of_case in runs.items()}
+        processor = {name: min(run.processor for run in of_case) for name, of_case in runs.items()}
         for name, of_case in runs.items():
-            ratio, megabytes = best[name] / best[CASES[name][2] if name in CASES else name], max(run.megabytes for run in of_case)
-            verdict = "" if ratio <= BAR and megabytes <= MEGABYTES else "  above the bar"
-            print(f"{name:24} {best[name]:6.2f} s  {ratio:5.2f} x plain  {megabytes:4.0f} MB{verdict}")
+            plain_name, megabytes = CASES[name][2] if name in CASES else name, max(run.megabytes for run in of_case)
+            ratios = wall[name] / wall[plain_name], processor[name] / processor[plain_name]
+            verdict = "" if max(ratios) <= BAR and megabytes <= MEGABYTES else "  above the bar"
+            print(
+                f"{name:24} {wall[name]:6.2f} s ({processor[name]:.2f} s of processors)  {ratios[0]:4.2f} ({ratios[1]:4.2f}) x plain  "
+                f"{megabytes:4.0f} MB{verdict}"
+            )
 
 
 if __name__ == "__main__":

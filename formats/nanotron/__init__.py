@@ -13,6 +13,7 @@ files.py    which file holds what
 slices.py   the metadata of a part
 config.py   model_config.json as config.json
 read.py     the index
+write.py    the layout of new files
 
 Measured on files that nanotron 0.4 wrote (fixtures/nanotron), which are of version 1.2. Files of version 1.5 (2411b022, run
 once, with its convert_nanotron_to_hf.py as the judge) differ in `metas` and in the names of files of experts.
@@ -23,18 +24,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format, Hints
+from reshard.adapter.option import Option
 
 from .files import CONFIG, METADATA, is_weights_folder
 
 if TYPE_CHECKING:
+    from reshard.adapter.model_files import ModelFiles
+    from reshard.canonical.content import Content
     from reshard.index.index import Index
+    from reshard.plans.layout import Layout
+    from reshard.plans.target import Target
     from reshard.storage.files import Files
+
+ROTARY_ROWS = Option(
+    "rotary_rows",
+    "choice",
+    "Write the rows of queries and keys in pairs, as nanotron 0.4 rotates them (default), or in halves (rope_interleaved: false).",
+    choices=("pairs", "halves"),
+)
 
 
 class Nanotron(Format):
     name = "nanotron"
     summary = "nanotron: a safetensors file for each weight and tensor-parallel rank"
     owns = ("model_*.safetensors", METADATA, CONFIG)
+    options = (ROTARY_ROWS,)
 
     def detect(self, files: Files) -> str | None:
         return METADATA if METADATA in files.list() and is_weights_folder(files) else None
@@ -43,6 +57,11 @@ class Nanotron(Format):
         from .read import read
 
         return read(files, hints)
+
+    def lay_out(self, content: Content, target: Target, companions: ModelFiles) -> Layout:
+        from .write import lay_out
+
+        return lay_out(content, target, companions)
 
 
 FORMAT = Nanotron()

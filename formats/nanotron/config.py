@@ -1,4 +1,4 @@
-"""model_config.json: the sizes of nanotron's model, and the config.json that follows from it.
+"""model_config.json and config.json, one from the other.
 
 Source: nanotron 0.4 and 2411b022, config/models_config.py (LlamaConfig), examples/llama/convert_weights.py (get_config_mapping).
 """
@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from reshard.adapter.model_files import CONFIG as MODEL_CONFIG
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.light_dataclass import dataclass
+from reshard.models.config_values import number, rotary_settings, rotary_type
+from reshard.models.model import Model
 
 from .files import CONFIG
 
@@ -70,3 +73,29 @@ def model_of(document: Mapping[str, Any]) -> NanotronModel:
     # 0.4 has no such key either; its model rotates pairs.
     in_pairs = bool(document.get("rope_interleaved", True))
     return NanotronModel(config, heads, kv_heads, hidden // heads, in_pairs, scaling if document.get("rope_scaling") else ())
+
+
+def document_of(model: Model, *, in_pairs: bool) -> dict[str, Any]:
+    """The model_config.json of a model. in_pairs: whether row 2 i of a query or key head is rotated with row 2 i + 1.
+
+    Raises: UnsupportedError if nanotron's Llama is another model.
+    """
+    config, sizes = model.config, model.dimensions
+    if sizes["head_dim"] * sizes["heads"] != sizes["hidden"]:
+        raise _not_nanotrons(f"its heads have {sizes['head_dim']} rows, and nanotron's {sizes['hidden']} / {sizes['heads']}")
+    rotary = rotary_settings(config)
+    if rotary_type(rotary) != "default":
+        raise _not_nanotrons(
+            f"config.json has the rotary scaling {rotary_type(rotary)}, and nanotron's terms are not those of transformers"
+        )
+    document = {"is_llama_config": True, **{key: config[key] for key in _SAME if key in config}, "rope_scaling": None}
+    document |= {"num_key_value_heads": sizes["kv_heads"], "tie_word_embeddings": model.is_tied}
+    base = number(config, "rope_theta") or number(rotary, "rope_theta") or 10000.0
+    # nanotron 0.4 refuses keys that it does not know; its model rotates pairs, with 10000.
+    if not in_pairs or base != 10000.0:
+        document |= {"rope_theta": base, "rope_interleaved": in_pairs}
+    return dict(sorted(document.items()))
+
+
+def _not_nanotrons(what: str) -> UnsupportedError:
+    return UnsupportedError(what, where=MODEL_CONFIG, why="nanotron would compute other values from these weights", do="Write --to hf")

@@ -16,6 +16,8 @@ CONFIG, METADATA = "model_config.json", "checkpoint_metadata.json"
 WEIGHTS = "model/"
 OF_THE_RUN = ("optimizer/", "lr_scheduler/", "random/")
 """Folders of pickles."""
+TENSOR = "data"
+"""The name of the tensor in a file."""
 _NAME = re.compile(r"model_(\w+?)(?:_pp-rank-(\d+)-of-(\d+)_tp-rank-(\d+)-of-(\d+)(_exp-rank-.*)?)?\.safetensors")
 # No model has words in its names that deep: a folder that contains itself ends here.
 _DEEPEST = 16
@@ -37,6 +39,13 @@ class WeightFile:
     """The number of tensor-parallel ranks."""
     pp: int = 1
     """The number of pipeline stages."""
+
+
+def path_of(name: str, tp_rank: int | None = None, tp: int = 1) -> str:
+    """The path of the file of a weight, or of a rank's part of it where there is one pipeline stage."""
+    *modules, last = name.split(".")
+    of_rank = "" if tp_rank is None else f"_pp-rank-0-of-1_tp-rank-{tp_rank}-of-{tp}"
+    return f"{WEIGHTS}{'/'.join(modules)}/model_{last}{of_rank}.safetensors"
 
 
 def is_weights_folder(files: Files) -> bool:

@@ -24,11 +24,10 @@ from reshard.index.shards import Shards
 from reshard.storage.files import Files
 
 from .config import NanotronModel, model_of
-from .files import CONFIG, METADATA, OF_THE_RUN, WeightFile, weight_files
+from .files import CONFIG, METADATA, OF_THE_RUN, TENSOR, WeightFile, weight_files
 from .slices import placed
 
 _QKV = ".attn.qkv_proj.weight"
-_TENSOR = "data"
 
 
 def read(files: Files, hints: Hints) -> Index:
@@ -74,9 +73,9 @@ def _tensor(files: Files, name: str, parts: list[WeightFile], model: NanotronMod
     pieces: list[tuple[int, Piece]] = []
     for file in parts:
         header = safetensors.read_header(files, file.path)
-        entry = next((entry for entry in header.entries if entry.name == _TENSOR), None)
+        entry = next((entry for entry in header.entries if entry.name == TENSOR), None)
         if entry is None:
-            raise CheckpointError(f"it holds no tensor {_TENSOR!r}", where=file.path, do="Copy the file again")
+            raise CheckpointError(f"it holds no tensor {TENSOR!r}", where=file.path, do="Copy the file again")
         shape, boxes = placed(header.metadata if file.tp_rank is not None else {}, entry.shape, file.path)
         if first is None:
             first = entry.dtype, shape

@@ -10,7 +10,7 @@ Source: nanotron 0.4, parallel/parameters.py (SlicesPair) and serialize/metadata
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
@@ -38,6 +38,18 @@ def placed(metadata: Mapping[str, str], shape: tuple[int, ...], path: str) -> tu
             do="Copy the file again",
         )
     return whole, [pair for pair in pairs if pair is not None]
+
+
+def metadata_of(pairs: Iterable[tuple[Box, Box]], shape: tuple[int, ...], whole: tuple[int, ...], version: str) -> dict[str, str]:
+    """The metadata of a part of shape `shape`. pairs: equal boxes, in the part and in the whole, of shape `whole`."""
+    text = ";".join(f"{_slices(inside, shape)}#{_slices(outside, whole)}" for inside, outside in pairs)
+    return {"version": version, "local_global_slices_pairs": text, "unsharded_shape": f"({', '.join(map(str, whole))})"}
+
+
+def _slices(box: Box, shape: tuple[int, ...]) -> str:
+    """The slices of an array of a shape that a box stands for."""
+    axes = zip(box.offsets, box.stops, shape, strict=True)
+    return "|".join("None,None,None" if (start, stop) == (0, size) else f"{start},{stop},None" for start, stop, size in axes)
 
 
 def _pairs(text: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> Iterator[tuple[Box, Box] | None]:

@@ -13,10 +13,12 @@ from reshard.plans.placed import PlacedTensor
 _METADATA = {"format": "pt"}
 
 
-def framed(path: str, stored: Iterable[StoredTensor], ranks: Mapping[str, int] | None = None) -> TargetFile:
-    """A file that holds these tensors. ranks: the rank that loads the file, if only one does; see TargetFile."""
+def framed(
+    path: str, stored: Iterable[StoredTensor], ranks: Mapping[str, int] | None = None, *, metadata: Mapping[str, str] = _METADATA
+) -> TargetFile:
+    """A file that holds these tensors. ranks: the rank that loads the file, if only one does; see TargetFile. metadata: of the header."""
     # The widest element types come first, so that every tensor is aligned to its element size. The safetensors library does the same.
     ordered = sorted(stored, key=lambda tensor: -tensor.dtype.itemsize)
-    frame = safetensors.frame(((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered), _METADATA)
+    frame = safetensors.frame(((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered), metadata)
     placed = tuple(PlacedTensor(tensor, entry.byte_offset) for tensor, entry in zip(ordered, frame.entries, strict=True))
     return TargetFile(path, frame.nbytes, ((0, frame.header),), placed, ranks or {})

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import sys
 
 import pytest
 import safetensors
@@ -11,7 +12,11 @@ import torch
 from places import FIXTURES, described
 
 import reshard
-from reshard.errors import CheckpointError, MissingFile, UnsupportedError
+from reshard.errors import CheckpointError, MissingFile, RequestError, UnsupportedError
+
+sys.path.insert(0, str(FIXTURES / "hf_packed"))
+
+import seeded_models
 
 NANOTRON = FIXTURES / "nanotron"
 CASES = sorted(path.parent.name for path in NANOTRON.glob("*/truth.json"))
@@ -77,6 +82,76 @@ def test_names_and_fusions_are_written_back(tmp_path):
     stored = {tensor.name for tensor in reshard.open(source).index.tensors}
     assert safetensors.torch.load_file(tmp_path / "out" / "model.safetensors").keys() == stored
     assert weights_of(tmp_path / "out") == truth_of("llama-tp2-pp2")
+
+
+def headers_of(folder):
+    """Path without the pipeline stage -> metadata, and the tensor's bytes, of each file of weights."""
+    found = {}
+    for path in folder.rglob("*.safetensors"):
+        with safetensors.safe_open(path, "pt") as file:
+            name = str(path.relative_to(folder)).replace("pp-rank-1", "pp-rank-0").replace("of-2_tp", "of-1_tp")
+            found[name] = dict(file.metadata() or {}), file.get_tensor("data").view(torch.uint8).numpy().tobytes()
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_written_is_what_nanotron_wrote(case, tmp_path):
+    """From the published model. tests/nanotron lets nanotron load it."""
+    source = NANOTRON / case / "checkpoint"
+    reshard.convert(reshard.plan(source, to="hf"), tmp_path / "hf")
+    reshard.convert(reshard.plan(tmp_path / "hf", to="nanotron", tp=2), tmp_path / "out")
+    assert headers_of(tmp_path / "out") == headers_of(source)
+    ours, theirs = (json.loads((folder / "model_config.json").read_text()) for folder in (tmp_path / "out", source))
+    assert ours == theirs
+    reshard.convert(reshard.plan(source, to="nanotron"), tmp_path / "one")
+    assert weights_of(tmp_path / "one") == truth_of(case) and reshard.open(tmp_path / "one").index.facts.step == 7
+
+
+def test_rows_are_written_in_halves_for_later_versions(tmp_path):
+    source = NANOTRON / "llama-tp2-pp2" / "checkpoint"
+    reshard.convert(reshard.plan(source, to="nanotron", tp=2, rotary_rows="halves"), tmp_path / "out")
+    assert weights_of(tmp_path / "out") == truth_of("llama-tp2-pp2")
+    assert json.loads((tmp_path / "out" / "model_config.json").read_text())["rope_interleaved"] is False
+    differ = {name for name, found in headers_of(source).items() if headers_of(tmp_path / "out")[name] != found}
+    assert {name.rpartition("/")[0] for name in differ} == {f"model/model/decoder/{layer}/pp_block/attn/qkv_proj" for layer in range(2)}
+
+
+def test_another_rotary_base_is_written_for_later_versions(tmp_path):
+    source = NANOTRON / "llama-tp2-pp2" / "checkpoint"
+    reshard.convert(reshard.plan(source, to="hf"), tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
+    reshard.convert(reshard.plan(tmp_path / "hf", to="nanotron"), tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "model_config.json").read_text())
+    assert (written["rope_theta"], written["rope_interleaved"]) == (5e5, True)
+    assert weights_of(tmp_path / "out") == truth_of("llama-tp2-pp2")
+
+
+@pytest.mark.parametrize(
+    "change, options, said",
+    [
+        ({}, {"tp": 4}, "--tp 4 does not divide the 2 heads of model.layers.0.self_attn.k_proj.weight"),
+        ({}, {"tp": 3}, "--tp 3 does not divide the 32 rows of model.embed_tokens.weight"),
+        ({}, {"pp": 2}, "--pp 2 does not apply to a nanotron folder"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, {}, "rotary scaling llama3"),
+    ],
+)
+def test_what_nanotron_would_not_load_is_not_written(change, options, said, tmp_path):
+    source = NANOTRON / "llama-tp2-pp2" / "checkpoint"
+    reshard.convert(reshard.plan(source, to="hf"), tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises((RequestError, UnsupportedError, CheckpointError), match=said):
+        reshard.plan(tmp_path / "hf", to="nanotron", **options)
+
+
+def test_heads_of_another_width_are_not_written(tmp_path):
+    """nanotron's heads have hidden_size / num_attention_heads rows."""
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 8, "vocab_size": 8}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "num_hidden_layers": 1} | sizes
+    seeded_models.write_random(config, tmp_path / "hf")
+    with pytest.raises(UnsupportedError, match="its heads have 16 rows, and nanotron's 16 / 2"):
+        reshard.plan(tmp_path / "hf", to="nanotron")
 
 
 def test_a_missing_part_is_named(copy):
