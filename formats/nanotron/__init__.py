@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 ROTARY_ROWS = Option(
     "rotary_rows",
     "choice",
-    "Write the rows of queries and keys in pairs, as nanotron 0.4 rotates them (default), or in halves (rope_interleaved: false).",
+    "Write the rows of queries and keys in pairs, for nanotron 0.4 (default), or in halves, for rope_interleaved: false.",
     choices=("pairs", "halves"),
 )
 
