@@ -31,6 +31,8 @@ from reshard.storage.staging import WORK_FOLDER, Staging
 from reshard.storage.system_calls import system_errors
 
 _NO_PROVENANCE = Provenance()
+# What a recipe holds beside the buffers of a worker: the values of a band, and its intermediate results.
+_BUFFERS_OF_RECIPES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +303,11 @@ def widest_element(plan: Plan) -> int:
 
 def workers_of(plan: Plan, workers: int | None, memory: int | None) -> int:
     """The number of threads that run a plan. Raises: as `workers_within` does."""
-    return workers_within(memory, workers, widest_element(plan), buffers=3 if any(route.is_cast for route in plan.routes) else 2)
+    if any(route.quantized_by for route in plan.routes):
+        buffers = _BUFFERS_OF_RECIPES
+    else:
+        buffers = 3 if any(route.is_cast for route in plan.routes) else 2
+    return workers_within(memory, workers, widest_element(plan), buffers=buffers)
 
 
 def block_jobs(plan: Plan, routes: Iterable[int] | None = None) -> Iterator[Job]:

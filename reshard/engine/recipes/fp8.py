@@ -41,6 +41,7 @@ def fp8_block(words: Block) -> tuple[Block, Block]:
             of_block = values[row * _BLOCK[0] : (row + 1) * _BLOCK[0]]
             of_block /= by_column
         np.copyto(quotients.view(numpy_type(BF16)), values, casting="unsafe")
+    del values
     return _rounded(quotients), scales
 
 

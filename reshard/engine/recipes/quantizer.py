@@ -24,7 +24,7 @@ from reshard.geometry.boxes import Box
 from reshard.index.index import Derivation, Tensor
 
 # The most bytes of codes and of scales that are kept.
-_MOST_CODES, _MOST_SCALES = 16 << 20, 4 << 20
+_MOST_CODES, _MOST_SCALES = 8 << 20, 4 << 20
 
 BandKey = tuple[int, Box]
 """The identity of a weight's tensor, and a band of it."""
