@@ -152,7 +152,7 @@ def _by_table(table: Block, words: Block, out: Block) -> None:
 
 
 def _bfloat16_to_float32(strip: Block, out: Block) -> None:
-    np.left_shift(strip, 16, out=out, dtype=out.dtype)
+    np.copyto(out.view("<f4"), strip.view(numpy_type(BF16)))
     if np.bitwise_and(strip, 0x7FFF).max() > 0x7F80:
         out[np.bitwise_and(strip, 0x7FFF) > 0x7F80] = _QUIET_BF16 << 16
 
