@@ -2,9 +2,9 @@
 
     python benchmarks/merging.py [--size 1] [--turns 3] [--work DIR]
 
-Whole processes, starts included: hf -> hf of a llama in bf16, plain and with --merge-adapter of an adapter of every linear layer. An adapter
-of rank 1 has almost no matrix products; what it costs is the rest of the merge. They take turns; the best of each counts, because the
-machine only ever adds time.
+Whole processes, starts included: hf -> hf of a llama in bf16, plain and with --merge-adapter of an adapter of every linear layer. An
+adapter of rank 1 has almost no matrix products; what it costs is the rest of the merge. They take turns; the best of each counts, because
+the machine only ever adds time.
 """
 
 from __future__ import annotations
