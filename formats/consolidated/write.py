@@ -30,7 +30,7 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     """
     if content.states:
         raise RequestError("these files hold weights, no optimizer state", do="Leave out --optimizer")
-    places = named_places("meta", content.model)
+    places = named_places("meta", content.model, asked="--to consolidated")
     is_mistral = places.model.architecture.model_type != "llama"
     arrays = places.written(content.weights.keys())
     dtypes = {name: target.dtype_of(content.tensors[arrays[name].names[0]]) for name in arrays}

@@ -98,4 +98,4 @@ def document_of(model: Model, *, in_pairs: bool) -> dict[str, Any]:
 
 
 def _not_nanotrons(what: str) -> UnsupportedError:
-    return UnsupportedError(what, where=MODEL_CONFIG, why="nanotron would compute other values from these weights", do="Write --to hf")
+    return UnsupportedError(what, where=MODEL_CONFIG, why="Its model would compute other values from these weights", do="Write --to hf")

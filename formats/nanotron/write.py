@@ -43,7 +43,7 @@ def lay_out(content: Content, target: Target, companions: ModelFiles) -> Layout:
     target.parallel.allow("tp", what="a nanotron folder, whose ranks share the weights (--tp)")
     if content.states:
         raise RequestError("a nanotron folder is written without optimizer state", do="Leave out --optimizer")
-    places = named_places("nanotron", content.model)
+    places = named_places("nanotron", content.model, asked="--to nanotron")
     in_pairs = target.options.get("rotary_rows", "pairs") == "pairs"
     document = document_of(places.model, in_pairs=in_pairs)
     files, dtypes = list[TargetFile](), set[DType]()

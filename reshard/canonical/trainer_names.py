@@ -202,7 +202,7 @@ class Places:
         arrays = {name: array for name, array in self.arrays.items() if set(array.names) <= weights}
         if lost := sorted(weights - {name for array in arrays.values() for name in array.names}):
             raise UnsupportedError(
-                f"{self.table.trainer} has no name for it", where=lost[0], do="Leave it out with --exclude, or leave out --names"
+                f"{self.table.trainer} has no name for it", where=lost[0], do="Leave it out with --exclude, or write --to hf with the published names"
             )
         return arrays
 
@@ -268,20 +268,24 @@ def places_of(names: Iterable[str], model: Model) -> Places | None:
     return None
 
 
-def named_places(trainer: str, model: Model | None) -> Places:
-    """The places of the trainer that `--names` names. Raises RequestError if it is not known, UnsupportedError for another model."""
+def named_places(trainer: str, model: Model | None, *, asked: str = "") -> Places:
+    """The places of a trainer. asked: the option that asks for its names; by default `--names` with the trainer.
+
+    Raises: RequestError if it is not known, UnsupportedError for another model.
+    """
+    asked = asked or f"--names {trainer}"
     tables = [table for table in TRAINERS if table.trainer == trainer]
     if not tables:
         known = dict.fromkeys(table.trainer for table in TRAINERS)
-        raise RequestError(f"--names {trainer}: unknown trainer", do=f"Choose one of {', '.join(known)}")
+        raise RequestError(f"{asked}: unknown trainer", do=f"Choose one of {', '.join(known)}")
     table = next((table for table in tables if model is not None and table.holds(model)), None)
     if model is None or table is None:
         name = model.architecture.model_type if model else "an unknown model"
         types = (model_type for table in tables for model_type in (*table.pairs, *table.halves))
         raise UnsupportedError(
-            f"--names {trainer}: its names are known for {', '.join(types)}, and this is {name}",
+            f"{asked}: the names of {trainer} are known for {', '.join(types)}, and this is {name}",
             why="Names that were not compared with the trainer's own are not written",
-            do="Leave out --names" if model else "Name the model with --model DIR",
+            do="Write --to hf with the published names" if model else "Name the model with --model DIR",
         )
     return Places(table, model)
 

@@ -154,6 +154,11 @@ def test_heads_of_another_width_are_not_written(tmp_path):
         reshard.plan(tmp_path / "hf", to="nanotron")
 
 
+def test_another_model_is_not_written(tmp_path):
+    with pytest.raises(UnsupportedError, match="--to nanotron: the names of nanotron are known for llama, and this is qwen3"):
+        reshard.plan(FIXTURES / "hf" / "qwen3", to="nanotron")
+
+
 def test_a_missing_part_is_named(copy):
     part(copy, 1).unlink()
     with pytest.raises(MissingFile, match="tp-rank-1-of-2"):
