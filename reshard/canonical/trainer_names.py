@@ -202,7 +202,9 @@ class Places:
         arrays = {name: array for name, array in self.arrays.items() if set(array.names) <= weights}
         if lost := sorted(weights - {name for array in arrays.values() for name in array.names}):
             raise UnsupportedError(
-                f"{self.table.trainer} has no name for it", where=lost[0], do="Leave it out with --exclude, or write --to hf with the published names"
+                f"{self.table.trainer} has no name for it",
+                where=lost[0],
+                do="Leave it out with --exclude, or write --to hf with the published names",
             )
         return arrays
 

@@ -8,6 +8,7 @@ and the values that no table holds, so that the bits are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from threading import get_ident
 
 import numpy as np
@@ -172,7 +173,7 @@ def _is_in_bytes(encoding: Encoding) -> bool:
 def _table(stored: Sequence[StoredWords], scales: StoredWords | None, words: Block, dtype: DType) -> Block:
     """For each of these words of the part `scales`, the values of each code byte as one element. Without that part, for the codes alone."""
     part, packing = stored[0].part, stored[0].part.component.packing
-    codes = packing.values_of_bytes if packing else component_values(part, _BYTES)[:, None]
+    codes = packing.values_of_bytes if packing else _values_of_bytes(part.tensor.dtype)
 
     def values(each: StoredWords) -> Block:
         return component_values(each.part, words if each is scales else each.words).reshape(-1, 1, 1)
@@ -180,6 +181,12 @@ def _table(stored: Sequence[StoredWords], scales: StoredWords | None, words: Blo
     found = decoded(codes[None], None, _factors(stored, values, 3), dtype)
     table: Block = found.reshape(-1, codes.shape[1]).view(f"<u{codes.shape[1] * dtype.itemsize}")[:, 0]
     return table
+
+
+@cache
+def _values_of_bytes(dtype: DType) -> Block:
+    """[256, 1]: the value that each byte stands for, in float32."""
+    return cast(_BYTES, dtype, F32).view(np.float32)[:, None]
 
 
 def _bytes_of(codes: StoredWords, box: Box, packed: int, of_byte: int) -> Block:
