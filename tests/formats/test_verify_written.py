@@ -16,6 +16,7 @@ from reshard.plans.manifest import CHECKSUMS, DIGESTS
 
 FSDP2 = FIXTURES / "dcp" / "fsdp2"
 ADAPTER = FIXTURES / "peft" / "fsdp2"
+NANOTRON = FIXTURES / "nanotron" / "llama-tp2-pp2"
 TIED = FIXTURES / "dcp" / "fsdp2-tied"
 
 # Target -> the source and the options: state, replicas (norms at TP 2), padding (a vocabulary that TP does not divide).
@@ -31,6 +32,7 @@ OUTPUTS = {
     "sglang": (FSDP2, {"tp": 2}),
     "trtllm": (FSDP2, {"tp": 2}),
     "consolidated": (FSDP2, {"tp": 2, "embedding_cut": "rows"}),
+    "nanotron": (NANOTRON, {"tp": 2, "model": None}),
     "peft": (ADAPTER, {"lora_alpha": "6", "base_model": "x", "task_type": "CAUSAL_LM", "model": HF / "qwen3_moe-sparse"}),
 }
 
@@ -51,7 +53,7 @@ def written(request, tmp_path_factory, without_samples):
     plan = library.plan(case / "checkpoint", to=request.param, **{**options, "model": model})
     folder = tmp_path_factory.mktemp("written") / "out"
     library.convert(plan, folder, workers=1, checksums=True)
-    return plan, folder, () if (folder / "config.json").exists() else ("--model", model)
+    return plan, folder, () if model is None or (folder / "config.json").exists() else ("--model", model)
 
 
 def test_every_written_format_is_tried():
