@@ -1,4 +1,4 @@
-"""Recipes: the codes and scales of weights, computed from their values; and the values from codes and scales (dequantizer.py).
+"""Recipes: the codes and scales of weights, computed from their values (quantizer.py); and values from codes and scales (dequantizer.py).
 
 fp8-block          bfloat16 -> FP8 in blocks of 128 x 128, the bits of llm-compressor 0.14 (model_free_ptq, FP8_BLOCK)
 mxfp4              bfloat16 -> MXFP4 in groups of 32, the bits of llm-compressor 0.14 (model_free_ptq, MXFP4A16)
