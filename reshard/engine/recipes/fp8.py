@@ -121,7 +121,7 @@ def _exact(values: Block, scales: Block) -> tuple[Block, Block]:
     halves = quotients.view(np.uint16)
     codes: Block = np.take(_exact_fp8_of_bfloat16(), halves[:, 1::2])
     if halves[:, ::2].any() or (codes == _NAN).any() or np.count_nonzero(quotients) != np.count_nonzero(values):
-        raise NotRepresentable("span more powers of two than FP8 with one scale holds")
+        raise NotRepresentable("have more bits, or span more powers of two, than FP8 holds with a power of two as the scale of a block")
     return codes, bfloat16_of(scales)
 
 
