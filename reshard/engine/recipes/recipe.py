@@ -14,7 +14,7 @@ from reshard.geometry.light_dataclass import dataclass
 
 # The most columns of a band, because short runs take many calls, and about how many elements it has. Fewer would stay in a processor's
 # cache, but Python's threads would wait for each other more often, before each operation of numpy.
-_WIDEST, _ELEMENTS = 8192, 1 << 19
+_WIDEST, _ELEMENTS = 4096, 1 << 19
 # The rows and columns of a band where the files hold columns.
 _IN_COLUMNS = (2048, 256)
 _QUIET_NAN = 0x7FC0
