@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 RESHARD = [sys.executable, "-m", "reshard"]
@@ -78,7 +80,7 @@ def drop_from_cache(folder: Path) -> None:
 
 
 def read_into_cache(folder: Path) -> None:
-    """Read the files of a folder, of which the system may have taken pages out of its cache."""
+    """Read all files of a folder, so that they are in the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             with open(path, "rb") as file:
@@ -102,6 +104,45 @@ def in_turn(commands: dict[str, list[object]], out: Path, turns: int, *, cold: P
             if turn:
                 found[name].append(run)
     return found
+
+
+def given(about: str, size: float) -> argparse.Namespace:
+    """The options --size, --turns and --work of a benchmark. about: its docstring. size: GB of the model, if the user gives none."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=float, default=size, help="GB of the model in bfloat16")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--work", type=Path, default=None)
+    return parser.parse_args()
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion that is compared with a plain one."""
+
+    source: Path
+    words: Sequence[object]
+    """Its options."""
+    plain: str
+    """The name of the plain conversion."""
+
+
+def compare_with_plain(conversions: Mapping[str, Conversion], out: Path, turns: int, *, bar: float = inf, megabytes: float = inf) -> None:
+    """Run conversions in turns, and print the best time of each against its plain conversion. Marks what is above the bars."""
+    runs: dict[str, list[Run]] = {name: [] for name in conversions}
+    for _ in range(turns):
+        for name, each in conversions.items():
+            read_into_cache(each.source)
+            runs[name].append(measured([*RESHARD, "convert", each.source, out, *each.words]))
+            remove(out)
+    best = {name: (min(run.seconds for run in found), min(run.processor for run in found)) for name, found in runs.items()}
+    for name, each in conversions.items():
+        by_time, by_processor = (ours / plain for ours, plain in zip(best[name], best[each.plain], strict=True))
+        (seconds, in_processors), most = best[name], max(run.megabytes for run in runs[name])
+        verdict = "" if max(by_time, by_processor) <= bar and most <= megabytes else "  above the bar"
+        print(
+            f"{name:24} {seconds:6.2f} s ({in_processors:.2f} s of processors)  {by_time:4.2f} ({by_processor:4.2f}) x plain  "
+            f"{most:4.0f} MB{verdict}"
+        )
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> str:

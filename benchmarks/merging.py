@@ -9,48 +9,32 @@ the machine only ever adds time.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
 
 import numpy as np
-from measuring import RESHARD, measured, read_into_cache, remove
+from measuring import Conversion, compare_with_plain, given
 from synthetic import llama, write_hugging_face
 
 from reshard.containers import safetensors
 from reshard.geometry.dtypes import F32
 from reshard.models.model import Model
 
-RANKS = (1, 16, 64)
+RANKS, HF = (1, 16, 64), ("--to", "hf")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=float, default=1, help="GB of the model in bfloat16")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--work", type=Path, default=None)
-    options = parser.parse_args()
+    options = given(__doc__ or "", 1)
     with tempfile.TemporaryDirectory(prefix="reshard-merging-", dir=options.work) as folder:
         work, model = Path(folder), llama(options.size)
-        write_hugging_face(model, work / "base")
-        cases: dict[str, list[object]] = {"plain": []}
+        base = work / "base"
+        write_hugging_face(model, base)
+        conversions = {"plain": Conversion(base, HF, "plain")}
         for rank in RANKS:
             _write_adapter(model, rank, work / f"rank-{rank}")
-            cases[f"rank {rank}"] = ["--merge-adapter", work / f"rank-{rank}"]
-        runs = {name: [] for name in cases}
-        for _ in range(options.turns):
-            for name, words in cases.items():
-                read_into_cache(work / "base")
-                runs[name].append(measured([*RESHARD, "convert", work / "base", work / "out", "--to", "hf", *words]))
-                remove(work / "out")
-        best = {name: (min(run.seconds for run in of_case), min(run.processor for run in of_case)) for name, of_case in runs.items()}
-        for name, of_case in runs.items():
-            ratios = [ours / plain for ours, plain in zip(best[name], best["plain"], strict=True)]
-            print(
-                f"{name:8} {best[name][0]:6.2f} s ({best[name][1]:.2f} s of processors)  {ratios[0]:4.2f} ({ratios[1]:4.2f}) x plain  "
-                f"{max(run.megabytes for run in of_case):4.0f} MB"
-            )
+            conversions[f"rank {rank}"] = Conversion(base, [*HF, "--merge-adapter", work / f"rank-{rank}"], "plain")
+        compare_with_plain(conversions, work / "out", options.turns)
 
 
 def _write_adapter(model: Model, rank: int, folder: Path) -> None:

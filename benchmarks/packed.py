@@ -10,11 +10,10 @@ half of the bytes are embeddings, which are not packed.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
-from measuring import RESHARD, measured, read_into_cache, remove
+from measuring import RESHARD, Conversion, compare_with_plain, given, measured
 from synthetic import llama, write_hugging_face
 
 BAR, MEGABYTES = 1.5, 120
@@ -32,33 +31,15 @@ CASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=float, default=3, help="GB of the model in bfloat16")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--work", type=Path, default=None)
-    options = parser.parse_args()
+    options = given(__doc__ or "", 3)
     with tempfile.TemporaryDirectory(prefix="reshard-packed-", dir=options.work) as folder:
         work = Path(folder)
         write_hugging_face(llama(options.size), work / "bf16")
         for form in ("mxfp4", "fp8-block"):
             measured([*RESHARD, "convert", work / "bf16", work / form, *HF, "--quantize", form])
         plain = {source: (source, HF, source) for source in ("bf16", "mxfp4")}
-        runs = {name: [] for name in (*plain, *CASES)}
-        for _ in range(options.turns):
-            for name, (source, words, _) in {**plain, **CASES}.items():
-                read_into_cache(work / source)
-                runs[name].append(measured([*RESHARD, "convert", work / source, work / "out", *words]))
-                remove(work / "out")
-        wall = {name: min(run.seconds for run in of_case) for name, of_case in runs.items()}
-        processor = {name: min(run.processor for run in of_case) for name, of_case in runs.items()}
-        for name, of_case in runs.items():
-            plain_name, megabytes = CASES[name][2] if name in CASES else name, max(run.megabytes for run in of_case)
-            ratios = wall[name] / wall[plain_name], processor[name] / processor[plain_name]
-            verdict = "" if max(ratios) <= BAR and megabytes <= MEGABYTES else "  above the bar"
-            print(
-                f"{name:24} {wall[name]:6.2f} s ({processor[name]:.2f} s of processors)  {ratios[0]:4.2f} ({ratios[1]:4.2f}) x plain  "
-                f"{megabytes:4.0f} MB{verdict}"
-            )
+        conversions = {name: Conversion(work / source, words, of) for name, (source, words, of) in {**plain, **CASES}.items()}
+        compare_with_plain(conversions, work / "out", options.turns, bar=BAR, megabytes=MEGABYTES)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ _POOL = 64 << 20
 
 
 def llama(gigabytes: float) -> Model:
-    """A model of about so many GB of bfloat16, with the layers of Llama-3.1-8B; below 1 GB with those of Llama-3.2-1B."""
+    """A model of about this size in bfloat16. Its layers are those of Llama-3.1-8B; below 1 GB, those of Llama-3.2-1B."""
     width = {} if gigabytes > 0.9 else _NARROW
     sizes = [_nbytes(_model(layers, width)) for layers in (1, 2)]
     layer = sizes[1] - sizes[0]

@@ -11,7 +11,7 @@
 
 files.py    which file holds what
 slices.py   the metadata of a part
-config.py   model_config.json as config.json
+config.py   model_config.json and config.json, one from the other
 read.py     the index
 write.py    the layout of new files
 

@@ -11,7 +11,7 @@ from typing import Any
 from reshard.adapter.model_files import CONFIG as MODEL_CONFIG
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.light_dataclass import dataclass
-from reshard.models.config_values import number, rotary_settings, rotary_type
+from reshard.models.config_values import rotary_base, rotary_settings, rotary_type
 from reshard.models.model import Model
 
 from .files import CONFIG
@@ -90,7 +90,7 @@ def document_of(model: Model, *, in_pairs: bool) -> dict[str, Any]:
         )
     document = {"is_llama_config": True, **{key: config[key] for key in _SAME if key in config}, "rope_scaling": None}
     document |= {"num_key_value_heads": sizes["kv_heads"], "tie_word_embeddings": model.is_tied}
-    base = number(config, "rope_theta") or number(rotary, "rope_theta") or 10000.0
+    base = rotary_base(config)
     # nanotron 0.4 refuses keys that it does not know; its model rotates pairs, with 10000.
     if not in_pairs or base != 10000.0:
         document |= {"rope_theta": base, "rope_interleaved": in_pairs}

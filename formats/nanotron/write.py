@@ -12,7 +12,7 @@ from reshard.adapter.model_files import CONFIG as MODEL_CONFIG
 from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.safetensors_writer import framed
 from reshard.canonical.content import Content
-from reshard.canonical.trainer_names import named_places
+from reshard.canonical.trainer_names import named_places, rows_in_pairs
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box, row_major
 from reshard.geometry.dtypes import DType
@@ -75,15 +75,12 @@ class _Part:
     """The rows of a head whose rows are written in pairs; 0: they keep their order."""
 
     def sections(self, strides: tuple[int, ...]) -> Iterator[Section]:
-        """Its sections in a tensor with these strides. Row 2 i + half of a head in pairs is its row half * width / 2 + i."""
+        """Its sections in a tensor with these strides."""
         start = sum(offset * stride for offset, stride in zip(self.inside.offsets, strides, strict=True))
-        if not self.width:
+        if self.width:
+            yield from rows_in_pairs(self.name, self.box, self.width, start, strides)
+        else:
             yield Section(self.name, self.box, start, strides)
-            return
-        for first in range(0, self.box.sizes[0], self.width):
-            for half in (0, 1):
-                rows = self.box.narrow(0, first + half * self.width // 2, first + (half + 1) * self.width // 2)
-                yield Section(self.name, rows, start + (first + half) * strides[0], (2 * strides[0], *strides[1:]))
 
 
 def _files_of(name: str, array: Mosaic, dtype: DType, model: Model, ranks: int, in_pairs: bool) -> Iterator[TargetFile]:
@@ -93,14 +90,14 @@ def _files_of(name: str, array: Mosaic, dtype: DType, model: Model, ranks: int, 
         yield framed(path_of(name), [array.stored(TENSOR, dtype)], metadata={})
         return
     for rank in range(ranks):
-        parts = list(_parts(name, array, model, axis, ranks, rank, in_pairs))
+        parts = list(_parts(array, model, axis, ranks, rank, in_pairs))
         shape = tuple(max(stops) for stops in zip(*(part.inside.stops for part in parts), strict=True))
         sections = Sections.of([section for part in parts for section in part.sections(row_major(shape))])
         metadata = metadata_of([(part.inside, part.whole) for part in parts], shape, array.shape, _VERSION)
         yield framed(path_of(name, rank, ranks), [StoredTensor(TENSOR, dtype, shape, sections)], {"tp": rank}, metadata=metadata)
 
 
-def _parts(name: str, array: Mosaic, model: Model, axis: int, ranks: int, rank: int, in_pairs: bool) -> Iterator[_Part]:
+def _parts(array: Mosaic, model: Model, axis: int, ranks: int, rank: int, in_pairs: bool) -> Iterator[_Part]:
     """What a rank holds of each of the published weights in a weight of nanotron's model."""
     start = 0
     for tile in array.tiles:

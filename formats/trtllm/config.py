@@ -14,7 +14,7 @@ from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.parallel import Parallel
-from reshard.models.config_values import number, rotary_settings, rotary_type
+from reshard.models.config_values import rotary_base, rotary_settings, rotary_type
 from reshard.models.model import Model
 from reshard.serving.weights import model_dtype
 from reshard.storage.files import Files
@@ -127,7 +127,7 @@ def _rotary_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = rotary_settings(config)
     kind = rotary_type(rope)
     return {
-        "rotary_base": number(rope, "rope_theta") or number(config, "rope_theta") or 10000.0,
+        "rotary_base": rotary_base(config),
         "rotary_scaling": None if kind == "default" else {**rope, "type": kind, "rope_type": kind},
     }
 

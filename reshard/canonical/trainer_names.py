@@ -217,13 +217,7 @@ class Places:
         width, array = array.shape[0] // heads, part(array)
         (tile,) = array.tiles
         steps = row_major(array.shape)
-        sections = [
-            Section(tile.name, box, (first + half) * steps[0], (2 * steps[0], *steps[1:]))
-            for first in range(0, array.shape[0], width)
-            for half in (0, 1)
-            for box in [tile.box.narrow(0, first + half * width // 2, first + (half + 1) * width // 2)]
-        ]
-        return StoredTensor(name, dtype, array.shape, Sections.of(sections))
+        return StoredTensor(name, dtype, array.shape, Sections.of(rows_in_pairs(tile.name, tile.box, width, 0, steps)))
 
     def located(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Shards]]:
         """(canonical name, its pieces) of the weights in a stored tensor."""
@@ -252,6 +246,15 @@ class Places:
                         inside = Box((rows[0], *box.offsets[1:]), (rows[1], *box.sizes[1:]))
                         found.add_strided(row, tile.name, inside, at, (2, *(1 for _ in box.sizes[1:])))
         return found.build().of(tensor.shards)
+
+
+def rows_in_pairs(name: str, box: Box, width: int, start: int, strides: tuple[int, ...]) -> Iterator[Section]:
+    """The sections of a weight whose heads, of `width` rows each, are stored with their rows in pairs: row 2 i + half of a head is its row
+    half * width / 2 + i. box: whole heads of the weight. start, strides: where its first row is stored, and how, in elements."""
+    for first in range(0, box.sizes[0], width):
+        for half in (0, 1):
+            rows = box.narrow(0, first + half * width // 2, first + (half + 1) * width // 2)
+            yield Section(name, rows, start + (first + half) * strides[0], (2 * strides[0], *strides[1:]))
 
 
 def _numbered(name: str, layer: int | None, expert: int | None = None) -> str:

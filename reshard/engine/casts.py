@@ -86,10 +86,11 @@ def decoded(codes: Block, zeros: Block | None, factors: Block, target: DType) ->
     Source: DeepSeek's fp8_cast_bf16.py, transformers, compressed-tensors, GPTQModel and AutoAWQ give the same bits.
     """
     with np.errstate(all="ignore"):
-        values = codes * factors if zeros is None else codes - zeros
-        if zeros is not None:
+        if zeros is None:
+            values = np.ascontiguousarray(codes * factors)
+        else:
+            values = np.ascontiguousarray(codes - zeros)
             values *= factors
-        values = np.ascontiguousarray(values)
     if target == F32:
         values[np.isnan(values)] = np.nan
     return cast(values.view(F32.word), F32, target)

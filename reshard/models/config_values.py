@@ -57,6 +57,11 @@ def rotary_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**section(config, "rope_parameters"), **section(config, "rope_scaling")}
 
 
+def rotary_base(config: Mapping[str, Any]) -> float:
+    """The base of the rotary positions: 10000 if the config sets none. Raises RequestError."""
+    return number(rotary_settings(config), "rope_theta") or number(config, "rope_theta") or 10000.0
+
+
 def rotary_type(rope: Mapping[str, Any]) -> str:
     """The type of the rotary positions: "default" if the settings name none."""
     return str(rope.get("rope_type") or rope.get("type") or "default")

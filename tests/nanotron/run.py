@@ -23,15 +23,12 @@ def save_again(rank: int, folder: Path, target: Path, case: str, port: int) -> N
     make._start(rank, tp * pp, port)
     from nanotron.config.models_config import LlamaConfig
     from nanotron.serialize import load_weights
-    from nanotron.serialize import save as save_checkpoint
 
     model, context = make.built(tp, pp, LlamaConfig(**make.SIZES | settings))
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))
     load_weights(model=model, parallel_context=context, root_folder=folder)
-    nothing = dict.fromkeys(("config", "optimizer", "lr_scheduler"))
-    off = dict.fromkeys(("should_save_config", "should_save_optimizer", "should_save_lr_scheduler", "sanity_checks"), False)
-    save_checkpoint(model=model, parallel_context=context, root_folder=target, checkpoint_metadata={}, **nothing, **off)
+    make.save_model(model, context, target, {})
     make._end()
 
 

@@ -96,7 +96,7 @@ class Dequantizer:
 
 @dataclass(frozen=True, slots=True)
 class _CodesInBytes:
-    """The codes of a box of which each byte tells the values of some elements, but for their scales.
+    """The codes of a box. Each byte and its scale determine the values of some elements.
 
     The axes are those of the stored codes: rows, and bytes in each row; before them, those of a stack.
     """

@@ -1,7 +1,7 @@
 """FP8 in blocks of 128 x 128.
 
-Codes are computed in integers of 16 bits from the words of bfloat16, of which numpy handles 32 at once. Values that this cannot do, such as
-those below the smallest normal number of FP8, are few: they are looked up.
+Codes are computed as 16-bit integers, because numpy handles 32 of them at once. The few values for which this does not work, such as those
+below the smallest normal number of FP8, are looked up in a table.
 """
 
 from __future__ import annotations
