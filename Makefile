@@ -1,12 +1,17 @@
-# Every target sets itself up: a virtual environment in .venv, pinned by constraints.txt. `make` lists the targets.
+# Every target sets itself up: a virtual environment in .venv, pinned by constraints.txt, each file by its digest in requirements/. `make` lists
+# the targets.
 PYTHON ?= python3
 VENV := .venv
 RESHARD := $(VENV)/bin/reshard
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+# For every Python and platform. torch is installed by its version alone (requirements/README.md), so its dependencies are named here.
+LOCK := .venv-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate -c constraints.txt
+WITHOUT_TORCH := torch; python_version < "3"
+OF_TORCH := filelock fsspec jinja2 networkx sympy setuptools
 SOURCE := fixtures/dcp/fsdp2
 OUT := demo-output
 
-.PHONY: help install demo test check docs release clean
+.PHONY: help install demo test check docs release lock clean
 
 help: ## List the targets (default).
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,7 +37,7 @@ demo: $(VENV)/installed ## Convert a bundled FSDP2 checkpoint of 4 ranks for vLL
 test: $(VENV)/installed ## Run the tests that need no framework except torch.
 	$(VENV)/bin/python -m pytest
 
-check: $(VENV)/checked ## Check style and types.
+check: $(VENV)/installed ## Check style and types.
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
@@ -40,28 +45,37 @@ check: $(VENV)/checked ## Check style and types.
 docs: .venv-docs/installed ## Build the site in docs/_build; a broken link or an orphaned page fails.
 	.venv-docs/bin/sphinx-build --quiet --fail-on-warning --keep-going --nitpicky docs docs/_build
 
-release: .venv-release/installed ## Make the wheel, the source distribution, the SBOM and the checksums in dist/.
+release: .venv-release/installed ## Make wheel, source distribution, SBOM, provenance and checksums in dist/.
 	rm -rf dist reshard.egg-info
 	.venv-release/bin/python .ci/release.py dist
+
+lock: .venv-lock/installed ## Write requirements/*.txt from pyproject.toml and constraints.txt.
+	$(LOCK) pyproject.toml -o requirements/image.txt
+	echo '$(WITHOUT_TORCH)' > .venv-lock/without-torch
+	printf '%s\n' $(OF_TORCH) | $(LOCK) --override .venv-lock/without-torch --extra test --extra check pyproject.toml - -o requirements/develop.txt
+	printf '%s\n' build cyclonedx-bom setuptools | $(LOCK) - -o requirements/release.txt
 
 clean: ## Remove everything that the other targets make.
 	rm -rf $(VENV) .venv-* build dist docs/_build *.egg-info $(OUT) .pytest_cache .mypy_cache .dmypy.json .ruff_cache .hypothesis
 	find reshard formats cli plugins tests -name __pycache__ -prune -exec rm -rf {} +
 
 # compileall also writes .pyc files where PYTHONDONTWRITEBYTECODE is set, and so commands start faster there. (pip does it for a wheel.)
-$(VENV)/installed: pyproject.toml setup.py constraints.txt
+$(VENV)/installed: pyproject.toml setup.py constraints.txt requirements/develop.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python $(PIP_INSTALL) -e '.[test]'
+	$(VENV)/bin/python $(PIP_INSTALL) --require-hashes -r requirements/develop.txt
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt torch
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation -e .
 	$(VENV)/bin/python -m compileall -q reshard formats cli plugins
 	@touch $@
 
-$(VENV)/checked: $(VENV)/installed
-	$(VENV)/bin/python $(PIP_INSTALL) -e '.[check]'
+.venv-release/installed: requirements/release.txt
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python $(PIP_INSTALL) --require-hashes -r requirements/release.txt
 	@touch $@
 
-.venv-release/installed: .ci/release-requirements.txt constraints.txt
-	$(PYTHON) -m venv .venv-release
-	.venv-release/bin/python $(PIP_INSTALL) -r .ci/release-requirements.txt
+.venv-lock/installed: constraints.txt
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python $(PIP_INSTALL) -c constraints.txt uv
 	@touch $@
 
 .venv-docs/installed: docs/requirements.txt
