@@ -3,12 +3,15 @@
     python tests/packaging/check.py
 
 Makes a release twice, under different settings of the machine, and compares the bytes. Compares the files in the wheel with those that git
-tracks. Runs the RUN lines of Containerfile in a virtual environment of each Python from 3.11 on, since no container engine may be here, and
-converts a checkpoint with the result.
+tracks, and the provenance with the files and the commit. Exchanges a digest, and sees the installation refused. Runs the RUN lines of
+Containerfile in a virtual environment of each Python from 3.11 on, since no container engine may be here, and converts a checkpoint with
+the result.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -45,6 +48,8 @@ def checks(work: Path) -> Iterator[Check]:
     (wheel,), (sdist,) = (ROOT / "dist").glob("*.whl"), (ROOT / "dist").glob("*.tar.gz")
     yield from wheel_is_the_tree(wheel)
     yield from sdist_is_small(sdist)
+    yield from provenance_is_true(ROOT / "dist")
+    yield exchanged_file_is_refused(work / "exchanged")
     for python in interpreters():
         yield from works_without_torch(python, wheel, work / python.name)
 
@@ -89,6 +94,31 @@ def sdist_is_small(sdist: Path) -> Iterator[Check]:
     extra = sorted(name for name in names if name.split("/")[0] in ("tests", "fixtures", "docs", "benchmarks"))
     yield "the source distribution has no fixtures", not extra, ", ".join(extra[:5])
     yield "the source distribution is below 1 MB", sdist.stat().st_size < 1_000_000, f"{sdist.stat().st_size:,} bytes"
+
+
+def provenance_is_true(dist: Path) -> Iterator[Check]:
+    """The statement names every file of the release with its digest, and the commit; SHA256SUMS names the statement."""
+    (path,) = dist.glob("*.intoto.json")
+    statement = json.loads(path.read_text())
+    said = {subject["name"]: subject["digest"]["sha256"] for subject in statement["subject"]}
+    lies = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in dist.iterdir() if file not in (path, dist / "SHA256SUMS")}
+    yield "the provenance names the wheel, the source distribution and the SBOM", said == lies and len(said) == 3, f"{said} {lies}"
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    source = statement["predicate"]["buildDefinition"]["resolvedDependencies"][0]["digest"]["gitCommit"]
+    yield "the provenance names the commit", source == commit, f"{source} {commit}"
+    listed = dict(reversed(line.split("  ")) for line in (dist / "SHA256SUMS").read_text().splitlines())
+    yield "the checksums name the provenance", listed.get(path.name) == hashlib.sha256(path.read_bytes()).hexdigest(), str(listed)
+
+
+def exchanged_file_is_refused(work: Path) -> Check:
+    """A file of another digest than requirements/image.txt says is not installed."""
+    work.mkdir()
+    digits = re.compile(r"(?<=sha256:)[0-9a-f]{8}")
+    (work / "image.txt").write_text(digits.sub("00000000", (ROOT / "requirements" / "image.txt").read_text()))
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "-r", work / "image.txt", "-d", work / "files"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    refused = result.returncode != 0 and "DO NOT MATCH THE HASHES" in result.stderr
+    return "a file of another digest is refused", refused, result.stderr[-500:]
 
 
 def interpreters() -> list[Path]:
