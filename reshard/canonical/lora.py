@@ -5,6 +5,7 @@
     base_model.model.<module>.lora_B.weight             [out, r]     lora_B.bias [out]: lora_bias
     base_model.model.<module>.lora_embedding_A          [r, vocab]   lora_embedding_B [hidden, r]; (B x A) transposed is added
     base_model.model.<module>.lora_magnitude_vector     [out]        DoRA; in trainers .lora_magnitude_vector.default.weight
+    base_model.model.<module>.token_adapter.trainable_tokens_delta   [tokens, hidden], the rows of trainable_token_indices
     base_model.model.<module>.weight                                 modules_to_save; in trainers .modules_to_save.default.weight
     base_model.model.<module>.base_layer.weight                      the base beside it; for modules_to_save .original_module.weight
 
@@ -26,11 +27,12 @@ from reshard.index.index import Index, ParamGroup, Tensor
 
 PREFIX = "base_model.model."
 # Parts of the base's names that PEFT adds.
-_BASE_PARTS = frozenset({"base_layer", "original_module"})
+_BASE_PARTS = frozenset({"base_layer", "original_module", "token_adapter"})
 _WITH_PARAMETER = frozenset({"lora_A", "lora_B"})
-_WITHOUT_PARAMETER = frozenset({"lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"})
+TRAINED_TOKENS = "trainable_tokens_delta"
+_WITHOUT_PARAMETER = frozenset({"lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", TRAINED_TOKENS})
 _SAVED = "modules_to_save"
-_MARKS = ("lora_", _SAVED)
+_MARKS = ("lora_", _SAVED, TRAINED_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@ weight is read (engine/values.py).
 
     Linear             W [out, in]       + scale * (B x A)
     Conv1D, embedding  W [in, out]       + scale * (B x A) transposed
-    experts            W [E, out, in]    + scale * (B_e x A_e), with A [r*E, in] read as (E, r, in) and B [out, r*E] as (out, r, E);
-                                           modules with is_transposed (gpt-oss, llama4) hold W [E, in, out], and add the transpose
+    experts            W [E, rows, cols] + scale * (B_e x A_e), with A [r*E, cols] read as (E, r, cols) and B [rows, r*E] as (rows, r, E);
+                                           of classes with is_transposed (gpt-oss; not Llama 4) the transpose, with A [r*E, rows]
     bias               b [out]           + scale * lora_B.bias
     DoRA               each row of W + scale * (B x A) is scaled to the length that the magnitude vector gives
 
@@ -13,6 +13,7 @@ Source: peft 0.21.2, lora/layer.py (Linear, Embedding, ParamWrapper) and lora/va
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import field, replace
 
@@ -28,6 +29,8 @@ from reshard.index.index import Tensor, Update
 from reshard.index.shards import Shards
 
 _BASE_LAYER = ".base_layer"
+# Their experts are [in, out], and their class in transformers 5.23 has no is_transposed: PEFT takes them as [out, in].
+_WITHOUT_MARK = ("llama4", "llama4_text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +60,16 @@ def with_adapter_merged(content: Content, adapter: Adapter) -> Content:
             modules.setdefault(factor.module, {})[factor.parameter] = tensor
         else:
             merge.replace(name.removeprefix(PREFIX), tensor)
-    of_parameters = _stacked_modules(modules, adapter.settings)
+    # Adapters of several parameters of one module are nested: `experts`, `experts.base_layer`.
+    nested: dict[str, list[dict[str, Tensor]]] = {}
     for module, factors in modules.items():
-        if module not in of_parameters:
-            merge.add_module(module, factors)
-    by_experts: dict[str, list[dict[str, Tensor]]] = {}
-    for module in of_parameters:
-        by_experts.setdefault(_without_base_layers(module), []).append(modules[module])
-    for module, of_module in by_experts.items():
-        merge.add_parameters(module, of_module)
+        nested.setdefault(_without_base_layers(module), []).append(factors)
+    for module, of_module in nested.items():
+        if parameters := merge.target_parameters(module):
+            merge.add_parameters(module, parameters, of_module)
+        else:
+            for factors in of_module:
+                merge.add_module(module, factors)
     return merge.content()
 
 
@@ -73,13 +77,6 @@ def _without_base_layers(module: str) -> str:
     while module.endswith(_BASE_LAYER):
         module = module.removesuffix(_BASE_LAYER)
     return module
-
-
-def _stacked_modules(modules: Mapping[str, object], settings: LoraSettings) -> tuple[str, ...]:
-    """The modules whose parameters `target_parameters` adapts. Several of one module are nested: `experts`, `experts.base_layer`."""
-    targets = [target.rpartition(".")[0] for target in settings.target_parameters]
-    found = ((module, _without_base_layers(module)) for module in modules)
-    return tuple(module for module, bare in found if any(bare == target or bare.endswith("." + target) for target in targets))
 
 
 @dataclass(slots=True)
@@ -110,7 +107,7 @@ class _Merge:
         """Put a whole tensor of the adapter in the place of the base's: of modules_to_save, or a trained bias."""
         array = self._array(name.replace(_BASE_LAYER + ".", "."), tensor)
         if array.shape != tensor.shape:
-            raise self._misfit(tensor, f"its shape is {list(tensor.shape)}, the base has {list(array.shape)}")
+            raise self._misshapen(tensor, tensor.shape, array, f"its shape is {list(tensor.shape)}, the base has {list(array.shape)}")
         if f"{_BASE_LAYER}." in name and name.endswith(".weight"):
             self.drops.append(Drop(tensor.name, "adapter", tensor.nbytes, "a copy of a base weight, which is taken from the base"))
             return
@@ -142,7 +139,9 @@ class _Merge:
         array = self._array(f"{module}.weight", a)
         flips = {(b.shape[0], a.shape[1]): False, (a.shape[1], b.shape[0]): True}
         if array.shape not in flips:
-            raise self._misfit(a, f"its update has the shape {[b.shape[0], a.shape[1]]}, the base weight {list(array.shape)}")
+            shape = (b.shape[0], a.shape[1])
+            what = f"its update has the shape {list(shape)}, the base weight {list(array.shape)}"
+            raise self._misshapen(a, shape[::-1] if is_embedding else shape, array, what)
         is_square = a.shape[1] == b.shape[0]
         flipped = (is_embedding or bool(self.adapter.settings.config.get("fan_in_fan_out"))) if is_square else flips[array.shape]
         magnitude = factors.get("lora_magnitude_vector")
@@ -161,50 +160,61 @@ class _Merge:
                 row = _part(bias, (start,), ((1, 0, 1), (stop - start, 0, 1)))
                 self._add(tile, Update(tile.box, None, row, pair.scale), bias)
 
-    def add_parameters(self, module: str, nested: list[dict[str, Tensor]]) -> None:
+    def target_parameters(self, module: str) -> list[str]:
+        """The parameters of a module that `target_parameters` adapts. One without a module, such as down_proj, is of every module that has
+        it."""
+        targets = [target.rpartition(".") for target in self.adapter.settings.target_parameters]
+        names = {name for of_module, _, name in targets if not of_module or f".{module}".endswith(f".{of_module}")}
+        return sorted(name for name in names if self._find(f"{module}.{name}") is not None)
+
+    def add_parameters(self, module: str, parameters: list[str], nested: list[dict[str, Tensor]]) -> None:
         """Add the updates of the parameters of one module. Their shapes tell which is which."""
-        targets = [
-            t.rpartition(".")[2] for t in self.adapter.settings.target_parameters if (module + ".").endswith(t.rpartition(".")[0] + ".")
-        ]
-        arrays = {target: self._array(f"{module}.{target}", next(iter(nested[0].values()))) for target in dict.fromkeys(targets)}
-        flipped = self._is_transposed(module, arrays)
+        arrays = {name: self._array(f"{module}.{name}", next(iter(nested[0].values()))) for name in parameters}
+        pairs = []
         for factors in nested:
             a, b = factors.get("lora_A.weight"), factors.get("lora_B.weight")
-            first = next(iter(factors.values()))
-            if a is None or b is None:
-                raise self._misfit(first, "the adapter needs lora_A.weight and lora_B.weight here")
-            fitting = [target for target, array in arrays.items() if _fits(array, a, b, flipped=flipped)]
+            if a is None or b is None or len(a.shape) != 2 or len(b.shape) != 2:
+                raise self._misfit(next(iter(factors.values())), "the adapter needs the matrices lora_A.weight and lora_B.weight here")
+            pairs.append((a, b))
+        flipped = self._is_flipped(module, arrays, pairs)
+        for a, b in pairs:
+            fitting = _fitting(arrays, a, b, flipped=flipped)
             if len(fitting) != 1:
                 found = f"{[b.shape[0], a.shape[1]]} for each expert, which fits {', '.join(fitting) or 'none'} of {', '.join(arrays)}"
-                raise self._misfit(first, f"its update has the shape {found}")
-            array = arrays[fitting[0]]
-            experts = array.shape[0] if len(array.shape) == 3 else 1
-            rank = a.shape[0] // experts
-            pair = _Factors(a, b, rank, self.adapter.settings.scale(f"{module}.{fitting[0]}", rank), experts)
-            for tile in array.tiles:
-                start, stop = tile.span(0) if len(array.shape) == 3 else (0, 1)
-                for number in range(start, stop):
-                    of_expert = tile if len(array.shape) == 2 else tile.cut(0, number, number + 1)
-                    assert of_expert is not None
-                    self._add(of_expert, pair.update(of_expert, number, flipped=flipped and len(array.shape) == 3), a)
+                raise self._misfit(a, f"its update has the shape {found}")
+            self._add_parameter(f"{module}.{fitting[0]}", arrays[fitting[0]], a, b, flipped=flipped)
+
+    def _add_parameter(self, name: str, array: Mosaic, a: Tensor, b: Tensor, *, flipped: bool) -> None:
+        """Add the update of one parameter, a matrix or those of all experts."""
+        of_experts = len(array.shape) == 3
+        experts = array.shape[0] if of_experts else 1
+        rank = a.shape[0] // experts
+        pair = _Factors(a, b, rank, self.adapter.settings.scale(name, rank), experts)
+        for tile in array.tiles:
+            for number in range(*(tile.span(0) if of_experts else (0, 1))):
+                of_expert = tile.cut(0, number, number + 1) if of_experts else tile
+                assert of_expert is not None
+                self._add(of_expert, pair.update(of_expert, number, flipped=flipped and of_experts), a)
+
+    def _is_flipped(self, module: str, arrays: Mapping[str, Mosaic], pairs: list[tuple[Tensor, Tensor]]) -> bool:
+        """Whether the updates of a module's parameters are the transposes of B x A: seen at the shapes, unless all are square."""
+        ways = [way for way in (False, True) if all(len(_fitting(arrays, a, b, flipped=way)) == 1 for a, b in pairs)]
+        return ways[0] if len(ways) == 1 else self._is_transposed(module, arrays)
 
     def _is_transposed(self, module: str, arrays: Mapping[str, Mosaic]) -> bool:
-        """Whether a module holds its experts' matrices as [in, out]: seen at those that are not square."""
-        hidden = self.base.model.dimensions.get("hidden") if self.base.model else None
-        known = dict(arrays)
-        for sibling in ("gate_up_proj", "down_proj"):
-            found = self.names.array(f"{module}.{sibling}") if self.names else None
-            known |= {sibling: found} if found is not None else {}
-        gate_up = known.get("gate_up_proj")
+        """Whether PEFT takes a module's square matrices as [in, out]: seen at a sibling that is not square, and whose class says so."""
+        model = self.base.model
+        if model is None or model.architecture.model_type in _WITHOUT_MARK:
+            return False
+        hidden = model.dimensions.get("hidden")
+        gate_up = arrays.get("gate_up_proj") or self._find(f"{module}.gate_up_proj")
         if gate_up is not None and hidden and len(gate_up.shape) == 3 and gate_up.shape[1] != gate_up.shape[2]:
             return gate_up.shape[1] == hidden
         return False
 
     def _array(self, name: str, tensor: Tensor) -> Mosaic:
         """The canonical tensors that the base has under a name. Raises CheckpointError if it has none."""
-        array = self.names.array(name) if self.names else None
-        if array is None and name in self.base.tensors:
-            array = Mosaic.of(name, Box.whole(self.base.tensors[name].shape))
+        array = self._find(name)
         if array is None or not array.tiles or any(part not in self.base.tensors for part in array.names):
             quantization = self.base.model.quantization if self.base.model else None
             form = quantization.form_of(name) if quantization else None
@@ -221,9 +231,28 @@ class _Merge:
             )
         return array
 
+    def _find(self, name: str) -> Mosaic | None:
+        """The canonical tensors that the model has under a name; None if it has none."""
+        array = self.names.array(name) if self.names else None
+        if array is None and name in self.base.tensors:
+            array = Mosaic.of(name, Box.whole(self.base.tensors[name].shape))
+        return array
+
     def _trained_on(self) -> str:
         base = self.adapter.settings.base_model
         return f"; its adapter_config.json names {base}" if base else ""
+
+    def _misshapen(self, tensor: Tensor, shape: tuple[int, ...], array: Mosaic, what: str) -> CheckpointError:
+        """The error for a tensor that is for a weight of another shape: of another vocabulary, or what is said."""
+        weight = self.base.model.weights.get(array.names[0]) if self.base.model else None
+        if weight is None or weight.role not in ("embedding", "head") or shape[1:] != array.shape[1:]:
+            return self._misfit(tensor, what)
+        return CheckpointError(
+            f"the adapter was trained with a vocabulary of {shape[0]}, the base has one of {array.shape[0]}",
+            where=f"{tensor.name} in {self.adapter.path}",
+            why="The training changed the number of tokens, so the embedding and the head of the base have another shape",
+            do=f"Resize the base as the training did (resize_token_embeddings({shape[0]}) and save_pretrained of transformers), then merge",
+        )
 
     def _misfit(self, tensor: Tensor, what: str) -> CheckpointError:
         return CheckpointError(
@@ -289,13 +318,17 @@ class _Factors:
         return _matrix(self.b, (start, expert), (stop - start, self.rank), self.experts, transposed=not as_rows)
 
 
-def _fits(array: Mosaic, a: Tensor, b: Tensor, *, flipped: bool) -> bool:
-    """Whether the factors are those of a parameter with this shape."""
-    if len(array.shape) == 3:
-        experts, rows, columns = array.shape
-        out, into = (columns, rows) if flipped else (rows, columns)
-        return (b.shape[0], a.shape[1]) == (out, into) and a.shape[0] == b.shape[1] and a.shape[0] % experts == 0
-    return (b.shape[0], a.shape[1]) == array.shape and a.shape[0] == b.shape[1]
+def _fitting(arrays: Mapping[str, Mosaic], a: Tensor, b: Tensor, *, flipped: bool) -> list[str]:
+    """The parameters whose shapes the factors have, or with `flipped` their transposes; experts have axes before the last two."""
+    return [name for name, array in arrays.items() if _fits(array.shape, a, b, flipped=flipped and len(array.shape) == 3)]
+
+
+def _fits(shape: tuple[int, ...], a: Tensor, b: Tensor, *, flipped: bool) -> bool:
+    if len(shape) not in (2, 3) or 0 in shape:
+        return False
+    *experts, rows, columns = shape
+    out, into = (columns, rows) if flipped else (rows, columns)
+    return (b.shape[0], a.shape[1]) == (out, into) and a.shape[0] == b.shape[1] and a.shape[0] % math.prod(experts) == 0
 
 
 def _matrix(tensor: Tensor, at: tuple[int, int], sizes: tuple[int, int], step: int, *, transposed: bool) -> Tensor:

@@ -65,6 +65,7 @@ _ADAPTERS = frozenset(
         "lora_embedding_A",
         "lora_embedding_B",
         "lora_magnitude_vector",
+        "trainable_tokens_delta",
         "lora_bias",
         "modules_to_save",
     }

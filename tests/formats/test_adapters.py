@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -17,15 +18,21 @@ from reshard.engine.views import LazyTensor
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.stored import whole
 
+sys.path.insert(0, str(FIXTURES / "hf_packed"))
+
+import seeded_models
+
 PEFT, HF = FIXTURES / "peft", FIXTURES / "hf"
+WEIGHTS = "adapter_model.safetensors"
 CASES = sorted(path.parent.name for path in PEFT.glob("*/truth.json"))
+SINGLE = sorted({path.parent.parent.name for path in PEFT.glob("*/adapter/adapter_config.json")} - {"fsdp2", "zero3"})
 
 
 def truth(case):
     return json.loads((PEFT / case / "truth.json").read_text())
 
 
-def load(folder, name="adapter_model.safetensors"):
+def load(folder, name=WEIGHTS):
     return safetensors.torch.load_file(folder / name)
 
 
@@ -89,7 +96,76 @@ def test_half_a_row_of_a_dora_weight_is_scaled_by_the_length_of_the_whole_row(tm
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("parameters", [("gate_up_proj", "down_proj"), ("down_proj",)], ids="+".join)
+def test_factors_of_experts_without_is_transposed_are_exchanged(parameters, tmp_path):
+    """Llama 4: experts are [in, out], and PEFT 0.21 takes them as [out, in]. The oracle is the einsum of its ParamWrapper. down_proj is
+    square, so that alone it does not show it."""
+    seeded_models.write("llama4_text", tmp_path / "base")
+    random, experts = np.random.default_rng(5), "model.layers.0.feed_forward.experts"
+    factors, updates = {}, {}
+    for depth, name in enumerate(parameters):
+        rows, columns = {"gate_up_proj": (128, 256), "down_proj": (128, 128)}[name]
+        a, b = (random.integers(-3, 4, shape).astype(np.float32) for shape in ((2, columns), (rows, 2)))
+        for factor, values in (("A", a), ("B", b)):
+            factors[f"base_model.model.{experts}{'.base_layer' * depth}.lora_{factor}.weight"] = torch.from_numpy(values)
+        updates[f"{experts}.{name}"] = 2 * np.einsum("oe,ei->eoi", b, a)
+    (tmp_path / "adapter").mkdir()
+    safetensors.torch.save_file(factors, tmp_path / "adapter" / WEIGHTS)
+    settings = {"peft_type": "LORA", "r": 1, "lora_alpha": 2, "target_parameters": [f"feed_forward.experts.{name}" for name in parameters]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    reshard.convert(reshard.plan(tmp_path / "base", to="hf", merge_adapter=tmp_path / "adapter", dtype="fp32"), tmp_path / "out")
+    before, after = (load(tmp_path / folder, "model.safetensors") for folder in ("base", "out"))
+    for name, update in updates.items():
+        assert np.array_equal(after[name], before[name].float().numpy() + update)
+
+
+def test_an_adapter_with_more_tokens_names_both_vocabularies_and_the_way_out(tmp_path):
+    tensors = load(PEFT / "plain" / "adapter")
+    grown = {name: torch.rand(254, 32).bfloat16() for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    adapter = edited("plain", tmp_path / "adapter")
+    safetensors.torch.save_file(tensors | {f"base_model.model.{name}": tensor for name, tensor in grown.items()}, adapter / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"vocabulary of 254, the base has one of 250.*resize_token_embeddings\(254\)"):
+        reshard.plan(HF / "llama", to="hf", merge_adapter=adapter)
+    resized = shutil.copytree(HF / "llama", tmp_path / "resized")
+    base = load(resized, "model.safetensors")
+    safetensors.torch.save_file(base | {name: torch.zeros(254, 32).bfloat16() for name in grown}, resized / "model.safetensors")
+    config = json.loads((resized / "config.json").read_text())
+    (resized / "config.json").write_text(json.dumps(config | {"vocab_size": 254}))
+    reshard.convert(reshard.plan(resized, to="hf", merge_adapter=adapter), tmp_path / "out")
+    merged = load(tmp_path / "out", "model.safetensors")
+    assert all(torch.equal(merged[name], tensor) for name, tensor in grown.items())
+
+
+def test_saved_embeddings_are_no_modules_to_save(tmp_path):
+    """save_embedding_layers=True of PEFT, beside which adapter_config.json says null; vLLM's PEFTHelper refuses modules_to_save."""
+    adapter = edited("plain", tmp_path / "adapter")
+    embeddings = {f"base_model.model.{name}.weight": torch.rand(250, 32).bfloat16() for name in ("lm_head", "model.embed_tokens")}
+    safetensors.torch.save_file(load(adapter) | embeddings, adapter / WEIGHTS)
+    reshard.convert(reshard.plan(adapter, to="peft"), tmp_path / "out")
+    assert same(load(tmp_path / "out"), load(adapter))
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["modules_to_save"] is None
+
+
+def test_trained_rows_of_an_embedding_are_taken_out_of_a_checkpoint(tmp_path):
+    adapter, base = PEFT / "tokens" / "adapter", load(HF / "llama", "model.safetensors")
+    of_trainer = {
+        f"base_model.model.{name.replace('embed_tokens', 'embed_tokens.token_adapter.base_layer')}": t for name, t in base.items()
+    }
+    of_trainer = {name.replace("v_proj", "v_proj.base_layer"): tensor for name, tensor in of_trainer.items()}
+    parts = {"A.weight": "A.default.weight", "B.weight": "B.default.weight", "delta": "delta.default"}
+    for name, tensor in load(adapter).items():
+        end = next(part for part in parts if name.endswith(part))
+        of_trainer[name.removesuffix(end) + parts[end]] = tensor
+    torch.save(of_trainer, tmp_path / "trained.pt")
+    plan = reshard.plan(tmp_path / "trained.pt", to="peft", model=HF / "llama", adapter_config=adapter)
+    reshard.convert(plan, tmp_path / "out")
+    assert same(load(tmp_path / "out"), load(adapter))
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["trainable_token_indices"] == [3, 5]
+    with pytest.raises(RequestError, match=r"no adapter_config.json gives trainable_token_indices.*--adapter-config"):
+        reshard.plan(tmp_path / "trained.pt", to="peft", model=HF / "llama", lora_alpha="6", base_model="x")
+
+
+@pytest.mark.parametrize("case", SINGLE)
 def test_an_adapter_is_written_as_peft_wrote_it(case, tmp_path):
     reshard.convert(reshard.plan(PEFT / case / "adapter", to="peft"), tmp_path / "out")
     assert same(load(tmp_path / "out"), load(PEFT / case / "adapter"))

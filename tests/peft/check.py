@@ -27,6 +27,18 @@ GPT_OSS = {
     "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 50,
     "layer_types": ["sliding_attention", "full_attention"], "max_position_embeddings": 64,
 }  # fmt: skip
+LLAMA4 = {
+    "model_type": "llama4_text", "hidden_size": 32, "intermediate_size": 16, "intermediate_size_mlp": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 1, "vocab_size": 50,
+    "interleave_moe_layer_step": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+QWEN3_NEXT = {
+    "model_type": "qwen3_next", "hidden_size": 32, "intermediate_size": 40, "moe_intermediate_size": 16, "num_hidden_layers": 2,
+    "shared_expert_intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4,
+    "num_experts_per_tok": 2, "vocab_size": 50, "layer_types": ["linear_attention", "full_attention"], "max_position_embeddings": 64,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "pad_token_id": 0,
+}  # fmt: skip
+MLP = ["gate_proj", "up_proj", "down_proj"]
 EXPERTS = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
 CASES: dict[str, tuple[str | dict[str, Any], dict[str, Any]]] = {
     "plain": ("llama", {"target_modules": ["q_proj", "v_proj", "down_proj"]}),
@@ -54,7 +66,20 @@ CASES: dict[str, tuple[str | dict[str, Any], dict[str, Any]]] = {
     "experts of mixtral": ("mixtral", {"target_modules": ["v_proj"], "target_parameters": EXPERTS[:1]}),
     "MLA and experts": ("deepseek_v3", {"target_modules": ["q_b_proj", "o_proj"], "target_parameters": EXPERTS[1:]}),
     "transposed, square experts": (GPT_OSS, {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "experts by modules": ("deepseek_v3", {"target_modules": ["q_b_proj", *MLP]}),
+    "experts by modules, and shared ones": (QWEN3_NEXT, {"target_modules": ["in_proj_qkvz", *MLP]}),
+    "all linear, experts and router": ("deepseek_v3", {"target_modules": "all-linear"}),
+    "exchanged factors of experts": (
+        LLAMA4,
+        {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    ),
+    "saved embeddings": ("llama", {"target_modules": ["q_proj"], "save_embedding_layers": True}),
+    "trained tokens": ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]}),
 }
+# Which reshard refuses to merge.
+_NOT_MERGED = {"trained tokens"}
+# PEFT saves the base's embeddings beside these adapters; in a trainer's state dict they are the base's.
+_WITH_EMBEDDINGS = {"saved embeddings"}
 # What the state dict of a trainer whose biases were trained does not hold any more.
 _BASE_CHANGES = {"trained biases", "all biases"}
 
@@ -105,13 +130,17 @@ def checks_of_case(
         return folder / name
 
     root = peft.ask("merge", json.dumps(base) if isinstance(base, dict) else HF / base, {**LORA, **settings}, folder)
-    merged = convert("ours", root, "--to", "hf", "--merge-adapter", folder / "adapter", "--dtype", "bf16")
-    tensors, elements, one, more = peft.ask("compare", merged, folder / "merged")
-    name = base["model_type"] if isinstance(base, dict) else base
-    row = f"| {case} | {name} | {tensors} | {elements:,} | {one} | {more} |"
-    yield f"merge: {row}", not more and one <= 4, row
-    written = convert("peft", folder / "trained.pt", "--to", "peft", "--model", root, "--adapter-config", folder / "adapter")
+    if case not in _NOT_MERGED:
+        merged = convert("ours", root, "--to", "hf", "--merge-adapter", folder / "adapter", "--dtype", "bf16")
+        tensors, elements, one, more = peft.ask("compare", merged, folder / "merged")
+        name = base["model_type"] if isinstance(base, dict) else base
+        row = f"| {case} | {name} | {tensors} | {elements:,} | {one} | {more} |"
+        yield f"merge: {row}", not more and one <= 4, row
+    source = folder / ("adapter" if case in _WITH_EMBEDDINGS else "trained.pt")
+    written = convert("peft", source, "--to", "peft", "--model", root, "--adapter-config", folder / "adapter")
     yield f"--to peft: {case}", not any(peft.ask("compare", written, folder / "adapter")[2:]), "other bits"
+    settings, expected = (json.loads((place / "adapter_config.json").read_text()) for place in (written, folder / "adapter"))
+    yield f"its settings: {case}", settings == expected, f"{settings} {expected}"
     peft.ask("load", root, written)
     yield f"PEFT loads it: {case}", True, ""
     if case not in _BASE_CHANGES:

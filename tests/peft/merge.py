@@ -4,7 +4,8 @@ One process does all of it, because importing PEFT takes seconds. A request is a
 is a line on stdout: {"result": ...} or {"error": ...}.
 
     merge BASE SETTINGS FOLDER   adapts a base, and saves the adapter, a trainer's state dict and PEFT's own merge in float32; the answer is
-                                 the base. BASE: a fixture, or the JSON of a config; SETTINGS: those of LoraConfig
+                                 the base. BASE: a fixture, or the JSON of a config; SETTINGS: those of LoraConfig, and
+                                 save_embedding_layers of the save
     load BASE ADAPTER            loads an adapter into its base; an error if PEFT misses or ignores a tensor
     compare OURS THEIRS          the answer is the number of tensors, of elements, of elements that differ by one unit in the last place,
                                  and of those that differ by more
@@ -36,6 +37,7 @@ def base_of(text: str, folder: Path) -> str:
 def merge(base: str, settings: dict, into: str) -> str:
     folder = Path(into)
     base = base_of(base, folder)
+    embeddings = settings.pop("save_embedding_layers", False)
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_pretrained(base)
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
@@ -43,7 +45,7 @@ def merge(base: str, settings: dict, into: str) -> str:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.copy_(torch.randn(parameter.shape) * 0.1 + ("magnitude" in name))
-    model.save_pretrained(folder / "adapter", save_embedding_layers=False)
+    model.save_pretrained(folder / "adapter", save_embedding_layers=embeddings)
     torch.save(model.state_dict(), folder / "trained.pt")
     full = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     PeftModel.from_pretrained(full, folder / "adapter").float().merge_and_unload().save_pretrained(folder / "merged")
@@ -56,6 +58,7 @@ def load(base: str, adapter: str) -> None:
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+        warnings.filterwarnings("ignore", message=".*_pattern keys did not match.*")  # said of PEFT's own adapters of experts, too
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
     assert any("lora_" in name for name, _ in model.named_parameters())
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from reshard.adapter.model_files import ADAPTER_CONFIG, ModelFiles
 from reshard.canonical.content import Content
-from reshard.canonical.lora import PREFIX, AdapterName, adapter_name, base_name
+from reshard.canonical.lora import PREFIX, TRAINED_TOKENS, AdapterName, adapter_name, base_name
 from reshard.errors import CheckpointError, RequestError
 
 # transformers' classes end in these; peft's TaskType has these names.
@@ -43,8 +43,10 @@ def complete_config(content: Content, options: Mapping[str, Any], companions: Mo
     if any(name.parameter == "lora_magnitude_vector" for name, _ in _named(content)):
         config["use_dora"] = True
     saved = sorted({module for name in content.tensors if (module := _saved_module(name, pairs, content)) is not None})
-    if saved and not config.get("modules_to_save") and config.get("bias", "none") == "none":
+    # null is a setting: such tensors are those of save_embedding_layers, which PEFT loads into the base, and vLLM refuses the module.
+    if saved and "modules_to_save" not in config and config.get("bias", "none") == "none":
         config["modules_to_save"] = saved
+    _check_trained_tokens(config, content)
     config["lora_alpha"] = _alpha(config, options)
     config["task_type"] = _text(config, options, "task_type", _task(companions.config or {}))
     config["base_model_name_or_path"] = _text(config, options, "base_model", _base_of(companions), key="base_model_name_or_path")
@@ -99,6 +101,18 @@ def _target_modules(modules: Iterable[str], content: Content) -> list[str]:
         of_model |= {name.rpartition(".")[0] for name in content.model.weights if name.endswith(".weight")}
     chosen = {module for module in of_model if module.rpartition(".")[2] in last}
     return sorted(last if of_model and chosen == adapted else adapted)
+
+
+def _check_trained_tokens(config: Mapping[str, Any], content: Content) -> None:
+    """Raises RequestError if rows of the embedding were trained, and nothing says which."""
+    rows = next((name.in_file for name, _ in _named(content) if name.parameter == TRAINED_TOKENS), None)
+    if rows and not config.get("trainable_token_indices"):
+        raise RequestError(
+            f"single rows of the embedding were trained, and no {ADAPTER_CONFIG} gives trainable_token_indices",
+            where=rows,
+            why="The tensor holds the rows, and not their numbers",
+            do="Give the settings of the training with --adapter-config",
+        )
 
 
 def _saved_module(name: str, pairs: Mapping[str, int], content: Content) -> str | None:
