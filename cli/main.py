@@ -94,10 +94,21 @@ def main() -> None:
     gc.set_threshold(100_000)  # the imports make many objects and no garbage; the collector would take a tenth of a start
     # Otherwise numpy's OpenBLAS starts a thread for each processor, and each waits in a busy loop for a tenth of a second.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    _open_standard_streams()
     _stop_cleanly_on_signals()
     code = run(sys.argv[1:])
     gc.freeze()  # the interpreter would look for garbage among a million objects before it ends
     sys.exit(code)
+
+
+def _open_standard_streams() -> None:
+    """Open the null device in place of standard streams that the caller has closed: otherwise the next opened file gets their number, and
+    what is printed can end in it."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def _stop_cleanly_on_signals() -> None:
@@ -191,10 +202,13 @@ def _report(error: Exception, debug: bool, as_json: bool) -> int:
 def _explained(error: Exception) -> ReshardError:
     """Any exception as an error of reshard."""
     from reshard.errors import RequestError, UnsupportedError
-    from reshard.storage.system_calls import system_refusal
+    from reshard.storage.system_calls import memory_refusal, system_refusal
 
     if isinstance(error, ReshardError):
         return error
+    if found := memory_refusal(error):
+        found.__cause__ = error
+        return found
     if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
         name = context.command_path if context else "reshard"

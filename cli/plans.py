@@ -66,7 +66,7 @@ def show_plan(plan: Plan, target: str | None = None) -> None:
         )
         for rank in summary.ranks(plan)
     ]
-    show(table(rows, ("rank", "file", "bytes", "tensors", "layers", "query heads", "KV heads", "vocabulary", "padding rows")))
+    show(*table(rows, ("rank", "file", "bytes", "tensors", "layers", "query heads", "KV heads", "vocabulary", "padding rows")))
     show()
     show(
         f"  read      {nbytes_text(totals.read)}"

@@ -35,7 +35,7 @@ def show_run(run: str, steps: list[Step], *, as_json: bool) -> None:
         )
         for step in steps
     ]
-    show(table(rows, ("step", "folder", "format", "bytes", "age", "", "because")))
+    show(*table(rows, ("step", "folder", "format", "bytes", "age", "", "because")))
     if newest is not None:
         show()
         show(f"  next  reshard inspect {shlex.quote(newest.path)}")

@@ -32,8 +32,8 @@ def count_text(count: int) -> str:
     return f"{count:,}"
 
 
-def table(rows: Sequence[Sequence[object]], headings: Sequence[str], *, indent: str = "  ") -> str:
-    """Aligned columns under headings; numbers to the right."""
+def table(rows: Sequence[Sequence[object]], headings: Sequence[str], *, indent: str = "  ") -> list[str]:
+    """The lines of aligned columns under headings; numbers to the right."""
     texts = [[_text(cell) for cell in row] for row in rows]
     widths = [max([len(heading), *(len(row[i]) for row in texts)]) for i, heading in enumerate(headings)]
     right = [bool(rows) and all(isinstance(row[i], int) for row in rows) for i in range(len(headings))]
@@ -42,7 +42,7 @@ def table(rows: Sequence[Sequence[object]], headings: Sequence[str], *, indent: 
         padded = (cell.rjust(width) if flush else cell.ljust(width) for cell, width, flush in zip(cells, widths, right, strict=True))
         return (indent + "  ".join(padded)).rstrip()
 
-    return "\n".join([line(list(headings)), *(line(row) for row in texts)])
+    return [line(list(headings)), *(line(row) for row in texts)]
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -55,17 +55,17 @@ def show_table(rows: Sequence[Sequence[object]], headings: Sequence[str], *, opt
     optional: the columns to leave out, one after the other, until the lines are as short as the terminal, or as COLUMNS says.
     """
     kept, width = list(range(len(headings))), _width()
-    text = table(rows, headings)
+    lines = table(rows, headings)
     for column in optional:
-        if width is None or max(map(len, text.split("\n"))) <= width:
+        if width is None or max(map(len, lines)) <= width:
             break
         kept.remove(column)
-        text = table([[row[i] for i in kept] for row in rows], [headings[i] for i in kept])
-    first, *others = text.split("\n")
+        lines = table([[row[i] for i in kept] for row in rows], [headings[i] for i in kept])
+    first, *others = lines
     with standard_output():
         click.echo(click.style(printable(first), bold=True) if _has_colour() else printable(first))
     if others:
-        show("\n".join(others))
+        show(*others)
 
 
 def _width() -> int | None:
@@ -100,10 +100,10 @@ def sparkline(counts: Sequence[int]) -> str:
     return "".join(" " if not count else "▁▂▃▄▅▆▇█"[min(7, count * 8 // highest)] for count in counts)
 
 
-def show(text: str = "") -> None:
-    """Print lines; what comes from a file cannot act on the terminal."""
+def show(*lines: str) -> None:
+    """Print lines, or an empty one. What comes from a file can neither act on the terminal nor begin a line of its own."""
     with standard_output():
-        click.echo("\n".join(printable(line) for line in text.split("\n")))
+        click.echo("\n".join(map(printable, lines)))
 
 
 @contextmanager

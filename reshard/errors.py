@@ -25,6 +25,7 @@ ERROR_IDS: dict[str, tuple[int, str]] = {
     "target-in-use": (4, "another run is writing the target, or was interrupted there"),
     "system": (5, "the operating system refuses: permission, a read-only file system, too many open files"),
     "no-space": (5, "the disk is full, or would be"),
+    "no-memory": (5, "the operating system gives no more memory"),
     "unsupported": (6, "reshard does not support this model, format, element type or platform"),
     "not-proven": (70, "the proof of a plan failed: a defect of reshard"),
     "defect": (70, "an unexpected exception: a defect of reshard"),

@@ -38,10 +38,10 @@ def command(name: str | None, start: str | None, format: str | None, model: str 
         raise RequestError("--format and --model are about the checkpoint of --start", do="Add --start CKPT, or leave them out")
     if name is None and start is None:
         names = known_model_types()
-        show_json({"architectures": list(names)}) if as_json else show("\n".join(names))
+        show_json({"architectures": list(names)}) if as_json else show(*names)
         return
     text = declaration_text(name).rstrip("\n") if name is not None else _draft(str(start), format, model)
-    show_json({"declaration": text + "\n"}) if as_json else show(text)
+    show_json({"declaration": text + "\n"}) if as_json else show(*text.split("\n"))
 
 
 def _draft(start: str, format: str | None, model: str | None) -> str:

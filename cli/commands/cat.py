@@ -48,7 +48,7 @@ def command(checkpoint: str, name: str, index: str | None, as_json: bool, **give
     show(f"{tensor.name}{shown}  {tensor.dtype} {shape_text(part.shape)}" + (f" of {shape_text(tensor.shape)}" if shown else ""))
     import numpy as np
 
-    show(np.array2string(values, threshold=1_000_000, max_line_width=120, precision=9, floatmode="unique"))
+    show(*np.array2string(values, threshold=1_000_000, max_line_width=120, precision=9, floatmode="unique").split("\n"))
 
 
 def named(opened: Any, name: str) -> LazyTensor:

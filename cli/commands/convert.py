@@ -217,7 +217,7 @@ def _show_files(plan: Plan, result: Result) -> None:
     """The files, and what was left out."""
     files = plan.layout.files
     listed = files if len(files) <= _MOST + 1 else files[:_MOST]  # A line saves none when it stands for one file.
-    show(table([(file.path, nbytes_text(file.nbytes), len(file.tensors)) for file in listed], ("file", "bytes", "tensors")))
+    show(*table([(file.path, nbytes_text(file.nbytes), len(file.tensors)) for file in listed], ("file", "bytes", "tensors")))
     if rest := files[len(listed) :]:
         show(f"  and {plural(len(rest), 'more file')}, {nbytes_text(sum(file.nbytes for file in rest))}; --json lists all")
     show_drops(plan)

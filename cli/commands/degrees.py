@@ -126,7 +126,7 @@ def show_degrees(report: DegreeReport) -> None:
     show(f"{report.model_type}: what the fullest GPU holds")
     show()
     if legal:
-        show(table([_cells(row, has_experts) for row in legal], headings))
+        show(*table([_cells(row, has_experts) for row in legal], headings))
         show()
     if best := smallest_that_fits(report):
         show(f"  fits       {best.parallel}: the fewest GPUs")

@@ -140,7 +140,7 @@ def _show(result: Diff, beyond: list[Change] | None, limit: int) -> None:
         _show_ulps(result)
     if others:
         show()
-        show(table([(d.name, d.kind, d.detail) for d in others], ("tensor", "what", "how")))
+        show(*table([(d.name, d.kind, d.detail) for d in others], ("tensor", "what", "how")))
     for note in result.notes:
         show(f"  note      {note}")
 
@@ -164,7 +164,7 @@ def _show_changes(title: str, changes: Sequence[Change], number: int, limit: int
         for change in shown
     ]
     show()
-    show(table(rows, (title, *_COLUMNS)))
+    show(*table(rows, (title, *_COLUMNS)))
     if len(changes) > len(shown):
         show(f"  and {len(changes) - len(shown):,} more; --limit 0 shows all")
     if number > len(changes):
@@ -189,4 +189,4 @@ def _show_ulps(result: Diff) -> None:
         if count:
             rows.append((str(first) if first == last else f"{first:,} to {last:,}", count, _percent(count / total)))
     show()
-    show(table(rows, ("ULPs", "elements", "share")))
+    show(*table(rows, ("ULPs", "elements", "share")))

@@ -67,15 +67,14 @@ def command(source: str, to: str, server: str | None, as_json: bool, **given: An
 
 def _answer(path: str, checker: WeightChecker) -> dict[str, str]:
     """The digests in a server's answer. Raises CheckpointError if the file holds something else."""
-    import json
-
     from reshard.adapter.serving_format.weight_checker import digests_in
+    from reshard.storage.json_input import parsed
     from reshard.storage.system_calls import system_errors
 
     with system_errors("read", path):
         content = Path(path).read_bytes()
     try:
-        answer = json.loads(content)
-    except (ValueError, RecursionError):
+        answer = parsed(content)
+    except ValueError:
         answer = None
     return digests_in(answer, [checker], where=path)

@@ -141,4 +141,4 @@ def _show_kinds(as_json: bool) -> None:
             {"findings": [{"id": kind.id, "severity": kind.severity, "meaning": kind.meaning, "do": kind.do} for kind in KINDS.values()]}
         )
     else:
-        show(table([(kind.id, kind.severity, kind.meaning.replace("`", "")) for kind in KINDS.values()], ("id", "severity", "meaning")))
+        show(*table([(kind.id, kind.severity, kind.meaning.replace("`", "")) for kind in KINDS.values()], ("id", "severity", "meaning")))

@@ -45,7 +45,7 @@ def command(as_json: bool) -> None:
             show(f"{title}  {values}")
         elif values:
             show(title)
-            show("\n".join(table([(name, _text(value)) for name, value in values.items()], ("", "")).split("\n")[1:]))
+            show(*table([(name, _text(value)) for name, value in values.items()], ("", ""))[1:])
 
 
 def _document() -> dict[str, Any]:

@@ -240,12 +240,12 @@ def show_estimate(found: Estimate) -> None:
     show(f"{found.parameters:,} parameters ({count_text(found.parameters)}) on {gpus} GPU{'s' if gpus > 1 else ''}: {parallel}")
     show()
     rows = [(_NAMES[each.zero], *_cells(each.fullest)) for each in found.strategies]
-    show(table(rows, ("per rank", *_COLUMNS)))
+    show(*table(rows, ("per rank", *_COLUMNS)))
     if parallel.pp > 1:
         for each in found.strategies:
             show()
             stages = [(_stage(rank), count_text(rank.parameters), *_cells(rank)) for rank in each.stages]
-            show(table(stages, (f"{_NAMES[each.zero]}, by stage", "parameters", *_COLUMNS)))
+            show(*table(stages, (f"{_NAMES[each.zero]}, by stage", "parameters", *_COLUMNS)))
     show()
     if found.layer_activations is not None:
         show(f"  a layer    keeps {_bytes(found.layer_activations)} for one microbatch")

@@ -20,4 +20,4 @@ def command(as_json: bool) -> None:
         formats = [{"name": name, "reads": True, "writes": "write" in what, "summary": summary} for name, what, summary in found]
         show_json({"formats": formats})
     else:
-        show(table(found, ("format", "", "what it is")))
+        show(*table(found, ("format", "", "what it is")))

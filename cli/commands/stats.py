@@ -92,7 +92,7 @@ def _show(rows: list[TensorStatistics], total: int, limit: int) -> None:
         )
         for row in shown
     ]
-    show(table(cells, ("tensor", "dtype", "min", "max", "mean", "std", "zeros", "NaN", "inf", "constant rows", "histogram")))
+    show(*table(cells, ("tensor", "dtype", "min", "max", "mean", "std", "zeros", "NaN", "inf", "constant rows", "histogram")))
     if len(rows) > len(shown):
         show(f"  and {len(rows) - len(shown):,} more; --limit 0 shows all")
 

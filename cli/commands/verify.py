@@ -125,6 +125,6 @@ def _show(result: Comparison, *, with_manifest: bool) -> None:
         show(f"different: {plural(len(result.differences), 'difference')} {of_what}")
         first = "tensor or file" if with_manifest else "tensor"
         if not current().log.quiet:
-            show(table([(d.name, d.kind, d.detail) for d in result.differences], (first, "what", "how")))
+            show(*table([(d.name, d.kind, d.detail) for d in result.differences], (first, "what", "how")))
     for note in result.notes if not current().log.quiet else ():
         show(f"  note      {note}")

@@ -15,6 +15,7 @@ from typing import Any
 
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.geometry.light_dataclass import dataclass
+from reshard.models.config_values import number, rotary_settings, rotary_type
 from reshard.models.model import Model
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -131,9 +132,10 @@ def params_of(model: Model, *, mistral: bool) -> dict[str, Any]:
         "norm_eps": model.setting("rms_norm_eps") or 1e-6,
         "vocab_size": dimensions["vocab"],
     }
-    rope = {**(model.setting("rope_scaling") or {}), **(model.setting("rope_parameters") or {})}
-    params["rope_theta"] = rope.get("rope_theta") or model.setting("rope_theta") or (1000000.0 if "experts" in dimensions else 10000.0)
-    scaling = rope.get("rope_type", rope.get("type", "default"))
+    rope = rotary_settings(model.settings)
+    base = number(rope, "rope_theta") or number({"rope_theta": model.setting("rope_theta")}, "rope_theta")
+    params["rope_theta"] = base or (1000000.0 if "experts" in dimensions else 10000.0)
+    scaling = rotary_type(rope)
     if scaling != "default":
         raise UnsupportedError(
             f"config.json has the rotary scaling {scaling}, which params.json cannot state",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -20,6 +19,7 @@ from reshard.index.index import Index, RunFacts, Tensor
 from reshard.index.shards import Shards
 from reshard.models.model import Model
 from reshard.storage.files import Files
+from reshard.storage.json_input import parsed
 
 from .files import ShardFile
 
@@ -71,9 +71,9 @@ def _pieces(files: Files, shards: Sequence[ShardFile]) -> dict[str, list[tuple[i
 def _saved_offsets(header: safetensors.Header, path: str) -> Mapping[str, object]:
     """Tensor -> where the file's box of it starts in the whole tensor."""
     try:
-        info = json.loads(header.metadata[_INFO])
+        info = parsed(header.metadata[_INFO])
         return {name: value["saved_offsets"] for name, value in info.items()}
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
+    except (KeyError, ValueError, TypeError, AttributeError):
         raise CheckpointError(
             f"its header has no readable {_INFO}",
             where=path,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from reshard.geometry.dtypes import DType, from_torch
 from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.meshes import Distribution, Mesh, Placement, Replicated, Sharded, StridedSharded, distribution
 from reshard.storage.files import Files, inside, read_whole
+from reshard.storage.json_input import parsed
 
 from .files import METADATA, ItemFile, ItemFiles, default_file
 
@@ -125,8 +125,8 @@ def _described_item(name: str, tensors: _Tensors, layouts: _Layouts, ranks: int)
 def _key_path(key: Any) -> KeyPath:
     """The path that a key of the metadata holds as JSON: '["layers", 0, "weight"]'."""
     try:
-        parts = json.loads(key)
-    except (TypeError, ValueError, RecursionError):
+        parts = parsed(key)
+    except (TypeError, ValueError):
         parts = None
     if not isinstance(parts, list) or not all(type(part) in (str, int) for part in parts):
         _refuse(f"{inert_pickle.shown(key)} is not a path of names and numbers")

@@ -17,6 +17,7 @@ from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.light_dataclass import dataclass
 from reshard.models.quantization_settings import SETTING, SETTINGS_FILES, quantization_settings, settings_of_file
 from reshard.storage.files import Files, LocalFiles, read_whole
+from reshard.storage.json_input import parsed
 
 if TYPE_CHECKING:
     from reshard.geometry.dtypes import DType
@@ -216,9 +217,9 @@ def blaming_the_parent(model_files: ModelFiles) -> Iterator[None]:
 def read_json(files: Files, path: str, *, limit: int = 1 << 24) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError if the file holds anything else."""
     try:
-        value = json.loads(read_whole(files, path, limit=limit))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"it is not valid JSON: {error}", where=path, do="Copy the file again") from None
+        value = parsed(read_whole(files, path, limit=limit))
+    except ValueError as error:
+        raise CheckpointError(f"it cannot be read as JSON: {error}", where=path, do="Copy the file again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"it holds a {type(value).__name__}, an object was expected", where=path)
     return value

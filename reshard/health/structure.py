@@ -12,7 +12,7 @@ import numpy as np
 from reshard.errors import CheckpointError, RequestError
 from reshard.geometry.quantities import plural
 from reshard.health.findings import Finding, found, of_error
-from reshard.index.coverage import uncovered
+from reshard.index.coverage import uncovered, wrong_names
 from reshard.index.index import Index, Tensor
 from reshard.index.name_parts import family_of, is_scale, layer_of
 from reshard.models.model import Model
@@ -24,11 +24,8 @@ _STEP_WORDS: Mapping[str, str] = {"F32": "<f4", "F64": "<f8", "I32": "<i4", "I64
 
 
 def incomplete_tensors(index: Index) -> Iterator[Finding]:
-    """Tensors of which a part is in no file, and names that occur twice."""
-    names = Counter((tensor.kind, tensor.name) for tensor in index.tensors)
-    for (kind, name), count in names.items():
-        if count > 1:
-            yield found("inconsistent", f"{count} tensors of the kind {kind} have this name", tensor=name)
+    """Tensors of which a part is in no file, and names that occur twice or cannot be used."""
+    yield from map(of_error, wrong_names(index.tensors))
     yield from map(of_error, uncovered(index.tensors))
 
 

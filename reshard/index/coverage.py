@@ -16,19 +16,42 @@ from reshard.index.fold import cut_of
 from reshard.index.index import Index, Tensor
 from reshard.index.shards import PieceTable, primary_rows
 
+# Limits of a tensor's name. Trees of names (fold.py) are as deep as a name has parts; names of real models have fewer than 20.
+_LONGEST, _MOST_PARTS = 4096, 100
+
 
 def check_index(index: Index) -> None:
-    """Raises CheckpointError for the first tensor whose name occurs twice in its kind, or that its primary boxes do not cover exactly
-    once (`check_coverage`)."""
-    names = [(tensor.kind, tensor.name) for tensor in index.tensors]
-    if len(set(names)) < len(names):
-        _, twice = next(name for name, count in Counter(names).items() if count > 1)
-        raise CheckpointError("two tensors have this name", where=twice, why="Nothing tells which of the two is meant")
-    if no_text := [name for _, name in names if not name.isascii() and not _is_text(name)]:
-        raise CheckpointError(
-            "its name is not Unicode text", where=no_text[0], why="No format can store the name", do="Copy the checkpoint again"
-        )
+    """Raises CheckpointError for the first name that cannot be used (`wrong_names`), or the first tensor that its primary boxes do not
+    cover exactly once (`uncovered`)."""
+    for error in wrong_names(index.tensors):
+        raise error
     check_all_covered(index.tensors)
+
+
+def wrong_names(tensors: Iterable[Tensor]) -> Iterator[CheckpointError]:
+    """An error for each name that occurs twice in its kind, is not Unicode text or is too long."""
+    names = [(tensor.kind, tensor.name) for tensor in tensors]
+    if len(set(names)) < len(names):
+        for (kind, name), count in Counter(names).items():
+            if count > 1:
+                why = "Nothing tells which of them is meant"
+                yield CheckpointError(f"{count} tensors of the kind {kind} have this name", where=name, why=why)
+    for _, name in names:
+        if not name.isascii() and not _is_text(name):
+            yield CheckpointError(
+                "its name is not Unicode text", where=name, why="No format can store the name", do="Copy the checkpoint again"
+            )
+        if len(name) >= 2 * _MOST_PARTS and _is_too_long(name):
+            yield CheckpointError(
+                f"the name of this tensor has {plural(len(name), 'character')} in {plural(name.count('.') + 1, 'part')}; the limits are "
+                f"{_LONGEST:,} characters and {_MOST_PARTS} parts",
+                where=f"{name[:60]}...",
+                do="Copy the checkpoint again",
+            )
+
+
+def _is_too_long(name: str) -> bool:
+    return len(name) > _LONGEST or name.count(".") >= _MOST_PARTS
 
 
 def _is_text(name: str) -> bool:

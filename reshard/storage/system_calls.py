@@ -59,6 +59,22 @@ def system_refusal(error: OSError, action: str, where: str | os.PathLike[str]) -
     )
 
 
+def memory_refusal(error: Exception) -> SystemRefusal | None:
+    """The error for the user when the system gives no more memory; None for any other error.
+
+    A thread that cannot start lacks memory for its stack, and a library that cannot be mapped lacks it for its code. Python has no types
+    for these two errors.
+    """
+    if not isinstance(error, MemoryError) and not any(words in str(error) for words in ("start new thread", "failed to map segment")):
+        return None
+    return SystemRefusal(
+        f"the system gives reshard no more memory ({(str(error).splitlines() or ['MemoryError'])[-1]})",
+        why="A limit is too low (ulimit -v, that of a container or a job), or the machine has no more",
+        do="Raise the limit, or use less with --workers 1 and a smaller --memory, where the command has them",
+        id="no-memory",
+    )
+
+
 def sync_folder(folder: Path) -> None:
     """Return when the names of the files in a folder are on the disk. File systems that cannot sync a folder are trusted."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)

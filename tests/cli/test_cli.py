@@ -1,14 +1,17 @@
 """The contract of the command line: words, exit codes, documents with stable keys."""
 
 import json
+import shlex
 import subprocess
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from command import command, reshard, tree
+from command import command, reshard, result_tree, tree
 from places import CASES, DCP, HF, MODELS, stored
+
+import reshard as library
 
 COMMANDS = ("inspect", "convert", "verify", "fingerprint", "roundtrip", "plan", "estimate", "formats", "architectures")
 FSDP2 = (DCP / "fsdp2" / "checkpoint", "--model", DCP / "fsdp2" / "model")
@@ -243,6 +246,32 @@ def test_a_reader_that_goes_away_is_no_error():
     process = subprocess.Popen(command("inspect", *FSDP2, "--json"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait() == 0
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", ">&- 2>&- <&-"])
+def test_closed_standard_streams_discard_what_is_printed(tmp_path, closed):
+    """And nothing that is printed ends in the files that are opened instead of them."""
+    runs = {
+        "show": ["inspect", *FSDP2],
+        "json": ["inspect", *FSDP2, "--json"],
+        "write": ["convert", HF / "llama", tmp_path / "closed", "--to", "hf", "-v"],
+        "refuse": ["inspect", tmp_path / "absent"],
+    }
+    codes = {name: subprocess.run(["bash", "-c", f"{shlex.join(command(*line))} {closed}"]).returncode for name, line in runs.items()}
+    assert codes == {"show": 0, "json": 0, "write": 0, "refuse": 2}
+    assert reshard("convert", HF / "llama", tmp_path / "open", "--to", "hf").code == 0
+    assert result_tree(tmp_path / "closed") == result_tree(tmp_path / "open")
+
+
+@pytest.mark.parametrize("lack", [MemoryError(), MemoryError("Unable to allocate 31.0 MiB"), RuntimeError("can't start new thread")])
+def test_a_lack_of_memory_is_no_defect(monkeypatch, lack):
+    def work(*arguments, **options):
+        raise lack
+
+    monkeypatch.setattr(library, "open", work, raising=False)
+    result = reshard("inspect", HF / "llama")
+    assert result.code == 5 and result.err.startswith(f"reshard: The system gives reshard no more memory ({str(lack) or 'MemoryError'}).")
+    assert result.err.count("\n") == 1 and "--workers 1" in result.err and result.err.endswith("[no-memory]\n")
 
 
 def test_progress_is_on_a_terminal_or_when_asked_for(tmp_path):

@@ -248,3 +248,27 @@ def test_documents_are_json_even_for_numbers_that_json_lacks(trained):
     save_file(weights, file, metadata={"format": "pt"})
     for arguments in (("cat", trained, UP), ("stats", trained), ("diff", LLAMA, trained, "--full")):
         json.loads(reshard(*arguments, "--json").out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_what_a_file_says_cannot_begin_a_line_of_its_own(tmp_path):
+    """A tensor's name holds a line that looks like an error of reshard, and a sequence that clears the screen."""
+    forged = "a\nreshard: everything is lost. [defect]\x1b[2J\x85\u2028"
+    a, b, target = tmp_path / "a", tmp_path / "b", tmp_path / "t"
+    for folder, value in ((a, 0), (b, 1)):
+        folder.mkdir()
+        save_file({forged: torch.full((2, 2), float(value))}, folder / "model.safetensors")
+    (target / ".reshard").mkdir(parents=True)
+    (target / ".reshard" / "lock").write_text(json.dumps({"host": forged, "pid": 1, "command": forged, "since": forged}))
+    lines = [("cat", a, forged), ("inspect", a), ("inspect", a, "--tensor", "*"), ("stats", a), ("diff", a, b), ("explain", a, b)]
+    lines += [
+        ("export", a, forged, "-o", tmp_path / "e.npy"),
+        ("verify", a, b),
+        ("doctor", a),
+        ("plan", a, "--to", "dcp"),
+        ("clean", target),
+    ]
+    for line in lines:
+        result = reshard(*line)
+        printed = result.out + result.err
+        assert "everything is lost" in printed or line[0] in ("export", "doctor", "plan", "clean"), line
+        assert "\nreshard: everything" not in printed and printed.replace("\n", "").isprintable(), line

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from command import Result, reshard
 from hostile.limits import ON_LINUX, limited
 from places import FIXTURES, HF
+from safetensors.numpy import save_file
 
 pytestmark = pytest.mark.skipif(not ON_LINUX, reason="limits of a process are set as on Linux")
 
@@ -68,6 +70,55 @@ def test_layers_times_experts_are_bounded(tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4000, "num_local_experts": 4000}))
     refused("plan", source, "--to", "vllm", naming="16,000,000 experts in all layers")
+
+
+# ---------------------------------------------------------------- nesting, digits, long names
+
+NESTED = [f'"x": {"[" * depth}{"]" * depth}' for depth in (150, 300, 900, 50_000)]
+LONG = [f'"rope_theta": 1{"0" * digits}' for digits in (150, 400, 5000)]
+
+
+@pytest.mark.parametrize("setting", [*NESTED, *LONG], ids=lambda setting: f"{setting[:18]}-{len(setting)}")
+def test_a_config_nested_too_deep_or_with_too_many_digits(tmp_path: Path, setting: str) -> None:
+    source = shutil.copytree(HF / "llama", tmp_path / "m")
+    config = (source / "config.json").read_text().rstrip().removesuffix("}")
+    (source / "config.json").write_text(f"{config}, {setting}}}")
+    target = tmp_path / "t"
+    others = [("convert", source, target, "--to", to) for to in ("consolidated", "dcp")]
+    for line in (*commands(source, target), *others, ("convert", source, target, "--to", "hf", "--quantize", "mxfp4")):
+        refused(*line, naming="config.json: it cannot be read as JSON")
+
+
+def test_a_config_may_be_nested_and_have_long_numbers(tmp_path: Path) -> None:
+    source = shutil.copytree(HF / "llama", tmp_path / "m")
+    config = json.loads((source / "config.json").read_text())
+    extra = {"model_max_length": int(1e30), "time_step_limit": [0.0, float("inf")], "x": json.loads("[" * 90 + "]" * 90)}
+    (source / "config.json").write_text(json.dumps({**config, **extra}))
+    assert reshard("inspect", source).code == reshard("convert", source, tmp_path / "t", "--to", "hf").code == 0
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_rotary_settings_that_are_a_list(tmp_path: Path, key: str) -> None:
+    source = shutil.copytree(HF / "llama", tmp_path / "m")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, key: [1, 2]}))
+    refused("convert", source, tmp_path / "t", "--to", "consolidated", naming=key)
+
+
+def test_an_alpha_of_400_digits(tmp_path: Path) -> None:
+    source = shutil.copytree(FIXTURES / "peft" / "plain" / "adapter", tmp_path / "m")
+    config = json.loads((source / "adapter_config.json").read_text())
+    (source / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 10**400}))
+    refused("inspect", source, naming="has 401 digits")
+
+
+@pytest.mark.parametrize("name", [".".join("a" * 100_000), ".".join("1" * 101), "x" * 5000], ids=len)
+def test_a_tensors_name_is_limited(tmp_path: Path, name: str) -> None:
+    save_file({name: np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
+    for line in (("inspect", tmp_path), ("stats", tmp_path), ("convert", tmp_path, tmp_path / "t", "--to", "dcp")):
+        refused(*line, naming=f"has {len(name):,} characters")
+    report = reshard("doctor", tmp_path)
+    assert report.code == 1 and "Traceback" not in report.err
 
 
 # ---------------------------------------------------------------- files that are no files

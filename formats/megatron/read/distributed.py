@@ -12,7 +12,6 @@ numbers. Source: megatron/core/transformer/*.py (sharded_state_dict) and dist_ch
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +24,7 @@ from reshard.containers.inert_pickle import shown
 from reshard.errors import CheckpointError
 from reshard.index.index import Index, RunFacts, Tensor
 from reshard.storage.files import Files, read_whole
+from reshard.storage.json_input import parsed
 
 from ..layout.arguments import Args, NotUnderstoodError, parallel_size, plain_args
 from ..layout.names import strip_wrappers
@@ -96,7 +96,7 @@ def read_backend(files: Files, folder: str) -> str:
             )
         return _PLAIN
     try:
-        backend = str(json.loads(read_whole(files, folder + METADATA_JSON, limit=1 << 16))["sharded_backend"])
+        backend = str(parsed(read_whole(files, folder + METADATA_JSON, limit=1 << 16))["sharded_backend"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"it does not name the backend of a distributed checkpoint: {error}", where=folder + METADATA_JSON, do="Copy the file again"

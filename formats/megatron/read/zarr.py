@@ -10,7 +10,6 @@ format 2.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +27,7 @@ from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import StoredFile
 from reshard.index.shards import PieceTable, Shards
 from reshard.storage.files import Files, read_whole
+from reshard.storage.json_input import parsed
 
 _DTYPES = {"<f4": "float32", "<f2": "float16", "<f8": "float64", "<i8": "int64", "<i4": "int32", "|u1": "uint8", "bfloat16": "bfloat16"}
 _HEADER, _LIMIT = ".zarray", 1 << 20
@@ -114,9 +114,9 @@ def _read_array(files: Files, key: str, folder: str, listing: Sequence[str]) -> 
 def _parse_header(data: bytes, where: str) -> tuple[tuple[int, ...], tuple[int, ...], DType]:
     """Shape of the tensor, shape of a box, element type. Raises CheckpointError for anything but raw boxes in row-major order."""
     try:
-        header = json.loads(data)
+        header = parsed(data)
         shape, box_shape, dtype = tuple(header["shape"]), tuple(header["chunks"]), header["dtype"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"it does not describe an array: {error!r}", where=where, do="Copy the file again") from None
     if not all(type(size) is int and size >= 0 for size in shape) or not all(type(size) is int and size > 0 for size in box_shape):
         raise CheckpointError(f"it claims the shape {shape} in boxes of {box_shape}", where=where)

@@ -22,6 +22,7 @@ from reshard.serving.learned.layout import (
     TensorTemplate,
 )
 from reshard.serving.learned.numbers import Fixed, Listed, Number, OnFirst, Rest, Share, Sum
+from reshard.storage.json_input import parsed
 
 SCHEMA_VERSION = 1
 LAYOUT_FILE = "reshard.layout.json"
@@ -141,9 +142,9 @@ def layout_of(text: str, where: str) -> LearnedLayout:
     Raises: RequestError if the document is no layout file, or of a version that this reshard does not know.
     """
     try:
-        document = json.loads(text)
+        document = parsed(text)
         version = document["schema_version"]
-    except (ValueError, TypeError, LookupError, RecursionError):
+    except (ValueError, TypeError, LookupError):
         raise _damaged(where, "it is not a JSON document with a schema_version") from None
     if version != SCHEMA_VERSION:
         raise RequestError(
@@ -153,7 +154,7 @@ def layout_of(text: str, where: str) -> LearnedLayout:
         )
     try:
         return _layout(document)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise _damaged(where, f"{type(error).__name__}: {str(error)[:100]}") from error
 
 
