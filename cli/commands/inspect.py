@@ -235,6 +235,12 @@ def _content(opened: Checkpoint) -> Content | None:
         return None
 
 
+def _is_adapter(opened: Checkpoint) -> bool:
+    """Whether it holds a LoRA adapter and no base weights."""
+    content = _content(opened)
+    return content is not None and content.is_adapter
+
+
 def _parameters(opened: Checkpoint) -> int:
     from reshard.plans import summary
 
@@ -333,19 +339,30 @@ def _show_answer(opened: Checkpoint, model: str | None) -> None:
 def _next(opened: Checkpoint, found: Outlook, model: str | None) -> str | None:
     """A command that goes on from here; None if nothing can be proposed. model: what --model was."""
     path, about_model = shlex.quote(opened.path), f" --model {shlex.quote(model)}" if model else ""
+    from reshard.adapter import registry
+    from reshard.canonical.lora import LoraSettings
+
     kinds = {tensor.kind for tensor in opened.index.tensors}
+    content = _content(opened)
     if found.problem:
         return f"reshard doctor {path}{about_model}"
+    if _is_adapter(opened):
+        of_peft = f"reshard convert BASE merged --to hf --merge-adapter {path}"
+        return of_peft if registry.named(opened.format).holds_adapters else f"reshard convert {path} adapter --to peft{about_model}"
     if len(opened.models) > 1 and not any(each.is_main for each in opened.models):
         return f"reshard convert {path} out --to hf --root {shlex.quote(opened.models[0].root)}"
     if not kinds & {"weight", "master"}:
         return None
     if opened.format in found.engines:
         return f"reshard verify {path}"
+    about_model = about_model or (" --model DIR" if opened.model_files.config is None else "")
+    if content is not None and content.adapter:
+        is_known = LoraSettings(opened.model_files.adapter_config or {}).alpha is not None
+        about_model += " --merge-adapter self" + ("" if is_known else " --lora-alpha ALPHA")
     if found.engines:
         engine = "vllm" if "vllm" in found.engines else min(found.engines)
         return f"reshard convert {path} out --to {engine} --tp {max(size for size in found.engines[engine] if size <= 8)}{about_model}"
-    return f"reshard convert {path} out --to hf" + (about_model or (" --model DIR" if opened.model_files.config is None else ""))
+    return f"reshard convert {path} out --to hf{about_model}"
 
 
 def _kind_rows(opened: Checkpoint) -> list[tuple[object, ...]]:
@@ -504,7 +521,8 @@ def _show_models(opened: Checkpoint) -> None:
         kinds = "".join(f", {word}" for word, key in (("rsLoRA", "use_rslora"), ("DoRA", "use_dora")) if settings.get(key))
         base = f" for {settings['base_model_name_or_path']}" if settings.get("base_model_name_or_path") else ""
         show(f"  adapter   LoRA{ranks}{alpha}{kinds}, on {', '.join(adapter.modules)}{base}: {size}")
-        show("            --to peft writes it alone; --merge-adapter merges it, in PEFT's form, into its base")
+        merged = "--merge-adapter merges it, in PEFT's form, into its base" if _is_adapter(opened) else "--merge-adapter self merges it"
+        show(f"            --to peft writes it alone; {merged}")
     show_drop_reasons(drop for drop in _withheld(opened) if drop.kind not in ("other", "adapter"))
 
 

@@ -36,6 +36,8 @@ CARRIED = (
 _FOLDERS = ("", "huggingface/")
 # Where trainers put the settings of a LoRA adapter (verl: lora_adapter/).
 _ADAPTER_FOLDERS = ("", "lora_adapter/", "huggingface/")
+# verl saves r, lora_alpha and task_type here, and trains with alpha / r (utils/checkpoint/fsdp_checkpoint_manager.py since 0.5).
+_VERL_ADAPTER = "lora_train_meta.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,9 @@ class ModelFiles:
     child: Files | None = None
     """The checkpoint's own files, if it has no config and this folder is the one that contains it."""
     adapter_config: Mapping[str, Any] | None = None
-    """The content of the checkpoint's adapter_config.json, the settings of a LoRA adapter; None if there is none."""
+    """The settings of the checkpoint's LoRA adapter: the content of its adapter_config.json; None if there is none."""
+    carries_adapter: bool = False
+    """Whether the target holds the adapter beside the weights, so that its settings are written too."""
 
     @property
     def note(self) -> str | None:
@@ -100,6 +104,8 @@ class ModelFiles:
         carried = _carried(self.files, self.folder) | (_carried(self.child, "") if self.child else {})
         carried |= {name: (self.files, self.folder + name) for name in self.settings_files}
         sidecars = [Sidecar(name, content=read_whole(*place, limit=1 << 28)) for name, place in sorted(carried.items())]
+        if self.carries_adapter and self.adapter_config is not None:
+            sidecars.append(Sidecar(ADAPTER_CONFIG, (json.dumps(self.adapter_config, indent=2) + "\n").encode()))
         if self.config is not None:
             sidecars.append(Sidecar(CONFIG, self._config_for(dtypes, main)))
         return tuple(sidecars)
@@ -143,9 +149,13 @@ def _with_settings(found: ModelFiles) -> ModelFiles:
 
 
 def find_adapter_config(files: Files) -> dict[str, Any] | None:
-    """The content of a checkpoint's adapter_config.json; None if it has none."""
-    found = next((folder + ADAPTER_CONFIG for folder in _ADAPTER_FOLDERS if files.size(folder + ADAPTER_CONFIG) is not None), None)
-    return None if found is None else _checked_settings(read_json(files, found), found)
+    """The settings of a checkpoint's LoRA adapter, as PEFT's adapter_config.json names them; None if no file has them."""
+    paths = [*(folder + ADAPTER_CONFIG for folder in _ADAPTER_FOLDERS), _VERL_ADAPTER]
+    found = next((path for path in paths if files.size(path) is not None), None)
+    if found is None:
+        return None
+    settings = _checked_settings(read_json(files, found), found)
+    return {**settings, "use_rslora": False} if found == _VERL_ADAPTER else settings
 
 
 # The settings of an adapter that are read, and the types that they have in PEFT.

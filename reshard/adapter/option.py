@@ -83,3 +83,9 @@ MAX_SHARD_SIZE = Option("max_shard_size", "size", "Start a new file when one wou
 ENGINE_VERSION = Option("engine_version", "text", "Write for this version of the serving engine (default: the newest known).")
 LAYOUT = Option("layout", "path", "Follow a layout file that `reshard learn` has written.")
 ACCEPT_PLATFORM = Option("accept_platform", "switch", "Also write tensors whose shape depends on the platform that was traced.")
+# Which LoRA adapter of a checkpoint is written or merged, and with which settings.
+ADAPTER = (
+    Option("adapter", "text", "Take this adapter, if the checkpoint holds several."),
+    Option("adapter_config", "path", "Take the settings from this adapter_config.json, or from that in this directory."),
+    Option("lora_alpha", "text", "lora_alpha of the training, if the checkpoint has no adapter_config.json that gives it."),
+)

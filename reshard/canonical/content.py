@@ -45,6 +45,8 @@ class Selection:
     """Which of several models in the checkpoint: the first part of its tensors' names. None: the main one."""
     keep_unknown: bool = False
     """Also the tensors that are withheld otherwise: run state, and what the declared architecture lacks."""
+    keep_adapter: bool = False
+    """Also the LoRA adapter beside the weights."""
 
     def __post_init__(self) -> None:
         """One glob may be given as a text."""
@@ -80,7 +82,7 @@ class MergedAdapter:
     """A LoRA adapter that is merged into the weights."""
 
     path: str
-    """Its absolute path."""
+    """Its absolute path; that of the checkpoint, if it lies beside the weights."""
     settings: Mapping[str, Any]
     """The content of its adapter_config.json."""
     weights: int
@@ -120,6 +122,8 @@ class Content:
     """The names that the globs of the selection are matched with: those of all stored tensors."""
     is_adapter: bool = False
     """Whether it is a LoRA adapter and no model."""
+    adapter: Mapping[str, Tensor] = field(default_factory=dict)
+    """The LoRA adapter beside the weights, which is left out: its tensors by name."""
     merged: MergedAdapter | None = None
     """The LoRA adapter that is merged into the weights when they are read; None if there is none."""
 
@@ -211,10 +215,15 @@ def content_of(index: Index, model: Model | None, selection: Selection, adapter:
         drops.append(_drop(chosen.pop(name), "left out by --include or --exclude"))
     found = list(map(is_of_adapter, chosen.values()))
     is_adapter = bool(found) and (all(found) if adapter is None else any(found))
-    drops.extend(_take_other_part(chosen, selection, adapter if is_adapter else None))
+    beside: dict[str, Tensor] = {}
+    if is_adapter and adapter is not None:
+        drops.extend(_take_base(chosen, adapter))
+    elif not is_adapter and not (selection.keep_adapter or selection.keep_unknown):
+        beside = {name: chosen.pop(name) for name, of_adapter in zip([*chosen], found, strict=True) if of_adapter}
+        drops.extend(Drop(name, "adapter", tensor.nbytes, ADAPTER_LEFT_OUT) for name, tensor in beside.items())
     tied: tuple[str, ...] = ()
     if model and not is_adapter:
-        others_than_weights = [name for name in chosen if name not in model.weights]
+        others_than_weights = [name for name, tensor in chosen.items() if name not in model.weights and not is_of_adapter(tensor)]
         drops.extend(_take_unneeded(chosen, others_than_weights, model))
         if model.is_tied:
             tied = _tie(chosen, *model.architecture.tied)
@@ -249,6 +258,7 @@ def content_of(index: Index, model: Model | None, selection: Selection, adapter:
         selection=selection,
         names=names,
         is_adapter=is_adapter,
+        adapter=beside,
     )
 
 
@@ -408,6 +418,8 @@ def _of_kind(index: Index, selection: Selection) -> tuple[dict[str, Tensor], lis
 _STORED: tuple[Kind, ...] = ("weight", "buffer", "adapter")
 _WITHHELD = ("state", "other", "buffer", "adapter", "unknown")
 _OPTIMIZER = "optimizer state, which serving does not need"
+ADAPTER_LEFT_OUT = "a LoRA adapter, not merged; --merge-adapter self merges it, --to peft writes it"
+"""The reason to leave out the adapter beside the weights."""
 
 
 def _reason_to_drop(tensor: Tensor, stored: Mapping[str, Tensor]) -> str:
@@ -448,17 +460,10 @@ def _take_unknown(chosen: dict[str, Tensor], others: list[str], model: Model) ->
         yield Drop(name, tensor.kind if tensor.kind == "buffer" else "unknown", tensor.nbytes, reason)
 
 
-def _take_other_part(chosen: dict[str, Tensor], selection: Selection, adapter: Callable[[Tensor], bool] | None) -> Iterator[Drop]:
-    """Remove the base weights beside a LoRA adapter that is asked for, or the adapter beside the base weights."""
-    if adapter is not None:
-        for name in [name for name, tensor in chosen.items() if not adapter(tensor)]:
-            yield _drop(chosen.pop(name), "a base weight; --to hf writes the base")
-    elif not selection.keep_unknown:
-        adapters = [name for name, tensor in chosen.items() if is_of_adapter(tensor)]
-        for name in adapters if len(adapters) < len(chosen) else ():
-            tensor = chosen.pop(name)
-            reason = "a LoRA adapter, not merged; --to peft writes it, --keep-unknown carries it"
-            yield Drop(name, "adapter", tensor.nbytes, reason)
+def _take_base(chosen: dict[str, Tensor], adapter: Callable[[Tensor], bool]) -> Iterator[Drop]:
+    """Remove the base weights beside a LoRA adapter that is asked for."""
+    for name in [name for name, tensor in chosen.items() if not adapter(tensor)]:
+        yield _drop(chosen.pop(name), "a base weight; --to hf writes the base")
 
 
 def _stored(index: Index) -> dict[str, Tensor]:

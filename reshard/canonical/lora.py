@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from reshard.errors import CheckpointError, UnsupportedError
+from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import Index, ParamGroup, Tensor
 
@@ -148,9 +148,41 @@ class LoraSettings:
         return _number(self.config.get("lora_alpha"))
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence if the scale is not certain."""
+        if "use_rslora" in self.config:
+            return ()
+        return ("use_rslora: nothing says whether the scale is alpha / sqrt(r); alpha / r is taken, as PEFT does without the setting",)
+
+    def with_alpha(self, given: str | None) -> LoraSettings:
+        """The settings with the lora_alpha that the user gives, if any. Raises RequestError if it is not known."""
+        try:
+            alpha = self.alpha if given is None else float(given)
+        except ValueError:
+            raise RequestError(f"--lora-alpha {given}: a number is expected") from None
+        if alpha is None:
+            raise RequestError(
+                "lora_alpha is not known",
+                why=f"The update is alpha / r times the product of the factors, and the checkpoint has no {_CONFIG} that gives alpha",
+                do="Give it with --lora-alpha, or all settings with --adapter-config",
+            )
+        return LoraSettings({**self.config, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha})
+
+    @property
     def target_parameters(self) -> tuple[str, ...]:
         """The parameters, such as the weights of all experts, that are adapted without a module of their own."""
         return tuple(map(str, self.config.get("target_parameters") or ()))
+
+    def check_parameters(self, modules: Iterable[str]) -> None:
+        """Raises RequestError if one of the adapted modules holds experts, and no setting says which of their parameters it changes."""
+        stacked = sorted(module for module in modules if module.endswith((".experts", ".base_layer")))
+        if stacked and not self.target_parameters:
+            raise RequestError(
+                f"the adapter changes parameters of {stacked[0]}, and no {_CONFIG} gives target_parameters",
+                where=f"{PREFIX}{stacked[0]}",
+                why="The names of the tensors do not tell which parameters of the module they change",
+                do="Give the settings of the training with --adapter-config",
+            )
 
     def trains_bias(self, name: str) -> bool:
         """Whether a base weight with that stored name is a bias that was trained with the adapter."""

@@ -22,11 +22,9 @@ from reshard.canonical.lora import PREFIX, LoraSettings, adapter_name
 from reshard.canonical.name_variants import Names
 from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.boxes import Box
-from reshard.geometry.extents import Piece
 from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic, Tile
 from reshard.index.index import Tensor, Update
-from reshard.index.shards import Shards
 
 _BASE_LAYER = ".base_layer"
 # Their experts are [in, out], and their class in transformers 5.23 has no is_transposed: PEFT takes them as [out, in].
@@ -42,7 +40,7 @@ class Adapter:
     settings: LoraSettings
     """The settings of adapter_config.json."""
     tensors: Mapping[str, Tensor]
-    """Its tensors by their names in the file of PEFT; each is one piece."""
+    """Its tensors by their names in the file of PEFT."""
 
 
 def with_adapter_merged(content: Content, adapter: Adapter) -> Content:
@@ -142,8 +140,7 @@ class _Merge:
             shape = (b.shape[0], a.shape[1])
             what = f"its update has the shape {list(shape)}, the base weight {list(array.shape)}"
             raise self._misshapen(a, shape[::-1] if is_embedding else shape, array, what)
-        is_square = a.shape[1] == b.shape[0]
-        flipped = (is_embedding or bool(self.adapter.settings.config.get("fan_in_fan_out"))) if is_square else flips[array.shape]
+        flipped = flips[array.shape] if len(flips) == 2 else is_embedding or self._is_conv1d(array)
         magnitude = factors.get("lora_magnitude_vector")
         if magnitude is not None and (flipped or magnitude.shape != (b.shape[0],)):
             raise UnsupportedError(
@@ -159,6 +156,11 @@ class _Merge:
                 start, stop = tile.span(0)
                 row = _part(bias, (start,), ((1, 0, 1), (stop - start, 0, 1)))
                 self._add(tile, Update(tile.box, None, row, pair.scale), bias)
+
+    def _is_conv1d(self, array: Mosaic) -> bool:
+        """Whether a module's weight is stored as [in, out]. The class of the module decides, whatever fan_in_fan_out says, as in PEFT."""
+        declared = self.base.model.weights.get(array.names[0]) if self.base.model else None
+        return declared.declared.transposed if declared else bool(self.adapter.settings.config.get("fan_in_fan_out"))
 
     def target_parameters(self, module: str) -> list[str]:
         """The parameters of a module that `target_parameters` adapts. One without a module, such as down_proj, is of every module that has
@@ -338,13 +340,5 @@ def _matrix(tensor: Tensor, at: tuple[int, int], sizes: tuple[int, int], step: i
 
 
 def _part(tensor: Tensor, at: tuple[int, ...], axes: tuple[tuple[int, int, int], ...]) -> Tensor:
-    """A strided part of a stored tensor, which is one piece, as a tensor of the same name.
-
-    at: its first element. axes: of each axis (its size, the stored axis that it follows, the step along it).
-    """
-    extent = tensor.shards.extent(0)
-    first = sum(index * stride for index, stride in zip(at, extent.strides, strict=True))
-    strides = tuple(step * extent.strides[axis] for _, axis, step in axes)
-    placed = replace(extent, byte_offset=extent.byte_offset + first * extent.dtype.itemsize, strides=strides)
-    sizes = tuple(size for size, _, _ in axes)
-    return replace(tensor, shape=sizes, shards=Shards.of([Piece(Box.whole(sizes), placed)]))
+    """A strided part of a stored tensor, as a tensor of the same name. at, axes: as for `Shards.strided`."""
+    return replace(tensor, shape=tuple(size for size, _, _ in axes), shards=tensor.shards.strided(at, axes))

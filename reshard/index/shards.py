@@ -227,18 +227,31 @@ class Shards:
 
     def moved(self, inner: Box, offsets: tuple[int, ...]) -> Shards:
         """These pieces clipped to the box `inner`, as pieces of another tensor in which that box starts at `offsets`."""
-        start, by = np.array(inner.offsets, np.int64), np.array(offsets, np.int64) - np.array(inner.offsets, np.int64)
-        first = np.maximum(self.offsets, start)
-        sizes = np.minimum(self.offsets + self.sizes, start + np.array(inner.sizes, np.int64)) - first
-        rows = np.flatnonzero((sizes > 0).all(axis=1))
-        steps = (first - self.offsets)[rows]
+        part = self.strided(inner.offsets, [(size, axis, 1) for axis, size in enumerate(inner.sizes)])
+        return part.replaced(offsets=part.offsets + np.array(offsets, np.int64))
+
+    def strided(self, at: Sequence[int], axes: Sequence[tuple[int, int, int]]) -> Shards:
+        """These pieces as pieces of a strided part of their tensor.
+
+        at: the coordinates of its first element. axes: of each axis of the part (its size, the axis of the tensor that it follows, the step
+        along it). Elements 1, 3, 5 of a vector are at (1,) with the axis (3, 0, 2); of a piece 2..5 it holds 3 and 5, which start at 1.
+        """
+        stored = [axis for _, axis, _ in axes]
+        sizes, steps = (np.array([axis[i] for axis in axes], np.int64) for i in (0, 2))
+        begin = (self.offsets - np.array(at, np.int64))[:, stored]
+        first = np.maximum(-(-begin // steps), 0)
+        stop = np.minimum(-(-(begin + self.sizes[:, stored]) // steps), sizes)
+        rows = np.flatnonzero((stop > first).all(axis=1))
+        before = (first * steps - begin)[rows]
 
         def extent(i: int) -> Extent:
             outer = self.extent(int(rows[i]))
-            elements = sum(step * stride for step, stride in zip(steps[i].tolist(), outer.strides, strict=True))
-            return replace(outer, byte_offset=outer.byte_offset + elements * outer.dtype.itemsize)
+            strides = [outer.strides[axis] for axis in stored]
+            elements = sum(skipped * stride for skipped, stride in zip(before[i].tolist(), strides, strict=True))
+            strides = [step * stride for (_, _, step), stride in zip(axes, strides, strict=True)]
+            return replace(outer, byte_offset=outer.byte_offset + elements * outer.dtype.itemsize, strides=tuple(strides))
 
-        return self.taken(rows, offsets=(first + by)[rows], sizes=sizes[rows], extent=extent)
+        return self.taken(rows, offsets=first[rows], sizes=(stop - first)[rows], extent=extent)
 
     def _row(self, i: int) -> int:
         """The row of the table that is row i of the tensor. Raises: IndexError."""

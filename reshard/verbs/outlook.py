@@ -38,6 +38,8 @@ def outlook(checkpoint: Checkpoint, content: Content | None) -> Outlook:
 
     content: its weights under canonical names; None if there is no single model.
     """
+    if content is not None and content.is_adapter:
+        return Outlook({}, (), None)
     needed, model = list(checkpoint.index.facts.unanswered), checkpoint.model
     kinds = {tensor.kind for tensor in checkpoint.index.tensors}
     if not kinds & {"weight", "master"}:

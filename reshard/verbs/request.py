@@ -7,12 +7,13 @@ keywords into frozen values first, and passes these on.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, Literal, TypedDict, TypeVar
 
 from reshard.adapter import registry
 from reshard.adapter.format import Format
+from reshard.adapter.option import ADAPTER, Option
 from reshard.canonical.content import Selection
 from reshard.canonical.globs import as_globs
 from reshard.canonical.requantization import QUANTIZE, REQUANTIZE
@@ -28,6 +29,8 @@ Progress = Callable[[int], None]
 """Called with the number of bytes done since the last call."""
 Weights = Literal["model", "master"]
 Opened = TypeVar("Opened")
+OWN_ADAPTER = "self"
+"""The value of --merge-adapter for the adapter that the checkpoint itself holds."""
 
 
 class ModelOptions(TypedDict, total=False):
@@ -87,7 +90,9 @@ class TargetOptions(TypedDict, total=False):
     dequantize: bool
     """Turn quantized weights into values, in `dtype` or bf16."""
     merge_adapter: PathLike | None
-    """The directory of a LoRA adapter in PEFT's form, to be merged into the weights."""
+    """The directory of a LoRA adapter in PEFT's form, to be merged into the weights; "self": the adapter that the checkpoint holds."""
+    drop_adapter: bool
+    """Leave out the LoRA adapter that the checkpoint holds beside the weights."""
     quantize: str | None
     """Quantize linear layers from bf16: "fp8-block" or "mxfp4"."""
     requantize: str | None
@@ -149,7 +154,9 @@ class ConversionRequest:
     dequantize: bool
     """Whether quantized weights become values."""
     merge_adapter: PathLike | None
-    """The directory of the LoRA adapter to merge into the weights; None: none."""
+    """The directory of the LoRA adapter to merge into the weights; "self": the checkpoint's own; None: none."""
+    drop_adapter: bool
+    """Whether the checkpoint's own LoRA adapter is left out."""
     quantize: str
     """The form to which linear layers are quantized; empty: none."""
     requantize: str
@@ -172,23 +179,30 @@ class ConversionRequest:
         sizes = {axis: rest.pop(axis, 1) for axis in ("tp", "pp", "ep", "dp")}
         dtype = dtype_named(rest.pop("dtype", None))
         _check_one_form(rest)
+        merge_adapter = rest.pop("merge_adapter", None)
         return ConversionRequest(
             to=target,
             parallel=Parallel(**sizes),
             dtype=dtype,
             keep_dtype=kept_globs(rest.pop("keep_dtype", ()), dtype),
             dequantize=rest.pop("dequantize", False),
-            merge_adapter=rest.pop("merge_adapter", None),
+            merge_adapter=merge_adapter,
+            drop_adapter=rest.pop("drop_adapter", False),
             quantize=_form(rest.pop("quantize", None), "--quantize", QUANTIZE),
             requantize=_form(rest.pop("requantize", None), "--requantize", REQUANTIZE),
             selection=selection_of(rest),
             only_rank=rest.pop("only", None) or {},
-            options=_options_of(target, rest),
+            options=_options_of(target, rest, ADAPTER if merge_adapter == OWN_ADAPTER else ()),
         )
 
+    @property
+    def merges_own_adapter(self) -> bool:
+        """Whether the adapter that the checkpoint holds is merged into its weights."""
+        return self.merge_adapter == OWN_ADAPTER
+
     def opened_adapter(self, open: Callable[[PathLike], Opened]) -> Opened | None:
-        """The adapter to merge, opened by `open`; None if there is none."""
-        return None if self.merge_adapter is None else open(self.merge_adapter)
+        """The adapter to merge, opened by `open`; None if there is none, or the checkpoint holds it."""
+        return None if self.merge_adapter is None or self.merges_own_adapter else open(self.merge_adapter)
 
 
 def _check_one_form(given: Mapping[str, Any]) -> None:
@@ -241,9 +255,9 @@ def dtype_named(name: str | None, option: str = "--dtype") -> DType | None:
     return found
 
 
-def _options_of(target: Format, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The target's own options, parsed. An option whose value is None counts as not given."""
-    known = {option.name: option for option in target.options}
+def _options_of(target: Format, given: Mapping[str, Any], others: Sequence[Option]) -> dict[str, Any]:
+    """The target's own options and `others`, parsed. An option whose value is None counts as not given."""
+    known = {option.name: option for option in (*target.options, *others)}
     found: dict[str, Any] = {}
     for name, value in given.items():
         if value is None:

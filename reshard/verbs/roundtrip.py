@@ -65,6 +65,7 @@ def materialize(plan: Plan, source: Checkpoint, *, work: PathLike | None = None,
             optimizer=bool(content.states),
             masters=any(is_master_key(key) for key in content.states),
             keep_unknown=plan.content.selection.keep_unknown,
+            keep_adapter=plan.content.selection.keep_adapter,
         )
         sizes = _own_sizes(source) if back_format == source.format else {}
         way_back = plan_of(there_opened, to=back_format, optimizer=selection.optimizer, keep_unknown=selection.keep_unknown, **sizes)

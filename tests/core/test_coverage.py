@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -74,3 +75,23 @@ def test_the_text_says_how_a_tensor_is_cut():
     grid = [box for row in whole.split(0, 2) for box in row.split(1, 3)]
     assert sharding_text(tensor((8, 6), grid)) == "2 x 3 along axes 0, 1"
     assert sharding_text(tensor((8, 6), [*whole.split(0, 2)] * 2)) == "2 along axis 0, 2 replicas"
+
+
+@given(st.data(), shapes(min_dims=1, max_dims=2))
+def test_the_pieces_of_a_strided_part_hold_its_elements(data, shape):
+    """Each piece in a file of its own, which holds the numbers of its elements in the whole tensor."""
+    whole, boxes = np.arange(np.prod(shape)).reshape(shape), [box for box in data.draw(partitions(shape)) if box.volume]
+    files = {f"rank{i}.bin": whole[box.relative_to((0,) * len(shape)).index].ravel() for i, box in enumerate(boxes)}
+    at = [data.draw(st.integers(0, size - 1)) for size in shape]
+    steps = [data.draw(st.integers(1, 4)) for _ in shape]
+    sizes = [data.draw(st.integers(1, (size - first - 1) // step + 1)) for size, first, step in zip(shape, at, steps, strict=True)]
+    order = data.draw(st.permutations(range(len(shape))))
+    part = tensor(shape, boxes).shards.strided(at, [(sizes[axis], axis, steps[axis]) for axis in order])
+    found = np.full([sizes[axis] for axis in order], -1)
+    for i in range(len(part)):
+        box, extent = part.box(i), part.extent(i)
+        first = files[extent.path][extent.byte_offset // 2 :]
+        strides = [stride * first.itemsize for stride in extent.strides]
+        found[box.index] = np.lib.stride_tricks.as_strided(first, box.sizes, strides)
+    expected = whole[tuple(slice(first, None, step) for first, step in zip(at, steps, strict=True))][tuple(map(slice, sizes))]
+    assert np.array_equal(found, expected.transpose(order))

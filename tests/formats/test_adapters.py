@@ -185,11 +185,11 @@ def test_base_and_adapter_of_one_checkpoint_are_separated(tmp_path):
     known = ("r", "lora_alpha", "task_type", "peft_type", "base_model_name_or_path", "bias", "use_rslora")
     assert {key: config[key] for key in known} == {key: expected[key] for key in known}
     assert sorted(config["target_modules"]) == sorted(expected["target_modules"])
-    plan = reshard.plan(source, to="hf", model=base)
+    plan = reshard.plan(source, to="hf", model=base, drop_adapter=True)
     assert {drop.kind for drop in plan.drops} == {"adapter"}
     reshard.convert(plan, tmp_path / "base")
     assert reshard.verify(base, tmp_path / "base").equal
-    merged = reshard.plan(source, to="hf", model=base, merge_adapter=tmp_path / "adapter")
+    merged = reshard.plan(source, to="hf", model=base, merge_adapter=tmp_path / "adapter", drop_adapter=True)
     reshard.convert(merged, tmp_path / "merged")
     again = reshard.plan(base, to="hf", merge_adapter=PEFT / "fsdp2" / "adapter")
     reshard.convert(again, tmp_path / "again")
@@ -207,10 +207,93 @@ def test_an_adapter_of_zero3_is_taken_out_of_the_masters(files, tmp_path):
         with pytest.raises(UnsupportedError, match="LoRA adapter and no base weights"):
             reshard.plan(opened, to="hf")
         return
-    plan = reshard.plan(opened, to="hf")
+    plan = reshard.plan(opened, to="hf", drop_adapter=True)
     assert {drop.kind for drop in plan.drops} >= {"adapter"}
     reshard.convert(plan, tmp_path / "base")
     assert reshard.verify(base, tmp_path / "base").equal
+    for source, given in ((opened, {"merge_adapter": "self", "lora_alpha": "6"}), (base, {"merge_adapter": tmp_path / "adapter"})):
+        reshard.convert(reshard.plan(source, to="hf", dtype="bf16", **given), tmp_path / f"merged-{source is base}")
+    assert reshard.verify(tmp_path / "merged-True", tmp_path / "merged-False").equal
+
+
+@pytest.fixture
+def verl(tmp_path):
+    """The FSDP2 checkpoint as verl saves it: a file of each rank, and the settings of the adapter in a file of its own."""
+    plan = reshard.plan(PEFT / "fsdp2" / "checkpoint", to="fsdp", dp=2, model=HF / "qwen3_moe-sparse")
+    reshard.convert(plan, tmp_path / "actor")
+    (tmp_path / "actor" / "lora_train_meta.json").write_text('{"r": 2, "lora_alpha": 6, "task_type": "CAUSAL_LM"}')
+    return tmp_path / "actor"
+
+
+@pytest.mark.parametrize("options", [{"to": "hf"}, {"to": "vllm", "tp": 2}, {"to": "megatron"}], ids=lambda options: options["to"])
+def test_an_adapter_beside_its_base_is_merged_left_out_or_refused_but_never_lost_in_silence(verl, options, tmp_path):
+    with pytest.raises(RequestError, match=r"LoRA adapter of 4 tensors.*--merge-adapter self.*--drop-adapter.*--to peft"):
+        reshard.plan(verl, **options)
+    vocabulary = 50 if options["to"] == "megatron" else None
+    for name, source, given in (
+        ("self", verl, {"merge_adapter": "self"}),
+        ("peft", HF / "qwen3_moe-sparse", {"merge_adapter": PEFT / "fsdp2" / "adapter"}),
+        ("base", verl, {"drop_adapter": True}),
+        ("published", HF / "qwen3_moe-sparse", {}),
+    ):
+        reshard.convert(reshard.plan(source, **options, **given), tmp_path / name)
+    prints = {
+        name: reshard.fingerprint(reshard.open(tmp_path / name, model=HF / "qwen3_moe-sparse", vocab_size=vocabulary)).root
+        for name in ("self", "peft", "base", "published")
+    }
+    assert prints["self"] == prints["peft"] != prints["base"] == prints["published"]
+    recorded = json.loads((tmp_path / "self" / "reshard.json").read_text())
+    assert recorded["adapter"]["path"] == str(verl) and recorded["adapter"]["lora_alpha"] == 6
+
+
+def test_targets_that_keep_names_carry_the_adapter_and_its_settings(verl, tmp_path):
+    reshard.convert(reshard.plan(verl, to="dcp"), tmp_path / "dcp")
+    reshard.convert(reshard.plan(tmp_path / "dcp", to="peft", base_model="qwen3_moe-sparse"), tmp_path / "adapter")
+    assert same(load(tmp_path / "adapter"), load(PEFT / "fsdp2" / "adapter"))
+    reshard.convert(reshard.plan(verl, to="dcp", drop_adapter=True), tmp_path / "base")
+    assert not any(tensor.kind == "adapter" for tensor in reshard.open(tmp_path / "base").index.tensors)
+
+
+def test_what_to_do_with_an_adapter_that_is_not_there_is_refused(verl):
+    for given, option in (({"merge_adapter": "self"}, "--merge-adapter self"), ({"drop_adapter": True}, "--drop-adapter")):
+        with pytest.raises(RequestError, match=f"{option}: no LoRA adapter"):
+            reshard.plan(HF / "llama", to="hf", **given)
+        with pytest.raises(RequestError, match="--include or --exclude leaves it out"):
+            reshard.plan(verl, to="hf", exclude="*lora*", **given)
+    assert reshard.plan(verl, to="hf", exclude="*lora*")
+    with pytest.raises(RequestError, match="--lora-alpha does not apply to hf"):
+        reshard.plan(verl, to="hf", lora_alpha="6", drop_adapter=True)
+
+
+def test_the_scale_of_an_adapter_that_no_file_tells_is_asked_for(verl):
+    (verl / "lora_train_meta.json").unlink()
+    with pytest.raises(RequestError, match=r"lora_alpha is not known.*--lora-alpha"):
+        reshard.plan(verl, to="hf", merge_adapter="self")
+    assert any("use_rslora" in note for note in reshard.plan(verl, to="hf", merge_adapter="self", lora_alpha="6").layout.notes)
+    given = PEFT / "fsdp2" / "adapter"
+    assert not any("use_rslora" in note for note in reshard.plan(verl, to="hf", merge_adapter="self", adapter_config=given).layout.notes)
+
+
+def test_the_class_of_a_module_says_how_a_square_weight_is_stored(tmp_path):
+    """PEFT sets fan_in_fan_out by it; the settings in a training checkpoint may lack it."""
+    adapter = edited("conv1d", tmp_path / "adapter", fan_in_fan_out=False)
+    reshard.convert(reshard.plan(HF / "gpt2", to="hf", merge_adapter=adapter), tmp_path / "out")
+    after = load(tmp_path / "out", "model.safetensors")
+    expected = truth("conv1d")["merged"]
+    assert {name: digest(after[name]) for name in expected} == expected
+
+
+def test_the_next_command_never_leaves_out_what_was_trained(verl):
+    shown, about = run("inspect", verl).out, json.loads(run("inspect", verl, "--json").out)
+    assert about["outlook"]["next"] == f"reshard convert {verl} out --to vllm --tp 8 --merge-adapter self"
+    assert about["outlook"]["next"] in shown and "LoRA of rank 2, alpha 6" in shown
+    (verl / "lora_train_meta.json").unlink()
+    assert run("inspect", verl).out.count("--merge-adapter self --lora-alpha ALPHA") == 1
+    adapter = PEFT / "plain" / "adapter"
+    shown = run("inspect", adapter).out
+    assert "\n  complete  8 tensors" in shown and f"next      reshard convert BASE merged --to hf --merge-adapter {adapter}\n" in shown
+    alone = PEFT / "zero3" / "excluded"
+    assert f"next      reshard convert {alone} adapter --to peft" in run("inspect", alone).out
 
 
 def test_what_no_file_says_must_be_given(tmp_path):

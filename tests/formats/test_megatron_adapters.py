@@ -43,7 +43,7 @@ def test_an_adapter_is_written_as_megatron_bridge_exports_it(case, tmp_path):
 @pytest.mark.parametrize("case", [case for case in CASES if case != "llama-alone"])
 def test_base_and_adapter_are_separated(case, tmp_path):
     folder = FIXTURES / "megatron_lora" / case
-    plan = reshard.plan(open_case(folder), to="hf")
+    plan = reshard.plan(open_case(folder), to="hf", drop_adapter=True)
     assert {drop.kind for drop in plan.drops} == {"adapter"}
     reshard.convert(plan, tmp_path / "base")
     base = {name: value for (name, role), value in truth(folder).items() if role == "weight"}
@@ -53,9 +53,9 @@ def test_base_and_adapter_are_separated(case, tmp_path):
 def test_the_adapter_of_a_checkpoint_is_merged_into_its_base_cut_for_any_ranks(tmp_path):
     source = open_case(FIXTURES / "megatron_lora" / "llama")
     reshard.convert(reshard.plan(source, to="peft", **GIVEN), tmp_path / "adapter")
-    reshard.convert(reshard.plan(source, to="hf"), tmp_path / "base")
+    reshard.convert(reshard.plan(source, to="hf", drop_adapter=True), tmp_path / "base")
     for to, sizes in (("hf", {}), ("vllm", {"tp": 2})):
-        reshard.convert(reshard.plan(source, to=to, merge_adapter=tmp_path / "adapter", **sizes), tmp_path / to)
+        reshard.convert(reshard.plan(source, to=to, merge_adapter="self", lora_alpha="6", **sizes), tmp_path / to)
     reshard.convert(reshard.plan(tmp_path / "base", to="hf", merge_adapter=tmp_path / "adapter"), tmp_path / "merged")
     assert reshard.verify(tmp_path / "merged", tmp_path / "hf").equal
     assert reshard.verify(tmp_path / "hf", tmp_path / "vllm").equal

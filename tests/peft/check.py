@@ -2,8 +2,9 @@
 
     python tests/peft/check.py [--reshard COMMAND] [--python INTERPRETER]
 
-Of each adapter: reshard's merge is PEFT's in float32 within one unit in the last place of bfloat16; `--to peft` of a trainer's state
-dict has the bits that PEFT saved, and PEFT loads it; `--to hf` of it is the base. An environment with PEFT is made in .venv-peft.
+Of each adapter: reshard's merge is PEFT's in float32 within one unit in the last place of bfloat16, and `--merge-adapter self` of a
+trainer's state dict has the same bits; `--to peft` of it has the bits that PEFT saved, and PEFT loads it; `--to hf --drop-adapter` of it is
+the base. An environment with PEFT is made in .venv-peft.
 """
 
 from __future__ import annotations
@@ -136,6 +137,9 @@ def checks_of_case(
         name = base["model_type"] if isinstance(base, dict) else base
         row = f"| {case} | {name} | {tensors} | {elements:,} | {one} | {more} |"
         yield f"merge: {row}", not more and one <= 4, row
+        own = ("--merge-adapter", "self", "--adapter-config", folder / "adapter")
+        again = convert("self", folder / "trained.pt", "--to", "hf", "--model", root, *own, "--dtype", "bf16")
+        yield f"--merge-adapter self: {case}", peft.ask("compare", again, folder / "merged")[2:] == [one, more], "another merge"
     source = folder / ("adapter" if case in _WITH_EMBEDDINGS else "trained.pt")
     written = convert("peft", source, "--to", "peft", "--model", root, "--adapter-config", folder / "adapter")
     yield f"--to peft: {case}", not any(peft.ask("compare", written, folder / "adapter")[2:]), "other bits"
@@ -144,7 +148,7 @@ def checks_of_case(
     peft.ask("load", root, written)
     yield f"PEFT loads it: {case}", True, ""
     if case not in _BASE_CHANGES:
-        plain = convert("plain", folder / "trained.pt", "--to", "hf", "--model", root)
+        plain = convert("plain", folder / "trained.pt", "--to", "hf", "--model", root, "--drop-adapter")
         yield f"--to hf: {case}", not any(peft.ask("compare", plain, root)[2:]), "other bits"
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.adapter.format import Format, Hints
-from reshard.adapter.option import Option
+from reshard.adapter.option import ADAPTER, Option
 
 if TYPE_CHECKING:
     from reshard.adapter.model_files import ModelFiles
@@ -36,9 +36,7 @@ class Peft(Format):
     refines = ("hf",)
     holds_adapters = True
     options = (
-        Option("adapter", "text", "Write this adapter, if the checkpoint holds several."),
-        Option("adapter_config", "path", "Take the settings from this adapter_config.json, or from that in this directory."),
-        Option("lora_alpha", "text", "lora_alpha of the training, if the checkpoint has no adapter_config.json that gives it."),
+        *ADAPTER,
         Option("task_type", "text", "Task of the adapter, such as CAUSAL_LM, if nothing else tells it."),
         Option("base_model", "text", "Name or path of the base model, if nothing else tells it."),
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from reshard.adapter.model_files import ADAPTER_CONFIG, ModelFiles
 from reshard.canonical.content import Content
-from reshard.canonical.lora import PREFIX, TRAINED_TOKENS, AdapterName, adapter_name, base_name
+from reshard.canonical.lora import TRAINED_TOKENS, AdapterName, LoraSettings, adapter_name, base_name
 from reshard.errors import CheckpointError, RequestError
 
 # transformers' classes end in these; peft's TaskType has these names.
@@ -47,12 +47,11 @@ def complete_config(content: Content, options: Mapping[str, Any], companions: Mo
     if saved and "modules_to_save" not in config and config.get("bias", "none") == "none":
         config["modules_to_save"] = saved
     _check_trained_tokens(config, content)
-    config["lora_alpha"] = _alpha(config, options)
+    config = dict(LoraSettings(config).with_alpha(options.get("lora_alpha")).config)
     config["task_type"] = _text(config, options, "task_type", _task(companions.config or {}))
     config["base_model_name_or_path"] = _text(config, options, "base_model", _base_of(companions), key="base_model_name_or_path")
-    if "use_rslora" not in config:
-        config["use_rslora"] = False
-        notes.append("use_rslora: nothing says whether the scale is alpha / sqrt(r); alpha / r is written, as without the setting in PEFT")
+    notes += LoraSettings(config).notes
+    config.setdefault("use_rslora", False)
     config.setdefault("bias", "none")
     config["inference_mode"] = True
     return config, tuple(notes)
@@ -88,13 +87,7 @@ def _infer_ranks(config: dict[str, Any], ranks: Mapping[str, int]) -> list[str]:
 def _target_modules(modules: Iterable[str], content: Content) -> list[str]:
     """The last parts of the modules' names, if they choose just these modules of the model; otherwise the full names."""
     adapted = set(modules)
-    if stacked := sorted(module for module in adapted if module.endswith((".experts", ".base_layer"))):
-        raise RequestError(
-            f"the adapter changes parameters of {stacked[0]}, and no {ADAPTER_CONFIG} gives target_parameters",
-            where=f"{PREFIX}{stacked[0]}",
-            why="The names of the tensors do not tell which parameters of the module they change",
-            do="Give the settings of the training with --adapter-config",
-        )
+    LoraSettings({}).check_parameters(adapted)
     last = {module.rpartition(".")[2] for module in adapted}
     of_model = {base_name(drop.name).rpartition(".")[0] for drop in content.drops if drop.name.endswith(".weight")}
     if content.model:
@@ -121,23 +114,6 @@ def _saved_module(name: str, pairs: Mapping[str, int], content: Content) -> str 
         return None
     module = base_name(name).rpartition(".")[0]
     return None if module in pairs else module.rpartition(".")[2]
-
-
-def _alpha(config: Mapping[str, Any], options: Mapping[str, Any]) -> float:
-    given = options.get("lora_alpha")
-    if given is None and config.get("lora_alpha") is not None:
-        return config["lora_alpha"]  # type: ignore[no-any-return]
-    try:
-        alpha = float(given) if given is not None else None
-    except ValueError:
-        raise RequestError(f"--lora-alpha {given}: a number is expected") from None
-    if alpha is None:
-        raise RequestError(
-            "lora_alpha is not known",
-            why=f"The update is alpha / r times the product of the factors, and the checkpoint has no {ADAPTER_CONFIG} that gives alpha",
-            do="Give it with --lora-alpha, or all settings with --adapter-config",
-        )
-    return int(alpha) if alpha == int(alpha) else alpha
 
 
 def _text(config: Mapping[str, Any], options: Mapping[str, Any], option: str, known: str | None, *, key: str | None = None) -> str:
