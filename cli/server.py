@@ -4,37 +4,58 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from reshard.geometry.quantities import plural
 
+from .invocation import current
 from .tables import show
 
 if TYPE_CHECKING:
-    from reshard.verbs.digests import ServerComparison
+    from reshard.verbs.server_comparison import ServerComparison
 
 # Names of one kind that are printed; --json prints all.
 _MOST = 8
+
+allow_not_comparable = click.option(
+    "--allow-not-comparable",
+    is_flag=True,
+    help="Exit with 0 if nothing is different and at least one parameter is equal, though others cannot be compared.",
+)
 
 
 def server_document(result: ServerComparison) -> dict[str, Any]:
     """The comparison with stable keys."""
     return {
         "equal": result.equal,
+        "parameters": result.parameters,
         "matching": result.matching,
         "renamed": result.renamed,
         "different": result.keys("values"),
         "missing": result.keys("missing"),
         "not_comparable": result.not_comparable,
+        "unknown": result.unknown,
+        "bytes": result.total_nbytes,
+        "compared_bytes": result.nbytes,
     }
+
+
+def exit_code(result: ServerComparison, *, allowed: bool) -> int:
+    """0 if the server holds the weights; also if it cannot be told, where that is allowed and something is equal."""
+    return 0 if result.equal or (allowed and result.equal is None and result.found) else 1
 
 
 def show_server(result: ServerComparison, server: str = "the server") -> None:
     """Print the verdict and the names."""
-    different, missing = result.keys("values"), result.keys("missing")
-    found = result.matching + len(result.renamed)
-    counts = f"{plural(found, 'parameter')} equal, {len(different):,} different, {len(missing):,} missing"
-    other = f", {len(result.not_comparable):,} not comparable" if result.not_comparable else ""
-    show(f"{server} holds {'these' if result.equal else 'other'} weights: {counts}{other}")
-    for title, keys in (("different", different), ("missing", missing), ("not comparable", result.not_comparable)):
+    show(result.verdict(server))
+    if current().log.quiet:
+        return
+    for title, keys in (
+        ("different", result.keys("values")),
+        ("missing", result.keys("missing")),
+        ("not comparable", result.not_comparable),
+        ("unknown", result.unknown),
+    ):
         for key in keys[:_MOST]:
             show(f"  {title:<14}  {key}")
         if len(keys) > _MOST:

@@ -10,7 +10,7 @@ import click
 from .. import options
 from ..json_output import show_json
 from ..progress import bar
-from ..server import server_document, show_server
+from ..server import allow_not_comparable, exit_code, server_document, show_server
 from ..tables import show
 
 if TYPE_CHECKING:
@@ -27,42 +27,45 @@ if TYPE_CHECKING:
 )
 @click.argument("source")
 @click.option("--compare", "server", metavar="FILE", help="Compare with the answer of a server's weight checker.")
+@allow_not_comparable
 @options.target()
 @options.selection("Hash")
 @options.format_name
 @options.model
 @options.as_json
-def command(source: str, to: str, server: str | None, as_json: bool, **given: Any) -> None:
+def command(source: str, to: str, server: str | None, allow_not_comparable: bool, as_json: bool, **given: Any) -> None:
     """Print the digest of every parameter of every rank, as the serving engine holds it after loading SOURCE.
 
     For vLLM the digest is the SHA-256, for SGLang its hash of 64 bits as on a GPU. With --json, it is printed in the engine's own form.
 
     With --compare, tell whether a live server holds these weights. FILE is what the server answers to
     `curl -X POST http://HOST:8000/weight_checker -H 'Content-Type: application/json' -d '{"action": "checksum"}'`; vLLM answers if it was
-    started with VLLM_SERVER_DEV_MODE=1. SGLang's path is /weights_checker. The exit code is 1 if a parameter differs or is missing.
-    `reshard verify SOURCE http://HOST:8000` asks the server itself.
+    started with VLLM_SERVER_DEV_MODE=1. SGLang's path is /weights_checker. The exit code is 1 if a parameter differs, is missing,
+    or cannot be compared. `reshard verify SOURCE http://HOST:8000` asks the server itself.
     """
     import reshard
-    from reshard.verbs.digests import compare_with_server, digests_of, likely_hash, parameters, weight_checker
+    from reshard.errors import RequestError
+    from reshard.verbs.digests import expected_parameters, weight_checker
     from reshard.verbs.request import OpenOptions
+    from reshard.verbs.server_comparison import compare_with_server
 
+    if allow_not_comparable and server is None:
+        raise RequestError("--allow-not-comparable is for a server", do="Give its answer with --compare FILE, or leave the option out")
     checker = weight_checker(to)
     held = _answer(server, checker) if server else None
     opened = reshard.open(source, **options.take(given, OpenOptions))
     total = sum(tensor.nbytes for tensor in opened.index.tensors if tensor.kind == "weight")
     with bar(total, "digests", None) as advance:
-        expected_parameters = parameters(reshard.plan(opened, to=to, **given))
-        new_hash = likely_hash(expected_parameters, held or {}, checker)
-        expected = digests_of(expected_parameters, new_hash, advance)
+        expected = expected_parameters(reshard.plan(opened, to=to, **given), held or {}, checker, advance)
     result = compare_with_server(expected, held, checker) if held is not None else None
     if as_json:
-        show_json({**checker.document(expected), "comparison": None if result is None else server_document(result)})
+        show_json({**checker.document(expected.digests), "comparison": None if result is None else server_document(result)})
     elif result is None:
-        for key, digest in expected.items():
+        for key, digest in expected.digests.items():
             show(f"{digest}  {key}")
     else:
         show_server(result)
-    click.get_current_context().exit(0 if result is None or result.equal else 1)
+    click.get_current_context().exit(0 if result is None else exit_code(result, allowed=allow_not_comparable))
 
 
 def _answer(path: str, checker: WeightChecker) -> dict[str, str]:

@@ -12,12 +12,12 @@ from .. import options
 from ..invocation import current
 from ..json_output import show_json
 from ..progress import bar
-from ..server import server_document, show_server
+from ..server import allow_not_comparable, exit_code, server_document, show_server
 from ..tables import nbytes_text, show, table
 
 if TYPE_CHECKING:
     from reshard.engine.compare import Comparison
-    from reshard.verbs.digests import ServerComparison
+    from reshard.verbs.server_comparison import ServerComparison
 
 
 @click.command(
@@ -36,12 +36,15 @@ if TYPE_CHECKING:
 @click.option(
     "--layout", "stored_layout", metavar="FILE", help="The learned layout that a serving engine's files follow, if none lies beside them."
 )
+@allow_not_comparable
 @options.selection("Compare")
 @options.model
 @options.effort
 @options.page
 @options.as_json
-def command(left: str, right: str | None, cast: bool, as_json: bool, show_progress: bool | None, **given: Any) -> None:
+def command(
+    left: str, right: str | None, cast: bool, allow_not_comparable: bool, as_json: bool, show_progress: bool | None, **given: Any
+) -> None:
     """Check that LEFT and RIGHT hold the same weights, bit by bit, whatever their layouts.
 
     Names, shapes, element types and values are compared, including replicas and padding. The exit code is 1 if they differ. If only one
@@ -52,7 +55,8 @@ def command(left: str, right: str | None, cast: bool, as_json: bool, show_progre
 
     If RIGHT is the address of a server, such as http://localhost:8000, ask its weight checker for the digest of every parameter of every
     rank, and compare them with those that LEFT has at the server's parallel sizes. vLLM answers if it was started with
-    VLLM_SERVER_DEV_MODE=1. What the engine has repacked after loading is not comparable, and does not count as equal.
+    VLLM_SERVER_DEV_MODE=1. Where the engine has repacked weights after loading in a way that is not known, the answer is "cannot tell",
+    with exit code 1; --allow-not-comparable accepts it.
     """
     import reshard
     from reshard.errors import RequestError
@@ -78,6 +82,8 @@ def command(left: str, right: str | None, cast: bool, as_json: bool, show_progre
         with bar(total, "verify", show_progress) as advance:
             on_server = verify_server(opened, right, selection=selection_of(given), progress=advance)
         result = on_server
+    elif allow_not_comparable:
+        raise RequestError("--allow-not-comparable is for a server", do="Give the address of a server as RIGHT, or leave it out")
     elif right is None:
         if cast or any(given.values()):
             raise RequestError("a cast or a selection needs a second checkpoint", do="Give RIGHT, or leave these options out")
@@ -112,7 +118,8 @@ def command(left: str, right: str | None, cast: bool, as_json: bool, show_progre
         show_server(on_server, str(right).rstrip("/"))
     else:
         _show(result, with_manifest=right is None)
-    click.get_current_context().exit(0 if result.equal else 1)
+    is_equal = exit_code(on_server, allowed=allow_not_comparable) == 0 if on_server else result.equal
+    click.get_current_context().exit(0 if is_equal else 1)
 
 
 def _show(result: Comparison, *, with_manifest: bool) -> None:

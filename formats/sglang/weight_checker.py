@@ -6,18 +6,27 @@
 On a GPU the number is a mix of the parameter's 32-bit words and their positions (TensorHash); elsewhere it is the first 8 bytes of the
 SHA-256. Read in SGLang 0.5.23 (srt/utils/weight_checker.py, kernels/ops/memory/gpu_tensor_hash.py), whose kernel gave the numbers in
 tests/formats/test_digests.py in Triton's interpreter; no server was asked.
+
+On a CPU with AMX the weights of linear layers, experts and short convolutions are packed under their own names in panels of 32 rows of
+pairs (srt/layers/amx_utils.py: the operator convert_weight_packed, which vLLM's CPU build has too). On a GPU, matrices that are not
+quantized are held as loaded, and of FP8 matrices with blocks the checker hashes the dequantized values, which are not computed here.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from reshard.adapter.serving_format.weight_checker import ServerFacts, ServingRank, WeightChecker, split_key, texts
+from reshard.adapter.serving_format.repacking import Panels
+from reshard.adapter.serving_format.weight_checker import ParameterHash, ServerFacts, ServingRank, WeightChecker, split_key, texts
+
+if TYPE_CHECKING:
+    from reshard.engine.views import LazyTensor
 
 _TILE = 8192
 _SEED = 0x243F6A88
@@ -118,6 +127,11 @@ class SglangWeightChecker(WeightChecker):
     start = "SGLang: start a version that has /weights_checker, such as 0.5.23"
     info_path = "/server_info"
     hashes = (TensorHash, ShortSha256)
+    own = re.compile(r"normalizer$|(cos|sin)_cache|inv_freq|freqs_cis|expert_mask_gpu")
+    repackings = (Panels(32, 2), Panels(None, 1))
+
+    def keeps(self, weight: LazyTensor, new_hash: Callable[[], ParameterHash]) -> bool:
+        return super().keeps(weight, new_hash) and (new_hash is TensorHash or len(weight.shape) < 2)
 
     def read(self, answer: Mapping[str, Any]) -> dict[str, str]:
         found: dict[str, str] = {}

@@ -1,16 +1,28 @@
 """vLLM's weight checker, `POST /weight_checker` of a server in development mode: the SHA-256 of every parameter.
 
 Measured on vLLM 0.32.0 (model_executor/model_loader/weight_checksum.py, v1/worker/gpu_worker.py: _weight_checksum_prefix). The answer to
-`{"action": "checksum"}` is `{"checksums": {"dp0:pp0:pcp0:tp3:model.norm.weight": SHA-256, ...}}`. On a CPU, linear layers are repacked
-after loading and leave an empty parameter behind, whose digest is that of no bytes.
+`{"action": "checksum"}` is `{"checksums": {"dp0:pp0:pcp0:tp3:model.norm.weight": SHA-256, ...}}`. What a digest is of depends on the
+kernels:
+
+    a CPU's linear layers       nothing: the kernel keeps the weight, and an empty parameter is left (model_executor/layers/utils.py:
+                                dispatch_cpu_unquantized_gemm); with AMX a bias becomes 32 bits wide
+    a CPU's experts             panels of 16 rows, with AMX of pairs (experts/cpu_moe.py: cpu_prepack_moe_weight)
+    a CPU's short convolutions  panels of 32 rows of pairs (causal_conv1d_weight_pack), also FP8 matrices with AMX (convert_weight_packed)
+    a GPU's FP8 matrices        with one scale for each matrix or row transposed (kernels/linear/scaled_mm); with blocks as loaded
+    a GPU's other matrices      as loaded
+
+The panels were measured with the operators of vLLM 0.32's CPU build, the forms on a GPU are read from its source. There are other kernels:
+Marlin's, FlashInfer's and ROCm's arrange quantized weights and experts in ways that are not computed here.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from reshard.adapter.serving_format.repacking import Panels, Widened
 from reshard.adapter.serving_format.weight_checker import ServerFacts, WeightChecker, texts
 
 
@@ -19,6 +31,8 @@ class VllmWeightChecker(WeightChecker):
     start = "vLLM: set VLLM_SERVER_DEV_MODE=1 in its environment"
     info_path = "/server_info?config_format=json"
     hashes = (hashlib.sha256,)
+    own = re.compile(r"attn\._?([qkv]|prob)_(scale|zero_point)$")
+    repackings = (Panels(16, 1), Panels(16, 2), Panels(32, 2), Panels(None, 1), Widened())
 
     def read(self, answer: Mapping[str, Any]) -> dict[str, str]:
         # A document of `reshard digests --json` has them under "baseline".

@@ -66,8 +66,8 @@ class Comparison:
     """Sentences about what was not compared."""
 
     @property
-    def equal(self) -> bool:
-        """Whether there is no difference."""
+    def equal(self) -> bool | None:
+        """Whether there is no difference; of a live server None, if not everything could be compared."""
         return not self.differences
 
     def raise_if_different(self) -> None:

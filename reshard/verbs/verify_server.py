@@ -16,9 +16,10 @@ from reshard.plans.summary import casts
 from reshard.plans.summary import kinds as kinds_of
 from reshard.storage.server import Server
 from reshard.verbs.checkpoint import Checkpoint, opened
-from reshard.verbs.digests import ServerComparison, compare_with_server, digests_of, likely_hash, parameters, weight_checkers
+from reshard.verbs.digests import expected_parameters, weight_checkers
 from reshard.verbs.planning import plan_conversion
 from reshard.verbs.request import ConversionRequest, PathLike, Progress
+from reshard.verbs.server_comparison import ExpectedParameters, ServerComparison, compare_with_server
 
 
 class HeldWeights(NamedTuple):
@@ -52,10 +53,8 @@ def verify_server(
         drop_adapter=bool(checkpoint.content(selection).adapter),
     )
     planned = plan_conversion(checkpoint, request)
-    expected = parameters(planned)
-    digests = digests_of(expected, likely_hash(expected, held.digests, held.checker), progress)
-    result = compare_with_server(_on_replicas(digests, held.digests, address), held.digests, held.checker)
-    result.nbytes = sum(tensor.nbytes for view in expected.values() for tensor in view.values())
+    expected = expected_parameters(planned, held.digests, held.checker, progress)
+    result = compare_with_server(_on_replicas(expected, held.digests, address), held.digests, held.checker)
     result.notes.append(f"the server runs {held.format} on {held.parallel}")
     if planned.content.adapter:
         result.notes.append("the LoRA adapter of the checkpoint was not compared: the base weights were")
@@ -102,18 +101,21 @@ def _cast(checkpoint: Checkpoint, served: str | None) -> str | None:
     return served if stored and held and stored != held and stored.floating and stored.itemsize > 1 else None
 
 
-def _on_replicas(expected: dict[str, str], held: Mapping[str, str], address: str) -> dict[str, str]:
-    """The expected digests on every replica: ranks that differ in their data-parallel or context-parallel number hold the same."""
+def _on_replicas(expected: ExpectedParameters, held: Mapping[str, str], address: str) -> ExpectedParameters:
+    """What is expected on every replica: ranks that differ in their data-parallel or context-parallel number hold the same."""
     replicas = {(rank.dp, rank.pcp) for rank in (split_key(key)[0] for key in held)}
-    if len(replicas) == 1:
-        return expected
-    if len(replicas) * len(expected) > 4 * len(held):
+    if len(replicas) * len(expected.digests) > 4 * len(held) and len(replicas) > 1:
         raise CheckpointError(
-            f"the server tells of {len(held):,} parameters on {len(replicas):,} replicas, and the model has {len(expected):,}",
+            f"the server tells of {len(held):,} parameters on {len(replicas):,} replicas, and the model has {len(expected.digests):,}",
             where=address,
         )
-    found: dict[str, str] = {}
-    for key, digest in expected.items():
-        rank, name = split_key(key)
-        found |= {rank._replace(dp=dp, pcp=pcp).key(name): digest for dp, pcp in replicas}
-    return found
+    keys = {
+        rank._replace(dp=dp, pcp=pcp).key(name): key
+        for key, (rank, name) in ((key, split_key(key)) for key in expected.digests)
+        for dp, pcp in replicas
+    }
+    return ExpectedParameters(
+        {replica: expected.tensors[key] for replica, key in keys.items()},
+        {replica: expected.digests[key] for replica, key in keys.items()},
+        expected.new_hash,
+    )

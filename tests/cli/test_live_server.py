@@ -1,13 +1,17 @@
 """`reshard verify CKPT http://HOST:PORT` against a server that answers as vLLM's and SGLang's do, and against hostile ones. A really served
 model is asked in tests/serving."""
 
+import hashlib
 import json
+import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from command import reshard
 from places import HF
+from safetensors.torch import load_file, save_file
 from weight_servers import held, server, vllm
 
 import reshard as library
@@ -52,18 +56,95 @@ def test_a_difference_on_one_rank_of_one_replica_is_named():
     assert result.code == 1 and result.document["server"]["missing"] == [key]
 
 
+def with_linears_emptied(digests):
+    """As on a CPU, where the kernel of a linear layer keeps the weight and leaves an empty parameter behind."""
+    return {key: EMPTY if "_proj.weight" in key else digest for key, digest in digests.items()}
+
+
 def test_what_is_repacked_is_not_comparable_and_never_equal():
-    digests = held("llama")
-    repacked = {key: EMPTY if "_proj" in key else digest for key, digest in digests.items()}
-    result = verified("llama", vllm(repacked), "--json")[0]
+    digests, view = held("llama"), library.open(HF / "llama").view(to="vllm", rank=0)
+    sizes = {name: view[name].nbytes for name in (key.split(":")[-1] for key in digests)}
+    whole, linear = sum(sizes.values()), sum(size for name, size in sizes.items() if "_proj" in name)
+    result = verified("llama", vllm(with_linears_emptied(digests)), "--json")[0]
     about = result.document["server"]
-    assert result.code == 0 and len(about["not_comparable"]) == 8 and about["matching"] == len(digests) - 8
+    assert (result.code, result.document["equal"], about["equal"]) == (1, None, None)
+    assert len(about["not_comparable"]) == 8 and about["matching"] == len(digests) - 8 == 7 and not about["different"] + about["missing"]
+    assert (result.document["bytes"], about["compared_bytes"], about["bytes"]) == (whole - linear, whole - linear, whole)
+    said = verified("llama", vllm(with_linears_emptied(digests)))[0].out
+    assert said.startswith(
+        f"cannot tell: 7 of 15 parameters, {100 * (whole - linear) // whole} % of the bytes, are equal; 8 were repacked by this server\n"
+    )
+
+
+def test_who_accepts_what_cannot_be_compared_gets_0_and_hears_it():
+    answers = vllm(with_linears_emptied(held("llama")))
+    result = verified("llama", answers, "--allow-not-comparable", "-q")[0]
+    assert result.code == 0 and result.out.startswith("cannot tell: 7 of 15") and result.out.count("\n") == 1
+    assert verified("llama", answers, "--allow-not-comparable", "--json")[0].document["equal"] is None
+    other = {**with_linears_emptied(held("llama")), KEY: "0" * 64}
+    assert verified("llama", vllm(other), "--allow-not-comparable")[0].code == 1
+    nothing = verified("llama", vllm(dict.fromkeys(held("llama"), EMPTY)), "--allow-not-comparable")[0]
+    assert nothing.code == 1 and nothing.out.startswith("cannot tell: 0 of 15 parameters, 0 % of the bytes")
+    assert "is for a server" in reshard("verify", HF / "llama", HF / "llama", "--allow-not-comparable").err
+
+
+def test_a_wrong_checkpoint_is_never_held_by_a_server_that_hides_its_linear_layers(tmp_path):
+    """Gate and up of layer 1 exchanged, rows of a query matrix interleaved: nothing that this server shows tells it."""
+    weights = load_file(HF / "llama" / "model.safetensors")
+    shutil.copytree(HF / "llama", tmp_path / "wrong")
+    gate, up, query = (f"model.layers.{name}.weight" for name in ("1.mlp.gate_proj", "1.mlp.up_proj", "0.self_attn.q_proj"))
+    rows = weights[query].shape[0]
+    interleaved = weights[query].reshape(2, rows // 2, -1).transpose(0, 1).reshape(weights[query].shape)
+    wrong = {**weights, gate: weights[up], up: weights[gate], query: interleaved.contiguous()}
+    save_file(wrong, tmp_path / "wrong" / "model.safetensors", {"format": "pt"})
+    for digests, verdict in ((with_linears_emptied(held("llama")), None), (held("llama"), False)):
+        with server(vllm(digests)) as (address, _):
+            result = reshard("verify", tmp_path / "wrong", address, "--json")
+            assert result.code == 1 and result.document["equal"] is verdict
+            with pytest.raises(library.DifferenceFound, match="Cannot tell" if verdict is None else "other weights"):
+                library.verify(tmp_path / "wrong", address).raise_if_different()
+
+
+def in_panels(matrix, rows, together):
+    """The oracle, element by element: panel by panel, group of neighbours by group, row by row."""
+    height, width = matrix.shape
+    found = [
+        matrix[row, column + i]
+        for top in range(0, height, rows)
+        for column in range(0, width, together)
+        for row in range(top, min(top + rows, height))
+        for i in range(together)
+    ]
+    return np.array(found, matrix.dtype)
+
+
+@pytest.mark.parametrize("rows, together", [(16, 1), (16, 2), (32, 2)])
+def test_experts_in_the_panels_of_a_cpu_are_equal_or_different(rows, together):
+    """vLLM's prepack_moe_weight for "vec" and "amx", and convert_weight_packed, which tests/serving asks for the same."""
+    digests, view = held("mixtral"), library.open(HF / "mixtral").view(to="vllm", rank=0)
+    experts = {f"dp0:pp0:pcp0:tp0:{name}": tensor.words() for name, tensor in view.items() if "experts.w" in name}
+    packed = {key: b"".join(in_panels(matrix, rows, together).tobytes() for matrix in words) for key, words in experts.items()}
+    right = {**digests, **{key: hashlib.sha256(content).hexdigest() for key, content in packed.items()}}
+    result = verified("mixtral", vllm(right), "--json")[0]
+    assert result.code == 0 and result.document["server"]["matching"] == len(digests)
+    first = next(iter(packed))
+    result = verified("mixtral", vllm({**right, first: "0" * 64}), "--json")[0]
+    assert result.code == 1 and result.document["server"]["different"] == [first], "others show the kernel's form"
+    result = verified("mixtral", vllm({**right, **dict.fromkeys(packed, "0" * 64)}), "--json")[0]
+    assert result.document["equal"] is None and sorted(result.document["server"]["not_comparable"]) == sorted(packed)
+    # One that is held as loaded shows that this server does not arrange them.
+    result = verified("mixtral", vllm({**right, first: digests[first]}), "--json")[0]
+    assert result.code == 1 and result.document["equal"] is not True
+
+
+def test_a_bias_that_a_cpu_made_wider_is_compared():
     layer = "dp0:pp0:pcp0:tp0:model.layers.0.self_attn.qkv_proj."
-    biased = {**held("qwen2"), layer + "weight": EMPTY, layer + "bias": "1" * 64}
-    result = verified("qwen2", vllm(biased), "--json")[0]
-    assert result.code == 0 and result.document["server"]["not_comparable"] == [layer + "weight", layer + "bias"]
-    nothing = verified("llama", vllm(dict.fromkeys(digests, EMPTY)))[0]
-    assert nothing.code == 1 and "0 parameters equal" in nothing.out
+    digests, view = held("qwen2"), library.open(HF / "qwen2").view(to="vllm", rank=0)
+    wide = (view["model.layers.0.self_attn.qkv_proj.bias"].words().astype("<u4") << 16).tobytes()
+    biased = {**digests, layer + "weight": EMPTY, layer + "bias": hashlib.sha256(wide).hexdigest()}
+    assert verified("qwen2", vllm(biased), "--json")[0].document["server"]["not_comparable"] == [layer + "weight"]
+    biased[layer + "bias"] = "1" * 64
+    assert verified("qwen2", vllm(biased), "--json")[0].document["server"]["not_comparable"] == [layer + "weight", layer + "bias"]
 
 
 def test_sglang_is_asked_likewise():
@@ -151,7 +232,7 @@ def test_hostile_names_do_not_reach_the_terminal():
     digests = held("llama")
     digests["dp0:pp0:pcp0:tp0:\x1b[2Jmodel"] = "00"
     result = verified("llama", vllm(digests))[0]
-    assert result.code == 0 and "\x1b" not in result.out and "\\x1b[2Jmodel" in result.out
+    assert result.code == 1 and "\x1b" not in result.out and "\\x1b[2Jmodel" in result.out
 
 
 @pytest.mark.parametrize("info", [b"[]", b"{}", b'{"vllm_config": 3}', b"<html>"])

@@ -10,9 +10,13 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+from reshard.adapter.serving_format.repacking import Repacking
 from reshard.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from reshard.engine.views import LazyTensor
 
 _KEY = re.compile(r"dp(\d{1,6}):pp(\d{1,6}):pcp(\d{1,6}):tp(\d{1,6}):(.+)", re.DOTALL)
 
@@ -73,6 +77,14 @@ class WeightChecker(ABC):
     """The path where the server describes itself."""
     hashes: ClassVar[tuple[Callable[[], ParameterHash], ...]]
     """The ways in which servers hash a parameter, the usual one first."""
+    own: ClassVar[re.Pattern[str]]
+    """The names of what the engine makes itself, such as scales of the KV cache: no checkpoint says what they should be."""
+    repackings: ClassVar[tuple[Repacking, ...]]
+    """How the engine arranges weights anew after loading, as far as that is known."""
+
+    def keeps(self, weight: LazyTensor, new_hash: Callable[[], ParameterHash]) -> bool:
+        """Whether the engine holds a weight as it was loaded, whatever the kernels, or nothing under its name."""
+        return weight.dtype.floating and weight.dtype.itemsize > 1 and len(weight.shape) < 3
 
     @abstractmethod
     def read(self, answer: Mapping[str, Any]) -> dict[str, str]:
