@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,15 @@ from reshard.errors import CheckpointError, TargetError
 from reshard.geometry.light_dataclass import dataclass
 from reshard.storage.files import inside
 from reshard.storage.lock import is_locked
-from reshard.storage.staging import JOURNAL, LOCK, WORK_FOLDER, Staging
+from reshard.storage.own_files import JOURNAL, WORK_FOLDER, json_object, open_own, own_lines
+from reshard.storage.staging import Staging
 from reshard.storage.system_calls import sync_folder, system_errors
 
 # How long the journal waits between syncs: eight times as long as the last one took, within these limits. Each costs processor time, and a
 # run that is killed does again what was not synced. (The disk begins to write without it, see begin_sync.)
 _SHORTEST_WAIT, _LONGEST_WAIT, _OF_LAST_SYNC = 0.25, 1.0, 8
+# So that a line stays far below the limit of own_files.py, however long a sync takes.
+_BLOCKS_OF_A_LINE = 1 << 16
 _PARTS = "parts"
 _OF_PARTS = ("--part", "--parts")
 
@@ -64,13 +67,14 @@ class JournalHeader:
 
     @staticmethod
     def of(record: dict[str, Any]) -> JournalHeader:
-        """The header from the JSON object of the line."""
+        """The header from the JSON object of the line. Raises ValueError or TypeError if reshard did not write it."""
+        identity, to, nbytes = record.get("identity"), record.get("to", "another format"), record.get("nbytes", 0)
         return JournalHeader(
-            identity=str(record.get("identity")),
-            replaces=tuple(inside(str(path), where=JOURNAL) for path in record.get("replaces", ())),
-            to=str(record.get("to", "another format")),
-            nbytes=int(record.get("nbytes", 0)),
-            arguments=tuple(map(str, record.get("arguments", ()))),
+            identity=_text(identity),
+            replaces=tuple(inside(_text(path), where=JOURNAL) for path in record.get("replaces", ())),
+            to=_text(to),
+            nbytes=_natural(nbytes),
+            arguments=tuple(map(_text, record.get("arguments", ()))),
         )
 
     def command(self) -> str:
@@ -106,9 +110,11 @@ class Journal:
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._error: BaseException | None = None
         with system_errors("written", self._path):
+            name = str(self._path.relative_to(staging.root))
             if not header and not path:
-                _remove_incomplete_line(self._path)
-            self._file = open(self._path, "w" if header else "a")  # noqa: SIM115  (closed by `_end`)
+                _remove_incomplete_line(staging.root, name)
+            flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if header else os.O_APPEND)
+            self._file = open(open_own(staging.root, name, flags), "w")  # noqa: SIM115  (closed by `_end`)
             if header:
                 self._append(header.record())
             if header or path:
@@ -172,7 +178,8 @@ class Journal:
         if pending:
             self._staging.sync()
             with system_errors("written", self._path):
-                self._append({"blocks": pending, "nbytes": finished})
+                for i in range(0, len(pending), _BLOCKS_OF_A_LINE):
+                    self._append({"blocks": pending[i : i + _BLOCKS_OF_A_LINE], "nbytes": finished})
 
     def _append(self, record: dict[str, object]) -> None:
         self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
@@ -204,7 +211,7 @@ class Unfinished:
 
     def refusal(self) -> CheckpointError:
         """The error for somebody who wants to read the target as a checkpoint, with the command that finishes it."""
-        running = is_locked(self.root / WORK_FOLDER / LOCK)
+        running = is_locked(self.root)
         return CheckpointError(
             f"{'a conversion is running here' if running else 'an interrupted conversion'} to {self.header.to}{self.progress}",
             where=str(self.root),
@@ -216,31 +223,20 @@ class Unfinished:
 def read_journal(root: Path) -> Unfinished | None:
     """The conversion in the work folder of a target; None if there is none, or none that has noted which plan it follows.
 
-    Raises: SystemRefusal if the journal cannot be read.
+    Raises: TargetError if the journal was not written by reshard, SystemRefusal if it cannot be read.
     """
-    path = root / WORK_FOLDER / JOURNAL
-    with system_errors("read", path):
-        if not path.is_file():
-            return None
-        records = _records(path)
-        of_parts = [_records(each) for each in sorted(path.parent.glob(f"{_PARTS}/*.jsonl"))]
-    if not records or "identity" not in records[0]:
+    if (header := read_header(root)) is None:
         return None
-    try:
-        blocks = {
-            (int(i), int(j)): bytes.fromhex(digest)
-            for journal in (records, *of_parts)
-            for record in journal
-            for i, j, digest in record.get("blocks", ())
-        }
-        header, of_one, of_parts_nbytes = JournalHeader.of(records[0]), _nbytes(records[1:]), sum(map(_nbytes, of_parts))
-        # Two processes may have converted the same blocks.
-        nbytes = min(of_one + of_parts_nbytes, header.nbytes or of_one + of_parts_nbytes)
-        return Unfinished(root, header, blocks, nbytes, of_one, any("commit" in record for record in records))
-    except (ValueError, TypeError):
-        raise TargetError(
-            "the journal was not written by reshard", where=str(path), do=f"Remove {path.parent}, or start again with --overwrite"
-        ) from None
+    work, blocks = root / WORK_FOLDER, dict[BlockKey, bytes]()
+    with system_errors("read", work), _written_by_reshard(work):
+        try:
+            of_one, committing = _read(root, JOURNAL, blocks)
+            of_parts = sum(_read(root, f"{_PARTS}/{each.name}", blocks)[0] for each in sorted(work.glob(f"{_PARTS}/*.jsonl")))
+        except FileNotFoundError:  # The run has ended meanwhile.
+            return None
+    # Two processes may have converted the same blocks.
+    nbytes = min(of_one + of_parts, header.nbytes or of_one + of_parts)
+    return Unfinished(root, header, blocks, nbytes, of_one, committing)
 
 
 def progress(root: Path) -> str:
@@ -251,15 +247,51 @@ def progress(root: Path) -> str:
 
 def read_header(root: Path) -> JournalHeader | None:
     """The first line of the journal in the work folder of a target; None if there is none. Raises: as `read_journal` does."""
-    path = root / WORK_FOLDER / JOURNAL
-    with system_errors("read", path):
+    work = root / WORK_FOLDER
+    with system_errors("read", work), _written_by_reshard(work):
         try:
-            with open(path, errors="replace") as file:
-                line = file.readline()
+            record = json_object(next(own_lines(root, f"{WORK_FOLDER}/{JOURNAL}"), b""))
         except (FileNotFoundError, NotADirectoryError):
             return None
-    record = _record(line) if line.endswith("\n") else {}
-    return JournalHeader.of(record) if "identity" in record else None
+        return JournalHeader.of(record) if "identity" in record else None
+
+
+@contextmanager
+def _written_by_reshard(work: Path) -> Iterator[None]:
+    """Inside this context, a journal that holds other values than reshard writes is a TargetError."""
+    try:
+        yield
+    except (ValueError, TypeError, CheckpointError):
+        raise TargetError(
+            "the journal was not written by reshard", where=str(work / JOURNAL), do=f"Remove {work}, or start again with --overwrite"
+        ) from None
+
+
+def _read(root: Path, name: str, blocks: dict[BlockKey, bytes]) -> tuple[int, bool]:
+    """Add the blocks of one journal; returns the bytes of those that the journal lists, and whether the commit has begun."""
+    nbytes, committing = 0, False
+    for i, line in enumerate(own_lines(root, f"{WORK_FOLDER}/{name}")):
+        record = json_object(line)
+        for route, block, digest in record.get("blocks", ()):
+            blocks[_natural(route), _natural(block)] = bytes.fromhex(digest)
+        if i or name != JOURNAL:
+            nbytes = max(nbytes, _natural(record.get("nbytes", 0)))
+        committing |= "commit" in record
+    return nbytes, committing
+
+
+def _natural(value: object) -> int:
+    """A whole number that is not negative. Raises ValueError for another value."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{str(value)[:100]} is not a whole number")
+    return value
+
+
+def _text(value: object) -> str:
+    """A string. Raises ValueError for another value."""
+    if not isinstance(value, str):
+        raise ValueError("a text is expected")
+    return value
 
 
 def journal_of_part(staging: Staging) -> Path:
@@ -270,25 +302,8 @@ def journal_of_part(staging: Staging) -> Path:
     return path
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of the complete lines of a journal."""
-    return [_record(line) for line in path.read_text(errors="replace").split("\n")[:-1]]
-
-
-def _nbytes(records: list[dict[str, Any]]) -> int:
-    """The bytes of the finished blocks, as the last lines of a journal say."""
-    return max((int(record.get("nbytes", 0)) for record in records), default=0)
-
-
-def _remove_incomplete_line(path: Path) -> None:
+def _remove_incomplete_line(root: Path, name: str) -> None:
     """Remove what follows the last complete line of a journal, so that the next line is one of its own."""
-    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-
-
-def _record(line: str) -> dict[str, Any]:
-    """The JSON object of a line; empty if the line is incomplete."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    length = sum(map(len, own_lines(root, name)))
+    with open(open_own(root, name, os.O_WRONLY), "wb", buffering=0) as file:
+        os.ftruncate(file.fileno(), length)

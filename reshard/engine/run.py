@@ -27,7 +27,8 @@ from reshard.plans.digests import CURRENT, Fingerprint
 from reshard.plans.manifest import CHECKSUMS, MANIFEST, listed_files, usable_manifest
 from reshard.plans.plan import Plan, Route
 from reshard.storage.files import Files, LocalFiles
-from reshard.storage.staging import WORK_FOLDER, Staging
+from reshard.storage.own_files import WORK_FOLDER
+from reshard.storage.staging import Staging
 from reshard.storage.system_calls import system_errors
 
 _NO_PROVENANCE = Provenance()

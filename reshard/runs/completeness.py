@@ -17,7 +17,7 @@ from reshard.errors import ReshardError
 from reshard.geometry.light_dataclass import dataclass
 from reshard.plans.manifest import MANIFEST
 from reshard.storage.files import Files, read_whole
-from reshard.storage.staging import WORK_FOLDER
+from reshard.storage.own_files import WORK_FOLDER
 
 _TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
 _MARKERS = (".metadata", MANIFEST)

@@ -25,9 +25,9 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from reshard.errors import SystemRefusal, TargetError, TargetInUse
+from reshard.storage.own_files import LOCK, WORK_FOLDER, ForeignFile, check_is_own, is_known, open_own, owner
 from reshard.storage.system_calls import system_errors
 
 SECONDS_BETWEEN_BEATS = 10.0
@@ -38,10 +38,10 @@ _HAS_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, er
 
 
 class Lock:
-    """The right to write one target. plan: the identity of the plan. progress: how far the owner is, for messages to other runs."""
+    """The right to write the target `root`. plan: the identity of the plan. progress: how far the owner is, for messages to other runs."""
 
-    def __init__(self, path: Path, plan: str, progress: Callable[[], str]) -> None:
-        self._path, self._progress = path, progress
+    def __init__(self, root: Path, plan: str, progress: Callable[[], str]) -> None:
+        self._root, self._path, self._progress = root, root / WORK_FOLDER / LOCK, progress
         started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         self._record = {"pid": os.getpid(), "host": platform.node(), "started": started, "plan": plan}
         self._descriptor = -1
@@ -65,7 +65,7 @@ class Lock:
         patience_ends = time.monotonic() + _SECONDS_OF_PATIENCE
         with system_errors("created", self._path.parent):
             while not self._try(final := time.monotonic() > patience_ends, fcntl.LOCK_SH):
-                if final and _recorded(self._path).get("plan") != self._record["plan"]:
+                if final and owner(self._root).get("plan") != self._record["plan"]:
                     raise self.refusal()
                 time.sleep(0.02)
             self._write_record()
@@ -79,13 +79,12 @@ class Lock:
 
     def refusal(self) -> TargetInUse:
         """The error for a run that may not write here, because another one does."""
-        record = _recorded(self._path)
-        known = all(key in record for key in ("pid", "host", "started"))
-        owner = f": process {record['pid']} on {record['host']}, started {record['started']}" if known else ""
+        record = owner(self._root)
+        process = f": process {record['pid']} on {record['host']}, started {record['started']}" if record else ""
         same_plan = record.get("plan") == self._record["plan"]
         return TargetInUse(
-            f"another reshard is writing here{owner}{self._progress()}",
-            where=str(self._path.parent.parent),
+            f"another reshard is writing here{process}{self._progress()}",
+            where=str(self._root),
             why="Two runs at once would mix their files; nothing was changed",
             do="Wait until it has ended, or choose another directory"
             + ("; several processes share the work of one plan with --part" if same_plan else ""),
@@ -108,15 +107,15 @@ class Lock:
             self._descriptor = -1
 
     def release(self) -> None:
-        """Remove the lock file and give up the lock."""
+        """Give up the lock, and remove the lock file, unless it alone tells that the work folder is reshard's."""
         if self._descriptor < 0:
             return
         self._ended.set()
         if self._heartbeat.is_alive():
             self._heartbeat.join()
         try:
-            with suppress(OSError):  # A lock file without an owner does no harm.
-                if _is_at(self._descriptor, self._path):
+            with suppress(OSError, ForeignFile):  # A lock file without an owner does no harm.
+                if _is_at(self._descriptor, self._path) and is_known(self._root, {*os.listdir(self._path.parent)} - {LOCK}):
                     os.unlink(self._path)
             with suppress(OSError):  # A process that was forked from this one may have the file open.
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
@@ -125,14 +124,17 @@ class Lock:
             self._descriptor = -1
 
     def _write_record(self) -> None:
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(self._record).encode(), 0)
+        record = json.dumps(self._record).encode()
+        # Others may read it now: at no moment it is empty, or followed by the end of a longer one.
+        os.pwrite(self._descriptor, record.ljust(os.fstat(self._descriptor).st_size), 0)
+        os.ftruncate(self._descriptor, len(record))
 
     def _try(self, final: bool, kind: int = fcntl.LOCK_EX) -> bool:
         """Whether the lock was obtained. final: raise errors that another run may have caused by removing the folder just now."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, created = _open(self._path)
+            check_is_own(self._root)
+            descriptor, created = _open(self._root)
         except (FileNotFoundError, FileExistsError):
             if final:
                 raise
@@ -158,7 +160,7 @@ class Lock:
             if kind == fcntl.LOCK_SH:
                 raise SystemRefusal(
                     "its file system has no file locks (flock), which the parts of a conversion share",
-                    where=str(self._path.parent.parent),
+                    where=str(self._root),
                     do="Mount it with locks (Lustre: -o flock), or convert with one process",
                 ) from None
             if created:
@@ -174,11 +176,11 @@ class Lock:
                 os.utime(self._descriptor)
 
 
-def is_locked(path: Path) -> bool:
-    """Whether a run holds the lock with this lock file, or a share of it."""
+def is_locked(root: Path) -> bool:
+    """Whether a run holds the lock of a target, or a share of it."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+        descriptor = open_own(root, f"{WORK_FOLDER}/{LOCK}", os.O_RDONLY)
+    except (OSError, ForeignFile):
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -201,22 +203,13 @@ def _ask_for_all(descriptor: int) -> None:
             raise
 
 
-def _recorded(path: Path) -> dict[str, Any]:
-    """The record of the owner; empty if it cannot be read."""
-    try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def _open(path: Path) -> tuple[int, bool]:
+def _open(root: Path) -> tuple[int, bool]:
     """A descriptor of the lock file, and whether this call created it."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    path = f"{WORK_FOLDER}/{LOCK}"
     try:
-        return os.open(path, flags | os.O_EXCL, 0o666), True
+        return open_own(root, path, os.O_RDWR | os.O_CREAT | os.O_EXCL), True
     except FileExistsError:
-        return os.open(path, flags & ~os.O_CREAT), False
+        return open_own(root, path, os.O_RDWR), False
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -17,11 +17,8 @@ from pathlib import Path
 from reshard.errors import SystemRefusal, TargetError
 from reshard.storage.files import Descriptors, OpenFile
 from reshard.storage.lock import Lock
+from reshard.storage.own_files import JOURNAL, LOCK, WORK_FOLDER, ForeignFile, open_own, own_folder
 from reshard.storage.system_calls import begin_sync, sync_content, sync_folder, system_errors, system_refusal
-
-WORK_FOLDER = ".reshard"
-JOURNAL = "journal.jsonl"
-LOCK = "lock"
 
 # The most bytes of one write. For a larger write Linux takes larger pages, and a virtual machine whose host takes free memory back has to
 # fetch each of them again. When such a host was busy, writes of 512 KiB took up to 1.6 times as long as those of 128 KiB, and those of
@@ -54,7 +51,7 @@ class Staging:
 
         Raises: TargetError if another run has the lock.
         """
-        self._lock = Lock(self.work / LOCK, plan, progress)
+        self._lock = Lock(self.root, plan, progress)
         try:
             self._lock.acquire()
             yield
@@ -71,7 +68,7 @@ class Staging:
 
         Raises: TargetInUse if a run of another plan has the lock. What `begin` raises.
         """
-        lock, attempts = Lock(self.work / LOCK, plan, progress), 0
+        lock, attempts = Lock(self.root, plan, progress), 0
         while True:
             if not is_begun() and lock.try_acquire():
                 try:
@@ -131,7 +128,7 @@ class Staging:
                 self._create(path, size)
             self._sync_folders_of(self.work, sizes)
         # Write-only: an NFS client that may read a file writes whole pages, with stale bytes of other machines on them.
-        self._descriptors = Descriptors(self.work, os.O_WRONLY)
+        self._descriptors = Descriptors(self.work, os.O_WRONLY | os.O_NOFOLLOW)
 
     def write(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Write bytes into a staged file. Raises SystemRefusal if the disk is full or the file cannot be written."""
@@ -178,7 +175,7 @@ class Staging:
         staged = self.work / path
         try:
             staged.parent.mkdir(parents=True, exist_ok=True)
-            with open(staged, "wb") as file:
+            with open(open_own(self.work, path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
                 file.write(content)
                 file.flush()
                 sync_content(file.fileno())
@@ -236,17 +233,18 @@ class Staging:
         if self.journal.exists():
             self.journal.unlink()
             sync_folder(self.work)
-        for entry in list(os.scandir(self.work)):
-            if entry.is_dir(follow_symlinks=False):
-                _remove_folder(entry.path)
-            elif entry.name != LOCK:
-                os.unlink(entry.path)
+        with own_folder(self.root) as folder:
+            for entry in list(os.scandir(folder)):
+                if entry.is_dir(follow_symlinks=False):
+                    _remove_folder(entry.name, folder)
+                elif entry.name != LOCK:
+                    os.unlink(entry.name, dir_fd=folder)
 
     def _check_all_are_present(self, committing: bool) -> None:
         """Raises TargetError if a file of the earlier run is missing: the journal would claim blocks that are nowhere."""
         for path, size in self._sizes.items():
-            places = (self.work / path, self.root / path) if committing else (self.work / path,)
-            if not any(place.exists() and place.stat().st_size == size for place in places):
+            places = (self.work, self.root) if committing else (self.work,)
+            if not any(_length(place, path) == size for place in places):
                 raise _lost(self.work / path)
 
     def _check_free_space(self) -> None:
@@ -265,7 +263,7 @@ class Staging:
 
     def _create(self, path: str, size: int) -> None:
         try:
-            with open(self.work / path, "wb") as file:
+            with open(open_own(self.work, path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
                 os.truncate(file.fileno(), size)
         except OSError as error:
             raise self._refusal(error, path) from error
@@ -321,11 +319,20 @@ def _lost(staged: Path) -> TargetError:
     )
 
 
+def _length(folder: Path, path: str) -> int | None:
+    """The length of a regular file that is reached without a link; None if there is none."""
+    try:
+        with open(open_own(folder, path, os.O_RDONLY), "rb", buffering=0) as file:
+            return os.fstat(file.fileno()).st_size
+    except (FileNotFoundError, ForeignFile):
+        return None
+
+
 # shutil loads every compression module. What only reads a checkpoint imports this module for its names and does without.
-def _remove_folder(path: str) -> None:
+def _remove_folder(name: str, folder: int) -> None:
     import shutil
 
-    shutil.rmtree(path)
+    shutil.rmtree(name, dir_fd=folder)
 
 
 def _free_bytes(folder: Path) -> int:

@@ -29,9 +29,9 @@ from reshard.canonical.tensor_classes import StoredModel, classified, one_model,
 from reshard.canonical.wrappers import without_wrappers
 from reshard.containers.gc_pause import gc_paused
 from reshard.engine.events import details, event
-from reshard.engine.journal import read_journal
+from reshard.engine.journal import Unfinished, read_journal
 from reshard.engine.one_save import check_copied_files, check_steps
-from reshard.errors import CheckpointError, RequestError, UnexpectedContentError
+from reshard.errors import CheckpointError, RequestError, TargetError, UnexpectedContentError
 from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 from reshard.geometry.stored import whole
@@ -44,7 +44,7 @@ from reshard.models.model import Model
 from reshard.plans.manifest import DIGESTS, MANIFEST, listed_files, read_digests, usable_manifest
 from reshard.storage.files import Files
 from reshard.storage.local_path import is_url
-from reshard.storage.staging import WORK_FOLDER
+from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.tar import open_files, open_tree
 from reshard.verbs.request import ConversionRequest, ModelOptions, OpenOptions, PathLike
 
@@ -308,7 +308,7 @@ def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Check
     name, model, architecture = options.get("format"), options.get("model"), options.get("architecture")
     declared = named_architecture(architecture) if architecture is not None else None
     files = open_tree(path)
-    unfinished = None if is_url(path) else read_journal(Path(path))
+    unfinished = None if is_url(path) else _unfinished(Path(path))
     if unfinished and (unfinished.committing or files.list() == (f"{WORK_FOLDER}/",)):
         raise unfinished.refusal()
     if files.store is not None:
@@ -333,6 +333,14 @@ def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Check
     if model_files.note:
         index = replace(index, facts=replace(index.facts, notes=(*index.facts.notes, model_files.note)))
     return format, Checkpoint(os.fspath(path), files, index, model_files, reason, declared)
+
+
+def _unfinished(path: Path) -> Unfinished | None:
+    """The conversion that writes a directory, or was interrupted there. Raises CheckpointError if its journal is not one of reshard."""
+    try:
+        return read_journal(path)
+    except TargetError as error:
+        raise CheckpointError(error.what, where=error.where, why="It says whether the checkpoint is complete", do=error.do) from None
 
 
 def _hints(model_files: ModelFiles, options: Mapping[str, Any], declared: Architecture | None) -> Hints:

@@ -27,7 +27,7 @@ from reshard.plans.summary import DropSummary, drops
 from reshard.storage.files import LocalFiles
 from reshard.storage.local_path import is_url, local_path
 from reshard.storage.lock import is_locked
-from reshard.storage.staging import LOCK, WORK_FOLDER
+from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import system_errors
 from reshard.verbs.request import Effort, EffortOptions, PathLike
 
@@ -209,7 +209,7 @@ def local_conversion(
             return _replaceable(root, plan, existing)
 
     # Asked now, before anything is created, and again when no other run can write there. Whoever writes there now is named by `run`.
-    if not is_locked(root / WORK_FOLDER / LOCK):
+    if not is_locked(root):
         replaces()
     resume = existing == "resume"
     return Conversion(plan, root, resume=resume, replaces=replaces, workers=effort.workers, memory=effort.memory, provenance=provenance)

@@ -20,7 +20,7 @@ from reshard.plans.bands import PartNumber, imbalance, tasks_of_part
 from reshard.plans.file_tasks import FileTask, file_tasks
 from reshard.plans.manifest import MANIFEST, RECORDS
 from reshard.plans.plan import Plan
-from reshard.storage.staging import WORK_FOLDER
+from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.stores.remote_files import RemoteFiles
 from reshard.storage.stores.urls import open_store
 from reshard.verbs.request import Effort

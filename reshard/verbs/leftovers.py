@@ -6,7 +6,6 @@ a run uses it, nor if its run had begun to replace the files of the target: with
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,8 @@ from reshard.errors import RequestError, ReshardError
 from reshard.geometry.light_dataclass import dataclass
 from reshard.storage.local_path import existing_path
 from reshard.storage.lock import Lock, is_locked
-from reshard.storage.staging import JOURNAL, LOCK, WORK_FOLDER, Staging
+from reshard.storage.own_files import JOURNAL, WORK_FOLDER, is_digest, owner
+from reshard.storage.staging import Staging
 from reshard.storage.system_calls import system_refusal
 
 State = Literal["running", "resumable", "half-replaced", "not-begun", "unknown"]
@@ -33,7 +33,6 @@ MEANINGS: dict[State, str] = {
 }
 REMOVABLE: tuple[State, ...] = ("resumable", "not-begun")
 """The states in which a work folder may be removed."""
-_MOST_OF_LOCK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ def remove(leftover: Leftover) -> bool:
 
     Raises: RequestError if another run uses it or the system refuses.
     """
-    work, lock = Path(leftover.path), Lock(Path(leftover.path, LOCK), "clean", lambda: "")
+    work, lock = Path(leftover.path), Lock(Path(leftover.target), "clean", lambda: "")
     if not work.is_dir():
         return True
     lock.acquire()
@@ -115,24 +114,24 @@ def remove(leftover: Leftover) -> bool:
 
 
 def _leftover(work: Path) -> Leftover:
-    unfinished, owner = _unfinished(work.parent), _owner(work / LOCK)
-    state = _state(work, unfinished, owner)
+    unfinished, run_by = _unfinished(work.parent), owner(work.parent)
+    state = _state(work, unfinished, run_by)
     nbytes, written = _size_and_time(work)
     run = f"conversion to {unfinished.header.to}{unfinished.progress}" if unfinished else "no journal"
-    if owner:
-        run += f"; process {owner.get('pid')} on {owner.get('host')}, started {owner.get('started')}"
+    if run_by:
+        run += f"; process {run_by['pid']} on {run_by['host']}, started {run_by['started']}"
     command = unfinished.header.command() if unfinished and state in ("resumable", "half-replaced") else None
     return Leftover(str(work), str(work.parent), state, nbytes, max(time.time() - written, 0.0), run, command)
 
 
-def _state(work: Path, unfinished: Unfinished | None, owner: dict[str, Any]) -> State:
-    if is_locked(work / LOCK):
+def _state(work: Path, unfinished: Unfinished | None, run_by: dict[str, Any]) -> State:
+    if is_locked(work.parent):
         return "running"
     if unfinished:
         return "half-replaced" if unfinished.committing else "resumable"
     # A run that was stopped before it wrote its journal leaves a lock file, and one that was stopped at its very end an empty folder.
     entries = set(os.listdir(work))
-    if not entries or (owner and JOURNAL not in entries):
+    if not entries or (run_by and JOURNAL not in entries):
         return "not-begun"
     return "unknown"
 
@@ -143,20 +142,7 @@ def _unfinished(target: Path) -> Unfinished | None:
         found = read_journal(target)
     except ReshardError:
         return None
-    return found if found and _is_digest(found.header.identity) else None
-
-
-def _owner(lock: Path) -> dict[str, Any]:
-    """What the lock file says about its owner; empty if it is not a lock file of reshard."""
-    with suppress(OSError, ValueError, RecursionError), open(lock, "rb") as file:
-        record = json.loads(file.read(_MOST_OF_LOCK))
-        if isinstance(record, dict) and record.keys() == {"pid", "host", "started", "plan"}:
-            return record
-    return {}
-
-
-def _is_digest(text: str) -> bool:
-    return len(text) == 64 and set(text) <= set("0123456789abcdef")
+    return found if found and is_digest(found.header.identity) else None
 
 
 def _size_and_time(work: Path) -> tuple[int, float]:

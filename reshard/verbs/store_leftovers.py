@@ -12,7 +12,7 @@ from reshard.engine.journal import JournalHeader
 from reshard.engine.stores.store_target import StoreTarget
 from reshard.geometry.light_dataclass import dataclass
 from reshard.plans.manifest import MANIFEST
-from reshard.storage.staging import WORK_FOLDER
+from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.stores.pending_uploads import PendingUpload, PendingUploads
 from reshard.storage.stores.urls import current_options, open_store
 

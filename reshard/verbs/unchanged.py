@@ -21,7 +21,7 @@ from reshard.plans.manifest import CHECKSUMS, MANIFEST, RECORDS, Manifest, liste
 from reshard.plans.plan import Plan
 from reshard.storage.files import Files, LocalFiles
 from reshard.storage.local_path import is_url, local_path
-from reshard.storage.staging import WORK_FOLDER
+from reshard.storage.own_files import WORK_FOLDER
 
 
 def files_of_target(target: str | os.PathLike[str]) -> Files | None:

@@ -162,7 +162,7 @@ def test_a_lock_on_a_file_that_was_removed_meanwhile_does_not_count(tmp_path, mo
     def flock(descriptor, operation):
         if not removed:
             removed.append(path.unlink())
-            path.write_text("another run's")
+            path.write_text('{"pid": 1, "host": "elsewhere", "started": "now"}')
         real(descriptor, operation)
 
     path = tmp_path / "out" / ".reshard" / "lock"

@@ -134,7 +134,7 @@ def test_another_plan_is_refused_while_parts_run(plan, tmp_path):
 
 
 def test_a_part_waits_for_one_process_with_the_same_plan(plan, whole, tmp_path):
-    lock = Lock(tmp_path / "out" / ".reshard" / "lock", plan.identity(), lambda: "")
+    lock = Lock(tmp_path / "out", plan.identity(), lambda: "")
     lock.acquire()
     pid = child(lambda: reshard.convert_part(plan, tmp_path / "out", "0/1"))
     time.sleep(1.2)  # longer than a run of another plan waits

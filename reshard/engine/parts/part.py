@@ -28,7 +28,7 @@ from reshard.geometry.quantities import plural
 from reshard.plans.bands import Band
 from reshard.plans.plan import Plan
 from reshard.storage.lock import is_locked
-from reshard.storage.staging import LOCK, Staging
+from reshard.storage.staging import Staging
 from reshard.storage.system_calls import system_errors
 
 _NO_PROVENANCE = Provenance()
@@ -215,7 +215,7 @@ def check_nothing_is_missing(plan: Plan, root: Path) -> None:
         )
     missing = missing_bands(plan, unfinished.blocks)
     if missing.bands:
-        running = is_locked(Staging(root).work / LOCK)
+        running = is_locked(root)
         raise TargetError(
             missing.sentence(plan),
             where=str(root),

@@ -20,7 +20,7 @@ from reshard.geometry.light_dataclass import dataclass
 from reshard.plans.layout import Layout
 from reshard.plans.manifest import CHECKSUMS, DIGESTS, MANIFEST, Manifest, listed_files, usable_manifest
 from reshard.storage.files import Files, read_whole
-from reshard.storage.staging import WORK_FOLDER
+from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.stores.remote_files import RemoteFiles
 from reshard.storage.stores.store import Entry, Store
 

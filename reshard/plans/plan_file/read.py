@@ -32,7 +32,7 @@ from reshard.plans.plan_file.columns import ColumnsFile
 from reshard.plans.plan_file.write import KIND, VERSION
 from reshard.plans.target import Target
 from reshard.storage.files import Files, inside
-from reshard.storage.staging import WORK_FOLDER
+from reshard.storage.own_files import WORK_FOLDER
 
 _MOST_AXES = 64
 _BYTES = from_torch("uint8", where=KIND)
