@@ -111,10 +111,10 @@ def command(
                 "bytes": result.nbytes,
                 "differences": [{"name": d.name, "kind": d.kind, "detail": d.detail} for d in result.differences],
                 "notes": result.notes,
-                "server": server_document(on_server) if on_server else None,
+                "server": server_document(on_server) if on_server is not None else None,
             }
         )
-    elif on_server:
+    elif on_server is not None:
         show_server(on_server, str(right).rstrip("/"))
     else:
         _show(result, with_manifest=right is None)

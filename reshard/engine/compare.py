@@ -70,6 +70,10 @@ class Comparison:
         """Whether there is no difference; of a live server None, if not everything could be compared."""
         return not self.differences
 
+    def __bool__(self) -> bool:
+        """Raises TypeError: whether there is a comparison is not whether the checkpoints are equal."""
+        raise TypeError(f"the truth of a {type(self).__name__} is ambiguous; ask .equal, or call .raise_if_different()")
+
     def raise_if_different(self) -> None:
         """Raises DifferenceFound, with the first difference and the number of all."""
         if self.differences:

@@ -46,11 +46,10 @@ from reshard.storage.files import Files
 from reshard.storage.local_path import is_url
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.tar import open_files, open_tree
-from reshard.verbs.request import ConversionRequest, ModelOptions, OpenOptions, PathLike
+from reshard.verbs.request import ConversionRequest, ModelOptions, OpenOptions, PathLike, PlanOptions, checked_keywords
 
 if TYPE_CHECKING:
     from reshard.engine.views import LazyTensor, View
-    from reshard.verbs.request import PlanOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +137,7 @@ class Checkpoint:
         stored = {name: whole(name, tensor.dtype, tensor.shape) for name, tensor in content.tensors.items()}
         return View(stored, content.tensors, self.files)
 
+    @checked_keywords
     def view(self, *, to: str, rank: int = 0, pp_rank: int = 0, ep_rank: int = 0, dp_rank: int = 0, **options: Unpack[PlanOptions]) -> View:
         """What one rank of a target holds, under the names that its engine uses. Takes the keywords of `plan`.
 
@@ -215,6 +215,7 @@ class Checkpoint:
         return f"Checkpoint({self.path!r}, {self.format}, {len(self.index.tensors)} tensors)"
 
 
+@checked_keywords
 def open(path: PathLike, **options: Unpack[OpenOptions]) -> Checkpoint:
     """Open the checkpoint in a directory or file. Metadata is read, and a few elements that show whether the files belong together.
 

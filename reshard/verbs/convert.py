@@ -29,7 +29,7 @@ from reshard.storage.local_path import is_url, local_path
 from reshard.storage.lock import is_locked
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import system_errors
-from reshard.verbs.request import Effort, EffortOptions, PathLike
+from reshard.verbs.request import Effort, EffortOptions, PathLike, checked_keywords
 
 if TYPE_CHECKING:
     from reshard.engine.parts.part import PartConversion
@@ -83,6 +83,7 @@ class Result:
         )
 
 
+@checked_keywords
 def convert(
     plan: Plan,
     target: PathLike,

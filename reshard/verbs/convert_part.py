@@ -25,7 +25,7 @@ from reshard.verbs.convert import (
     shared_conversion,
     target_folder,
 )
-from reshard.verbs.request import Effort, EffortOptions, PathLike
+from reshard.verbs.request import Effort, EffortOptions, PathLike, checked_keywords
 
 if TYPE_CHECKING:
     from reshard.engine.stores.conversion import StoreConversion
@@ -76,6 +76,7 @@ class PartResult:
         return f"{self.path}: part {self.part}, {plural(self.tasks, 'task')}, {self.nbytes:,} bytes in {self.seconds:.1f} s; {state}"
 
 
+@checked_keywords
 def convert_part(
     plan: Plan,
     target: PathLike,

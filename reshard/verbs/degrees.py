@@ -28,7 +28,7 @@ from reshard.storage.tar import open_tree
 from reshard.verbs.checkpoint import Checkpoint, opened
 from reshard.verbs.models import model_at, model_of
 from reshard.verbs.planning import check_nothing_unanswered
-from reshard.verbs.request import ModelOptions, PathLike, Weights, dtype_named, kept_globs
+from reshard.verbs.request import ModelOptions, PathLike, Weights, checked_keywords, dtype_named, kept_globs
 
 
 class DegreeOptions(ModelOptions, total=False):
@@ -58,6 +58,7 @@ class DegreeOptions(ModelOptions, total=False):
     """A layout file that `learn` has written, for a model that is not declared."""
 
 
+@checked_keywords
 def degrees(
     source: Checkpoint | PathLike,
     *,

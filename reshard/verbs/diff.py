@@ -14,7 +14,7 @@ from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.changes import Change, ChangeMeter, sum_of
 from reshard.measures.walk import Read, walk
 from reshard.verbs.checkpoint import Checkpoint
-from reshard.verbs.request import Effort, EffortOptions, PathLike
+from reshard.verbs.request import Effort, EffortOptions, PathLike, checked_keywords
 from reshard.verbs.verify import log_compared, not_compared, sides_of
 
 
@@ -68,6 +68,7 @@ MEASURES: dict[str, Callable[[Change], float]] = {
 """What a threshold can be given for. A tensor with a change among NaN and infinite elements is beyond every threshold of a size."""
 
 
+@checked_keywords
 def diff(
     left: Checkpoint | PathLike,
     right: Checkpoint | PathLike,

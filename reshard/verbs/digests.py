@@ -14,13 +14,14 @@ from reshard.errors import RequestError, UnsupportedError
 from reshard.plans.plan import Plan
 from reshard.verbs.checkpoint import Checkpoint
 from reshard.verbs.plan import plan
-from reshard.verbs.request import PathLike, PlanOptions, Progress
+from reshard.verbs.request import PathLike, PlanOptions, Progress, checked_keywords
 from reshard.verbs.server_comparison import ExpectedParameters
 
 # Parameters, the smallest ones, that tell how a server hashes.
 _SAMPLE = 16
 
 
+@checked_keywords
 def digests(source: Checkpoint | PathLike, *, to: str, progress: Progress | None = None, **options: Unpack[PlanOptions]) -> dict[str, str]:
     """The digest of every parameter of every rank, as the engine's weight checker computes it: for vLLM the SHA-256. The keys are those of
     vLLM's checker: `dp0:pp0:pcp0:tp3:` and the parameter's name. Takes the keywords of `plan`. The names are those of the engine's files;

@@ -25,7 +25,7 @@ from reshard.plans.manifest import usable_manifest
 from reshard.storage.files import Files
 from reshard.storage.tar import open_tree
 from reshard.verbs.checkpoint import Checkpoint, classified_checkpoint, open, unchecked
-from reshard.verbs.request import Effort, EffortOptions, OpenOptions, PathLike, Progress
+from reshard.verbs.request import Effort, EffortOptions, OpenOptions, PathLike, Progress, checked_keywords
 from reshard.verbs.verify import verify_written
 
 
@@ -47,6 +47,7 @@ class _Patient:
     """Its index under canonical names; None if it could not be opened."""
 
 
+@checked_keywords
 def doctor(path: PathLike, *, deep: bool = False, since: PathLike | None = None, **options: Unpack[DoctorOptions]) -> Report:
     """What is wrong with a checkpoint, or looks wrong. A checkpoint that cannot be opened is a finding too.
 

@@ -18,7 +18,7 @@ from reshard.training.fitting import fewest_microbatches
 from reshard.training.memory import BytesPer, Estimate, TrainingRun
 from reshard.training.schedules import Schedule
 from reshard.verbs.models import model_at
-from reshard.verbs.request import PathLike
+from reshard.verbs.request import PathLike, checked_keywords
 
 
 class EstimateOptions(TypedDict, total=False):
@@ -68,6 +68,7 @@ class EstimateOptions(TypedDict, total=False):
     """A declared model type, or a file that declares one."""
 
 
+@checked_keywords
 def estimate(
     source: PathLike | Model | int | None = None,
     *,

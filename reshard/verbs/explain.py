@@ -21,7 +21,7 @@ from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.mistakes import column_mistake, row_mistake, shape_mistake, stale_part, value_mistakes
 from reshard.verbs.checkpoint import Checkpoint
 from reshard.verbs.diff import diff
-from reshard.verbs.request import EffortOptions, PathLike
+from reshard.verbs.request import EffortOptions, PathLike, checked_keywords
 from reshard.verbs.verify import sides_of
 
 _DIFFERENT = ("values", "shape", "dtype")
@@ -67,6 +67,7 @@ class Explanation:
         return f"Explanation({plural(len(self.mistakes), 'mistake')}, {len(self.unexplained):,} tensors unexplained)"
 
 
+@checked_keywords
 def explain(
     bad: Checkpoint | PathLike, good: Checkpoint | PathLike, *, selection: Selection | None = None, **options: Unpack[EffortOptions]
 ) -> Explanation:

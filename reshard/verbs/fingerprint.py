@@ -9,9 +9,10 @@ from reshard.engine.compare import BlockDigests, Side, check_recorded, fingerpri
 from reshard.errors import RequestError
 from reshard.plans.digests import CURRENT, VERSIONS, Fingerprint
 from reshard.verbs.checkpoint import Checkpoint, opened
-from reshard.verbs.request import Effort, EffortOptions, PathLike
+from reshard.verbs.request import Effort, EffortOptions, PathLike, checked_keywords
 
 
+@checked_keywords
 def fingerprint(
     source: Checkpoint | PathLike,
     *,

@@ -12,12 +12,13 @@ from reshard.plans.plan import Plan
 from reshard.plans.summary import drops
 from reshard.verbs.checkpoint import Checkpoint, opened
 from reshard.verbs.planning import plan_conversion
-from reshard.verbs.request import ConversionRequest, ModelOptions, PathLike, PlanOptions
+from reshard.verbs.request import ConversionRequest, ModelOptions, PathLike, PlanOptions, checked_keywords
 
 _OF_THE_SOURCE = ModelOptions.__annotations__.keys()
 
 
 @gc_paused()
+@checked_keywords
 def plan(source: Checkpoint | PathLike, *, to: str, **options: Unpack[PlanOptions]) -> Plan:
     """The proven plan of a conversion to the format `to`. Nothing is written, no weight is read.
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
-from typing import Any, Literal, TypedDict, TypeVar
+from functools import wraps
+from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
 
 from reshard.adapter import registry
 from reshard.adapter.format import Format
@@ -29,6 +30,8 @@ Progress = Callable[[int], None]
 """Called with the number of bytes done since the last call."""
 Weights = Literal["model", "master"]
 Opened = TypeVar("Opened")
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 OWN_ADAPTER = "self"
 """The value of --merge-adapter for the adapter that the checkpoint itself holds."""
 
@@ -119,6 +122,39 @@ class EffortOptions(TypedDict, total=False):
     """Most bytes of buffers (default: 256 MiB)."""
     progress: Progress | None
     """Called with the number of bytes done since the last call."""
+
+
+def checked_keywords(verb: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """The verb, which refuses a keyword that it does not have.
+
+    Its keywords are those of its signature and of the TypedDict that types its `**options`. A verb that lays out a target takes the options
+    of all formats too, and refuses those of another format by itself.
+
+    Raises: RequestError, with the nearest keyword.
+    """
+
+    @wraps(verb)
+    def checked(*arguments: Arguments.args, **keywords: Arguments.kwargs) -> Result:
+        known = _keywords_of(verb)
+        unknown = keywords.keys() - known
+        if unknown and TargetOptions.__annotations__.keys() <= set(known):
+            known += [option.name for option in registry.options()]
+        for name in sorted(unknown.difference(known)):
+            raise _unknown_keyword(name, known, where=f"{verb.__qualname__}()")
+        return verb(*arguments, **keywords)
+
+    return checked
+
+
+def _keywords_of(verb: Callable[..., object]) -> list[str]:
+    """The parameters of a function whose last one is `**options: Unpack[SomeTypedDict]`, with the keys of that TypedDict."""
+    code, typed = verb.__code__, verb.__annotations__["options"].removeprefix("Unpack[").removesuffix("]")
+    return [*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], *verb.__globals__[typed].__annotations__]
+
+
+def _unknown_keyword(name: str, known: list[str], where: str | None = None) -> RequestError:
+    near = nearest(name, known)
+    return RequestError(f"there is no option {name!r}", where=where, do=f"Did you mean {near}?" if near else "Leave it out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,5 +310,4 @@ def _unknown_option(target: Format, name: str) -> RequestError:
         return RequestError(
             f"{flag} does not apply to {target.name}", why=f"It is an option of {', '.join(options[name])}", do="Leave it out"
         )
-    near = nearest(name, [*PlanOptions.__annotations__, *options])
-    return RequestError(f"there is no option {name!r}", do=f"Did you mean {near}?" if near else "Leave it out")
+    return _unknown_keyword(name, [*PlanOptions.__annotations__, *options])

@@ -20,7 +20,7 @@ from reshard.storage.files import VirtualFiles
 from reshard.verbs.checkpoint import Checkpoint, open
 from reshard.verbs.convert import convert
 from reshard.verbs.plan import plan as plan_of
-from reshard.verbs.request import Effort, EffortOptions, PathLike
+from reshard.verbs.request import Effort, EffortOptions, PathLike, checked_keywords
 
 # The format that holds every tensor whole, under its canonical name.
 _WHOLE = "hf"
@@ -46,6 +46,7 @@ def roundtrip(plan: Plan) -> RoundTrip:
     return compose(plan, read_back)
 
 
+@checked_keywords
 def materialize(plan: Plan, source: Checkpoint, *, work: PathLike | None = None, **options: Unpack[EffortOptions]) -> list[str]:
     """Convert there and back in a temporary folder below `work`, and compare every bit with the source; returns a sentence for each loss.
 

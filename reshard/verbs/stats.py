@@ -13,7 +13,7 @@ from reshard.index.index import Tensor
 from reshard.measures.distribution import ValueDistribution, measure_distribution
 from reshard.measures.walk import Read, walk
 from reshard.verbs.checkpoint import Checkpoint, open
-from reshard.verbs.request import Effort, EffortOptions, OpenOptions, PathLike
+from reshard.verbs.request import Effort, EffortOptions, OpenOptions, PathLike, checked_keywords
 
 BINS = 16
 """The intervals of a histogram."""
@@ -60,6 +60,7 @@ class TensorStatistics:
     """The number of elements in each of 16 intervals of equal width from the smallest to the largest; empty for integers and constants."""
 
 
+@checked_keywords
 def stats(
     source: Checkpoint | PathLike, globs: str | Iterable[str] = (), *, optimizer: bool = False, **options: Unpack[StatsOptions]
 ) -> list[TensorStatistics]:

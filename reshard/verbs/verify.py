@@ -32,9 +32,10 @@ from reshard.storage.files import Files
 from reshard.storage.server import is_server
 from reshard.storage.tar import open_tree
 from reshard.verbs.checkpoint import Checkpoint, classified_checkpoint, open_both, opened, unchecked
-from reshard.verbs.request import Effort, EffortOptions, OpenOptions, PathLike
+from reshard.verbs.request import Effort, EffortOptions, OpenOptions, PathLike, checked_keywords
 
 
+@checked_keywords
 def verify(
     left: Checkpoint | PathLike,
     right: Checkpoint | PathLike | None = None,

@@ -20,7 +20,7 @@ from reshard.runs.steps import QUIET_SECONDS, Seen, Step, find_steps
 from reshard.storage.local_path import is_url, local_path
 from reshard.verbs.convert import convert
 from reshard.verbs.plan import plan
-from reshard.verbs.request import Effort, PathLike, PlanOptions
+from reshard.verbs.request import Effort, PathLike, PlanOptions, checked_keywords
 from reshard.verbs.verify import verify_written
 
 _POLL_SECONDS = 30.0
@@ -69,6 +69,7 @@ class WatchEvent:
         return asdict(self)
 
 
+@checked_keywords
 def watch(run: PathLike, *, to: str, into: str, **options: Unpack[WatchOptions]) -> Iterator[WatchEvent]:
     """Convert every complete step of a run to the format `to`, verify it, and go on until interrupted. Each step is converted once, also
     across restarts. Yields what was done.
