@@ -87,10 +87,6 @@ def command(source: str, target: str, to: str | None, dry_run: bool, as_json: bo
     sharing = _sharing(given)
     effort, show_progress = Effort(**options.take(given, EffortOptions)), given.pop("show_progress")
     plan = _planned(source, to, given)
-    if (dry_run or full) and plan.digests:
-        raise click.UsageError(
-            "A plan file is not shown: give --dry-run and --full to the command that writes it", click.get_current_context()
-        )
     metrics.label(target=target, format=plan.layout.format)
     if dry_run:
         show_json(plan_document(plan, full=full, target=target)) if as_json else show_plan(plan, target)

@@ -32,6 +32,7 @@ CARRIED = (
     "*.model", "*.tiktoken", "chat_template*", "preprocessor_config.json", "processor_config.json",
     "configuration_*.py", "modeling_*.py", "tokenization_*.py",
 )  # fmt: skip
+_MOST_CARRIED = 1 << 28
 # Where trainers put the Hugging Face files of a run: in the checkpoint's folder, or in this folder below it (verl).
 _FOLDERS = ("", "huggingface/")
 # Where trainers put the settings of a LoRA adapter (verl: lora_adapter/).
@@ -89,6 +90,11 @@ class ModelFiles:
         """The directory that `--model` would name for this config; None without a config file."""
         return f"{self.files.root}/{self.folder}" if self.config is not None and not self.derived else None
 
+    def contents(self) -> dict[str, bytes]:
+        """The content of the files, by name: with them another machine does without this folder."""
+        places = _carried(self.files, self.folder) | {name: (self.files, self.folder + name) for name in (CONFIG, *self.settings_files)}
+        return {name: read_whole(*place, limit=_MOST_CARRIED) for name, place in places.items()}
+
     def with_quantization(self, config: Mapping[str, Any]) -> ModelFiles:
         """The files for weights that are quantized in another way, or no longer, as the config says."""
         return replace(self, config=config, settings_files=(), settings_from=None, derived=True)
@@ -103,7 +109,7 @@ class ModelFiles:
 
         carried = _carried(self.files, self.folder) | (_carried(self.child, "") if self.child else {})
         carried |= {name: (self.files, self.folder + name) for name in self.settings_files}
-        sidecars = [Sidecar(name, content=read_whole(*place, limit=1 << 28)) for name, place in sorted(carried.items())]
+        sidecars = [Sidecar(name, content=read_whole(*place, limit=_MOST_CARRIED)) for name, place in sorted(carried.items())]
         if self.carries_adapter and self.adapter_config is not None:
             sidecars.append(Sidecar(ADAPTER_CONFIG, (json.dumps(self.adapter_config, indent=2) + "\n").encode()))
         if self.config is not None:

@@ -114,8 +114,6 @@ _FixedBytes = dict[str, tuple[Ranges, str]]
 
 
 def _request_digest(plan: Plan, fixed: _FixedBytes) -> str:
-    if plan.digests:
-        return plan.digests.request
     document, model, target = plan.to_json(tensors=False), plan.content.model, plan.target
     declared_in = model.architecture.declared_in if model else None
     request = {

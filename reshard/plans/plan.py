@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -114,14 +114,20 @@ class Totals:
     """Bytes of the source tensors that are left out."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlanDigests:
-    """The digests of a plan that was read from a plan file."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """What a caller asked for. Together with the source it determines the plan, so that a plan file holds this and no place of a byte."""
 
-    identity: str
-    """Its identity (`Plan.identity`)."""
-    request: str
-    """The digest of what determines the result besides the source's content (engine/record.py)."""
+    source: str
+    """Where the source lay, as the caller gave it."""
+    opened: Mapping[str, Any]
+    """The keywords of `open`."""
+    asked: Mapping[str, Any]
+    """The keywords of `plan`, with `to`."""
+    attached: Callable[[], Mapping[str, bytes]]
+    """Reads the small files that the keywords name, as `keyword/name`: the model's config and tokenizer, a declared architecture."""
+    held: object = None
+    """What has to live as long as the plan: the folder into which a plan file was unpacked."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,8 +148,8 @@ class Plan:
     """The index of the target once it is written."""
     routes: tuple[Route, ...]
     """One route per canonical tensor, in the order in which the source's files hold them."""
-    digests: PlanDigests | None = None
-    """Its digests, if it was read from a plan file: such a plan holds what running it needs. None: they are computed."""
+    order: Order | None = None
+    """What the caller asked for; None if the plan is only looked at."""
 
     def __repr__(self) -> str:
         formats, files = f"{self.source.format} -> {self.layout.format}", plural(len(self.layout.files), "file")
@@ -269,10 +275,11 @@ class Plan:
 
         A conversion may only be resumed by a plan with the same identity.
         """
-        if self.digests:
-            return self.digests.identity
         # The journal and the manifest hold digests of this version.
         about = {**self.to_json(tensors=False), "dropped": [_fields(drop) for drop in self.drops]}
+        del about["notes"]
+        if self.order:
+            about["source"]["path"] = self.order.source
         if about["adapter"] is None:
             del about["adapter"]
         digest = hashlib.sha256(f"digests {CURRENT.number}\0{json.dumps(about, sort_keys=True)}".encode())

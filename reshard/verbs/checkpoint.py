@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -68,6 +68,8 @@ class Checkpoint:
     """Why it was taken for this format."""
     architecture: Architecture | None = None
     """The architecture that the caller named; None: the one that the config names."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The keywords of `open` that it was opened with."""
 
     @property
     def format(self) -> str:
@@ -333,7 +335,7 @@ def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Check
         model_files = replace(model_files, config=index.facts.config, derived=True)
     if model_files.note:
         index = replace(index, facts=replace(index.facts, notes=(*index.facts.notes, model_files.note)))
-    return format, Checkpoint(os.fspath(path), files, index, model_files, reason, declared)
+    return format, Checkpoint(os.fspath(path), files, index, model_files, reason, declared, options)
 
 
 def _unfinished(path: Path) -> Unfinished | None:

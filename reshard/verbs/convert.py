@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -29,6 +30,7 @@ from reshard.storage.local_path import is_url, local_path
 from reshard.storage.lock import is_locked
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.system_calls import system_errors
+from reshard.verbs.plan import check_whole
 from reshard.verbs.request import Effort, EffortOptions, PathLike, checked_keywords
 
 if TYPE_CHECKING:
@@ -168,12 +170,6 @@ def target_folder(target: PathLike) -> Path:
     return root
 
 
-def check_whole(plan: Plan) -> None:
-    """Raises RequestError if the plan is of one rank alone, which is only looked at."""
-    if plan.target.only_rank:
-        raise RequestError(f"this is a plan of {dict(plan.target.only_rank)} alone", do="Plan without `only` what is to be written")
-
-
 def conversion(
     plan: Plan,
     target: PathLike,
@@ -237,11 +233,13 @@ def ray_conversion(
 
         check_whole(plan)
         return ray_into_store(plan, os.fspath(target), existing, effort, provenance)
-    return shared_conversion(RayConversion, plan, target, plan.bands(), existing, effort, provenance)
+    from reshard.verbs.plan_files import PlanFile
+
+    return shared_conversion(partial(RayConversion, shipped=PlanFile.of(plan)), plan, target, plan.bands(), existing, effort, provenance)
 
 
 def shared_conversion(
-    kind: type[PartConversion],
+    kind: Callable[..., PartConversion],
     plan: Plan,
     target: PathLike,
     bands: Sequence[Band],

@@ -18,13 +18,13 @@ from reshard.storage.local_path import is_url
 from reshard.verbs.convert import (
     Existing,
     Result,
-    check_whole,
     existing_target,
     local_conversion,
     result_of,
     shared_conversion,
     target_folder,
 )
+from reshard.verbs.plan import check_whole
 from reshard.verbs.request import Effort, EffortOptions, PathLike, checked_keywords
 
 if TYPE_CHECKING:

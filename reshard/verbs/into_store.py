@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING
 
 from reshard.adapter import registry
@@ -76,12 +77,13 @@ def part_into_store(
 def ray_into_store(plan: Plan, url: str, existing: Existing, effort: Effort, provenance: Provenance) -> StorePartConversion:
     """The same by the tasks of the Ray cluster that is connected."""
     from reshard.engine.stores.on_ray import RayStoreConversion
+    from reshard.verbs.plan_files import PlanFile
 
-    return _shared(RayStoreConversion, plan, url, file_tasks(plan), existing, effort, provenance)
+    return _shared(partial(RayStoreConversion, shipped=PlanFile.of(plan)), plan, url, file_tasks(plan), existing, effort, provenance)
 
 
 def _shared(
-    kind: type[StorePartConversion],
+    kind: Callable[..., StorePartConversion],
     plan: Plan,
     url: str,
     tasks: Sequence[FileTask],

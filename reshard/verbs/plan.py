@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import time
-from typing import Unpack
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Unpack
 
 from reshard.containers.gc_pause import gc_paused
 from reshard.engine.events import details, event
+from reshard.errors import RequestError
 from reshard.geometry.quantities import plural
-from reshard.plans.plan import Plan
+from reshard.plans.plan import Order, Plan
 from reshard.plans.summary import drops
 from reshard.verbs.checkpoint import Checkpoint, opened
 from reshard.verbs.planning import plan_conversion
 from reshard.verbs.request import ConversionRequest, ModelOptions, PathLike, PlanOptions, checked_keywords
 
+# The keywords whose files belong to an order, besides the model's folder.
+_ATTACHED = ("architecture", "stored_layout", "layout", "adapter_config")
 _OF_THE_SOURCE = ModelOptions.__annotations__.keys()
 
 
@@ -32,7 +39,31 @@ def plan(source: Checkpoint | PathLike, *, to: str, **options: Unpack[PlanOption
     began = time.monotonic()
     found = plan_conversion(checkpoint, request, request.opened_adapter(opened))
     _log_planned(found, time.monotonic() - began)
-    return found
+    return replace(found, order=_order_of(checkpoint, {"to": to, **about_target}))
+
+
+def _order_of(source: Checkpoint, asked: Mapping[str, Any]) -> Order:
+    """The order of a plan. asked: the keywords of `plan` without those of `open`."""
+    opened = {key: value for key, value in source.options.items() if value is not None}
+    if source.architecture:
+        opened["architecture"] = source.architecture.declared_in or source.architecture.model_type
+    given = {key: value for key, value in asked.items() if value is not None}
+
+    def attached() -> dict[str, bytes]:
+        model = source.model_files.contents() if "model" in opened else {}
+        files = ((key, os.fspath(value)) for key, value in {**opened, **given}.items() if key in _ATTACHED)
+        return {
+            **{f"model/{name}": content for name, content in model.items()},
+            **{f"{key}/{os.path.basename(path)}": Path(path).read_bytes() for key, path in files if os.path.isfile(path)},
+        }
+
+    return Order(source.files.root, opened, given, attached)
+
+
+def check_whole(plan: Plan) -> None:
+    """Raises RequestError if the plan is of one rank alone, which is only looked at."""
+    if plan.target.only_rank:
+        raise RequestError(f"this is a plan of {dict(plan.target.only_rank)} alone", do="Plan without `only` what is to be written")
 
 
 def _log_planned(plan: Plan, seconds: float) -> None:

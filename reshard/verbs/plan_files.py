@@ -1,30 +1,245 @@
-"""Plan files: a plan is made once and run by many machines."""
+"""Plan files: a conversion is planned once and run by many machines.
+
+A plan file is an order and not a map. It holds what was asked for, the small files that the options name, and what the source's files
+looked like; no place of a byte. Whoever reads it opens the source, plans again, and compares the digests of the two plans. So every plan
+that runs has been proven, and a damaged or forged file is refused (docs/recipes/many-machines.md says why).
+
+    safetensors:  {"__metadata__": {"kind": "reshard plan", "version": "2", "order": JSON, "digest": of everything},
+                   "model/config.json": U8 [n], "architecture/mine.yaml": U8 [n], ...}
+    order         {"reshard": version, "source": path, "open": keywords, "plan": keywords, "identity": digest, "request": digest,
+                   "files": [[path, bytes, stamp, digest of samples, or null in a store], ...]}
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import re
+import shutil
+import tempfile
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from reshard.engine.record import request_digest
-from reshard.plans.plan import Plan
-from reshard.plans.plan_file.read import read_plan
-from reshard.plans.plan_file.write import write_plan
+import reshard
+from reshard.adapter import registry
+from reshard.containers import safetensors
+from reshard.engine.record import request_digest, samples
+from reshard.errors import CheckpointError, UnsupportedError
+from reshard.geometry.dtypes import from_torch
+from reshard.geometry.light_dataclass import dataclass
+from reshard.plans.digests import content_digest
+from reshard.plans.plan import Order, Plan
+from reshard.storage.files import Files, LocalFiles, VirtualFiles, inside, read_range, read_whole
+from reshard.storage.system_calls import system_errors
 from reshard.storage.tar import open_tree
-from reshard.verbs.convert import check_whole
-from reshard.verbs.request import PathLike
+from reshard.verbs.checkpoint import open as open_checkpoint
+from reshard.verbs.plan import check_whole
+from reshard.verbs.plan import plan as plan_of
+from reshard.verbs.request import OpenOptions, PathLike
+
+_KIND, _VERSION, _PLAN = "reshard plan", "2", "plan"
+# What is planned takes memory for each rank of the target: 200 MB for as many as these.
+_MOST_RANKS = 1 << 16
+_MOST_BYTES = 1 << 30
 
 
 def save_plan(plan: Plan, path: PathLike) -> int:
-    """Write a plan to the file `path`, so that other processes can run it without planning; returns the file's length in bytes.
+    """Write a plan to the file `path`, so that other processes can run it; returns the file's length in bytes.
 
-    Raises: SystemRefusal if the file cannot be written.
+    Raises: UnsupportedError if an option names another checkpoint, SystemRefusal if the file cannot be written.
     """
     check_whole(plan)
-    return write_plan(plan, path, request=request_digest(plan))
+    content, partial = PlanFile.of(plan).content, Path(f"{os.fspath(path)}.partial")
+    with system_errors("written", Path(path)):
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    return len(content)
 
 
 def load_plan(path: PathLike, source: PathLike) -> Plan:
-    """The plan in a file, for `convert` and `convert_part`. The source must be the planned one: same lengths and times of its files.
+    """The plan in a file, for `convert` and `convert_part`: made and proven again from the source, which must be the planned one.
 
-    Raises: CheckpointError if the plan file is damaged, or the source has changed since it was planned.
+    Raises: CheckpointError if the plan file is damaged, or the source has changed since it was planned. What `plan` raises.
     """
-    return read_plan(path, open_tree(os.fspath(source)))
+    files = LocalFiles(path)
+    return PlanFile(read_whole(files, files.list()[0], limit=_MOST_BYTES), os.fspath(path)).planned(os.fspath(source))
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """A plan as the content of a file, which another process plans again."""
+
+    content: bytes
+    """The content of the file."""
+    path: str = _PLAN
+    """Its path, for messages."""
+
+    @staticmethod
+    def of(plan: Plan) -> PlanFile:
+        """The file of a plan. Raises UnsupportedError if an option names another checkpoint."""
+        order = plan.order
+        assert order is not None, "a plan that can be run was asked for"
+        attached = order.attached()
+        _check_is_attached({**order.opened, **order.asked}, {name.partition("/")[0] for name in attached})
+        text = json.dumps(
+            {
+                "reshard": reshard.__version__,
+                "source": order.source,
+                "open": dict(order.opened),
+                "plan": dict(order.asked),
+                "identity": plan.identity(),
+                "request": request_digest(plan),
+                "files": list(_looks(plan)),
+            },
+            default=os.fspath,
+        )
+        metadata = {"kind": _KIND, "version": _VERSION, "order": text, "digest": _digest(text, attached)}
+        dtype = from_torch("uint8", where=_KIND)
+        frame = safetensors.frame(((name, dtype, (len(content),)) for name, content in attached.items()), metadata)
+        return PlanFile(frame.header + b"".join(attached.values()))
+
+    def planned(self, source: str) -> Plan:
+        """The plan of the order for a source. Raises: as `load_plan` does."""
+        try:
+            return self._planned(source)
+        except (ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError, RecursionError) as error:
+            # A forged file with a right digest can hold anything where a keyword is expected.
+            raise self._damaged(f"it does not describe a plan ({type(error).__name__}: {error})") from None
+
+    def _planned(self, source: str) -> Plan:
+        order, attached = self._read()
+        opened, asked = _keywords(order["open"]), _keywords(order["plan"])
+        sizes = [asked.get(axis, 1) for axis in ("tp", "pp", "ep", "dp")]
+        if not OpenOptions.__annotations__.keys() >= opened.keys() or "only" in asked or math.prod(sizes) > _MOST_RANKS:
+            raise self._damaged(f"it asks for what no plan file does, or for more than {_MOST_RANKS:,} ranks")
+        self._check_source(open_tree(source), order["files"])
+        held = _Folder(attached)
+        _check_is_attached({**opened, **asked}, held.paths)
+        checkpoint = open_checkpoint(source, **{**opened, **_among(held.paths, opened)})
+        found = plan_of(checkpoint, **{**asked, **_among(held.paths, asked)})
+        # The plan and its records name files as the caller did.
+        options = {**found.target.options, **_among(asked, held.paths)}
+        remade = Order(order["source"], opened, asked, lambda: attached, held)
+        found = replace(found, order=remade, target=replace(found.target, options=options))
+        if (found.identity(), request_digest(found)) != (order["identity"], order["request"]):
+            raise self._another_plan(str(order["reshard"]))
+        return found
+
+    def _read(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """The order, and the files that are attached by name."""
+        files = VirtualFiles(self.path)
+        files.add(self.path, len(self.content), [(0, self.content)])
+        header = safetensors.read_header(files, self.path)
+        kind, version, text = (header.metadata.get(key, "") for key in ("kind", "version", "order"))
+        if kind == _KIND and version != _VERSION:
+            raise self._unsupported(f"its version is {version!r}, and this version of reshard reads {_VERSION}")
+        attached = {entry.name: read_range(files, self.path, entry.byte_offset, entry.nbytes) for entry in header.entries}
+        if kind != _KIND or header.metadata.get("digest") != _digest(text, attached):
+            raise self._damaged("it is not a plan file, or its content does not match its digest")
+        return json.loads(text), attached
+
+    def _check_source(self, source: Files, planned: list[Any]) -> None:
+        """Raises CheckpointError if a file of the source has another length or stamp than it was planned with, or other samples."""
+        for path, nbytes, stamp, sampled in planned:
+            found = source.size(inside(path, where=self.path))
+            if found is None:
+                was = "is missing"
+            elif found != nbytes:
+                was = f"has {found:,} bytes, {nbytes:,} were planned"
+            elif source.stamp(path) != stamp:
+                was = "was written since"
+            elif _samples(source, path, found) != sampled:
+                was = "has other content, although its length and time are the same"
+            else:
+                continue
+            raise CheckpointError(
+                f"the source is not the one that {self.path} was made for: the file {was}",
+                where=path,
+                why="The plan is of the source as it was",
+                do="Give the directory that was planned, or plan it again",
+            )
+
+    def _another_plan(self, version: str) -> Exception:
+        if version != reshard.__version__:
+            return self._unsupported(f"reshard {version} wrote it, and this version, {reshard.__version__}, plans the conversion otherwise")
+        return self._damaged("its options give another plan for this source than the one that it names")
+
+    def _unsupported(self, what: str) -> UnsupportedError:
+        return UnsupportedError(what, where=self.path, do="Write the file again with this version of reshard")
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            what, where=self.path, why="The file was damaged, or another program wrote it", do="Copy the file again, or write it again"
+        )
+
+
+def _names_of_files() -> set[str]:
+    """The keywords that name a file or a folder."""
+    return {"model", "stored_layout", "merge_adapter", *(option.name for option in registry.options() if option.type == "path")}
+
+
+def _check_is_attached(keywords: Mapping[str, Any], attached: Collection[str]) -> None:
+    """Raises UnsupportedError if a keyword names a file that is not attached, which another machine would look for in its own folders.
+
+    attached: the keywords whose files are.
+    """
+    is_path = re.compile(r".*[^\w-]", re.DOTALL)
+    for key, value in keywords.items():
+        if key not in attached and (key in _names_of_files() or (key == "architecture" and is_path.match(value))):
+            raise UnsupportedError(
+                f"--{key.replace('_', '-')} names a folder or URL, whose content a plan file does not hold",
+                where=str(value),
+                why="The file holds the model and small files; another machine would read what has that name there",
+                do="Leave out --plan-out, and give each part the options",
+            )
+
+
+def _looks(plan: Plan) -> Iterator[tuple[str, int, str, str | None]]:
+    """Each file of the source: path, length, stamp, and the digest of its samples."""
+    files = plan.source_files
+    return ((file.path, file.nbytes, files.stamp(file.path), _samples(files, file.path, file.nbytes)) for file in plan.source.files)
+
+
+def _samples(files: Files, path: str, nbytes: int) -> str | None:
+    """The digest of the samples of a file; None in a store, whose stamp changes with the content (ETag)."""
+    return None if files.store else samples(path, nbytes, lambda path, start, length: read_range(files, path, start, length))
+
+
+def _digest(order: str, attached: Mapping[str, bytes]) -> str:
+    """The digest of everything in a plan file."""
+    return content_digest(json.dumps([order, {name: content_digest(content) for name, content in attached.items()}]).encode())
+
+
+def _keywords(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords from JSON, in which tuples are lists."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+
+
+def _among(values: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """The values of these keys."""
+    return {key: value for key, value in values.items() if key in keys}
+
+
+class _Folder:
+    """A folder for the attached files, which is removed with this object or at the end of the process."""
+
+    def __init__(self, attached: Mapping[str, bytes]) -> None:
+        self.paths: dict[str, str] = {}
+        """The path of each keyword: of the file, or of the model's folder."""
+        if not attached:
+            return
+        root = tempfile.mkdtemp(prefix="reshard-plan-")
+        weakref.finalize(self, shutil.rmtree, root, ignore_errors=True)
+        for name, content in attached.items():
+            key, _, file = inside(name, where=_KIND).partition("/")
+            path = Path(root, key, file)
+            if not file or path != Path(root, key) / path.name:
+                raise ValueError(f"{name[:100]!r} is not the name of a file")
+            with system_errors("written", path):
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(content)
+            self.paths[key] = str(path.parent if key == "model" else path)

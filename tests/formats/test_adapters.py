@@ -379,7 +379,7 @@ def test_a_base_that_reshard_wrote_is_compared_with_its_record_where_the_adapter
 def test_a_plan_file_refuses_a_merge_instead_of_losing_it(tmp_path):
     adapter = PEFT / "plain" / "adapter"
     refused = run("plan", HF / "llama", "--to", "hf", "--merge-adapter", adapter, "--plan-out", tmp_path / "plan")
-    assert refused.code == 6 and "merges an adapter" in refused.err and not (tmp_path / "plan").exists()
+    assert refused.code == 6 and "--merge-adapter names a folder" in refused.err and not (tmp_path / "plan").exists()
 
 
 def test_the_head_of_gpt_neox_is_known_by_its_name_in_memory():

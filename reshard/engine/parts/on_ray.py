@@ -8,33 +8,40 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from reshard.engine.events import event
 from reshard.engine.journal import BlockKey
 from reshard.engine.parts.part import PartConversion, missing_bands
-from reshard.engine.record import request_digest
 from reshard.engine.run import Done
 from reshard.errors import ReshardError, SystemRefusal, UnsupportedError
 from reshard.geometry.quantities import plural
 from reshard.plans.bands import AnyTask, Task
 from reshard.plans.plan import Plan
-from reshard.plans.plan_file.read import plan_of_content
-from reshard.plans.plan_file.write import plan_content
 from reshard.storage.staging import Staging
 from reshard.storage.stores.urls import current_options, storage_options
-from reshard.storage.tar import open_tree
 
 _RETRIES = 3
+
+
+class ShippedPlan(Hashable, Protocol):
+    """A plan that can be sent to another process: it is pickled, and hashed by its content."""
+
+    def planned(self, source: str) -> Plan:
+        """The plan, for a source under that path."""
 
 
 class RayConversion(PartConversion):
     """A conversion whose bands are converted by the tasks of a Ray cluster. Takes the arguments of a PartConversion.
 
-    workers: threads of each task, for each of which Ray reserves a processor (default: 1).
+    shipped: the plan for the tasks. workers: threads of each task, for each of which Ray reserves a processor (default: 1).
     """
+
+    def __init__(self, *given: Any, shipped: ShippedPlan, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._shipped = shipped
 
     def _copy(self, staging: Staging, finished: Mapping[BlockKey, bytes]) -> Iterator[Done]:
         missing = missing_bands(self.plan, finished).bands
@@ -43,20 +50,26 @@ class RayConversion(PartConversion):
             if band.number not in todo:
                 self.resumed_bytes += nbytes_of_task(self.plan, band)
                 yield done_task(self.plan, band)
-        for band in on_cluster(self.plan, missing, _convert_band, str(self.root), self.given_workers, self.memory):
+        for band in on_cluster(self.plan, self._shipped, missing, _convert_band, str(self.root), self.given_workers, self.memory):
             yield done_task(self.plan, band)
 
 
 def on_cluster(
-    plan: Plan, tasks: Sequence[AnyTask], convert: Callable[..., None], target: str, workers: int | None, memory: int | None
+    plan: Plan,
+    shipped: ShippedPlan,
+    tasks: Sequence[AnyTask],
+    convert: Callable[..., None],
+    target: str,
+    workers: int | None,
+    memory: int | None,
 ) -> Iterator[AnyTask]:
     """Run these tasks of a plan on the cluster that is connected, and yield each that is done.
 
-    convert: what runs on a node, a function of (content of the plan file, source, target, number of the task, workers, memory, storage
+    convert: what runs on a node, a function of (the shipped plan, source, target, number of the task, workers, memory, storage
     options). Raises: what it raises, and SystemRefusal if a task was lost again and again.
     """
     ray = connected()
-    content = ray.put(plan_content(plan, request=request_digest(plan)))
+    content = ray.put(shipped)
     threads = workers or 1
     remote = ray.remote(
         num_cpus=threads, max_retries=_RETRIES, retry_exceptions=[SystemRefusal], scheduling_strategy="SPREAD", name="reshard"
@@ -139,16 +152,16 @@ def _result(ray: Any, done: Any) -> None:
 
 
 def _convert_band(
-    content: bytes, source: str, target: str, number: int, workers: int, memory: int | None, storage: Mapping[str, str]
+    shipped: ShippedPlan, source: str, target: str, number: int, workers: int, memory: int | None, storage: Mapping[str, str]
 ) -> None:
     """Convert one band. Runs in a worker process of Ray."""
     with storage_options(storage):
-        plan = shipped_plan(content, source)
+        plan = plan_on_node(shipped, source)
         for _ in PartConversion(plan, target, [plan.bands()[number]], workers=workers, memory=memory).copy():
             pass
 
 
 @lru_cache(maxsize=1)
-def shipped_plan(content: bytes, source: str) -> Plan:
+def plan_on_node(shipped: ShippedPlan, source: str) -> Plan:
     """The plan that was shipped. A worker process runs many tasks of it."""
-    return plan_of_content(content, open_tree(source))
+    return shipped.planned(source)
