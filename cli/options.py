@@ -276,8 +276,9 @@ def selection(verb: str) -> Decorator[Any]:
             "--keep-unknown",
             section=SELECTION,
             is_flag=True,
-            help=f"Also {verb.lower()} run state and tensors that the architecture lacks.",
+            help=f"Also {verb.lower()} run state, other models, and buffers that the architecture lacks.",
         ),
+        option("--drop-unknown", section=SELECTION, is_flag=True, help="Leave out weights that the architecture lacks."),
     )
 
 

@@ -113,4 +113,4 @@ def _range(pair: tuple[int, int] | None) -> str:
 
 
 # Kinds of tensors whose names are not those of weights that they belong to.
-_NAMED_ALONE = frozenset({"weight", "buffer", "adapter", "other", "state"})
+_NAMED_ALONE = frozenset({"weight", "buffer", "adapter", "other", "state", "unknown"})

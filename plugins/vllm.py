@@ -84,6 +84,9 @@ class Options:
     strip_prefix: str = ""
     """A prefix to remove from tensor names, as --strip-prefix."""
 
+    drop_unknown: bool = False
+    """Whether to leave out weights that the declared architecture lacks, as --drop-unknown."""
+
     layout: str = ""
     """The path of a layout file that `reshard learn` has written; empty: reshard.layout.json, if there is one."""
 
@@ -199,6 +202,7 @@ def load(model: Any, model_config: Any, options: Options) -> None:
     files = _CountingFiles(opened.files)
     checkpoint = replace(opened, files=files)
     selection: dict[str, Any] = {"weights": options.weights or None, "strip_prefix": options.strip_prefix}
+    selection["drop_unknown"] = options.drop_unknown
     reason = options.reason_for_whole_tensors or worker.unusual_experts
     layout = options.layout or _layout_beside(path, _config_folder(model_config))
     # The shapes of the parameters are compared with it, so a platform that allocates other ones is noticed.

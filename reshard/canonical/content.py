@@ -11,9 +11,9 @@ from dataclasses import field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from reshard.canonical.globs import as_globs, check_globs, matches
+from reshard.canonical.globs import any_layer, as_globs, check_globs, matches
 from reshard.canonical.lora import is_of_adapter
-from reshard.canonical.name_variants import Names
+from reshard.canonical.name_variants import names_besides, unknown_names
 from reshard.canonical.optimizer_state import is_state_key, is_unnamed, master_key, parameter_and_kind, state_key
 from reshard.canonical.tensor_classes import is_of_optimizer, root_of
 from reshard.canonical.wrappers import is_wrapper
@@ -44,14 +44,18 @@ class Selection:
     root: str | None = None
     """Which of several models in the checkpoint: the first part of its tensors' names. None: the main one."""
     keep_unknown: bool = False
-    """Also the tensors that are withheld otherwise: run state, and what the declared architecture lacks."""
+    """Also the tensors that are withheld otherwise: run state, other models, and buffers that the declared architecture lacks."""
     keep_adapter: bool = False
     """Also the LoRA adapter beside the weights."""
+    drop_unknown: bool = False
+    """No weights that the declared architecture lacks."""
 
     def __post_init__(self) -> None:
-        """One glob may be given as a text."""
+        """One glob may be given as a text. Raises RequestError if unknown tensors are to be both kept and dropped."""
         for name in ("include", "exclude"):
             object.__setattr__(self, name, as_globs(getattr(self, name)))
+        if self.keep_unknown and self.drop_unknown:
+            raise RequestError("--keep-unknown and --drop-unknown contradict each other", do="Give one of them, and --exclude GLOB")
 
     @property
     def is_partial(self) -> bool:
@@ -120,6 +124,8 @@ class Content:
     """Reads the digests that reshard recorded when it wrote these tensors, by key; a tensor that has none is not compared."""
     names: tuple[str, ...] = ()
     """The names that the globs of the selection are matched with: those of all stored tensors."""
+    unknown: tuple[str, ...] = ()
+    """The names of the chosen weights that the declared architecture lacks."""
     is_adapter: bool = False
     """Whether it is a LoRA adapter and no model."""
     adapter: Mapping[str, Tensor] = field(default_factory=dict)
@@ -184,11 +190,6 @@ class Content:
         return self.model.weights if self.model else {}
 
     @property
-    def unknown(self) -> tuple[str, ...]:
-        """The names of the tensors that are left out because the declared architecture lacks them."""
-        return tuple(drop.name for drop in self.drops if drop.kind == "unknown")
-
-    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The global shape of every tensor by its key."""
         return {name: tensor.shape for name, tensor in self.tensors.items()}
@@ -222,13 +223,15 @@ def content_of(index: Index, model: Model | None, selection: Selection, adapter:
         beside = {name: chosen.pop(name) for name, of_adapter in zip([*chosen], found, strict=True) if of_adapter}
         drops.extend(Drop(name, "adapter", tensor.nbytes, ADAPTER_LEFT_OUT) for name, tensor in beside.items())
     tied: tuple[str, ...] = ()
-    if model and not is_adapter:
-        others_than_weights = [name for name, tensor in chosen.items() if name not in model.weights and not is_of_adapter(tensor)]
+    unknown: tuple[str, ...] = ()
+    of_model = (name for name, tensor in chosen.items() if not is_of_adapter(tensor))
+    if model and not is_adapter and (others_than_weights := names_besides(of_model, index, model)):
         drops.extend(_take_unneeded(chosen, others_than_weights, model))
         if model.is_tied:
             tied = _tie(chosen, *model.architecture.tied)
-        if not selection.keep_unknown:
-            drops.extend(_take_unknown(chosen, [name for name in others_than_weights if name in chosen], model))
+        unknown = tuple(unknown_names([name for name in others_than_weights if name in chosen], model))
+        drops.extend(_take_unknown(chosen, unknown, model, selection))
+        unknown = tuple(name for name in unknown if name in chosen and chosen[name].kind in _TRAINED)
     if not chosen:
         _check_globs(selection, names)
         raise RequestError(
@@ -257,6 +260,7 @@ def content_of(index: Index, model: Model | None, selection: Selection, adapter:
         duplicate_masters=duplicate_masters,
         selection=selection,
         names=names,
+        unknown=unknown,
         is_adapter=is_adapter,
         adapter=beside,
     )
@@ -303,8 +307,7 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
             do="Name the directory of the config that this model was trained with: --model DIR",
         )
     missing = [name for name in content.missing if name not in optional and not model.weights[name].optional]
-    carried = [name for name in content.besides_model if not model.reason_not_served(name)]
-    unknown = [*carried, *content.unknown]
+    unknown = [name for name in content.besides_model if not model.reason_not_served(name)]
     if missing and not partial:
         needs = f"a {model.architecture.model_type} model needs it"
         raise IncompleteError(
@@ -315,15 +318,15 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
             why=f"It has, for example, {unknown[0]}, which this model does not have" if unknown else "An engine would serve unset memory",
             do=_prefix_hint(unknown, model) or "Check that all files of the save are there, and that --model is this model's config",
         )
-    # What lies in a layer of the model was computed with: without it the engine would give other answers.
-    refused = [*carried, *(name for name in content.unknown if model.is_in_layer(name))]
-    if refused and strict:
+    if unknown and strict:
+        others = f", nor {plural(len(unknown) - 1, 'other')}" if len(unknown) > 1 else ""
         raise CheckpointError(
-            f"a {model.architecture.model_type} model has no such weight"
-            + (f", nor {len(refused) - 1} others" if len(refused) > 1 else ""),
-            where=refused[0],
-            why="A serving engine refuses weights that it does not know",
-            do="Leave it out with --exclude, or name the right model with --model DIR",
+            f"the declaration of {model.architecture.model_type} has no such weight{others}",
+            where=unknown[0],
+            why="This format must know the role of each weight, and without one the model may give other answers",
+            do=f"Leave out such weights on purpose with --exclude '{any_layer(unknown[0])}' or --drop-unknown, or name the right model "
+            "with --model DIR or --architecture FILE",
+            id="unsupported",
         )
 
 
@@ -416,6 +419,7 @@ def _of_kind(index: Index, selection: Selection) -> tuple[dict[str, Tensor], lis
 
 # What a model's state dict consists of.
 _STORED: tuple[Kind, ...] = ("weight", "buffer", "adapter")
+_TRAINED: tuple[Kind, ...] = ("weight", "master")
 _WITHHELD = ("state", "other", "buffer", "adapter", "unknown")
 _OPTIMIZER = "optimizer state, which serving does not need"
 ADAPTER_LEFT_OUT = "a LoRA adapter, not merged; --merge-adapter self merges it, --to peft writes it"
@@ -442,22 +446,15 @@ def _take_unneeded(chosen: dict[str, Tensor], names: list[str], model: Model) ->
             yield _drop(chosen.pop(name), reason)
 
 
-def _take_unknown(chosen: dict[str, Tensor], others: list[str], model: Model) -> Iterator[Drop]:
-    """Remove the tensors that the declared architecture lacks, each with the reason. If it lacks all, they stay: a prefix may hide them.
-
-    others: the chosen tensors that are not weights of the model.
-    """
-    model_type, head = model.architecture.model_type, model.architecture.tied[0]
-    unknown = [name for name in others if name != head and not model.reason_not_served(name)]
-    if unknown:
-        names = Names(model)
-        unknown = [name for name in unknown if names.array(name) is None]
+def _take_unknown(chosen: dict[str, Tensor], unknown: Collection[str], model: Model, selection: Selection) -> Iterator[Drop]:
+    """Remove those of the tensors that the declared architecture lacks which the selection leaves out, each with the reason: buffers by
+    default, and weights on request. If it lacks all tensors, they stay: a prefix may hide them."""
+    model_type = model.architecture.model_type
     for name in unknown if len(unknown) < len(chosen) else ():
-        tensor = chosen.pop(name)
-        reason = f"unknown: a {model_type} model has no such tensor; --keep-unknown carries it"
-        if tensor.kind == "buffer":
-            reason = f"a buffer that a {model_type} model does not store; --keep-unknown carries it"
-        yield Drop(name, tensor.kind if tensor.kind == "buffer" else "unknown", tensor.nbytes, reason)
+        if chosen[name].kind in _TRAINED and selection.drop_unknown:
+            yield Drop(name, "unknown", chosen.pop(name).nbytes, f"the declaration of {model_type} lacks it; --drop-unknown leaves it out")
+        elif chosen[name].kind == "buffer" and not selection.keep_unknown:
+            yield _drop(chosen.pop(name), f"a buffer that a {model_type} model does not store; --keep-unknown carries it")
 
 
 def _take_base(chosen: dict[str, Tensor], adapter: Callable[[Tensor], bool]) -> Iterator[Drop]:

@@ -11,6 +11,7 @@ from reshard.geometry.quantities import plural
 
 _MOST_NAMES = 3
 _WORD = r"[A-Za-z0-9]+"
+_LAYER = re.compile(r"\.\d+\.")
 
 
 def as_globs(given: str | Iterable[str]) -> tuple[str, ...]:
@@ -25,6 +26,11 @@ def as_globs(given: str | Iterable[str]) -> tuple[str, ...]:
 def matches(name: str, globs: Iterable[str]) -> bool:
     """Whether one of the globs matches a name."""
     return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def any_layer(name: str) -> str:
+    """A glob for the tensors of that name in all layers."""
+    return _LAYER.sub(".*.", name, count=1)
 
 
 def check_globs(option: str, globs: Iterable[str], names: Collection[str]) -> None:

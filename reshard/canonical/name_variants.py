@@ -14,12 +14,12 @@ core_model_loading.py (base_model_prefix) and integrations/finegrained_fp8.py; m
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from reshard.canonical.lora import base_name, is_of_adapter
 from reshard.canonical.stacked_experts import located_in, stacks
-from reshard.canonical.trainer_names import with_published_names
+from reshard.canonical.trainer_names import places_in, with_published_names
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
 from reshard.geometry.light_dataclass import dataclass
@@ -117,6 +117,8 @@ class Names:
             self._shapes[head] = self._shapes[embedding]
         self._parts: dict[tuple[int | None, int | None, str, str | None], Part] | None = None
         self._stacks = stacks(model)
+        declared = (weight.name.split(".") for weight in model.declared.weights)
+        self._modules = {".".join(parts[:depth]) for parts in declared for depth in range(1, len(parts))}
 
     def is_canonical(self, name: str) -> bool:
         """Whether the name is that of a weight of the model, or of a tensor that the architecture leaves out on purpose."""
@@ -124,24 +126,42 @@ class Names:
 
     def array(self, name: str) -> Mosaic | None:
         """The canonical tensors that a stored tensor with that name holds; None if the name means nothing to this model."""
-        for candidate in self._with_base(name):
-            if candidate in self._shapes:
-                return Mosaic.of(candidate, Box.whole(self._shapes[candidate]))
-            if (array := self._stacks.get(candidate) or self._array_of_variant(candidate)) is not None:
-                return array
-        return None
+        return next((array for _, candidate in self._with_base(name) if (array := self._array_of(candidate)) is not None), None)
+
+    def prefix(self, name: str) -> tuple[str, str] | None:
+        """The prefix of a stored name and the canonical one in its place; None if the name means nothing to this model."""
+        return next((prefix for prefix, candidate in self._with_base(name) if self._array_of(candidate) is not None), None)
+
+    def beside(self, name: str, prefixes: Iterable[tuple[str, str]]) -> str:
+        """The name of a tensor that the declaration lacks, under the canonical prefix of its neighbours in the model.
+
+        prefixes: of the neighbours. It keeps its name if that would lead into no part of the model.
+        """
+        name = base_name(name)
+        for stored, canonical in prefixes:
+            inner = name.removeprefix(stored)
+            if name.startswith(stored) and canonical + inner.partition(".")[0] in self._modules:
+                return canonical + inner
+        return name
 
     def unneeded(self, name: str) -> str | None:
         """If `name` is a tensor that the architecture leaves out on purpose, its canonical name; otherwise None."""
-        return next((candidate for candidate in self._with_base(name) if self._model.reason_to_drop(candidate)), None)
+        return next((candidate for _, candidate in self._with_base(name) if self._model.reason_to_drop(candidate)), None)
 
-    def _with_base(self, name: str) -> Iterator[str]:
-        """The name, and the names with the canonical prefix in place of a stored one."""
+    def _with_base(self, name: str) -> Iterator[tuple[tuple[str, str], str]]:
+        """The name, and the names with the canonical prefix in place of a stored one; each with both prefixes."""
         name = base_name(name)
-        yield name
+        yield ("", ""), name
         for stored, canonical in PREFIXES + PREFIXES_WITH_TOWERS + HEADS:
             if name.startswith(stored):
-                yield canonical.format(base=self._base) + name.removeprefix(stored)
+                canonical = canonical.format(base=self._base)
+                yield (stored, canonical), canonical + name.removeprefix(stored)
+
+    def _array_of(self, name: str) -> Mosaic | None:
+        """The canonical tensors in a stored tensor, by its name under the canonical prefix."""
+        if name in self._shapes:
+            return Mosaic.of(name, Box.whole(self._shapes[name]))
+        return self._stacks.get(name) or self._array_of_variant(name)
 
     def _array_of_variant(self, name: str) -> Mosaic | None:
         match = self._layer.fullmatch(name)
@@ -186,6 +206,20 @@ class _Share:
     """The pieces of the canonical tensor that lie in the stored one."""
 
 
+def names_besides(names: Iterable[str], index: Index, model: Model) -> list[str]:
+    """Those of these names in an index that are not of the model's weights; none if the index has the names of a trainer, which are not
+    published ones even where they are spelled alike."""
+    others = [name for name in names if name not in model.weights]
+    return others if others and places_in(index, model) is None else []
+
+
+def unknown_names(names: Collection[str], model: Model) -> list[str]:
+    """Those of these names that mean nothing to the model, and that it is not declared to carry."""
+    others = [name for name in names if not model.reason_not_served(name)]
+    known = Names(model) if others else None
+    return [name for name in others if known and known.array(name) is None]
+
+
 def with_canonical_names(index: Index, model: Model | None, prefix: str = "") -> Index:
     """The index under the model's canonical names, in which fused and stacked tensors are pieces of canonical ones.
 
@@ -210,10 +244,11 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
             arrays[name] = None if names.is_canonical(short) else names.array(short)
         return arrays[name]
 
+    others = _others(index, array, names, prefix)
     shares: dict[tuple[Kind, str], list[_Share]] = {}
     renamed: dict[str, str] = {}
     for tensor in index.tensors:
-        for name, share in _shares(tensor, array, names, model, prefix):
+        for name, share in _shares(tensor, array, others, model, prefix):
             shares.setdefault((tensor.kind, name), []).append(share)
             if name != tensor.name:
                 renamed.setdefault(tensor.name, name)
@@ -223,7 +258,7 @@ def with_canonical_names(index: Index, model: Model | None, prefix: str = "") ->
 
     def new_names(name: str) -> tuple[str, ...]:
         mosaic = array(name)
-        return (name,) if mosaic is None else mosaic.names
+        return (others.get(name, name),) if mosaic is None else mosaic.names
 
     def groups() -> tuple[ParamGroup, ...]:
         return tuple(replace(group, names=_chained(map(new_names, group.names))) for group in index.param_groups())
@@ -263,17 +298,30 @@ def _declared(model: Model) -> re.Pattern[str]:
     return re.compile(rf"(?:{'|'.join(numbered)})\.\w+")
 
 
-def _shares(tensor: Tensor, array: Callable[[str], Mosaic | None], names: Names, model: Model, prefix: str) -> Iterator[tuple[str, _Share]]:
+def _others(index: Index, array: Callable[[str], Mosaic | None], names: Names, prefix: str) -> dict[str, str]:
+    """The new names of the weights and buffers that mean nothing to the model, by stored name: unneeded ones get the name of their
+    declaration, and all others the prefix of the weights around them."""
+    of_model = {tensor.name: tensor.name.removeprefix(prefix) for tensor in index.tensors if tensor.kind in ("weight", "buffer", "master")}
+    others = {name: short for name, short in of_model.items() if array(name) is None and not names.is_canonical(short)}
+    if not others:
+        return {}
+    known = (short for name, short in of_model.items() if array(name) is not None)
+    prefixes = dict.fromkeys(found for short in known if (found := names.prefix(short)) is not None)
+    new = {name: names.unneeded(short) or names.beside(short, prefixes) for name, short in others.items()}
+    return {name: found for name, found in new.items() if found != others[name]}
+
+
+def _shares(
+    tensor: Tensor, array: Callable[[str], Mosaic | None], others: Mapping[str, str], model: Model, prefix: str
+) -> Iterator[tuple[str, _Share]]:
     """The shares of canonical tensors that a stored tensor holds, by canonical name. A tensor whose name is canonical or means nothing is
-    one share, under its own name."""
+    one share. others: the new names of tensors that mean nothing."""
     parameter, _, kind = tensor.name.rpartition(".") if tensor.kind == "state" else (tensor.name, "", "")
     suffix = f".{kind}" if tensor.kind == "state" else ""
     # The modules that an adapter saves whole (modules_to_save) have names of the base.
     mosaic = array(parameter) if parameter and tensor.kind != "adapter" else None
     if mosaic is None:
-        short = tensor.name.removeprefix(prefix)
-        unneeded = None if names.is_canonical(short) or tensor.kind not in ("weight", "buffer") else names.unneeded(short)
-        yield unneeded or tensor.name, _Share(tensor, tensor.shape, tensor.shards)
+        yield others[parameter] + suffix if parameter in others else tensor.name, _Share(tensor, tensor.shape, tensor.shards)
     elif tensor.shape == mosaic.shape:
         located = dict(located_in(tensor.shards, mosaic).of(tensor.shards))
         for name in mosaic.names:

@@ -17,13 +17,16 @@ Everything else is decided here, for all formats, and only by what is certain:
 - Floating-point tensors are weights. Integers with two axes are weights that were packed by a quantizer, and the tables of draft models
   are weights; other integers are buffers.
 
-What a declared architecture lacks is *unknown*; content.py finds it, because it depends on the selection.
+- Names of the model after a root that the declared architecture does not have, such as teacher.model.layers.0..., are those of another
+  model, if the model's own names are there as well.
+
+A weight that a declared architecture lacks is *unknown*; content.py finds it, because it depends on the selection.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from reshard.canonical.name_variants import Names
@@ -71,8 +74,17 @@ _ADAPTERS = frozenset(
     }
 )
 _RECIPES = frozenset({"_extra_state", "amax_history", "amax_history_fwd", "amax_history_bwd"})
-_BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids"})
-_MARKS = _ADAPTERS | _RECIPES | _BUFFERS
+# Rotary frequencies and their tables (transformers before 4.39 and remote code), masks of GPT-2's relatives, the scalar of their masks.
+_BUFFERS = frozenset(
+    {"running_mean", "running_var", "num_batches_tracked", "inv_freq", "original_inv_freq", "position_ids", "cos_cached", "sin_cached",
+     "masked_bias"}
+)  # fmt: skip
+# Modules that observe values for a quantizer: torch.ao, NVIDIA ModelOpt.
+_OBSERVERS = frozenset(
+    {"activation_post_process", "weight_fake_quant", "weight_quantizer", "input_quantizer", "output_quantizer", "q_bmm_quantizer",
+     "k_bmm_quantizer", "v_bmm_quantizer", "p_bmm_quantizer"}
+)  # fmt: skip
+_MARKS = _ADAPTERS | _RECIPES | _BUFFERS | _OBSERVERS
 _RNG = re.compile(r"(?:^|[._])(?:rng|random|generator)(?:$|[._])")
 _WEIGHT_LIKE = re.compile(r"(?:^|\.)(?:weight|bias)$")
 _OF_TRAINED = ("master", "moment1", "moment2")
@@ -114,6 +126,7 @@ def classified(index: Index, model: Model | None) -> Index:
     for tensor in weights:
         by_root.setdefault(root_of(tensor.name), []).append(tensor)
     kinds = {root: _kind_under_root(root, by_root, index.facts.roots, trained) for root in by_root}
+    kinds |= dict.fromkeys(_copies(by_root, model, trained) if model else (), "other")
     guessed = ((tensor, kinds[root] or _kind_of_tensor(tensor, trained)) for root, of_root in by_root.items() for tensor in of_root)
     doubtful = [(tensor, kind) for tensor, kind in guessed if kind != "weight"]
     if not doubtful:
@@ -140,6 +153,16 @@ def _kind_under_root(root: str, by_root: Mapping[str, list[Tensor]], beside: Ite
     return "other" if len(models) > 1 and models <= _MODEL_NAMES and root in models else None
 
 
+def _copies(by_root: Mapping[str, list[Tensor]], model: Model, trained: frozenset[str]) -> Iterator[str]:
+    """The roots of further copies of the model: roots that the model lacks, before names in its layers, without moments."""
+    own = {root_of(weight.name) for weight in model.declared.weights} | {*map(root_of, model.architecture.tied)}
+    for root in by_root.keys() - own if by_root.keys() & own else ():
+        stored = [tensor.name for tensor in by_root[root]]
+        inner = (name.removeprefix(f"{root}.") for name in stored)
+        if trained.isdisjoint(stored) and any(name in model.weights and model.is_in_layer(name) for name in inner):
+            yield root
+
+
 def _looks_like_weight(tensor: Tensor) -> bool:
     return _is_number(tensor) and (len(tensor.shape) > 1 or (bool(tensor.shape) and _WEIGHT_LIKE.search(tensor.name) is not None))
 
@@ -152,7 +175,8 @@ def _kind_of_tensor(tensor: Tensor, trained: frozenset[str]) -> Kind:
     """The class of a tensor under the model's root, from its own name and type."""
     name, dtype = tensor.name, tensor.dtype
     parts = name.split(".")
-    if dtype.floating and _MARKS.isdisjoint(parts):
+    is_mask = parts[-1] == "bias" and len(tensor.shape) == 4
+    if dtype.floating and not is_mask and _MARKS.isdisjoint(parts):
         return "weight"
     if not _ADAPTERS.isdisjoint(parts):
         return "adapter"
@@ -160,7 +184,7 @@ def _kind_of_tensor(tensor: Tensor, trained: frozenset[str]) -> Kind:
         return "weight"
     if not _RECIPES.isdisjoint(parts) or (dtype.name == "U8" and len(tensor.shape) == 1 and _RNG.search(name)):
         return "state"
-    if parts[-1] in _BUFFERS:
+    if is_mask or parts[-1] in _BUFFERS or not _OBSERVERS.isdisjoint(parts):
         return "buffer"
     is_packed = dtype.name in _PACKED and len(tensor.shape) > 1
     return "weight" if _is_number(tensor) or is_packed or is_draft_table(name) else "buffer"

@@ -295,19 +295,25 @@ def named_places(trainer: str, model: Model | None, *, asked: str = "") -> Place
     return Places(table, model)
 
 
+def places_in(index: Index, model: Model) -> Places | None:
+    """The places of the trainer whose names all weights of an index have; None if they are none's."""
+    return places_of((tensor.name for tensor in index.tensors if tensor.kind in ("weight", "master")), model)
+
+
 def with_published_names(index: Index, model: Model) -> Index:
-    """The index under the published names, if all its weights have the names of one trainer; otherwise `index` itself.
+    """The index under the published names, if all its weights have the names of one trainer; otherwise `index` itself. What follows from
+    the config becomes a buffer.
 
     Raises: CheckpointError if a tensor has another shape than its name says.
     """
-    places = places_of((tensor.name for tensor in index.tensors if tensor.kind in ("weight", "master")), model)
+    places = places_in(index, model)
     if places is None:
         return index
     tensors: list[Tensor] = []
     for tensor in index.tensors:
         array = places.arrays.get(tensor.name)
         if array is None or (tensor.elements == 1 and tensor.shape != array.shape):
-            tensors += [replace(tensor, name=name) for name in array.names] if array else [tensor]
+            tensors += [replace(tensor, name=name) for name in array.names] if array else [_as_buffer(tensor)]
             continue
         if tensor.shape != array.shape:
             raise CheckpointError(
@@ -331,3 +337,8 @@ def with_published_names(index: Index, model: Model) -> Index:
     note = f"the names are those of {places.table.trainer}; rotary rows {rows}"
     facts = replace(index.facts, notes=(*index.facts.notes, note), tied={}, buffers=None)
     return replace(index, tensors=tuple(tensors), facts=facts, param_groups=groups)
+
+
+def _as_buffer(tensor: Tensor) -> Tensor:
+    """A tensor that no row holds: rotary frequencies become a buffer, other tensors stay what they are."""
+    return replace(tensor, kind="buffer") if tensor.kind == "weight" else tensor

@@ -74,7 +74,8 @@ _ROWS = (
         "Give the config that this model was trained with (--model DIR)",
     ),
     FindingKind(
-        "unknown-weight", "info", "The architecture has no such weight.", "Serving engines refuse or ignore it; --exclude leaves it out"
+        "unknown-weight", "info", "The architecture has no such weight.",
+        "Formats that keep names carry it; for serving engines and Megatron, leave it out with --exclude or --drop-unknown",
     ),
     FindingKind(
         "config-not-checked", "info", "The shapes were not compared with a config.", "Give the model's config with --model DIR"

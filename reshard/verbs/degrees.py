@@ -165,7 +165,7 @@ def _refuse_for_bare(options: DegreeOptions) -> None:
 def _stored_model(source: Checkpoint, target: Target, weights: Weights | None, dequantize: bool) -> tuple[Model, dict[str, DType]]:
     """A checkpoint's model, and the element type of each of its weights as a conversion would store it."""
     check_nothing_unanswered(source)
-    config, content = source.model_files.config, source.content(Selection(weights))
+    config, content = source.model_files.config, source.content(Selection(weights, drop_unknown=True))
     check_has_settings(model_of(config, source.architecture).config, source.index.element_types)
     check_against_model(content, partial=False, strict=True, optional=content.implied)
     check_globs("--keep-dtype", target.keep_dtype, content.weights)

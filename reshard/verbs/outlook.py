@@ -10,6 +10,7 @@ from reshard.canonical.content import Content, check_against_model
 from reshard.errors import ReshardError
 from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.parallel import Parallel
+from reshard.geometry.quantities import plural
 from reshard.models.model import Model
 from reshard.plans.target import Target
 from reshard.serving.legality import check_degrees
@@ -47,6 +48,9 @@ def outlook(checkpoint: Checkpoint, content: Content | None) -> Outlook:
     if checkpoint.model_files.config is None:
         needed.append("the model's config: --model DIR")
     engines = {}
+    if content and content.unknown:
+        what = f"{plural(len(content.unknown), 'weight')} that the declared architecture lacks, such as {content.unknown[0]}"
+        needed.append(f"for serving: a decision about {what}; --exclude or --drop-unknown leaves them out")
     for name, engine in registry.formats().items():
         if (
             model is not None
@@ -55,7 +59,7 @@ def outlook(checkpoint: Checkpoint, content: Content | None) -> Outlook:
         ):
             engines[name] = sizes
     problem = _problem(content) if content else None
-    return Outlook({} if problem else engines, tuple(needed), problem)
+    return Outlook({} if problem or (content and content.unknown) else engines, tuple(needed), problem)
 
 
 def _problem(content: Content) -> str | None:

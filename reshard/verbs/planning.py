@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from reshard.canonical.requantization import quantized, requantized
 from reshard.canonical.stacked_experts import by_expert
 from reshard.containers.gc_pause import gc_paused
 from reshard.errors import RequestError
+from reshard.geometry.quantities import plural
 from reshard.geometry.stored import whole
 from reshard.index.index import Tensor
 from reshard.models.quantization import check_has_settings
@@ -79,6 +81,7 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Che
         content = chosen()
     check_selected(content)
     check_globs("--keep-dtype", request.keep_dtype, content.weights)
+    notes = (*notes, *_about_unknown(content))
     if not format.holds_adapters and any(map(is_of_adapter, content.tensors.values())):
         notes, companions = (*notes, _ADAPTERS_ARE_COPIED), replace(companions, carries_adapter=True)
     kept_for = quantized_names(content, source.model_files.config)
@@ -105,6 +108,13 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Che
     plan = make_plan(stored, files, planned, target, replace(layout, notes=(*about_config, *notes, *layout.notes)))
     prove(plan)
     return plan
+
+
+def _about_unknown(content: Content) -> Iterator[str]:
+    """A note about weights that the declared architecture lacks."""
+    if content.unknown and content.model:
+        what = f"{plural(len(content.unknown), 'weight')} that the declaration of {content.model.architecture.model_type} lacks"
+        yield f"carried as they are: {what}, such as {content.unknown[0]}; --drop-unknown leaves them out"
 
 
 def _check_has_optimizer(source: Checkpoint, format: Format) -> None:

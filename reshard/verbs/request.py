@@ -72,7 +72,9 @@ class SelectionOptions(TypedDict, total=False):
     root: str | None
     """Which of several models in the checkpoint, such as "ema" (default: the main one)."""
     keep_unknown: bool
-    """Also run state, and tensors that the model's architecture lacks."""
+    """Also run state, other models, and buffers that the model's architecture lacks."""
+    drop_unknown: bool
+    """No weights that the model's architecture lacks."""
 
 
 class TargetOptions(TypedDict, total=False):
@@ -265,6 +267,7 @@ def selection_of(given: dict[str, Any]) -> Selection:
         optimizer=given.pop("optimizer", False),
         root=given.pop("root", None),
         keep_unknown=given.pop("keep_unknown", False),
+        drop_unknown=given.pop("drop_unknown", False),
     )
 
 

@@ -66,6 +66,7 @@ def verify(
     for nbytes in compare(left_side, right_side, result, with_cast=cast, workers=effort.workers, memory=effort.memory):
         effort.report(nbytes)
     _forgive_implied(result, left_side, right_side)
+    result.notes.extend(_about_unknown(result, left_side, right_side))
     for side in (left_side, right_side):
         result.notes.extend(not_compared(side))
     log_compared(result)
@@ -101,6 +102,13 @@ def _forgive_implied(result: Comparison, left: Side, right: Side) -> None:
             result.differences = [each for each in result.differences if each.name not in implied]
             what = f"{len(implied)} of {has.files.root}, such as {next(iter(implied))}"
             result.notes.append(f"not compared: {what}, which follow from the shapes of the weights, and which engines do not keep")
+
+
+def _about_unknown(result: Comparison, *sides: Side) -> Iterator[str]:
+    """A note if one side lacks weights that the declared architecture lacks, too."""
+    unknown = {name for side in sides for name in side.content.unknown}
+    if lost := [each.name for each in result.differences if each.kind in ("missing", "extra") and each.name in unknown]:
+        yield f"the declared architecture lacks {plural(len(lost), 'weight')} that one side lacks; --drop-unknown leaves out such weights"
 
 
 def not_compared(side: Side) -> Iterator[str]:

@@ -120,10 +120,10 @@ def test_run_state_is_listed_and_withheld_and_carried_on_request(tmp_path, make,
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "vllm", "fsdp"])
-def test_a_declared_model_has_no_buffers_of_others_and_no_value_head(tmp_path, to):
-    source = hf(tmp_path / "in", {**WEIGHTS, **BUFFERS, "value_head.weight": torch.ones(1, 32)})
+def test_a_declared_model_has_no_buffers_of_others(tmp_path, to):
+    source = hf(tmp_path / "in", {**WEIGHTS, **BUFFERS})
     plan = reshard.plan(source, to=to)
-    assert {drop.name: drop.kind for drop in plan.drops} == {**dict.fromkeys(BUFFERS, "buffer"), "value_head.weight": "unknown"}
+    assert {drop.name: drop.kind for drop in plan.drops} == dict.fromkeys(BUFFERS, "buffer")
     reshard.convert(plan, tmp_path / "out")
     assert reshard.verify(LLAMA, tmp_path / "out").equal
     assert reshard.verify(source, tmp_path / "out").equal
@@ -131,13 +131,11 @@ def test_a_declared_model_has_no_buffers_of_others_and_no_value_head(tmp_path, t
 
 
 def test_a_serving_engine_gets_nothing_that_it_cannot_load(tmp_path):
-    head = hf(tmp_path / "head", {**WEIGHTS, "value_head.weight": torch.ones(1, 32)})
-    with pytest.raises(CheckpointError, match=r"value_head\.weight.*has no such weight"):
-        reshard.plan(head, to="vllm", keep_unknown=True)
-    # A weight inside the layers says that the config is another model's.
-    norm = hf(tmp_path / "norm", {**WEIGHTS, "model.layers.0.self_attn.q_norm.weight": torch.ones(8)})
-    with pytest.raises(CheckpointError, match=r"q_norm\.weight.*has no such weight"):
-        reshard.plan(norm, to="vllm")
+    for name in ("value_head.weight", "model.layers.0.self_attn.q_norm.weight"):
+        source = hf(tmp_path / name, {**WEIGHTS, name: torch.ones(8)})
+        for given in ({}, {"keep_unknown": True}):
+            with pytest.raises(CheckpointError, match=rf"{name}.*has no such weight"):
+                reshard.plan(source, to="vllm", **given)
 
 
 @pytest.mark.parametrize("make", [hf, distributed])
@@ -211,9 +209,9 @@ def test_of_actor_and_critic_none_is_the_main_model(tmp_path):
     with pytest.raises(RequestError, match=r"several models: actor, critic.*--root actor"):
         reshard.plan(source, to="hf")
     assert equal(converted(source, tmp_path / "actor", root="actor"), WEIGHTS)
-    assert equal(converted(source, tmp_path / "critic", root="critic"), EMA)
+    assert equal(converted(source, tmp_path / "critic", root="critic"), {**EMA, "value_head.weight": torch.ones(1, 32)})
     assert reshard.plan(source, to="dcp", root="critic", optimizer=True).content.states.keys() == {
-        f"optim.state.{name}.{kind}" for name in WEIGHTS for kind in ("exp_avg", "exp_avg_sq", "step")
+        f"optim.state.{name}.{kind}" for name in (*WEIGHTS, "value_head.weight") for kind in ("exp_avg", "exp_avg_sq", "step")
     }
     assert run("roundtrip", source, "--to", "hf", "--root", "actor", "--materialize").code == 0
 

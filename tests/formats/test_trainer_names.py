@@ -62,6 +62,26 @@ def test_a_trainers_names_are_read_as_the_published_model(model, trainer, tmp_pa
     assert reshard.verify(base, reshard.open(tmp_path / "dcp", model=base)).equal
 
 
+@pytest.mark.parametrize("base", [BASE, HF / "llama-tied"], ids=["untied", "tied"])
+@pytest.mark.parametrize("to", ["dcp", "fsdp"])
+@pytest.mark.parametrize("trainer", ["torchtitan", "torchtitan-0.2", "meta", "litgpt", "olmo-core"])
+def test_names_of_trainers_come_through_formats_that_keep_names(base, to, trainer, tmp_path):
+    """Some names of a trainer are spelled as published ones, such as torchtitan's lm_head.weight: they mean the trainer's all the same."""
+    stored_head = {"meta": "output.weight", "torchtitan-0.2": "output.weight", "olmo-core": "lm_head.w_out.weight"}
+    tensors = written(trainer, tmp_path / "in", base)
+    tensors.setdefault(stored_head.get(trainer, "lm_head.weight"), next(t for n, t in tensors.items() if "emb" in n or "wte" in n).clone())
+    if trainer not in ("litgpt", "olmo-core"):
+        tensors["freqs_cis"] = torch.ones(4)
+    safetensors.torch.save_file(tensors, tmp_path / "in" / "model.safetensors")
+    (tmp_path / "in" / "reshard.json").unlink()
+    plan = reshard.plan(tmp_path / "in", to=to)
+    assert plan.content.tensors.keys() == tensors.keys() and not plan.drops
+    reshard.convert(plan, tmp_path / "through")
+    result = reshard.convert(reshard.plan(tmp_path / "through", to="hf", model=base), tmp_path / "out")
+    assert [drop.example for drop in result.dropped] == ["freqs_cis"] * ("freqs_cis" in tensors)
+    assert reshard.verify(base, tmp_path / "out").equal
+
+
 def test_rows_of_rotary_pairs_are_found_in_pieces_that_begin_inside_of_a_head(tmp_path):
     reshard.convert(reshard.plan(HF / "llama", to="hf", names="torchtitan"), tmp_path / "in")
     # Without a config the model is unknown, and names stay.

@@ -13,6 +13,7 @@ from reshard.adapter.model_files import CONFIG, ModelFiles
 from reshard.adapter.option import MAX_SHARD_SIZE
 from reshard.adapter.safetensors_writer import framed
 from reshard.canonical.content import Content, check_against_model
+from reshard.canonical.globs import any_layer
 from reshard.errors import RequestError, UnsupportedError
 from reshard.geometry.dtypes import DType
 from reshard.geometry.quantities import plural
@@ -29,7 +30,6 @@ from reshard.serving.weights import layers_not_served, not_stored_by_engines, sc
 if TYPE_CHECKING:
     from reshard.adapter.serving_format import ServingFormat
 
-_LAYER = r"\.\d+\."
 # The limit with which vLLM's and SGLang's own programs save (examples/.../save_sharded_state.py): 5 GiB.
 _MAX_SHARD_BYTES = 5 << 30
 
@@ -87,7 +87,7 @@ def _check_content(content: Content, model: Model, rules: EngineRules) -> None:
         raise RequestError(f"{rules.engine} loads weights, no optimizer state", do="Leave out --optimizer")
     without_slot = weights_without_slot(model, rules)
     if names := [name for name in without_slot if name in content.tensors]:
-        globs = dict.fromkeys(f"--exclude '{re.sub(_LAYER, '.*.', name, count=1)}'" for name in names)
+        globs = dict.fromkeys(f"--exclude '{any_layer(name)}'" for name in names)
         raise RequestError(
             f"{rules.engine}'s class for a {model.architecture.model_type} model has no slot for it"
             + (f", nor for {len(names) - 1} more" if len(names) > 1 else ""),
