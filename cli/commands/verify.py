@@ -118,7 +118,7 @@ def command(
         show_server(on_server, str(right).rstrip("/"))
     else:
         _show(result, with_manifest=right is None)
-    is_equal = exit_code(on_server, allowed=allow_not_comparable) == 0 if on_server else result.equal
+    is_equal = exit_code(on_server, allowed=allow_not_comparable) == 0 if on_server is not None else result.equal
     click.get_current_context().exit(0 if is_equal else 1)
 
 
