@@ -250,6 +250,7 @@ storage_option = option(
 )
 model = together(
     option("--model", section=SOURCE, metavar="DIR", help="Directory or URL with config.json (and tokenizer), if the checkpoint has none."),
+    option("--model-wins", section=SOURCE, is_flag=True, help="Use --model even if it contradicts the checkpoint's own config."),
     storage_option,
     option("--vocab-size", section=SOURCE, type=click.IntRange(1), metavar="N", help="Vocabulary size without padding (Megatron)."),
     architecture,

@@ -59,6 +59,8 @@ class ModelFiles:
     """Whether `config` is in no file: it was derived from the checkpoint's own settings, or a stored config was changed."""
     child: Files | None = None
     """The checkpoint's own files, if it has no config and this folder is the one that contains it."""
+    wins_over: str | None = None
+    """The checkpoint's own config, which this one contradicts, and how; None: there is none, or it agrees."""
     adapter_config: Mapping[str, Any] | None = None
     """The settings of the checkpoint's LoRA adapter: the content of its adapter_config.json; None if there is none."""
     carries_adapter: bool = False
@@ -67,6 +69,8 @@ class ModelFiles:
     @property
     def note(self) -> str | None:
         """A sentence for the user if the files are not the checkpoint's own."""
+        if self.wins_over is not None:
+            return f"--model wins over the checkpoint's own {self.wins_over}"
         if self.child is None:
             return None
         path = f"{self.files.root.rstrip('/')}/{self.folder}{CONFIG}"

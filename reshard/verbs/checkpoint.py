@@ -39,6 +39,7 @@ from reshard.index.coverage import check_index
 from reshard.index.fold import Fold, fold
 from reshard.index.index import Index, Tensor
 from reshard.models.architecture import Architecture
+from reshard.models.changed_keys import changed_keys
 from reshard.models.lookup import find_model, model_type_of, named_architecture
 from reshard.models.model import Model
 from reshard.plans.manifest import DIGESTS, MANIFEST, listed_files, read_digests, usable_manifest
@@ -326,7 +327,9 @@ def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Check
         if unfinished:
             raise unfinished.refusal() from None
         raise
-    model_files = find_model_files_near(files) if model is None else _model_files_at(model)
+    model_files = find_model_files_near(files)
+    if model is not None:
+        model_files = _model_files_at(model, model_files, declared, wins=options.get("model_wins", False))
     if (adapter_config := find_adapter_config(files)) is not None:
         model_files = replace(model_files, adapter_config=adapter_config)
     with _read_as_claims(os.fspath(path)), gc_paused(), blaming_the_parent(model_files):
@@ -388,13 +391,24 @@ def _check_recorded_files(files: Files) -> None:
             )
 
 
-def _model_files_at(model: PathLike) -> ModelFiles:
-    """The files in the directory that --model names, or beside the config that it names."""
+def _model_files_at(model: PathLike, own: ModelFiles, architecture: Architecture | None, *, wins: bool) -> ModelFiles:
+    """The files in the directory that --model names, or beside the config that it names. own: those that are used without it.
+
+    Raises: RequestError if there is no config; or if it describes another layout than the checkpoint's own, unless it wins (--model-wins).
+    """
     found = open_files(model)
     model_files = find_model_files((found.parent() if found.is_file else None) or found)
     if model_files.config is None:
         raise RequestError(f"there is no {CONFIG} in {os.fspath(model)!r}", do="Give --model the directory that holds the model's config")
-    return model_files
+    changed = ", ".join(map(str, changed_keys(own.config, model_files.config, architecture))) if own.config is not None else ""
+    if changed and not wins:
+        raise RequestError(
+            f"--model {os.fspath(model)} contradicts the checkpoint's own config: {changed}",
+            where=own.path,
+            why="Weights are split by these values, and their shapes alone do not show that a value is wrong",
+            do="Leave out --model, or add --model-wins if the checkpoint's own config is wrong",
+        )
+    return replace(model_files, wins_over=f"{own.path}{CONFIG}: {changed}" if changed else None)
 
 
 def _check_used(checkpoints: list[Checkpoint], options: Mapping[str, Any]) -> None:

@@ -41,6 +41,8 @@ class ModelOptions(TypedDict, total=False):
 
     model: PathLike | None
     """A directory with the Hugging Face config, if the checkpoint has none."""
+    model_wins: bool
+    """Use the config of `model` even if it contradicts the checkpoint's own."""
     vocab_size: int | None
     """Vocabulary size without padding, if neither the checkpoint nor the config says it."""
     architecture: Architecture | PathLike | None

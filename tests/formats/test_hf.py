@@ -10,6 +10,7 @@ from places import DCP, FIXTURES, HF, MODELS, described, open_case, stored, trut
 
 import reshard
 from reshard.errors import CheckpointError, RequestError
+from reshard.models.changed_keys import changed_keys
 
 SAME_AS_LLAMA = ("llama-sharded", "llama-bin", "llama-bin-sharded", "mistral")
 
@@ -251,3 +252,71 @@ def test_accelerates_and_dcps_own_forms_have_one_fingerprint_with_hf(tmp_path):
         reshard.convert(reshard.plan(opened, to="hf"), tmp_path / case)
         assert reshard.fingerprint(tmp_path / case).root == reshard.fingerprint(opened).root
     assert (DCP / "accelerate").exists()
+
+
+def config_at(folder, **changes):
+    """A folder with llama's config, in which some keys have other values; None removes a key."""
+    config = {**json.loads((HF / "llama" / "config.json").read_text()), **changes}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return folder
+
+
+# Every weight has the shape that they give it.
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
+
+
+@pytest.mark.parametrize("own", [".", "huggingface", ".."], ids=["beside the weights", "in verl's folder", "in the parent"])
+def test_a_model_that_contradicts_the_checkpoints_own_config_is_refused(own, tmp_path):
+    source, wrong = tmp_path / "run" / "step", config_at(tmp_path / "wrong", **HEADS)
+    config_at(source / own if own != ".." else tmp_path / "run")
+    source.mkdir(exist_ok=True)
+    shutil.copy(HF / "llama" / "model.safetensors", source)
+    with pytest.raises(RequestError, match="contradicts the checkpoint's own config") as caught:
+        reshard.plan(source, to="vllm", tp=2, model=wrong)
+    for text in ("num_attention_heads 8 -> 4", "num_key_value_heads 2 -> 1", "head_dim 32 -> 64", "--model-wins"):
+        assert text in str(caught.value)
+    plan = reshard.plan(source, to="vllm", tp=1, model=wrong, model_wins=True)
+    assert any("--model wins over" in note and "num_attention_heads 8 -> 4" in note for note in plan.to_json()["notes"])
+    assert plan.content.model.dimensions["heads"] == 4
+
+
+def test_keys_that_no_layout_follows_from_may_differ(tmp_path):
+    other = {"torch_dtype": "float16", "transformers_version": "5.0", "attention_bias": None, "rms_norm_eps": 1e-5, "num_local_experts": 3}
+    assert reshard.open(HF / "llama", model=config_at(tmp_path, **other)).model_files.note is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"attention_bias": True}, "attention_bias false -> true"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings false -> true"),
+        ({"vocab_size": 256}, "vocab_size 250 -> 256"),
+        ({"num_key_value_heads": None}, "num_key_value_heads 2 -> not set"),
+        ({"hidden_size": "x", "use_cache": False}, 'hidden_size 32 -> "x"'),
+        ({"model_type": "qwen2"}, 'model_type "llama" -> "qwen2"'),
+    ],
+    ids=str,
+)
+def test_only_the_keys_that_change_the_layout_are_listed(changes, said, tmp_path):
+    with pytest.raises(RequestError, match="--model-wins") as caught:
+        reshard.open(HF / "llama", model=config_at(tmp_path, **changes))
+    assert str(caught.value).count("->") == 1 and said in str(caught.value)
+
+
+def test_keys_of_an_inner_config_are_listed_with_its_name():
+    def config(intermediate, hidden, cache):
+        llama = json.loads((HF / "llama" / "config.json").read_text())
+        text = {**llama, "model_type": "mistral", "intermediate_size": intermediate, "use_cache": cache}
+        vision = {
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "patch_size": 4,
+            "num_channels": 3,
+            "head_dim": 16,
+        }
+        return {"model_type": "mistral3", "text_config": text, "vision_config": {**vision, "hidden_size": hidden}, "spatial_merge_size": 2}
+
+    found = changed_keys(config(88, 32, True), config(96, 64, False))
+    assert [str(each) for each in found] == ["text_config.intermediate_size 88 -> 96", "vision_config.hidden_size 32 -> 64"]
