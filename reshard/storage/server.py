@@ -1,6 +1,7 @@
-"""Requests to one server: the only place of reshard that opens a connection, and only to the address that the user gave.
+"""Requests to one server: the only place of reshard that opens a connection of its own, and only to the address that the user gave.
 
-No redirect is followed, no proxy is used, and what the server answers is not trusted: it is limited in size and time, and read as JSON.
+No redirect is followed, no proxy is used, and what the server answers is not trusted: an answer is limited as a whole, in size and in time,
+and read as JSON.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ from reshard.errors import CheckpointError, RequestError, SystemRefusal, printab
 from reshard.geometry.light_dataclass import dataclass
 
 if TYPE_CHECKING:
-    from urllib.request import OpenerDirector
+    import socket
 
-# 40,000 parameters on 32 ranks, as many as large models have, are 6 MB.
-_MOST_BYTES = 256 << 20
-_PART = 1 << 20
-# A server reads all its weights to answer: at 1 GB/s, 80 GB take 80 s.
-_SECONDS = 1800
+# 40,000 parameters on 8 ranks, as many as large models have, are 40 MB.
+_MOST_BYTES = 64 << 20
+# Lists, objects and commas of a document. An empty list takes 3 bytes in the answer, and 64 in memory.
+_MOST_VALUES = 1 << 20
+_MOST_HEADER_BYTES = 64 << 10
+_MOST_INFORMATIONAL, _MOST_CHUNKS = 16, 1 << 16
+_PART = 1 << 16
+# A server reads all its weights before it answers: at 1 GB/s, 80 GB take 80 s. Then nothing keeps it.
+_SECONDS, _SECONDS_WITHOUT_PROGRESS = 600.0, 60.0
 
 
 def is_server(path: object) -> bool:
@@ -56,56 +61,158 @@ class Server:
 
         Raises: SystemRefusal if the server cannot be reached, CheckpointError for another answer than a JSON document.
         """
-        from http.client import HTTPException
-        from urllib.error import HTTPError
-        from urllib.request import Request
-
-        data = None if question is None else json.dumps(question).encode()
-        request = Request(self.address + path, data=data, headers={"Content-Type": "application/json", "Accept": "application/json"})
         try:
-            with _opener().open(request, timeout=_SECONDS) as response:
-                return _document(_content(response, self.address), self.address)
-        except HTTPError as error:
-            with error:
-                if error.code in (404, 405):
+            with _connection(self.address) as connection:
+                connection.sendall(_request(self.address, path, question))
+                answer = _Answer(connection, self.address)
+                status, reason = answer.status()
+                if status in (404, 405):
                     return None
-                raise CheckpointError(
-                    f"the server answered {error.code} {printable(str(error.reason))[:80]} to {path}",
-                    where=self.address,
-                    why="reshard follows no redirect and has no key to show" if error.code < 404 else None,
-                    do="Ask the server with curl, and give its answer to `reshard digests --compare FILE`",
-                ) from None
-        except (OSError, HTTPException, UnicodeError) as error:
-            reason = getattr(error, "reason", None) or error
+                if not 200 <= status < 300:
+                    raise CheckpointError(
+                        f"the server answered {status} {printable(reason)[:80]} to {path}",
+                        where=self.address,
+                        why="reshard follows no redirect and has no key to show" if status < 404 else None,
+                        do="Ask the server with curl, and give its answer to `reshard digests --compare FILE`",
+                    )
+                return _document(answer.body(), self.address)
+        except (OSError, UnicodeError) as error:
             raise SystemRefusal(
-                f"the server cannot be asked: {printable(str(reason))[:200]}", where=self.address, do="Check the address, and that it runs"
+                f"the server cannot be asked: {printable(str(error))[:200]}", where=self.address, do="Check the address, and that it runs"
             ) from None
 
 
-def _opener() -> OpenerDirector:
-    """What opens http and https and nothing else: no redirects, proxies, files or authentication."""
-    from urllib.request import HTTPDefaultErrorHandler, HTTPErrorProcessor, HTTPHandler, HTTPSHandler, OpenerDirector
+def _connection(address: str) -> socket.socket:
+    import socket
 
-    opener = OpenerDirector()
-    for handler in (HTTPHandler, HTTPSHandler, HTTPErrorProcessor, HTTPDefaultErrorHandler):
-        opener.add_handler(handler())
-    return opener
+    parts = urlsplit(address)
+    assert parts.hostname
+    plain = socket.create_connection((parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)), _SECONDS_WITHOUT_PROGRESS)
+    if parts.scheme == "http":
+        return plain
+    import ssl
+
+    return ssl.create_default_context().wrap_socket(plain, server_hostname=parts.hostname)
 
 
-def _content(response: Any, where: str) -> bytes:
-    """The body of an answer, within its limits."""
-    deadline, parts, nbytes = time.monotonic() + _SECONDS, [], 0
-    while part := response.read1(_PART):
-        parts.append(part)
-        nbytes += len(part)
-        if nbytes > _MOST_BYTES or time.monotonic() > deadline:
-            raise CheckpointError(
-                f"the server's answer is longer than {_MOST_BYTES >> 20} MiB, or takes more than {_SECONDS} s", where=where
-            )
-    return b"".join(parts)
+def _request(address: str, path: str, question: dict[str, Any] | None) -> bytes:
+    parts = urlsplit(address)
+    body = b"" if question is None else json.dumps(question).encode()
+    head = [f"{'GET' if question is None else 'POST'} {parts.path}{path} HTTP/1.1", f"Host: {parts.netloc}", "Connection: close"]
+    head += ["Accept: application/json", "Accept-Encoding: identity", "User-Agent: reshard"]
+    head += ["Content-Type: application/json", f"Content-Length: {len(body)}"] if question is not None else []
+    return "\r\n".join([*head, "", ""]).encode("ascii") + body
+
+
+class _Answer:
+    """One answer, read within its limits. All of it is counted, and the clock is asked before every part that is received."""
+
+    def __init__(self, connection: socket.socket, where: str) -> None:
+        self._connection, self._where = connection, where
+        self._received, self._has_begun, self._ends_at = bytearray(), False, time.monotonic() + _SECONDS
+        self._header_bytes = self._body_bytes = 0
+        self._headers: dict[str, str] = {}
+
+    def status(self) -> tuple[int, str]:
+        """The status and its reason, after informational answers."""
+        for _ in range(_MOST_INFORMATIONAL + 1):
+            line = self._header_line()
+            match = re.fullmatch(r"HTTP/1\.[01] (\d{3})(?: (.*))?", line)
+            if match is None:
+                raise self._refusal(f"is not HTTP: it starts with {printable(line[:60])!r}")
+            self._headers = self._fields()
+            if not 100 <= int(match[1]) < 200:
+                return int(match[1]), match[2] or ""
+        raise self._refusal(f"comes after more than {_MOST_INFORMATIONAL} informational answers")
+
+    def body(self) -> bytes:
+        """The bytes of the body."""
+        body = bytearray()
+        if "transfer-encoding" in self._headers:
+            for _ in range(_MOST_CHUNKS):
+                nbytes = self._length(self._body_line().partition(";")[0].strip(), 16)
+                if not nbytes:
+                    self._fields()
+                    break
+                body += self._bytes(nbytes)
+                self._body_line()
+            else:
+                raise self._refusal(f"comes in more than {_MOST_CHUNKS:,} chunks")
+        elif length := self._headers.get("content-length"):
+            body += self._bytes(self._length(length, 10))
+        else:
+            while self._receive(may_end=True):
+                self._count(len(self._received) - self._body_bytes)
+            body = self._received
+        return bytes(body)
+
+    def _fields(self) -> dict[str, str]:
+        """The header fields, or those of a trailer, with names in lower case."""
+        fields = {}
+        while line := self._header_line():
+            name, _, value = line.partition(":")
+            fields[name.strip().lower()] = value.strip()
+        return fields
+
+    def _header_line(self) -> str:
+        line = self._line(_MOST_HEADER_BYTES - self._header_bytes)
+        self._header_bytes += len(line)
+        return line.decode("latin-1").rstrip("\r\n")
+
+    def _body_line(self) -> str:
+        """What stands between the chunks of a body, which counts as a part of it."""
+        line = self._line(_MOST_HEADER_BYTES)
+        self._count(len(line))
+        return line.decode("latin-1").rstrip("\r\n")
+
+    def _line(self, most: int) -> bytes:
+        while (end := self._received.find(b"\n", 0, most) + 1) == 0:
+            if len(self._received) >= most:
+                raise self._refusal(f"has more than {_MOST_HEADER_BYTES >> 10} KiB of headers and trailers")
+            self._receive()
+        return self._taken(end)
+
+    def _length(self, text: str, base: int) -> int:
+        if re.fullmatch(r"[0-9a-fA-F]{1,16}" if base == 16 else r"[0-9]{1,18}", text) is None:
+            raise self._refusal(f"has {printable(text[:40])!r} as a length")
+        return int(text, base)
+
+    def _bytes(self, nbytes: int) -> bytes:
+        self._count(nbytes)
+        while len(self._received) < nbytes:
+            self._receive()
+        return self._taken(nbytes)
+
+    def _taken(self, nbytes: int) -> bytes:
+        found = bytes(self._received[:nbytes])
+        del self._received[:nbytes]
+        return found
+
+    def _count(self, nbytes: int) -> None:
+        self._body_bytes += nbytes
+        if self._body_bytes > _MOST_BYTES:
+            raise self._refusal(f"is longer than {_MOST_BYTES >> 20} MiB")
+
+    def _receive(self, *, may_end: bool = False) -> bool:
+        """Receive a part. Returns whether there was one."""
+        left = self._ends_at - time.monotonic()
+        if left <= 0:
+            raise self._refusal(f"takes more than {_SECONDS:.0f} s")
+        self._connection.settimeout(min(left, _SECONDS_WITHOUT_PROGRESS) if self._has_begun else left)
+        part = self._connection.recv(_PART)
+        self._has_begun = True
+        self._received += part
+        if not part and not may_end:
+            raise ConnectionError("it broke off its answer")
+        return bool(part)
+
+    def _refusal(self, what: str) -> CheckpointError:
+        return CheckpointError(f"the server's answer {what}", where=self._where)
 
 
 def _document(content: bytes, where: str) -> Any:
+    if sum(map(content.count, (b",", b"[", b"{"))) > _MOST_VALUES:
+        raise CheckpointError(f"the server's answer has more than {_MOST_VALUES:,} values", where=where)
     try:
         return json.loads(content)
     except (ValueError, RecursionError):

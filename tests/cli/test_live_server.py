@@ -12,10 +12,12 @@ import pytest
 from command import reshard
 from places import HF
 from safetensors.torch import load_file, save_file
-from weight_servers import held, server, vllm
+from weight_servers import LIES, SLOW_LIES, answering, held, lying, server, vllm
 
 import reshard as library
 from reshard.errors import RequestError
+from reshard.storage import server as server_module
+from reshard.storage.server import Server
 
 EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
@@ -241,12 +243,45 @@ def test_what_a_server_says_about_itself_is_not_needed(info):
     assert verified("llama", answers)[0].code == 0
 
 
-def test_an_answer_without_end_is_refused(monkeypatch):
-    from reshard.storage import server as module
+MEGABYTES = 1_000
+ASKS = """
+import resource, sys
+from reshard.cli.main import run
+code = run(["verify", *sys.argv[1:]])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, file=sys.stderr)
+sys.exit(code)
+"""
 
-    monkeypatch.setattr(module, "_MOST_BYTES", 1000)
-    result = verified("llama", vllm(held("llama")))[0]
-    assert result.code == 3 and "longer than" in result.err
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_server_that_lies_is_refused_in_one_sentence_within_its_limits(name):
+    """In a process of its own, whose memory is measured."""
+    with lying(name) as (address, sent):
+        found = subprocess.run([sys.executable, "-c", ASKS, HF / "llama", address], capture_output=True, text=True, timeout=60)
+    *messages, megabytes = found.stderr.strip().split("\n")
+    assert found.returncode in (3, 5) and len(messages) == 1 and "Traceback" not in found.stderr, found.stderr
+    assert int(megabytes) < MEGABYTES
+    assert sum(sent) < 210 << 20
+
+
+@pytest.mark.parametrize("name", SLOW_LIES)
+def test_a_server_that_keeps_a_client_waiting_is_given_up(name, monkeypatch):
+    """The limits in seconds are those of minutes, made short: the clock is asked wherever a server can drip."""
+    monkeypatch.setattr(server_module, "_SECONDS", 1.5)
+    monkeypatch.setattr(server_module, "_SECONDS_WITHOUT_PROGRESS", 0.7)
+    with lying(name) as (address, _):
+        result = reshard("verify", HF / "llama", address)
+    assert result.code in (3, 5) and result.err.count("\n") == 1 and "Traceback" not in result.err, result.err
+
+
+def test_headers_and_informational_answers_within_the_limits_are_read():
+    """A proxy may add some; a chunked answer may have trailers."""
+    body = json.dumps({"checksums": held("llama")}).encode()
+    head = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" * 16 + b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX: " + b"x" * 60_000
+    chunks = b"".join(b"%x;a=b\r\n%b\r\n" % (len(part), part) for part in (body[:10], body[10:]))
+    with answering(head + b"\r\n\r\n" + chunks + b"0\r\nTrailer: 1\r\n\r\n") as (address, _):
+        # The one answer is that of the weight checker, and nothing about the server.
+        assert Server.at(address).ask("/weight_checker") == json.loads(body)
 
 
 @pytest.mark.parametrize("answer", ["short", "reset"])
