@@ -89,6 +89,10 @@ def document(result: Diff, beyond: list[Change] | None, *, full: bool) -> dict[s
         "equal": result.equal,
         "tensors": result.tensors,
         "bytes": result.nbytes,
+        "not_finite": [
+            {"what": each.what, "side": each.side, "elements": each.elements, "tensors": len(each.tensors), "first": each.tensors[0]}
+            for each in result.not_finite()
+        ],
         "differences": [{"name": d.name, "kind": d.kind, "detail": d.detail} for d in result.differences],
         "beyond_threshold": None if beyond is None else [change.name for change in beyond],
         "layers": [_row(change) for change in result.by_layer()],
@@ -108,6 +112,8 @@ def _row(change: Change) -> dict[str, Any]:
         "elements": change.elements,
         "changed": change.changed,
         "nonfinite": change.nonfinite,
+        "nan": change.nan,
+        "infinite": change.infinite,
         "relative": _finite(change.relative),
         "largest": _finite(change.largest),
         "mean": _finite(change.mean),
@@ -127,6 +133,8 @@ def _show(result: Diff, beyond: list[Change] | None, limit: int) -> None:
     others = [each for each in result.differences if each.kind != "values"]
     compared = f"{plural(result.tensors, 'tensor')}, {nbytes_text(result.nbytes)} compared" if result.changes else "headers"
     outcome = f"{len(changed):,} of {plural(len(result.changes), 'tensor')} changed" if result.changes else "no weight was read"
+    for found in result.not_finite():
+        show(str(found))
     more = f"; {plural(len(others), 'difference')} in names, shapes or element types" if others else ""
     show(("equal: " if result.equal else "different: ") + f"{compared}; {outcome}{more}")
     if beyond is not None:
@@ -151,6 +159,7 @@ _COLUMNS = ("tensors", "changed", "relative L2", "largest", "mean", "1 - cosine"
 def _show_changes(title: str, changes: Sequence[Change], number: int, limit: int) -> None:
     """A table of changes. number: how many entries were compared."""
     shown = changes[: limit or None]
+    with_nonfinite = any(change.nonfinite for change in shown)
     rows = [
         (
             change.name,
@@ -160,11 +169,12 @@ def _show_changes(title: str, changes: Sequence[Change], number: int, limit: int
             f"{change.largest:.3g}",
             f"{change.mean:.3g}",
             "-" if change.cosine is None else f"{1 - change.cosine:.3g}",
+            *((f"{change.nonfinite:,}",) if with_nonfinite else ()),
         )
         for change in shown
     ]
     show()
-    show(*table(rows, (title, *_COLUMNS)))
+    show(*table(rows, (title, *_COLUMNS, *(("NaN, inf",) if with_nonfinite else ()))))
     if len(changes) > len(shown):
         show(f"  and {len(changes) - len(shown):,} more; --limit 0 shows all")
     if number > len(changes):

@@ -52,6 +52,10 @@ class Change:
     """The number of elements that differ."""
     nonfinite: int = 0
     """The number of elements that are NaN or infinite on one side at least. They are left out of the sums."""
+    nan: list[int] = field(default_factory=lambda: [0, 0])
+    """The number of NaN on the left and on the right."""
+    infinite: list[int] = field(default_factory=lambda: [0, 0])
+    """The number of infinite elements on the left and on the right."""
     largest: float = 0.0
     """The largest absolute difference."""
     total: float = 0.0
@@ -95,6 +99,8 @@ class Change:
         self.elements += part.elements
         self.changed += part.changed
         self.nonfinite += part.nonfinite
+        self.nan = [a + b for a, b in zip(self.nan, part.nan, strict=True)]
+        self.infinite = [a + b for a, b in zip(self.infinite, part.infinite, strict=True)]
         self.largest = max(self.largest, part.largest)
         self.total += part.total
         self.squares += part.squares
@@ -240,6 +246,9 @@ def _finite(change: Change, a: Block, b: Block, left: DType, right: DType) -> tu
     x, y = _numbers(a, left), _numbers(b, right)
     rows = np.isfinite(x) & np.isfinite(y)
     change.nonfinite += int(len(rows) - np.count_nonzero(rows))
+    for side, values in enumerate((x, y)):
+        change.nan[side] += int(np.count_nonzero(np.isnan(values)))
+        change.infinite[side] += int(np.count_nonzero(np.isinf(values)))
     return x[rows].astype(np.float64), y[rows].astype(np.float64), a[rows], b[rows]
 
 

@@ -10,12 +10,32 @@ from reshard.canonical.content import Selection
 from reshard.engine.compare import Comparison, Difference, Side, comparable
 from reshard.errors import RequestError, choices
 from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.quantities import plural
 from reshard.index.name_parts import layer_of, part_of_layer
 from reshard.measures.changes import Change, ChangeMeter, sum_of
 from reshard.measures.walk import Read, walk
 from reshard.verbs.checkpoint import Checkpoint
 from reshard.verbs.request import Effort, EffortOptions, PathLike, checked_keywords
 from reshard.verbs.verify import log_compared, not_compared, sides_of
+
+
+@dataclass(frozen=True, slots=True)
+class NotFinite:
+    """The tensors that hold NaN, or infinite elements, on one side of a comparison."""
+
+    what: str
+    """"nan" or "infinite"."""
+    side: str
+    """"left" or "right"."""
+    elements: int
+    """How many there are on this side."""
+    tensors: list[str]
+    """The tensors that hold them, in the order of the model."""
+
+    def __str__(self) -> str:
+        verb, what = "has" if len(self.tensors) == 1 else "have", {"nan": "NaN", "infinite": "infinity"}[self.what]
+        where = f"{plural(self.elements, 'element')}, such as in {self.tensors[0]}"
+        return f"{plural(len(self.tensors), 'tensor')} {verb} {what} on the {self.side}: {where}"
 
 
 @dataclass(slots=True)
@@ -36,6 +56,16 @@ class Diff(Comparison):
     def largest(self) -> list[Change]:
         """The tensors that changed, the largest relative change first."""
         return sorted((each for each in self.changes if each.changed), key=_size, reverse=True)
+
+    def not_finite(self) -> list[NotFinite]:
+        """NaN and infinite elements, by side, whether they changed or not. The numbers of a Change leave them out."""
+        found = []
+        for what in ("nan", "infinite"):
+            for i, side in enumerate(("left", "right")):
+                counts = {each.name: getattr(each, what)[i] for each in self.changes if getattr(each, what)[i]}
+                if counts:
+                    found.append(NotFinite(what, side, sum(counts.values()), list(counts)))
+        return found
 
     def picture(self) -> str:
         """How much each role changed in each layer, as SVG with a caption."""
@@ -128,7 +158,9 @@ def _unmeasured(name: str, sides: tuple[Side, Side]) -> Change:
 
 
 def _sentence(change: Change) -> str:
-    return f"{change.changed:,} of {change.elements:,} elements differ, by at most {change.largest:.3g}; relative L2 {change.relative:.3g}"
+    bad = f"; {change.nonfinite:,} NaN or infinite" if change.nonfinite else ""
+    sizes = f"by at most {change.largest:.3g}; relative L2 {change.relative:.3g}"
+    return f"{change.changed:,} of {change.elements:,} elements differ, {sizes}{bad}"
 
 
 def _size(change: Change) -> tuple[float, float, float]:

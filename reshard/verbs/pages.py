@@ -159,7 +159,8 @@ def comparison_page(result: Comparison, title: str) -> Page:
     page = Page(title)
     outcome = "equal" if result.equal else _error(plural(len(result.differences), "difference"))
     compared = f"{plural(result.tensors, 'tensor')}, {nbytes_text(result.nbytes)}"
-    page.add("Summary", facts([("result", outcome), ("compared", compared), *(("note", note) for note in result.notes)]))
+    bad = [("not finite", _error(str(each))) for each in result.not_finite()] if isinstance(result, Diff) else []
+    page.add("Summary", facts([*bad, ("result", outcome), ("compared", compared), *(("note", note) for note in result.notes)]))
     if isinstance(result, Diff) and result.changes:
         page.add("Change by layer and role", change_map(result.changes))
         for name, rows in (("role", result.by_role()), ("layer", result.by_layer()), ("tensor", result.largest())):
@@ -173,11 +174,16 @@ def comparison_page(result: Comparison, title: str) -> Page:
 
 
 def _change_table(name: str, rows: Sequence[Change]) -> Html:
+    shown = rows[:_MOST_DIFFERENCES]
+    bad = any(row.nonfinite for row in shown)
     cells = [
-        (row.name, row.tensors, f"{100 * row.share:.3g} %", f"{row.relative:.3g}", f"{row.largest:.3g}", f"{row.mean:.3g}")
-        for row in rows[:_MOST_DIFFERENCES]
+        (
+            *(row.name, row.tensors, f"{100 * row.share:.3g} %", f"{row.relative:.3g}", f"{row.largest:.3g}", f"{row.mean:.3g}"),
+            *((f"{row.nonfinite:,}",) if bad else ()),
+        )
+        for row in shown
     ]
-    return table((name, "tensors", "changed", "relative L2", "largest", "mean"), cells)
+    return table((name, "tensors", "changed", "relative L2", "largest", "mean", *(("NaN, inf",) if bad else ())), cells)
 
 
 def report_page(report: Report) -> Page:

@@ -66,6 +66,34 @@ def test_diff_shows_the_largest_change_first(trained):
     assert "and 1 more; --limit 0 shows all" in reshard("diff", LLAMA, trained, "--limit", 1).out
 
 
+def test_diff_says_nan_and_infinity_first(tmp_path):
+    """One NaN in a tensor of 8,192 elements was listed with an innocent number, and no word."""
+    shutil.copytree(LLAMA, tmp_path / "broken")
+    (file,) = (tmp_path / "broken").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    for name, word in (("model.layers.0.mlp.up_proj.weight", b"\x80\xff"), ("model.layers.1.self_attn.q_proj.weight", b"\xc1\x7f")):
+        start = 8 + length + header[name]["data_offsets"][0]
+        data[start : start + 2] = word
+    file.write_bytes(data)
+    said = [
+        "1 tensor has NaN on the right: 1 element, such as in model.layers.1.self_attn.q_proj.weight",
+        "1 tensor has infinity on the right: 1 element, such as in model.layers.0.mlp.up_proj.weight",
+    ]
+    result = reshard("diff", LLAMA, tmp_path / "broken", "--html", tmp_path / "page.html")
+    assert result.out.splitlines()[:2] == said and "NaN, inf" in result.out
+    page = (tmp_path / "page.html").read_text()
+    assert all(sentence in page for sentence in said) and page.index(said[0]) < page.index("2 differences")
+    assert reshard("diff", LLAMA, tmp_path / "broken", "--threshold", 0.5, "-q").out.splitlines()[:2] == said
+    row = {"what": "nan", "side": "right", "elements": 1, "tensors": 1, "first": "model.layers.1.self_attn.q_proj.weight"}
+    assert reshard("diff", LLAMA, tmp_path / "broken", "--json").document["not_finite"][0] == row
+    # Equal NaN are equal, and still said.
+    same = reshard("diff", tmp_path / "broken", tmp_path / "broken")
+    assert same.code == 0 and "has NaN on the left" in same.out and "equal: 21 tensors" in same.out
+    assert "NaN" not in reshard("diff", LLAMA, LLAMA).out
+
+
 def test_diff_of_equal_checkpoints_in_different_layouts(tmp_path):
     out = tmp_path / "out"
     assert reshard("convert", FSDP2 / "checkpoint", out, "--to", "vllm", "--tp", 2, *MODEL).code == 0

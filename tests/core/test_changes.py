@@ -82,6 +82,9 @@ def test_numbers_that_are_not_finite_are_counted_and_left_out_of_the_sums():
     right = words([1, math.nan, math.nan, math.inf, 7], "bfloat16")
     change = measured(left, right, "bfloat16")
     assert (change.changed, change.nonfinite, change.largest, change.left_squares) == (2, 3, 2.0, 26.0)
+    assert (change.nan, change.infinite) == ([1, 2], [1, 1])
+    change.add(measured(right, left, "bfloat16"))
+    assert (change.nan, change.infinite) == ([3, 3], [2, 2])
     same = measured(left, left, "bfloat16")
     assert (same.changed, same.nonfinite, same.relative, same.cosine) == (0, 2, 0.0, 1.0)
 
