@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import click
@@ -21,7 +20,7 @@ import click
 from reshard.engine.events import LOGGER
 from reshard.errors import RequestError, printable
 from reshard.geometry.light_dataclass import dataclass
-from reshard.storage.system_calls import system_errors
+from reshard.storage.output_file import OutputFile
 
 NOTICE = 25
 """The level of progress, between INFO and WARNING: stderr shows it by default."""
@@ -92,18 +91,7 @@ def log_to_file(log: LogOptions) -> None:
         raise RequestError("--quiet and --verbose contradict each other", do="Give one of them")
     if log.file is None:
         return
-    check_folder("--log-file", Path(log.file))
-    with system_errors("written", log.file):
-        handler = _FileHandler(open(log.file, "a", encoding="utf-8"))  # noqa: SIM115  (closed by `logging_to_stderr`)
-    _add(handler, _JsonLines() if log.as_json else _FileLines(), logging.DEBUG)
-
-
-def check_folder(option: str, path: Path) -> None:
-    """Raises RequestError if a file cannot be written at this path because its directory does not exist, or because it is a directory."""
-    if path.is_dir():
-        raise RequestError(f"{option} {path} is a directory", do="Give the path of a file")
-    if not path.parent.is_dir():
-        raise RequestError(f"the directory of {option} {path} does not exist", do=f"Create it: mkdir -p {path.parent}", id="not-found")
+    _add(_FileHandler(log.file), _JsonLines() if log.as_json else _FileLines(), logging.DEBUG)
 
 
 def _add(handler: logging.Handler, formatter: logging.Formatter, level: int) -> None:
@@ -121,6 +109,9 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg,unused-ignore]  
 
 class _FileHandler(_Handler):
     """Appends lines to the log file, and says once on stderr when that is not possible any more."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(OutputFile(path, option="--log-file", append=True).lines())
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         super().handleError(record)

@@ -158,7 +158,7 @@ def _exit_code(invocation: Invocation) -> int:
     try:
         check_platform()
         log_to_file(invocation.log)
-        invocation.metrics.check_writable()
+        invocation.metrics.open()
         event("started", f"reshard {reshard.__version__}: {shlex.join(arguments)}", version=reshard.__version__, arguments=arguments)
         code = cli.main(arguments, prog_name="reshard", standalone_mode=False, obj=invocation)
         with standard_output():

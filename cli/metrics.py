@@ -9,14 +9,9 @@ The file is replaced as a whole, so that nobody reads half of it, and also after
 
 from __future__ import annotations
 
-import os
 import time
-from contextlib import suppress
-from pathlib import Path
 
-from reshard.storage.system_calls import system_errors
-
-from .logs import check_folder
+from reshard.storage.output_file import OutputFile
 
 _MEANINGS = {
     "success": "Whether the exit code was 0.",
@@ -41,7 +36,8 @@ class Metrics:
     """What is known about one run. command: its name. file: where --metrics-file wants it; None: nowhere."""
 
     def __init__(self, command: str, file: str | None) -> None:
-        self._file = Path(file) if file is not None and command in METERED else None
+        self._path = file if command in METERED else None
+        self._file: OutputFile | None = None
         self._began = time.monotonic()
         self._labels = {"command": command, "format": "", "target": ""}
         self._samples: dict[tuple[str, str], float] = {}
@@ -63,27 +59,15 @@ class Metrics:
         """The seconds since the start."""
         return time.monotonic() - self._began
 
-    def check_writable(self) -> None:
-        """Raises RequestError or SystemRefusal if the file cannot be written."""
-        if self._file is not None:
-            check_folder("--metrics-file", self._file)
-            with system_errors("written", self._file):
-                temporary = _temporary(self._file)
-                temporary.touch()
-                temporary.unlink()
+    def open(self) -> None:
+        """Open the file, so that the run can end in it. Raises RequestError or SystemRefusal if it cannot be written."""
+        if self._path is not None:
+            self._file = OutputFile(self._path, option="--metrics-file")
 
     def write(self, exit_code: int) -> None:
-        """Replace the file by what is known about the run, which ends now. Raises SystemRefusal if that is not possible."""
-        if self._file is None:
-            return
-        temporary = _temporary(self._file)
-        try:
-            with system_errors("written", self._file):
-                temporary.write_text(self._text(exit_code), encoding="utf-8")
-                os.replace(temporary, self._file)
-        finally:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+        """Replace the file by what is known about the run, which ends now. Raises RequestError or SystemRefusal if that is not possible."""
+        if self._file is not None:
+            self._file.write(self._text(exit_code).encode())
 
     def _text(self, exit_code: int) -> str:
         ended = {
@@ -105,10 +89,7 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
 
-def _temporary(path: Path) -> Path:
-    """A name beside the file that node_exporter, which reads *.prom, does not read. Unlike a file of `tempfile`, others may read it."""
-    return path.with_name(f"{path.name}.{os.getpid()}.tmp")
-
-
 def _escaped(text: str) -> str:
+    """A value of a label, in UTF-8. Of a path in another encoding, the other bytes stand as \\udcXX."""
+    text = text.encode("utf-8", "backslashreplace").decode()
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -19,12 +19,29 @@ from .metrics import METERED
 
 if TYPE_CHECKING:
     from reshard.picture.page import Page
+    from reshard.storage.output_file import OutputFile
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Function], Function]
 
 # The sections of --help, in order; formats' own sections come between the target and the selection.
 TARGET, SELECTION, SOURCE, EFFORT, PARTS, OUTPUT, LOG = "Target", "Selection", "Source", "Effort", "Many machines", "Output", "Log"
+
+
+class OutputFileParam(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic in newer versions of click
+    """An output file (storage/output_file.py), which is checked before the command begins. is_of_log: the log opens it itself."""
+
+    name = "file"
+
+    def __init__(self, *, is_of_log: bool = False) -> None:
+        self._is_of_log = is_of_log
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from reshard.storage.output_file import OutputFile
+
+        if self._is_of_log or isinstance(value, OutputFile) or (ctx and ctx.resilient_parsing):
+            return value
+        return OutputFile(value, option=param.opts[0] if param else "")
 
 
 EPILOG = (
@@ -50,8 +67,13 @@ LOG_OPTIONS = (
     _log_option("-q", "--quiet", is_flag=True, help="Print only errors and a one-line result."),
     _log_option("-v", "--verbose", is_flag=True, help="Log what is read, what is decided, and how long each phase takes."),
     _log_option("--log-format", type=click.Choice(["text", "json"]), help="json: each line of the log is a JSON object, errors included."),
-    _log_option("--log-file", metavar="FILE", help="Append a copy of the log to this file."),
-    _log_option("--metrics-file", metavar="FILE", help="At the end, write metrics for Prometheus (node_exporter's textfile collector)."),
+    _log_option("--log-file", metavar="FILE", type=OutputFileParam(is_of_log=True), help="Append a copy of the log to this file."),
+    _log_option(
+        "--metrics-file",
+        metavar="FILE",
+        type=OutputFileParam(is_of_log=True),
+        help="At the end, write metrics for Prometheus (node_exporter's textfile collector).",
+    ),
 )
 
 
@@ -188,7 +210,12 @@ summary_or_full = together(
 )
 page = together(
     option(
-        "--html", "page_path", section=OUTPUT, metavar="FILE", help="Also write a picture of it to this file: one page without scripts."
+        "--html",
+        "page_path",
+        section=OUTPUT,
+        metavar="FILE",
+        type=OutputFileParam(),
+        help="Also write a picture of it to this file: one page without scripts.",
     ),
     option("--interactive", section=OUTPUT, is_flag=True, help="With --html: add a small script that filters and sorts."),
 )
@@ -198,7 +225,7 @@ page = together(
 class PageOptions:
     """Where a page is written; nowhere if `path` is None."""
 
-    path: str | None
+    path: OutputFile | None
     interactive: bool
 
     def write(self, page: Page) -> None:
@@ -208,7 +235,7 @@ class PageOptions:
 
         if self.path is not None:
             nbytes = write_page(page, self.path, interactive=self.interactive)
-            event("page", f"wrote {self.path}, {nbytes:,} bytes", path=self.path, bytes=nbytes)
+            event("page", f"wrote {self.path}, {nbytes:,} bytes", path=str(self.path), bytes=nbytes)
 
 
 def page_of(given: dict[str, Any]) -> PageOptions:

@@ -49,6 +49,10 @@ def command_line() -> str:
         "Before the command stand `--debug`, which shows the traceback of an error, and `--version`. Every command has the options of the "
         "[log](logs.md); `--metrics-file` belongs to `convert`, `verify` and `doctor`.",
         _table((options.LOG, ""), [(_flags(option), _help(option)) for option in options.LOG_OPTIONS]),
+        "The file of `--html`, `--plan-out`, `--output`, `--log-file` and `--metrics-file` is checked before the command begins. A "
+        "regular file is replaced when the new one is complete; the log is appended. A device or a FIFO is opened at once and written "
+        "into, and `/dev/stdout`, `/dev/stderr` and `/dev/fd/N` are the open files of the process. Any other link, a directory and a disk "
+        "are refused.",
     ]
     for name in commands:
         command = cli.get_command(context, name)

@@ -16,6 +16,7 @@ from .cat import named, sliced
 
 if TYPE_CHECKING:
     from reshard.engine.views import LazyTensor
+    from reshard.storage.output_file import OutputFile
 
 
 @click.command(
@@ -28,13 +29,22 @@ if TYPE_CHECKING:
 )
 @click.argument("checkpoint")
 @click.argument("names", nargs=-1, required=True, metavar="NAME|GLOB...")
-@click.option("--output", "-o", required=True, metavar="FILE", help="The file to write: .safetensors, or .npy for one tensor.")
+@click.option(
+    "--output",
+    "-o",
+    required=True,
+    metavar="FILE",
+    type=options.OutputFileParam(),
+    help="The file to write: .safetensors, or .npy for one tensor.",
+)
 @click.option("--slice", "index", metavar="A:B,C:D", help="Only these indices of each axis, as in Python: 0:4,:8")
 @click.option("--overwrite", is_flag=True, help="Overwrite an existing file.")
 @options.format_name
 @options.model
 @options.as_json
-def command(checkpoint: str, names: tuple[str, ...], output: str, index: str | None, overwrite: bool, as_json: bool, **given: Any) -> None:
+def command(
+    checkpoint: str, names: tuple[str, ...], output: OutputFile, index: str | None, overwrite: bool, as_json: bool, **given: Any
+) -> None:
     """Write tensors of CHECKPOINT, joined from all ranks, to one file, in blocks.
 
     In a .npy file bfloat16 and 8-bit floats stand as raw words, because numpy has no such types; the result says how to view them.
@@ -52,10 +62,10 @@ def command(checkpoint: str, names: tuple[str, ...], output: str, index: str | N
     chosen = [tensor if index is None else sliced(tensor, index) for tensor in tensors.values()]
     with bar(sum(tensor.nbytes for tensor in chosen), "export", None) as advance:
         nbytes = export(chosen, output, overwrite=overwrite, progress=advance)
-    hint = _hint(output, chosen[0].dtype) if chosen else None
+    hint = _hint(str(output), chosen[0].dtype) if chosen else None
     if as_json:
         rows = [{"name": each.name, "dtype": each.dtype.name, "shape": list(each.shape), "bytes": each.nbytes} for each in chosen]
-        show_json({"path": output, "bytes": nbytes, "tensors": rows, "note": hint})
+        show_json({"path": str(output), "bytes": nbytes, "tensors": rows, "note": hint})
         return
     what = f"{chosen[0].name} {chosen[0].dtype} {shape_text(chosen[0].shape)}" if len(chosen) == 1 else plural(len(chosen), "tensor")
     show(f"{output}: {what}, {nbytes_text(nbytes)}")

@@ -15,6 +15,7 @@ from ..tables import show
 
 if TYPE_CHECKING:
     from reshard.serving.learned.layout import LearnedLayout
+    from reshard.storage.output_file import OutputFile
 
 
 @click.command(
@@ -37,11 +38,11 @@ if TYPE_CHECKING:
     metavar="N,N,..",
     help="Expert-parallel sizes to trace: 1, or sizes of --tp (default: 1).",
 )
-@click.option("--output", "-o", required=True, metavar="FILE", help="Write the layout to this file.")
+@click.option("--output", "-o", required=True, metavar="FILE", type=options.OutputFileParam(), help="Write the layout to this file.")
 @click.option("--engine-python", metavar="PATH", help="The Python that has the engine, if it is not this one.")
 @click.option("--trust-remote-code", is_flag=True, help="Let the engine run Python code that lies beside the model.")
 @options.as_json
-def command(model: str, output: str, as_json: bool, **given: Any) -> None:
+def command(model: str, output: OutputFile, as_json: bool, **given: Any) -> None:
     """Learn how a serving engine lays out MODEL: which box of which weight its own loader puts where, on every rank.
 
     MODEL is a directory with config.json and safetensors files. Only the headers of these are read, so files that end after their header
@@ -55,7 +56,7 @@ def command(model: str, output: str, as_json: bool, **given: Any) -> None:
     layout = reshard.learn(model, **given)
     write_layout(layout, output)
     seconds = time.monotonic() - began
-    show_json(document(layout, output, seconds)) if as_json else show_layout(layout, output, seconds)
+    show_json(document(layout, str(output), seconds)) if as_json else show_layout(layout, str(output), seconds)
 
 
 def document(layout: LearnedLayout, output: str, seconds: float) -> dict[str, Any]:

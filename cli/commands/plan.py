@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .. import options
 from ..json_output import show_json
 from ..plans import plan_document, show_plan
+
+if TYPE_CHECKING:
+    from reshard.storage.output_file import OutputFile
 
 
 @click.command(
@@ -22,11 +25,15 @@ from ..plans import plan_document, show_plan
 @options.format_name
 @options.model
 @options.option(
-    "--plan-out", section=options.OUTPUT, metavar="FILE", help="Also write the plan to FILE, which `reshard convert` runs with --plan."
+    "--plan-out",
+    section=options.OUTPUT,
+    metavar="FILE",
+    type=options.OutputFileParam(),
+    help="Also write the plan to FILE, which `reshard convert` runs with --plan.",
 )
 @options.page
 @options.summary_or_full
-def command(source: str, to: str | None, plan_out: str | None, as_json: bool, full: bool, **given: Any) -> None:
+def command(source: str, to: str | None, plan_out: OutputFile | None, as_json: bool, full: bool, **given: Any) -> None:
     """Show the proven plan of converting SOURCE: which rank and file gets what, and what is cast, filled or skipped.
 
     No weight is read and nothing is written. `reshard degrees` compares several parallel sizes.
@@ -48,7 +55,7 @@ def command(source: str, to: str | None, plan_out: str | None, as_json: bool, fu
         plan = reshard.plan(reshard.open(source, **options.take(given, OpenOptions)), to=to, **given)
         if plan_out is not None:
             nbytes = reshard.save_plan(plan, plan_out)
-            event("plan-file", f"wrote {plan_out}, {nbytes:,} bytes", path=plan_out, bytes=nbytes)
+            event("plan-file", f"wrote {plan_out}, {nbytes:,} bytes", path=str(plan_out), bytes=nbytes)
         if page.path:
             from reshard.verbs.pages import plan_page
 

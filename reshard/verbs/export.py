@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -13,7 +12,7 @@ from reshard.containers.safetensors import frame
 from reshard.engine.views import LazyTensor, numpy_type
 from reshard.errors import RequestError, TargetError
 from reshard.geometry.dtypes import is_in_safetensors
-from reshard.storage.system_calls import system_errors
+from reshard.storage.output_file import OutputFile
 from reshard.verbs.request import PathLike
 
 SUFFIXES = (".safetensors", ".npy")
@@ -31,22 +30,17 @@ def export(tensors: Sequence[LazyTensor], path: PathLike, *, overwrite: bool = F
         raise RequestError(f"{target.name}: the suffix names no form that can be written", do=f"Use one of {', '.join(SUFFIXES)}")
     if target.suffix == ".npy" and len(tensors) != 1:
         raise RequestError(f"a .npy file holds one tensor, and {len(tensors)} were chosen", do="Use .safetensors, or name one tensor")
-    if target.exists() and not overwrite:
+    if target.is_file() and not overwrite:
         raise TargetError("the file exists", where=str(target), do="Use --overwrite, or another name")
+    output = OutputFile.at(path)
     header, ordered = _npy(tensors[0]) if target.suffix == ".npy" else _safetensors(tensors)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    with system_errors("written", target):
-        try:
-            with partial.open("wb") as file:
-                file.write(header)
-                for words in _words(ordered):
-                    file.write(words)
-                    if progress:
-                        progress(len(words))
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
-        return target.stat().st_size
+    with output.writing() as file:
+        nbytes = file.write(header)
+        for words in _words(ordered):
+            nbytes += file.write(words)
+            if progress:
+                progress(len(words))
+    return nbytes
 
 
 def _words(tensors: Sequence[LazyTensor]) -> Iterator[memoryview]:

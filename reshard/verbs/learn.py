@@ -20,6 +20,7 @@ from reshard.geometry.parallel import Parallel
 from reshard.serving.learned.document import text_of
 from reshard.serving.learned.layout import LearnedLayout
 from reshard.serving.learned.learn import learned_layout, traced_rank
+from reshard.storage.output_file import OutputFile
 from reshard.storage.tar import open_tree
 from reshard.verbs.request import PathLike
 
@@ -57,8 +58,8 @@ def learn(
 
 
 def write_layout(layout: LearnedLayout, path: PathLike) -> None:
-    """Write the layout file."""
-    Path(path).write_text(text_of(layout))
+    """Write the layout to an output file (storage/output_file.py)."""
+    OutputFile.at(path).write(text_of(layout).encode())
 
 
 def config_of(folder: Path) -> dict[str, Any]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.errors import TargetError
 from reshard.geometry.quantities import nbytes_text, plural
 from reshard.index.drawing import shard_map, share_table, tensor_map, tree_list
 from reshard.measures.drawing import change_map
@@ -17,7 +14,7 @@ from reshard.picture.page import Html, Page, element, facts, folded, joined, met
 from reshard.plans import summary
 from reshard.plans.drawing import plan_maps, plan_transfers
 from reshard.serving.drawing import degrees_picture
-from reshard.storage.system_calls import system_errors
+from reshard.storage.output_file import OutputFile
 from reshard.training.drawing import bubble_picture, estimate_picture
 from reshard.training.fitting import schedules_of
 from reshard.verbs.diff import Diff
@@ -40,18 +37,9 @@ _MOST_ROWS, _MOST_CELLS, _MOST_DIFFERENCES = 256, 64, 1000
 
 
 def write_page(page: Page, path: PathLike, *, interactive: bool = False) -> int:
-    """Write a page to a file, which is replaced if it exists, and return its length in bytes."""
-    target, content = Path(path), page.render(interactive=interactive).encode("utf-8", "replace")
-    if target.is_dir():
-        raise TargetError("it is a directory", where=str(target), do="Give the name of a file, such as report.html")
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    with system_errors("written", target):
-        try:
-            partial.write_bytes(content)
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
-    return len(content)
+    """Write a page to an output file (storage/output_file.py), and return its length in bytes."""
+    file = OutputFile.at(path)
+    return file.write(page.render(interactive=interactive).encode("utf-8", "replace"))
 
 
 def checkpoint_page(checkpoint: Checkpoint, outlook: Outlook, tensors: list[Tensor]) -> Page:

@@ -34,6 +34,7 @@ from reshard.geometry.light_dataclass import dataclass
 from reshard.plans.digests import content_digest
 from reshard.plans.plan import Order, Plan
 from reshard.storage.files import Files, LocalFiles, VirtualFiles, inside, read_range, read_whole
+from reshard.storage.output_file import OutputFile
 from reshard.storage.system_calls import system_errors
 from reshard.storage.tar import open_tree
 from reshard.verbs.checkpoint import open as open_checkpoint
@@ -53,11 +54,8 @@ def save_plan(plan: Plan, path: PathLike) -> int:
     Raises: UnsupportedError if an option names another checkpoint, SystemRefusal if the file cannot be written.
     """
     check_whole(plan)
-    content, partial = PlanFile.of(plan).content, Path(f"{os.fspath(path)}.partial")
-    with system_errors("written", Path(path)):
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    return len(content)
+    file = OutputFile.at(path)
+    return file.write(PlanFile.of(plan).content)
 
 
 def load_plan(path: PathLike, source: PathLike) -> Plan:

@@ -81,6 +81,13 @@ def test_label_values_are_escaped(metrics):
     assert labels["target"] == 'a\\"b\\\\c\\nd'
 
 
+def test_a_name_that_is_not_utf_8_is_escaped_too(tmp_path, metrics):
+    target = tmp_path / os.fsdecode(b"caf\xe9")
+    result = reshard("convert", LLAMA, target, "--to", "hf", "--metrics-file", metrics)
+    _, labels = samples(metrics)
+    assert result.code == 0 and (target / "reshard.json").exists() and labels["target"].endswith(r"caf\\udce9")
+
+
 def test_others_may_read_the_file(metrics):
     reshard("doctor", LLAMA, "--metrics-file", metrics)
     umask = os.umask(0)
@@ -89,7 +96,7 @@ def test_others_may_read_the_file(metrics):
 
 
 def test_the_old_file_stays_whole_until_the_new_one_is(metrics, monkeypatch):
-    module = import_module("reshard.cli.metrics")
+    module = import_module("reshard.storage.output_file")
     metrics.write_text("old")
 
     def refuse(source, target):

@@ -241,4 +241,4 @@ def test_a_notebook_shows_pictures_of_what_verbs_return(tmp_path):
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path):
     assert "is a directory" in reshard("inspect", HF / "llama", "--html", tmp_path).err
     result = reshard("inspect", HF / "llama", "--html", tmp_path / "no" / "page.html")
-    assert result.code == 5 and "cannot be written" in result.err
+    assert result.code == 2 and "does not exist" in result.err
