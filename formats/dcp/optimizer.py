@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.adapter.dcp_reader import DcpFolder
-from reshard.canonical.optimizer_state import names_for, plain_groups, plain_settings
+from reshard.canonical.optimizer_state import STEP, names_for, plain_groups, plain_settings
 from reshard.containers.dcp_metadata import BytesItem
 from reshard.index.index import ParamGroup
 
@@ -41,7 +41,7 @@ def param_groups(folder: DcpFolder, names: NumberNames) -> list[ParamGroup]:
         numbered = [settings[key] for key in sorted(key for key in settings if isinstance(key, int))]
         names_of_root: dict[Any, str] = {number: name for (of_root, number), name in names.items() if of_root == root}
         names_of_root |= {name: name for group in numbered for name in group.get("params", ()) if isinstance(name, str)}
-        groups.extend(plain_groups(numbered, names_of_root))
+        groups.extend(plain_groups(numbered, names_of_root, _counts(folder, root)))
         groups.extend(_grouped({name: group for name, group in settings.items() if isinstance(name, str)}))
     return groups
 
@@ -78,6 +78,14 @@ def _settings_by_group(folder: DcpFolder, root: str, wanted: set[str] | None) ->
     for (group, setting, _), value in zip(chosen, folder.values([item for _, _, item in chosen]), strict=True):
         settings.setdefault(group, {})[setting] = value
     return settings
+
+
+def _counts(folder: DcpFolder, root: str) -> dict[Any, dict[str, Any]]:
+    """The step counts that an optimizer keeps as plain numbers, as state by parameter."""
+    keys = {fqn: state_key(key_path(folder.metadata, fqn)) for fqn in folder.metadata.objects}
+    chosen = {fqn: key.parameter for fqn, key in keys.items() if key and (key.root, key.kind) == (root, STEP)}
+    values = folder.values([folder.metadata.objects[fqn] for fqn in chosen])
+    return {parameter: {STEP: value} for parameter, value in zip(chosen.values(), values, strict=True)}
 
 
 def _grouped(settings_by_parameter: Mapping[str, Mapping[str, Any]]) -> Iterator[ParamGroup]:

@@ -152,7 +152,7 @@ def add_optimizer(builder: IndexBuilder, rank_files: RankFiles, first: Optimizer
     """Add the optimizer's state of all ranks, and its param groups. `first` is the content of the first rank's file."""
     names, notes = parameter_names(first, first_model)
     builder.add_notes(notes)
-    builder.param_groups = plain_groups(first.state_dict["param_groups"], names)
+    builder.param_groups = plain_groups(first.state_dict["param_groups"], names, first.state_dict["state"])
     add_states(builder, rank_files, names, first)
     if any(name.startswith(_UNNAMED) for name in builder.objects):
         builder.add_notes(

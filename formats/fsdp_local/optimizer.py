@@ -50,7 +50,7 @@ def add_optimizer(builder: IndexBuilder, rank_files: RankFiles, flats: Mapping[s
     builder.add_notes(notes)
     builder.param_groups = tuple(
         replace(group, names=tuple(slot.name for unit in group.names if unit in flats for slot in flats[unit].slots))
-        for group in plain_groups(optimizer["param_groups"], names)
+        for group in plain_groups(optimizer["param_groups"], names, optimizer["state"])
     )
     for state in rank_states:
         flat = flats.get(names[state.parameter]) if state.parameter in names else None

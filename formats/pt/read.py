@@ -108,6 +108,6 @@ def read_optimizer(builder: IndexBuilder, optimizer: Mapping[str, Any], path: st
     shapes = {parameter: local.shape for parameter, kind, local in tensors if kind != "step"}
     names, notes = names_for(optimizer, group_numbers(optimizer), shapes, list(parameters.items()))
     builder.add_notes(notes)
-    builder.param_groups = plain_groups(optimizer["param_groups"], names)
+    builder.param_groups = plain_groups(optimizer["param_groups"], names, optimizer["state"])
     for parameter, kind, local in tensors:
         builder.add(*state_kind(names.get(parameter), parameter, kind), local, path, local.rank or 0)

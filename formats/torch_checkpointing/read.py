@@ -136,12 +136,13 @@ def _safetensors_values(files: Files, path: str, described: Mapping[KeyPath, Ran
 
 def add_param_groups(builder: IndexBuilder, optimizer: RankItem, parameters: Mapping[str, Shape]) -> Mapping[Any, str]:
     """Add the optimizer's param groups. Returns the names of the parameters that it numbers."""
-    groups = optimizer.root.get("param_groups") if isinstance(optimizer.root, Mapping) else None
+    root = optimizer.root if isinstance(optimizer.root, Mapping) else {}
+    groups, state = root.get("param_groups"), root.get("state")
     state_dict = {"param_groups": groups if isinstance(groups, list) else []}
     shapes = {path[1]: local.shape for path, local in optimizer.tensors if len(path) == 3 and path[0] == "state" and path[2] != "step"}
     names, notes = names_for(state_dict, group_numbers(state_dict), shapes, list(parameters.items()))
     builder.add_notes(notes)
-    builder.param_groups = plain_groups(groups, names)
+    builder.param_groups = plain_groups(groups, names, state if isinstance(state, Mapping) else {})
     return names
 
 

@@ -14,7 +14,16 @@ from typing import Any, Literal
 from reshard.canonical.globs import any_layer, as_globs, check_globs, matches
 from reshard.canonical.lora import is_of_adapter
 from reshard.canonical.name_variants import names_besides, unknown_names
-from reshard.canonical.optimizer_state import is_state_key, is_unnamed, master_key, parameter_and_kind, state_key
+from reshard.canonical.optimizer_state import (
+    STEP,
+    counts_of_groups,
+    is_state_key,
+    is_unnamed,
+    master_key,
+    parameter_and_kind,
+    state_key,
+    uncounted,
+)
 from reshard.canonical.tensor_classes import is_of_optimizer, root_of
 from reshard.canonical.wrappers import is_wrapper
 from reshard.errors import CheckpointError, IncompleteError, RequestError
@@ -148,12 +157,8 @@ class Content:
     def step_counts(self) -> Mapping[str, int]:
         """By parameter, the step counts that come from the settings of a param group: for parameters with moments, but no step tensor."""
         stored = {parameter_and_kind(key) for key in self.states}
-        counts: dict[str, int] = {}
-        for group in self.param_groups() if self.states else ():
-            count = group.settings.get("step")
-            if isinstance(count, int | float) and count == int(count):
-                counts.update({name: int(count) for name in group.names if (name, "exp_avg") in stored and (name, "step") not in stored})
-        return counts
+        counts = counts_of_groups(self.param_groups() if self.states else ())
+        return {name: count for name, count in counts.items() if (name, "exp_avg") in stored and (name, STEP) not in stored}
 
     @cached_property
     def withheld(self) -> tuple[Drop, ...]:
@@ -327,6 +332,18 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
             do=f"Leave out such weights on purpose with --exclude '{any_layer(unknown[0])}' or --drop-unknown, or name the right model "
             "with --model DIR or --architecture FILE",
             id="unsupported",
+        )
+
+
+def check_counted(content: Content) -> None:
+    """Raises RequestError if a parameter has second moments and no step count."""
+    states = ((tensor.kind, parameter_and_kind(key)[0]) for key, tensor in content.states.items())
+    if names := uncounted(states, content.param_groups):
+        raise RequestError(
+            f"the optimizer has moments of {plural(len(names), 'parameter')}, and no count of the steps that made them",
+            where=names[0],
+            why="Adam's bias correction needs the count: without it a run does not resume, or starts the correction anew",
+            do="Give a checkpoint that holds the counts, or convert the weights without the optimizer state",
         )
 
 

@@ -12,7 +12,8 @@ Among the tensors of a Content, optimizer state has the key "optim.state.<parame
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from reshard.geometry.light_dataclass import dataclass
@@ -29,8 +30,9 @@ STATE_KINDS: Mapping[str, Kind] = {
     "master_param": "master",
     "fp32_param": "master",
 }
+STEP = "step"
 # The name that torch's optimizers give to each kind.
-_TORCH_NAMES: Mapping[Kind, str] = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "step": "step"}
+_TORCH_NAMES: Mapping[Kind, str] = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "step": STEP}
 _PREFIX, _MASTER = "optim.state.", "master_param"
 
 
@@ -181,18 +183,56 @@ def recorded_names(groups: Sequence[Mapping[Any, Any]]) -> dict[int, str] | None
     return recorded
 
 
-def plain_groups(groups: Any, names: Mapping[Any, str]) -> tuple[ParamGroup, ...]:
+def plain_groups(groups: Any, names: Mapping[Any, str], state: Mapping[Any, Any] | None = None) -> tuple[ParamGroup, ...]:
     """The param groups of a state dict, with the names of their parameters. Settings that are not plain values are left out.
 
-    names: the name of each parameter as the state dict lists it; unnamed numbers are left out.
+    names: the name of each parameter as the state dict lists it; unnamed numbers are left out. state: the state of each parameter.
     """
+    counts = {names.get(parameter, parameter): kinds.get(STEP) for parameter, kinds in (state or {}).items() if isinstance(kinds, Mapping)}
     plain = []
     for group in groups if isinstance(groups, list) else ():
         listed = group.get("params", group.get("param_names")) if isinstance(group, Mapping) else None
         if isinstance(listed, list | tuple):
             named = tuple(names.get(parameter, parameter) for parameter in listed if parameter in names or isinstance(parameter, str))
-            plain.append(ParamGroup(named, plain_settings(group, without=("params", "param_names"))))
+            plain.append(counted(ParamGroup(named, plain_settings(group, without=("params", "param_names"))), counts))
     return tuple(plain)
+
+
+def counted(group: ParamGroup, counts: Mapping[str, Any]) -> ParamGroup:
+    """The group with the step count that the optimizer keeps as a plain number of its parameters, as the setting "step".
+
+    counts: the step count of each parameter. A group whose counts differ gets none; `uncounted` then finds its parameters.
+    """
+    numbers = {count for name in group.names if is_count(count := counts.get(name))}
+    return replace(group, settings={**group.settings, STEP: numbers.pop()}) if len(numbers) == 1 else group
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a step count as a plain number."""
+    return type(value) in (int, float) and 0 <= value < 1 << 53 and value == int(value)
+
+
+def counts_of_groups(groups: Iterable[ParamGroup]) -> dict[str, int]:
+    """By parameter, the step count that its param group has as a setting."""
+    return {name: int(group.settings[STEP]) for group in groups if is_count(group.settings.get(STEP)) for name in group.names}
+
+
+def uncounted(states: Iterable[tuple[Kind, str]], groups: Callable[[], Iterable[ParamGroup]]) -> tuple[str, ...]:
+    """The parameters with second moments and without a step count, neither as a tensor nor as a setting of their param group.
+
+    Adam divides its moments by 1 - beta ** step: with moments and no count, a run does not resume, or starts that correction anew.
+    Optimizers without second moments, such as Lion, need no count.
+
+    states: the kind and the parameter of each tensor. groups: reads the param groups.
+    """
+    names: dict[Kind, dict[str, None]] = {"moment2": {}, "step": {}}
+    for kind, name in states:
+        if kind in names:
+            names[kind][name] = None
+    if names["moment2"].keys() <= names["step"].keys():
+        return ()
+    has_count = names["step"].keys() | counts_of_groups(groups()).keys()
+    return tuple(name for name in names["moment2"] if name not in has_count)
 
 
 def plain_settings(group: Mapping[Any, Any], *, without: Sequence[str] = ()) -> dict[str, Any]:

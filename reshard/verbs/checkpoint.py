@@ -24,7 +24,7 @@ from reshard.adapter.model_files import (
 from reshard.canonical.content import Content, Selection, check_selected, content_of
 from reshard.canonical.lora import with_adapter_names
 from reshard.canonical.name_variants import with_canonical_names
-from reshard.canonical.optimizer_state import is_state_key, master_key
+from reshard.canonical.optimizer_state import is_state_key, master_key, uncounted
 from reshard.canonical.tensor_classes import StoredModel, classified, one_model, stored_models
 from reshard.canonical.wrappers import without_wrappers
 from reshard.containers.gc_pause import gc_paused
@@ -259,10 +259,19 @@ def _open(path: PathLike, options: Mapping[str, Any]) -> Checkpoint:
     check_index(index)
     check_steps(files, index)
     check_copied_files(files, index)
-    checkpoint = classified_checkpoint(replace(checkpoint, index=format.check_values(files, index)))
+    checkpoint = classified_checkpoint(replace(checkpoint, index=_with_note_on_counts(format.check_values(files, index))))
     files.opened()
     _log_opened(checkpoint, time.monotonic() - began)
     return checkpoint
+
+
+def _with_note_on_counts(index: Index) -> Index:
+    """The index, with a note if there are moments without a step count."""
+    names = uncounted(((tensor.kind, tensor.name) for tensor in index.tensors), index.param_groups)
+    if not names:
+        return index
+    note = f"the optimizer has moments of {plural(len(names), 'parameter')} such as {names[0]}, and no count of the steps that made them"
+    return replace(index, facts=replace(index.facts, notes=(*index.facts.notes, note)))
 
 
 def _log_opened(checkpoint: Checkpoint, seconds: float) -> None:

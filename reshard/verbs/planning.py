@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from reshard.adapter import registry
 from reshard.adapter.format import Format
 from reshard.adapter.model_files import adapter_config_at, blaming_the_parent
-from reshard.canonical.content import Content, check_against_model, check_selected, content_of
+from reshard.canonical.content import Content, check_against_model, check_counted, check_selected, content_of
 from reshard.canonical.dequantization import quantized_names, with_values
 from reshard.canonical.globs import check_globs
 from reshard.canonical.lora import is_of_adapter, with_adapter_names
@@ -80,6 +80,7 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Che
         index, notes = stored, (_NAMES_ARE_KEPT,)
         content = chosen()
     check_selected(content)
+    check_counted(content)
     check_globs("--keep-dtype", request.keep_dtype, content.weights)
     notes = (*notes, *_about_unknown(content))
     if not format.holds_adapters and any(map(is_of_adapter, content.tensors.values())):

@@ -3,8 +3,8 @@
     python tests/training/check.py [--reshard PATH] [--python PATH]
 
 Makes the DeepSpeed environment (.venv-deepspeed) where there is none. A run of real DeepSpeed saves and goes on; reshard converts what it
-saved; another run, at another world size or stage, loads that and goes on. All losses of both must be equal, bit by bit.
-A moment exchanged on the way changes them: the check can fail.
+saved; another run, at another world size or stage, loads that and goes on. All losses of both must be equal, bit by bit, and the optimizer
+must have counted as many steps. A moment exchanged on the way changes the losses: the check can fail.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -40,6 +41,9 @@ CASES = [
     (GROUPS, "deepspeed", ("--dp", "2"), {"world": 2, "stage": 3, "groups": True}),
     (TIED, "deepspeed", ("--dp", "4"), TIED | {"world": 4}),
 ]
+# Checkpoints of other trainers, and the steps that they made. FSDP2's has bf16 weights and a count per parameter. Megatron's has masters,
+# and its distributed optimizer counts once, as a setting.
+OTHERS = {"FSDP2": ("dcp/fsdp2", 3.0), "Megatron": ("megatron/llama-tp2-pp2-dp2", 2.0)}
 
 
 def checks(reshard: Path, python: Path, work: Path) -> Iterator[tuple[str, bool, str]]:
@@ -56,24 +60,30 @@ def goes_on(reshard: Path, ask: Ask, work: Path) -> Iterator[tuple[str, bool, st
         key = json.dumps(source)
         if key not in saved:
             folder = work / f"saved-{len(saved)}"
-            saved[key] = folder, run(ask, source | {"save": str(folder)})
+            saved[key] = folder, went_on(ask, source | {"save": str(folder)})
         folder, expected = saved[key]
         made = work / f"made-{number}"
         converted(reshard, folder, made, "--to", to, *options)
-        found = run(ask, target | {"load": str(made), "universal": to == "universal"})
-        yield f"{told(source)} -> {to} -> {told(target)}: the same losses", found == expected, f"{found} and {expected}"
+        found = went_on(ask, target | {"load": str(made), "universal": to == "universal"})
+        yield f"{told(source)} -> {to} -> {told(target)}: the same losses and counts", found == expected, f"{found} and {expected}"
         if number == 0:
             exchange_a_moment(made)
-            found = run(ask, target | {"load": str(made), "universal": True})
-            yield "with another parameter's moment the losses differ", found != expected, str(found)
-    # FSDP2's own checkpoint: bf16 weights with their AdamW state. DeepSpeed loads it in both forms, and they are the same.
-    fsdp, losses = ROOT / "fixtures" / "dcp" / "fsdp2", []
-    for to, options, target in (("universal", (), {"world": 1, "stage": 2}), ("deepspeed", ("--dp", "2"), {"world": 2, "stage": 3})):
-        made = work / f"fsdp-{to}"
-        converted(reshard, fsdp / "checkpoint", made, "--to", to, *options, "--model", str(fsdp / "model"))
-        asked = target | {"load": str(made), "universal": to == "universal", "config": str(fsdp / "model"), "schedule": False}
-        losses.append(run(ask, asked))
-    yield "FSDP2's checkpoint -> universal, deepspeed: ZeRO-2 and ZeRO-3 go on alike", losses[0] == losses[1], str(losses)
+            found = went_on(ask, target | {"load": str(made), "universal": True})
+            yield "with another parameter's moment the losses differ", found.losses != expected.losses, str(found)
+    for name, (case, count) in OTHERS.items():
+        found = list(from_another_trainer(reshard, ask, ROOT / "fixtures" / case, work / case.replace("/", "-")))
+        passed = found[0] == found[1] == found[2] and found[0].counts == [count]
+        yield f"{name}'s checkpoint -> universal, deepspeed: ZeRO-2 and 3 go on alike, after {count:g} steps", passed, str(found)
+
+
+def from_another_trainer(reshard: Path, ask: Ask, case: Path, made: Path) -> Iterator[WentOn]:
+    """How DeepSpeed goes on from another trainer's checkpoint, loaded in both forms."""
+    both = [("universal", (), 1, 2), ("universal", (), 2, 3), ("deepspeed", ("--dp", "2"), 2, 3)]
+    for number, (to, options, world, stage) in enumerate(both):
+        folder = made.with_name(f"{made.name}-{number}")
+        converted(reshard, case / "checkpoint", folder, "--to", to, *options, "--model", str(case / "model"))
+        target = {"world": world, "stage": stage, "load": str(folder), "universal": to == "universal"}
+        yield went_on(ask, target | {"config": str(case / "model"), "schedule": False})
 
 
 def told(asked: dict) -> str:
@@ -82,13 +92,22 @@ def told(asked: dict) -> str:
     )
 
 
-def run(ask: Ask, asked: dict) -> list[str]:
-    """The losses of the last steps, which are the same on all ranks."""
+class WentOn(NamedTuple):
+    """How a run went on."""
+
+    losses: list[str]
+    """The losses of its last steps."""
+    counts: list[float]
+    """The different counts of steps that the optimizer had before them."""
+
+
+def went_on(ask: Ask, asked: dict) -> WentOn:
+    """How the run went on, which is the same on all ranks."""
     found = ask(asked)
     if "failed" in found:
         raise SystemExit(f"DeepSpeed failed on {asked}:\n{found['failed']}")
-    ranks = found["losses"]
-    assert all(losses == ranks[0] for losses in ranks), ranks
+    ranks = [WentOn(*each) for each in zip(found["losses"], found["counts"], strict=True)]
+    assert all(each == ranks[0] for each in ranks), ranks
     return ranks[0]
 
 

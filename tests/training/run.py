@@ -3,7 +3,8 @@
     {"world": 2, "stage": 3, "save": "folder"}                          two steps, saved, then three more
     {"world": 4, "stage": 1, "load": "folder", "universal": true}       three steps from what is there
 
-An answer has the losses of the last steps, of each rank, or says why there are none: {"losses": [[..], ..]}, {"failed": "why"}.
+An answer has, of each rank, the losses of the last steps and the counts of steps that the optimizer had before them:
+{"losses": [[..], ..], "counts": [[2.0], ..]}; or says why there are none: {"failed": "why"}.
 All ranks see the same tokens, so that the mean gradient is the same at any power of two of ranks, and losses can be compared by their bits.
 """
 
@@ -52,7 +53,8 @@ def worker(rank: int, asked: dict, port: int, results: list) -> None:
         for step in range(BEFORE):
             train(engine, step)
         engine.save_checkpoint(asked["save"])
-    results[rank] = [train(engine, BEFORE + step) for step in range(AFTER)]
+    counts = sorted({float(state["step"]) for state in engine.optimizer.optimizer.state.values()})
+    results[rank] = [train(engine, BEFORE + step) for step in range(AFTER)], counts
     dist.barrier()
     sys.stdout.flush()
 
@@ -103,7 +105,7 @@ def answered(asked: dict) -> dict[str, object]:
             torch.multiprocessing.start_processes(worker, (asked, port, results), nprocs=asked["world"], start_method="fork")
         except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException) as error:
             return {"failed": str(error)[-3000:]}
-        return {"losses": list(results)}
+        return {"losses": [losses for losses, _ in results], "counts": [counts for _, counts in results]}
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def optimizer_contents(
             if number not in names
         ),
         notes=tuple(notes),
-        param_groups=tuple(plain_groups(optimizer["param_groups"], names)),
+        param_groups=plain_groups(optimizer["param_groups"], names, optimizer["state"]),
     )
 
 

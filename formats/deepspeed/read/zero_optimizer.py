@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from reshard.canonical.optimizer_state import STEP, is_count
 from reshard.containers.torch_zip import AnyTensor, Locations, is_plain_tensor
 from reshard.errors import CheckpointError, IncompleteError, MixedSaves
 from reshard.index.index import ParamGroup
@@ -193,7 +194,7 @@ def _param_groups(optimizers: Mapping[int, OptimizerStates], names: Sequence[Seq
             step
             for states in optimizers.values()
             for group in flat_groups
-            if group < len(states.states) and type(step := states.states[group].get("step")) is int
+            if group < len(states.states) and is_count(step := states.states[group].get(STEP))
         }
         if len(steps) > 1:
             raise MixedSaves(
@@ -205,5 +206,5 @@ def _param_groups(optimizers: Mapping[int, OptimizerStates], names: Sequence[Seq
         plain = {key: value for key, value in settings.items() if key != "params"}
         yield ParamGroup(
             tuple(name for group in flat_groups if 0 <= group < len(names) for name in names[group]),
-            plain | ({"step": steps.pop()} if steps else {}),
+            plain | ({STEP: steps.pop()} if steps else {}),
         )

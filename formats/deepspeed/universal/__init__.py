@@ -3,7 +3,8 @@
     latest_universal                                     the tag's name
     <tag>/zero/<parameter>/fp32.pt, exp_avg.pt, ...      {"param": tensor, "cat_dim": 0, ...}; from ZeRO-3 a tensor of one axis
     <tag>/zero/<parameter>/step.pt                       from ZeRO-1 and 2 only
-    <tag>/zero/optimizer_state.pt                        param groups; from ZeRO-3 also the rows of rank 0, which are not read
+    <tag>/zero/optimizer_state.pt                        param groups; from ZeRO-3 also state/<flat group>/step, and the rows of rank 0,
+                                                         which are not read
     <tag>/mp_rank_MM_model_states.pt, or zero_pp_rank_D_mp_rank_MM_model_states.pt
                                                          copies of the training run's model states
 

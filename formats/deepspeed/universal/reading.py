@@ -3,7 +3,8 @@
     RunStates       what the model files hold                          read_model_files
     Contents        parts of weights, and facts beside them            weights_of_rank
     ParameterFile   which files of masters and states there are        parameter_files
-    Contents        masters and states, each of them whole             parameter_contents
+    SharedOptimizer param groups, and the step counts of ZeRO-3        shared_optimizer
+    Contents        masters and moments, each of them whole            parameter_contents
     Tensors         joined over tensor-parallel ranks                  joined_tensors
     Index                                                              read_universal
 
@@ -15,10 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from reshard.adapter.format import Hints
 from reshard.adapter.index_builder import IndexBuilder
-from reshard.canonical.optimizer_state import plain_settings
+from reshard.canonical.optimizer_state import STEP, counted, plain_settings
 from reshard.containers import torch_zip
 from reshard.containers.torch_zip import Locations, is_plain_tensor
 from reshard.errors import CheckpointError, MissingFile
@@ -63,17 +65,21 @@ def read_universal(files: Files, folder: str, hints: Hints) -> Index:
     cast_copies = {file.name for file in listed if shapes and file.name not in shapes} & weights.names("weight")
     read = [file for file in listed if file.name not in cast_copies]
     check_leftover_parameters(read, shapes, weights.names("weight"))
-    parameters = merged([tied, parameter_contents(files, read, shapes, locations), Contents(notes=tuple(_notes(cast_copies)))])
+    optimizer = shared_optimizer(files, f"{folder}{ZERO}optimizer_state.pt", states)
+    counts = step_counts(files, read, optimizer)
+    steps = Contents(tuple(whole_part("step", name, at, _ONLY_RANK, locations) for name, at in counts.items() if is_plain_tensor(at)))
+    elementwise = parameter_contents(files, [file for file in read if file.state != STEP], shapes, locations)
+    parameters = merged([tied, elementwise, steps, Contents(notes=tuple(_notes(cast_copies)))])
     rules = JoinRules(states.first_model.universal_info, config_shapes(hints), states.first_model.path)
 
     builder = IndexBuilder("universal", files)
-    builder.add_files([*states.tag.paths(), *(file.path for file in read)])
+    builder.add_files([*states.tag.paths(), *(file.path for file in read), *([optimizer.path] if optimizer else [])])
     for contents, tp in ((weights, degrees.tp), (parameters, 1)):
         for tensor in joined_tensors(with_aliases(contents), rules, tp):
             builder.add_tensor(tensor)
         builder.add_objects(contents.objects)
         builder.add_notes(contents.notes)
-    builder.param_groups = tuple(param_groups(files, f"{folder}{ZERO}optimizer_state.pt", states))
+    builder.param_groups = tuple(counted(group, counts) for group in optimizer.groups) if optimizer else ()
     check_states_of_groups(read, [group.names for group in builder.param_groups], folder + ZERO)
     return builder.build(replace(run_facts(states, weights.aliases, hints.config), producer="DeepSpeed universal"))
 
@@ -193,27 +199,64 @@ def parameter_contents(files: Files, parameters: Iterable[ParameterFile], shapes
     return Contents(tuple(parts), objects=tuple(objects))
 
 
-def param_groups(files: Files, path: str, states: RunStates) -> Iterator[ParamGroup]:
-    """The param groups of a file optimizer_state.pt: their settings, and their parameters as the model files list them."""
-    if files.size(path) is None:
-        return
-    root = torch_zip.read(files, path, locate=False)
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedOptimizer:
+    """What the file optimizer_state.pt holds for all parameters."""
+
+    path: str
+    """The file."""
+    groups: tuple[ParamGroup, ...]
+    """The param groups: their settings, and their parameters as the model files list them."""
+    counts: Mapping[str, Any]
+    """Parameter -> the step count of its flat group, a tensor or a number; empty from ZeRO-1 and 2."""
+
+
+def shared_optimizer(files: Files, path: str, states: RunStates) -> SharedOptimizer | None:
+    """What all parameters share; None if there is no such file.
+
+    From ZeRO-3 everything is below optimizer_state_dict: "params" lists the flat groups of each param group, and state/<flat group>/step
+    is the step count. From ZeRO-1 and 2 the param groups are at the root, and each is one flat group.
+    """
+    root = torch_zip.read(files, path, locate=False) if files.size(path) is not None else None
     if not isinstance(root, Mapping):
-        return
-    # From ZeRO-3 the groups are below optimizer_state_dict, and "params" lists the flat groups of each. From ZeRO-1 and 2 they are at the
-    # root, and each is one flat group.
+        return None
     zero3 = root.get("optimizer_state_dict")
-    groups = zero3.get("param_groups") if isinstance(zero3, Mapping) else root.get("param_groups")
-    for number, group in enumerate(groups if isinstance(groups, list) else ()):
-        if not isinstance(group, Mapping):
+    stored = (zero3 if isinstance(zero3, Mapping) else root).get("param_groups")
+    groups, counts = list[ParamGroup](), dict[str, Any]()
+    for number, settings in enumerate(stored if isinstance(stored, list) else ()):
+        if not isinstance(settings, Mapping):
             continue
-        listed = group.get("params") if isinstance(zero3, Mapping) else [number]
-        flat_groups = [flat_group for flat_group in listed if type(flat_group) is int] if isinstance(listed, list) else []
-        names = dict.fromkeys(
-            name
-            for model in states.models.values()
-            for flat_group in flat_groups
-            if model.groups and flat_group < len(model.groups)
-            for name, _ in model.groups[flat_group]
-        )
-        yield ParamGroup(tuple(names), plain_settings(group, without=["params"]))
+        listed = settings.get("params") if isinstance(zero3, Mapping) else [number]
+        names: dict[str, Any] = {}
+        for flat_group in listed if isinstance(listed, list) else ():
+            if type(flat_group) is int:
+                names |= dict.fromkeys(_names_of(flat_group, states), _step_of(flat_group, zero3))
+        groups.append(ParamGroup(tuple(names), plain_settings(settings, without=["params"])))
+        counts |= names
+    return SharedOptimizer(path, tuple(groups), counts)
+
+
+def _names_of(flat_group: int, states: RunStates) -> Iterator[str]:
+    """The parameters of a flat group, as the model files list them."""
+    for model in states.models.values():
+        if model.groups and flat_group < len(model.groups):
+            yield from (name for name, _ in model.groups[flat_group])
+
+
+def _step_of(flat_group: int, zero3: Any) -> Any:
+    """The step count of a flat group. Where it has none, that of the first, which DeepSpeed loads for all groups
+    (load_hp_checkpoint_state_from_checkpoint_dir_stage3 in deepspeed/runtime/zero/stage3.py, 0.19.8)."""
+    by_group = zero3.get("state") if isinstance(zero3, Mapping) else None
+    states = [by_group.get(number) for number in (flat_group, 0)] if isinstance(by_group, Mapping) else []
+    return next((state[STEP] for state in states if isinstance(state, Mapping) and STEP in state), None)
+
+
+def step_counts(files: Files, parameters: Iterable[ParameterFile], optimizer: SharedOptimizer | None) -> dict[str, Any]:
+    """The step count of each parameter that has moments, a tensor or a number: that of its own file, otherwise that of its flat group."""
+    counts: dict[str, Any] = {}
+    for file in parameters:
+        if file.state == STEP:
+            counts[file.name] = torch_zip.read(files, file.path, locate=False)
+        elif file.state != FP32 and optimizer and file.name in optimizer.counts:
+            counts.setdefault(file.name, optimizer.counts[file.name])
+    return counts

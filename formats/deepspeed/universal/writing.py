@@ -1,7 +1,8 @@
 """The files of a universal checkpoint.
 
 ZeRO-1, 2 and 3 all load it: there are model states for ZeRO-1 and 2 and others for ZeRO-3, and optimizer_state.pt holds what each of them
-looks for.
+looks for. ZeRO-1 and 2 take the step count from each parameter's folder, ZeRO-3 from optimizer_state.pt. In both it is a tensor: DeepSpeed
+hands it to the optimizer as it is, and torch's Adam refuses a number (torch 2.13).
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any
 from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.torch_writer import TorchFile
 from reshard.canonical.content import Content
+from reshard.canonical.optimizer_state import STEP
 from reshard.errors import RequestError
+from reshard.geometry.stored import step_count
 from reshard.index.index import Tensor
 from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.target import Target
@@ -76,12 +79,12 @@ def _model_file(path: str, training: TrainingState, module: Mapping[str, Tensor]
 def _optimizer_file(path: str, training: TrainingState) -> TargetFile:
     """optimizer_state.pt: ZeRO-1 and 2 look for groups at the root, ZeRO-3 below optimizer_state_dict."""
     file = TorchFile(path)
-    first = training.groups[0]
+    first = training.groups[0].names[0]
     state: dict[str, Any] = {}
-    if key := training.states[first.names[0]].get("step"):
-        state["step"] = file.whole(key, training.content.tensors[key])
-    elif "step" in first.settings:
-        state["step"] = first.settings["step"]
+    if key := training.states[first].get(STEP):
+        state[STEP] = file.whole(key, training.content.tensors[key])
+    elif first in training.content.step_counts:
+        state[STEP] = file.tensor(step_count(STEP, training.content.step_counts[first]))
     groups = [training.settings(group, [number]) for number, group in enumerate(training.groups)]
     return file.close(
         {
@@ -96,11 +99,14 @@ def _optimizer_file(path: str, training: TrainingState) -> TargetFile:
 
 def _parameter_files(folder: str, training: TrainingState, name: str) -> Iterator[TargetFile]:
     """The files of a parameter: its master, and each kind of its state."""
-    elementwise = {FP32, *training.elementwise_states(name)} - {"step"}
+    elementwise = {FP32, *training.elementwise_states(name)} - {STEP}
     for state, key in {FP32: name, **training.states[name]}.items():
         file, tensor = TorchFile(f"{folder}/{state}.pt"), training.content.tensors[key]
         stored = file.whole(key, tensor, stored_dtype(tensor))
         yield file.close({"param": stored, **_split_keys(training, name)} if state in elementwise else stored)
+    if name in training.content.step_counts:
+        file = TorchFile(f"{folder}/{STEP}.pt")
+        yield file.close(file.tensor(step_count(STEP, training.content.step_counts[name])))
 
 
 def _split_keys(training: TrainingState, name: str) -> dict[str, Any]:

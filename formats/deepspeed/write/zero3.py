@@ -16,13 +16,13 @@ from typing import Any
 from reshard.adapter.model_files import ModelFiles
 from reshard.adapter.torch_writer import TorchFile
 from reshard.canonical.content import Content
+from reshard.canonical.optimizer_state import STEP
 from reshard.errors import RequestError
 from reshard.geometry.boxes import Box, flat_boxes, row_major
 from reshard.geometry.dtypes import DType
 from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.sections import Section, Sections
 from reshard.geometry.stored import StoredTensor
-from reshard.index.index import ParamGroup
 from reshard.plans.layout import Layout, Sidecar, TargetFile
 from reshard.plans.target import Target
 
@@ -169,7 +169,7 @@ def _optimizer_file(path: str, training: TrainingState, sub_groups: Sequence[Sub
     file, masters, states = TorchFile(path, {"dp": rank.number}), [], {}
     for number, sub_group in enumerate(sub_groups):
         slices = list(zero3_slices(tuple((name, training.shape(name)) for name in sub_group.names), rank.count))
-        states[number] = _states(file, number, slices, training.groups[sub_group.param_group], training, rank)
+        states[number] = _states(file, number, slices, training, rank)
         masters.append(file.tensor(_row(f"fp32_flat_groups.{number}", {s.name: s for s in slices}, training, rank)))
     groups = [
         training.settings(group, [i for i, sub_group in enumerate(sub_groups) if sub_group.param_group == number])
@@ -186,16 +186,14 @@ def _optimizer_file(path: str, training: TrainingState, sub_groups: Sequence[Sub
     return file.close({"optimizer_state_dict": optimizer, "ds_config": model_keys["ds_config"], "ds_version": model_keys["ds_version"]})
 
 
-def _states(
-    file: TorchFile, number: int, slices: Sequence[FlatSlice], group: ParamGroup, training: TrainingState, rank: DataRank
-) -> dict[str, Any]:
-    """The optimizer's state of sub-group `number`, which belongs to a param group. One step count serves all parameters."""
+def _states(file: TorchFile, number: int, slices: Sequence[FlatSlice], training: TrainingState, rank: DataRank) -> dict[str, Any]:
+    """The optimizer's state of sub-group `number`. One step count serves all parameters."""
     states, elementwise = training.states[slices[0].name], training.elementwise_states(slices[0].name)
     entries: dict[str, Any] = {
         kind: file.whole(key, training.content.tensors[key]) for kind, key in states.items() if kind not in elementwise
     }
-    if "step" not in states and "step" in group.settings:
-        entries["step"] = group.settings["step"]
+    if slices[0].name in training.content.step_counts:
+        entries[STEP] = training.content.step_counts[slices[0].name]
     for kind in elementwise:
         row = _row(f"{kind}.{number}", {training.states[s.name][kind]: s for s in slices}, training, rank)
         entries[kind] = file.tensor(row)

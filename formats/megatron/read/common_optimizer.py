@@ -42,10 +42,9 @@ def read_common_optimizer(
     stored: StoredFolder, common: Mapping[str, Any], model: Model, stored_weights: Collection[str]
 ) -> CommonOptimizer:
     """The param groups and step counts, from `common` or, if it has none, from the entries of the ranks."""
-    optimizer = common.get("optimizer")
-    if not isinstance(optimizer, list | Mapping) or ("param_state_sharding_type" in optimizer and "optimizer" not in optimizer):
-        optimizer = _settings_of_ranks(stored)
-    links = _chain_links(optimizer)
+    links = _chain_links(common.get("optimizer"))
+    if not any(link.get("param_groups") for link in links):
+        links = _chain_links(_settings_of_ranks(stored))
     groups: list[ParamGroup] = []
     steps: list[Tensor] = []
     for number, link in enumerate(links):

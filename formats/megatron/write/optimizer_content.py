@@ -8,14 +8,13 @@ from typing import Any
 
 from reshard.adapter.torch_writer import TorchFile
 from reshard.canonical.content import Content
-from reshard.canonical.optimizer_state import parameter_and_kind, plain_settings
+from reshard.canonical.optimizer_state import STEP, counts_of_groups, parameter_and_kind, plain_settings
 from reshard.containers.pickle_writer import Call
 from reshard.errors import RequestError
 from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.mosaics import Mosaic
 from reshard.geometry.stored import step_count
 
-_STEP = "step"
 # Settings that torch's Adam and Transformer Engine's look for in a param group. They stand in for what the source's groups lack;
 # Megatron's scheduler sets the learning rates again.
 _ADAM: dict[str, Any] = {
@@ -43,7 +42,7 @@ class OptimizerContent:
     @property
     def step_keys(self) -> tuple[str, ...]:
         """The keys of the step counts that the source keeps per weight; empty if it keeps one step count for all weights."""
-        return tuple(kinds[_STEP] for kinds in self.keys.values() if _STEP in kinds)
+        return tuple(kinds[STEP] for kinds in self.keys.values() if STEP in kinds)
 
     @property
     def is_fused_adam(self) -> bool:
@@ -57,8 +56,7 @@ class OptimizerContent:
         Raises: RequestError if weights have made different numbers of steps.
         """
         counts = {int(self.content.read_scalar(key)) for key in self.step_keys}
-        in_groups = [group.settings.get(_STEP) for group in self.content.param_groups()]
-        counts |= {int(step) for step in in_groups if isinstance(step, int | float)}
+        counts |= {*counts_of_groups(self.content.param_groups()).values()}
         if len(counts) > 1:
             raise RequestError(
                 f"parameters have made different numbers of steps: {', '.join(map(str, sorted(counts)))}",
@@ -103,7 +101,7 @@ class OptimizerContent:
         """Add the step count of these weights to the file: that of the first weight with a step count, or else `step`."""
         keys = self._step_keys_of(names)
         if not keys:
-            return file.tensor(step_count(_STEP, self.step))
+            return file.tensor(step_count(STEP, self.step))
         return file.whole(keys[0], self.content.tensors[keys[0]])
 
     def step_aliases(self, names: Sequence[str]) -> dict[str, str]:
@@ -112,7 +110,7 @@ class OptimizerContent:
         return dict.fromkeys(keys[1:], keys[0]) if keys else {}
 
     def _step_keys_of(self, names: Sequence[str]) -> list[str]:
-        return [self.keys[name][_STEP] for name in dict.fromkeys(names) if _STEP in self.keys.get(name, {})]
+        return [self.keys[name][STEP] for name in dict.fromkeys(names) if STEP in self.keys.get(name, {})]
 
     def group_settings(self, names: Sequence[str], *, is_decayed: bool, is_expert: bool) -> dict[str, Any]:
         """The settings of a param group of these weights: those of the source's group of the first weight that is in one."""
@@ -120,4 +118,4 @@ class OptimizerContent:
         group = next((group for name in names for group in groups if name in group.names), groups[0] if groups else None)
         flags = {"wd_mult": 1.0 if is_decayed else 0.0, "lr_mult": 1.0, "is_expert_parallel": is_expert, "is_decoupled_lr": False}
         source = plain_settings(group.settings) if group else {}
-        return {**_ADAM, "default_config": True, **flags, **source, "is_expert_parallel": is_expert, _STEP: self.step}
+        return {**_ADAM, "default_config": True, **flags, **source, "is_expert_parallel": is_expert, STEP: self.step}
