@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from reshard.geometry.light_dataclass import dataclass
 from reshard.index.index import Kind, ParamGroup, Tensor
@@ -207,7 +207,7 @@ def counted(group: ParamGroup, counts: Mapping[str, Any]) -> ParamGroup:
     return replace(group, settings={**group.settings, STEP: numbers.pop()}) if len(numbers) == 1 else group
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: Any) -> TypeGuard[float]:
     """Whether a value is a step count as a plain number."""
     return type(value) in (int, float) and 0 <= value < 1 << 53 and value == int(value)
 

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import field
-from typing import Any
+from typing import Any, TypeGuard
 
 from reshard.errors import CheckpointError, ReshardError, UnsupportedError
 from reshard.geometry.light_dataclass import dataclass
@@ -60,6 +60,13 @@ class Manifest:
         sizes = {axis: self.document.get(axis) for axis in ("tp", "pp", "ep", "dp")}
         text = "".join(f", {axis} {size}" for axis, size in sizes.items() if isinstance(size, int) and size > 1)
         return plural(len(self.files), "file") + text if self.files is not None else text.removeprefix(", ") or self.format
+
+    @property
+    def step(self) -> int | None:
+        """The step of the run that the source was saved at, for formats that have no place for it."""
+        source = self.document.get("source")
+        step = source.get("step") if isinstance(source, dict) else None
+        return step if _is_size(step) else None
 
     @property
     def is_unchanged(self) -> bool:
@@ -272,7 +279,7 @@ def _add(records: dict[str, Any], name: str, value: Any) -> None:
     records[name] = value
 
 
-def _is_size(value: object) -> bool:
+def _is_size(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 

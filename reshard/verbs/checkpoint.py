@@ -42,7 +42,7 @@ from reshard.models.architecture import Architecture
 from reshard.models.changed_keys import changed_keys
 from reshard.models.lookup import find_model, model_type_of, named_architecture
 from reshard.models.model import Model
-from reshard.plans.manifest import DIGESTS, MANIFEST, listed_files, read_digests, usable_manifest
+from reshard.plans.manifest import DIGESTS, MANIFEST, Manifest, listed_files, read_digests, usable_manifest
 from reshard.storage.files import Files
 from reshard.storage.local_path import is_url
 from reshard.storage.own_files import WORK_FOLDER
@@ -328,7 +328,9 @@ def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Check
         from reshard.engine.stores.store_target import check_ended
 
         check_ended(files)
-    _check_recorded_files(files)
+    manifest = usable_manifest(files)
+    if manifest is not None:
+        _check_recorded_files(files, manifest)
     try:
         with _read_as_claims(os.fspath(path)):
             format, reason = (registry.named(name), "--format") if name else registry.detect(files)
@@ -343,6 +345,8 @@ def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Check
         model_files = replace(model_files, adapter_config=adapter_config)
     with _read_as_claims(os.fspath(path)), gc_paused(), blaming_the_parent(model_files):
         index = without_wrappers(format.read(files, _hints(model_files, options, declared)))
+    if index.facts.step is None and manifest is not None and manifest.format == index.format:
+        index = replace(index, facts=replace(index.facts, step=manifest.step))
     if index.facts.config is not None and index.facts.config != model_files.config:
         model_files = replace(model_files, config=index.facts.config, derived=True)
     if model_files.note:
@@ -386,16 +390,15 @@ def _read_as_claims(path: str) -> Iterator[None]:
         ) from error
 
 
-def _check_recorded_files(files: Files) -> None:
-    """Raises CheckpointError, naming the file, if reshard wrote the checkpoint and one of its files is missing or has another length."""
-    manifest = usable_manifest(files)
-    for path, size in listed_files(files, manifest).items() if manifest else ():
+def _check_recorded_files(files: Files, manifest: Manifest) -> None:
+    """Raises CheckpointError, naming the file, if one of the files that reshard wrote is missing or has another length."""
+    for path, size in listed_files(files, manifest).items():
         found = files.size(path)
         if found != size:
             raise CheckpointError(
                 "the file is missing" if found is None else f"the file has {found:,} bytes, {size:,} were written",
                 where=path,
-                why=f"{MANIFEST} lists {manifest.summary if manifest else ''}",
+                why=f"{MANIFEST} lists {manifest.summary}",
                 do=f"Copy the file again from where it was written, or remove {MANIFEST} if another program has written here since",
             )
 

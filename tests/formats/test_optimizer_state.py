@@ -204,3 +204,29 @@ def test_an_optimizer_without_second_moments_needs_no_count(tmp_path):
     state = {"state": {"a.weight": {"exp_avg": torch.ones(4, 3)}}, "param_groups": [{"lr": 0.1, "params": ["a.weight"]}]}
     torch.save({"model": weights, "optim": state}, tmp_path / "model.pt")
     converted(tmp_path / "model.pt", tmp_path / "made", "dcp")
+
+
+# ---- the step of the run ----
+
+
+@pytest.mark.parametrize("through", ["dcp", "fsdp", "hf", "consolidated"])
+def test_the_step_of_the_run_survives_a_format_that_has_no_place_for_it(through, tmp_path):
+    case = FIXTURES / "megatron/llama-tp2-pp2-dp2"
+    optimizer = ("--optimizer",) if through in ("dcp", "fsdp") else ()
+    assert run("convert", case / "checkpoint", tmp_path / "middle", "--to", through, "--model", case / "model", *optimizer).code == 0
+    assert reshard.open(tmp_path / "middle").index.facts.step == 2
+    result = run("convert", tmp_path / "middle", tmp_path / "made", "--to", "megatron-dist", *optimizer)
+    assert result.code == 0, result.err
+    tracker = (tmp_path / "made" / "latest_checkpointed_iteration.txt").read_text()
+    assert tracker == ("2" if optimizer else "release")
+    assert ("weights alone are a `release`" in result.err + result.out) is not bool(optimizer)
+    if optimizer:
+        assert loaded(tmp_path / "made" / "iter_0000002" / "common.pt")["iteration"] == 2
+
+
+def test_a_step_that_nothing_tells_is_said_to_be_0(tmp_path):
+    case = FIXTURES / "fsdp/verl"
+    for to, sentence in (("megatron-dist", "so the save is of iteration 0"), ("universal", "so the run goes on at step 0")):
+        optimizer = ("--optimizer",) if to == "megatron-dist" else ()
+        result = run("convert", case / "checkpoint", tmp_path / to, "--to", to, "--model", case / "model", *optimizer)
+        assert result.code == 0 and sentence in " ".join((result.out + result.err).split()), result.out + result.err

@@ -93,9 +93,14 @@ class TrainingState:
 
     def notes(self) -> tuple[str, ...]:
         """What a user has to know to load the files."""
-        if self.content.facts.state.get("lr_scheduler"):
-            return ()
-        return ("the source holds no state of a learning-rate schedule: if the run has one, load with load_lr_scheduler_states=False",)
+        notes = []
+        if self.content.facts.step is None:
+            notes.append("the source does not tell its step, so the run goes on at step 0")
+        if not self.content.facts.state.get("lr_scheduler"):
+            notes.append(
+                "the source holds no state of a learning-rate schedule: if the run has one, load with load_lr_scheduler_states=False"
+            )
+        return tuple(notes)
 
 
 def training_state(content: Content, target: Target, what: str) -> TrainingState:

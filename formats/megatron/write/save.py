@@ -209,6 +209,10 @@ class MegatronSave:
             )
         if library := computation_of(self.model.model).built_by:
             notes.append(f"the model is built by {library}: Megatron-LM's own arguments do not describe it")
+        if not self.has_optimizer:
+            notes.append("weights alone are a `release`: Megatron starts a new run from them, at iteration 0")
+        elif self.content.facts.step is None:
+            notes.append("the source does not tell its iteration, so the save is of iteration 0")
         if self.has_optimizer:
             notes.append("load it with --no-load-rng: random states belong to the ranks of the run that saved them")
             if "opt_param_scheduler" not in self.content.facts.state:
