@@ -230,3 +230,11 @@ def test_a_step_that_nothing_tells_is_said_to_be_0(tmp_path):
         optimizer = ("--optimizer",) if to == "megatron-dist" else ()
         result = run("convert", case / "checkpoint", tmp_path / to, "--to", to, "--model", case / "model", *optimizer)
         assert result.code == 0 and sentence in " ".join((result.out + result.err).split()), result.out + result.err
+
+
+@pytest.mark.parametrize("case", [case for case in TRUTHS if case.parent.name.startswith("megatron")], ids=lambda case: case.name)
+def test_the_param_groups_of_megatron_follow_the_order_of_the_model(case):
+    """ZeRO-3's shards and torch's optimizers load by position. The declared order is that of transformers' modules (tests/training)."""
+    opened = open_case(case)
+    for group in opened.index.param_groups():
+        assert list(group.names) == [name for name in opened.model.weights if name in set(group.names)]

@@ -83,7 +83,7 @@ def _index(files: Files, save: LegacySave, model: RunModel, unread: Sequence[str
         builder.add_notes(optimizer.notes)
         groups.extend(optimizer.groups)
     builder.add_notes(_unread_note(unread))
-    builder.param_groups = merged_param_groups(groups)
+    builder.param_groups = merged_param_groups(groups, model.shapes)
     index = builder.build(_facts(save, config=model.config, unanswered=model.unanswered))
     if model.megatron.functions:
         index = replace(index, tensors=tuple(map(model.as_stored, index.tensors)))

@@ -96,15 +96,19 @@ def adapter_optimizer(rank: MegatronRank) -> RankOptimizer:
     return RankOptimizer(rank.path, (), (), (OF_ADAPTER,) if rank.optimizer else ())
 
 
-def merged_param_groups(rank_groups: Iterable[RankParamGroup]) -> tuple[ParamGroup, ...]:
-    """The param groups of a run, from the parts of all ranks. The settings are those of the first rank."""
+def merged_param_groups(rank_groups: Iterable[RankParamGroup], order: Iterable[str]) -> tuple[ParamGroup, ...]:
+    """The param groups of a run, from the parts of all ranks. The settings are those of the first rank.
+
+    order: the model's weights in its order, which each group follows: ZeRO-3 and torch's optimizers load state by position in the group.
+    """
     names: dict[tuple[int, int], dict[str, None]] = {}
     settings: dict[tuple[int, int], Mapping[str, Any]] = {}
     for group in rank_groups:
         key = group.optimizer, group.number
         names.setdefault(key, {}).update(dict.fromkeys(group.names))
         settings.setdefault(key, group.settings)
-    return tuple(ParamGroup(tuple(names[key]), settings[key]) for key in names)
+    position = {name: i for i, name in enumerate(order)}
+    return tuple(ParamGroup(tuple(sorted(names[key], key=lambda name: position[name])), settings[key]) for key in names)
 
 
 def canonical_state(state: ParameterState, shapes: Mapping[str, Shape]) -> Iterator[tuple[Kind, str, LocalTensor]]:
