@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from reshard.errors import TargetError
-from reshard.plans.manifest import RECORDS, usable_manifest
-from reshard.runs.outputs import LATEST, RECORD
+from reshard.plans.manifest import MANIFEST, RECORDS, usable_manifest
+from reshard.runs.outputs import LATEST, MOST_OF_RECORD, RECORD
 from reshard.storage.files import LocalFiles
+from reshard.storage.own_files import open_own, read_own
 from reshard.storage.system_calls import system_errors
 
 _PART = 1 << 20
@@ -27,12 +29,12 @@ class LocalOutputs:
     def place(self, name: str) -> str:
         return str(self._folder / name)
 
-    def prepare(self) -> None:
+    def prepare(self, finished: Iterable[str]) -> None:
         with system_errors("created", self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-        for path in self._folder.glob(_REMOVING + "*"):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
+        for name in finished:
+            with suppress(OSError, ValueError):  # A name in a record that was edited may be no name.
+                self._discard(name)
 
     def names(self) -> set[str]:
         with system_errors("listed", self._folder):
@@ -57,34 +59,51 @@ class LocalOutputs:
             return False
         new = link.with_name(link.name + _LINKING)
         with system_errors("written", link):
-            new.unlink(missing_ok=True)
+            if new.is_symlink():
+                new.unlink()
             new.symlink_to(name)
             os.replace(new, link)
         return True
 
     def remove(self, name: str) -> bool:
         target = self._folder / name
-        if not target.is_dir() or target.is_symlink() or usable_manifest(LocalFiles(target)) is None:
+        if not _is_output(target):
             return False
         # It disappears at once: nobody sees a half of it.
-        hidden = target.with_name(_REMOVING + name)
         with system_errors("removed", target):
-            shutil.rmtree(hidden, ignore_errors=True)
-            target.rename(hidden)
-            shutil.rmtree(hidden)
+            self._discard(name)
+            target.rename(self._folder / (_REMOVING + name))
+            self._discard(name)
         return True
 
+    def _discard(self, name: str) -> None:
+        """Remove what is left of an output that is being removed. Its manifest, which tells that it is one, goes last."""
+        hidden = self._folder / (_REMOVING + name)
+        if _is_output(hidden):
+            for path in [path for path in hidden.iterdir() if path.name != MANIFEST]:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            (hidden / MANIFEST).unlink()
+        with suppress(OSError):  # It holds something else, or there is none.
+            hidden.rmdir()
+
     def read_record(self) -> bytes:
-        path = self._folder / RECORD
-        with system_errors("read", path):
-            return path.read_bytes() if path.exists() else b""
+        with system_errors("read", self._folder / RECORD):
+            try:
+                return read_own(self._folder, RECORD, limit=MOST_OF_RECORD)
+            except FileNotFoundError:
+                return b""
 
     def append_record(self, line: bytes) -> None:
-        path = self._folder / RECORD
-        with system_errors("written", path), path.open("ab") as file:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        with system_errors("written", self._folder / RECORD), open(open_own(self._folder, RECORD, flags), "ab") as file:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
+
+
+def _is_output(folder: Path) -> bool:
+    """Whether a folder, which is no link, holds what reshard wrote."""
+    return folder.is_dir() and not folder.is_symlink() and usable_manifest(LocalFiles(folder)) is not None
 
 
 def _equal_files(target: Path, earlier: Path) -> Iterator[str]:

@@ -7,10 +7,13 @@ OUT/reshard.watch.jsonl what is finished (record.py)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 LATEST = "latest"
 RECORD = "reshard.watch.jsonl"
+MOST_OF_RECORD = 64 << 20
+"""The most bytes of a record: 300 bytes for each of 200,000 steps."""
 
 
 class Outputs(Protocol):
@@ -19,8 +22,8 @@ class Outputs(Protocol):
     def place(self, name: str) -> str:
         """The path or URL of an output, or of another file there."""
 
-    def prepare(self) -> None:
-        """Create the folder, and remove what a kill has left of removals and links."""
+    def prepare(self, finished: Iterable[str]) -> None:
+        """Create the folder, and remove what a kill has left of removals. finished: the outputs that the record names."""
 
     def names(self) -> set[str]:
         """The folders that are there."""
@@ -39,7 +42,7 @@ class Outputs(Protocol):
         """Remove an output if reshard wrote it; whether there was one."""
 
     def read_record(self) -> bytes:
-        """The record; empty if there is none."""
+        """The record; empty if there is none. Raises TargetError if it is not one of reshard."""
 
     def append_record(self, line: bytes) -> None:
         """Add a line to the record; it is stored when this returns."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from reshard.errors import TargetError, UnsupportedError
 from reshard.plans.manifest import MANIFEST, usable_manifest
-from reshard.runs.outputs import LATEST, RECORD
+from reshard.runs.outputs import LATEST, MOST_OF_RECORD, RECORD
+from reshard.storage.own_files import foreign
 from reshard.storage.stores.urls import open_store
 from reshard.storage.tar import open_tree
 
@@ -21,7 +24,7 @@ class StoreOutputs:
     def place(self, name: str) -> str:
         return self._store.place(name)
 
-    def prepare(self) -> None:
+    def prepare(self, finished: Iterable[str]) -> None:
         return None
 
     def names(self) -> set[str]:
@@ -54,6 +57,8 @@ class StoreOutputs:
 
     def read_record(self) -> bytes:
         entry = self._store.look(RECORD)
+        if entry and entry.nbytes > MOST_OF_RECORD:
+            raise foreign(self.place(RECORD), f"it has {entry.nbytes:,} bytes, more than a record of {MOST_OF_RECORD:,}")
         return b"" if entry is None else bytes(self._store.read(entry, 0, entry.nbytes))
 
     def append_record(self, line: bytes) -> None:

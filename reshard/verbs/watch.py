@@ -190,8 +190,8 @@ class _Work:
         """Convert and verify a step; then everything that depends on it. A kill at any moment leaves it to be done again."""
         name = self.name(step)
         target = self.outputs.place(name)
-        self.outputs.prepare()
         record = WatchRecord(self.outputs)
+        self.outputs.prepare([each.name for each in record.finished()])
         planned = plan(step.path, to=self.to, **self.options)
         is_new = not convert(planned, target, if_changed=True).unchanged
         files = planned.layout.files

@@ -9,7 +9,8 @@ import subprocess
 import time
 
 import pytest
-from command import command, reshard, result_tree
+from command import command, reshard, result_tree, tree
+from hostile.limits import limited
 from places import FIXTURES
 
 import reshard as library
@@ -84,6 +85,61 @@ def test_what_reshard_did_not_write_is_neither_replaced_nor_removed(run, tmp_pat
     (out / "latest").mkdir()
     save(run, 30)
     assert (30, "failed") in events(watch(run, out)) and (out / "latest").is_dir()
+
+
+def test_folders_of_the_user_that_are_called_like_removed_outputs_stay(run, tmp_path):
+    out = tmp_path / "out"
+    watch(run, out, "--keep", 1)
+    shutil.copytree(out / "20", out / ".removing-copy")
+    for name in ("notes", "20"):
+        (out / f".removing-{name}").mkdir()
+        (out / f".removing-{name}" / "mine").write_text("x")
+    before = tree(out)
+    save(run, 30)
+    assert (30, "finished") in events(watch(run, out, "--keep", 1)), "that 20 cannot be moved away does not matter to 30"
+    assert {path: data for path, data in tree(out).items() if ".removing-" in path} == {
+        path: data for path, data in before.items() if ".removing-" in path
+    }
+
+
+def test_a_removal_that_was_stopped_is_ended(run, tmp_path):
+    out = tmp_path / "out"
+    watch(run, out)
+    (out / "10").rename(out / ".removing-10")
+    (out / ".removing-10" / "config.json").unlink()
+    save(run, 30)
+    watch(run, out)
+    assert not (out / ".removing-10").exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "sparse", "nul in a name", "long line"])
+def test_a_record_that_is_not_reshards_is_neither_followed_nor_waited_for(run, tmp_path, kind):
+    out, victim = tmp_path / "out", tmp_path / "victim"
+    victim.write_text("mine\n")
+    out.mkdir()
+    record = out / "reshard.watch.jsonl"
+    if kind == "link":
+        record.symlink_to(victim)
+    elif kind == "fifo":
+        os.mkfifo(record)
+    elif kind == "sparse":
+        with record.open("wb") as file:
+            file.truncate(8 << 30)
+    elif kind == "long line":
+        record.write_bytes(b'{"source":[' + b"[]," * (16 << 20) + b"[]]}\n")
+    else:
+        line = {"source": "x", "written": 1, "bytes": 1, "step": 1, "target": "OUT/a\0b"}
+        record.write_text(json.dumps(line) + "\n")
+
+    def work():
+        found = watch(run, out)
+        return f"{found.code} {found.out.count('finished')} {found.err}"
+
+    answer = limited(work)
+    assert victim.read_text() == "mine\n"
+    assert answer.startswith("0 2") if kind in ("nul in a name", "long line") else answer.startswith("4 0") and str(record) in answer, (
+        answer
+    )
 
 
 def test_a_command_runs_after_each_step(run, tmp_path):
