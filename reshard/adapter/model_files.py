@@ -57,6 +57,8 @@ class ModelFiles:
     """The one of them whose content stands in `config`; None: config.json has the settings itself, or nothing is quantized."""
     derived: bool = False
     """Whether `config` is in no file: it was derived from the checkpoint's own settings, or a stored config was changed."""
+    changes: tuple[str, ...] = ()
+    """Sentences on what was changed in it when the checkpoint was opened."""
     child: Files | None = None
     """The checkpoint's own files, if it has no config and this folder is the one that contains it."""
     wins_over: str | None = None
@@ -67,14 +69,14 @@ class ModelFiles:
     """Whether the target holds the adapter beside the weights, so that its settings are written too."""
 
     @property
-    def note(self) -> str | None:
-        """A sentence for the user if the files are not the checkpoint's own."""
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the user if the files are not the checkpoint's own, or if their config was changed."""
         if self.wins_over is not None:
-            return f"--model wins over the checkpoint's own {self.wins_over}"
+            return (f"--model wins over the checkpoint's own {self.wins_over}", *self.changes)
         if self.child is None:
-            return None
+            return self.changes
         path = f"{self.files.root.rstrip('/')}/{self.folder}{CONFIG}"
-        return f"The checkpoint has no {CONFIG}, so {path} is used; --model DIR names another one"
+        return (f"The checkpoint has no {CONFIG}, so {path} is used; --model DIR names another one", *self.changes)
 
     def completed(self, architecture: Architecture) -> tuple[ModelFiles, tuple[str, ...]]:
         """The files with a config that names the model's type and class, by which transformers and engines choose theirs; and a note about
@@ -229,8 +231,8 @@ def blaming_the_parent(model_files: ModelFiles) -> Iterator[None]:
     try:
         yield
     except ReshardError as error:
-        if model_files.note:
-            error.why = ". ".join(part.rstrip(".") for part in (error.why, model_files.note) if part)
+        if model_files.notes:
+            error.why = ". ".join(part.rstrip(".") for part in (error.why, *model_files.notes) if part)
         raise
 
 

@@ -25,6 +25,7 @@ from reshard.canonical.optimizer_state import (
     uncounted,
 )
 from reshard.canonical.tensor_classes import is_of_optimizer, root_of
+from reshard.canonical.tied_head import tie
 from reshard.canonical.wrappers import is_wrapper
 from reshard.errors import CheckpointError, IncompleteError, RequestError
 from reshard.geometry.light_dataclass import dataclass
@@ -233,7 +234,7 @@ def content_of(index: Index, model: Model | None, selection: Selection, adapter:
     if model and not is_adapter and (others_than_weights := names_besides(of_model, index, model)):
         drops.extend(_take_unneeded(chosen, others_than_weights, model))
         if model.is_tied:
-            tied = _tie(chosen, *model.architecture.tied)
+            tied = tie(chosen, *model.architecture.tied)
         unknown = tuple(unknown_names([name for name in others_than_weights if name in chosen], model))
         drops.extend(_take_unknown(chosen, unknown, model, selection))
         unknown = tuple(name for name in unknown if name in chosen and chosen[name].kind in _TRAINED)
@@ -515,30 +516,6 @@ def _without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor
 def _is_selected(name: str, selection: Selection) -> bool:
     """Whether the globs of a selection choose a name."""
     return (not selection.include or matches(name, selection.include)) and not matches(name, selection.exclude)
-
-
-def _tie(tensors: dict[str, Tensor], head: str, embedding: str) -> tuple[str, ...]:
-    """Make a stored tied head a replica of the embedding; the head becomes the embedding if that is not stored. Replicas are compared
-    whenever they are read.
-
-    Returns the name of the head if it became a replica, otherwise (). Raises CheckpointError if the two differ in dtype or shape.
-    """
-    if head not in tensors:
-        return ()
-    copy = tensors.pop(head)
-    table = tensors.get(embedding)
-    if table is None:
-        tensors[embedding] = replace(copy, name=embedding)
-        return ()
-    if (table.dtype, table.shape) != (copy.dtype, copy.shape):
-        raise CheckpointError(
-            f"it is {copy.dtype} {list(copy.shape)}, {embedding} is {table.dtype} {list(table.shape)}",
-            where=head,
-            why="The config ties the two (tie_word_embeddings), so they must be one tensor",
-            do="Give the right config with --model DIR",
-        )
-    tensors[embedding] = replace(table, shards=table.shards.with_copies([copy.shards]))
-    return (head,)
 
 
 def _prefix_hint(unknown: list[str], model: Model) -> str | None:

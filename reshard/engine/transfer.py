@@ -332,9 +332,17 @@ def _replicas_differ(piece: SlabPiece, first: int, at: list[int], slab_pieces: S
         element[axis] += first - piece.start
     place = Box(tuple(element), (1,) * len(element))
     filled = (other.path for other in slab_pieces.of_pieces if other.is_primary and other.box.contains(place))
+    tensor = slab_pieces.tensor
+    if tensor.also_named is not None:
+        return ReplicasDiffer(
+            f"it and {tensor.also_named} disagree, first at element {element}",
+            where=tensor.name,
+            why="The config ties the two (tie_word_embeddings: true), so they must be one tensor, and the checkpoint stores two",
+            do="If the head was trained by itself, set tie_word_embeddings to false in the config; if not, find out which of them is wrong",
+        )
     return ReplicasDiffer(
         f"two copies of {piece.box} disagree, first at element {element}: {next(filled, 'another file')} and {piece.path}",
-        where=slab_pieces.tensor.name,
+        where=tensor.name,
         why="Ranks that should hold the same values hold different ones, or a file is from another save; nothing tells which of the two "
         "is right",
         do="Find out which file is wrong and replace it",

@@ -132,6 +132,6 @@ def faults(measured: Sequence[Measured], tied_head: str | None) -> Iterator[Find
         if entry.fault is None:
             continue
         if entry.name == tied_head and entry.fault.id == "replicas-differ":
-            yield found("tied-mismatch", f"the config ties it to the embedding, and {entry.fault.detail}", tensor=tied_head)
+            yield found("tied-mismatch", entry.fault.detail, tensor=tied_head)
         else:
             yield entry.fault

@@ -55,6 +55,8 @@ class Tensor:
 
     updates: tuple[Update, ...] = ()
     """What a merged adapter adds to its values, or to those that it is computed from."""
+    also_named: str | None = None
+    """The other name under which it is stored as well, if the config ties the two."""
 
     @property
     def stored(self) -> tuple[Tensor, ...]:

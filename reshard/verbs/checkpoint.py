@@ -26,6 +26,7 @@ from reshard.canonical.lora import with_adapter_names
 from reshard.canonical.name_variants import with_canonical_names
 from reshard.canonical.optimizer_state import is_state_key, master_key, uncounted
 from reshard.canonical.tensor_classes import StoredModel, classified, one_model, stored_models
+from reshard.canonical.tied_head import KEY, agreed_config
 from reshard.canonical.wrappers import without_wrappers
 from reshard.containers.gc_pause import gc_paused
 from reshard.engine.events import details, event
@@ -349,8 +350,9 @@ def unchecked(path: PathLike, options: Mapping[str, Any]) -> tuple[Format, Check
         index = replace(index, facts=replace(index.facts, step=manifest.step))
     if index.facts.config is not None and index.facts.config != model_files.config:
         model_files = replace(model_files, config=index.facts.config, derived=True)
-    if model_files.note:
-        index = replace(index, facts=replace(index.facts, notes=(*index.facts.notes, model_files.note)))
+    model_files = _with_agreed_config(index, model_files, declared)
+    if model_files.notes:
+        index = replace(index, facts=replace(index.facts, notes=(*index.facts.notes, *model_files.notes)))
     return format, Checkpoint(os.fspath(path), files, index, model_files, reason, declared, options)
 
 
@@ -360,6 +362,16 @@ def _unfinished(path: Path) -> Unfinished | None:
         return read_journal(path)
     except TargetError as error:
         raise CheckpointError(error.what, where=error.where, why="It says whether the checkpoint is complete", do=error.do) from None
+
+
+def _with_agreed_config(index: Index, model_files: ModelFiles, declared: Architecture | None) -> ModelFiles:
+    """The files with a config in which the inner config of the language model also says that a head that is not stored is tied."""
+    config = model_files.config or {}
+    if config.get(KEY) is not True or (model := find_model(config, declared)) is None or (agreed := agreed_config(index, model)) is None:
+        return model_files
+    inner = model.architecture.text_config
+    change = f"the config ties a head that is not stored ({KEY}: true), and {inner} does not; {inner} is changed, as vLLM 0.32 reads it"
+    return replace(model_files, config=agreed, derived=True, changes=(change,))
 
 
 def _hints(model_files: ModelFiles, options: Mapping[str, Any], declared: Architecture | None) -> Hints:

@@ -94,7 +94,7 @@ def degrees(
         about_model: Any = {name: options[name] for name in ModelOptions.__annotations__ if name in options}  # type: ignore[literal-required]
         checkpoint = opened(source, **about_model)
         model, dtypes = _stored_model(checkpoint, target, options.get("weights"), dequantize)
-        notes = (checkpoint.model_files.note,) if checkpoint.model_files.note else ()
+        notes = checkpoint.model_files.notes
     report = degree_report(
         model,
         dtypes,

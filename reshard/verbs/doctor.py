@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 from reshard.adapter.format import Format
 from reshard.adapter.serving_format import ServingFormat
+from reshard.canonical.tied_head import with_replica
 from reshard.engine.compare import wrong_constants
 from reshard.engine.events import details, event
 from reshard.engine.one_save import check_copied_files, check_steps
@@ -248,4 +249,4 @@ def _tied_head(checkpoint: Checkpoint, index: Index) -> tuple[Tensor, Tensor] | 
 
 def _with_embedding(tensor: Tensor, head: tuple[Tensor, Tensor] | None) -> Tensor:
     """A tied head, with the embedding as its replica; any other tensor as it is."""
-    return replace(tensor, shards=tensor.shards.with_copies([head[1].shards])) if head and tensor is head[0] else tensor
+    return with_replica(tensor, head[1]) if head and tensor is head[0] else tensor

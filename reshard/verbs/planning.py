@@ -105,8 +105,7 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Che
         companions, kept_for = companions.with_quantization(config), quantized_names(planned, config)
     target = Target(format.name, request.parallel, request.dtype, request.keep_dtype, kept_for, request.options, request.only_rank)
     layout = format.lay_out(planned, target, companions)
-    about_config = (source.model_files.note,) if source.model_files.note else ()
-    plan = make_plan(stored, files, planned, target, replace(layout, notes=(*about_config, *notes, *layout.notes)))
+    plan = make_plan(stored, files, planned, target, replace(layout, notes=(*source.model_files.notes, *notes, *layout.notes)))
     prove(plan)
     return plan
 

@@ -137,6 +137,28 @@ def test_a_config_key_that_a_class_needs_is_written_into_an_inner_config(tmp_pat
     assert [digest_of(state) for state in ranks(tmp_path / "out").values()] == reference["degrees"]["tp2"]
 
 
+@pytest.mark.parametrize("name", ["mistral3", "internvl"])
+def test_a_head_that_the_outer_config_alone_ties_is_the_embedding_if_none_is_stored(name, tmp_path):
+    """As in vLLM 0.32 and transformers 5, which store and read two tensors where there are two."""
+    config = {**json.loads(REFERENCES[name].read_text())["config"], "tie_word_embeddings": True}
+    assert config["text_config"]["tie_word_embeddings"] is False
+    shapes = {weight.name: weight.shape for weight in find_model(config).weights.values() if not weight.optional}
+    head, table = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"
+    named_weights.write(tmp_path / "two", config, shapes)
+    assert {head, table} < reshard.plan(tmp_path / "two", to="hf").content.tensors.keys()
+    named_weights.write(tmp_path / "one", config, {name: shape for name, shape in shapes.items() if name != head})
+    for to in ("hf", "dcp", "vllm"):
+        result = reshard.convert(reshard.plan(tmp_path / "one", to=to), tmp_path / to)
+        (note,) = [note for note in result.notes if "tie_word_embeddings" in note]
+        assert "text_config is changed" in note and reshard.verify(tmp_path / "one", tmp_path / to, cast=True).equal
+    written = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    assert written == {**config, "text_config": {**config["text_config"], "tie_word_embeddings": True}}
+    (state,) = ranks(tmp_path / "vllm").values()
+    assert len(state.keys() & {head, table}) == 1, "a tied table is stored once"
+    reshard.convert(reshard.plan(tmp_path / "vllm", to="hf", dtype="bf16"), tmp_path / "back")
+    assert reshard.verify(tmp_path / "hf", tmp_path / "back").equal
+
+
 def test_an_element_type_can_be_that_of_the_model(tmp_path):
     """Published routers of hunyuan_v1_moe are in float32; vLLM's ranks hold them as the other weights."""
     reference = json.loads(REFERENCES["hunyuan_v1_moe"].read_text())

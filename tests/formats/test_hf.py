@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import safetensors.torch
+from command import reshard as run
 from places import DCP, FIXTURES, HF, MODELS, described, open_case, stored, truth
 
 import reshard
@@ -320,3 +321,15 @@ def test_keys_of_an_inner_config_are_listed_with_its_name():
 
     found = changed_keys(config(88, 32, True), config(96, 64, False))
     assert [str(each) for each in found] == ["text_config.intermediate_size 88 -> 96", "vision_config.hidden_size 32 -> 64"]
+
+
+def test_a_config_that_ties_two_heads_that_differ_is_named_by_its_key(tmp_path):
+    """The two copies are of one model: the config is wrong, or one of them is. No file is."""
+    shutil.copytree(HF / "llama", tmp_path / "llama")
+    config = json.loads((HF / "llama" / "config.json").read_text())
+    (tmp_path / "llama" / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    refused = run("convert", tmp_path / "llama", tmp_path / "out", "--to", "hf")
+    assert refused.code == 3 and "embed_tokens.weight: it and lm_head.weight disagree, first at element [0, 0]" in refused.err
+    assert "tie_word_embeddings: true" in refused.err and "set tie_word_embeddings to false" in refused.err
+    found = run("doctor", tmp_path / "llama", "--deep").out
+    assert "tied-mismatch" in found and "lm_head.weight: it and model.embed_tokens.weight disagree" in found
