@@ -19,7 +19,8 @@ Measured on vLLM 0.32.0 (every key and bit against real ranks, fixtures/vllm); v
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from reshard.adapter.option import ACCEPT_PLATFORM, ENGINE_VERSION, LAYOUT, MAX_SHARD_SIZE
 from reshard.adapter.serving_format import ServingFormat
@@ -81,6 +82,11 @@ class Vllm(ServingFormat):
         from .rules import notes
 
         return notes(model, target)
+
+    def keys_for_ranks(self, config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, object]:
+        from .rules import quantized_modules
+
+        return quantized_modules(config, names)
 
     def stored_rules(self, model: Model, parallel: Parallel, headers: RankHeaders) -> tuple[EngineRules, str | None]:
         from .stored_version import stored_rules

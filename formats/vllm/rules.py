@@ -6,13 +6,15 @@ Measured on 0.32.0 (fixtures/vllm: the tensors of real ranks) and on the model c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.geometry.dtypes import F32
 from reshard.geometry.light_dataclass import dataclass
 from reshard.models.model import Model, ModelWeight
-from reshard.models.quantization_settings import quantization_settings
+from reshard.models.quantization_settings import quantization_settings, settings_key
 from reshard.models.quantized import Quantization, StoredForm
 from reshard.models.quirks import ModelQuirks
 from reshard.models.roles import Heads
@@ -178,6 +180,21 @@ def all_rules(model: Model) -> tuple[VersionRules, ...]:
     first = max(quirks.since, QUANTIZED_SINCE if model.quantization else RELEASES[0].since)
     since = sorted({first, *quirks.changes, *(release.since for release in RELEASES)})
     return tuple(_rules(model, numbers, quirks) for numbers in since if numbers >= first)
+
+
+def quantized_modules(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, object]:
+    """The key of config.json that lists the modules quantized by GPTQ, if it is not there.
+
+    Without it vLLM takes them from the names in the headers of the files, and looks there for the parts of fused modules, which files of
+    ranks have under other names (AutoGPTQConfig.maybe_update_config). For AWQ it takes the modules that are not quantized, and looks for
+    fused names, too (auto_awq.py). The list has the form that transformers' GPTQConfig documents, a list of lists.
+    """
+    settings, listed = quantization_settings(config), "modules_in_block_to_quantize"
+    if not isinstance(settings, Mapping) or settings.get("quant_method") != "gptq" or settings.get(listed):
+        return {}
+    packed = (name.removesuffix(".qweight") for name in names if name.endswith(".qweight"))
+    modules = dict.fromkeys(re.sub(r"(?<=\.experts)\.\d+\..*", "", module) for module in packed)
+    return {f"{settings_key(config)}.{listed}": [[*modules]]}
 
 
 def remainder_before_last_stage(layers: int, pp: int) -> tuple[int, ...]:

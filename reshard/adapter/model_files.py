@@ -91,6 +91,29 @@ class ModelFiles:
             f"added to {CONFIG}, as engines choose the class by it: {settings}",
         )
 
+    def states(self, key: str) -> bool:
+        """Whether the config has a key, with a dot before that of an inner config."""
+        inner: Any = self.config
+        for word in key.split("."):
+            if not isinstance(inner, Mapping) or word not in inner:
+                return False
+            inner = inner[word]
+        return True
+
+    def with_keys(self, added: Mapping[str, object], engine: str) -> tuple[ModelFiles, tuple[str, ...]]:
+        """The files with further keys of the config, which an engine needs, and a note about them. Inner configs are led into by dots."""
+        if not added:
+            return self, ()
+        config = self.config or {}
+        for key, value in added.items():
+            config = _with_key(config, key.split("."), value)
+        settings = ", ".join(f"{key}: {value}" for key, value in added.items())
+        # Engines look into config.json first: there all settings of a quantization stand, or none.
+        settings_from = None if any(key.startswith(f"{SETTING}.") for key in added) else self.settings_from
+        return replace(self, config=config, settings_from=settings_from, derived=True), (
+            f"added to {CONFIG}, since {engine} needs it: {settings if len(settings) < 160 else f'{settings[:157]}...'}",
+        )
+
     @property
     def path(self) -> str | None:
         """The directory that `--model` would name for this config; None without a config file."""
@@ -134,6 +157,12 @@ class ModelFiles:
             config = {key: value for key, value in self.config.items() if key not in in_other_file}
             return (json.dumps({**config, **changes}, indent=2) + "\n").encode()
         return read_whole(self.files, self.folder + CONFIG, limit=1 << 24)
+
+
+def _with_key(config: Mapping[str, Any], words: list[str], value: object) -> dict[str, Any]:
+    """A config with a key, given as the words on the way to it."""
+    first, *rest = words
+    return {**config, first: _with_key(config.get(first) or {}, rest, value) if rest else value}
 
 
 def _carried(files: Files, folder: str) -> dict[str, tuple[Files, str]]:

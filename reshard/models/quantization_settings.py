@@ -27,10 +27,19 @@ PLACES = f"{SETTING}, {_INNER}.{SETTING} and {_OLD_SETTING} of config.json, {', 
 
 def quantization_settings(config: Mapping[str, Any]) -> Any:
     """The settings in a config; None if it has none. They are a mapping unless the config is broken."""
-    inner = config.get(_INNER)
-    places = (config.get(SETTING), inner.get(SETTING) if isinstance(inner, Mapping) else None, config.get(_OLD_SETTING))
-    found = next((settings for settings in places if settings), None)
+    found = next((settings for settings in _places(config).values() if settings), None)
     return _with_method(found) if isinstance(found, Mapping) else found
+
+
+def settings_key(config: Mapping[str, Any]) -> str | None:
+    """The key under which the settings stand, with a dot before that of an inner config; None if there are none."""
+    return next((key for key, settings in _places(config).items() if settings), None)
+
+
+def _places(config: Mapping[str, Any]) -> dict[str, Any]:
+    inner = config.get(_INNER)
+    of_inner = inner.get(SETTING) if isinstance(inner, Mapping) else None
+    return {SETTING: config.get(SETTING), f"{_INNER}.{SETTING}": of_inner, _OLD_SETTING: config.get(_OLD_SETTING)}
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,6 +70,44 @@ def test_a_config_that_is_written_again_does_not_get_the_settings_of_another_fil
     assert (tmp_path / "out" / file).read_bytes() == (folder / file).read_bytes()
 
 
+LISTED = "modules_in_block_to_quantize"
+GPTQ_PLACES = {
+    "config.json": lambda config, settings: config | {"quantization_config": settings},
+    "null": lambda config, settings: config | {"quantization_config": settings | {LISTED: None}},
+    "text_config": in_text_config,
+    "quantize_config.json": lambda config, settings: config,
+}
+
+
+@pytest.mark.parametrize("place", GPTQ_PLACES)
+def test_vllm_is_told_which_modules_gptq_quantized(place, tmp_path):
+    """Otherwise it takes them from the names in the headers, looks for the parts of fused modules, and finds none (tests/serving/packed.py
+    starts it)."""
+    folder = shutil.copytree(FIXTURES / "llama-gptq", tmp_path / "source")
+    config = json.loads((folder / "config.json").read_text())
+    settings = config.pop("quantization_config") | {"sym": True}
+    (folder / "config.json").write_text(json.dumps(GPTQ_PLACES[place](config, settings)))
+    if place == "quantize_config.json":
+        (folder / place).write_text(json.dumps(settings))
+    reshard.convert(reshard.plan(folder, to="vllm", tp=2), tmp_path / "ranks")
+    written = quantization_settings(json.loads((tmp_path / "ranks" / "config.json").read_text()))
+    (modules,) = written.pop(LISTED)
+    assert sorted(modules) == sorted(name.removesuffix(".qweight") for name in stored(folder) if name.endswith(".qweight"))
+    assert written == settings | {"quant_method": "gptq"}
+    reshard.convert(reshard.plan(tmp_path / "ranks", to="vllm", tp=1), tmp_path / "again")
+    assert (tmp_path / "again" / "config.json").read_bytes() == (tmp_path / "ranks" / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("case", ["llama-awq", "llama-gptq"])
+def test_vllm_gets_the_lists_that_are_there(case, tmp_path):
+    folder = shutil.copytree(FIXTURES / case, tmp_path / "source")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= {"sym": True, LISTED: [["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]]}
+    (folder / "config.json").write_text(json.dumps(config))
+    reshard.convert(reshard.plan(folder, to="vllm", tp=2), tmp_path / "ranks")
+    assert (tmp_path / "ranks" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+
+
 @pytest.mark.parametrize("case", ["llama-ct-int4", "llama-modelopt-nvfp4", "llama-modelopt-fp8-channel", "llama-gptq", "gpt_oss-mxfp4"])
 def test_packed_weights_without_settings_are_refused(case, tmp_path):
     folder = shutil.copytree(FIXTURES / case, tmp_path / "source")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from reshard.adapter.format import Format
@@ -84,6 +84,11 @@ class ServingFormat(Format):
         Raises: RequestError if the config cannot express the element types.
         """
         return None
+
+    def keys_for_ranks(self, config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, object]:
+        """Keys of config.json, with dots before those of inner configs, that the engine needs beside files of ranks alone. names: those of
+        the model's tensors."""
+        return {}
 
     # Reading: what a subclass may override.
 

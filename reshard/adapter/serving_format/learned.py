@@ -94,6 +94,8 @@ def lay_out(serving_format: ServingFormat, layout: LearnedLayout, content: Conte
     dtypes = _stored_dtypes(layout, content, target)
     files = rank_files(serving_format, target, lambda tp_rank, pp_rank: layout.rank_tensors(parallel, tp_rank, pp_rank, dtypes))
     stored = {dtypes.get(name, template.dtype): None for name, template in templates.items() if template.parts}
+    needed = serving_format.keys_for_ranks(companions.config or {}, content.weights)
+    companions, config_notes = companions.with_keys(needed, serving_format.engine)
     sidecars = companions.sidecars(stored, target.dtype or layout.dtype)
     unused = {name: f"{serving_format.engine}'s own loader does not read it" for name in content.weights if name not in used}
     values = about_values(_computed(layout, dtypes, parallel))
@@ -103,7 +105,14 @@ def lay_out(serving_format: ServingFormat, layout: LearnedLayout, content: Conte
         tuple(files),
         (Sidecar(LAYOUT_FILE, text_of(layout).encode()), *sidecars),
         parallel,
-        (note, *serving_format.layout_notes(layout), *_about_platform(templates), *_about_casts(layout, content, target, dtypes), *values),
+        (
+            note,
+            *serving_format.layout_notes(layout),
+            *config_notes,
+            *_about_platform(templates),
+            *_about_casts(layout, content, target, dtypes),
+            *values,
+        ),
         left_out=unused,
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +48,9 @@ def lay_out(serving_format: ServingFormat, content: Content, target: Target, com
     stored = stored_dtypes(model, rules, dtypes)
     engine_config = serving_format.engine_config(model, target.parallel, dtypes)
     companions, class_notes = companions.completed(model.architecture)
-    companions, config_notes = _with_config_defaults(companions, rules)
+    needed = {key: value for key, value in rules.quirks.config_defaults if not companions.states(key)}
+    needed |= serving_format.keys_for_ranks(companions.config or {}, content.tensors)
+    companions, config_notes = companions.with_keys(needed, rules.engine)
     layers_left_out = layers_not_served(model) | {
         name: reason for name in content.besides_model if (reason := model.reason_not_served(name))
     }
@@ -105,32 +106,6 @@ def _check_content(content: Content, model: Model, rules: EngineRules) -> None:
             why=f"{rules.engine} loads such a checkpoint with the scale 1, but its files of ranks need a value",
             do="Convert to hf, which engines load as well, or add --dequantize",
         )
-
-
-def _with_config_defaults(companions: ModelFiles, rules: EngineRules) -> tuple[ModelFiles, tuple[str, ...]]:
-    """The config with the keys that the engine's class needs, and a note about the added keys."""
-    config = companions.config or {}
-    added = {key: value for key, value in rules.quirks.config_defaults if not _is_stated(config, key.split("."))}
-    if not added:
-        return companions, ()
-    for key, value in added.items():
-        config = _with_key(config, key.split("."), value)
-    settings = ", ".join(f"{key}: {value}" for key, value in added.items())
-    note = f"added to config.json, since {rules.engine} needs it: {settings}"
-    return replace(companions, config=config, derived=True), (note,)
-
-
-def _is_stated(config: Mapping[str, Any], words: list[str]) -> bool:
-    """Whether a config has a key, given as the words on the way to it."""
-    first, *rest = words
-    inner = config.get(first)
-    return first in config and (not rest or (isinstance(inner, Mapping) and _is_stated(inner, rest)))
-
-
-def _with_key(config: Mapping[str, Any], words: list[str], value: object) -> dict[str, Any]:
-    """A config with a key, given as the words on the way to it."""
-    first, *rest = words
-    return {**config, first: _with_key(config.get(first) or {}, rest, value) if rest else value}
 
 
 def _sidecars(companions: ModelFiles, dtypes: Mapping[str, DType], engine_config: dict[str, Any] | None) -> tuple[Sidecar, ...]:
