@@ -267,11 +267,13 @@ class Conversion:
             if job.key in finished:
                 self.resumed_bytes += job.nbytes
                 yield Done(job.route.name, job.nbytes)
-        jobs = (job for job in block_jobs(self.plan) if job.key not in finished)
+        bands = Bands()
+        jobs = (job for job in block_jobs(self.plan, bands=bands) if job.key not in finished)
         for job, digest in copied_blocks(self.plan, self._staging, jobs, self._itemsize, self._workers):
             digests[job.key] = digest
             journal.add(job.key, digest, job.nbytes)
             yield Done(job.route.name, job.nbytes)
+        self.notes += bands.notes()
 
     def _finish(self, journal: Journal, replaces: tuple[str, ...], *, again: bool) -> None:
         """Write the sidecars and the records, and give all files their final names."""
@@ -311,9 +313,9 @@ def workers_of(plan: Plan, workers: int | None, memory: int | None) -> int:
     return workers_within(memory, workers, widest_element(plan), buffers=buffers)
 
 
-def block_jobs(plan: Plan, routes: Iterable[int] | None = None) -> Iterator[Job]:
-    """The blocks of a plan. routes: the indexes of its routes; None: of all."""
-    bands = Bands()
+def block_jobs(plan: Plan, routes: Iterable[int] | None = None, bands: Bands | None = None) -> Iterator[Job]:
+    """The blocks of a plan. routes: the indexes of its routes; None: of all. bands: where the codes and scales of a weight meet."""
+    bands = bands or Bands()
     for _, group in groupby(range(len(plan.routes)) if routes is None else routes, lambda i: _weight_of(plan.routes[i]) or i):
         # The scales of a block come right after its codes, with which they are computed.
         yield from (job for _, job in merge(*(_jobs_of(plan, i, bands) for i in group), key=itemgetter(0)))

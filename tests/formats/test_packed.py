@@ -364,6 +364,27 @@ def test_extreme_values_get_the_codes_of_their_quotients():
     assert np.array_equal(microscaling.mxfp4(words)[0], padded[:, 1::2] << 4 | padded[:, ::2])
 
 
+@pytest.mark.parametrize("store", [False, True], ids=["folder", "store"])
+def test_values_near_the_top_of_bfloat16_are_written_as_the_largest_that_is_finite(store, tmp_path):
+    """A group up to 3.0e38, for which llm-compressor 0.14 writes zeros. The oracle is the nearest of all values that decode to a number."""
+    seeded_models.write("llama", tmp_path / "source")
+    tensors, name = stored(tmp_path / "source"), "model.layers.0.mlp.down_proj.weight"
+    group = np.float32([3.0e38, -3.3e38, 2.6e38, -1.4e38, 9e37, 5e37, 1e37, 0]).repeat(4)
+    tensors[name][0, :32] = torch.from_numpy(group)
+    safetensors.torch.save_file(tensors, tmp_path / "source" / "model.safetensors")
+    out = f"memory://{tmp_path.name}/out" if store else tmp_path / "out"
+    result = reshard.convert(reshard.plan(tmp_path / "source", to="hf", quantize="mxfp4"), out)
+    assert [note for note in result.notes if "too large" in note] == [
+        f"values of 1 weight, for example of {name}, are too large for mxfp4: the largest value that it holds is written"
+    ]
+    reshard.convert(reshard.plan(out, to="hf", dequantize=True), tmp_path / "values")
+    found = stored(tmp_path / "values")[name]
+    codes = np.ldexp([0, 0.5, 1, 1.5, 2, 3, 4, 6], 125)
+    words = tensors[name][0, :32].double().numpy()
+    nearest = codes[np.abs(codes - np.abs(words)[:, None]).argmin(axis=1)] * np.sign(words)
+    assert np.array_equal(found[0, :32].double().numpy(), nearest) and torch.isfinite(found).all()
+
+
 def test_ranks_of_gpt_oss_share_whole_groups_and_the_last_are_filled_up(tmp_path):
     """vLLM gives each rank as many groups as the first; the experts of this fixture have one."""
     source = FIXTURES / "gpt_oss-mxfp4"

@@ -16,6 +16,10 @@ _BOUNDS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False
 _BELOW = tuple(np.int16((int(np.float32(bound).view(np.uint32)) >> 16) - is_closed) for bound, is_closed in _BOUNDS)
 # The exponents for which `_codes_by_words` holds.
 _PLAIN = (3, 127)
+# The exponent of the scale 2^125, which holds up to 6 x 2^125. That of 2^126 holds no larger finite value, since 4 x 2^126 is infinite; for
+# magnitudes from _BEYOND to below _INFINITY llm-compressor 0.14 takes it, and writes zeros.
+_LAST = 252
+_BEYOND, _INFINITY = np.uint16(0x7F60), np.uint16(0x7F80)
 
 
 def mxfp4(words: Block) -> tuple[Block, Block]:
@@ -56,7 +60,17 @@ def _exponents(largest: Block) -> Block:
     exponents: Block = np.minimum(largest, np.uint16(0x7FC0)).astype(np.int16)
     exponents = ((exponents + np.int16(32)) >> np.int16(7)) - np.int16(2)
     np.maximum(exponents, np.int16(0), out=exponents)
+    exponents[_is_beyond(largest)] = _LAST
     return exponents
+
+
+def saturates(words: Block, scales: Block) -> bool:
+    """Whether `mxfp4` has written a smaller magnitude than the nearest code would be, which is infinite."""
+    return bool(scales.size) and int(scales.max()) >= _LAST and bool(_is_beyond(words & _MAGNITUDE).any())
+
+
+def _is_beyond(magnitudes: Block) -> Block:
+    return (magnitudes >= _BEYOND) & (magnitudes < _INFINITY)
 
 
 def _codes_by_words(words: Block, magnitudes: Block, exponents: Block) -> Block:

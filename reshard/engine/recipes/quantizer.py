@@ -21,6 +21,7 @@ from reshard.engine.recipes.table import RECIPES
 from reshard.engine.transfer import Worker
 from reshard.errors import CheckpointError
 from reshard.geometry.boxes import Box
+from reshard.geometry.quantities import plural
 from reshard.index.index import Derivation, Tensor
 
 # The most bytes of codes and of scales that are kept.
@@ -44,6 +45,19 @@ class Bands:
         self._codes, self._scales = _Newest(_MOST_CODES), _Newest(_MOST_SCALES)
         self._under_way: set[BandKey] = set()
         self._changed = threading.Condition()
+        self._saturated: dict[str, str] = {}
+
+    def saturated(self, weight: str, recipe: str) -> None:
+        """Remember that values of a weight are beyond the range of a recipe's form."""
+        self._saturated.setdefault(weight, recipe)
+
+    def notes(self) -> tuple[str, ...]:
+        """A sentence about values that are beyond the range of their form."""
+        if not self._saturated:
+            return ()
+        weight, recipe = min(self._saturated.items())
+        count = plural(len(self._saturated), "weight")
+        return (f"values of {count}, for example of {weight}, are too large for {recipe}: the largest value that it holds is written",)
 
     def get(self, key: BandKey, compute: Callable[[], tuple[Block, Block]], *, scales: bool) -> Block:
         """The codes of a band, or its scales. Computes both if they are not kept; waits for another worker that is computing them."""
@@ -111,7 +125,7 @@ class Quantizer:
         """The codes and scales of a band."""
         words = self._values.whole(worker, band).reshape(band.sizes[-2:])
         try:
-            return self._recipe.quantize(words)
+            codes, scales = self._recipe.quantize(words)
         except NotRepresentable as reason:
             raise CheckpointError(
                 f"the values of {band} {reason}",
@@ -119,6 +133,9 @@ class Quantizer:
                 why=f"The recipe {self._name} writes the same values in another form, or nothing",
                 do="Dequantize the checkpoint with --dequantize, and quantize the result with --quantize",
             ) from None
+        if self._recipe.saturates(words, scales):
+            self._bands.saturated(self._weight.name, self._name)
+        return codes, scales
 
 
 def _is_in_columns(weight: Tensor) -> bool:

@@ -34,6 +34,8 @@ class Recipe:
     """The elements along each axis that share a scale."""
     quantize: Callable[[Block], tuple[Block, Block]]
     """The stored words of the codes and of the scales of whole blocks, [out, in]."""
+    saturates: Callable[[Block, Block], bool] = lambda words, scales: False
+    """Whether values of these words were too large for the form, so that its largest value stands for them. scales: those made of them."""
 
     def bands(self, shape: tuple[int, ...], ranges: Sequence[range], *, in_columns: bool = False) -> Iterator[Box]:
         """The boxes of whole blocks of a weight [out, in] or [experts, out, in], each read at once, that hold the elements of `ranges`.

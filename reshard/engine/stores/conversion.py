@@ -118,7 +118,7 @@ class StoreConversion:
         """Complete the files that are not, and take the digests of all blocks."""
         yield from gather.run({file.path for file in self.plan.layout.files}, range(len(self.plan.routes)))
         check_source_is_unchanged(self.plan)
-        self.notes += notes_on_source(self.plan, gather.digests)
+        self.notes += (*gather.bands.notes(), *notes_on_source(self.plan, gather.digests))
         self.fingerprint, self.resumed_bytes = fingerprint_of_blocks(self.plan, gather.digests), gather.resumed_bytes
 
     def _commit(self, target: StoreTarget, completed: Mapping[str, Entry]) -> None:

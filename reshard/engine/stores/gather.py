@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from reshard.engine.events import event
 from reshard.engine.journal import BlockKey
+from reshard.engine.recipes.quantizer import Bands
 from reshard.engine.run import Done, block_jobs, copied_blocks, widest_element, workers_of
 from reshard.engine.stores.gather_order import Pass, Visit, most_open, passes
 from reshard.engine.stores.read_ahead import MEMORY_OF_STORES
@@ -80,6 +81,8 @@ class Gather:
         """The files that are complete."""
         self.digests: dict[BlockKey, bytes] = {key: digest for file in finished.values() for key, digest in file.blocks.items()}
         """The digests of the blocks that they hold, and of those that were copied."""
+        self.bands = Bands()
+        """Where the codes and scales of a weight that is being quantized meet."""
         self.resumed_bytes = 0
         """The bytes of the blocks whose files are all complete from an earlier run."""
         self._plan, self._identity, self._target, self._budget, self._workers = plan, identity, target, budget, workers
@@ -90,7 +93,7 @@ class Gather:
         files = [file for file in plan.layout.files if file.path in paths]
         left = {file.path for file in files} - self.completed.keys()
         self._log_begin(files)
-        everything = list(passes(plan, left, routes, self._budget.most_open))
+        everything = list(passes(plan, left, routes, self._budget.most_open, self.bands))
         reported = {visit.key for each in everything for visit in each.visits}
         for job in block_jobs(plan, routes):
             if job.key not in reported:

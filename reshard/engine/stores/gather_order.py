@@ -61,9 +61,9 @@ class Pass:
     """The visits in the order of the files."""
 
 
-def passes(plan: Plan, paths: Container[str], routes: Iterable[int], most_open: int) -> Iterator[Pass]:
+def passes(plan: Plan, paths: Container[str], routes: Iterable[int], most_open: int, bands: Bands) -> Iterator[Pass]:
     """The passes that write the files in `paths`, and read each route that no file holds. most_open: the most files of a pass that are open
-    at a time. routes: the indexes of those routes that the files hold, and of others.
+    at a time. routes: the indexes of those routes that the files hold, and of others. bands: where the codes and scales of a weight meet.
 
     Where more ranks share tensors, their files are written in several passes, and what they share is read by each.
     """
@@ -72,7 +72,6 @@ def passes(plan: Plan, paths: Container[str], routes: Iterable[int], most_open: 
     group_of = {file.path: number for number, group in enumerate(of_group) for file in group}
     starts = _starts(plan.layout.files)
     visits: list[list[tuple[int, int, Visit]]] = [[] for _ in groups]
-    bands = Bands()
     for i in routes:
         route = plan.routes[i]
         for number, rows in _clusters(route, group_of, starts):
