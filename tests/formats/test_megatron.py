@@ -472,6 +472,22 @@ def test_a_tracker_that_names_nothing_is_told(tmp_path):
     refused(folder, "2 saves", error=RequestError)
 
 
+def test_a_distributed_save_of_verl_is_read_with_the_config_beside_it(tmp_path):
+    """dist_ckpt/ and huggingface/ in actor/ (megatron_checkpoint_manager.py); the trainer's tracker, which is called as Megatron's, names
+    global_step_100."""
+    case, actor = DIST / "llama-tp2-pp2", tmp_path / "global_step_100" / "actor"
+    shutil.copytree(case / "checkpoint" / "iter_0000002", actor / "dist_ckpt")
+    shutil.copytree(case / "model", actor / "huggingface")
+    assert reshard.open(actor).index.format == "megatron-dist"
+    for source, out, options in ((actor, "found", {}), (actor / "dist_ckpt", "named", {"model": actor / "huggingface"})):
+        reshard.convert(reshard.plan(source, to="hf", **options), tmp_path / out)
+    assert (tmp_path / "found" / "model.safetensors").read_bytes() == (tmp_path / "named" / "model.safetensors").read_bytes()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+    shown = run("inspect", tmp_path).out
+    assert "1 checkpoint of 1 step" in shown and "global_step_100/actor" in shown and "latest_checkpointed_iteration.txt names 100" in shown
+    refused(tmp_path, "it holds .*global_step_100/", error=RequestError)
+
+
 def test_a_config_of_another_model_is_refused(tmp_path):
     refused(LEGACY / "llama-tp2" / "checkpoint", "the config says", model=LEGACY / "llama-uneven" / "model")
 

@@ -5,6 +5,7 @@
         mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt legacy; PPP only with several stages, EEE only with several expert-parallel ranks
         metadata.json, .metadata, *.distcp        distributed (torch_dist); zarr has a folder per tensor instead
     weights/, context/                            NeMo 2: a distributed save and its settings
+    dist_ckpt/, huggingface/                      verl: a distributed save and the model's config; its tracker names global_step_10
     tp_rank_TT_pp_rank_PPP/model_weights.ckpt, model_config.yaml
                                                   NeMo 1, also inside a tar called *.nemo; mp_rank_TT/ if there is one stage
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import re
 
-from reshard.adapter.save_folders import the_one_save
+from reshard.adapter.save_folders import step_of, the_one_save
 from reshard.errors import CheckpointError
 from reshard.geometry.light_dataclass import dataclass
 from reshard.storage.files import Files, read_whole
@@ -34,8 +35,8 @@ _RANK = re.compile(
 )
 # Optimizer state of data-parallel ranks before 2023, and of layer-wise optimizers.
 _UNREAD_OPTIMIZER = re.compile(r"optim\.pt|layer_wise_optimizer_\d+\.pt")
-# Folders of NeMo that hold the weights: NeMo 2, and NeMo 1 inside a .nemo file.
-_NEMO_FOLDERS = ("weights/", "model_weights/")
+# Folders of others that hold a distributed save: of NeMo 2, of NeMo 1 inside a .nemo file, of verl.
+_FOLDERS_OF_OTHERS = ("weights/", "model_weights/", "dist_ckpt/")
 # A word in the .metadata of every Megatron save, and in no other .metadata of torch.distributed.checkpoint.
 _MEGATRON_WORD, _LARGEST_METADATA = b"checkpoint_version", 1 << 30
 
@@ -65,10 +66,12 @@ def find_save(files: Files) -> str | None:
     root = files.root.rstrip("/").rpartition("/")[2] + "/"
     if DCP_METADATA in listing and (COMMON in listing or _SAVE.fullmatch(root)):
         return ""
-    for folder in _NEMO_FOLDERS:
+    for folder in _FOLDERS_OF_OTHERS:
         if folder in listing and folder + METADATA_JSON in files.list(folder):
             return folder
     saves = [path for path in listing if _SAVE.fullmatch(path)]
+    if not saves and any(path.endswith("/") and step_of(path.rstrip("/")) is not None for path in listing):
+        return None  # the steps are named as verl does, whose tracker has the same name
     return the_one_save(files, saves, tracker=TRACKER, folder_name=_save_name)
 
 
