@@ -1,12 +1,16 @@
-"""The slow check of packed weights: real vLLM lays out the fixtures in fixtures/hf_packed as reshard does.
+"""The slow check of packed weights: real vLLM lays out the fixtures in fixtures/hf_packed as reshard does, and loads what it writes.
 
     python tests/serving/packed.py [--engine-python PYTHON] [--long] [case ...]
 
 The cases are those fixtures, models that --quantize makes of stacked experts, and experts in the forms of other libraries.
 Each case is traced with vLLM's own loader (`reshard learn`) at TP 2, with --long at TP 1, 2 and 4, and with experts also at EP 2. It is
-converted with the learned layout and with reshard's own rules: all names, shapes, element types and bytes must be equal. The sizes that
-`reshard degrees` refuses are those that vLLM refuses. No kernel for these weights runs on a CPU; what vLLM would not even trace there is
-refused. That the values are those of the libraries is checked by fixtures/hf_packed/make.py --check, in its own environment.
+converted with the learned layout and with reshard's own rules: all names, shapes, element types and bytes must be equal. For the files of
+each rank real vLLM is built (built.py): its tensors, by which one sees what it takes for quantized, must be those in the files. The sizes
+that `reshard degrees` refuses are those that vLLM refuses. That the values are those of the libraries is checked by
+fixtures/hf_packed/make.py --check, in its own environment.
+
+vLLM's build for CPUs has kernels for the linear layers of some forms, and for no experts. For models in these forms ("decoded") it is
+started on what reshard wrote, and answers with the tokens and log-probabilities of the Hugging Face folder.
 
 Two cases run at a time.
 """
@@ -14,14 +18,18 @@ Two cases run at a time.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import re
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -31,20 +39,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "fixtures" / "hf_packed"))
 
 import seeded_models
-from check import VLLM
+from check import VLLM, compared, decode, served
 from environments import LONG
+from questions import Ask, asking
 
 import reshard
 from reshard.errors import ReshardError, UnsupportedError
 from reshard.verbs.learn import write_layout
 
-FIXTURES = Path(__file__).resolve().parent.parent.parent / "fixtures" / "hf_packed"
+HERE = Path(__file__).resolve().parent
+FIXTURES = HERE.parent.parent / "fixtures" / "hf_packed"
 CASES = ("llama-ct-int4", "llama-ct-int4-asym", "llama-ct-int4-channel", "llama-ct-nvfp4", "llama-ct-mxfp4", "llama-ct-mxfp8",
          "llama-modelopt-nvfp4", "llama-modelopt-mxfp8", "llama-awq", "llama-gptq", "qwen3_moe-ct-mxfp4", "qwen3_moe-ct-int4",
          "qwen3_moe-ct-mxfp8", "qwen3_moe-ct-nvfp4", "gpt_oss-mxfp4", "llama-modelopt-nvfp4-kv", "llama-modelopt-fp8",
          "llama-modelopt-fp8-channel", "llama-ct-fp8-int4", "llama-modelopt-mixed", "blocks modelopt", "quantized llama4_text",
          "quantized qwen3_vl_moe",
          *(f"experts {form}" for form in seeded_models.EXPERTS))  # fmt: skip
+# Those whose form vLLM's build for CPUs computes.
+DECODED = ("llama-ct-int4", "llama-ct-int4-asym", "llama-ct-int4-channel", "llama-ct-fp8-int4", "llama-awq", "llama-gptq", "llama-gptq-v2",
+           "llama-modelopt-fp8-channel")  # fmt: skip
 SIZES = (1, 2, 4) if LONG else (2,)
 AT_A_TIME = 2
 
@@ -53,24 +66,89 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine-python", help=f"of an environment that has vLLM; made in {VLLM.folder.name} if not given")
     parser.add_argument("--long", action="store_true", help="all sizes")
-    parser.add_argument("cases", nargs="*", default=CASES)
+    parser.add_argument("cases", nargs="*", default=(*CASES, *(f"decoded {case}" for case in DECODED)))
     given = parser.parse_args()
     python = given.engine_python or str(VLLM.python())
-
-    def check(case: str) -> list[str]:
-        with tempfile.TemporaryDirectory() as work:
-            try:
-                return list(differences(prepared(case, Path(work)), Path(work), python))
-            except ReshardError as error:
-                return [str(error)]
-
     failed = 0
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
+    with engines(Path(python)) as (ask, built), ThreadPoolExecutor(AT_A_TIME) as pool:
+
+        def check(case: str) -> list[str]:
+            with tempfile.TemporaryDirectory() as work:
+                try:
+                    if case.startswith("decoded "):
+                        return list(decoded_otherwise(case.removeprefix("decoded "), Path(work), ask))
+                    return list(differences(prepared(case, Path(work)), Path(work), python, built))
+                except ReshardError as error:
+                    return [str(error)]
+
         for case, different in zip(given.cases, pool.map(check, given.cases), strict=True):
             failed += bool(different)
             print(f"{'FAILED' if different else 'passed'}  {case}" + "".join(f"\n        {each}" for each in different), flush=True)
     print(f"{len(given.cases) - failed} passed, {failed} failed")
     return 1 if failed else 0
+
+
+@contextlib.contextmanager
+def engines(python: Path) -> Iterator[tuple[Ask, Ask]]:
+    """Real vLLM that is started (server.py), and one that is only built (built.py)."""
+    with (
+        tempfile.TemporaryDirectory() as hub,
+        served(python, Path(hub)) as ask,
+        asking([python, HERE / "built.py"], {**os.environ, "PYTHONPATH": str(HERE / "startup")}) as built,
+    ):
+        yield one_at_a_time(ask), one_at_a_time(built)
+
+
+def one_at_a_time(ask: Ask) -> Ask:
+    """What can be asked by several threads."""
+    lock = threading.Lock()
+
+    def alone(request: dict[str, Any]) -> Any:
+        with lock:
+            return ask(request)
+
+    return alone
+
+
+def decoded_otherwise(case: str, work: Path, ask: Ask) -> Iterator[str]:
+    """What vLLM answers otherwise from the files of two ranks than from the Hugging Face folder. The model is in the form of a fixture, and
+    has heads that vLLM's attention on a CPU takes."""
+    config = json.loads((FIXTURES / case / "config.json").read_text())
+    settings = config["quantization_config"]
+    settings |= {"gptq": {"sym": True}, "awq": {"modules_to_not_convert": None}}.get(settings["quant_method"], {})
+    sizes = {
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 256,
+        "num_hidden_layers": 2,
+    }
+    model = seeded_models.CONFIGS["llama"] | sizes | {"model_type": "llama", "intermediate_size": 256, "quantization_config": settings}
+    seeded_models.write_random(model | {"torch_dtype": config.get("dtype") or config["torch_dtype"]}, work / "source")
+    _make_telling(work / "source" / "model.safetensors")
+    reshard.convert(reshard.plan(work / "source", to="vllm", tp=2), work / "ranks")
+    found, expected = decode(ask, work / "ranks", 2, "sharded_state"), decode(ask, work / "source", 2, "auto")
+    _, is_same, detail = compared(case, found, expected)
+    if not is_same:
+        yield detail
+
+
+def _make_telling(path: Path) -> None:
+    """Give a model values with which it answers differently to different questions."""
+    torch.manual_seed(9)
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if name.endswith(("scales", "weight_scale")):
+            tensors[name] = (0.01 + 0.02 * torch.rand(tensor.shape)).to(tensor.dtype)
+        elif tensor.dtype.is_floating_point and tensor.ndim == 2:
+            tensors[name] = torch.randn(tensor.shape).to(tensor.dtype)
+        elif name.endswith(("qweight", "weight_packed")):
+            tensors[name] = torch.randint(-(1 << 31), 1 << 31, tensor.shape, dtype=torch.int64).int()
+        elif name.endswith(("qzeros", "weight_zero_point")):  # 7 and 8, in the middle of the codes
+            bytes_ = torch.tensor([0x77, 0x78, 0x87, 0x88], dtype=torch.uint8)[torch.randint(4, (tensor.numel(), 4))]
+            tensors[name] = bytes_.view(torch.int32).reshape(tensor.shape)
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def prepared(case: str, work: Path) -> Path:
@@ -154,8 +232,9 @@ _CHANGES: dict[str, Callable[[dict, dict], None]] = {
 }
 
 
-def differences(source: Path, work: Path, python: str) -> Iterator[str]:
-    """What differs between the files by reshard's rules and those by the layout of vLLM's loader, and between the sizes that both take."""
+def differences(source: Path, work: Path, python: str, built: Ask) -> Iterator[str]:
+    """What differs between the files by reshard's rules and those by the layout of vLLM's loader, between a rank file and the tensors
+    that vLLM has for it, and between the sizes that both take."""
     has_experts = bool(reshard.open(source).model.dimensions.get("experts"))
     problems = {(row.parallel.tp, 1): row.problem for row in reshard.degrees(source, to="vllm", tp=SIZES).rows}
     if has_experts:
@@ -168,6 +247,7 @@ def differences(source: Path, work: Path, python: str) -> Iterator[str]:
             out = work / f"{name}-{tp}-{ep}"
             reshard.convert(reshard.plan(source, to="vllm", tp=tp, ep=ep, **options), out)
             written[name] = tensors_of(out)
+        yield from built_otherwise(work / f"rules-{tp}-{ep}", tp, ep, built)
         for key in sorted(written["rules"].keys() | written["learned"].keys()):
             ours, theirs = (written[name].get(key) for name in ("rules", "learned"))
             if ours != theirs:
@@ -180,6 +260,17 @@ def differences(source: Path, work: Path, python: str) -> Iterator[str]:
             yield f"TP {tp} EP {ep}: refused by the rules ({problems[tp, ep]}), and accepted by vLLM"
         except UnsupportedError:
             pass
+
+
+def built_otherwise(folder: Path, tp: int, ep: int, built: Ask) -> Iterator[str]:
+    """Of the last rank: the tensors that are in its file alone, or in vLLM alone, which then is no form of this file."""
+    found = built({"model": str(folder), "tp": tp, "ep": ep, "rank": tp - 1})
+    with safe_open(folder / f"model-rank-{tp - 1}-part-0.safetensors", "pt") as file:
+        names = {*file.keys()}
+    if isinstance(found, str):
+        yield f"TP {tp} EP {ep}, vLLM is not built: {found}"
+    elif any(len(names.intersection(of_tensor)) != 1 for of_tensor in found) or not names <= {name for each in found for name in each}:
+        yield f"TP {tp} EP {ep}, vLLM is built otherwise: {sorted({name for each in found for name in each} ^ names)}"
 
 
 def learned(source: Path, tp: list[int], ep: list[int], work: Path, python: str) -> Path:

@@ -1,0 +1,58 @@
+"""The tensors with which real vLLM builds a rank for a folder, asked line by line (questions.py). Nothing is loaded, and no kernel runs, so
+it is built also for forms for which a CPU has no kernel.
+
+A request has `model`, `tp`, `ep` and `rank`. The answer is the names of each tensor, several if modules share it, or the error as a text.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path.append(str(TESTS))
+
+import questions  # noqa: E402
+
+TRACER = TESTS.parent / "plugins" / "loader_tracer"
+# Its neighbours would hide vLLM if their folder were importable.
+spec = importlib.util.spec_from_file_location("loader_tracer", TRACER / "__init__.py", submodule_search_locations=[str(TRACER)])
+sys.modules["loader_tracer"] = importlib.util.module_from_spec(spec)
+
+from loader_tracer import ranks, vllm_ranks  # noqa: E402
+
+
+def answered(request: dict) -> list[list[str]] | str:
+    """The answer to a request, by a process of its own, with which everything ends that vLLM keeps for a rank."""
+    with tempfile.TemporaryFile("w+") as answer:
+        child = os.fork()
+        if not child:
+            try:
+                found = names(**request)
+            except BaseException:
+                found = traceback.format_exc()[-600:]
+            answer.write(json.dumps(found))
+            answer.flush()
+            os._exit(0)
+        os.waitpid(child, 0)
+        answer.seek(0)
+        return json.loads(answer.read() or '"the process ended"')
+
+
+def names(model: str, tp: int, ep: int, rank: int) -> list[list[str]]:
+    case = ranks.Case(tp=tp, ep=ep)
+    config = vllm_ranks.engine_config(model, case, trust_remote_code=False)
+    with vllm_ranks.loaded_rank(config, case, rank, contextlib.nullcontext(), {}) as loaded:
+        found: dict[int, list[str]] = {}
+        for name, tensor in loaded.model.state_dict(keep_vars=True).items():
+            found.setdefault(id(tensor), []).append(name)
+        return [*found.values()]
+
+
+if __name__ == "__main__":
+    vllm_ranks.prepare()
+    questions.answer(answered)
