@@ -284,7 +284,7 @@ def test_a_model_that_contradicts_the_checkpoints_own_config_is_refused(own, tmp
 
 def test_keys_that_no_layout_follows_from_may_differ(tmp_path):
     other = {"torch_dtype": "float16", "transformers_version": "5.0", "attention_bias": None, "rms_norm_eps": 1e-5, "num_local_experts": 3}
-    assert reshard.open(HF / "llama", model=config_at(tmp_path, **other)).model_files.note is None
+    assert reshard.open(HF / "llama", model=config_at(tmp_path, **other)).model_files.notes == ()
 
 
 @pytest.mark.parametrize(
