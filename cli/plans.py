@@ -13,6 +13,7 @@ from .tables import nbytes_text, show, table
 if TYPE_CHECKING:
     from reshard.canonical.content import Drop
     from reshard.engine.stores.forecast import StoreForecast
+    from reshard.health.findings import Finding
     from reshard.plans.plan import Plan
 
 
@@ -20,6 +21,7 @@ def plan_document(plan: Plan, *, full: bool, target: str | None = None) -> dict[
     """The plan with stable keys, and what each rank holds. full: include each tensor. target: where it would be written."""
     from dataclasses import asdict
 
+    from reshard.health.model_files import missing_in_target
     from reshard.plans import summary
 
     document = plan.to_json(tensors=full)
@@ -29,7 +31,8 @@ def plan_document(plan: Plan, *, full: bool, target: str | None = None) -> dict[
     dropped = [group.to_json() for group in summary.drops(plan)]
     if stores := store_forecasts(plan, target):
         document["stores"] = [each.to_json() for each in stores]
-    return {**document, "dropped": dropped, "ranks": [asdict(rank) for rank in summary.ranks(plan)], **tensors}
+    findings = [finding.to_json() for finding in missing_in_target(plan)]
+    return {**document, "dropped": dropped, "findings": findings, "ranks": [asdict(rank) for rank in summary.ranks(plan)], **tensors}
 
 
 def store_forecasts(plan: Plan, target: str | None) -> list[StoreForecast]:
@@ -46,6 +49,7 @@ def store_forecasts(plan: Plan, target: str | None) -> list[StoreForecast]:
 
 def show_plan(plan: Plan, target: str | None = None) -> None:
     """What would be written, for whom, and what is cast, filled or dropped on the way."""
+    from reshard.health.model_files import missing_in_target
     from reshard.plans import summary
 
     totals = plan.totals()
@@ -84,11 +88,18 @@ def show_plan(plan: Plan, target: str | None = None) -> None:
     for cast_from, cast_to, number in summary.casts(plan):
         show(f"  cast      {plural(number, 'tensor')} from {cast_from} to {cast_to}")
     show_drops(plan)
+    show_findings(missing_in_target(plan))
     if plan.layout.sidecars:
         show(f"  copy      unchanged: {', '.join(sidecar.path for sidecar in plan.layout.sidecars)}")
     for note in plan.layout.notes:
         show(f"  note      {note}")
     show("  checked   every output byte has exactly one source; every source tensor is used or listed as skipped")
+
+
+def show_findings(findings: Iterable[Finding]) -> None:
+    """One line for each thing that the target's engines will miss."""
+    for finding in findings:
+        show(f"  missing   {finding.detail}; {finding.do[0].lower()}{finding.do[1:]}")
 
 
 def show_drops(plan: Plan) -> None:

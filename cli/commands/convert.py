@@ -15,7 +15,7 @@ from reshard.geometry.quantities import plural
 from .. import options
 from ..invocation import current
 from ..json_output import show_json
-from ..plans import plan_document, show_drops, show_plan
+from ..plans import plan_document, show_drops, show_findings, show_plan
 from ..progress import bar
 from ..tables import nbytes_text, show, table
 
@@ -217,6 +217,7 @@ def _show_files(plan: Plan, result: Result) -> None:
     if rest := files[len(listed) :]:
         show(f"  and {plural(len(rest), 'more file')}, {nbytes_text(sum(file.nbytes for file in rest))}; --json lists all")
     show_drops(plan)
+    show_findings(result.findings)
     for note in result.notes:
         show(f"  note      {note}")
     show(f"  fingerprint {result.fingerprint.root}")

@@ -91,18 +91,7 @@ def document(report: Report) -> dict[str, Any]:
         "tensors": report.tensors,
         "files": report.files,
         "bytes": report.nbytes,
-        "findings": [
-            {
-                "id": finding.id,
-                "severity": finding.severity,
-                "tensor": finding.tensor,
-                "file": finding.file,
-                "rank": finding.rank,
-                "detail": finding.detail,
-                "do": finding.do,
-            }
-            for finding in report.findings
-        ],
+        "findings": [finding.to_json() for finding in report.findings],
     }
 
 

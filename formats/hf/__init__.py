@@ -41,6 +41,7 @@ class HuggingFace(Format):
     summary = "Hugging Face: safetensors (single or with an index), pytorch_model*.bin"
     owns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
     one_file_suffices = True
+    needs_model_files = True
     options = (LIKE, NAMES, MAX_SHARD_SIZE)
 
     def detect(self, files: Files) -> str | None:

@@ -142,8 +142,6 @@ def _cast_notes(target: Target) -> tuple[str, ...]:
 
 
 def _config_notes(companions: ModelFiles) -> tuple[str, ...]:
-    if companions.config is None:
-        return ("there is no config.json in the checkpoint or in its parent directory: give one with --model DIR, engines need it",)
-    if not companions.config.get("architectures"):
+    if companions.config is not None and not companions.config.get("architectures"):
         return ("config.json names no architectures, and engines choose the model's class by them",)
     return ()

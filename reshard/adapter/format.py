@@ -82,6 +82,9 @@ class Format(ABC):
     keeps_masters: ClassVar[bool] = False
     """Whether its checkpoints with optimizer state hold the weights and, beside them, their full-precision copies (masters)."""
 
+    needs_model_files: ClassVar[bool] = False
+    """Whether engines load its folders, and need the model's config and tokenizer beside the weights."""
+
     holds_adapters: ClassVar[bool] = False
     """Whether its checkpoints hold a LoRA adapter and no model: a conversion to it takes the adapter and leaves out the base weights."""
 

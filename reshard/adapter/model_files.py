@@ -26,11 +26,22 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
+TOKENIZERS = (
+    ("tokenizer.json",),  # Hugging Face tokenizers
+    ("*.model",),  # SentencePiece: tokenizer.model, spiece.model, sentencepiece.bpe.model; Kimi's tiktoken.model
+    ("tokenizer.model.v*",),  # Mistral
+    ("tekken.json",),  # Mistral
+    ("vocab.json", "merges.txt"),  # GPT-2, Qwen
+    ("vocab.txt",),  # WordPiece
+    ("*.tiktoken",),  # Qwen 1
+    ("*.spm",),  # Marian
+    ("tokenization_*.py",),  # code of the model's own; some builds its vocabulary without a file (xGen)
+)
+"""Globs of the files in which tokenizers lie; all files of one row are one tokenizer."""
 # Globs of the files that a serving engine or a user of the model needs beside the weights. Other files are not copied.
 CARRIED = (
-    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
-    "*.model", "*.tiktoken", "chat_template*", "preprocessor_config.json", "processor_config.json",
-    "configuration_*.py", "modeling_*.py", "tokenization_*.py",
+    *(glob for globs in TOKENIZERS for glob in globs), "generation_config.json", "tokenizer*", "special_tokens_map.json",
+    "added_tokens.json", "chat_template*", "preprocessor_config.json", "processor_config.json", "configuration_*.py", "modeling_*.py",
 )  # fmt: skip
 _MOST_CARRIED = 1 << 28
 # Where trainers put the Hugging Face files of a run: in the checkpoint's folder, or in this folder below it (verl).
@@ -124,6 +135,12 @@ class ModelFiles:
         places = _carried(self.files, self.folder) | {name: (self.files, self.folder + name) for name in (CONFIG, *self.settings_files)}
         return {name: read_whole(*place, limit=_MOST_CARRIED) for name, place in places.items()}
 
+    @property
+    def carried(self) -> Mapping[str, tuple[Files, str]]:
+        """Name -> place of the files that are copied as they are: the tokenizer's and others, and those that describe a quantization."""
+        found = _carried(self.files, self.folder) | (_carried(self.child, "") if self.child else {})
+        return found | {name: (self.files, self.folder + name) for name in self.settings_files}
+
     def with_quantization(self, config: Mapping[str, Any]) -> ModelFiles:
         """The files for weights that are quantized in another way, or no longer, as the config says."""
         return replace(self, config=config, settings_files=(), settings_from=None, derived=True)
@@ -136,9 +153,7 @@ class ModelFiles:
         """
         from reshard.plans.layout import Sidecar
 
-        carried = _carried(self.files, self.folder) | (_carried(self.child, "") if self.child else {})
-        carried |= {name: (self.files, self.folder + name) for name in self.settings_files}
-        sidecars = [Sidecar(name, content=read_whole(*place, limit=_MOST_CARRIED)) for name, place in sorted(carried.items())]
+        sidecars = [Sidecar(name, content=read_whole(*place, limit=_MOST_CARRIED)) for name, place in sorted(self.carried.items())]
         if self.carries_adapter and self.adapter_config is not None:
             sidecars.append(Sidecar(ADAPTER_CONFIG, (json.dumps(self.adapter_config, indent=2) + "\n").encode()))
         if self.config is not None:
@@ -163,6 +178,12 @@ def _with_key(config: Mapping[str, Any], words: list[str], value: object) -> dic
     """A config with a key, given as the words on the way to it."""
     first, *rest = words
     return {**config, first: _with_key(config.get(first) or {}, rest, value) if rest else value}
+
+
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Whether one of these file names, or several of them together, are a tokenizer."""
+    listed = tuple(names)
+    return any(all(any(fnmatchcase(name, glob) for name in listed) for glob in globs) for globs in TOKENIZERS)
 
 
 def _carried(files: Files, folder: str) -> dict[str, tuple[Files, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from reshard.errors import (
     CheckpointError,
@@ -55,6 +55,14 @@ _ROWS = (
     FindingKind(
         "unused-file", "warning", "A file has the name of a weight file, but no tensor of the checkpoint lies in it.",
         "Remove it if it is from another save",
+    ),
+    FindingKind(
+        "missing-tokenizer", "warning", "There is no tokenizer beside the weights, and the engines that load this format need one.",
+        "Name a folder with the model's config and tokenizer: --model DIR"
+    ),
+    FindingKind(
+        "missing-config", "warning", "There is no config.json beside the weights, and the engines that load this format need one.",
+        "Name a folder with the model's config and tokenizer: --model DIR"
     ),
     # Consistency.
     FindingKind("inconsistent", "error", "The files contradict each other or their format, so the checkpoint cannot be opened.", _SAVE),
@@ -178,6 +186,10 @@ class Finding:
     """The rank that held the tensor's part during training, if the files tell."""
     do: str = ""
     """What to do; may be empty."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The finding as plain values with stable keys."""
+        return {name: getattr(self, name) for name in ("id", "severity", "tensor", "file", "rank", "detail", "do")}
 
 
 def found(id: str, detail: str, *, tensor: str | None = None, file: str | None = None, rank: int | None = None, do: str = "") -> Finding:

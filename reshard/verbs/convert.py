@@ -21,6 +21,8 @@ from reshard.engine.run import Conversion, recorded_fingerprint
 from reshard.errors import RequestError, TargetError, TargetInUse, check_word
 from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
+from reshard.health.findings import Finding
+from reshard.health.model_files import missing_in_target
 from reshard.plans.digests import Fingerprint
 from reshard.plans.manifest import MANIFEST, RECORDS
 from reshard.plans.plan import Plan
@@ -62,6 +64,8 @@ class Result:
     """The digests of the weights that were written."""
     seconds: float
     """How long the conversion took."""
+    findings: tuple[Finding, ...] = ()
+    """What its engines will miss, such as a tokenizer."""
     unchanged: bool = False
     """Whether the target was the result of this conversion already, so that nothing was written (`if_changed`)."""
 
@@ -72,6 +76,7 @@ class Result:
             "files": [{"path": path, "bytes": nbytes} for path, nbytes in self.files.items()],
             "dropped": [group.to_json() for group in self.dropped],
             "notes": list(self.notes),
+            "findings": [finding.to_json() for finding in self.findings],
             "fingerprint": self.fingerprint.root,
             "seconds": round(self.seconds, 3),
             "unchanged": self.unchanged,
@@ -132,7 +137,8 @@ def result_of(running: Conversion | StoreConversion | SharedConversion, target: 
     plan = whole.plan
     assert whole.fingerprint is not None
     files = {file.path: file.nbytes for file in plan.layout.files}
-    return Result(os.fspath(target), files, drops(plan), (*plan.layout.notes, *whole.notes), whole.fingerprint, seconds)
+    notes = (*plan.layout.notes, *whole.notes)
+    return Result(os.fspath(target), files, drops(plan), notes, whole.fingerprint, seconds, missing_in_target(plan))
 
 
 def existing_target(*, resume: bool, overwrite: bool, if_changed: bool) -> Existing:
@@ -158,8 +164,8 @@ def unchanged_result(plan: Plan, target: PathLike, provenance: Provenance) -> Re
             return None
         fingerprint = recorded_fingerprint(files)
     event("unchanged", f"{root} is unchanged: nothing was written", target=root, fingerprint=fingerprint.root)
-    sizes = {file.path: file.nbytes for file in plan.layout.files}
-    return Result(os.fspath(target), sizes, drops(plan), plan.layout.notes, fingerprint, time.monotonic() - began, unchanged=True)
+    sizes, seconds = {file.path: file.nbytes for file in plan.layout.files}, time.monotonic() - began
+    return Result(os.fspath(target), sizes, drops(plan), plan.layout.notes, fingerprint, seconds, missing_in_target(plan), unchanged=True)
 
 
 def target_folder(target: PathLike) -> Path:

@@ -19,6 +19,7 @@ from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 from reshard.health import distributions, elements, experts, files, movement, optimizer, quantized, structure, values
 from reshard.health.findings import SEVERITIES, Finding, Report, found, of_error, sorted_findings
+from reshard.health.model_files import missing_beside_weights
 from reshard.health.values import Measured
 from reshard.index.index import Index, Tensor
 from reshard.models.quantization import quantization_of
@@ -164,6 +165,8 @@ def _structure(patient: _Patient, index: Index) -> Iterator[Finding]:
         yield of_error(error)
         model = None
     yield from structure.config_shapes(weights, model, patient.checkpoint.model_files.config)
+    if patient.format:
+        yield from missing_beside_weights(patient.format, patient.checkpoint.model_files)
     yield from structure.missing_layers(weights)
     yield from structure.mixed_dtypes(weights)
     yield from structure.missing_scales(weights, patient.checkpoint.model_files.config, of_engine=isinstance(patient.format, ServingFormat))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.adapter import registry
+from reshard.adapter.model_files import has_tokenizer
 from reshard.adapter.serving_format import ServingFormat
 from reshard.canonical.content import Content, check_against_model
 from reshard.errors import ReshardError
 from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.parallel import Parallel
 from reshard.geometry.quantities import plural
+from reshard.models.drafts import draft_class
 from reshard.models.model import Model
 from reshard.plans.target import Target
 from reshard.serving.legality import check_degrees
@@ -47,6 +49,8 @@ def outlook(checkpoint: Checkpoint, content: Content | None) -> Outlook:
         return Outlook({}, (), "it holds no weights of a whole model")
     if checkpoint.model_files.config is None:
         needed.append("the model's config: --model DIR")
+    elif not has_tokenizer(checkpoint.model_files.carried) and not draft_class(checkpoint.model_files.config):
+        needed.append("a tokenizer (tokenizer.json, tokenizer.model, ...) to serve it: --model DIR")
     engines = {}
     if content and content.unknown:
         what = f"{plural(len(content.unknown), 'weight')} that the declared architecture lacks, such as {content.unknown[0]}"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from reshard.geometry.quantities import nbytes_text, plural
+from reshard.health.model_files import missing_in_target
 from reshard.index.drawing import shard_map, share_table, tensor_map, tree_list
 from reshard.measures.drawing import change_map
 from reshard.picture.drawing import heat_map
@@ -94,6 +95,7 @@ def plan_page(plan: Plan) -> Page:
                 ("written", f"{nbytes_text(totals.written)}: {nbytes_text(totals.copied)} copied, {nbytes_text(totals.filled)} filled"),
                 *(("cast", f"{plural(number, 'tensor')} from {source} to {target}") for source, target, number in summary.casts(plan)),
                 *(("skipped", f"{drop.tensors:,} {drop.kind}: {drop.reason}") for drop in summary.drops(plan)),
+                *(("missing", finding.detail) for finding in missing_in_target(plan)),
                 *(("note", note) for note in plan.layout.notes),
                 ("checked", "every output byte has exactly one source; every source tensor is used or listed as skipped"),
             ]

@@ -333,3 +333,72 @@ def test_a_config_that_ties_two_heads_that_differ_is_named_by_its_key(tmp_path):
     assert "tie_word_embeddings: true" in refused.err and "set tie_word_embeddings to false" in refused.err
     found = run("doctor", tmp_path / "llama", "--deep").out
     assert "tied-mismatch" in found and "lm_head.weight: it and model.embed_tokens.weight disagree" in found
+
+
+# Files of published folders: of Llama 3, Llama 2, T5, XLM-R, Mistral v0.3, Mistral Small, GPT-2, BERT, Qwen 1, Kimi, xGen, Marian.
+TOKENIZERS = [
+    ["tokenizer.json", "tokenizer_config.json"],
+    ["tokenizer.model"],
+    ["spiece.model"],
+    ["sentencepiece.bpe.model"],
+    ["tokenizer.model.v3"],
+    ["tekken.json"],
+    ["vocab.json", "merges.txt"],
+    ["vocab.txt"],
+    ["qwen.tiktoken", "tokenization_qwen.py"],
+    ["tiktoken.model", "tokenization_kimi.py"],
+    ["tokenization_xgen.py"],
+    ["source.spm", "target.spm", "vocab.json"],
+]
+
+
+@pytest.mark.parametrize("names", TOKENIZERS, ids=",".join)
+@pytest.mark.parametrize("to", ["hf", "vllm"])
+def test_a_tokenizer_of_any_kind_is_known_and_copied(names, to, tmp_path):
+    source = shutil.copytree(HF / "llama", tmp_path / "m")
+    for name in names:
+        (source / name).write_text("vocabulary")
+    result = reshard.convert(reshard.plan(source, to=to), tmp_path / "out")
+    assert not result.findings and not reshard.doctor(source).findings
+    copied = {path.name for path in (tmp_path / "out").iterdir() if path.read_bytes() == b"vocabulary"}
+    assert copied == {*names}
+    if "vocab.json" not in names:
+        (source / names[0]).unlink()
+        assert bool(reshard.doctor(source).findings) is (len(names) == 1 or "tokenizer.json" in names)
+
+
+@pytest.mark.parametrize("to", ["hf", "vllm", "sglang", "trtllm"])
+def test_a_missing_tokenizer_is_said_before_anything_is_written_and_after(to, tmp_path):
+    line = "missing   tokenizer (tokenizer.json, tokenizer.model, ...): engines that serve the model need it; name a folder"
+    out = tmp_path / "out"
+    assert line in run("convert", HF / "llama", out, "--to", to, "--dry-run").out and not out.exists()
+    said = json.loads(run("plan", HF / "llama", "--to", to, "--json").out)["findings"]
+    assert [(finding["id"], finding["severity"]) for finding in said] == [("missing-tokenizer", "warning")]
+    assert line in run("convert", HF / "llama", out, "--to", to).out
+    assert json.loads(run("convert", HF / "llama", out, "--to", to, "--if-changed", "--json").out)["findings"] == said
+    about = {} if to == "hf" else {"model": HF / "llama"}
+    assert [finding.to_json() for finding in reshard.doctor(out, **about).findings] == said
+
+
+def test_a_missing_config_is_said_in_the_same_way(tmp_path):
+    shown = run("convert", FIXTURES / "dcp" / "fsdp2" / "checkpoint", tmp_path / "out", "--to", "hf").out
+    assert (
+        "\n  missing   config.json: engines choose the model's class by it; name a folder" in shown and "give one with --model" not in shown
+    )
+    assert {finding.id for finding in reshard.doctor(tmp_path / "out").findings} >= {"missing-config", "missing-tokenizer"}
+
+
+def test_nothing_is_missed_where_no_engine_loads_the_folder(tmp_path):
+    for to in ("dcp", "fsdp", "megatron"):
+        assert not reshard.convert(reshard.plan(HF / "llama", to=to), tmp_path / to).findings
+        assert not [finding for finding in reshard.doctor(tmp_path / to).findings if finding.severity != "info"]
+    draft = shutil.copytree(HF / "llama", tmp_path / "draft")
+    config_at(draft, architectures=["LlamaForCausalLMEagle3"])  # it has the tokenizer of the model that it drafts for
+    assert not reshard.convert(reshard.plan(draft, to="hf"), tmp_path / "hf").findings
+
+
+def test_inspect_says_that_a_tokenizer_is_needed(tmp_path):
+    assert "needed    a tokenizer (tokenizer.json, tokenizer.model, ...) to serve it: --model DIR" in run("inspect", HF / "llama").out
+    source = shutil.copytree(HF / "llama", tmp_path / "m")
+    (source / "tokenizer.json").write_text("{}")
+    assert "needed" not in run("inspect", source).out

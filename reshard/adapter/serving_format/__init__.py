@@ -49,6 +49,8 @@ class ServingFormat(Format):
     sizes: ClassVar[tuple[str, ...]] = ("tp", "pp", "ep")
     """The parallel sizes that its files can have."""
 
+    needs_model_files = True
+
     @abstractmethod
     def file_name(self, parallel: Parallel, pp_rank: int, tp_rank: int, part: int) -> str:
         """The name of one file of a rank; `part` counts the rank's files from 0."""
