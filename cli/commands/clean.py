@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from reshard.geometry.quantities import plural
@@ -10,6 +12,9 @@ from .. import options
 from ..invocation import current
 from ..json_output import show_json
 from ..tables import duration_text, nbytes_text, show
+
+if TYPE_CHECKING:
+    from reshard.errors import ReshardError
 
 
 @click.command(
@@ -30,7 +35,6 @@ def command(directory: str, yes: bool, as_json: bool) -> None:
     With --yes they are removed, also those of conversions that --resume could finish. Never removed are: the folder of a conversion that is
     running, or that was stopped while it replaced the files of its target; what reshard did not make; what a link leads to.
     """
-    from reshard.engine.events import event
     from reshard.errors import ReshardError
     from reshard.storage.local_path import is_url
     from reshard.verbs.leftovers import MEANINGS, REMOVABLE, leftovers, remove
@@ -39,17 +43,14 @@ def command(directory: str, yes: bool, as_json: bool) -> None:
         _clean_store(directory, yes, as_json)
         return
 
-    def warn(error: ReshardError) -> None:
-        event("not-read", str(error), level=30)
-
-    found = list(leftovers(directory, warn))
+    found = list(leftovers(directory, _warn))
     removed = set()
     for each in found:
         if yes and each.state in REMOVABLE:
             try:
                 removed |= {each.path} if remove(each) else set()
             except ReshardError as error:
-                warn(error)
+                _warn(error)
     if as_json:
         folders = [{**each.to_json(), "removed": each.path in removed} for each in found]
         show_json({"directory": directory, "removed": sum(each.nbytes for each in found if each.path in removed), "folders": folders})
@@ -71,11 +72,17 @@ def command(directory: str, yes: bool, as_json: bool) -> None:
         show(f"{directory}: no work folder can be removed")
 
 
+def _warn(error: ReshardError) -> None:
+    from reshard.engine.events import event
+
+    event("not-read", str(error), level=30)
+
+
 def _clean_store(url: str, yes: bool, as_json: bool) -> None:
     """List or remove what lies below a URL."""
     from reshard.verbs.store_leftovers import remove_from_store, store_leftovers
 
-    found = list(store_leftovers(url))
+    found = list(store_leftovers(url, _warn))
     for each in found if yes else ():
         remove_from_store(each)
     nbytes = sum(each.nbytes for each in found)

@@ -20,7 +20,7 @@ import shlex
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -263,7 +263,7 @@ def _written_by_reshard(work: Path) -> Iterator[None]:
         yield
     except (ValueError, TypeError, CheckpointError):
         raise TargetError(
-            "the journal was not written by reshard", where=str(work / JOURNAL), do=f"Remove {work}, or start again with --overwrite"
+            "the journal was not written by reshard", where=str(work / JOURNAL), do=f"Remove {work}, or choose another directory"
         ) from None
 
 
@@ -272,12 +272,17 @@ def _read(root: Path, name: str, blocks: dict[BlockKey, bytes]) -> tuple[int, bo
     nbytes, committing = 0, False
     for i, line in enumerate(own_lines(root, f"{WORK_FOLDER}/{name}")):
         record = json_object(line)
-        for route, block, digest in record.get("blocks", ()):
-            blocks[_natural(route), _natural(block)] = bytes.fromhex(digest)
+        blocks.update(blocks_of(record))
         if i or name != JOURNAL:
             nbytes = max(nbytes, _natural(record.get("nbytes", 0)))
         committing |= "commit" in record
     return nbytes, committing
+
+
+def blocks_of(record: Mapping[str, Any]) -> Iterator[tuple[BlockKey, bytes]]:
+    """The finished blocks in a record, each with its digest. Raises ValueError or TypeError if reshard did not write it."""
+    for route, block, digest in record.get("blocks", ()):
+        yield (_natural(route), _natural(block)), bytes.fromhex(digest)
 
 
 def _natural(value: object) -> int:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, Literal
 
 from reshard.engine.events import event
 from reshard.engine.journal import JournalHeader
 from reshard.engine.stores.store_target import StoreTarget
+from reshard.errors import CheckpointError, ReshardError
 from reshard.geometry.light_dataclass import dataclass
 from reshard.plans.manifest import MANIFEST
 from reshard.storage.own_files import WORK_FOLDER
@@ -17,7 +20,7 @@ from reshard.storage.stores.pending_uploads import PendingUpload, PendingUploads
 from reshard.storage.stores.urls import current_options, open_store
 
 Kind = Literal["upload", "target"]
-_RECORD = re.compile(rf"(?:(?<=/)|^){re.escape(WORK_FOLDER)}/")
+_OF_TARGET = re.compile(rf"(?:(?<=/)|^)(?:{re.escape(WORK_FOLDER)}/|{re.escape(MANIFEST)}$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +54,55 @@ class StoreLeftover:
         }
 
 
-def store_leftovers(url: str) -> Iterator[StoreLeftover]:
-    """What lies below a URL. Raises SystemRefusal if the store does not answer."""
-    scheme = url.partition("://")[0]
+def store_leftovers(url: str, on_error: Callable[[ReshardError], None]) -> Iterator[StoreLeftover]:
+    """What conversions have left below a URL. What other programs write there is not listed.
+
+    on_error: gets the errors of folders with a record that reshard did not write. Raises: SystemRefusal if the store does not answer.
+    """
+    store = open_store(url)
+    # Each folder of a target, and whether it has a work folder.
+    folders: dict[str, bool] = {}
+    for path in (entry.path for entry in store.list()):
+        if match := _OF_TARGET.search(path):
+            folders[path[: match.start()]] = match[0] != MANIFEST or folders.get(path[: match.start()], False)
+
+    @cache
+    def target_in(folder: str) -> StoreTarget:
+        return StoreTarget(open_store(store.place(folder.rstrip("/"))))
+
+    for upload, path in _uploads(url):
+        with _reporting(on_error):
+            if any(path.startswith(each) and target_in(each).is_written_by(path.removeprefix(each), upload.begun) for each in folders):
+                place, age = f"{url.partition('://')[0]}://{upload.bucket}/{upload.key}", max(0.0, time.time() - upload.begun)
+                yield StoreLeftover("upload", place, upload.nbytes, age, "an upload that is not complete", None, upload)
+    for folder in [folder for folder, has_work in folders.items() if has_work]:
+        with _reporting(on_error):
+            target = target_in(folder)
+            begun, is_complete = target.begun(), MANIFEST in target.entries
+            if not begun and not target.records():
+                continue
+            nbytes = sum(target.entries[path].nbytes for path in target.unfinished_files())
+            header = None if is_complete else begun or JournalHeader()
+            run = f"conversion to {header.to}, running or interrupted" if header else "records beside a complete checkpoint, which stays"
+            yield StoreLeftover("target", target.store.url, nbytes, None, run, header.command() if header else None, None)
+
+
+def _uploads(url: str) -> Iterator[tuple[PendingUpload, str]]:
+    """The pending uploads below a URL, whoever began them, each with the path of its object below the URL."""
+    scheme, _, place = url.partition("://")
+    prefix = place.rstrip("/").partition("/")[2]
     if scheme.startswith("s3"):
         for upload in PendingUploads(url, current_options()).list():
-            place, age = f"{scheme}://{upload.bucket}/{upload.key}", max(0.0, time.time() - upload.begun)
-            yield StoreLeftover("upload", place, upload.nbytes, age, "an upload that is not complete", None, upload)
-    store = open_store(url)
-    paths = [entry.path for entry in store.list()]
-    for folder in dict.fromkeys(path[: match.start()] for path in paths if (match := _RECORD.search(path))):
-        target = StoreTarget(open_store(store.place(folder.rstrip("/"))))
-        nbytes = sum(target.entries[path].nbytes for path in target.unfinished_files())
-        begun = None if MANIFEST in target.entries else target.begun() or JournalHeader()
-        run = f"conversion to {begun.to}, running or interrupted" if begun else "records beside a complete checkpoint, which stays"
-        yield StoreLeftover("target", target.store.url, nbytes, None, run, begun.command() if begun else None, None)
+            yield upload, upload.key.removeprefix(f"{prefix}/") if prefix else upload.key
+
+
+@contextmanager
+def _reporting(on_error: Callable[[ReshardError], None]) -> Iterator[None]:
+    """Inside this context, a record that reshard did not write is reported, and not raised."""
+    try:
+        yield
+    except CheckpointError as error:
+        on_error(error)
 
 
 def remove_from_store(leftover: StoreLeftover) -> None:

@@ -137,7 +137,7 @@ def check_names(work, server):
 def clean(server):
     """What `reshard clean s3://bucket --yes` does."""
     server.latency = 0
-    for leftover in list(store_leftovers("s3://bucket")):
+    for leftover in list(store_leftovers("s3://bucket", print)):
         remove_from_store(leftover)
 
 
