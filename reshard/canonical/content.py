@@ -26,6 +26,7 @@ from reshard.canonical.optimizer_state import (
 )
 from reshard.canonical.tensor_classes import is_of_optimizer, root_of
 from reshard.canonical.tied_head import tie
+from reshard.canonical.trainer_names import check_trainer
 from reshard.canonical.wrappers import is_wrapper
 from reshard.errors import CheckpointError, IncompleteError, RequestError
 from reshard.geometry.light_dataclass import dataclass
@@ -299,7 +300,8 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
 
     partial: any weight may be missing. optional: names of weights that may be missing. strict: no weight may be unknown to the model.
 
-    Raises: CheckpointError if a weight is missing, has another shape than the config says, or with `strict` is not a weight of the model.
+    Raises: CheckpointError if a weight is missing, has another shape than the config says, or with `strict` is not a weight of the model;
+    UnsupportedError if the names are a trainer's, and cannot be read as those of this model.
     """
     model = content.model
     if model is None or content.is_adapter:
@@ -315,6 +317,7 @@ def check_against_model(content: Content, *, partial: bool, strict: bool, option
     missing = [name for name in content.missing if name not in optional and not model.weights[name].optional]
     unknown = [name for name in content.besides_model if not model.reason_not_served(name)]
     if missing and not partial:
+        check_trainer(content.weights, model)
         needs = f"a {model.architecture.model_type} model needs it"
         raise IncompleteError(
             f"the checkpoint has no such weight; {needs} and {len(missing) - 1} other missing weights"

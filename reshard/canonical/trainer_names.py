@@ -20,7 +20,7 @@ fixtures/nanotron.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from functools import cached_property
 
@@ -273,22 +273,56 @@ def places_of(names: Iterable[str], model: Model) -> Places | None:
     return None
 
 
+def trainer_of(names: Collection[str]) -> str | None:
+    """The trainer that gives its own names to the embedding, the final norm and the attention of the first layer; None if none does.
+
+    What else these names mean is not known: the model may be one that no table of the trainer holds for.
+    """
+
+    def fits(table: TrainerNames) -> bool:
+        judged = (name for name, (role, *_) in table.rows.items() if role in ("embedding", "final_norm") or role.startswith("attention."))
+        return all(_numbered(name, 0) in names for name in judged)
+
+    return next((table.trainer for table in TRAINERS if fits(table)), None)
+
+
+def check_trainer(names: Collection[str], model: Model) -> None:
+    """Raises UnsupportedError if the names are those of a trainer, but cannot be read as those of this model."""
+    if (trainer := trainer_of(names)) is None:
+        return
+    table, types = _table_of(trainer, model)
+    places = Places(table, model) if table else None
+    other = next((name for name in names if places and name not in (*places.arrays, *places.table.computed)), None)
+    known = f"and its {other} is not known" if places else f"which are known for {types}, and not for {model.architecture.model_type}"
+    raise UnsupportedError(
+        f"the names are those of {trainer}, {known}",
+        where=other or next(iter(names)),
+        why="Nothing tells where each tensor belongs in the published model",
+        do=f"Convert it to the published names with {trainer}'s own program first",
+    )
+
+
+def _table_of(trainer: str, model: Model | None) -> tuple[TrainerNames | None, str]:
+    """The names of a trainer that hold for a model, and the model types for which any are known."""
+    tables = [table for table in TRAINERS if table.trainer == trainer]
+    types = (model_type for table in tables for model_type in (*table.pairs, *table.halves))
+    return next((table for table in tables if model is not None and table.holds(model)), None), ", ".join(types)
+
+
 def named_places(trainer: str, model: Model | None, *, asked: str = "") -> Places:
     """The places of a trainer. asked: the option that asks for its names; by default `--names` with the trainer.
 
     Raises: RequestError if it is not known, UnsupportedError for another model.
     """
     asked = asked or f"--names {trainer}"
-    tables = [table for table in TRAINERS if table.trainer == trainer]
-    if not tables:
+    table, types = _table_of(trainer, model)
+    if not types:
         known = dict.fromkeys(table.trainer for table in TRAINERS)
         raise RequestError(f"{asked}: unknown trainer", do=f"Choose one of {', '.join(known)}")
-    table = next((table for table in tables if model is not None and table.holds(model)), None)
     if model is None or table is None:
         name = model.architecture.model_type if model else "an unknown model"
-        types = (model_type for table in tables for model_type in (*table.pairs, *table.halves))
         raise UnsupportedError(
-            f"{asked}: the names of {trainer} are known for {', '.join(types)}, and this is {name}",
+            f"{asked}: the names of {trainer} are known for {types}, and this is {name}",
             why="Names that were not compared with the trainer's own are not written",
             do="Write --to hf with the published names" if model else "Name the model with --model DIR",
         )

@@ -52,7 +52,8 @@ def outlook(checkpoint: Checkpoint, content: Content | None) -> Outlook:
     elif not has_tokenizer(checkpoint.model_files.carried) and not draft_class(checkpoint.model_files.config):
         needed.append("a tokenizer (tokenizer.json, tokenizer.model, ...) to serve it: --model DIR")
     engines = {}
-    if content and content.unknown:
+    problem = _problem(content) if content else None
+    if content and content.unknown and not problem:
         what = f"{plural(len(content.unknown), 'weight')} that the declared architecture lacks, such as {content.unknown[0]}"
         needed.append(f"for serving: a decision about {what}; --exclude or --drop-unknown leaves them out")
     for name, engine in registry.formats().items():
@@ -62,7 +63,6 @@ def outlook(checkpoint: Checkpoint, content: Content | None) -> Outlook:
             and (sizes := tuple(size for size in SIZES if _takes(engine, model, size)))
         ):
             engines[name] = sizes
-    problem = _problem(content) if content else None
     return Outlook({} if problem or (content and content.unknown) else engines, tuple(needed), problem)
 
 

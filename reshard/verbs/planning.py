@@ -15,6 +15,7 @@ from reshard.canonical.globs import check_globs
 from reshard.canonical.lora import is_of_adapter, with_adapter_names
 from reshard.canonical.requantization import quantized, requantized
 from reshard.canonical.stacked_experts import by_expert
+from reshard.canonical.trainer_names import trainer_of
 from reshard.containers.gc_pause import gc_paused
 from reshard.errors import RequestError
 from reshard.geometry.quantities import plural
@@ -82,7 +83,7 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Che
     check_selected(content)
     check_counted(content)
     check_globs("--keep-dtype", request.keep_dtype, content.weights)
-    notes = (*notes, *_about_unknown(content))
+    notes = (*notes, *_about_unknown(content), *_about_trainer(content, format))
     if not format.holds_adapters and any(map(is_of_adapter, content.tensors.values())):
         notes, companions = (*notes, _ADAPTERS_ARE_COPIED), replace(companions, carries_adapter=True)
     kept_for = quantized_names(content, source.model_files.config)
@@ -115,6 +116,15 @@ def _about_unknown(content: Content) -> Iterator[str]:
     if content.unknown and content.model:
         what = f"{plural(len(content.unknown), 'weight')} that the declaration of {content.model.architecture.model_type} lacks"
         yield f"carried as they are: {what}, such as {content.unknown[0]}; --drop-unknown leaves them out"
+
+
+def _about_trainer(content: Content, format: Format) -> Iterator[str]:
+    """A note if the names of a trainer stay because the model is not known."""
+    if content.model is None and not format.keeps_names and (trainer := trainer_of(content.weights)):
+        yield (
+            f"the names are those of {trainer}, which transformers and serving engines do not load; they stay, as the model is not "
+            "known. --model DIR names it"
+        )
 
 
 def _check_has_optimizer(source: Checkpoint, format: Format) -> None:

@@ -114,3 +114,44 @@ def test_names_of_other_trainers_and_models_are_refused():
         reshard.plan(BASE, to="hf", names="titan")
     with pytest.raises(UnsupportedError, match=r"known for llama, and this is qwen2"):
         reshard.plan(HF / "qwen2", to="hf", names="torchtitan")
+
+
+# Of LLaMAMoE in litgpt 0.5.13; q, k and v are concatenated.
+LITGPT_MOE = {
+    "model.embed_tokens": "transformer.wte", "model.norm": "transformer.ln_f", "model.layers": "transformer.h", "input_layernorm": "norm_1",
+    "post_attention_layernorm": "norm_2", "self_attn.o_proj": "attn.proj", "block_sparse_moe": "mlp", "w1": "fc_1", "w3": "fc_2",
+    "w2": "proj",
+}  # fmt: skip
+
+
+def litgpt_mixtral(folder):
+    """The mixture of experts of fixtures/hf/mixtral under litgpt's names."""
+    found = {}
+    for path in sorted((HF / "mixtral").glob("*.safetensors")):
+        for name, tensor in safetensors.torch.load_file(path).items():
+            for ours, theirs in LITGPT_MOE.items():
+                name = name.replace(ours, theirs)
+            found[name] = tensor
+    for layer in range(2):
+        parts = [found.pop(f"transformer.h.{layer}.self_attn.{part}_proj.weight") for part in "qkv"]
+        found[f"transformer.h.{layer}.attn.qkv.weight"] = torch.cat(parts)
+    folder.mkdir()
+    safetensors.torch.save_file(found, folder / "model.safetensors")
+    return folder
+
+
+def test_a_model_that_a_trainers_table_does_not_hold_is_told_by_the_trainers_name(tmp_path):
+    source = litgpt_mixtral(tmp_path / "in")
+    for to in ("hf", "vllm"):
+        with pytest.raises(
+            UnsupportedError, match=r"those of litgpt, which are known for llama, mistral, and not for mixtral.*own program"
+        ):
+            reshard.plan(source, to=to, model=HF / "mixtral")
+    notes = reshard.convert(reshard.plan(source, to="hf"), tmp_path / "out").notes
+    assert any("names are those of litgpt, which transformers and serving engines do not load" in note for note in notes)
+    assert not any("litgpt" in note for note in reshard.plan(source, to="dcp").layout.notes)
+    more = {**written("litgpt", tmp_path / "llama"), "transformer.h.0.attn.qkv.bias": torch.ones(8)}
+    safetensors.torch.save_file(more, tmp_path / "llama" / "model.safetensors")
+    (tmp_path / "llama" / "reshard.json").unlink()
+    with pytest.raises(UnsupportedError, match=r"qkv\.bias: the names are those of litgpt, and its .*qkv\.bias is not known"):
+        reshard.plan(tmp_path / "llama", to="hf")
