@@ -2,7 +2,7 @@
 
     {"identity": digest of the plan, "replaces": [files of an older checkpoint that the result replaces], "version": 1,
      "to": format, "nbytes": bytes of all blocks, "arguments": [the command line]}
-    {"blocks": [[route, block, digest], ...], "nbytes": bytes of all blocks that are finished}
+    {"blocks": [[route, block, digest], ...], "nbytes": bytes of all blocks that are finished, "source": trace of the source's files}
     ...
     {"commit": "begun"}
 
@@ -98,14 +98,14 @@ def _without_parts(arguments: list[str]) -> Iterator[str]:
 class Journal:
     """Appends finished blocks to the journal file, several times a second, in a thread of its own.
 
-    header: for a new journal; None continues the journal of an earlier run, which has finished `finished` bytes. path: the file, if the
-    process is a part of a conversion, and writes one of its own.
+    source: the trace of the source's files, as this run sees them. header: for a new journal; None continues the journal of an earlier run,
+    which has finished `finished` bytes. path: the file, if the process is a part of a conversion, and writes one of its own.
 
     Raises: SystemRefusal if the journal cannot be written.
     """
 
-    def __init__(self, staging: Staging, header: JournalHeader | None, *, finished: int = 0, path: Path | None = None) -> None:
-        self._staging, self._finished, self._path = staging, finished, path or staging.journal
+    def __init__(self, staging: Staging, source: str, header: JournalHeader | None, *, finished: int = 0, path: Path | None = None) -> None:
+        self._staging, self._source, self._finished, self._path = staging, source, finished, path or staging.journal
         self._pending: list[tuple[int, int, str]] = []
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._error: BaseException | None = None
@@ -179,7 +179,7 @@ class Journal:
             self._staging.sync()
             with system_errors("written", self._path):
                 for i in range(0, len(pending), _BLOCKS_OF_A_LINE):
-                    self._append({"blocks": pending[i : i + _BLOCKS_OF_A_LINE], "nbytes": finished})
+                    self._append({"blocks": pending[i : i + _BLOCKS_OF_A_LINE], "nbytes": finished, "source": self._source})
 
     def _append(self, record: dict[str, object]) -> None:
         self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
@@ -197,12 +197,19 @@ class Unfinished:
     """The first line of the journal."""
     blocks: dict[BlockKey, bytes]
     """The digests of the finished blocks."""
+    sources: dict[str, set[BlockKey]]
+    """The blocks by the trace of the source that they were copied from; of older journals under "", as they do not say it."""
     nbytes: int
     """The bytes of the finished blocks."""
     nbytes_of_journal: int
     """The bytes of those that the journal itself lists, and not the journals of parts."""
     committing: bool
     """Whether the commit has begun, so that the target holds no complete checkpoint."""
+
+    def of_other_sources(self, trace: str) -> dict[BlockKey, bytes]:
+        """The blocks whose run saw other files than those of this trace, which may have other bytes; none if the trace is empty."""
+        others = (keys for source, keys in self.sources.items() if trace and source != trace)
+        return {key: self.blocks[key] for keys in others for key in keys}
 
     @property
     def progress(self) -> str:
@@ -227,16 +234,17 @@ def read_journal(root: Path) -> Unfinished | None:
     """
     if (header := read_header(root)) is None:
         return None
-    work, blocks = root / WORK_FOLDER, dict[BlockKey, bytes]()
+    work, blocks, sources = root / WORK_FOLDER, dict[BlockKey, bytes](), dict[str, set[BlockKey]]()
     with system_errors("read", work), _written_by_reshard(work):
         try:
-            of_one, committing = _read(root, JOURNAL, blocks)
-            of_parts = sum(_read(root, f"{_PARTS}/{each.name}", blocks)[0] for each in sorted(work.glob(f"{_PARTS}/*.jsonl")))
+            of_one, committing = _read(root, JOURNAL, blocks, sources)
+            parts = sorted(work.glob(f"{_PARTS}/*.jsonl"))
+            of_parts = sum(_read(root, f"{_PARTS}/{each.name}", blocks, sources)[0] for each in parts)
         except FileNotFoundError:  # The run has ended meanwhile.
             return None
     # Two processes may have converted the same blocks.
     nbytes = min(of_one + of_parts, header.nbytes or of_one + of_parts)
-    return Unfinished(root, header, blocks, nbytes, of_one, committing)
+    return Unfinished(root, header, blocks, sources, nbytes, of_one, committing)
 
 
 def progress(root: Path) -> str:
@@ -267,12 +275,14 @@ def _written_by_reshard(work: Path) -> Iterator[None]:
         ) from None
 
 
-def _read(root: Path, name: str, blocks: dict[BlockKey, bytes]) -> tuple[int, bool]:
+def _read(root: Path, name: str, blocks: dict[BlockKey, bytes], sources: dict[str, set[BlockKey]]) -> tuple[int, bool]:
     """Add the blocks of one journal; returns the bytes of those that the journal lists, and whether the commit has begun."""
     nbytes, committing = 0, False
     for i, line in enumerate(own_lines(root, f"{WORK_FOLDER}/{name}")):
         record = json_object(line)
-        blocks.update(blocks_of(record))
+        found = dict(blocks_of(record))
+        blocks.update(found)
+        sources.setdefault(_text(record.get("source", "")), set()).update(found)
         if i or name != JOURNAL:
             nbytes = max(nbytes, _natural(record.get("nbytes", 0)))
         committing |= "commit" in record

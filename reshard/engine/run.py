@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import merge
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from reshard.engine.compare import wrong_constants
 from reshard.engine.events import event
 from reshard.engine.journal import BlockKey, Journal, JournalHeader, Unfinished, progress, read_journal
 from reshard.engine.pool import workers_within
 from reshard.engine.recipes.quantizer import Bands
 from reshard.engine.record import Provenance, records
-from reshard.engine.recorded import SourceCheck
+from reshard.engine.recorded import SourceCheck, read_back
 from reshard.engine.stores.read_ahead import run_reading
 from reshard.engine.transfer import Pieces, Worker, bytes_of, strips
 from reshard.engine.values import Values
@@ -26,7 +28,7 @@ from reshard.geometry.quantities import plural
 from reshard.plans.digests import CURRENT, Fingerprint
 from reshard.plans.manifest import CHECKSUMS, MANIFEST, listed_files, usable_manifest
 from reshard.plans.plan import Plan, Route
-from reshard.storage.files import Files, LocalFiles
+from reshard.storage.files import Change, Files, LocalFiles, read_range
 from reshard.storage.own_files import WORK_FOLDER
 from reshard.storage.staging import Staging
 from reshard.storage.system_calls import system_errors
@@ -140,16 +142,17 @@ class Conversion:
             # No complete checkpoint is left to preserve, and without the journal nothing would say so.
             staging.remove((*earlier.header.replaces, *replaces))
         self._prepare(staging, resumed)
-        digests = dict(resumed.blocks) if resumed else {}
+        digests: dict[BlockKey, bytes] = {}
         header = resumed.header if resumed else self._header(replaces)
-        journal = Journal(staging, None if resumed else header, finished=resumed.nbytes_of_journal if resumed else 0)
+        finished = resumed.nbytes_of_journal if resumed else 0
+        journal = Journal(staging, source_trace(self.plan), None if resumed else header, finished=finished)
         began = time.monotonic()
         self._log_begin(resumed, header.replaces)
         try:
-            yield from self._blocks(digests, journal)
+            yield from self._blocks(digests, journal, resumed)
             copied = time.monotonic()
             event("copied", f"copied all blocks in {copied - began:.2f} s", seconds=round(copied - began, 3))
-            check_source_is_unchanged(self.plan)
+            check_source_is_unchanged(self.plan, digests, self._workers)
             self.notes += notes_on_source(self.plan, digests)
             self.fingerprint = fingerprint_of_blocks(self.plan, digests)
             self._finish(journal, header.replaces, again=resumed is not None and resumed.committing)
@@ -175,7 +178,7 @@ class Conversion:
         self._prepare(staging, None)
         write_framing(self.plan, staging)
         staging.sync()
-        Journal(staging, self._header(replaces)).stop()
+        Journal(staging, source_trace(self.plan), self._header(replaces)).stop()
         staging.close()
 
     def _log_begin(self, resumed: Unfinished | None, replaces: tuple[str, ...]) -> None:
@@ -259,14 +262,13 @@ class Conversion:
                 id="target-in-use",
             )
 
-    def _blocks(self, digests: dict[BlockKey, bytes], journal: Journal) -> Iterator[Done]:
-        if not digests:
-            write_framing(self.plan, self._staging)
+    def _blocks(self, digests: dict[BlockKey, bytes], journal: Journal, resumed: Unfinished | None) -> Iterator[Done]:
+        """Copy what the earlier run has not finished. digests: gets those of all blocks."""
+        if resumed:
+            yield from self._resumed(digests, resumed)
+        if not (resumed and resumed.committing):
+            write_framing(self.plan, self._staging, again=resumed is not None)
         finished = frozenset(digests)
-        for job in block_jobs(self.plan):
-            if job.key in finished:
-                self.resumed_bytes += job.nbytes
-                yield Done(job.route.name, job.nbytes)
         bands = Bands()
         jobs = (job for job in block_jobs(self.plan, bands=bands) if job.key not in finished)
         for job, digest in copied_blocks(self.plan, self._staging, jobs, self._itemsize, self._workers):
@@ -274,6 +276,31 @@ class Conversion:
             journal.add(job.key, digest, job.nbytes)
             yield Done(job.route.name, job.nbytes)
         self.notes += bands.notes()
+
+    def _resumed(self, digests: dict[BlockKey, bytes], resumed: Unfinished) -> Iterator[Done]:
+        """Take over the finished blocks of the earlier run whose bytes are still those that it wrote."""
+        check_same_source(self.plan, resumed.of_other_sources(source_trace(self.plan)), self._workers, str(self._staging.root))
+        lost = 0
+        for job, is_there in self._read_back((job for job in block_jobs(self.plan) if job.key in resumed.blocks), resumed.blocks):
+            if is_there:
+                digests[job.key] = resumed.blocks[job.key]
+                self.resumed_bytes += job.nbytes
+                yield Done(job.route.name, job.nbytes)
+            else:
+                lost += job.nbytes
+        if resumed.committing and (lost or not has_framing(self.plan, self._staging.files())):
+            raise TargetError(
+                "bytes have changed since the interrupted run wrote them",
+                where=str(self._staging.root),
+                why="Its files were about to get their final names, or have them already",
+                do="Start again with --overwrite",
+            )
+        if lost:
+            self.notes += (f"{lost:,} bytes had changed since the interrupted run wrote them, and were copied again",)
+
+    def _read_back(self, jobs: Iterator[Job], digests: dict[BlockKey, bytes]) -> Iterator[tuple[Job, bool]]:
+        """Each of these blocks, and whether the target holds what its digest says."""
+        return read_back(self._staging.files(), jobs, digests, self._itemsize, self._workers)
 
     def _finish(self, journal: Journal, replaces: tuple[str, ...], *, again: bool) -> None:
         """Write the sidecars and the records, and give all files their final names."""
@@ -384,27 +411,83 @@ def copied_blocks(
     return run_reading(jobs, make_worker, workers, (plan.source_files, lambda job: (job.source, job.box)), memory=ahead)
 
 
-def write_framing(plan: Plan, staging: Staging) -> None:
-    """Write the bytes that the plan knows: headers, and constants that are not zero. New files are already filled with zeros."""
+def write_framing(plan: Plan, staging: Staging, *, again: bool = False) -> None:
+    """Write the bytes that the plan knows: headers, and constants that are not zero. New files are already filled with zeros.
+
+    again: whether the files are not new, so that all constants are written.
+    """
     for file in plan.layout.files:
         for offset, data in file.literals:
             staging.write(file.path, offset, memoryview(data))
     for constant in plan.target_index.constants:
-        if constant.expected.strip(b"\0"):
+        if again or constant.expected.strip(b"\0"):
             data = constant.expected * (constant.nbytes // len(constant.expected))
             staging.write(constant.path, constant.byte_offset, memoryview(data))
 
 
-def check_source_is_unchanged(plan: Plan) -> None:
-    """Raises CheckpointError if a source file was written after its metadata was read."""
-    for file in plan.source.files:
-        if plan.source_files.changed(file.path):
-            raise CheckpointError(
-                "the file was written while it was converted",
-                where=file.path,
-                why="A part of the result would be from before and a part from after, so nothing was kept",
-                do="Wait until the checkpoint has been saved, then convert it again",
-            )
+def has_framing(plan: Plan, files: Files) -> bool:
+    """Whether written files hold the bytes that the plan knows."""
+    literals = ((file.path, offset, data) for file in plan.layout.files for offset, data in file.literals)
+    is_there = all(read_range(files, path, offset, len(data)) == data for path, offset, data in literals)
+    return is_there and not any(wrong_constants(files, plan.target_index.constants))
+
+
+def check_source_is_unchanged(plan: Plan, digests: Mapping[BlockKey, bytes], workers: int) -> None:
+    """Raises CheckpointError if a source file was written after its metadata was read.
+
+    A file that was replaced, renamed or linked, or whose mode changed, may hold the same bytes: the blocks are compared with it again.
+    digests: of the blocks that were copied.
+    """
+    changes: dict[Change, str] = {plan.source_files.changed(file.path): file.path for file in plan.source.files}
+    if "written" not in changes and "touched" in changes and not _is_source_of(plan, digests, workers):
+        changes["written"] = changes["touched"]
+    if "written" in changes:
+        raise CheckpointError(
+            "the file was written while it was converted",
+            where=changes["written"],
+            why="A part of the result would be from before and a part from after, so nothing was kept",
+            do="Wait until the checkpoint has been saved, then convert it again",
+        )
+
+
+def source_trace(plan: Plan) -> str:
+    """A digest of the inodes and change times of the source's files; empty if they are in a store, whose stamps tell every change."""
+    traces = [plan.source_files.trace(file.path) for file in plan.source.files]
+    return hashlib.sha256("\0".join(traces).encode()).hexdigest()[:32] if any(traces) else ""
+
+
+def check_same_source(plan: Plan, digests: Mapping[BlockKey, bytes], workers: int, where: str) -> None:
+    """Read these blocks again. Raises TargetError if the source no longer holds what an earlier run has copied.
+
+    digests: of blocks that were copied from files of another trace. where: the target.
+    """
+    if not _is_source_of(plan, digests, workers):
+        raise TargetError(
+            "the source has changed since the interrupted run, although the lengths and times of its files are the same",
+            where=where,
+            why="Resuming would mix two checkpoints",
+            do="Give the source of that run, or start again with --overwrite",
+        )
+
+
+def _is_source_of(plan: Plan, digests: Mapping[BlockKey, bytes], workers: int) -> bool:
+    """Whether the source holds what these digests say. The blocks are read again."""
+    if not digests:
+        return True
+    event("source-touched", f"source files were replaced or touched: {plural(len(digests), 'block')} of it are compared again")
+    jobs = (job for job in block_jobs(plan) if job.key in digests)
+    found = copied_blocks(plan, _Nowhere(), jobs, widest_element(plan), workers)
+    return all(digests[job.key] == digest for job, digest in found)
+
+
+class _Nowhere:
+    """A sink of blocks that are only read."""
+
+    def write(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        pass
+
+    def write_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+        pass
 
 
 def notes_on_source(plan: Plan, digests: dict[BlockKey, bytes]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from reshard.errors import CheckpointError, MissingFile, ReshardError, SystemRefusal, TruncatedFile
 from reshard.storage.decoded_ranges import DecodedRanges
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 _FOR_THE_DISK = 4 << 20
 # Errors that say what a path is. Any other error says that the system cannot look now.
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+
+
+Change = Literal["", "touched", "written"]
+"""How a file has changed: not at all, in its trace alone (`Files.trace`), or in its length or stamp, or it was removed."""
 
 
 class Files(Protocol):
@@ -58,8 +62,12 @@ class Files(Protocol):
     def stamp(self, path: str) -> str:
         """A text that changes whenever the file is written. Later calls return the same text: `changed` looks again."""
 
-    def changed(self, path: str) -> bool:
-        """Whether the file was written, or removed, since its size or stamp was first asked for."""
+    def trace(self, path: str) -> str:
+        """A text that also changes when the file is replaced by one with its times, or its mode changes: another text may stand for the
+        same bytes. Later calls return the same text. Empty if the stamp tells every change of the content."""
+
+    def changed(self, path: str) -> Change:
+        """How the file has changed since its size or stamp was first asked for."""
 
     def written(self, path: str) -> float | None:
         """When the file was last written, in seconds since 1970; None if the storage does not tell, or has no such file."""
@@ -208,7 +216,7 @@ class LocalFiles:
         self._only_file = None if is_folder else path.name
         self._descriptors = Descriptors(self.folder, os.O_RDONLY)
         self._decoded = DecodedRanges(self.read_into)
-        self._stamps: dict[str, tuple[int, int]] = {}
+        self._stamps: dict[str, _Stamp] = {}
 
     @property
     def is_file(self) -> bool:
@@ -259,13 +267,23 @@ class LocalFiles:
         self.size(path)
         if path not in self._stamps:
             raise missing(self, path)
-        return str(self._stamps[path][0])
+        return str(self._stamps[path].written)
 
-    def changed(self, path: str) -> bool:
+    def trace(self, path: str) -> str:
+        self.stamp(path)
+        return "{0.inode} {0.touched}".format(self._stamps[path])
+
+    def changed(self, path: str) -> Change:
         if path not in self._stamps:
-            return False
-        status = self._status(path)
-        return status is None or _stamp(status) != self._stamps[path]
+            return ""
+        first, status = self._stamps[path], self._status(path)
+        now = _stamp(status) if status else None
+        if now is None or (now.written, now.nbytes) != (first.written, first.nbytes):
+            return "written"
+        if now == first:
+            return ""
+        self._descriptors.close()  # From now on the file is read that is there now.
+        return "touched"
 
     def written(self, path: str) -> float | None:
         status = self._status(path)
@@ -336,8 +354,17 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _stamp(status: os.stat_result) -> tuple[int, int]:
-    return status.st_mtime_ns, status.st_size
+class _Stamp(NamedTuple):
+    """What the system says of a file. Times in nanoseconds."""
+
+    nbytes: int
+    written: int
+    touched: int
+    inode: int
+
+
+def _stamp(status: os.stat_result) -> _Stamp:
+    return _Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
 class VirtualFiles:
@@ -372,8 +399,11 @@ class VirtualFiles:
     def stamp(self, path: str) -> str:
         return "planned"
 
-    def changed(self, path: str) -> bool:
-        return False
+    def trace(self, path: str) -> str:
+        return ""
+
+    def changed(self, path: str) -> Change:
+        return ""
 
     def written(self, path: str) -> None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from reshard.storage.files import Files
+from reshard.storage.files import Change, Files
 
 if TYPE_CHECKING:
     from reshard.storage.stores.store import Store
@@ -40,7 +40,10 @@ class FolderFiles:
     def stamp(self, path: str) -> str:
         return self._files.stamp(self._prefix + path)
 
-    def changed(self, path: str) -> bool:
+    def trace(self, path: str) -> str:
+        return self._files.trace(self._prefix + path)
+
+    def changed(self, path: str) -> Change:
         return self._files.changed(self._prefix + path)
 
     def written(self, path: str) -> float | None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from reshard.storage.files import Files
+from reshard.storage.files import Change, Files
 
 if TYPE_CHECKING:
     from reshard.storage.stores.store import Store
@@ -60,7 +60,11 @@ class JoinedFiles:
         files, inner = self._find(path)
         return files.stamp(inner)
 
-    def changed(self, path: str) -> bool:
+    def trace(self, path: str) -> str:
+        files, inner = self._find(path)
+        return files.trace(inner)
+
+    def changed(self, path: str) -> Change:
         files, inner = self._find(path)
         return files.changed(inner)
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from reshard.errors import SystemRefusal, TargetError
-from reshard.storage.files import Descriptors, OpenFile
+from reshard.storage.files import Descriptors, Files, LocalFiles, OpenFile
 from reshard.storage.lock import Lock
 from reshard.storage.own_files import JOURNAL, LOCK, WORK_FOLDER, ForeignFile, open_own, own_folder
 from reshard.storage.system_calls import begin_sync, sync_content, sync_folder, system_errors, system_refusal
@@ -159,6 +159,13 @@ class Staging:
         except OSError as error:
             raise self._refusal(error, path) from error
 
+    def files(self) -> Files:
+        """The staged files, and those that an interrupted commit has renamed, for a process that alone writes the target.
+
+        An NFS client that has read a page writes the whole page, with stale bytes if other machines write it, too.
+        """
+        return _WrittenFiles(self.root)
+
     def sync(self) -> None:
         """Return when everything that was written before is on the disk. Raises as `write` does."""
         assert self._descriptors is not None
@@ -296,6 +303,20 @@ class Staging:
             )
         refusal = system_refusal(error, "written", self.work / path)
         return SystemRefusal(refusal.what, where=refusal.where, why=kept, do=f"{refusal.do}; --resume continues")
+
+
+class _WrittenFiles(LocalFiles):
+    """The files of a target under their final names, wherever they lie."""
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        super().read_into(self._place(path), byte_offset, buffer)
+
+    def read_runs(self, path: str, byte_offsets: Sequence[int], buffer: memoryview) -> None:
+        super().read_runs(self._place(path), byte_offsets, buffer)
+
+    def _place(self, path: str) -> str:
+        staged = f"{WORK_FOLDER}/{path}"
+        return staged if (self.folder / staged).exists() else path
 
 
 def _write(file: OpenFile, byte_offset: int, buffer: memoryview) -> None:

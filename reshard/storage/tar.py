@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from reshard.errors import CheckpointError
-from reshard.storage.files import Files, LocalFiles, read_each_run
+from reshard.storage.files import Change, Files, LocalFiles, read_each_run
 from reshard.storage.local_path import is_url
 
 if TYPE_CHECKING:
@@ -85,7 +85,10 @@ class TarFiles:
     def stamp(self, path: str) -> str:
         return self._files.stamp(self._path)
 
-    def changed(self, path: str) -> bool:
+    def trace(self, path: str) -> str:
+        return self._files.trace(self._path)
+
+    def changed(self, path: str) -> Change:
         return self._files.changed(self._path)
 
     def written(self, path: str) -> float | None:

@@ -142,6 +142,29 @@ def test_an_interrupted_conversion_is_resumed_from_its_complete_files(tmp_path, 
     assert reshard.convert(plan, "s3://bucket/out", resume=True).fingerprint.root == resumed.fingerprint.root
 
 
+@pytest.mark.parametrize("change", [0, 1])
+def test_a_source_that_was_replaced_since_the_stop_and_keeps_its_time_is_compared(tmp_path, s3, change):
+    source = write_hf(tmp_path / "hf", layers=6)
+    running = conversion(reshard.plan(source, to="hf", max_shard_size=150_000), "s3://bucket/out").run()
+    for _ in range(30):
+        next(running)
+    running.close()
+    for path in source.glob("*.safetensors"):
+        stamps, data = os.stat(path), bytearray(path.read_bytes())
+        for at in range(len(data) // 2, len(data), 1000):
+            data[at] ^= change
+        path.write_bytes(data)
+        os.utime(path, ns=(stamps.st_atime_ns, stamps.st_mtime_ns))
+    plan = reshard.plan(source, to="hf", max_shard_size=150_000)
+    if change:
+        with pytest.raises(TargetError, match="although the lengths and times of its files are the same"):
+            reshard.convert(plan, "s3://bucket/out", resume=True)
+        assert not [key for key in s3.keys("bucket", "out/") if key.endswith("reshard.json")]
+    else:
+        reshard.convert(plan, "s3://bucket/out", resume=True)
+        assert reshard.verify(source, "s3://bucket/out").equal
+
+
 def test_if_changed_writes_only_what_has_changed(tmp_path, s3):
     source = write_hf(tmp_path / "hf", layers=6)
 

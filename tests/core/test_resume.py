@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -11,12 +12,12 @@ import time
 import numpy as np
 import pytest
 from command import command, result_tree, tree
-from places import HF
+from places import FIXTURES, HF
 from sampled import sampled
 
 import reshard
 from reshard.containers import safetensors
-from reshard.errors import RequestError
+from reshard.errors import CheckpointError, RequestError, TargetError
 from reshard.geometry.dtypes import from_safetensors
 from reshard.verbs.convert import conversion
 from reshard.verbs.request import Effort
@@ -94,13 +95,152 @@ def test_what_is_finished_is_not_done_again(plan, tmp_path, after, monkeypatch):
     assert len(noted) >= after and final_names(target) == []
     from reshard.storage.files import LocalFiles
 
-    read = []
-    real = LocalFiles.read_into
-    monkeypatch.setattr(LocalFiles, "read_into", lambda self, path, at, buffer: (read.append(len(buffer)), real(self, path, at, buffer))[1])
+    read, real = [], LocalFiles.read_into
+
+    def counted(self, path, at, buffer):
+        if self.folder == HF / "llama":
+            read.append(len(buffer))
+        real(self, path, at, buffer)
+
+    monkeypatch.setattr(LocalFiles, "read_into", counted)
     printed = reshard.convert(plan, target, resume=True)
     total = sum(route.source.nbytes for route in plan.routes)
     assert sum(read) == total - sum(plan.routes[i].source.nbytes for i, _ in noted)
     assert result_tree(target) == result_tree(whole) and printed.fingerprint.root == reshard.fingerprint(HF / "llama").root
+
+
+PADDED = {"to": "vllm", "tp": 2, "model": FIXTURES / "dcp" / "fsdp2" / "model"}
+
+
+@pytest.mark.parametrize("at", [0, 9, 0.2, 0.5, 0.8, -1, "padding"])
+def test_a_byte_that_changes_between_stop_and_resume_is_found(tmp_path, at):
+    """In the header, in tensors and their replicas on both ranks, and in the padding of the vocabulary, which has no block."""
+    plan = reshard.plan(FIXTURES / "dcp" / "fsdp2" / "checkpoint", **PADDED)
+    reshard.convert(plan, tmp_path / "whole")
+    for file in plan.layout.files:
+        target = tmp_path / file.path.replace("/", "-")
+        stopped(plan, target, len(plan.routes))
+        staged = target / ".reshard" / file.path
+        if at == "padding":
+            where = next(each.byte_offset + 1 for each in plan.target_index.constants if each.path == file.path)
+        else:
+            where = int(at * file.nbytes) if isinstance(at, float) else at % file.nbytes
+        content = bytearray(staged.read_bytes())
+        content[where] ^= 1
+        staged.write_bytes(content)
+        result = reshard.convert(plan, target, resume=True)
+        assert result_tree(target) == result_tree(tmp_path / "whole")
+        assert not isinstance(at, float) or any("copied again" in note for note in result.notes)
+    assert any(each.path == file.path for each in plan.target_index.constants), "the last rank is padded"
+
+
+def test_a_byte_that_changes_while_files_get_their_names_is_told(plan, tmp_path, monkeypatch):
+    """The first files have their names, so nothing is copied again."""
+    target, real = tmp_path / "out", os.replace
+
+    def replace(source, to):
+        if list(target.glob("*.safetensors")):
+            raise KeyboardInterrupt
+        real(source, to)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(KeyboardInterrupt):
+        reshard.convert(plan, target)
+    monkeypatch.setattr(os, "replace", real)
+    for path in (next(target.glob("*.safetensors")), next((target / ".reshard").glob("*.safetensors"))):
+        content = path.read_bytes()
+        for at in (9, len(content) // 2, len(content) - 1):  # the header, a tensor, the padding of the vocabulary
+            path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+            with pytest.raises(TargetError, match=r"have changed since the interrupted run.*--overwrite"):
+                reshard.convert(plan, target, resume=True)
+        path.write_bytes(content)
+    reshard.convert(plan, target, resume=True)
+    assert reshard.verify(HF / "llama", target).equal
+
+
+@pytest.mark.parametrize("digest", ["00" * 32, "right"])
+def test_a_forged_journal_gives_no_wrong_bytes_a_name(plan, tmp_path, digest):
+    """It claims that all blocks are finished, and one that does not exist; the staged files hold zeros."""
+    reshard.convert(plan, tmp_path / "whole")
+    target = tmp_path / "out"
+    stopped(plan, target, len(plan.routes))
+    journal = target / ".reshard" / "journal.jsonl"
+    header, *lines = map(json.loads, journal.read_text().splitlines())
+    blocks = [[i, j, each if digest == "right" else digest] for line in lines for i, j, each in line["blocks"]]
+    forged = {**lines[0], "blocks": [*blocks, [0, 99, "11" * 32]]}
+    journal.write_text(json.dumps(header, separators=(",", ":")) + "\n" + json.dumps(forged) + "\n")
+    for path in (target / ".reshard").glob("*.safetensors"):
+        path.write_bytes(bytes(path.stat().st_size))
+    printed = reshard.convert(plan, target, resume=True)
+    assert result_tree(target) == result_tree(tmp_path / "whole")
+    assert printed.fingerprint.root == reshard.fingerprint(HF / "llama").root
+
+
+# ---- a source that changes and keeps the lengths and times of its files ----
+
+
+def other_bytes(path, *, replaced):
+    """Change a byte in the middle of a file, in place or in a new file of its name, and restore the times."""
+    stamps, content = os.stat(path), bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    if replaced:
+        path.rename(path.with_name("old"))
+    path.write_bytes(content)
+    os.utime(path, ns=(stamps.st_atime_ns, stamps.st_mtime_ns))
+
+
+def same_bytes(path):
+    """Another inode, mode and change time."""
+    shutil.copy2(path, path.with_name("copy"))
+    os.replace(path.with_name("copy"), path)
+    path.chmod(0o600)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_source_that_changed_since_the_stop_is_not_mixed(tmp_path, replaced):
+    source, target = shutil.copytree(HF / "llama", tmp_path / "source"), tmp_path / "out"
+    stopped(reshard.plan(source, to="vllm", tp=2), target, 21)
+    kept = source / "model.safetensors"
+    shutil.copy2(kept, tmp_path / "kept")
+    other_bytes(kept, replaced=replaced)
+    before = tree(target)
+    with pytest.raises(TargetError, match="the source has changed since the interrupted run, although the lengths and times"):
+        reshard.convert(reshard.plan(source, to="vllm", tp=2), target, resume=True)
+    assert {path: data for path, data in tree(target).items() if "lock" not in path} == {
+        path: data for path, data in before.items() if "lock" not in path
+    }, "what was done is kept for the source that it was made from"
+    shutil.copy2(tmp_path / "kept", kept)
+    result = reshard.convert(reshard.plan(source, to="vllm", tp=2), target, resume=True)
+    assert reshard.verify(HF / "llama", target).equal and not result.notes
+
+
+def test_a_source_that_was_copied_or_touched_since_the_stop_is_the_same(tmp_path):
+    source, target = shutil.copytree(HF / "llama", tmp_path / "source"), tmp_path / "out"
+    stopped(reshard.plan(source, to="vllm", tp=2), target, 10)
+    same_bytes(source / "model.safetensors")
+    reshard.convert(reshard.plan(source, to="vllm", tp=2), target, resume=True)
+    assert reshard.verify(HF / "llama", target).equal
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_source_that_changes_during_the_run_and_keeps_its_time_is_an_error(tmp_path, replaced):
+    source, target = shutil.copytree(HF / "llama", tmp_path / "source"), tmp_path / "out"
+    running = conversion(reshard.plan(source, to="vllm", tp=2), target, effort=Effort(workers=1)).run()
+    for _ in range(20):
+        next(running)
+    other_bytes(source / "model.safetensors", replaced=replaced)
+    with pytest.raises(CheckpointError, match="was written while it was converted"):
+        list(running)
+    assert not target.exists()
+
+
+def test_a_source_that_is_touched_during_the_run_is_compared_again(tmp_path):
+    source, target = shutil.copytree(HF / "llama", tmp_path / "source"), tmp_path / "out"
+    running = conversion(reshard.plan(source, to="vllm", tp=2), target, effort=Effort(workers=1)).run()
+    next(running)
+    same_bytes(source / "model.safetensors")
+    list(running)
+    assert reshard.verify(HF / "llama", target).equal
 
 
 def test_a_block_is_noted_only_after_its_bytes_are_on_the_disk(plan, tmp_path, monkeypatch):

@@ -170,6 +170,35 @@ def test_finish_names_what_is_missing_and_completes_what_is_all_there(whole, tmp
     assert run(*arguments, "--finish").code == 0, "it may be repeated"
 
 
+def replaced(path, change):
+    """A file that is copied over itself, in a new inode, with its time and length. change: whether a byte of each tensor changes."""
+    stamps, content = os.stat(path), bytearray(path.read_bytes())
+    for at in range(8000, len(content), 60):
+        content[at] ^= change
+    path.with_name("new").write_bytes(content)
+    os.replace(path.with_name("new"), path)
+    os.utime(path, ns=(stamps.st_atime_ns, stamps.st_mtime_ns))
+
+
+def test_a_source_that_changes_between_the_parts_and_keeps_its_time_is_not_mixed(tmp_path):
+    """Whichever part runs last finds it, also where it has other blocks than the first."""
+    source = shutil.copytree(HF / "llama", tmp_path / "m")
+    reshard.convert_part(reshard.plan(source, to="vllm", tp=2), tmp_path / "out", "0/2")
+    replaced(source / "model.safetensors", 1)
+    for part in ("1/2", "0/2", "0/1"):
+        with pytest.raises(TargetError, match="although the lengths and times of its files are the same"):
+            reshard.convert_part(reshard.plan(source, to="vllm", tp=2), tmp_path / "out", part)
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [".reshard"]
+
+
+def test_parts_that_see_other_inodes_of_the_same_bytes_share_a_conversion(whole, tmp_path):
+    source = shutil.copytree(HF / "llama", tmp_path / "m")
+    for part in range(4):
+        found = reshard.convert_part(reshard.plan(source, to="vllm", tp=2), tmp_path / "out", f"{part}/4")
+        replaced(source / "model.safetensors", 0)
+    assert found.complete and result_tree(tmp_path / "out") == result_tree(whole)
+
+
 def test_a_source_that_changes_between_the_parts_is_refused(tmp_path):
     source = shutil.copytree(HF / "llama", tmp_path / "m")
     plan = reshard.plan(source, to="vllm", tp=2)

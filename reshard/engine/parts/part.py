@@ -14,10 +14,13 @@ from reshard.engine.record import Provenance
 from reshard.engine.run import (
     Conversion,
     Done,
+    Job,
     block_jobs,
+    check_same_source,
     check_source_is_unchanged,
     copied_blocks,
     is_finished,
+    source_trace,
     widest_element,
     workers_of,
 )
@@ -50,6 +53,14 @@ class Missing:
         first = plan.routes[self.bands[0].start].name
         last = plan.routes[self.bands[-1].stop - 1].name
         return f"{len(self.bands)} of {plural(self.of, 'task')} are missing ({self.nbytes:,} bytes), from {first} to {last}"
+
+
+class _WholeConversion(Conversion):
+    """The conversion that parts complete. What they have just written is not read back, which one process could not do as fast as they
+    wrote it. `--resume` and `--finish` do."""
+
+    def _read_back(self, jobs: Iterator[Job], digests: dict[BlockKey, bytes]) -> Iterator[tuple[Job, bool]]:
+        return ((job, True) for job in jobs)
 
 
 class PartConversion(SharedConversion):
@@ -98,6 +109,10 @@ class PartConversion(SharedConversion):
             with self._shared(staging, lambda: self._whole().begin(staging)):
                 unfinished = self._unfinished()
                 if unfinished and not unfinished.committing:
+                    routes = {i for band in self.tasks for i in band.routes}
+                    others = unfinished.of_other_sources(source_trace(self.plan))
+                    own = {key: digest for key, digest in others.items() if key[0] in routes}
+                    check_same_source(self.plan, own, self._workers, str(self.root))
                     yield from self._copy(staging, unfinished.blocks)
         if self._is_there() or ((found := self._unfinished()) and not missing_bands(self.plan, found.blocks).bands):
             completing = self._whole(resume=True)  # What is replaced stands in the journal.
@@ -126,7 +141,7 @@ class PartConversion(SharedConversion):
 
     def _whole(self, *, resume: bool = False) -> Conversion:
         """The conversion that this is a part of."""
-        return Conversion(
+        return _WholeConversion(
             self.plan,
             self.root,
             resume=resume,
@@ -148,12 +163,14 @@ class PartConversion(SharedConversion):
                     self.resumed_bytes += nbytes
                     yield Done(self.plan.routes[i].name, nbytes)
         jobs = (job for job in block_jobs(self.plan, routes) if job.key not in finished)
-        journal = Journal(staging, None, path=journal_of_part(staging))
+        journal = Journal(staging, source_trace(self.plan), None, path=journal_of_part(staging))
+        digests = {}
         try:
             for job, digest in copied_blocks(self.plan, staging, jobs, itemsize, self._workers):
+                digests[job.key] = digest
                 journal.add(job.key, digest, job.nbytes)
                 yield Done(job.route.name, job.nbytes)
-            check_source_is_unchanged(self.plan)
+            check_source_is_unchanged(self.plan, digests, self._workers)
         except BaseException:
             journal.stop()
             raise

@@ -117,7 +117,7 @@ class StoreConversion:
     def _copy(self, gather: Gather) -> Iterator[Done]:
         """Complete the files that are not, and take the digests of all blocks."""
         yield from gather.run({file.path for file in self.plan.layout.files}, range(len(self.plan.routes)))
-        check_source_is_unchanged(self.plan)
+        check_source_is_unchanged(self.plan, gather.digests, self._workers)
         self.notes += (*gather.bands.notes(), *notes_on_source(self.plan, gather.digests))
         self.fingerprint, self.resumed_bytes = fingerprint_of_blocks(self.plan, gather.digests), gather.resumed_bytes
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from reshard.engine.events import event
 from reshard.engine.journal import BlockKey
 from reshard.engine.recipes.quantizer import Bands
-from reshard.engine.run import Done, block_jobs, copied_blocks, widest_element, workers_of
+from reshard.engine.run import Done, block_jobs, check_same_source, copied_blocks, source_trace, widest_element, workers_of
 from reshard.engine.stores.gather_order import Pass, Visit, most_open, passes
 from reshard.engine.stores.read_ahead import MEMORY_OF_STORES
 from reshard.engine.stores.store_target import FinishedFile, StoreTarget
@@ -86,9 +86,16 @@ class Gather:
         self.resumed_bytes = 0
         """The bytes of the blocks whose files are all complete from an earlier run."""
         self._plan, self._identity, self._target, self._budget, self._workers = plan, identity, target, budget, workers
+        self._trace = trace = source_trace(plan)
+        others = [file.blocks for file in finished.values() if trace and file.source != trace]
+        self._of_other_sources = {key: digest for blocks in others for key, digest in blocks.items()}
 
     def run(self, paths: Collection[str], routes: Iterable[int]) -> Iterator[Done]:
-        """Complete these files, and yield each block that was read or was there already. routes: the routes whose tensors they hold."""
+        """Complete these files, and yield each block that was read or was there already. routes: the routes whose tensors they hold.
+
+        Raises: TargetError if the source has changed since the files that are there were written.
+        """
+        check_same_source(self._plan, self._of_other_sources, self._workers, self._target.store.url)
         plan, routes = self._plan, list(routes)
         files = [file for file in plan.layout.files if file.path in paths]
         left = {file.path for file in files} - self.completed.keys()
@@ -136,7 +143,7 @@ class Gather:
         def end(path: str) -> Entry:
             target.check_begun(self._identity)
             entry = fronts.complete(path)
-            target.record(self._identity, entry, [(key, self.digests[key]) for key in dict.fromkeys(blocks_of[path])])
+            target.record(self._identity, self._trace, entry, [(key, self.digests[key]) for key in dict.fromkeys(blocks_of[path])])
             return entry
 
         try:

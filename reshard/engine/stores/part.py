@@ -126,7 +126,7 @@ class StorePartConversion(SharedConversion):
         gather = Gather(self.plan, self.identity, target, budget=self._budget, workers=self._workers, finished=finished)
         yield from gather.run(self._paths, self._routes)
         self.resumed_bytes = gather.resumed_bytes
-        check_source_is_unchanged(self.plan)
+        check_source_is_unchanged(self.plan, gather.digests, self._workers)
 
     def _complete(self) -> None:
         """Complete the target, unless files are missing or another process has completed it."""

@@ -1,7 +1,8 @@
 """StoreTarget: a folder in a store that a conversion writes, and the records by which an interrupted one is resumed.
 
     .reshard/begun.json             which plan is written here, and its files; created exclusively when a run begins, removed when it ends
-    .reshard/files/<path>.json      one for each file that is complete: {"plan", "bytes", "stamp", "blocks": [[route, block, digest], ...]}
+    .reshard/files/<path>.json      one for each file that is complete:
+                                    {"plan", "bytes", "stamp", "source", "blocks": [[route, block, digest], ...]}
 
 A file's record is written after the file. It counts only if plan, length and stamp (ETag) are those of the file that is there.
 """
@@ -79,6 +80,8 @@ class FinishedFile:
     """The file in the store."""
     blocks: Mapping[BlockKey, bytes]
     """The digests of the blocks that it holds parts of."""
+    source: str
+    """The trace of the source that they were copied from (`source_trace`)."""
 
 
 class StoreTarget:
@@ -145,16 +148,17 @@ class StoreTarget:
         if (record.get("plan"), record.get("bytes"), record.get("stamp")) != (identity, entry.nbytes, entry.stamp):
             return None
         try:
-            return FinishedFile(entry, dict(blocks_of(record)))
+            return FinishedFile(entry, dict(blocks_of(record)), str(record.get("source", "")))
         except (ValueError, TypeError):
             return None
 
-    def record(self, identity: str, entry: Entry, blocks: Iterable[tuple[BlockKey, bytes]]) -> None:
-        """Record that a file is complete."""
+    def record(self, identity: str, source: str, entry: Entry, blocks: Iterable[tuple[BlockKey, bytes]]) -> None:
+        """Record that a file is complete. source: the trace of the source."""
         content = {
             "plan": identity,
             "bytes": entry.nbytes,
             "stamp": entry.stamp,
+            "source": source,
             "blocks": [[*key, digest.hex()] for key, digest in blocks],
         }
         self.store.put(f"{_FILES}{entry.path}.json", json.dumps(content).encode())

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import RequestError, TruncatedFile
 from reshard.geometry.light_dataclass import dataclass
 from reshard.storage.decoded_ranges import DecodedRanges
-from reshard.storage.files import missing, read_each_run
+from reshard.storage.files import Change, missing, read_each_run
 from reshard.storage.stores.similar_files import SimilarFiles
 from reshard.storage.stores.store import Entry, Store
 from reshard.storage.stores.urls import open_store
@@ -110,9 +110,12 @@ class RemoteFiles:
             raise missing(self, path)
         return entry.stamp
 
-    def changed(self, path: str) -> bool:
+    def trace(self, path: str) -> str:
+        return ""
+
+    def changed(self, path: str) -> Change:
         entry = self._entries.get(path)
-        return entry is not None and self._store.look(path) != entry
+        return "written" if entry is not None and self._store.look(path) != entry else ""
 
     def written(self, path: str) -> float | None:
         entry = self._entry(path)
