@@ -474,7 +474,8 @@ def _is_source_of(plan: Plan, digests: Mapping[BlockKey, bytes], workers: int) -
     """Whether the source holds what these digests say. The blocks are read again."""
     if not digests:
         return True
-    event("source-touched", f"source files were replaced or touched: {plural(len(digests), 'block')} of it are compared again")
+    blocks = plural(len(digests), "block")
+    event("source-touched", f"source files were replaced or touched, so {blocks} are compared with them again", blocks=len(digests))
     jobs = (job for job in block_jobs(plan) if job.key in digests)
     found = copied_blocks(plan, _Nowhere(), jobs, widest_element(plan), workers)
     return all(digests[job.key] == digest for job, digest in found)
