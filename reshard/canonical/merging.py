@@ -133,8 +133,8 @@ class _Merge:
         if a is None or b is None or len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
             shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in factors.items())
             raise self._misfit(first, f"the adapter needs two matrices [r, in] and [out, r] here, and has {shapes}")
-        pair = _Factors(a, b, rank=a.shape[0], scale=self.adapter.settings.scale(module, a.shape[0]))
         array = self._array(f"{module}.weight", a)
+        pair = _Factors(a, b, rank=a.shape[0], scale=self.adapter.settings.scale(module, a.shape[0]))
         flips = {(b.shape[0], a.shape[1]): False, (a.shape[1], b.shape[0]): True}
         if array.shape not in flips:
             shape = (b.shape[0], a.shape[1])
@@ -184,7 +184,7 @@ class _Merge:
             if len(fitting) != 1:
                 found = f"{[b.shape[0], a.shape[1]]} for each expert, which fits {', '.join(fitting) or 'none'} of {', '.join(arrays)}"
                 raise self._misfit(a, f"its update has the shape {found}")
-            self._add_parameter(f"{module}.{fitting[0]}", arrays[fitting[0]], a, b, flipped=flipped)
+            self._add_parameter(f"{module}.{fitting[0]}", arrays.pop(fitting[0]), a, b, flipped=flipped)
 
     def _add_parameter(self, name: str, array: Mosaic, a: Tensor, b: Tensor, *, flipped: bool) -> None:
         """Add the update of one parameter, a matrix or those of all experts."""

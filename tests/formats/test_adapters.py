@@ -96,6 +96,18 @@ def test_half_a_row_of_a_dora_weight_is_scaled_by_the_length_of_the_whole_row(tm
     )
 
 
+def test_factors_of_experts_belong_to_one_parameter_each(tmp_path):
+    adapter = edited("experts", tmp_path / "adapter")
+    tensors = load(adapter)
+    outer = {name: tensor for name, tensor in tensors.items() if ".experts.lora_" in name}
+    twice = {name.replace(".experts.", ".experts.base_layer."): tensor.clone() for name, tensor in outer.items()}
+    safetensors.torch.save_file(tensors | twice, adapter / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"which fits none of gate_up_proj"):
+        reshard.plan(HF / "qwen3_moe", to="hf", merge_adapter=adapter)
+    with pytest.raises(CheckpointError, match=r"the base has no weight model.layers.0.mlp.experts.weight"):
+        reshard.plan(HF / "qwen3_moe", to="hf", merge_adapter=edited("experts", tmp_path / "without", target_parameters=None))
+
+
 @pytest.mark.parametrize("parameters", [("gate_up_proj", "down_proj"), ("down_proj",)], ids="+".join)
 def test_factors_of_experts_without_is_transposed_are_exchanged(parameters, tmp_path):
     """Llama 4: experts are [in, out], and PEFT 0.21 takes them as [out, in]. The oracle is the einsum of its ParamWrapper. down_proj is
