@@ -1,4 +1,4 @@
-"""Code in a child process that may use 10 s of processor time and 1 GB of memory."""
+"""Code in a child process that may use 10 s of processor time, 60 s of time and 1 GB of memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SECONDS = 10
 MEMORY = 1_000_000_000
 
 
-def limited(work: Callable[[], str], *, seconds: int = SECONDS, memory: int = MEMORY) -> str:
+def limited(work: Callable[[], str], *, seconds: int = SECONDS, memory: int = MEMORY, patience: int = 6) -> str:
     """What `work` returns in a forked child; or how the child ended: "HANG", "MEMORY", "CRASH", or "TRACEBACK" with the traceback.
 
-    memory: bytes of address space beyond that of this process.
+    seconds: of processor time. memory: bytes of address space beyond that of this process. patience: how many times that time may pass.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -32,7 +32,7 @@ def limited(work: Callable[[], str], *, seconds: int = SECONDS, memory: int = ME
                 used = int(statm.read().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
             signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-            signal.alarm(6 * seconds)  # what waits forever uses no processor time
+            signal.alarm(patience * seconds)  # what waits forever uses no processor time
             answer = work()
         except MemoryError:
             answer = "MEMORY"

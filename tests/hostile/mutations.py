@@ -244,6 +244,36 @@ def mutate_folder(folder: Path, chance: random.Random) -> str | None:
     return f"{how} {path.name} ({other.name})"
 
 
+def mutate_limits(folder: Path, chance: random.Random) -> str | None:
+    """A setting or a tensor's name beyond every limit: nested, of many digits, long, of many parts, of several lines."""
+    name = chance.choice((".".join("a" * 5000), ".".join("7" * 300), "x" * 100_000, "a\nreshard: forged [defect]\x1b[2J", "\u202e\x85\r"))
+    tensors = [path for path in _files(folder) if path.suffix == ".safetensors" and path.stat().st_size > 8]
+    documents = [path for path in _files(folder) if path.suffix == ".json"]
+    if tensors and (not documents or chance.random() < 0.5):
+        path = chance.choice(tensors)
+        raw = path.read_bytes()
+        header = json.loads(raw[8 : 8 + struct.unpack("<Q", raw[:8])[0]])
+        old = chance.choice([*header])
+        text = _json({name if key == old else key: value for key, value in header.items()})
+        path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + struct.unpack("<Q", raw[:8])[0] :])
+        return f"{path.name}: {old[:80]} is renamed"
+    if not documents:
+        return None
+    path = chance.choice(documents)
+    document = json.loads(path.read_bytes())
+    place = chance.choice(list(_places(document)) or [("x",)])
+    owner = document if isinstance(document, dict | list) else {}
+    for key in place[:-1]:
+        owner = owner[key]
+    depth, digits = chance.choice((99, 150, 300, 900, 5000)), chance.choice((30, 99, 150, 400, 4000, 5000))
+    value = chance.choice(
+        ("[" * depth + "]" * depth, '{"a":' * depth + "0" + "}" * depth, "9" * digits, f"-1{'0' * digits}", "1e999", json.dumps(name))
+    )
+    owner[place[-1]] = "@"
+    path.write_bytes(_json(document).replace(b'"@"', value.encode("utf-8", "surrogatepass"), 1))
+    return f"{path.name}: {'.'.join(map(str, place))[:80]} is {value[:10]}..., {len(value)} characters"
+
+
 KINDS: dict[str, Mutation] = {
     "bytes": mutate_bytes,
     "json": mutate_json,
@@ -251,6 +281,7 @@ KINDS: dict[str, Mutation] = {
     "text": mutate_text,
     "pickle": mutate_pickle,
     "folder": mutate_folder,
+    "limits": mutate_limits,
 }
 
 

@@ -10,6 +10,7 @@ runs a small sample.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import random
 import resource
@@ -18,6 +19,7 @@ import struct
 import sys
 import tempfile
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 from blake3 import blake3
@@ -25,6 +27,7 @@ from blake3 import blake3
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command import result_tree
+from hostile.limits import limited
 from places import DCP, FIXTURES, HF
 
 import reshard
@@ -194,6 +197,29 @@ class Experiment:
             outside = {found.name for found in room.iterdir()} - {"plan", "out"}
             shutil.rmtree(room)
             assert not outside, outside
+
+
+def recipes(chance, only):
+    """The number of an honest plan, and the kind of the forgery, for campaign.py."""
+    return str(chance.randrange(len(CASES))), "forged"
+
+
+def run(case, kind, seed, folder):
+    """The outcome of one forged plan file, and what was forged, for campaign.py."""
+    experiment, randomness = the_experiment(), random.Random(f"{case}|{kind}|{seed}")
+    content, source, expected = experiment.honest[int(case)]
+    forged = experiment.forger(randomness).forged(content)
+    found = limited(lambda: experiment.outcome(forged, source, expected))
+    names = {"same bytes": "done", "OTHER BYTES": "WRONG", "DEFECT": "TRACEBACK"}
+    return names.get(found, found.split()[0]), f"{found}\n{taken_apart(forged)[1]}"
+
+
+@cache
+def the_experiment():
+    """One for all inputs of this process."""
+    work = tempfile.mkdtemp(prefix="plan-files-")
+    atexit.register(shutil.rmtree, work, ignore_errors=True)
+    return Experiment(work)
 
 
 def campaign(count, seed, work):

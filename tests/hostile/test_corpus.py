@@ -8,9 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hostile.campaign import CORPUS, GOOD, Recipe, changed, commands, fixtures, outcome_of, run_recipe, warm_up
+from hostile import checkpoints
+from hostile.campaign import CORPUS, SURFACES, Recipe, recipes, run_recipe
+from hostile.checkpoints import changed, commands, fixtures, warm_up
 from hostile.limits import ON_LINUX, limited
 from hostile.mutations import KINDS
+from hostile.watched import GOOD, outcome_of
 
 pytestmark = pytest.mark.skipif(not ON_LINUX, reason="limits of a process are set as on Linux")
 
@@ -25,10 +28,14 @@ RECIPES = [Recipe(*recipe) for recipe in json.loads(CORPUS.read_text())]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe.fixture}-{recipe.kind}-{recipe.seed}")
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe.case}-{recipe.kind}-{recipe.seed}")
 def test_what_was_found_once_stays_mended(recipe: Recipe, tmp_path: Path) -> None:
-    """With every command, because the campaign's choice of one changes whenever it learns another."""
-    pristine, done, _ = changed(recipe, tmp_path)
+    """A checkpoint with every command, because the campaign's choice of one changes whenever it learns another."""
+    if recipe.surface != "checkpoints":
+        outcome, text = run_recipe(recipe, tmp_path)
+        assert outcome in GOOD, text
+        return
+    pristine, done, _ = changed(*recipe[1:], tmp_path)
     assert done is not None
     target = tmp_path / "target"
     for line in dict.fromkeys(tuple(line) for group in commands(tmp_path / "source", pristine, target) for line in group):
@@ -43,7 +50,7 @@ def test_some_inputs_of_every_kind(kind: str, tmp_path: Path) -> None:
     chance, outcomes = random.Random(kind), list[str]()
     for number in range(100):
         (tmp_path / str(number)).mkdir()
-        outcome, text = run_recipe(Recipe(chance.choice(fixtures()), kind, number), tmp_path / str(number))
+        outcome, text = checkpoints.run(chance.choice(fixtures()), kind, number, tmp_path / str(number))
         assert outcome in GOOD, text
         outcomes += [outcome] if outcome != "no such mutation" else []
         if len(outcomes) == 8:
@@ -51,11 +58,23 @@ def test_some_inputs_of_every_kind(kind: str, tmp_path: Path) -> None:
     assert len(outcomes) == 8 and "refused" in outcomes
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("surface", [surface for surface in SURFACES if surface != "checkpoints"])
+def test_some_inputs_of_every_other_surface(surface: str, tmp_path: Path) -> None:
+    choices, outcomes = recipes(surface, 0, "*", 0, 1), list[str]()
+    for number in range(16):
+        (tmp_path / str(number)).mkdir()
+        outcome, text = run_recipe(next(choices), tmp_path / str(number))
+        assert outcome in GOOD, text
+        outcomes.append(outcome)
+    assert "done" in outcomes and "refused" in outcomes
+
+
 def test_a_recipe_makes_the_same_input_again(tmp_path: Path) -> None:
     texts = []
     for place in ("a", "b"):
         (tmp_path / place).mkdir()
-        texts.append(run_recipe(Recipe("dcp/fsdp2", "pickle", 5), tmp_path / place)[1].split("]")[0])
+        texts.append(checkpoints.run("dcp/fsdp2", "pickle", 5, tmp_path / place)[1].split("]")[0])
     assert texts[0] == texts[1] and texts[0]
 
 
@@ -66,7 +85,8 @@ def test_a_recipe_makes_the_same_input_again(tmp_path: Path) -> None:
         ("exec(compile('1', 'checkpoint/evil.py', 'exec'))", "EXECUTED"),
         ("import socket; socket.socket()", "EXECUTED"),
         ("open('/tmp/elsewhere-of-reshard', 'w').close()", "WROTE ELSEWHERE"),
-        ("import os; os.mkdir('source/x')", "WROTE ELSEWHERE"),
+        ("import os; os.mkdir('../source/x')", "WROTE ELSEWHERE"),
+        ("open('elsewhere', 'w').close()", "WROTE ELSEWHERE"),
         ("while True: pass", "HANG"),
         ("import time; time.sleep(60)", "HANG"),
         ("bytearray(3_000_000_000)", "MEMORY"),
@@ -76,7 +96,7 @@ def test_a_recipe_makes_the_same_input_again(tmp_path: Path) -> None:
 )
 def test_the_campaign_sees_every_kind_of_defect(code: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that misbehaves, in place of the real one."""
-    import hostile.campaign as campaign
+    from hostile import watched
 
     from reshard.adapter import registry
 
@@ -86,9 +106,8 @@ def test_the_campaign_sees_every_kind_of_defect(code: str, expected: str, tmp_pa
         exec(program, {})
 
     monkeypatch.setattr(registry, "detect", detect)
-    monkeypatch.setattr(campaign, "limited", lambda work: limited(work, seconds=1))
-    monkeypatch.chdir(tmp_path)
-    outcome, text = run_recipe(Recipe("dcp/fsdp2", "folder", 3), tmp_path)
+    monkeypatch.setattr(watched, "limited", lambda work: limited(work, seconds=1))
+    outcome, text = checkpoints.run("dcp/fsdp2", "folder", 3, tmp_path)
     if expected == "TRACEBACK":  # a ZeroDivisionError of a reader is caught where checkpoints are opened
         assert outcome == "unforeseen", text
     else:

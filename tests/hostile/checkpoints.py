@@ -1,0 +1,118 @@
+"""Checkpoints changed at random: every fixture, and a command that reads or converts it. mutations.py says how one is changed."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import io
+import itertools
+import json
+import random
+import shutil
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+from hostile.mutations import KINDS
+from hostile.watched import FIXTURES, outcome_of
+
+TARGETS = [
+    *[("hf",)] * 2,
+    *[(name,) for name in ("dcp", "universal", "deepspeed", "megatron-dist", "fsdp", "sglang", "trtllm")],
+    *[(name, "--tp", "2") for name in ("vllm", "megatron", "nanotron", "consolidated")],
+]
+
+
+@cache
+def fixtures() -> tuple[str, ...]:
+    """The folders below fixtures/ that hold a checkpoint: those called "checkpoint", and those with a config, an index or settings of a
+    model, an adapter or Meta's files."""
+    folders = {path.parent for path in FIXTURES.rglob("checkpoint") if path.is_dir()}
+    marks = ("config.json", "adapter_config.json", "params.json")
+    configs = itertools.chain.from_iterable(FIXTURES.rglob(mark) for mark in marks)
+    folders |= {path.parent for path in configs if not any(parent in folders for parent in path.parents)}
+    return tuple(sorted(str(path.relative_to(FIXTURES)) for path in folders))
+
+
+def families() -> set[str]:
+    """The folders of fixtures/ that hold a checkpoint."""
+    return {each.split("/")[0] for each in fixtures()}
+
+
+def commands(source: Path, pristine: Path, target: Path) -> list[list[list[str]]]:
+    """The command lines that read the checkpoint, in groups: the campaign chooses a group, and one of it."""
+    model = pristine.parent / "model"
+    models = [["--model", str(model)]] * 2 + [[]] if model.is_dir() else [[]]
+
+    def each(*words: str) -> list[list[str]]:
+        return [[*words, *options] for options in models]
+
+    def convert(*words: str) -> list[list[str]]:
+        return each("convert", str(source), str(target), *words)
+
+    name, page, file = str(source), str(target.parent / "page.html"), str(target.parent / "tensor.npy")
+    truth = pristine.parent / "truth.json"
+    base = FIXTURES / "hf" / (json.loads(truth.read_text())["base"] if pristine.name == "adapter" and truth.exists() else "llama")
+    tensor = "model.norm.weight"
+    shown = [["inspect", name, "--json", "--full"], ["inspect", name, "--tensor", "*norm*"], ["inspect", name, "--html", page]]
+    return [
+        each("inspect", name),
+        each("fingerprint", name),
+        each("verify", str(pristine), name) + each("verify", name),
+        each("diff", str(pristine), name) + each("explain", name, str(pristine)) + each("stats", name),
+        each("diff", str(pristine), name, "--html", page) + each("stats", name, "--optimizer", "--html", page),
+        each("doctor", name, "--deep"),
+        each("digests", name, "--to", "vllm", "--tp", "2") + [[*line, *options] for line in shown for options in models],
+        each("cat", name, tensor) + each("export", name, tensor, "-o", file) + [["architectures", "--start", name], ["clean", name]],
+        [line for to in TARGETS for line in each("plan", name, "--to", *to)] + each("plan", name, "--to", "hf", "--html", page),
+        [line for to in TARGETS for line in each("roundtrip", name, "--to", *to)],
+        [["degrees", name, "--to", "vllm"]],
+        [["estimate", name, "--gpus", "8"]],
+        *[[line for to in TARGETS for line in convert("--to", *to)]] * 5,
+        [line for to in TARGETS for line in convert("--to", *to, "--optimizer")],
+        convert("--to", "hf", "--dequantize") + convert("--to", "hf", "--quantize", "mxfp4") + convert("--to", "peft"),
+        convert("--to", "hf", "--quantize", "fp8-block") + convert("--to", "hf", "--requantize", "fp8-block"),
+        convert("--to", "hf", "--dtype", "fp32") + convert("--to", "hf", "--names", "torchtitan") + convert("--to", "hf", "--part", "0/2"),
+        [["convert", str(base), str(target), "--to", "hf", "--merge-adapter", name], *convert("--to", "hf", "--keep-unknown")],
+        [["watch", str(source.parent), "--to", "hf", "--all", "--into", f"{target}/{{step}}"], *convert("--to", "hf", "--checksums")],
+    ]
+
+
+def recipes(chance: random.Random, only: str) -> tuple[str, str]:
+    """A fixture and a kind of mutation."""
+    cases = [case for case in fixtures() if fnmatch.fnmatch(case, only)]
+    return chance.choice(cases), chance.choice((*KINDS, "pickle", "pickle"))
+
+
+def run(fixture: str, kind: str, seed: int, folder: Path) -> tuple[str, str]:
+    """The outcome, and what was done and printed. folder: an empty folder for the changed checkpoint and the target."""
+    pristine, done, chance = changed(fixture, kind, seed, folder)
+    if done is None:
+        return "no such mutation", ""
+    source, target = folder / "source", folder / "target"
+    outcome, text = outcome_of(chance.choice(chance.choice(commands(source, pristine, target))), target)
+    return outcome, f"[{done}] {text}"
+
+
+def changed(fixture: str, kind: str, seed: int, folder: Path) -> tuple[Path, str | None, random.Random]:
+    """Writes the changed checkpoint into folder/source. Returns the fixture's checkpoint, what was done to it, and the generator."""
+    chance = random.Random(f"{fixture}|{kind}|{seed}")
+    pristine = FIXTURES / fixture
+    pristine = pristine / "checkpoint" if (pristine / "checkpoint").is_dir() else pristine
+    shutil.copytree(pristine, folder / "source")
+    return pristine, KINDS[kind](folder / "source", chance), chance
+
+
+def warm_up(folder: Path) -> None:
+    """Import what commands import, so that children start with it and imports in a child are noticed."""
+    for i, to in enumerate(dict.fromkeys(TARGETS)):
+        recipe = FIXTURES / "hf" / "llama"
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            run = import_module("reshard.cli.main").run
+            run(["convert", str(recipe), str(folder / f"warm{i}"), "--to", *to])
+            run(["verify", str(recipe), str(folder / f"warm{i}")])
+            if to in (("hf",), ("dcp",)):
+                for line in itertools.chain.from_iterable(commands(folder / f"warm{i}", recipe, folder / "warm")):
+                    run(line)
+                    shutil.rmtree(folder / "warm", ignore_errors=True)
+        shutil.rmtree(folder / f"warm{i}", ignore_errors=True)
