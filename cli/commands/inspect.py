@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.light_dataclass import dataclass
 from reshard.geometry.quantities import plural
 from reshard.models.drafts import draft_class
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
     from reshard.index.balance import ByteShare
     from reshard.index.fold import Fold
     from reshard.index.index import Tensor
-    from reshard.plans.summary import KindSummary
+    from reshard.plans.summary import ExpertSummary, KindSummary
     from reshard.verbs.checkpoint import Checkpoint
     from reshard.verbs.outlook import Outlook
 
 # Rows of the tree on a terminal, and in a document that is not --full.
 _ROWS_ON_TERMINAL, _MOST_ROWS_OF_JSON = 50, 1000
+# Files of a checkpoint that cannot be opened.
+_FILES_SHOWN = 20
 
 
 @click.command(
@@ -72,7 +75,12 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, 
         show_run(checkpoint, run.steps(), as_json=as_json)
         return
     with gc_paused():  # a hundred thousand tensors are many objects, and none of them is garbage
-        opened = reshard.open(checkpoint, **given)
+        try:
+            opened = reshard.open(checkpoint, **given)
+        except CheckpointError:
+            if not as_json:
+                _show_files(checkpoint)
+            raise
         tensors = list(opened.index.tensors)
         if globs:
             check_globs("--tensor", globs, dict.fromkeys(tensor.name for tensor in tensors))
@@ -86,6 +94,28 @@ def command(checkpoint: str, globs: tuple[str, ...], as_json: bool, full: bool, 
                 _show_tensor(tensor)
         else:
             _show_checkpoint(opened, view, given.get("model"))
+
+
+def _show_files(path: str) -> None:
+    """The files of a checkpoint that cannot be opened: what is there. Nothing if not even its format is known."""
+    from reshard.adapter import registry
+    from reshard.adapter.model_files import find_model_files_near
+    from reshard.health.files import paths_of
+    from reshard.storage.tar import open_tree
+
+    try:
+        files = open_tree(path)
+        format, _ = registry.detect(files)
+        paths, config = paths_of(files, None), find_model_files_near(files).config or {}
+    except ReshardError:
+        return
+    sizes = {found: files.size(found) or 0 for found in paths}
+    stored = f"{plural(len(sizes), 'file')}, {nbytes_text(sum(sizes.values()))}"
+    show(f"{path}: {_name_of_model(config) or 'unknown model'}; {format.name}, incomplete or damaged; {stored} are here")
+    shown = list(sizes.items())[:_FILES_SHOWN]
+    show_table([(found, nbytes_text(nbytes)) for found, nbytes in shown], ("file", "bytes"))
+    if len(sizes) > len(shown):
+        show(f"  and {len(sizes) - len(shown):,} more")
 
 
 def _write_page(opened: Checkpoint, tensors: list[Tensor], page: options.PageOptions) -> None:
@@ -128,6 +158,7 @@ def document(opened: Checkpoint, tensors: list[Tensor] | None, view: TreeView) -
         "model_type": model_type_of(opened.model_files.config or {}),
         "architecture_known": model is not None,
         "parameters": _parameters(opened),
+        "experts": _experts_document(opened),
         "bytes": sum(file.nbytes for file in index.files),
         "files": [{"path": file.path, "bytes": file.nbytes} for file in index.files],
         "kinds": [
@@ -227,8 +258,6 @@ def _placements(tensor: Tensor) -> list[dict[str, Any]] | None:
 @lru_cache(maxsize=1)
 def _content(opened: Checkpoint) -> Content | None:
     """What a conversion would take; None if it would be refused, for example because none of several models is the main one."""
-    from reshard.errors import ReshardError
-
     try:
         return opened.content()
     except ReshardError:
@@ -316,7 +345,9 @@ def _show_answer(opened: Checkpoint, model: str | None) -> None:
 
     index, facts, found = opened.index, opened.index.facts, outlook(opened, _content(opened))
     dtypes = dict.fromkeys(tensor.dtype.name for tensor in index.tensors if tensor.kind in ("weight", "master"))
-    what = [_name_of_model(opened.model_files.config or {}) or "unknown model", f"{_size_text(opened)}", ", ".join(list(dtypes)[:3])]
+    forms = dict.fromkeys(family.form for family in _quantized(opened))
+    stored_as = " and ".join(forms) or ", ".join(list(dtypes)[:3])
+    what = [_name_of_model(opened.model_files.config or {}) or "unknown model", _size_text(opened) + _experts_text(opened), stored_as]
     ranks = facts.mesh.ranks if facts.mesh else None
     where = (
         f"{index.format}" + (f" of {plural(ranks, 'rank')}" if ranks else "") + (f", step {facts.step}" if facts.step is not None else "")
@@ -580,6 +611,34 @@ def _size_text(opened: Checkpoint) -> str:
     if "weight" in kinds or "master" in kinds:
         return f"{count_text(_parameters(opened))} parameters"
     return "several models" if "other" in kinds else "LoRA adapter without its base model" if "adapter" in kinds else "0 parameters"
+
+
+def _experts_text(opened: Checkpoint) -> str:
+    """The routed experts and the parameters that work on one token, in brackets; empty without experts."""
+    found = _experts(opened)
+    if found is None:
+        return ""
+    top = "" if found.per_token is None else f", top {found.per_token}"
+    active = "" if found.idle_parameters is None else f"{count_text(_parameters(opened) - found.idle_parameters)} active; "
+    return f" ({active}{plural(found.number, 'expert')}{top})"
+
+
+def _experts_document(opened: Checkpoint) -> dict[str, int | None] | None:
+    found = _experts(opened)
+    if found is None:
+        return None
+    active = None if found.idle_parameters is None else _parameters(opened) - found.idle_parameters
+    return {"number": found.number, "per_token": found.per_token, "active_parameters": active}
+
+
+def _experts(opened: Checkpoint) -> ExpertSummary | None:
+    """The routed experts, if the checkpoint holds the weights of a model that has some."""
+    from reshard.plans import summary
+
+    try:
+        return summary.experts(opened.model) if opened.model is not None and _parameters(opened) else None
+    except RequestError:  # a config that says nonsense about them; what needs it refuses it
+        return None
 
 
 def _show_tensor(tensor: Tensor) -> None:

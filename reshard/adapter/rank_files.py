@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from reshard.errors import CheckpointError, MissingFile, MixedSaves, RequestError
 from reshard.geometry.light_dataclass import dataclass
+from reshard.geometry.quantities import plural
 
 if TYPE_CHECKING:
     from reshard.index.index import Tensor
@@ -55,6 +56,13 @@ class RankFiles:
     def first(self) -> str:
         """The path of the lowest rank's file."""
         return self.first_item[1]
+
+    def path_of(self, rank: int) -> str:
+        """The path of a rank's file, named as those that are there."""
+        folder, slash, name = self.first.rpartition("/")
+        match = _NAME.fullmatch(name)
+        assert match
+        return f"{folder}{slash}{name[: match.start('rank')]}{rank}{name[match.end('rank') :]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,23 +180,22 @@ def notes_on_missing_ranks(run: RunFiles, ranks: int) -> list[str]:
 
 def check_missing_ranks(run: RunFiles, ranks: int, tensors: Sequence[Tensor]) -> None:
     """Raises CheckpointError if a rank has no file, and a part of a tensor is in no other rank's file."""
-    from reshard.index.coverage import check_coverage
+    from reshard.index.coverage import uncovered
 
     for rank_files in run.with_tensors:
         if not (missing := first_missing(rank_files.paths, ranks)):
             continue
         paths = set(rank_files.paths.values())
-        for tensor in tensors:
-            if len(tensor.shards) and tensor.shards.path(0) in paths:
-                try:
-                    check_coverage(tensor)
-                except CheckpointError as error:
-                    raise MissingFile(
-                        f"{_missing_text(missing, ranks)} no file beside {rank_files.first}",
-                        where=tensor.name,
-                        why=error.what,
-                        do="Copy the missing files from where the checkpoint was written",
-                    ) from None
+        held = [tensor for tensor in tensors if len(tensor.shards) and tensor.shards.path(0) in paths]
+        errors = list(uncovered(held))
+        if errors:
+            others = "s" if len(missing) > 2 else ""
+            raise MissingFile(
+                "the file is not there" + (f", and neither is that of rank{others} {listed(missing[1:])}" if len(missing) > 1 else ""),
+                where=rank_files.path_of(missing[0]),
+                why=f"{len(errors):,} of {plural(len(held), 'tensor')} lack a part, such as {errors[0].where}: {errors[0].what}",
+                do="Copy the missing files from where the checkpoint was written",
+            )
 
 
 def check_progress(files: Files, others: Sequence[RankFiles]) -> None:

@@ -139,6 +139,8 @@ class Part:
         ) and self.array.is_like(other.array)
 
 
+# The keys of configs for the experts that each token is sent to.
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "num_experts_per_token", "top_k_experts")
 # The largest dimensions of a config that are believed. The largest published models have some 130 layers, 2,048 experts, 31,000 experts in
 # all layers together, and a vocabulary of 300,000. `degrees` and `estimate` look at each layer and expert, and take 6 s for 50,000 experts;
 # products of the others stay below 2^63.
@@ -312,6 +314,14 @@ class Model:
     def listed(self, key: str) -> Sequence[Any]:
         """The list that `setting` gives; empty if there is none. Raises RequestError if it is not a list."""
         return entries({key: self.setting(key)}, key)
+
+    @property
+    def experts_per_token(self) -> int | None:
+        """The number of routed experts that each token is sent to; None if the config does not say it, or not one for all."""
+        key, stated = next(((key, value) for key in _EXPERTS_PER_TOKEN if (value := self.setting(key))), ("", None))
+        if isinstance(stated, list):  # one for each layer, as in Hunyuan's configs
+            stated = stated[0] if all(each == stated[0] for each in stated) else None
+        return whole_number({key: stated}, key)
 
     @property
     def class_name(self) -> str | None:

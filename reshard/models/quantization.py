@@ -245,7 +245,7 @@ def _awq(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Stored
     codes = Component("qweight", "codes", packing=packing, transposed=True)
     zeros = Component("qzeros", "zero point", (1, group), packing, transposed=True, element_type="I32")
     scales = Component("scales", "scale", (1, group), transposed=True)
-    return (StoredForm("INT4 (AWQ)", "INT4 group or word", (codes, zeros, scales), _WORDS, keeps_scale_type=True),)
+    return (StoredForm(f"INT4 (AWQ, {_groups_of(group)})", "INT4 group or word", (codes, zeros, scales), _WORDS, keeps_scale_type=True),)
 
 
 def _gptq(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[StoredForm, ...]:
@@ -272,7 +272,11 @@ def _gptq(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Store
         Component("scales", "scale", (1, group), transposed=True),
         Component("g_idx", "group index", (None, 1), is_vector=True, element_type="I32"),
     )
-    return (StoredForm(f"INT{bits} (GPTQ)", f"INT{bits} group or word", components, _WORDS, keeps_scale_type=True),)
+    return (StoredForm(f"INT{bits} (GPTQ, {_groups_of(group)})", f"INT{bits} group or word", components, _WORDS, keeps_scale_type=True),)
+
+
+def _groups_of(group: int | None) -> str:
+    return "one scale per output feature" if group is None else f"group {group}"
 
 
 def _group(size: Any) -> int | None:
@@ -347,7 +351,7 @@ def _compressed_integers(weights: Mapping[str, Any], inputs: Mapping[str, Any]) 
         *(() if weights.get("symmetric", True) else (zeros,)),
         Component("weight_shape", "shape", _WHOLE, single_shape=(2,), element_type="I64"),
     )
-    return StoredForm(f"INT{bits}", f"INT{bits} group", components, _WORDS, keeps_scale_type=True)
+    return StoredForm(f"INT{bits} ({_groups_of(group)})", f"INT{bits} group", components, _WORDS, keeps_scale_type=True)
 
 
 def _compressed_nvfp4(weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> StoredForm:

@@ -36,6 +36,18 @@ class KindSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertSummary:
+    """The routed experts of a model, as its config says."""
+
+    number: int
+    """The experts of one layer."""
+    per_token: int | None
+    """The experts that each token is sent to; None if the config does not say it."""
+    idle_parameters: int | None
+    """The parameters of the experts that a token is not sent to, in all layers; None if that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterSummary:
     """A LoRA adapter in a checkpoint."""
 
@@ -113,6 +125,15 @@ def parameter_count(content: Content, config: Mapping[str, Any] | None) -> int:
     quantized = quantized_names(content, config)
     plain = element_count(t for name, t in content.weights.items() if t.kind in ("weight", "master") and name not in quantized)
     return plain + sum(family.elements for family in quantized_families(content, config))
+
+
+def experts(model: Model) -> ExpertSummary | None:
+    """The routed experts of a model; None if it has none. Shared experts work on every token and are not counted."""
+    elements = sum(weight.elements for weight in model.weights.values() if weight.role.startswith("expert."))
+    if not elements:
+        return None
+    number, per_token = model.dimensions["experts"], model.experts_per_token
+    return ExpertSummary(number, per_token, None if per_token is None else elements // number * (number - per_token))
 
 
 def adapter(index: Index) -> AdapterSummary | None:

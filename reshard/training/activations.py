@@ -102,7 +102,7 @@ def itemised(model: Model, layer: Iterable[Part]) -> SavedActivations:
     is sent to; tokens are assumed to be spread evenly over the ranks. Dropout is counted if the config has any.
     """
     dimensions, dropout = model.dimensions, has_dropout(model)
-    routed = model.count("num_experts_per_tok") or 1
+    routed = model.experts_per_token or 1
     whole = divided = 0
     for part in layer:
         if part.role not in ROLES or part.parameter != "weight":

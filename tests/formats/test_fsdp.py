@@ -6,6 +6,7 @@ import sys
 import zipfile
 
 import pytest
+from command import reshard as command_line
 from places import DCP, FIXTURES, FSDP, HF, described, open_case, truth
 
 import reshard
@@ -46,15 +47,26 @@ def flip(path, tensor):
 def test_a_missing_rank_is_named(copy, rank):
     folder = copy("verl")
     rank_file(folder, rank).unlink()
-    with pytest.raises(CheckpointError, match=rf"rank {rank} of 5 has no file beside model_world_size_5"):
+    with pytest.raises(CheckpointError, match=rf"^model_world_size_5_rank_{rank}\.pt: the file is not there. 12 of 12 tensors lack"):
         reshard.open(folder)
 
 
 def test_a_missing_rank_of_the_optimizer_is_named(copy):
     folder = copy("verl")
     rank_file(folder, 2, "optim").unlink()
-    with pytest.raises(CheckpointError, match="rank 2 of 5 has no file beside optim_world_size_5"):
+    with pytest.raises(CheckpointError, match=r"^optim_world_size_5_rank_2\.pt: the file is not there"):
         reshard.open(folder)
+
+
+def test_several_missing_ranks_are_named_and_inspect_shows_what_is_there(copy):
+    folder = copy("verl")
+    for rank in (1, 3):
+        rank_file(folder, rank).unlink()
+    result = command_line("inspect", folder)
+    assert result.code == 3 and "model_world_size_5_rank_1.pt: the file is not there, and neither is that of rank 3" in result.err
+    assert result.out.startswith(f"{folder}: llama; fsdp, incomplete or damaged; 15 files")
+    assert "model_world_size_5_rank_2.pt  " in result.out and "model_world_size_5_rank_3.pt" not in result.out
+    assert command_line("inspect", folder, "--json").document["error"]["where"] == "model_world_size_5_rank_1.pt"
 
 
 def test_a_missing_replica_loses_nothing_and_is_told(copy):
@@ -71,7 +83,7 @@ def test_both_replicas_of_a_part_missing_is_a_loss(copy):
     folder = copy("hsdp")
     for rank in (1, 3):
         rank_file(folder, rank).unlink()
-    with pytest.raises(CheckpointError, match="ranks 1, 3 of 4 have no file"):
+    with pytest.raises(CheckpointError, match=r"rank_1\.pt: the file is not there, and neither is that of rank 3"):
         reshard.open(folder)
 
 
@@ -281,12 +293,11 @@ assert described() == alone and len(forks) == 2
 
 
 def test_inspect_shows_the_mesh_and_the_ranks(capsys):
-    from command import reshard as run
 
-    text = run("inspect", FSDP / "tp" / "checkpoint").out
+    text = command_line("inspect", FSDP / "tp" / "checkpoint").out
     assert "dp 2 x tp 2: 4 ranks" in text and "_StridedShard(0, split_factor=2)" in text
     name = "model.norm.weight"
-    pieces = run("inspect", FSDP / "hsdp-tp" / "checkpoint", "--tensor", name, "--json").document["tensors"][0]
+    pieces = command_line("inspect", FSDP / "hsdp-tp" / "checkpoint", "--tensor", name, "--json").document["tensors"][0]
     assert sorted(piece["rank"] for piece in pieces["pieces"]) == list(range(8))
     assert sum(piece["replica"] for piece in pieces["pieces"]) == 6
     assert [each["placement"] for each in pieces["placements"]] == ["Replicate", "Shard(0)", "Replicate"]

@@ -129,7 +129,6 @@ def other_setting(args: Mapping[str, Any], model: Model, *, is_inferred: bool) -
 LINEAR_ROLES = ("attention.o", "mlp.up", "mlp.down", "expert.up", "expert.down", "shared_expert.up", "shared_expert.down")
 """The roles of the linear layers that all have biases, or none of which has (add_bias_linear)."""
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
-_TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token")
 
 
 class _Parts:
@@ -290,7 +289,7 @@ def _experts(model: Model, parts: _Parts) -> dict[str, Any]:
     return {
         "moe_layer_freq": 1 if all(sparse) else sparse,
         "moe_ffn_hidden_size": dimensions.get("expert_intermediate", dimensions["intermediate"]),
-        "moe_router_topk": next((value for key in _TOP_K if (value := model.count(key))), 2),
+        "moe_router_topk": model.experts_per_token or 2,
         "moe_shared_expert_intermediate_size": parts.rows("shared_expert.up"),
         "moe_shared_expert_gate": parts.have("shared_expert.score"),
         "moe_router_pre_softmax": not model.setting("norm_topk_prob"),
