@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -116,6 +115,6 @@ class OutputFile(os.PathLike[str]):
 
     def _partial(self) -> Path:
         """A new empty file beside it. Unlike a file of `tempfile`, others may read it; node_exporter, which reads *.prom, does not."""
-        partial = Path(self.path).with_name(f".reshard-{uuid.uuid4().hex[:12]}")
+        partial = Path(self.path).with_name(f".reshard-{os.urandom(6).hex()}")
         os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
         return partial
