@@ -228,7 +228,7 @@ class StoreTarget:
         if entry is None or entry.nbytes > _MOST_BYTES:
             return {}
         record = json_object(self._content(entry) or b"")
-        return record if record.keys() == _KEYS_OF_FILE else {}
+        return record if record.keys() - {"source"} == _KEYS_OF_FILE else {}  # version 0.1.0 does not say the source
 
     def _content(self, entry: Entry) -> bytes | None:
         """A record that lay there at first, or what has replaced it; None if another process has removed it since."""
