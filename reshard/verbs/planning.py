@@ -23,6 +23,7 @@ from reshard.geometry.stored import whole
 from reshard.index.index import Tensor
 from reshard.models.quantization import check_has_settings
 from reshard.models.quantization_settings import without_quantization
+from reshard.plans.layout import Layout
 from reshard.plans.plan import Plan, make_plan
 from reshard.plans.proof import prove
 from reshard.plans.target import Target
@@ -106,7 +107,8 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Che
         companions, kept_for = companions.with_quantization(config), quantized_names(planned, config)
     target = Target(format.name, request.parallel, request.dtype, request.keep_dtype, kept_for, request.options, request.only_rank)
     layout = format.lay_out(planned, target, companions)
-    plan = make_plan(stored, files, planned, target, replace(layout, notes=(*source.model_files.notes, *notes, *layout.notes)))
+    notes = (*source.model_files.notes, *notes, *layout.notes, *_notes_on_copies(source, planned, layout))
+    plan = make_plan(stored, files, planned, target, replace(layout, notes=notes))
     prove(plan)
     return plan
 
@@ -125,6 +127,18 @@ def _about_trainer(content: Content, format: Format) -> Iterator[str]:
             f"the names are those of {trainer}, which transformers and serving engines do not load; they stay, as the model is not "
             "known. --model DIR names it"
         )
+
+
+def _notes_on_copies(source: Checkpoint, content: Content, layout: Layout) -> Iterator[str]:
+    """A note on the embedding and head in layers for multi-token prediction: published folders may hold copies of the model's own there,
+    which other formats store once. vLLM 0.32 shares the model's (v1/spec_decode/llm_base_proposer.py)."""
+    if registry.named(source.format).needs_model_files or not registry.named(layout.format).needs_model_files or content.model is None:
+        return
+    roles = {name: weight.role for name, weight in content.model.weights.items() if weight.role.startswith("mtp.")}
+    copies = [name for name in content.missing if roles.get(name) in ("mtp.embedding", "mtp.head")]
+    if copies and any(name in content.tensors and name not in layout.left_out for name in roles):
+        named = ", ".join(copies[:2]) + (" ..." if len(copies) > 2 else "")
+        yield f"not written: {named}, copies of the embedding and the head that the source stores once; vLLM shares the model's own"
 
 
 def _check_has_optimizer(source: Checkpoint, format: Format) -> None:

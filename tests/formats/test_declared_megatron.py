@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa:
 
 sys.path.insert(0, str(FIXTURES))
 import named_weights  # noqa: E402
+import safetensors.torch  # noqa: E402
 
 lacking_for = import_module("reshard.formats.megatron.write.check_model").lacking_for
 MTP_COPIES = import_module("reshard.formats.megatron.layout.tensors").MTP_COPIES
@@ -254,3 +255,23 @@ def test_a_run_of_layers_of_other_kinds_is_not_read_with_this_config(hub, change
     (tmp_path / "out" / "config.json").write_text((model / "config.json").read_text())
     with pytest.raises(ReshardError, match="the layers are of other kinds"):
         reshard.plan(tmp_path / "out", to="hf")
+
+
+def test_the_copies_in_layers_for_multi_token_prediction_are_spoken_of(tmp_path):
+    """A published folder holds the embedding and the head once more in such a layer; Megatron holds them once."""
+    reference = json.loads(REFERENCES["glm4_moe-mtp"].read_text())
+    weights = find_model(reference["config"]).weights.values()
+    named_weights.write(tmp_path / "hub", reference["config"], {w.name: w.shape for w in weights if w.role not in MTP_COPIES})
+    (copied,) = {weight.layer for weight in weights if weight.role in MTP_COPIES}
+    stored = safetensors.torch.load_file(tmp_path / "hub" / "model.safetensors")
+    stored[f"model.layers.{copied}.embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
+    stored[f"model.layers.{copied}.shared_head.head.weight"] = stored["lm_head.weight"].clone()
+    safetensors.torch.save_file(stored, tmp_path / "hub" / "model.safetensors")
+    names = (f"model.layers.{copied}.embed_tokens.weight", f"model.layers.{copied}.shared_head.head.weight")
+    there = reshard.convert(reshard.plan(tmp_path / "hub", to="megatron-dist"), tmp_path / "there")
+    (note,) = (note for note in there.notes if "does not write them again" in note)
+    assert all(name in note for name in names) and "of model.embed_tokens.weight" in note
+    back = reshard.plan(tmp_path / "there", to="hf", model=tmp_path / "hub", vocab_size=reference["config"]["vocab_size"])
+    (note,) = (note for note in back.layout.notes if note.startswith("not written: "))
+    assert all(name in note for name in names) and "copies of the embedding and the head" in note
+    assert not any("not written" in note for note in reshard.plan(tmp_path / "hub", to="hf").layout.notes)

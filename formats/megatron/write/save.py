@@ -207,6 +207,9 @@ class MegatronSave:
                 f"of {plural(len(self.model.functions), 'weight')} such as {next(iter(self.model.functions))} Megatron stores "
                 f"{' and '.join(sorted(functions))}, rounded to the element type"
             )
+        if self.aliases:
+            copies = ", ".join(f"{copy} (of {stored})" for copy, stored in self.aliases.items())
+            notes.append(f"copies are compared and stored once, and a conversion back to hf does not write them again: {copies}")
         if library := computation_of(self.model.model).built_by:
             notes.append(f"the model is built by {library}: Megatron-LM's own arguments do not describe it")
         if not self.has_optimizer:
