@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import CheckpointError, RequestError, ReshardError
 from reshard.geometry.light_dataclass import dataclass
+from reshard.models.config_values import with_value
 from reshard.models.quantization_settings import SETTING, SETTINGS_FILES, quantization_settings, settings_of_file
 from reshard.storage.files import Files, LocalFiles, read_whole
 from reshard.storage.json_input import parsed
@@ -117,7 +118,7 @@ class ModelFiles:
             return self, ()
         config = self.config or {}
         for key, value in added.items():
-            config = _with_key(config, key.split("."), value)
+            config = with_value(config, key.split("."), value)
         settings = ", ".join(f"{key}: {value}" for key, value in added.items())
         # Engines look into config.json first: there all settings of a quantization stand, or none.
         settings_from = None if any(key.startswith(f"{SETTING}.") for key in added) else self.settings_from
@@ -172,12 +173,6 @@ class ModelFiles:
             config = {key: value for key, value in self.config.items() if key not in in_other_file}
             return (json.dumps({**config, **changes}, indent=2) + "\n").encode()
         return read_whole(self.files, self.folder + CONFIG, limit=1 << 24)
-
-
-def _with_key(config: Mapping[str, Any], words: list[str], value: object) -> dict[str, Any]:
-    """A config with a key, given as the words on the way to it."""
-    first, *rest = words
-    return {**config, first: _with_key(config.get(first) or {}, rest, value) if rest else value}
 
 
 def has_tokenizer(names: Iterable[str]) -> bool:

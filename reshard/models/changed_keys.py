@@ -9,7 +9,7 @@ from typing import Any
 from reshard.errors import ReshardError
 from reshard.geometry.light_dataclass import dataclass
 from reshard.models.architecture import Architecture
-from reshard.models.config_values import value_at
+from reshard.models.config_values import value_at, with_value
 from reshard.models.lookup import find_model
 from reshard.models.quantization_settings import without_quantization
 
@@ -43,7 +43,7 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], architecture: A
     if layout is None or layout == _layout(new, architecture):
         return ()
     changed = list(_differences(old, new))
-    alone = [each for each in changed if _layout(_with(old, each.key.split("."), each.new), architecture) != layout]
+    alone = [each for each in changed if _layout(with_value(old, each.key.split("."), each.new), architecture) != layout]
     return tuple(alone or changed)
 
 
@@ -68,10 +68,3 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
             yield from _differences(*values, f"{prefix}{key}.")
         elif values[0] != values[1]:
             yield ChangedKey(prefix + key, *values)
-
-
-def _with(config: Mapping[str, Any], words: list[str], value: Any) -> dict[str, Any]:
-    """The config with another value of a key; None removes it."""
-    key, *inner = words
-    changed = _with(config.get(key) or {}, inner, value) if inner else value
-    return {**{name: each for name, each in config.items() if name != key}, **({} if changed is None else {key: changed})}

@@ -19,6 +19,15 @@ def value_at(value: Any, words: Iterable[str]) -> Any:
     return value
 
 
+def with_value(config: Mapping[str, Any], words: Sequence[str], value: Any) -> dict[str, Any]:
+    """The config with another value inside nested mappings; None removes the key."""
+    key, *inner = words
+    changed = with_value(config.get(key) or {}, inner, value) if inner else value
+    if changed is None:
+        return {name: each for name, each in config.items() if name != key}
+    return {**config, key: changed}
+
+
 def whole_number(config: Mapping[str, Any], key: str | None) -> int | None:
     """The whole number of a key; None if there is no key or the config does not set it. Raises RequestError if the value is not one, or
     below 0."""

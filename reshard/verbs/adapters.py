@@ -77,7 +77,22 @@ def check_part(source: Checkpoint, content: Content, request: ConversionRequest)
         )
 
 
-def with_adapter(content: Content, index: Index, base: Checkpoint, adapter: Checkpoint) -> tuple[Content, Index, Files, tuple[str, ...]]:
+def with_asked_adapter(
+    content: Content, index: Index, base: Checkpoint, request: ConversionRequest, companions: ModelFiles, adapter: Checkpoint | None
+) -> tuple[Content, Index, Files, tuple[str, ...]]:
+    """The content with the adapter merged that the request names, if it names one; the index and the files of all that is read; notes.
+
+    adapter: that of --merge-adapter DIR. companions: with the settings of the checkpoint's own adapter.
+    """
+    if adapter is not None:
+        return _with_adapter(content, index, base, adapter)
+    if request.merges_own_adapter:
+        merged, notes = _with_own_adapter(content, base, companions.adapter_config or {}, request)
+        return merged, index, base.files, notes
+    return content, index, base.files, ()
+
+
+def _with_adapter(content: Content, index: Index, base: Checkpoint, adapter: Checkpoint) -> tuple[Content, Index, Files, tuple[str, ...]]:
     """The content with an adapter merged, the index and the files of both, and notes."""
     config = adapter.model_files.adapter_config
     if config is None or not all(tensor.kind == "adapter" and len(tensor.shards) == 1 for tensor in adapter.index.tensors):
@@ -94,7 +109,7 @@ def with_adapter(content: Content, index: Index, base: Checkpoint, adapter: Chec
     return merged, both, JoinedFiles(base.files, [adapter.files]), tuple(_notes_on_merge(merged, content, adapter.path))
 
 
-def with_own_adapter(
+def _with_own_adapter(
     content: Content, base: Checkpoint, config: Mapping[str, Any], request: ConversionRequest
 ) -> tuple[Content, tuple[str, ...]]:
     """The content with the adapter that the checkpoint itself holds merged, and notes. config: the adapter's settings."""

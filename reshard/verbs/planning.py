@@ -28,7 +28,7 @@ from reshard.plans.plan import Plan, make_plan
 from reshard.plans.proof import prove
 from reshard.plans.target import Target
 from reshard.storage.files import Files
-from reshard.verbs.adapters import adapter_index, check_part, chosen_adapter, with_adapter, with_own_adapter
+from reshard.verbs.adapters import adapter_index, check_part, chosen_adapter, with_asked_adapter
 
 if TYPE_CHECKING:
     from reshard.verbs.checkpoint import Checkpoint
@@ -91,13 +91,7 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Che
     if request.dequantize:
         content, kept_for = with_values(content, companions.config), frozenset()
         companions = companions.with_quantization(without_quantization(companions.config or {}))
-    planned, stored, files = content, index, source.files
-    if adapter is not None:
-        planned, stored, files, merged = with_adapter(content, index, source, adapter)
-        notes = (*notes, *merged)
-    elif request.merges_own_adapter:
-        planned, merged = with_own_adapter(content, source, companions.adapter_config or {}, request)
-        notes = (*notes, *merged)
+    planned, stored, files, about_merge = with_asked_adapter(content, index, source, request, companions, adapter)
     if request.quantize and planned.model and request.quantize not in planned.model.architecture.quantized_as:
         stored, tensors, model = by_expert(stored, planned.tensors, planned.model)
         planned = replace(planned, tensors=tensors, model=model)
@@ -107,7 +101,7 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Che
         companions, kept_for = companions.with_quantization(config), quantized_names(planned, config)
     target = Target(format.name, request.parallel, request.dtype, request.keep_dtype, kept_for, request.options, request.only_rank)
     layout = format.lay_out(planned, target, companions)
-    notes = (*source.model_files.notes, *notes, *layout.notes, *_notes_on_copies(source, planned, layout))
+    notes = (*source.model_files.notes, *notes, *about_merge, *layout.notes, *_notes_on_copies(source, planned, layout))
     plan = make_plan(stored, files, planned, target, replace(layout, notes=notes))
     prove(plan)
     return plan
