@@ -10,7 +10,7 @@ import time
 
 import pytest
 from command import command, reshard, result_tree, tree
-from hostile.limits import limited
+from hostile.limits import ON_LINUX, limited
 from places import FIXTURES
 
 import reshard as library
@@ -112,6 +112,7 @@ def test_a_removal_that_was_stopped_is_ended(run, tmp_path):
     assert not (out / ".removing-10").exists()
 
 
+@pytest.mark.skipif(not ON_LINUX, reason="limits of a process are set as on Linux")
 @pytest.mark.parametrize("kind", ["link", "fifo", "sparse", "nul in a name", "long line"])
 def test_a_record_that_is_not_reshards_is_neither_followed_nor_waited_for(run, tmp_path, kind):
     out, victim = tmp_path / "out", tmp_path / "victim"
