@@ -28,7 +28,7 @@ import reshard
 from reshard.adapter import registry
 from reshard.containers import safetensors
 from reshard.engine.record import request_digest, samples
-from reshard.errors import CheckpointError, UnsupportedError
+from reshard.errors import CheckpointError, RequestError, UnsupportedError
 from reshard.geometry.dtypes import from_torch
 from reshard.geometry.light_dataclass import dataclass
 from reshard.plans.digests import content_digest
@@ -61,9 +61,12 @@ def save_plan(plan: Plan, path: PathLike) -> int:
 def load_plan(path: PathLike, source: PathLike) -> Plan:
     """The plan in a file, for `convert` and `convert_part`: made and proven again from the source, which must be the planned one.
 
-    Raises: CheckpointError if the plan file is damaged, or the source has changed since it was planned. What `plan` raises.
+    Raises: RequestError if there is no plan file, CheckpointError if it is damaged, or the source has changed since it was planned. What
+    `plan` raises.
     """
     files = LocalFiles(path)
+    if not files.is_file:
+        raise RequestError("a plan file is expected, this is a directory", where=files.root, do="Give the file that --plan-out has written")
     return PlanFile(read_whole(files, files.list()[0], limit=_MOST_BYTES), os.fspath(path)).planned(os.fspath(source))
 
 

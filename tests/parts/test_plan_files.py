@@ -75,7 +75,9 @@ def test_the_command_line_plans_once(tmp_path):
     for wrong in (["--to", "vllm"], ["--tp", "2"], ["--include", "*"]):
         found = run("convert", HF / "llama", tmp_path / "three", "--plan", tmp_path / "plan", *wrong)
         assert found.code == 2 and wrong[0] in found.err and not (tmp_path / "three").exists()
-    assert run("convert", HF / "llama", tmp_path / "three", "--plan", tmp_path / "nothing").code != 0
+    os.mkfifo(tmp_path / "fifo")
+    for wrong, code in (("nothing", 2), ("one", 2), ("fifo", 3)):
+        assert run("convert", HF / "llama", tmp_path / "three", "--plan", tmp_path / wrong).code == code, wrong
 
 
 def test_another_source_and_a_changed_one_are_refused(tmp_path):
