@@ -22,6 +22,7 @@ from reshard.canonical.optimizer_state import (
     master_key,
     parameter_and_kind,
     state_key,
+    state_key_of,
     uncounted,
 )
 from reshard.canonical.tensor_classes import is_of_optimizer, root_of
@@ -382,7 +383,7 @@ def _states(index: Index, chosen: Mapping[str, Tensor], selection: Selection) ->
             parameter, kind = parameter_and_kind(key)
             short = parameter.removeprefix(selection.strip_prefix)
             if short in chosen:
-                states[f"optim.state.{short}.{kind}"] = tensor
+                states[state_key_of(short, kind)] = tensor
     if not states:
         raise RequestError("--optimizer: the checkpoint has no optimizer state of the chosen weights", do="Leave out --optimizer")
     return states
@@ -450,7 +451,7 @@ ADAPTER_LEFT_OUT = "a LoRA adapter, not merged; --merge-adapter self merges it, 
 def _reason_to_drop(tensor: Tensor, stored: Mapping[str, Tensor]) -> str:
     """Why a tensor is left out that is not the chosen copy of a weight."""
     if tensor.kind in _STORED:
-        return "the model copy; --weights master chose the masters"
+        return "the model copy; the masters were chosen (--weights model chooses this one)"
     if tensor.kind == "master":
         return "the full-precision master; the model copy was chosen (--weights master chooses this one)"
     if tensor.kind == "other":

@@ -76,14 +76,17 @@ def names_for(
 
 def state_key(tensor: Tensor) -> str | None:
     """The key "optim.state.<parameter>.<kind>" of a moment or step count; None for other tensors."""
-    if tensor.kind in _TORCH_NAMES:
-        return f"{_PREFIX}{tensor.name}.{_TORCH_NAMES[tensor.kind]}"
-    return None
+    return state_key_of(tensor.name, _TORCH_NAMES[tensor.kind]) if tensor.kind in _TORCH_NAMES else None
+
+
+def state_key_of(parameter: str, torch_name: str) -> str:
+    """The key of a parameter's state of the kind that torch calls `torch_name`, such as "exp_avg"."""
+    return f"{_PREFIX}{parameter}.{torch_name}"
 
 
 def master_key(parameter: str) -> str:
     """The key of a parameter's full-precision copy."""
-    return f"{_PREFIX}{parameter}.{_MASTER}"
+    return state_key_of(parameter, _MASTER)
 
 
 def is_master_key(key: str) -> bool:

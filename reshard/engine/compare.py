@@ -8,6 +8,7 @@ from dataclasses import field
 import numpy as np
 
 from reshard.canonical.content import Content
+from reshard.canonical.optimizer_state import is_master_key
 from reshard.engine.casts import cast
 from reshard.engine.pool import workers_within
 from reshard.engine.recorded import mismatch
@@ -190,7 +191,7 @@ def compare(
 
         def perform(job: _Job) -> tuple[_Job, int, Box | None, tuple[bytes | None, bytes | None]]:
             dtypes = job.sides[0].tensor.dtype, job.sides[1].tensor.dtype
-            common, *others = _common_types(*dtypes)
+            common, *others = _common_types(*dtypes, widest=is_master_key(job.name))
             digests_of_block, element = _PairDigests([job.name in of_side for of_side in recorded]), None
             for strip, slab_pieces in strips(job.box, *job.sides):
                 stored = [worker.read(each, strip) for worker, each in zip(workers_pair, slab_pieces, strict=True)]
@@ -208,7 +209,7 @@ def compare(
 
         return perform
 
-    threads = workers_within(memory, workers, itemsize, buffers=5 if with_cast else 4)
+    threads = workers_within(memory, workers, itemsize, buffers=5 if any(a.dtype != b.dtype for a, b in pairs) else 4)
     reads = (left.files, lambda job: (job.sides[0], job.box)), (right.files, lambda job: (job.sides[1], job.box))
     for job, nbytes, element, hashed in run_reading(jobs(), make_worker, threads, *reads):
         result.nbytes += nbytes
@@ -271,17 +272,19 @@ def comparable(left: Side, right: Side, result: Comparison, *, with_cast: bool) 
             result.differences.append(Difference(name, "shape", f"its shape is {list(x.shape)} on the left, {list(y.shape)} on the right"))
         elif {x.dtype.function, y.dtype.function} - {"", *INVERTIBLE} and x.dtype.function != y.dtype.function and _both_floating(x, y):
             yield x, y  # the function's type follows from the function, not from the weight
-        elif x.dtype.of(y.dtype.function) != y.dtype and not (with_cast and _both_floating(x, y)):
+        elif x.dtype.of(y.dtype.function) != y.dtype and not ((with_cast or is_master_key(name)) and _both_floating(x, y)):
             hint = " (--cast compares the values after a cast)" if _both_floating(x, y) else ""
             result.differences.append(Difference(name, "dtype", f"it is {x.dtype} on the left, {y.dtype} on the right{hint}"))
         else:
             yield x, y
 
 
-def _common_types(left: DType, right: DType) -> tuple[DType, ...]:
-    """The type in which two tensors are compared: the right one's; or the left one's if the left one alone holds the values of a function,
-    which are computed of the other one. If the function is invertible, either may have been computed of the other: then they are equal if
-    the weights are, or the function's values."""
+def _common_types(left: DType, right: DType, *, widest: bool) -> tuple[DType, ...]:
+    """The type in which two tensors are compared: the right one's; with `widest` the wider one. If the left one alone holds the values of a
+    function, which are computed of the other one, it is the left one's. If the function is invertible, either may have been computed of the
+    other: then they are equal if the weights are, or the function's values."""
+    if widest and left.itemsize > right.itemsize:
+        return (left,)
     if left.function != right.function and {left.function, right.function} & {*INVERTIBLE}:
         return right.of(""), left if left.function else right
     return (left if left.function and not right.function else right,)

@@ -301,5 +301,10 @@ class Index:
         """The tensors of one kind by name."""
         return {tensor.name: tensor for tensor in self.tensors if tensor.kind == kind}
 
+    @property
+    def keeps_both_copies(self) -> bool:
+        """Whether a weight has a full-precision master beside it."""
+        return bool(self.by_kind("master").keys() & self.by_kind("weight").keys())
+
     def __repr__(self) -> str:
         return f"Index({self.format}, {plural(len(self.tensors), 'tensor')}, {plural(len(self.files), 'file')})"

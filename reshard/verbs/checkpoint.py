@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import field, replace
 from functools import cached_property
@@ -104,11 +104,25 @@ class Checkpoint:
             check_index(found)
         return found
 
-    def content(self, selection: Selection | None = None, *, model: Model | None = None) -> Content:
-        """The weights under the model's canonical names."""
-        index = self.named(selection, model=model)
-        content = content_of(index, model or self.model, selection or Selection())
-        return replace(content, recorded=lambda: self.recorded_digests(index, content))
+    def content(
+        self,
+        selection: Selection | None = None,
+        *,
+        model: Model | None = None,
+        index: Index | None = None,
+        adapter: Callable[[Tensor], bool] | None = None,
+    ) -> Content:
+        """The weights under the model's canonical names, or under those of `index`.
+
+        adapter: tells the tensors of the LoRA adapter, which are taken in place of the model's.
+        """
+        named = index or self.named(selection, model=model)
+        content = content_of(named, model or self.model, selection or Selection(), adapter)
+        return replace(
+            content,
+            read_scalar=lambda key: _scalar(content.tensors[key], self.files),
+            recorded=lambda: self.recorded_digests(named, content),
+        )
 
     def recorded_digests(self, index: Index, content: Content) -> Mapping[str, str]:
         """The digests that reshard recorded when it wrote this checkpoint, by key of `content`. Empty if another program wrote it, if
@@ -228,6 +242,13 @@ def open(path: PathLike, **options: Unpack[OpenOptions]) -> Checkpoint:
     checkpoint = _open(path, options)
     _check_used([checkpoint], options)
     return checkpoint
+
+
+def _scalar(tensor: Tensor, files: Files) -> float:
+    """The value of a tensor of one element."""
+    from reshard.engine.views import LazyTensor
+
+    return float(LazyTensor(whole(tensor.name, tensor.dtype, tensor.shape), {tensor.name: tensor}, files).numpy().item())
 
 
 def opened(source: Checkpoint | PathLike, **options: Unpack[ModelOptions]) -> Checkpoint:

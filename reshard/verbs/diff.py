@@ -16,6 +16,7 @@ from reshard.measures.changes import Change, ChangeMeter, sum_of
 from reshard.measures.walk import Read, walk
 from reshard.verbs.checkpoint import Checkpoint
 from reshard.verbs.request import Effort, EffortOptions, PathLike, checked_keywords
+from reshard.verbs.resumed import compare_counts
 from reshard.verbs.verify import log_compared, not_compared, sides_of
 
 
@@ -118,6 +119,7 @@ def diff(
     sides = sides_of(left, right, selection)
     result = Diff()
     pairs = list(comparable(*sides, result, with_cast=not headers))
+    compare_counts(*sides, result)
     if not headers:
         _measure(result, pairs, sides, effort)
     for side in sides:

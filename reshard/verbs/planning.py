@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from reshard.adapter import registry
 from reshard.adapter.format import Format
 from reshard.adapter.model_files import adapter_config_at, blaming_the_parent
-from reshard.canonical.content import Content, check_against_model, check_counted, check_selected, content_of
+from reshard.canonical.content import Content, Selection, check_against_model, check_counted, check_selected
 from reshard.canonical.dequantization import quantized_names, with_values
 from reshard.canonical.globs import check_globs
 from reshard.canonical.lora import is_of_adapter, with_adapter_names
@@ -19,15 +19,12 @@ from reshard.canonical.trainer_names import trainer_of
 from reshard.containers.gc_pause import gc_paused
 from reshard.errors import RequestError
 from reshard.geometry.quantities import plural
-from reshard.geometry.stored import whole
-from reshard.index.index import Tensor
 from reshard.models.quantization import check_has_settings
 from reshard.models.quantization_settings import without_quantization
 from reshard.plans.layout import Layout
 from reshard.plans.plan import Plan, make_plan
 from reshard.plans.proof import prove
 from reshard.plans.target import Target
-from reshard.storage.files import Files
 from reshard.verbs.adapters import adapter_index, check_part, chosen_adapter, with_asked_adapter
 
 if TYPE_CHECKING:
@@ -37,6 +34,9 @@ if TYPE_CHECKING:
 _NAMES_ARE_KEPT = (
     "names stay as the source has them, so that its run can go on, and the fingerprint is of these names; "
     "`reshard fingerprint`, where it knows the config, and `verify` go by the published names"
+)
+_WEIGHTS_ARE_MASTERS = (
+    "the weights are the optimizer's full-precision masters, from which the run resumes; --weights model writes the model's rounded copy"
 )
 _ADAPTERS_ARE_COPIED = "LoRA adapters are copied as they are, and not merged into the base weights; --merge-adapter merges one"
 
@@ -51,8 +51,8 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Che
     format, selection = request.to, request.selection
     if format.keeps_optimizer:
         _check_has_optimizer(source, format)
-        weights = selection.weights or ("master" if source.index.by_kind("master") else None)
-        selection = replace(selection, weights=weights, optimizer=True)
+        selection = replace(selection, optimizer=True)
+    selection = _resumed(selection, source, format)
     keep_adapter = format.keeps_names and not request.drop_adapter and request.merge_adapter is None
     selection = replace(selection, masters=format.keeps_masters, keep_adapter=keep_adapter)
     companions = source.model_files
@@ -62,15 +62,7 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Che
     if request.merges_own_adapter:
         index = with_adapter_names(index, chosen_adapter(source, request))
 
-    def chosen() -> Content:
-        """The chosen tensors of `index`, and what reads their values."""
-        return replace(
-            content_of(index, source.model, selection, choose),
-            read_scalar=lambda key: _scalar(content.tensors[key], source.files),
-            recorded=lambda: source.recorded_digests(index, content),
-        )
-
-    content = chosen()
+    content = source.content(selection, index=index, adapter=choose)
     check_part(source, content, request)
     with blaming_the_parent(source.model_files):
         if content.model is not None:
@@ -80,11 +72,13 @@ def plan_conversion(source: Checkpoint, request: ConversionRequest, adapter: Che
     notes = index.facts.notes[len(stored.facts.notes) :]
     if format.keeps_names and request.merge_adapter is None and (notes or index is not stored):
         index, notes = stored, (_NAMES_ARE_KEPT,)
-        content = chosen()
+        content = source.content(selection, index=index, adapter=choose)
     check_selected(content)
     check_counted(content)
     check_globs("--keep-dtype", request.keep_dtype, content.weights)
     notes = (*notes, *_about_unknown(content), *_about_trainer(content, format))
+    if selection.weights != request.selection.weights and not format.keeps_optimizer and source.index.keeps_both_copies:
+        notes = (*notes, _WEIGHTS_ARE_MASTERS)
     if not format.holds_adapters and any(map(is_of_adapter, content.tensors.values())):
         notes, companions = (*notes, _ADAPTERS_ARE_COPIED), replace(companions, carries_adapter=True)
     kept_for = quantized_names(content, source.model_files.config)
@@ -135,6 +129,16 @@ def _notes_on_copies(source: Checkpoint, content: Content, layout: Layout) -> It
         yield f"not written: {named}, copies of the embedding and the head that the source stores once; vLLM shares the model's own"
 
 
+def _resumed(selection: Selection, source: Checkpoint, format: Format) -> Selection:
+    """The selection, with the masters as the weights if optimizer state is written and the format has no place for masters beside them.
+
+    A run would otherwise resume from rounded weights. Trainers cast what they load to the type that they train in, so masters serve all.
+    """
+    if selection.optimizer and selection.weights is None and not format.keeps_masters and source.index.by_kind("master"):
+        return replace(selection, weights="master")
+    return selection
+
+
 def _check_has_optimizer(source: Checkpoint, format: Format) -> None:
     """Raises RequestError if the source has no optimizer state, which the format always holds."""
     if not any(tensor.kind.startswith(("moment", "state")) for tensor in source.index.tensors):
@@ -158,10 +162,3 @@ def check_nothing_unanswered(source: Checkpoint) -> None:
             why="It is in no file of the checkpoint, and is not guessed",
             id="ambiguous",
         )
-
-
-def _scalar(tensor: Tensor, files: Files) -> float:
-    """The value of a tensor of one element."""
-    from reshard.engine.views import LazyTensor
-
-    return float(LazyTensor(whole(tensor.name, tensor.dtype, tensor.shape), {tensor.name: tensor}, files).numpy().item())

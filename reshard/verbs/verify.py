@@ -33,6 +33,7 @@ from reshard.storage.server import is_server
 from reshard.storage.tar import open_tree
 from reshard.verbs.checkpoint import Checkpoint, classified_checkpoint, open_both, opened, unchecked
 from reshard.verbs.request import Effort, EffortOptions, OpenOptions, PathLike, checked_keywords
+from reshard.verbs.resumed import compare_counts, compared_once, notes_on_masters
 
 
 @checked_keywords
@@ -65,7 +66,9 @@ def verify(
     result = Comparison()
     for nbytes in compare(left_side, right_side, result, with_cast=cast, workers=effort.workers, memory=effort.memory):
         effort.report(nbytes)
+    compare_counts(left_side, right_side, result)
     _forgive_implied(result, left_side, right_side)
+    result.notes.extend(notes_on_masters(left_side, right_side))
     result.notes.extend(_about_unknown(result, left_side, right_side))
     for side in (left_side, right_side):
         result.notes.extend(not_compared(side))
@@ -84,7 +87,7 @@ def sides_of(left: Checkpoint | PathLike, right: Checkpoint | PathLike, selectio
     contents = (each.content(chosen, model=each.model or a.model or b.model) for each, chosen in zip((a, b), selections, strict=True))
     left_side, right_side = (Side(each.files, each.index, content) for each, content in zip((a, b), contents, strict=True))
     check_selected(left_side.content, right_side.content)
-    return left_side, right_side
+    return compared_once(left_side, right_side)
 
 
 def _forgive_implied(result: Comparison, left: Side, right: Side) -> None:
@@ -222,7 +225,10 @@ def _choices(checkpoint: Checkpoint, index: Index) -> Iterator[Mapping[str, Tens
 
 
 def _selections(checkpoints: tuple[Checkpoint, Checkpoint], selection: Selection | None) -> tuple[Selection | None, ...]:
-    """The selection for each side. A root counts for the checkpoint that has it: the other may be the model that was converted from it."""
+    """The selection for each side. With optimizer state it has the masters, unless a copy of the weights is chosen. A root counts for the
+    checkpoint that has it: the other may be the model that was converted from it."""
+    if selection is not None and selection.optimizer and selection.weights is None:
+        selection = replace(selection, masters=True)
     if selection is None or selection.root is None:
         return selection, selection
     has_root = [any(found.root == selection.root for found in each.models) for each in checkpoints]

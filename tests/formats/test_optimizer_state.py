@@ -1,5 +1,6 @@
 """Optimizer state through every format that carries it: moments, masters, and the count of steps, without which Adam does not resume."""
 
+import hashlib
 import io
 import pickle
 import shutil
@@ -238,3 +239,84 @@ def test_the_param_groups_of_megatron_follow_the_order_of_the_model(case):
     opened = open_case(case)
     for group in opened.index.param_groups():
         assert list(group.names) == [name for name in opened.model.weights if name in set(group.names)]
+
+
+# ---- masters ----
+
+
+def held(folder):
+    """(name, kind) -> what the files hold, for weights and masters."""
+    opened = reshard.open(folder)
+    return {(t.name, t.kind): described(t, opened.files) for t in opened.index.tensors if t.kind in ("weight", "master")}
+
+
+@pytest.mark.parametrize("source", ["megatron/llama-tp2-pp2-dp2", "megatron_dist/llama-tp2-pp2", "deepspeed/z2-bf16-3"])
+@pytest.mark.parametrize("to", ["dcp", "fsdp"])
+def test_without_a_place_for_masters_the_masters_are_the_weights(source, to, tmp_path):
+    case = FIXTURES / source
+    expected = truth(case)
+    arguments = (case / "checkpoint", tmp_path / "made", "--to", to, "--model", case / "model", "--optimizer")
+    result = run("convert", *arguments)
+    assert result.code == 0 and "the weights are the optimizer's full-precision masters" in result.out + result.err
+    masters = {name: value for (name, kind), value in expected.items() if kind == "master"}
+    found = held(tmp_path / "made")
+    assert masters and {name: found[name, "weight"] for name in masters} == masters
+    equal = run("verify", case / "checkpoint", tmp_path / "made", "--optimizer", "--model", case / "model")
+    assert equal.code == 0 and "compared with the master of the other side" in equal.out, equal.out
+    # An explicit choice is obeyed, and then a run would resume from other values.
+    rounded = run("convert", case / "checkpoint", tmp_path / "rounded", *arguments[2:], "--weights", "model")
+    assert rounded.code == 0 and "full-precision masters" not in rounded.out + rounded.err
+    weights = {name: value for (name, kind), value in expected.items() if kind == "weight" and name in masters}
+    assert {name: held(tmp_path / "rounded")[name, "weight"] for name in weights} == weights
+    assert run("verify", case / "checkpoint", tmp_path / "rounded", "--optimizer", "--weights", "model").code == 0
+    different = run("verify", case / "checkpoint", tmp_path / "rounded", "--optimizer", "--json")
+    assert different.code == 1 and {each["kind"] for each in different.document["differences"]} == {"values"}
+
+
+def test_a_run_in_bf16_loads_from_the_masters_what_the_model_computed_with(tmp_path):
+    """torch casts what it loads into the run's parameters: the default loses nothing whatever the type that a run trains in."""
+    case = FIXTURES / "megatron/llama-tp2-pp2-dp2"
+    made = converted(case / "checkpoint", tmp_path / "made", "dcp", "--model", case / "model")
+    for dtype, kind in ((torch.bfloat16, "weight"), (torch.float32, "master")):
+        expected = {name: value for (name, of), value in truth(case).items() if of == kind}
+        model = {name: torch.zeros(value["shape"], dtype=dtype) for name, value in expected.items()}
+        torch.distributed.checkpoint.load({"model": model}, checkpoint_id=made, no_dist=True)
+        digests = {name: hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest() for name, tensor in model.items()}
+        assert digests == {name: value["sha256"] for name, value in expected.items()}
+
+
+@pytest.mark.parametrize("last", TARGETS)
+def test_masters_survive_every_format(last, first_hop):
+    source = "megatron/llama-tp2-pp2-dp2"
+    expected = {name: value for (name, kind), value in truth(FIXTURES / source).items() if kind == "master"}
+    found = held(first_hop(source, last))
+    assert {name: found.get((name, "master"), found.get((name, "weight"))) for name in expected} == expected
+
+
+@pytest.mark.parametrize("last", TARGETS)
+@pytest.mark.parametrize("first", TARGETS)
+def test_verify_finds_what_a_run_resumes_from_equal_in_every_pair_of_formats(first, last, first_hop):
+    source = "megatron/llama-tp2-pp2-dp2"
+    result = run("verify", first_hop(source, first), first_hop(source, last), "--optimizer", "--json")
+    assert result.code == 0, result.document["differences"][:3]
+    assert result.document["tensors"] >= 3 * 21
+
+
+def test_verify_compares_masters_and_counts(tmp_path):
+    """One bit of a master, and one step: differences, though weights and moments are equal."""
+    case = FIXTURES / "megatron/llama-tp2-pp2-dp2"
+    model = ("--model", case / "model")
+    universal = converted(case / "checkpoint", tmp_path / "universal", "universal", *model)
+    (universal / "reshard.json").unlink()
+    folder = universal / (universal / "latest_universal").read_text() / "zero" / "model.norm.weight"
+    for name, change in (("fp32", lambda stored: stored["param"].view(torch.int32).add_(1)), ("step", lambda stored: stored.add_(1))):
+        path = folder / f"{name}.pt"
+        before, stored = path.read_bytes(), loaded(path)
+        change(stored)
+        torch.save(stored, path)
+        result = run("verify", case / "checkpoint", universal, "--optimizer", "--json", *model)
+        kind = {"fp32": "master_param", "step": "step"}[name]
+        assert result.code == 1
+        differences = [(each["name"], each["kind"]) for each in result.document["differences"]]
+        assert differences == [(f"optim.state.model.norm.weight.{kind}", "values")]
+        path.write_bytes(before)
