@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fnmatch
 import io
@@ -9,10 +10,12 @@ import itertools
 import json
 import random
 import shutil
+import tempfile
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
+from command import reshard
 from hostile.mutations import KINDS
 from hostile.watched import FIXTURES, outcome_of
 
@@ -21,6 +24,8 @@ TARGETS = [
     *[(name,) for name in ("dcp", "universal", "deepspeed", "megatron-dist", "fsdp", "sglang", "trtllm")],
     *[(name, "--tp", "2") for name in ("vllm", "megatron", "nanotron", "consolidated")],
 ]
+# Format -> the fixture of hf that it is written from.
+WRITTEN = {"vllm": "mixtral", "sglang": "qwen3", "trtllm": "llama"}
 
 
 @cache
@@ -31,12 +36,23 @@ def fixtures() -> tuple[str, ...]:
     marks = ("config.json", "adapter_config.json", "params.json")
     configs = itertools.chain.from_iterable(FIXTURES.rglob(mark) for mark in marks)
     folders |= {path.parent for path in configs if not any(parent in folders for parent in path.parents)}
-    return tuple(sorted(str(path.relative_to(FIXTURES)) for path in folders))
+    return (*sorted(str(path.relative_to(FIXTURES)) for path in folders), *(f"written/{name}" for name in WRITTEN))
 
 
-def families() -> set[str]:
-    """The folders of fixtures/ that hold a checkpoint."""
-    return {each.split("/")[0] for each in fixtures()}
+@cache
+def pristine_of(fixture: str) -> Path:
+    """The folder of the unchanged checkpoint. What engines load, and no framework writes, is written here, without the manifest."""
+    if not fixture.startswith("written/"):
+        folder = FIXTURES / fixture
+        return folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
+    place = Path(tempfile.mkdtemp(prefix="written-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    folder = place / "checkpoint"
+    name = fixture.removeprefix("written/")
+    assert reshard("convert", FIXTURES / "hf" / WRITTEN[name], folder, "--to", name, "--tp", 2, "-q").code == 0
+    for path in folder.glob("reshard.*"):
+        path.unlink()
+    return folder
 
 
 def commands(source: Path, pristine: Path, target: Path) -> list[list[list[str]]]:
@@ -97,8 +113,7 @@ def run(fixture: str, kind: str, seed: int, folder: Path) -> tuple[str, str]:
 def changed(fixture: str, kind: str, seed: int, folder: Path) -> tuple[Path, str | None, random.Random]:
     """Writes the changed checkpoint into folder/source. Returns the fixture's checkpoint, what was done to it, and the generator."""
     chance = random.Random(f"{fixture}|{kind}|{seed}")
-    pristine = FIXTURES / fixture
-    pristine = pristine / "checkpoint" if (pristine / "checkpoint").is_dir() else pristine
+    pristine = pristine_of(fixture)
     shutil.copytree(pristine, folder / "source")
     return pristine, KINDS[kind](folder / "source", chance), chance
 
@@ -116,3 +131,5 @@ def warm_up(folder: Path) -> None:
                     run(line)
                     shutil.rmtree(folder / "warm", ignore_errors=True)
         shutil.rmtree(folder / f"warm{i}", ignore_errors=True)
+    for name in WRITTEN:
+        pristine_of(f"written/{name}")
