@@ -3,7 +3,7 @@
     python tests/cloud/s3_server.py ROOT [PORT]      a server of its own process, for measurements
 
 Objects are lists of part files in ROOT, so that completing an upload copies nothing and reading is sendfile. The index is in memory.
-Signatures are not checked. A `Faults` decides for each request whether and how it fails.
+Signatures are not checked. A `Faults` decides for each request whether and how it fails; `lies.py` has what a hostile store answers.
 """
 
 import hashlib
@@ -77,6 +77,7 @@ class S3Server:
         self.written = Counter()  # how often each key was put or completed
         self.requests, self.by_key, self.in_flight, self.most_in_flight = Counter(), Counter(), 0, 0
         self.spans = []  # (key, begin, end) of each request
+        self.lie = None  # a function of a request, which answers it and returns True, or returns False
         self.forbidden = ""  # keys with this text in them may not be written
         self.bytes_out = self.bytes_in = 0
         self.sizes = []  # bytes of each range that was asked for
@@ -165,6 +166,8 @@ class _Handler(BaseHTTPRequestHandler):
             if self.fault == "reset":
                 return self.break_connection()
             body = self.receive()
+            if owner.lie and owner.lie(self):
+                return None
             if owner.forbidden and owner.forbidden in key and self.command != "GET":
                 return self.error(403, "AccessDenied")
             if self.fault == "slowdown":

@@ -1,7 +1,10 @@
-"""Object stores and web servers through obstore: s3://, gs://, az://, http(s)://.
+"""Object stores through obstore: s3://, gs://, az://.
 
 Checked with obstore 0.12.1. It takes credentials, region and endpoint from the variables that each store's users set, repeats requests
 that a server refuses for a while, and continues a body that breaks off. A profile of ~/.aws is read through boto3, if boto3 is installed.
+
+obstore follows redirects and has no option against it. Those of a server that the user has named as S3's endpoint are kept on its host:
+every other host is only reached through a proxy that does not exist.
 """
 
 from __future__ import annotations
@@ -13,14 +16,24 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from reshard.errors import RequestError, UnsupportedError
 from reshard.storage.stores.store import Entry, ObjectChanged, Upload
+from reshard.storage.stores.web_backend import proxy_of
 
 _REFUSED = ("lacked the necessary privileges", "lacked valid authentication")
 # Statuses of requests that fail again when they are repeated, such as one to a bucket that is not there. Timeouts (408), conflicts (409)
 # and limits (429) are not among them.
 _MISTAKE = re.compile(r"status code: 4(?!08|09|29)\d\d")
+_RETRIES: dict[str, Any] = {
+    "max_retries": 10,
+    "retry_timeout": timedelta(seconds=300),
+    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=15), "base": 2},
+}
+_ENDPOINTS = ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url")
+# A proxy that cannot be: no server listens at port 0.
+_NO_PROXY_AT = "127.0.0.1:0"
 INSTALL = "Install the extra: pip install 'reshard[cloud]'"
 
 
@@ -34,21 +47,19 @@ class ObjectStore:
             from obstore.store import from_url
         except ImportError:
             raise UnsupportedError(f"{scheme}:// paths need obstore, which is not installed", where=url, do=INSTALL) from None
-        self._obstore, self._is_web = obstore, scheme in ("http", "https")
+        self._obstore = obstore
         of_client = {key.lower(): value for key, value in options.items() if _is_client_option(key, value)}
         options = {key: value for key, value in options.items() if key.lower() not in of_client}
-        settings: dict[str, Any] = {
-            "client_options": {"allow_http": True, "timeout": "300s", "connect_timeout": "20s", **of_client},
-            "retry_config": {
-                "max_retries": 10,
-                "retry_timeout": timedelta(seconds=300),
-                "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=15), "base": 2},
-            },
-        }
-        if scheme.startswith("s3"):
-            settings |= _s3_settings(options)
+        settings = _s3_settings(options) if scheme.startswith("s3") else {}
+        fence = _fence(settings, options, of_client)
+        client = {"allow_http": True, "timeout": "300s", "connect_timeout": "10s", **fence, **of_client}
+
+        def opened(retry: dict[str, Any]) -> Any:
+            return from_url(url, client_options=client, retry_config=retry, **settings, **options)  # type: ignore[call-overload]
+
         try:
-            self._store: Any = from_url(url, **settings, **options)  # type: ignore[call-overload]
+            # `Store` repeats requests, and says so. The parts of an upload can only be repeated below.
+            self._store, self._writing = opened({"max_retries": 0}), opened(_RETRIES)
         except Exception as error:
             raise RequestError(
                 f"this URL or a --storage-option is not understood: {str(error).splitlines()[0]}",
@@ -57,8 +68,6 @@ class ObjectStore:
             ) from None
 
     def list(self, folder: str, *, below: bool) -> Iterator[Entry]:
-        if self._is_web:
-            return  # web servers list nothing
         prefix = folder.rstrip("/") or None
         with _answering(self._obstore):
             if not below:
@@ -87,11 +96,9 @@ class ObjectStore:
             raise ObjectChanged from None
 
     def upload(self, path: str, *, part: int, at_once: int) -> Upload:
-        self._check_writable()
-        return _Writer(self._obstore, self._obstore.open_writer(self._store, path, buffer_size=part, max_concurrency=at_once))
+        return _Writer(self._obstore, self._obstore.open_writer(self._writing, path, buffer_size=part, max_concurrency=at_once))
 
     def create(self, path: str, content: bytes) -> None:
-        self._check_writable()
         try:
             with _answering(self._obstore):
                 self._obstore.put(self._store, path, content, mode="create", use_multipart=False)
@@ -101,10 +108,6 @@ class ObjectStore:
     def remove(self, paths: Sequence[str]) -> None:
         with suppress(FileNotFoundError):
             self._obstore.delete(self._store, list(paths))
-
-    def _check_writable(self) -> None:
-        if self._is_web:
-            raise NotImplementedError("http(s):// can be read, and not written")
 
 
 class _Writer:
@@ -145,6 +148,10 @@ def _answering(obstore: Any) -> Iterator[None]:
         # The writer of obstore raises OSError for everything.
         if isinstance(error, refusals) or any(text in str(error) for text in _REFUSED):
             raise PermissionError(line) from error
+        if f"{_NO_PROXY_AT}," in str(error):
+            raise ValueError("the store redirects to another host, and reshard connects only to what you name") from error
+        if "<Code>NoSuchBucket</Code>" in str(error):
+            raise ValueError("the bucket does not exist") from error
         if isinstance(error, obstore.exceptions.GenericError) and _MISTAKE.search(line):
             raise ValueError(line) from error
         raise
@@ -174,14 +181,9 @@ def _s3_settings(options: Mapping[str, str]) -> dict[str, Any]:
     """What obstore does not find on its own: the usual name of the endpoint's variable, and the credentials of a profile of ~/.aws."""
     settings: dict[str, Any] = {}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if endpoint and not options.keys() & {"endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url"}:
+    if endpoint and not options.keys() & {*_ENDPOINTS}:
         settings["endpoint"] = endpoint
-    named = {*options, *(name.lower() for name in os.environ)} & {
-        "aws_access_key_id",
-        "access_key_id",
-        "skip_signature",
-        "aws_skip_signature",
-    }
+    named = _names_credentials(options)
     folder = Path(os.path.expanduser("~"), ".aws")
     if not named and ("AWS_PROFILE" in os.environ or (folder / "credentials").exists() or (folder / "config").exists()):
         try:
@@ -194,3 +196,22 @@ def _s3_settings(options: Mapping[str, str]) -> dict[str, Any]:
         if session.region_name:
             settings.setdefault("region", session.region_name)
     return settings
+
+
+def _names_credentials(options: Mapping[str, str]) -> bool:
+    names = {"aws_access_key_id", "access_key_id", "skip_signature", "aws_skip_signature"}
+    return bool({*options, *(name.lower() for name in os.environ)} & names)
+
+
+def _fence(settings: Mapping[str, Any], options: Mapping[str, str], of_client: Mapping[str, str]) -> dict[str, Any]:
+    """Options of the client that keep it on the host of an S3 endpoint: every other host is asked for through a proxy that cannot be, and a
+    server that encrypts is not left for one that does not.
+
+    Not where the user's own proxy decides what is reached, nor where obstore itself asks the cloud's other servers for credentials.
+    """
+    endpoint = settings.get("endpoint") or next((options[key] for key in _ENDPOINTS if key in options), None)
+    asks_itself = not (_names_credentials(options) or "credential_provider" in settings)
+    if not endpoint or asks_itself or "proxy_url" in of_client or proxy_of(endpoint):
+        return {}
+    parts = urlsplit(endpoint)
+    return {"proxy_url": f"http://{_NO_PROXY_AT}", "proxy_excludes": parts.hostname or "", "allow_http": parts.scheme != "https"}

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from reshard.errors import RequestError
 from reshard.storage.stores.store import Store, StoreTraffic
 
-OBJECT_STORES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
+OBJECT_STORES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 """The schemes that obstore serves."""
 opened: deque[tuple[str, StoreTraffic]] = deque(maxlen=1000)
 """The stores that this process has opened last: URL, and what was asked of each."""
@@ -49,7 +49,11 @@ def open_store(url: str) -> Store:
     Raises: UnsupportedError with the command that installs what is missing; RequestError for an option that the store does not know.
     """
     scheme = url.partition("://")[0].lower()
-    if scheme in OBJECT_STORES:
+    if scheme in ("http", "https"):
+        from reshard.storage.stores.web_backend import WebStore
+
+        store = Store(url, WebStore(url, _options.get()))
+    elif scheme in OBJECT_STORES:
         from reshard.storage.stores.obstore_backend import ObjectStore
 
         store = Store(url, ObjectStore(url, _options.get()))
